@@ -1,5 +1,5 @@
-//! Kubernetes Events about refused certificates, roots that cannot be published, and rotations that
-//! make no progress, on the pod, the ConfigMap and the Secret.
+//! Kubernetes Events about refused certificates, roots that cannot be published, rotations that make
+//! no progress, and routes that have no status, on the pod, the ConfigMap, the Secret and the route.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -14,6 +14,7 @@ use crate::authority::publish::PublishStatus;
 use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
 use crate::authority::store::kubernetes::SECRET;
+use crate::routes::{Condition, RouteStatus};
 
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
 const MAX_PHASE_DURATION: u64 = 3600;
@@ -25,6 +26,16 @@ pub fn certificate_refused(events: &Events, pod: &PodRef, reason: &str) {
         ..reference("Pod", &pod.namespace, &pod.name)
     };
     events.warn(object, "CertificateRefused", "SignCertificate", reason);
+}
+
+/// Queues an event about a condition of a route that does not hold.
+pub fn route_not_accepted(events: &Events, route: &RouteStatus, condition: &Condition) {
+    let object = ObjectReference {
+        uid: Some(route.uid.to_string()).filter(|uid| !uid.is_empty()),
+        ..reference(route.kind.name(), &route.key.namespace, &route.key.name)
+    };
+    let note = format!("{}: {}", condition.reason, condition.message);
+    events.warn(object, "RouteNotAccepted", "Route", &note);
 }
 
 fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {

@@ -209,9 +209,11 @@ impl Controller {
         let (source, changed) = (hub.clone(), hub.routes_changed());
         let statuses = Statuses::new(move || source.route_statuses(), changed);
         let is_cluster = config.catalog == config::Storage::Kubernetes;
+        let (events, queue) = Events::new();
         let election = self.client.clone().filter(|_| is_cluster).map(|client| {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
-            let writer = Writer::new(client.clone(), &WITH_STATUS, metrics.clone());
+            let events = events.clone();
+            let writer = Writer::new(client.clone(), &WITH_STATUS, metrics.clone(), events);
             let election = Election::new(client, &config.pod_namespace, replica, timing);
             (election, writer)
         });
@@ -231,7 +233,6 @@ impl Controller {
             }
         };
         let mut publish_statuses = pin!(publish_statuses.fuse());
-        let (events, queue) = Events::new();
         let client = self.client.clone();
         let publish_events = async {
             if let Some(client) = client {

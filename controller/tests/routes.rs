@@ -6,7 +6,7 @@ mod support;
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::ResourceType;
 use proto::discover_response::Update;
-use support::{Client, Discover, Sandbox, claims, web};
+use support::{Client, DEADLINE, Discover, Sandbox, claims, web};
 
 const WEB: &str = "10.96.0.7:80";
 
@@ -94,6 +94,51 @@ async fn canary_weights_reach_the_proxies_when_they_change() {
     );
     sandbox.remove("r.yaml");
     assert_eq!(backends(&mut discover).await, "no routes");
+}
+
+#[tokio::test]
+async fn canary_annotations_are_weights_and_invalid_ones_leave_the_service_alone() {
+    let canary = |weight: &str| {
+        let annotations = format!(
+            "annotations: {{diy-service-mesh/canary-of: web, diy-service-mesh/canary-weight: '{weight}'}}"
+        );
+        let service = service("shop", "canary", "10.96.0.8");
+        service.replace(
+            "namespace: shop}",
+            &format!("namespace: shop, {annotations}}}"),
+        )
+    };
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    assert_eq!(backends(&mut discover).await, "no routes");
+    let mut client = sandbox.client().await;
+    let mut watch = client.watch(&["shop/web"]).await;
+    let mut shares = async || loop {
+        let message = tokio::time::timeout(DEADLINE, watch.message()).await;
+        if let Some(service) = message.unwrap().unwrap().unwrap().service {
+            let canaries = service.canaries.iter();
+            break canaries
+                .map(|canary| format!("{} {}", canary.name, canary.weight))
+                .collect::<Vec<_>>();
+        }
+    };
+    assert_eq!(shares().await, [""; 0]);
+    for weight in [10, 0, 100] {
+        sandbox.write("c.yaml", &canary(&weight.to_string()));
+        let expected = format!("shop/web:80={} shop/canary:80={weight}", 100 - weight);
+        assert_eq!(backends(&mut discover).await, expected);
+        assert_eq!(shares().await, [format!("canary {weight}")]);
+    }
+    sandbox.write("c.yaml", &canary("101"));
+    assert_eq!(backends(&mut discover).await, "no routes");
+    assert_eq!(shares().await, [""; 0]);
+    sandbox.write("c.yaml", &canary("20"));
+    let expected = "shop/web:80=80 shop/canary:80=20";
+    assert_eq!(backends(&mut discover).await, expected);
+    assert_eq!(shares().await, ["canary 20"]);
+    sandbox.write("r.yaml", &route("shop", &to("{name: web, port: 80}")));
+    assert_eq!(backends(&mut discover).await, "shop/web:80=1");
+    assert_eq!(shares().await, [""; 0], "an HTTPRoute takes precedence");
 }
 
 #[tokio::test]

@@ -12,7 +12,7 @@ use std::time::Instant;
 use diy_mesh_proto::Identity;
 use http::StatusCode;
 
-use crate::balance::Backend;
+use crate::balance::{Backend, Preference};
 use crate::connect::Remote;
 use crate::dump::{Direction, ExchangeDump};
 use crate::error::Failure;
@@ -140,7 +140,14 @@ impl ExchangeRecord {
     /// Reads what the endpoint depends on, from the head as the client sent it.
     pub fn set_preference(&mut self, request: &RequestView<'_>) {
         let preference = self.backend().preference(Some(request), self.flow.peer);
-        self.attempts.preference = preference;
+        let session = self
+            .route
+            .as_ref()
+            .and_then(|route| route.session_endpoint());
+        self.attempts.preference = Preference {
+            session,
+            ..preference
+        };
     }
 
     fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {

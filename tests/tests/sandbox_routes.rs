@@ -111,6 +111,52 @@ fn requests_follow_weights_and_matches() {
 }
 
 #[test]
+fn canary_annotations_shift_requests_without_a_failure() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", servers("shop"), shell(MESHED))) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    let weight = |percent: &str| {
+        let service = format!(
+            "
+apiVersion: v1
+kind: Service
+metadata:
+  name: web-v2
+  namespace: shop
+  annotations: {{diy-service-mesh/canary-of: web, diy-service-mesh/canary-weight: '{percent}'}}
+spec: {{selector: {{app: web-v2}}, ports: [{{name: http, port: 80, targetPort: 8080}}]}}
+"
+        );
+        sandbox.apply(&service).unwrap();
+    };
+    weight("100");
+    until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
+    assert_eq!(versions(&sandbox, &client, 50), [0, 50]);
+    let accepted = "Service shop/web-v2, parent Service web: Accepted=True";
+    controller_logs(&sandbox, &[accepted]);
+    std::thread::scope(|scope| {
+        let load = scope.spawn(|| versions(&sandbox, &client, 3000));
+        for percent in ["50", "0", "20", "101", "0"] {
+            weight(percent);
+        }
+        let [first, second] = load.join().unwrap();
+        assert_eq!(first + second, 3000, "all requests succeed");
+    });
+    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    assert_eq!(versions(&sandbox, &client, 50), [50, 0]);
+    weight("30");
+    until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
+    let [first, second] = versions(&sandbox, &client, 400);
+    assert_eq!(first + second, 400, "all requests succeed");
+    let bounds = binomial_bounds(400, 0.3);
+    assert!(bounds.contains(&second), "{second} of 400");
+    let invalid = "Accepted=False, UnsupportedValue: diy-service-mesh/canary-weight: \"101\"";
+    controller_logs(&sandbox, &["Service shop/web-v2", invalid]);
+}
+
+#[test]
 fn invalid_backends_fail_their_share_until_a_grant_permits_them() {
     let objects = format!("{}---{}", servers("shop"), shell(MESHED));
     let Some(sandbox) = with_mesh(&objects) else {

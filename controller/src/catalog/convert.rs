@@ -14,13 +14,15 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::injected::Injected;
 use crate::index::object::{
-    Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
+    Canary, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 /// The default of Kubernetes: three hours.
 const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
+const CANARY_OF: &str = "diy-service-mesh/canary-of";
+const CANARY_WEIGHT: &str = "diy-service-mesh/canary-weight";
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -103,6 +105,33 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
         session_affinity: session_affinity(&spec),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
+        canary: canary(&object.metadata),
+    })
+}
+
+/// An invalid annotation is reported, and does not make the Service invalid.
+fn canary(metadata: &ObjectMeta) -> Option<Canary> {
+    let annotation = |name| {
+        metadata
+            .annotations
+            .as_ref()?
+            .get(name)
+            .map(|text| text.trim())
+    };
+    let (of, weight) = (annotation(CANARY_OF), annotation(CANARY_WEIGHT));
+    of.or(weight)?;
+    let (of, weight) = (of.unwrap_or_default(), weight.unwrap_or_default());
+    let invalid = |name, value, expected| Err(format!("{name}: {value:?} is not {expected}"));
+    let percent = weight.parse().ok().filter(|percent| *percent <= 100);
+    Some(Canary {
+        of: of.into(),
+        weight: match percent {
+            _ if of.is_empty() || of.contains(['/', '.']) => {
+                invalid(CANARY_OF, of, "the name of a Service of the same namespace")
+            }
+            None => invalid(CANARY_WEIGHT, weight, "an integer from 0 to 100"),
+            Some(percent) => Ok(percent),
+        },
     })
 }
 
@@ -403,6 +432,43 @@ spec:
         .unwrap();
         assert!(external.cluster_ips.is_empty());
         assert_eq!(external.external_name, "example.org");
+    }
+
+    #[test]
+    fn invalid_canary_annotations_are_errors_of_the_canary_only() {
+        let canary = |annotations: &str| {
+            let yaml = format!("{{metadata: {{name: web-v2, annotations: {{{annotations}}}}}}}");
+            service(&read(&yaml)).unwrap().canary
+        };
+        let error = |annotations: &str| canary(annotations).unwrap().weight.unwrap_err();
+        assert_eq!(canary("other: x"), None);
+        let valid = canary("diy-service-mesh/canary-of: web, diy-service-mesh/canary-weight: '10'");
+        let expected = Canary {
+            of: "web".into(),
+            weight: Ok(10),
+        };
+        assert_eq!(valid, Some(expected));
+        let name = "is not the name of a Service of the same namespace";
+        let weight = "is not an integer from 0 to 100";
+        for (of, percent, expected) in [
+            ("web", "101", format!("canary-weight: \"101\" {weight}")),
+            ("web", "-1", format!("canary-weight: \"-1\" {weight}")),
+            ("web", "10%", format!("canary-weight: \"10%\" {weight}")),
+            ("web", "", format!("canary-weight: \"\" {weight}")),
+            ("far/web", "1", format!("canary-of: \"far/web\" {name}")),
+            ("web.far", "1", format!("canary-of: \"web.far\" {name}")),
+            ("", "1", format!("canary-of: \"\" {name}")),
+        ] {
+            let annotations = format!(
+                "diy-service-mesh/canary-of: '{of}', diy-service-mesh/canary-weight: '{percent}'"
+            );
+            assert_eq!(error(&annotations), format!("diy-service-mesh/{expected}"));
+        }
+        let alone = error("diy-service-mesh/canary-weight: '1'");
+        assert!(
+            alone.starts_with("diy-service-mesh/canary-of: \"\""),
+            "{alone}"
+        );
     }
 
     #[test]

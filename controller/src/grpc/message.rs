@@ -30,6 +30,7 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
         .map(ToString::to_string)
         .collect();
     message.endpoints = view.endpoints.iter().map(service_endpoint).collect();
+    message.canaries = view.canaries.iter().map(canary).collect();
     message.external_name = view.service.external_name.clone();
     message
 }
@@ -128,6 +129,14 @@ fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
         pod_namespace: pod.map(|pod| pod.namespace.to_string()).unwrap_or_default(),
         identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
         opaque: endpoint.opaque,
+    }
+}
+
+fn canary((key, percent): &(Key, u32)) -> proto::service::Canary {
+    proto::service::Canary {
+        name: key.name.to_string(),
+        weight: i32::try_from(*percent).expect("100 at most"),
+        ..proto::service::Canary::default()
     }
 }
 

@@ -129,6 +129,10 @@ impl Index {
         for key in routes.into_iter().flatten().chain(with_policies) {
             if let Some(service) = self.services.get(&key) {
                 touch_addresses(service, touched);
+                // A route may take precedence over its canaries.
+                if self.routes.has_canaries(&key) {
+                    touched.services.insert(key.clone());
+                }
                 if service.is_headless {
                     self.slices_of(&key)
                         .for_each(|slice| self.touch_pods(slice, touched));
@@ -140,7 +144,7 @@ impl Index {
 
     /// What the authors of routes and policies are told.
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
-        let mut statuses = self.routes.statuses();
+        let mut statuses = self.routes.statuses(&self.services);
         statuses.extend(self.policies.statuses(&self.services));
         statuses
     }
@@ -150,7 +154,10 @@ impl Index {
         let service = self.services.get(key)?;
         let slices: Vec<&Slice> = self.slices_of(key).collect();
         let pod_of = |reference: &PodReference| self.pod_of(reference);
-        Some(view::of(service, &slices, pod_of, |ip| self.holder(ip)))
+        Some(ServiceView {
+            canaries: self.routes.canaries(key).to_vec(),
+            ..view::of(service, &slices, pod_of, |ip| self.holder(ip))
+        })
     }
 
     /// A pod by its key.
@@ -262,7 +269,8 @@ impl Index {
             touched.node_ports.insert(port);
         }
         touched.services.insert(key.clone());
-        self.routes.set_service(key);
+        let primaries = self.routes.set_service(key, old.as_ref(), &self.services);
+        touched.services.extend(primaries);
         self.policies.set_service(key, new.is_some());
         let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
         if is_headless(old.as_ref()) || is_headless(new) {

@@ -230,6 +230,17 @@ pub struct Service {
     pub local_only: bool,
     /// How long a client keeps its endpoint after a request, in seconds. 0: not at all.
     pub session_affinity: u32,
+    /// The annotations that make the Service a canary of another one.
+    pub canary: Option<Canary>,
+}
+
+/// The share of a Service's requests that another Service of its namespace gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Canary {
+    /// The name of the Service whose requests are shared, as its author wrote it.
+    pub of: Arc<str>,
+    /// The share in percent. An error names the annotation, its value and the expected value.
+    pub weight: Result<u32, String>,
 }
 
 impl Service {

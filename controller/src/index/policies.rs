@@ -150,6 +150,7 @@ impl Policies {
             .map(|policy| RouteStatus {
                 kind: Kind::TrafficPolicy,
                 key: policy.key.clone(),
+                uid: "".into(),
                 generation: policy.generation,
                 parents: self.conditions(policy, services),
             })

@@ -15,9 +15,11 @@ use super::policies::Policies;
 use super::store::{Replaced, Store};
 use super::{link, unlink};
 use crate::routes::attach::{Attachment, RouteId, Table, Unresolved, attach};
+use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Route};
 use crate::routes::{
-    BACKEND_NOT_FOUND, INVALID_KIND, ParentStatus, REF_NOT_PERMITTED, RouteStatus,
+    BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
+    RouteStatus,
 };
 
 /// The routes, by everything that they depend on.
@@ -25,6 +27,11 @@ use crate::routes::{
 pub(super) struct Routes {
     http: Store<Route>,
     grpc: Store<Route>,
+    /// The canaries of Services, as routes.
+    splits: HashMap<RouteId, Route>,
+    canaries: HashMap<Key, Canaries>,
+    /// The Services with the annotation, by the Service that it names.
+    canaries_of: HashMap<Key, BTreeSet<Key>>,
     pub(super) grants: Store<Grant>,
     grants_of: HashMap<Arc<str>, BTreeSet<Key>>,
     of_group: HashMap<Group, BTreeSet<RouteId>>,
@@ -45,6 +52,13 @@ impl Routes {
         match kind {
             Kind::GrpcRoute => &self.grpc,
             _ => &self.http,
+        }
+    }
+
+    fn get(&self, id: &RouteId) -> Option<&Route> {
+        match id.0 {
+            Kind::Service => self.splits.get(id),
+            kind => self.of_kind(kind).get(&id.1),
         }
     }
 
@@ -74,23 +88,39 @@ impl Routes {
             return;
         };
         let (id, new) = ((kind, key.clone()), store.get(key).cloned());
-        if let Some(route) = &old {
-            groups_of(route).for_each(|group| unlink(&mut self.of_group, &group, &id));
+        self.relink(&id, old.as_ref(), new.as_ref());
+    }
+
+    /// Replaces a route that has been computed from objects of the catalog.
+    fn set_split(&mut self, id: RouteId, new: Option<Route>) {
+        let old = match new.clone() {
+            Some(new) => self.splits.insert(id.clone(), new),
+            None => self.splits.remove(&id),
+        };
+        if old != new {
+            self.relink(&id, old.as_ref(), new.as_ref());
+        }
+    }
+
+    fn relink(&mut self, id: &RouteId, old: Option<&Route>, new: Option<&Route>) {
+        let namespace = &id.1.namespace;
+        if let Some(route) = old {
+            groups_of(route).for_each(|group| unlink(&mut self.of_group, &group, id));
             for reference in route.references() {
-                unlink(&mut self.of_backend, &reference.key, &id);
-                unlink(&mut self.into_namespace, &reference.key.namespace, &id);
+                unlink(&mut self.of_backend, &reference.key, id);
+                unlink(&mut self.into_namespace, &reference.key.namespace, id);
             }
         }
-        if let Some(route) = &new {
-            groups_of(route).for_each(|group| link(&mut self.of_group, &group, &id));
+        if let Some(route) = new {
+            groups_of(route).for_each(|group| link(&mut self.of_group, &group, id));
             for reference in route.references() {
-                link(&mut self.of_backend, &reference.key, &id);
-                if reference.key.namespace != key.namespace {
-                    link(&mut self.into_namespace, &reference.key.namespace, &id);
+                link(&mut self.of_backend, &reference.key, id);
+                if reference.key.namespace != *namespace {
+                    link(&mut self.into_namespace, &reference.key.namespace, id);
                 }
             }
         }
-        let both = old.iter().chain(&new);
+        let both = old.into_iter().chain(new);
         self.changed.extend(both.flat_map(groups_of));
     }
 
@@ -107,12 +137,79 @@ impl Routes {
         }
     }
 
-    /// A Service has changed, which may be a parent or a backend.
-    pub(super) fn set_service(&mut self, key: &Key) {
+    /// A Service has changed, which may be a parent, a backend or a canary. Returns the Services
+    /// with other canaries than before.
+    pub(super) fn set_service(
+        &mut self,
+        key: &Key,
+        old: Option<&Service>,
+        services: &Store<Service>,
+    ) -> Vec<Key> {
         self.set_policy(key);
         let routes = self.of_backend.get(key).into_iter().flatten();
         let groups = routes.flat_map(|id| self.groups_of_id(id));
         self.changed.extend(groups.collect::<Vec<_>>());
+        self.set_canary(key, old, services)
+    }
+
+    fn set_canary(
+        &mut self,
+        key: &Key,
+        old: Option<&Service>,
+        services: &Store<Service>,
+    ) -> Vec<Key> {
+        let primary = |service: &Service| {
+            let canary = service.canary.as_ref()?;
+            Some(Key::new(&key.namespace, &canary.of))
+        };
+        let before = old.and_then(primary);
+        let after = services.get(key).and_then(primary);
+        if let Some(primary) = &before {
+            unlink(&mut self.canaries_of, primary, key);
+        }
+        if let Some(primary) = &after {
+            link(&mut self.canaries_of, primary, key);
+        }
+        let mut primaries: BTreeSet<Key> = [Some(key.clone()), before, after]
+            .into_iter()
+            .flatten()
+            .collect();
+        primaries.retain(|primary| {
+            let canaries = self.canaries_of.get(primary);
+            let annotated = canaries.into_iter().flatten();
+            let annotated = annotated.filter_map(|key| services.get(key)).collect();
+            let canaries = Canaries::new(primary, services.get(primary), annotated);
+            let id = (Kind::Service, primary.clone());
+            self.set_split(id, canaries.route(primary));
+            let before = match canaries == Canaries::default() {
+                true => self.canaries.remove(primary),
+                false => self.canaries.insert(primary.clone(), canaries),
+            };
+            before.as_ref() != self.canaries.get(primary)
+        });
+        // Their status may have changed.
+        let groups = primaries.iter();
+        let groups = groups.map(|primary| (primary.clone(), key.namespace.clone()));
+        self.changed.extend(groups);
+        primaries.into_iter().collect()
+    }
+
+    pub(super) fn has_canaries(&self, service: &Key) -> bool {
+        self.canaries.contains_key(service)
+    }
+
+    /// The canaries of a Service, with their shares in percent, if no route takes precedence.
+    pub(super) fn canaries(&self, service: &Key) -> &[(Key, u32)] {
+        let applies = || {
+            let attachment = self.attachments.get(service)?.get(&service.namespace)?;
+            let conditions = attachment
+                .conditions
+                .get(&(Kind::Service, service.clone()))?;
+            let mut conditions = conditions.values().flatten();
+            conditions.find(|condition| condition.kind == "Accepted" && condition.holds)
+        };
+        let canaries = applies().and_then(|_| self.canaries.get(service));
+        canaries.map_or(&[], |canaries| &canaries.accepted)
     }
 
     /// The policy of a Service has changed, which completes its rules.
@@ -136,8 +233,7 @@ impl Routes {
         let mut affected = Vec::new();
         for group in std::mem::take(&mut self.changed) {
             let next = self.of_group.get(&group).map(|ids| {
-                let routes = ids.iter();
-                let routes = routes.filter_map(|(kind, key)| self.of_kind(*kind).get(key));
+                let routes = ids.iter().filter_map(|id| self.get(id));
                 let parent = &group.0;
                 let resolve = |route: &Route, reference: &Reference| {
                     self.resolve(services, parent, route, reference)
@@ -217,10 +313,15 @@ impl Routes {
     }
 
     /// The status of each route with a parent that is a Service.
-    pub(super) fn statuses(&self) -> Vec<RouteStatus> {
+    pub(super) fn statuses(&self, services: &Store<Service>) -> Vec<RouteStatus> {
         let routes = self.http.values().chain(self.grpc.values());
         let statuses = routes.filter(|route| !route.parents.is_empty());
         let mut statuses: Vec<RouteStatus> = statuses.map(|route| self.status(route)).collect();
+        statuses.extend(
+            self.canaries
+                .iter()
+                .flat_map(|(primary, canaries)| self.canary_statuses(primary, canaries, services)),
+        );
         statuses.sort_by(|one, other| (one.kind, &one.key).cmp(&(other.kind, &other.key)));
         statuses
     }
@@ -239,13 +340,43 @@ impl Routes {
         RouteStatus {
             kind: route.kind,
             key: route.key.clone(),
+            uid: "".into(),
             generation: route.generation,
             parents: parents.collect(),
         }
     }
 
-    fn groups_of_id(&self, (kind, key): &RouteId) -> impl Iterator<Item = Group> {
-        let route = self.of_kind(*kind).get(key);
+    /// One for each Service with the annotation.
+    fn canary_statuses(
+        &self,
+        primary: &Key,
+        canaries: &Canaries,
+        services: &Store<Service>,
+    ) -> Vec<RouteStatus> {
+        let id = (Kind::Service, primary.clone());
+        let route = self.splits.get(&id).map(|route| self.status(route));
+        let conditions = route.iter().flat_map(|status| &status.parents);
+        let conditions = conditions.flat_map(|parent| parent.conditions.clone());
+        let conditions: Vec<Condition> = conditions.collect();
+        let accepted = canaries.accepted.iter();
+        let accepted = accepted.map(|(key, _)| (key, conditions.clone()));
+        let rejected = canaries.rejected.iter();
+        let rejected = rejected.map(|(key, rejection)| (key, vec![rejection.condition()]));
+        let status = |(key, conditions): (&Key, Vec<Condition>)| RouteStatus {
+            kind: Kind::Service,
+            key: key.clone(),
+            uid: services.get(key).map_or("".into(), |one| one.uid.clone()),
+            generation: 0,
+            parents: vec![ParentStatus {
+                parent: ParentReference::service(&primary.name),
+                conditions,
+            }],
+        };
+        accepted.chain(rejected).map(status).collect()
+    }
+
+    fn groups_of_id(&self, id: &RouteId) -> impl Iterator<Item = Group> {
+        let route = self.get(id);
         route.into_iter().flat_map(groups_of)
     }
 
@@ -253,7 +384,8 @@ impl Routes {
     #[cfg(test)]
     pub(super) fn links(&self) -> usize {
         let routes = self.of_group.len() + self.of_backend.len() + self.attachments.len();
-        routes + self.into_namespace.len() + self.grants_of.len()
+        let canaries = self.splits.len() + self.canaries.len() + self.canaries_of.len();
+        routes + canaries + self.into_namespace.len() + self.grants_of.len()
     }
 }
 

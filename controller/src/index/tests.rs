@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::locality::{Area, Location, Scope};
 use super::object::{
-    Inbound, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort, Transport,
+    Canary, Inbound, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 use super::state::{Delta, Endpoint, State, Update};
 use super::*;
@@ -54,6 +54,7 @@ pub(crate) fn service(name: &str, ips: &[&str]) -> Service {
         publish_not_ready: false,
         local_only: false,
         session_affinity: 0,
+        canary: None,
     }
 }
 
@@ -913,6 +914,10 @@ impl Chance {
                 let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
                 service.external_ips = self.some(&outside).into_iter().map(ip).collect();
                 service.ports[0].node_port = self.0.bool().then_some(30080);
+                service.canary = (self.0.u8(..3) == 0).then(|| Canary {
+                    of: self.one(&Self::SERVICES).into(),
+                    weight: Ok([10, 60, 100][self.0.usize(..3)]),
+                });
                 Object::Service(service)
             }
             Kind::Slice => {
@@ -1219,7 +1224,10 @@ fn changes_are_reported_and_deltas_transform_states() {
 
 /// What the contract does not show may differ without another version.
 fn same_to_see(old: &ServiceView, new: &ServiceView) -> bool {
-    let shown = |view: &ServiceView| (view.service.cluster_ips.clone(), view.endpoints.clone());
+    let shown = |view: &ServiceView| {
+        let (ips, canaries) = (&view.service.cluster_ips, &view.canaries);
+        (ips.clone(), view.endpoints.clone(), canaries.clone())
+    };
     shown(old) == shown(new)
 }
 

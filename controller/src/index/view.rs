@@ -14,6 +14,8 @@ pub struct ServiceView {
     pub service: Service,
     /// All endpoints, one per pod.
     pub endpoints: Vec<EndpointView>,
+    /// Other Services with their shares of the requests, in percent.
+    pub canaries: Vec<(Key, u32)>,
 }
 
 /// One endpoint of a Service.
@@ -42,6 +44,10 @@ impl ServiceView {
         digest_service(&mut digest, &self.service);
         for endpoint in &self.endpoints {
             digest_endpoint(&mut digest, endpoint);
+        }
+        for (key, percent) in &self.canaries {
+            digest.text(&key.name);
+            digest.number((*percent).into());
         }
         digest.finish()
     }
@@ -93,6 +99,7 @@ pub(super) fn of<'a>(
     ServiceView {
         service: service.clone(),
         endpoints: all.into_values().collect(),
+        canaries: Vec::new(),
     }
 }
 

@@ -8,7 +8,7 @@ use diy_mesh_proto::mesh::v1::Fault;
 use prost::Message;
 
 use super::matches;
-use super::model::{Match, Reference, Route, Rule};
+use super::model::{Match, ParsedRule, Reference, Route, Rule};
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
@@ -90,7 +90,8 @@ struct Candidate<'a> {
     route: &'a Route,
     /// Too many routes are older.
     is_surplus: bool,
-    rules: Vec<Arc<Rule<String>>>,
+    /// The rules, by the port of the Service for a split. Of other routes, for all ports.
+    rules: BTreeMap<Option<u16>, Vec<Arc<Rule<String>>>>,
     problems: Vec<Unresolved>,
     /// Whether the route applies, by port.
     verdicts: BTreeMap<u16, Verdict>,
@@ -99,7 +100,8 @@ struct Candidate<'a> {
 #[derive(Clone, Copy, PartialEq)]
 enum Verdict {
     Accepted,
-    Conflicted,
+    /// Routes of this kind exclude the route.
+    Conflicted(Kind),
     TooLarge,
 }
 
@@ -113,24 +115,30 @@ pub fn attach(
     resolve: impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
+    let parent = service.filter(|service| service.external_name.is_empty());
+    let ports = parent.into_iter().flat_map(|service| &service.ports);
+    let ports = ports.filter(|port| port.protocol == Transport::Tcp);
+    let numbers: Vec<u16> = ports.clone().map(|port| port.port).collect();
     let candidates = routes.into_iter().enumerate();
-    let candidates = candidates.map(|(age, route)| candidate(route, age >= MAX_ROUTES, &resolve));
+    let candidates =
+        candidates.map(|(age, route)| candidate(route, age >= MAX_ROUTES, key, &numbers, &resolve));
     let mut candidates: Vec<Candidate<'_>> = candidates.collect();
     let (none, mut merged) = (Requests::default(), HashMap::new());
     let requests = requests.unwrap_or(&none);
-    let parent = service.filter(|service| service.external_name.is_empty());
-    let ports = parent.into_iter().flat_map(|service| &service.ports);
     let mut tables = BTreeMap::new();
-    for port in ports.filter(|port| port.protocol == Transport::Tcp) {
+    for port in ports {
         let all = candidates.iter().enumerate();
-        let selected = all.filter(|(_, candidate)| candidate.selects(key, port));
-        let selected: Vec<usize> = selected.map(|(position, _)| position).collect();
+        let selected = all.filter(|(_, candidate)| candidate.selects(key, service, port));
+        let (selected, splits): (Vec<usize>, Vec<bool>) = selected
+            .map(|(position, candidate)| (position, candidate.route.is_split()))
+            .unzip();
         if selected.is_empty() {
             continue;
         }
-        // Ports with the same routes share their table.
-        let of_port = merged.entry(selected);
-        let of_port = of_port.or_insert_with_key(|selected| merge(&candidates, selected, requests));
+        // Ports with the same routes share their table, unless their backends have these ports.
+        let of_port = merged.entry((selected, splits.contains(&true).then_some(port.port)));
+        let of_port = of_port
+            .or_insert_with_key(|(selected, _)| merge(&candidates, selected, port.port, requests));
         let (table, verdicts): &(Arc<Table>, Vec<(usize, Verdict)>) = of_port;
         tables.insert(port.port, table.clone());
         for (position, verdict) in verdicts {
@@ -155,24 +163,19 @@ pub fn attach(
 fn candidate<'a>(
     route: &'a Route,
     is_surplus: bool,
+    key: &Key,
+    ports: &[u16],
     resolve: &impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
 ) -> Candidate<'a> {
     let mut problems = Vec::new();
-    let parsed = route.rules.iter().flatten().filter(|_| !is_surplus);
-    let rules = parsed.map(|parsed| {
-        let mut rule = parsed.rule.map(|reference| {
-            let resolved = resolve(route, reference);
-            resolved.map_err(|problem| problems.push(problem)).ok()
-        });
-        if let Some(message) = &parsed.unknown_filter {
-            // Requests must not pass without the filter.
-            (rule.backends, rule.filters) = (vec![], vec![]);
-            problems.push(Unresolved {
-                reason: super::INVALID_KIND,
-                message: format!("{message}; requests of the rule fail"),
-            });
-        }
-        Arc::new(rule)
+    let ports: Vec<Option<u16>> = match route.is_split() {
+        true => ports.iter().copied().map(Some).collect(),
+        false => vec![None],
+    };
+    let rules = ports.into_iter().map(|port| {
+        let parsed = route.rules.iter().flatten().filter(|_| !is_surplus);
+        let rules = parsed.map(|parsed| rule(route, parsed, key, port, resolve, &mut problems));
+        (port, rules.collect())
     });
     Candidate {
         rules: rules.collect(),
@@ -183,15 +186,66 @@ fn candidate<'a>(
     }
 }
 
-/// Merges the routes at these positions, in the order of their precedence. If there are GRPCRoutes,
-/// HTTPRoutes do not apply.
+/// A rule with resolved backends. Of a split, for a port of its parent.
+fn rule(
+    route: &Route,
+    parsed: &ParsedRule,
+    parent: &Key,
+    port: Option<u16>,
+    resolve: &impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
+    problems: &mut Vec<Unresolved>,
+) -> Arc<Rule<String>> {
+    let mut rule = parsed.rule.map(|reference| {
+        let port = port.or(reference.port);
+        let reference = Reference {
+            port,
+            ..reference.clone()
+        };
+        let unresolved = match resolve(route, &reference) {
+            Ok(name) => return Some(name),
+            Err(unresolved) => unresolved,
+        };
+        if !problems.contains(&unresolved) {
+            problems.push(unresolved);
+        }
+        None
+    });
+    if let Some(port) = port {
+        let parent = format!("{parent}:{port}");
+        for backend in rule.backends.iter_mut().filter(|one| one.target.is_empty()) {
+            backend.target.clone_from(&parent);
+        }
+    }
+    if let Some(message) = &parsed.unknown_filter {
+        // Requests must not pass without the filter.
+        (rule.backends, rule.filters) = (vec![], vec![]);
+        problems.push(Unresolved {
+            reason: super::INVALID_KIND,
+            message: format!("{message}; requests of the rule fail"),
+        });
+    }
+    Arc::new(rule)
+}
+
+/// The precedence of a kind of routes at a port, where those of lower kinds do not apply.
+fn precedence(kind: Kind) -> u8 {
+    match kind {
+        Kind::GrpcRoute => 3,
+        Kind::HttpRoute => 2,
+        _ => 0,
+    }
+}
+
+/// Merges the routes at these positions for a port, in the order of their precedence.
 fn merge(
     candidates: &[Candidate<'_>],
     selected: &[usize],
+    port: u16,
     requests: &Requests,
 ) -> (Arc<Table>, Vec<(usize, Verdict)>) {
-    let is_grpc = |position: &usize| candidates[*position].route.kind == Kind::GrpcRoute;
-    let grpc = selected.iter().any(is_grpc);
+    let kinds = selected.iter().map(|one| candidates[*one].route.kind);
+    let kind = kinds.max_by_key(|kind| precedence(*kind));
+    let kind = kind.expect("a port without routes has no table");
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
     let (mut patterns, mut bytes) = (0, 0);
     for position in selected {
@@ -200,8 +254,8 @@ fn merge(
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
         let own_matches = own.clone().count();
         let own_patterns: usize = own.map(|one| matches::patterns(one)).sum();
-        let verdict = if is_grpc(position) != grpc {
-            Verdict::Conflicted
+        let verdict = if candidate.route.kind != kind {
+            Verdict::Conflicted(kind)
         } else if candidate.is_surplus
             || matches.len() + own_matches > MAX_MATCHES
             || patterns + own_patterns > MAX_PATTERNS
@@ -217,7 +271,7 @@ fn merge(
         }
         patterns += own_patterns;
         bytes += candidate.route.bytes;
-        for (parsed, rule) in parsed.zip(&candidate.rules) {
+        for (parsed, rule) in parsed.zip(candidate.rules_at(port)) {
             let position = u32::try_from(rules.len()).expect("a route has few rules");
             rules.push(requests.complete(rule));
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
@@ -225,16 +279,23 @@ fn merge(
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    let table = Table::new(matches, rules, grpc, requests);
+    let table = Table::new(matches, rules, kind == Kind::GrpcRoute, requests);
     (Arc::new(table), verdicts)
 }
 
 impl Candidate<'_> {
-    fn selects(&self, key: &Key, port: &ServicePort) -> bool {
+    fn selects(&self, key: &Key, service: Option<&Service>, port: &ServicePort) -> bool {
         let mut parents = self.route.parents.iter();
         let selects =
             |parent: &ParentReference| parent.key(&self.route.key) == *key && parent.selects(port);
-        self.route.rules.is_ok() && parents.any(selects)
+        let has_pods_only = service.is_some_and(|service| service.is_headless);
+        let has_effect = !(self.route.is_split() && has_pods_only);
+        self.route.rules.is_ok() && has_effect && parents.any(selects)
+    }
+
+    fn rules_at(&self, port: u16) -> &[Arc<Rule<String>>] {
+        let port = self.route.is_split().then_some(port);
+        self.rules.get(&port).map_or(&[], Vec::as_slice)
     }
 
     fn conditions(
@@ -273,6 +334,10 @@ impl Candidate<'_> {
         if let Err(rejection) = &self.route.rules {
             return rejected(rejection.reason, rejection.message.clone());
         }
+        if self.route.is_split() && service.is_headless {
+            let message = format!("the Service {key} is headless: its clients select the pods");
+            return rejected(UNSUPPORTED_VALUE, message);
+        }
         let ports = service.ports.iter().filter(|port| parent.selects(port));
         let verdicts: Vec<Verdict> = ports
             .filter_map(|port| self.verdicts.get(&port.port).copied())
@@ -292,8 +357,12 @@ impl Candidate<'_> {
                 let message = format!("the Service {key} has no such TCP port");
                 rejected(super::NO_MATCHING_PARENT, message)
             }
-            Some(Verdict::Conflicted) => {
-                let message = format!("a GRPCRoute applies to {key}, which excludes HTTPRoutes");
+            Some(Verdict::Conflicted(kind)) => {
+                let excluded = match self.route.kind {
+                    Kind::Service => "the canaries of Services",
+                    kind => kind.name(),
+                };
+                let message = format!("{kind} objects apply to {key}, which exclude {excluded}");
                 rejected(super::CONFLICTED, message)
             }
             Some(_) => {

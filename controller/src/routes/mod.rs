@@ -5,6 +5,7 @@
 //! This file is what the mesh reports about each route to its author. Plain values.
 
 pub mod attach;
+pub mod canary;
 pub(crate) mod filters;
 pub mod lease;
 pub(crate) mod matches;
@@ -17,6 +18,8 @@ pub mod status;
 #[cfg(test)]
 mod testing;
 pub mod writer;
+
+use std::sync::Arc;
 
 use serde::Deserialize;
 
@@ -37,10 +40,12 @@ pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RouteStatus {
-    /// HTTPRoute or GRPCRoute.
+    /// HTTPRoute or GRPCRoute. Of the canary annotations, Service.
     pub kind: Kind,
     /// Its namespace and name.
     pub key: Key,
+    /// The UID, for Events about objects that have no status.
+    pub uid: Arc<str>,
     /// The generation of the route that the conditions describe.
     pub generation: i64,
     /// In the order of `spec.parentRefs`, only those that are Services.
@@ -75,6 +80,15 @@ pub struct ParentReference {
 }
 
 impl ParentReference {
+    /// A reference to a Service of the route's namespace.
+    pub fn service(name: &str) -> ParentReference {
+        ParentReference {
+            kind: Some(Kind::Service.name().to_owned()),
+            name: name.to_owned(),
+            ..ParentReference::default()
+        }
+    }
+
     /// Namespace and name of the parent of a route.
     pub fn key(&self, route: &Key) -> Key {
         let namespace = self.namespace.as_deref().filter(|name| !name.is_empty());

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::SessionPersistence;
 
-use super::ParentReference;
+use super::{Condition, ParentReference};
 use crate::index::object::{Key, Kind};
 
-/// An HTTPRoute or a GRPCRoute with parents that are Services.
+/// An HTTPRoute or a GRPCRoute with parents that are Services, or what has the same effect.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
-    /// HTTPRoute or GRPCRoute.
+    /// HTTPRoute or GRPCRoute. Service: the canaries of the Service with this key.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,
@@ -237,6 +237,12 @@ pub struct Grant {
 }
 
 impl Route {
+    /// Whether the route is only a split of requests: its backends have the port of its parent, and
+    /// get no requests where they have no such port.
+    pub fn is_split(&self) -> bool {
+        self.kind == Kind::Service
+    }
+
     /// All references to backends, also of mirrors.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.rules.iter().flatten();
@@ -253,7 +259,33 @@ impl Route {
     }
 }
 
+impl Rejection {
+    /// The condition of the route.
+    pub fn condition(&self) -> Condition {
+        Condition {
+            kind: "Accepted",
+            holds: false,
+            reason: self.reason,
+            message: self.message.clone(),
+        }
+    }
+}
+
 impl<B> Rule<B> {
+    /// A rule with nothing but backends.
+    pub fn new(name: String, backends: Vec<Backend<B>>) -> Rule<B> {
+        Rule {
+            name,
+            backends,
+            filters: Vec::new(),
+            request_timeout: None,
+            backend_request_timeout: None,
+            retry: None,
+            session: None,
+            to_destination: false,
+        }
+    }
+
     /// The rule with other targets. A mirror without a target is dropped.
     pub fn map<T>(&self, mut target: impl FnMut(&B) -> Option<T>) -> Rule<T>
     where

@@ -1,26 +1,52 @@
-//! The conditions of routes in the log, where no Kubernetes API can store them: a catalog of files.
+//! The conditions of routes in the log, where no Kubernetes API can store them: with a catalog of
+//! files, and of objects without a status, which get Events too.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 
+use diy_mesh_control_plane::events::Events;
+
 use super::writer::{Route, Statuses};
 use super::{Condition, ParentReference, RouteStatus};
+use crate::events;
 
 /// Logs each change of the conditions of a route, until it is dropped.
 pub async fn log_changes(mut statuses: Statuses) -> Infallible {
     let mut logged = BTreeMap::new();
     loop {
-        let current = statuses.current();
-        for (line, is_error) in changes(&logged, &current) {
-            match is_error {
-                true => tracing::warn!("{line}"),
-                false => tracing::info!("{line}"),
-            }
-        }
-        logged = current;
+        log(&mut logged, statuses.current());
         statuses.changed().await;
     }
+}
+
+/// Logs what has changed.
+fn log(logged: &mut BTreeMap<Route, RouteStatus>, current: BTreeMap<Route, RouteStatus>) {
+    for (line, is_error) in changes(logged, &current) {
+        match is_error {
+            true => tracing::warn!("{line}"),
+            false => tracing::info!("{line}"),
+        }
+    }
+    *logged = current;
+}
+
+/// Logs each change, and queues Events about conditions that do not hold.
+pub(super) fn announce(
+    known: &mut BTreeMap<Route, RouteStatus>,
+    current: BTreeMap<Route, RouteStatus>,
+    events: &Events,
+) {
+    for (route, status) in &current {
+        let old = known.get(route).map(|old| old.parents.as_slice());
+        let old = old.unwrap_or_default();
+        let new = status.parents.iter().filter(|parent| !old.contains(parent));
+        let conditions = new.flat_map(|parent| &parent.conditions);
+        for condition in conditions.filter(|condition| !condition.holds) {
+            events::route_not_accepted(events, status, condition);
+        }
+    }
+    log(known, current);
 }
 
 /// A line per parent whose conditions have changed, and whether it contains an error.

@@ -190,6 +190,7 @@ pub(crate) fn status(generation: i64, parents: Vec<ParentStatus>) -> RouteStatus
     RouteStatus {
         kind: KIND,
         key: Key::new("shop", "web"),
+        uid: "".into(),
         generation,
         parents,
     }

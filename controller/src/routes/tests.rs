@@ -59,6 +59,7 @@ fn web() -> Service {
         publish_not_ready: false,
         local_only: false,
         session_affinity: 0,
+        canary: None,
     }
 }
 

@@ -10,6 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_control_plane::events::Events;
 use diy_mesh_runtime::{Backoff, error_chain};
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ListParams, PostParams};
@@ -20,7 +21,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep_until, 
 use tokio_util::sync::CancellationToken;
 
 use super::lease::{Election, LEASE};
-use super::{RouteStatus, status};
+use super::{RouteStatus, report, status};
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
 use crate::policy;
@@ -116,6 +117,7 @@ pub struct Writer {
     client: Client,
     kinds: Vec<Kind>,
     metrics: Arc<Metrics>,
+    events: Events,
     pace: Mutex<Interval>,
 }
 
@@ -140,25 +142,29 @@ struct Progress {
 }
 
 impl Writer {
-    /// A writer for these kinds of routes.
-    pub fn new(client: Client, kinds: &[Kind], metrics: Arc<Metrics>) -> Writer {
+    /// A writer for these kinds of routes. The others have no status, and get Events.
+    pub fn new(client: Client, kinds: &[Kind], metrics: Arc<Metrics>, events: Events) -> Writer {
         let mut pace = interval(REQUEST_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Writer {
             client,
             kinds: kinds.to_vec(),
             metrics,
+            events,
             pace: Mutex::new(pace),
         }
     }
 
     /// Writes until it is dropped.
     async fn run(&self, mut statuses: Statuses) -> Infallible {
-        let mut progress = Progress::default();
+        let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
         let mut resync = Instant::now();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         loop {
-            let desired = statuses.current();
+            let current = statuses.current().into_iter();
+            let has_status = |(route, _): &(Route, RouteStatus)| self.kinds.contains(&route.0);
+            let (desired, others) = current.partition(has_status);
+            report::announce(&mut announced, others, &self.events);
             if Instant::now() >= resync {
                 let delay = match self.resync(&desired, &mut progress).await {
                     Ok(()) => {
@@ -383,7 +389,7 @@ mod tests {
             let shared = statuses.clone();
             let current = move || shared.lock().unwrap().clone();
             let metrics = Arc::new(Metrics::new(|_| Ok(())));
-            let writer = Writer::new(server.client(), &[KIND], metrics.clone());
+            let writer = Writer::new(server.client(), &[KIND], metrics.clone(), Events::new().0);
             let source = Statuses::new(current, receiver);
             Fixture {
                 server,
@@ -564,7 +570,7 @@ mod tests {
         let server = server();
         let start = |replica: &str| {
             let metrics = Arc::new(Metrics::new(|_| Ok(())));
-            let writer = Writer::new(server.client(), &[KIND], metrics.clone());
+            let writer = Writer::new(server.client(), &[KIND], metrics.clone(), Events::new().0);
             let timing = Timing::default();
             let election = Election::new(server.client(), "mesh", replica.into(), timing);
             // The sender is dropped: nothing changes.

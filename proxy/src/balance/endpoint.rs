@@ -1,21 +1,27 @@
 //! The state of one endpoint of a backend: its pool, in-flight requests, latency and quarantine.
 //! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::MIN_SHARE;
 use super::latency::Latency;
 use super::quarantine::{Cause, Quarantine, Siblings};
 use crate::connect::Pool;
+use crate::discovery::EndpointInfo;
 use crate::http::verdict::{Overload, Verdict};
+use crate::route::session::{Tag, tag};
 
 /// An endpoint of a backend.
 pub struct Endpoint {
     /// Its address.
     pub address: SocketAddr,
+    /// What discovery announced.
+    pub info: Arc<EndpointInfo>,
+    tag: OnceCell<Tag>,
     /// The connections to it.
     pub pool: Rc<Pool>,
     /// Whether its proxy parses HTTP. Else its application gets all bytes.
@@ -43,20 +49,28 @@ pub struct InFlight {
 impl Endpoint {
     pub(super) fn new(
         pool: &Rc<Pool>,
-        is_opaque: bool,
+        info: &Arc<EndpointInfo>,
         joined_at: Option<Instant>,
         siblings: &Rc<Siblings>,
     ) -> Self {
         Self {
             address: pool.remote.address,
             pool: pool.clone(),
-            is_opaque,
+            is_opaque: info.opaque,
+            info: info.clone(),
+            tag: OnceCell::new(),
             joined_at,
             in_flight: Cell::new(0),
             latency: Latency::default(),
             quarantine: Quarantine::new(siblings),
             no_retry_until: Cell::new(None),
         }
+    }
+
+    /// What the tokens of sessions contain: another pod with the address has another one.
+    pub fn tag(&self) -> Tag {
+        let tag = || tag(&[&self.address.to_string(), &self.info.pod]);
+        *self.tag.get_or_init(tag)
     }
 
     /// Counts a request that starts now.
@@ -260,10 +274,11 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     fn endpoint() -> Rc<Endpoint> {
-        let remote = Remote::from(&EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
+        let info = Arc::new(EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
+        let remote = Remote::from(&*info);
         {
             let pool = Rc::new(Pool::new(remote));
-            Rc::new(Endpoint::new(&pool, false, None, &Rc::default()))
+            Rc::new(Endpoint::new(&pool, &info, None, &Rc::default()))
         }
     }
 

@@ -365,8 +365,7 @@ fn merge(
                     replaced.endpoint.remove();
                 }
                 let pool = pools.open(Remote::from(&*info));
-                let endpoint =
-                    Rc::new(Endpoint::new(pool.pool(), info.opaque, joined_at, siblings));
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), &info, joined_at, siblings));
                 Member {
                     info,
                     endpoint,

@@ -13,6 +13,7 @@ use super::maglev::Table;
 use super::policy::{Algorithm, HashKey};
 use super::{Backend, Member, State, p2c};
 use crate::http::view::RequestView;
+use crate::route::session::Tag;
 
 /// The requests in flight of one worker up to which an endpoint keeps all of its keys.
 const MIN_BOUND: u32 = 16;
@@ -25,6 +26,8 @@ const MAX_LOAD_FACTOR: u32 = 2;
 pub struct Preference {
     /// The hash of the request's key. None: the policy does not ask for it, or the request has none.
     pub hash: Option<u64>,
+    /// The endpoint of the request's session.
+    pub session: Option<Tag>,
 }
 
 /// The endpoint that had the previous turn of a round robin.
@@ -40,7 +43,10 @@ impl Backend {
             Algorithm::ConsistentHash(key) => key.hash(request, client),
             _ => None,
         };
-        Preference { hash }
+        Preference {
+            hash,
+            ..Preference::default()
+        }
     }
 }
 
@@ -58,7 +64,8 @@ impl HashKey {
 }
 
 impl State {
-    /// The endpoint that the affinity of the Service keeps, or the next one.
+    /// The endpoint of the request's session, that which the affinity of the Service keeps, or the
+    /// next one.
     pub(super) fn pick(
         &self,
         preference: Preference,
@@ -67,11 +74,18 @@ impl State {
         turn: &Turn,
     ) -> Option<&Rc<Endpoint>> {
         let now = Instant::now();
-        let Some(affinity) = &self.affinity else {
-            return self.balance(preference, tried, rng, turn, now);
-        };
         let is_usable = |endpoint: &Endpoint| {
             !tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
+        };
+        if let Some(tag) = preference.session {
+            let mut endpoints = self.members.iter().map(|member| &member.endpoint);
+            let kept = endpoints.find(|one| is_usable(one) && one.tag() == tag);
+            if kept.is_some() {
+                return kept;
+            }
+        }
+        let Some(affinity) = &self.affinity else {
+            return self.balance(preference, tried, rng, turn, now);
         };
         let kept = |address| {
             let member = |member: &Member| member.info.address.cmp(&address);

@@ -3,6 +3,7 @@
 
 mod faults;
 mod limits;
+mod sessions;
 
 use std::cell::RefCell;
 use std::collections::HashMap;

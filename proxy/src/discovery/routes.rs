@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::pattern::Pattern;
-use diy_mesh_proto::policy::{MAX_ITEMS, check_fault};
+use diy_mesh_proto::policy::{MAX_ITEMS, check_fault, check_session};
 use http::{Method, StatusCode};
 use proto::{field_match, path_match, path_modifier, route_filter::Kind};
 
@@ -16,6 +16,7 @@ use super::resource::Resource;
 use crate::route::fault::{Fault, Share};
 use crate::route::fields::FieldEdit;
 use crate::route::matching::{FieldMatch, Match, Matches, PathMatch, ValueMatch};
+use crate::route::session::{Carrier, SessionPersistence};
 use crate::route::url::{PathChange, Redirect, Rewrite};
 use crate::route::{
     Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
@@ -119,6 +120,20 @@ pub(super) fn parse_matches(
     Ok(Matches::new(matches?))
 }
 
+fn parse_session(session: proto::SessionPersistence) -> Result<SessionPersistence, String> {
+    check_session(&session).map_err(|error| format!("sessionPersistence: {error}"))?;
+    let seconds = |milliseconds: u64| (milliseconds > 0).then(|| milliseconds.div_ceil(1000));
+    Ok(SessionPersistence {
+        carrier: match session.header.is_empty() {
+            true => Carrier::Cookie(session.cookie),
+            false => Carrier::Header(session.header),
+        },
+        absolute_timeout: seconds(session.absolute_timeout),
+        idle_timeout: seconds(session.idle_timeout),
+        permanent: session.permanent,
+    })
+}
+
 fn parse_status(status: u32, what: &str) -> Result<StatusCode, String> {
     let known = u16::try_from(status).ok();
     let known = known.filter(|known| (400..=599).contains(known));
@@ -191,6 +206,7 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         backend_request_timeout: timeout(rule.backend_request_timeout),
         retry: rule.retry.map(parse_retry).transpose()?,
         to_destination: rule.to_destination,
+        session: rule.session_persistence.map(parse_session).transpose()?,
         ..Rule::default()
     };
     let mut changes = Changes::default();

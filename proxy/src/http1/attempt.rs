@@ -23,6 +23,7 @@ use crate::http::edits::{Edit, Edits};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::policy::PREVIOUS_ATTEMPTS;
+use crate::route::fields::FieldEdit;
 
 /// How an attempt ends that needs no other one.
 pub(super) enum Outcome {
@@ -234,8 +235,12 @@ impl Exchange<'_> {
         let route = self.record.route.clone();
         let mut with_route = Vec::new();
         let mut edits = own_edits(&upstream);
+        let session = route
+            .as_ref()
+            .and_then(|route| route.session_edit(endpoint));
         if let Some(route) = &route {
             with_route.extend(edits.iter().copied().chain(route.response_edits()));
+            with_route.extend(session.iter().map(FieldEdit::as_edit));
             edits = &with_route;
         }
         let edits = Edits::of(edits);

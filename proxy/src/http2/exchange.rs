@@ -35,6 +35,7 @@ use crate::mirror::Head as Copied;
 use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
+use crate::route::fields::FieldEdit;
 use crate::tls::Acceptance;
 
 /// Forwards one request to an endpoint, and the response to the client.
@@ -244,7 +245,9 @@ impl Exchange {
     ) -> Outcome {
         let (mut parts, body) = response.into_parts();
         if let Some(route) = &self.record.route {
-            let edits: Vec<_> = route.response_edits().collect();
+            let session = route.session_edit(endpoint);
+            let session = session.iter().map(FieldEdit::as_edit);
+            let edits: Vec<_> = route.response_edits().chain(session).collect();
             Edits::of(&edits).apply(&mut parts.headers);
         }
         self.record

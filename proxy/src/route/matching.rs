@@ -1,5 +1,5 @@
 //! The match of a request: conditions on path, fields, query and method, and an index of them by
-//! path. Paths, queries and values are compared as they were sent. Pure, and without allocation for
+//! path and header field. Paths, queries and values are compared as they were sent. Pure, and without allocation for
 //! usual requests.
 
 use std::borrow::Cow;
@@ -163,15 +163,53 @@ impl Matches {
     }
 }
 
-/// Matches by path, so that the cost of a selection does not grow with their number.
+/// Matches by path and header field, so that the cost of a selection does not grow with their
+/// number.
 #[derive(Debug, Default)]
 pub struct Index {
-    exact: HashMap<Box<[u8]>, Vec<usize>>,
-    prefixes: HashMap<Box<[u8]>, Vec<usize>>,
+    exact: HashMap<Box<[u8]>, Positions>,
+    prefixes: HashMap<Box<[u8]>, Positions>,
     /// The lengths of the prefixes.
     lengths: BTreeSet<usize>,
-    /// Matches with a regular expression.
+    /// Matches with a regular expression for the path.
+    others: Positions,
+}
+
+/// Positions of matches that do not differ in their path. Each list is in order.
+#[derive(Debug, Default)]
+struct Positions {
+    /// Matches with an exact header value, by the name and the value of the first such field.
+    by_header: HashMap<String, HashMap<Box<[u8]>, Vec<usize>>>,
     others: Vec<usize>,
+}
+
+impl Positions {
+    fn add(&mut self, at: usize, one: &Match) {
+        let exact = one.headers.iter().find_map(|field| match &field.value {
+            ValueMatch::Exact(value) => Some((field.name.to_ascii_lowercase(), value)),
+            ValueMatch::Regex(_) => None,
+        });
+        let list = match exact {
+            Some((name, value)) => self
+                .by_header
+                .entry(name)
+                .or_default()
+                .entry(value.as_bytes().into())
+                .or_default(),
+            None => &mut self.others,
+        };
+        list.push(at);
+    }
+
+    /// Calls `consider` with the lists that contain a match of the request, if there is one.
+    fn visit(&self, request: &RequestView<'_>, consider: &mut impl FnMut(&[usize])) {
+        consider(&self.others);
+        for (name, values) in &self.by_header {
+            if let Some(list) = header(request, name).and_then(|value| values.get(&*value)) {
+                consider(list);
+            }
+        }
+    }
 }
 
 impl Index {
@@ -179,22 +217,21 @@ impl Index {
     pub fn new(matches: &[Match]) -> Self {
         let mut index = Self::default();
         for (at, one) in matches.iter().enumerate() {
-            match &one.path {
-                Some(PathMatch::Exact(path)) => index
-                    .exact
-                    .entry(path.as_bytes().into())
-                    .or_default()
-                    .push(at),
-                Some(PathMatch::Regex(_)) => index.others.push(at),
+            let positions = match &one.path {
+                Some(PathMatch::Exact(path)) => {
+                    index.exact.entry(path.as_bytes().into()).or_default()
+                }
+                Some(PathMatch::Regex(_)) => &mut index.others,
                 None | Some(PathMatch::Prefix(_)) => {
                     let prefix = match &one.path {
                         Some(PathMatch::Prefix(prefix)) => prefix.as_bytes(),
                         _ => b"",
                     };
                     index.lengths.insert(prefix.len());
-                    index.prefixes.entry(prefix.into()).or_default().push(at);
+                    index.prefixes.entry(prefix.into()).or_default()
                 }
-            }
+            };
+            positions.add(at, one);
         }
         index
     }
@@ -215,16 +252,17 @@ impl Index {
                 }
             }
         };
-        if let Some(list) = self.exact.get(path) {
-            consider(list);
+        if let Some(positions) = self.exact.get(path) {
+            positions.visit(request, &mut consider);
         }
         for length in self.lengths.range(..=path.len()) {
             let is_element = *length == 0 || path.get(*length).is_none_or(|byte| *byte == b'/');
-            if let Some(list) = self.prefixes.get(&path[..*length]).filter(|_| is_element) {
-                consider(list);
+            let positions = self.prefixes.get(&path[..*length]);
+            if let Some(positions) = positions.filter(|_| is_element) {
+                positions.visit(request, &mut consider);
             }
         }
-        consider(&self.others);
+        self.others.visit(request, &mut consider);
         first
     }
 }

@@ -6,17 +6,18 @@ mod cors;
 pub mod fault;
 pub mod fields;
 pub mod matching;
+pub mod session;
 #[cfg(test)]
 mod tests;
 pub mod url;
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use http::StatusCode;
 
-use crate::balance::Backend;
+use crate::balance::{Backend, Endpoint};
 use crate::deadline::{Deadline, Limit};
 use crate::error::Failure;
 use crate::http::edits::Edit;
@@ -26,6 +27,7 @@ pub use cors::{Cors, Origin};
 use fault::{Fault, Injection};
 use fields::FieldEdit;
 use matching::{Index, Match};
+use session::{Session, SessionPersistence, Tag};
 use url::{Redirect, Rewrite};
 
 /// The routes of a destination.
@@ -70,6 +72,8 @@ pub struct Rule {
     pub backend_request_timeout: Option<Duration>,
     /// None: the proxy retries what is safe.
     pub retry: Option<Arc<RetryPolicy>>,
+    /// Requests of a session go to one endpoint.
+    pub session: Option<SessionPersistence>,
 }
 
 /// The retries that a rule asks for. The budget of the backend limits them too.
@@ -131,6 +135,7 @@ pub struct Plan {
     cors: Vec<FieldEdit>,
     /// The backends that get a copy.
     mirrors: Vec<Arc<str>>,
+    session: Option<Box<Session>>,
 }
 
 /// A response in place of that of a backend.
@@ -210,9 +215,19 @@ impl Routes {
                 &location,
             )?));
         }
+        let session = rule.session.as_ref().map(|session| {
+            let path = selected.path.as_ref();
+            Box::new(Session::new(session, request, path, seconds_now()))
+        });
         let backend = match service.is_pod || rule.to_destination {
             true => None,
-            false => Some(rule.choose(rng)?),
+            // A session keeps its backend, also one with weight 0 (GEP-1619).
+            false => Some(
+                match session.as_ref().and_then(|one| rule.backend_of(one)) {
+                    Some(kept) => kept,
+                    None => rule.choose(rng)?,
+                },
+            ),
         };
         let changes = rule.changes(backend);
         let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
@@ -223,6 +238,7 @@ impl Routes {
             rule: rule.clone(),
             backend,
             cors,
+            session,
         })
     }
 }
@@ -258,6 +274,16 @@ impl Rule {
             }
         }
         Err(no_backend())
+    }
+
+    /// The backend of a session that has begun.
+    fn backend_of(&self, session: &Session) -> Option<usize> {
+        let tag = session.backend()?;
+        let is_kept = |one: &RouteBackend| {
+            let name = one.name.as_ref();
+            name.is_some_and(|name| session::tag(&[name]) == tag)
+        };
+        self.backends.iter().position(is_kept)
     }
 
     fn changes(&self, backend: Option<usize>) -> &Arc<Changes> {
@@ -321,6 +347,18 @@ impl Route {
         changes.chain(&self.plan.cors).map(FieldEdit::as_edit)
     }
 
+    /// The endpoint of the request's session.
+    pub fn session_endpoint(&self) -> Option<Tag> {
+        self.plan.session.as_ref()?.endpoint()
+    }
+
+    /// The session's field in a response from this endpoint.
+    pub fn session_edit(&self, endpoint: &Endpoint) -> Option<FieldEdit> {
+        let session = self.plan.session.as_ref()?;
+        let backend = session::tag(&[self.backend_name().unwrap_or_default()]);
+        session.edit(backend, endpoint.tag(), seconds_now())
+    }
+
     /// The backends that get a copy.
     pub fn mirrors(&self) -> &[Arc<str>] {
         &self.plan.mirrors
@@ -340,6 +378,12 @@ impl Route {
     pub fn attempt_timeout(&self) -> Option<Duration> {
         self.plan.rule.backend_request_timeout
     }
+}
+
+/// Seconds since 1970.
+fn seconds_now() -> u64 {
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
+    elapsed.map_or(0, |elapsed| elapsed.as_secs())
 }
 
 /// The statuses of redirects.

@@ -193,12 +193,30 @@ fn index_selects_as_a_search_from_the_first_match_on() {
                     _ => regex(path),
                 };
                 one.method = rng.bool().then(|| "GET".to_owned());
+                let pattern = ValueMatch::Regex(Pattern::parse("[12]").unwrap());
+                let headers = [field("X-A", "1"), field("x-a", "2"), field("x-b", "1,2")];
+                let headers = headers.into_iter().chain([FieldMatch {
+                    name: "x-a".to_owned(),
+                    value: pattern,
+                }]);
+                one.headers = headers.filter(|_| rng.u8(..4) == 0).collect();
                 one
             })
             .collect();
+        let heads = [
+            head(&[]),
+            head(&[("x-a", "1"), ("x-b", "1"), ("x-b", "2")]),
+            head(&[("x-a", "2")]),
+        ];
         for path in paths {
-            for method in ["GET", "PUT"] {
-                let view = request(method, path);
+            for (method, head) in ["GET", "PUT"]
+                .iter()
+                .flat_map(|method| heads.iter().map(move |head| (method, head)))
+            {
+                let view = RequestView {
+                    head,
+                    ..request(method, path)
+                };
                 let searched =
                     (0..matches.len()).find(|at| select(&matches[*at..=*at], &view).is_some());
                 assert_eq!(select(&matches, &view), searched, "{matches:?} {path}");

@@ -61,7 +61,10 @@ impl Endpoints {
     }
 
     fn pick(&mut self, key: Option<u64>) -> Rc<Endpoint> {
-        let preference = Preference { hash: key };
+        let preference = Preference {
+            hash: key,
+            ..Preference::default()
+        };
         let now = Instant::now();
         let (rng, turn) = (&mut self.rng, &self.turn);
         let picked = self.state.balance(preference, &[], rng, turn, now);
@@ -234,7 +237,11 @@ async fn numbered(key: HashKey, apps: Vec<SocketAddr>) -> Service {
 fn expected(service: &Service, key: &str) -> String {
     let hash = Some(hash(key.as_bytes()));
     let (backend, rng) = (service.destination.backend(), &mut fastrand::Rng::new());
-    let picked = backend.pick_for(Preference { hash }, &[], rng);
+    let preference = Preference {
+        hash,
+        ..Preference::default()
+    };
+    let picked = backend.pick_for(preference, &[], rng);
     let address = picked.expect("it has endpoints").address;
     let at = service.addresses.iter().position(|one| *one == address);
     at.expect("an endpoint").to_string()

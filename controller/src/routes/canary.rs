@@ -1,0 +1,245 @@
+//! Canaries: Services with annotations that request a share of the requests of another one. Pure.
+//!
+//! An invalid canary gets no requests, and does not concern the others.
+
+use std::sync::Arc;
+
+use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
+use crate::index::object::{Key, Kind, Service};
+
+const ALL_PERCENT: u32 = 100;
+
+/// The canaries of a Service.
+#[derive(Debug, Default, PartialEq)]
+pub struct Canaries {
+    /// Their names and shares in percent.
+    pub accepted: Vec<(Key, u32)>,
+    /// Why others get no requests.
+    pub rejected: Vec<(Key, Rejection)>,
+}
+
+impl Canaries {
+    /// Checks the annotations of these Services, which name the Service `key`. The oldest ones have
+    /// precedence.
+    pub fn new(key: &Key, primary: Option<&Service>, mut canaries: Vec<&Service>) -> Canaries {
+        canaries.sort_by_key(|service| (service.created, &service.key));
+        let (mut all, mut sum) = (Canaries::default(), 0);
+        for service in canaries {
+            match share(key, primary, service, sum) {
+                Ok(percent) => {
+                    sum += percent;
+                    all.accepted.push((service.key.clone(), percent));
+                }
+                Err(rejection) => all.rejected.push((service.key.clone(), rejection)),
+            }
+        }
+        all
+    }
+
+    /// The route for all requests to the Service `key`, if it has canaries.
+    pub fn route(&self, key: &Key) -> Option<Route> {
+        let sum: u32 = self.accepted.iter().map(|(_, percent)| percent).sum();
+        let backend = |(key, weight): (&Key, u32)| Backend {
+            target: Reference {
+                other_kind: None,
+                key: key.clone(),
+                port: None,
+                field: format!("canary {key}"),
+            },
+            weight,
+            filters: Vec::new(),
+        };
+        let canaries = self.accepted.iter().map(|(key, percent)| (key, *percent));
+        let backends = [(key, ALL_PERCENT - sum)].into_iter().chain(canaries);
+        let rule = ParsedRule {
+            matches: vec![Arc::new(Match::default())],
+            rule: Rule::new(
+                format!("canaries of {key}"),
+                backends.map(backend).collect(),
+            ),
+            unknown_filter: None,
+        };
+        (!self.accepted.is_empty()).then(|| Route {
+            kind: Kind::Service,
+            key: key.clone(),
+            generation: 0,
+            created: 0,
+            parents: vec![ParentReference::service(&key.name)],
+            rules: Ok(vec![Arc::new(rule)]),
+            ignored: Vec::new(),
+            bytes: 0,
+        })
+    }
+}
+
+/// The share of a canary in percent. The others have `sum` already.
+fn share(
+    key: &Key,
+    primary: Option<&Service>,
+    canary: &Service,
+    sum: u32,
+) -> Result<u32, Rejection> {
+    let rejected = |reason, message| Err(Rejection { reason, message });
+    let annotations = canary.canary.as_ref();
+    let percent = match annotations.map(|canary| canary.weight.clone()) {
+        Some(Ok(percent)) => percent,
+        Some(Err(message)) => return rejected(UNSUPPORTED_VALUE, message),
+        None => 0,
+    };
+    let Some(primary) = primary else {
+        let message = format!("the Service {key} does not exist");
+        return rejected(NO_MATCHING_PARENT, message);
+    };
+    if canary.key == *key {
+        let message = format!("the Service {key} cannot be a canary of itself");
+        return rejected(UNSUPPORTED_VALUE, message);
+    }
+    if primary.canary.is_some() {
+        let message = format!("the Service {key} is a canary itself; expected one that is not");
+        return rejected(UNSUPPORTED_VALUE, message);
+    }
+    if sum + percent > ALL_PERCENT {
+        let message = format!(
+            "with {percent}%, the canaries of {key} would have more than 100%: older ones have \
+             {sum}%"
+        );
+        return rejected(CONFLICTED, message);
+    }
+    Ok(percent)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::index::Index;
+    use crate::index::locality::Location;
+    use crate::index::object::{Canary, Object, Resource};
+    use crate::index::tests::{index, key, service};
+    use crate::routes::tests::route;
+
+    /// A canary of Service shop/`of`, created at a time.
+    fn canary(name: &str, of: &str, weight: Result<u32, &str>, created: i64) -> Service {
+        Service {
+            canary: Some(Canary {
+                of: of.into(),
+                weight: weight.map_err(str::to_owned),
+            }),
+            created,
+            ..service(name, &["10.96.0.9"])
+        }
+    }
+
+    fn web() -> Service {
+        service("web", &["10.96.0.7"])
+    }
+
+    /// The backends at a port of Service shop/web, with their weights.
+    fn backends(index: &Index, port: u16) -> String {
+        let web = SocketAddr::new([10, 96, 0, 7].into(), port);
+        let web = Resource::Destination(web);
+        let target = index.resolve(&web, &Location::default()).1.target;
+        let table = target.and_then(|target| target.routes);
+        let rules = table.iter().flat_map(|table| &table.rules);
+        let backends = rules.flat_map(|rule| &rule.backends);
+        let say = |backend: &Backend<String>| format!("{}={}", backend.target, backend.weight);
+        backends.map(say).collect::<Vec<_>>().join(" ")
+    }
+
+    /// The conditions of Services that do not hold.
+    fn problems(index: &Index) -> Vec<String> {
+        let all = index.route_statuses();
+        let all = all.iter().filter(|status| status.kind == Kind::Service);
+        let problems = all.flat_map(|status| {
+            let conditions = status.parents.iter().flat_map(|parent| &parent.conditions);
+            let failed = conditions.filter(|condition| !condition.holds);
+            failed.map(|one| format!("{}: {} {}", status.key.name, one.reason, one.message))
+        });
+        problems.collect()
+    }
+
+    fn canaries(index: &Index) -> Vec<(Key, u32)> {
+        index.service(&key("web")).unwrap().canaries
+    }
+
+    #[test]
+    fn canaries_get_their_shares_and_the_service_the_rest() {
+        let index = index(
+            [
+                canary("new", "web", Ok(10), 1),
+                canary("newer", "web", Ok(25), 2),
+                web(),
+            ]
+            .map(Object::Service),
+        );
+        let expected = "shop/web:80=65 shop/new:80=10 shop/newer:80=25";
+        assert_eq!(backends(&index, 80), expected);
+        assert_eq!(canaries(&index), [(key("new"), 10), (key("newer"), 25)]);
+        assert_eq!(problems(&index), [""; 0]);
+    }
+
+    #[test]
+    fn share_of_a_port_that_the_canary_does_not_have_stays_with_the_service() {
+        let mut one_port = canary("new", "web", Ok(10), 1);
+        one_port.ports.retain(|port| port.port == 80);
+        let objects = [one_port, canary("newer", "web", Ok(25), 2), web()];
+        let index = index(objects.map(Object::Service));
+        assert_eq!(
+            backends(&index, 9000),
+            "shop/web:9000=65 shop/web:9000=10 shop/newer:9000=25"
+        );
+        let problem = "BackendNotFound canary shop/new: the Service shop/new has no TCP port 9000";
+        assert_eq!(
+            problems(&index),
+            [format!("new: {problem}"), format!("newer: {problem}")]
+        );
+    }
+
+    #[test]
+    fn invalid_canaries_are_reported_and_do_not_concern_others() {
+        let headless = service("pods", &[]);
+        let objects = [
+            web(),
+            headless,
+            canary("good", "web", Ok(40), 1),
+            canary("value", "web", Err("canary-weight: \"101\" is ..."), 2),
+            canary("too-much", "web", Ok(61), 3),
+            canary("fits", "web", Ok(60), 4),
+            canary("self", "self", Ok(1), 5),
+            canary("chain", "good", Ok(1), 6),
+            canary("lost", "none", Ok(1), 7),
+            canary("of-pods", "pods", Ok(1), 8),
+        ];
+        let index = index(objects.map(Object::Service));
+        let expected = "shop/web:80=0 shop/good:80=40 shop/fits:80=60";
+        assert_eq!(backends(&index, 80), expected);
+        let expected = [
+            "chain: UnsupportedValue the Service shop/good is a canary itself; expected one that is not",
+            "lost: NoMatchingParent the Service shop/none does not exist",
+            "of-pods: UnsupportedValue the Service shop/pods is headless: its clients select the pods",
+            "self: UnsupportedValue the Service shop/self cannot be a canary of itself",
+            "too-much: Conflicted with 61%, the canaries of shop/web would have more than 100%: older ones have 40%",
+            "value: UnsupportedValue canary-weight: \"101\" is ...",
+        ];
+        assert_eq!(problems(&index), expected);
+    }
+
+    #[test]
+    fn routes_of_the_gateway_api_take_precedence_over_canaries() {
+        let objects = [
+            Object::Route(route("r", 9, json!([{"backendRefs": []}]))),
+            Object::Service(canary("new", "web", Ok(10), 1)),
+            Object::Service(web()),
+        ];
+        let index = index(objects);
+        assert_eq!(backends(&index, 80), "");
+        assert_eq!(canaries(&index), []);
+        let expected = "new: Conflicted HTTPRoute objects apply to shop/web, which exclude the \
+                        canaries of Services";
+        assert_eq!(problems(&index), [expected]);
+    }
+}
