@@ -1,3 +1,5 @@
+//! Tests of HTTP/1 heads.
+
 use super::fields::{NameIndex, compare_names};
 use super::*;
 use crate::http::edits::Edit;
