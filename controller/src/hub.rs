@@ -39,6 +39,8 @@ use watched::Resolved;
 const MAX_BATCH: usize = 1024;
 /// Minimum time between two publications, which merges the changes of a rollout.
 const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
+/// Minimum time between two publications of the replicas that share rate limits.
+const REPLICAS_INTERVAL: Duration = Duration::from_secs(5);
 /// Time that a call waits for a synced catalog.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -101,14 +103,22 @@ impl Hub {
     /// once, and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
         let (mut batch, mut touched) = (Vec::new(), Touched::default());
-        let mut next_publication = Instant::now();
+        // A change of the replicas of a Service concerns all of its pods.
+        let mut replicas = BTreeSet::new();
+        let (mut next_publication, mut next_replicas) = (Instant::now(), Instant::now());
         loop {
             tokio::select! {
                 count = changes.recv_many(&mut batch, MAX_BATCH) => {
                     if count == 0 {
+                        touched.replicas = replicas;
                         return self.publish(&touched);
                     }
                     self.update(batch.drain(..), &mut touched);
+                    replicas.append(&mut touched.replicas);
+                }
+                () = sleep_until(next_replicas), if !replicas.is_empty() => {
+                    touched.replicas = std::mem::take(&mut replicas);
+                    next_replicas = Instant::now() + REPLICAS_INTERVAL;
                 }
                 () = sleep_until(next_publication), if touched != Touched::default() => {
                     self.publish(&std::mem::take(&mut touched));
@@ -273,7 +283,7 @@ impl Hub {
     /// unchanged until the end, so that a new subscriber cannot replace a newer state.
     fn publish(&self, touched: &Touched) {
         let index = self.index();
-        let affected = self.subscribers().affected(touched);
+        let affected = self.subscribers().affected(&index, touched);
         for resource in affected {
             let mut resolved = Resolved::new(&index, &resource, &Location::default());
             let locations = self.subscribers().locations(&resource, &resolved.scope);

@@ -40,7 +40,7 @@ impl Eq for RateLimits {}
 pub struct RateLimit {
     /// The object that it comes from, and its name there.
     pub name: Arc<str>,
-    /// Whom it counts together.
+    /// The requests that it counts together.
     pub scope: Scope,
     /// The ports of the application.
     pub ports: PortSet,
@@ -76,7 +76,7 @@ impl Scope {
 pub struct Exceeded {
     /// The limit.
     pub name: Arc<str>,
-    /// Whom it counts together.
+    /// The requests that it counts together.
     pub scope: Scope,
     /// The time until the next token.
     pub retry_after: Duration,

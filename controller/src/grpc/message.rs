@@ -4,9 +4,9 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_response::Update;
 
 use super::routes;
-use crate::index::object::{Inbound, Key, Kind, ServicePort, TargetPort};
+use crate::index::object::{Key, Kind, ServicePort, TargetPort};
 use crate::index::position::Position;
-use crate::index::state::{Delta, Endpoint, State, TargetKind};
+use crate::index::state::{Delta, Endpoint, State, TargetKind, Workload};
 use crate::index::view::{EndpointView, ServiceView};
 
 /// A Service. One that does not exist has a name only and is marked as deleted.
@@ -41,7 +41,7 @@ pub(super) fn whole(state: &State) -> Update {
         return Update::Unknown(proto::Unknown {});
     };
     let (kind, unknown_port, ports) = match &target.kind {
-        TargetKind::Workload(inbound) => return Update::Workload(workload(inbound)),
+        TargetKind::Workload(one) => return Update::Workload(workload(one)),
         TargetKind::Service => (proto::snapshot::Kind::Service, false, &[][..]),
         TargetKind::UnknownPort(ports) => (proto::snapshot::Kind::Service, true, ports.as_slice()),
         TargetKind::Pod => (proto::snapshot::Kind::Pod, false, &[][..]),
@@ -61,7 +61,8 @@ pub(super) fn whole(state: &State) -> Update {
     })
 }
 
-fn workload(inbound: &Inbound) -> proto::Workload {
+fn workload(workload: &Workload) -> proto::Workload {
+    let inbound = &workload.inbound;
     let mode = match inbound.strict {
         true => proto::workload::InboundMode::Strict,
         false => proto::workload::InboundMode::Permissive,
@@ -84,7 +85,8 @@ fn workload(inbound: &Inbound) -> proto::Workload {
                 protocol: port.protocol.name().to_owned(),
             })
             .collect(),
-        ..proto::Workload::default()
+        zone: workload.zone.to_string(),
+        rate_limits: workload.rate_limits.clone(),
     }
 }
 

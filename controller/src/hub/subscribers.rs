@@ -166,7 +166,7 @@ impl Subscribers {
     }
 
     /// The resources with subscribers that changes of the index affect.
-    pub(super) fn affected(&self, touched: &Touched) -> BTreeSet<Arc<Resource>> {
+    pub(super) fn affected(&self, index: &Index, touched: &Touched) -> BTreeSet<Arc<Resource>> {
         let mut affected = BTreeSet::new();
         for ip in &touched.addresses {
             let first = Resource::Destination(SocketAddr::new(*ip, 0));
@@ -178,10 +178,12 @@ impl Subscribers {
             let destinations = self.destinations_on.get(port).into_iter().flatten();
             affected.extend(destinations.map(|address| Arc::new(Resource::Destination(*address))));
         }
-        for pod in &touched.pods {
+        let limited = touched.replicas.iter();
+        let limited = limited.flat_map(|service| index.pods_limited_by(service));
+        for pod in touched.pods.iter().cloned().chain(limited) {
             let first = Resource::Workload(pod.clone(), "".into());
             let is_affected =
-                |one: &Resource| matches!(one, Resource::Workload(other, _) if other == pod);
+                |one: &Resource| matches!(one, Resource::Workload(other, _) if *other == pod);
             affected.extend(self.range(&first, is_affected));
         }
         for key in &touched.services {

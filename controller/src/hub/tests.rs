@@ -190,6 +190,60 @@ async fn publishes_a_change_at_once_and_a_burst_together() {
     following.await.unwrap();
 }
 
+#[tokio::test(start_paused = true)]
+async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
+    const PODS: u32 = 100;
+    let limits = serde_json::json!({"rateLimits": [{"name": "all", "requests": 7}]});
+    let set = |object| Change::Apply(Source::Kubernetes, object);
+    let replica = |number: u32, ready| {
+        let pod = crate::index::tests::pod(&format!("p{number}"), &[]);
+        set(Object::Pod(Pod { ready, ..pod }))
+    };
+    let hub = Hub::new([Source::Kubernetes]);
+    hub.apply([
+        set(Object::Service(crate::index::tests::service("web", &[]))),
+        set(Object::Policy(crate::policy::tests::policy("p", 0, limits))),
+    ]);
+    hub.apply((0..PODS).map(|number| replica(number, false)));
+    let readers: Vec<_> = (0..PODS)
+        .map(|number| {
+            let key = Key::new("shop", &format!("p{number}"));
+            let mut reader = hub.watch_resources(None);
+            reader.subscribe(&Resource::Workload(key, "".into()));
+            reader.next().unwrap();
+            reader
+        })
+        .collect();
+    let (sender, changes) = mpsc::channel(100);
+    let following = tokio::spawn({
+        let hub = hub.clone();
+        async move { hub.follow(changes).await }
+    });
+    let (mut messages, mut replicas) = (0, 0);
+    let mut read = || {
+        for (_, published) in readers.iter().filter_map(Resources::next) {
+            messages += 1;
+            let kind = &published.state.target.as_ref().unwrap().kind;
+            let crate::index::state::TargetKind::Workload(workload) = kind else {
+                panic!("{kind:?}");
+            };
+            replicas = workload.rate_limits[0].replicas;
+        }
+    };
+    for number in 0..PODS {
+        sender.send(replica(number, true).into()).await.unwrap();
+        tokio::time::sleep(PUBLICATION_INTERVAL).await;
+        read();
+    }
+    tokio::time::sleep(2 * REPLICAS_INTERVAL).await;
+    read();
+    // Rounded up. Three times in these ten seconds, and once afterwards.
+    assert_eq!(replicas, 104);
+    assert!(messages <= 4 * PODS, "{messages} messages");
+    drop(sender);
+    following.await.unwrap();
+}
+
 #[test]
 fn notifies_only_subscribers_of_changed_destinations() {
     let hub = Hub::new([Source::Kubernetes]);

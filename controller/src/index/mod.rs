@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+mod limits;
 pub mod locality;
 pub mod object;
 mod policies;
@@ -20,6 +21,7 @@ use std::hash::Hash;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use limits::Limits;
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use policies::Policies;
 use position::{History, Position};
@@ -38,6 +40,7 @@ pub struct Index {
     nodes: Store<Node>,
     routes: Routes,
     policies: Policies,
+    limits: Limits,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     /// The slices with an endpoint at an address that names no pod.
@@ -66,6 +69,8 @@ pub struct Touched {
     pub nodes: BTreeSet<Arc<str>>,
     /// Ports with possibly changed destinations at the addresses of nodes.
     pub node_ports: BTreeSet<u16>,
+    /// Services with rate limits and another number of replicas, which concerns their pods.
+    pub replicas: BTreeSet<Key>,
 }
 
 impl Index {
@@ -122,6 +127,8 @@ impl Index {
         with_policies
             .iter()
             .for_each(|key| self.routes.set_policy(key));
+        self.limits.changed.extend(with_policies.iter().cloned());
+        self.settle_limits(touched);
         // Clients use the endpoints of these Services as backends too.
         touched.services.extend(with_policies.iter().cloned());
         let routes = self.routes.settle(&self.services, &self.policies);
@@ -272,6 +279,14 @@ impl Index {
         let primaries = self.routes.set_service(key, old.as_ref(), &self.services);
         touched.services.extend(primaries);
         self.policies.set_service(key, new.is_some());
+        self.limits.changed.insert(key.clone());
+        if let Some(old) = &old
+            && self.limits.has(key)
+        {
+            touched
+                .pods
+                .extend(self.selected(old).map(|pod| pod.key.clone()));
+        }
         let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
         if is_headless(old.as_ref()) || is_headless(new) {
             self.slices_of(key)
@@ -316,6 +331,9 @@ impl Index {
             (false, true) => link(&mut self.meshed, &key.namespace, key),
             (true, false) => unlink(&mut self.meshed, &key.namespace, key),
             _ => {}
+        }
+        if is_meshed(old.as_ref()) || is_meshed(new) {
+            self.limits.changed_pods.insert(key.namespace.clone());
         }
         // Readiness does not affect destinations.
         let ready = new.is_some_and(|pod| pod.ready);

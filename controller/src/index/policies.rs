@@ -7,6 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1 as proto;
+
 use super::object::{Key, Kind, Service, Source, Transport};
 use super::store::{Replaced, Store};
 use super::{link, unlink};
@@ -38,6 +40,11 @@ impl Policies {
     /// The policy of a Service.
     pub(super) fn of_service(&self, service: &Key) -> Option<&Effective> {
         self.of_service.get(service).map(|one| &one.effective)
+    }
+
+    /// The limits of the requests to the pods of a Service, without ports and replicas.
+    pub(super) fn rate_limits(&self, service: &Key) -> Option<&Arc<[proto::RateLimit]>> {
+        self.of_service(service)?.rate_limits.as_ref()
     }
 
     /// The settings of the requests of a Service.

@@ -8,7 +8,7 @@ use super::locality::{self, Area, Candidate, Location, Scope};
 use super::object::{
     Key, Pod, PodReference, Resource, Service, ServicePort, Slice, SliceEndpoint, Transport,
 };
-use super::state::{Endpoint, State, Target, TargetKind};
+use super::state::{Endpoint, State, Target, TargetKind, Workload};
 
 impl Index {
     /// Resolves a resource for a client. Clients with equal locations within the scope share the
@@ -17,7 +17,7 @@ impl Index {
         let resolved = match resource {
             Resource::Destination(address) => self.destination(*address, client),
             Resource::Backend(service, port) => self.backend(service, *port, client),
-            Resource::Workload(pod, uid) => self.workload(pod, uid).map(everywhere),
+            Resource::Workload(pod, uid) => self.workload(pod, uid, client),
         };
         let (scope, target) = resolved.unzip();
         let state = State {
@@ -170,18 +170,29 @@ impl Index {
         (scope, Target { routes, ..target })
     }
 
-    /// The inbound configuration of a meshed pod, not of another one with its name.
-    fn workload(&self, pod: &Key, uid: &str) -> Option<Target> {
+    /// The inbound configuration of a meshed pod, not of another one with its name. The pod is the
+    /// client.
+    fn workload(&self, pod: &Key, uid: &str, client: &Location) -> Option<(Scope, Target)> {
         let pod = self.pods.get(pod)?;
-        (pod.identity.is_some() && *pod.uid == *uid).then(|| Target {
-            kind: TargetKind::Workload(pod.inbound.clone()),
+        let scope = Scope {
+            area: Area::Zone,
+            namespaces: None,
+        };
+        let workload = Workload {
+            inbound: pod.inbound.clone(),
+            zone: client.zone.clone(),
+            rate_limits: self.rate_limits(pod),
+        };
+        let target = Target {
+            kind: TargetKind::Workload(Box::new(workload)),
             key: pod.key.clone(),
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
             routes: None,
             policy: None,
-        })
+        };
+        (pod.identity.is_some() && *pod.uid == *uid).then_some((scope, target))
     }
 
     /// The Service at a cluster IP, which does not have the port: no connection can succeed there.

@@ -4,7 +4,8 @@ use std::cmp::Ordering;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::BackendPolicy;
+use diy_mesh_proto::mesh::v1::{BackendPolicy, RateLimit};
+use prost::Message;
 
 use super::object::{Inbound, Key};
 use super::position::Position;
@@ -43,7 +44,7 @@ pub struct Target {
 }
 
 /// The kind of a target.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum TargetKind {
     /// A Service by its cluster IP.
     Service,
@@ -52,7 +53,18 @@ pub enum TargetKind {
     /// A pod by its own IP.
     Pod,
     /// The inbound configuration of a pod.
-    Workload(Inbound),
+    Workload(Box<Workload>),
+}
+
+/// The inbound configuration of a pod.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Workload {
+    /// What its injector wrote.
+    pub inbound: Inbound,
+    /// The zone of its node, or empty.
+    pub zone: Arc<str>,
+    /// The limits of its requests.
+    pub rate_limits: Vec<RateLimit>,
 }
 
 /// One endpoint of a target.
@@ -159,8 +171,12 @@ fn version_of(target: Option<&Target>) -> Version {
         TargetKind::Pod => "pod",
         TargetKind::Workload(_) => "workload",
     });
-    if let TargetKind::Workload(inbound) = &target.kind {
-        digest_inbound(&mut digest, inbound);
+    if let TargetKind::Workload(workload) = &target.kind {
+        digest_inbound(&mut digest, &workload.inbound);
+        digest.text(&workload.zone);
+        for limit in &workload.rate_limits {
+            digest.text(&version::of("rate limit", &limit.encode_to_vec()).to_string());
+        }
     }
     if let TargetKind::UnknownPort(ports) = &target.kind {
         digest.number(ports.len() as u64);
@@ -333,6 +349,25 @@ mod tests {
             let with_policy = State::new(Some(target));
             assert_eq!(with_policy.since(&state("web", vec![])), Update::Whole);
             versions.push(with_policy.version);
+        }
+        let limit = |replicas| RateLimit {
+            replicas,
+            ..RateLimit::default()
+        };
+        for (zone, rate_limits) in [
+            ("", vec![]),
+            ("a", vec![]),
+            ("", vec![limit(1)]),
+            ("", vec![limit(2)]),
+            ("", vec![limit(1), limit(2)]),
+        ] {
+            let mut target = state("web", vec![]).target.unwrap();
+            target.kind = TargetKind::Workload(Box::new(Workload {
+                zone: zone.into(),
+                rate_limits,
+                ..Workload::default()
+            }));
+            versions.push(State::new(Some(target)).version);
         }
         for ports in [vec![], vec![80], vec![80, 443]] {
             let target = Target {

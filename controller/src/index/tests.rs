@@ -1154,7 +1154,7 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.services_at.len(),
             lived.services_outside.len() + lived.services_on_nodes.len(),
             lived.pods_at.len() + lived.nodes_at.len(),
-            lived.routes.links() + lived.policies.links(),
+            lived.routes.links() + lived.policies.links() + lived.limits.links(),
         );
         assert_eq!(
             links,

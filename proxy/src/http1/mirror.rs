@@ -40,7 +40,7 @@ pub async fn attempt(
 ) -> Result<(), AttemptError> {
     let began_at = attempts.began_at();
     let dialer = attempts.dialer(&flow.worker.tls);
-    let connected = endpoint.pool.http1(dialer, began_at).await;
+    let connected = endpoint.pool().http1(dialer, began_at).await;
     let mut upstream = connected.map_err(AttemptError::connect)?;
     if !upstream.reused {
         attempts.connected();
@@ -67,7 +67,7 @@ pub async fn attempt(
         && head.framing != Framing::UntilClose
         && io.unread().is_empty();
     if reusable {
-        endpoint.pool.checkin_http1(upstream.io, answered_at);
+        endpoint.pool().checkin_http1(upstream.io, answered_at);
     }
     Ok(())
 }

@@ -1,0 +1,160 @@
+//! The rate limits of pods: those of the Services of a pod's own namespace whose selector selects
+//! it, with the number of replicas that share them. EndpointSlices have no part in it: other
+//! programs may write them. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use diy_mesh_proto::mesh::v1 as proto;
+
+use super::object::{Key, Pod, Service, TargetPort, Transport};
+use super::{Index, Touched};
+
+/// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256
+/// limits with 1,000 regular expressions.
+const MAX_SERVICES: usize = 15;
+
+/// The Services with rate limits.
+#[derive(Debug, Default)]
+pub(super) struct Limits {
+    /// Their replicas, as proxies are told.
+    replicas: BTreeMap<Key, u32>,
+    /// Services whose limits are to be computed again.
+    pub(super) changed: BTreeSet<Key>,
+    /// Namespaces with pods that have changed.
+    pub(super) changed_pods: BTreeSet<Arc<str>>,
+}
+
+impl Limits {
+    /// Whether a Service had limits before the latest changes.
+    pub(super) fn has(&self, service: &Key) -> bool {
+        self.replicas.contains_key(service)
+    }
+
+    /// The number of references between objects.
+    #[cfg(test)]
+    pub(super) fn links(&self) -> usize {
+        self.replicas.len() + self.changed.len() + self.changed_pods.len()
+    }
+
+    /// The Services of a namespace with limits.
+    fn of(&self, namespace: &Arc<str>) -> impl Iterator<Item = (&Key, &u32)> {
+        let first = Key {
+            namespace: namespace.clone(),
+            name: "".into(),
+        };
+        let services = self.replicas.range(first..);
+        services.take_while(move |(key, _)| key.namespace == *namespace)
+    }
+}
+
+impl Index {
+    /// Computes what changes concern. Other limits concern the pods at once, another number of
+    /// replicas only marks the Service.
+    pub(super) fn settle_limits(&mut self, touched: &mut Touched) {
+        for key in std::mem::take(&mut self.limits.changed) {
+            let before = self.limits.replicas.remove(&key);
+            let replicas = self.limited(&key).map(|service| self.replicas(service));
+            if let Some(replicas) = replicas {
+                self.limits.replicas.insert(key.clone(), replicas);
+            }
+            if before.is_some() || replicas.is_some() {
+                touched.pods.extend(self.pods_limited_by(&key));
+            }
+        }
+        for namespace in std::mem::take(&mut self.limits.changed_pods) {
+            let services = self.limits.of(&namespace).map(|(key, _)| key);
+            let counted: Vec<_> = services
+                .map(|key| (key.clone(), self.replicas(&self.services[key])))
+                .collect();
+            for (key, replicas) in counted {
+                let before = self.limits.replicas.insert(key.clone(), replicas);
+                if before != Some(replicas) {
+                    touched.replicas.insert(key);
+                }
+            }
+        }
+    }
+
+    /// A Service with rate limits.
+    fn limited(&self, key: &Key) -> Option<&Service> {
+        let has_limits = self.policies.rate_limits(key).is_some();
+        self.services.get(key).filter(|_| has_limits)
+    }
+
+    /// The meshed pods that a Service selects.
+    pub fn pods_limited_by(&self, service: &Key) -> Vec<Key> {
+        let Some(service) = self.services.get(service) else {
+            return Vec::new();
+        };
+        let selected = self.selected(service);
+        selected.map(|pod| pod.key.clone()).collect()
+    }
+
+    pub(super) fn selected<'a>(&'a self, service: &'a Service) -> impl Iterator<Item = &'a Pod> {
+        let pods = self.meshed.get(&service.key.namespace);
+        let pods = pods.into_iter().flatten().map(|key| &self.pods[key]);
+        pods.filter(|pod| service.selects(pod))
+    }
+
+    fn replicas(&self, service: &Service) -> u32 {
+        let ready = self.selected(service);
+        let ready = ready.filter(|pod| pod.ready && !pod.terminating).count();
+        rounded(u32::try_from(ready).unwrap_or(u32::MAX))
+    }
+
+    /// The limits of a pod.
+    pub(super) fn rate_limits(&self, pod: &Pod) -> Vec<proto::RateLimit> {
+        let services = self.limits.of(&pod.key.namespace);
+        let services = services.map(|(key, replicas)| (&self.services[key], *replicas));
+        let mut services: Vec<_> = services
+            .filter(|(service, _)| service.selects(pod))
+            .collect();
+        services.sort_by_key(|(service, _)| (service.created, &service.key));
+        let services = services.into_iter().take(MAX_SERVICES);
+        let limits = services.flat_map(|(service, replicas)| {
+            let limits = self.policies.rate_limits(&service.key);
+            let ports = target_ports(service, pod);
+            limits
+                .into_iter()
+                .flat_map(|limits| limits.iter())
+                .map(move |limit| proto::RateLimit {
+                    ports: ports.clone(),
+                    replicas,
+                    ..limit.clone()
+                })
+        });
+        limits.collect()
+    }
+}
+
+/// The ports of a pod that a Service leads to. Named ports are those that the pod declares.
+fn target_ports(service: &Service, pod: &Pod) -> Vec<u32> {
+    let ports = service.ports.iter();
+    let ports = ports.filter(|port| port.protocol == Transport::Tcp);
+    let targets = ports.filter_map(|port| match &port.target {
+        TargetPort::Number(number) => Some(*number),
+        TargetPort::Name(name) => {
+            let mut declared = pod.inbound.ports.iter();
+            let is_target = |one: &&super::object::ContainerPort| {
+                *one.name == **name && one.protocol == Transport::Tcp
+            };
+            declared.find(is_target).map(|one| one.port)
+        }
+    });
+    let targets: BTreeSet<u32> = targets.map(u32::from).collect();
+    targets.into_iter().collect()
+}
+
+/// A number of replicas with three significant bits after the first one, rounded up, at least 1:
+/// most changes of a large number concern no pod, and a share is never too large.
+fn rounded(replicas: u32) -> u32 {
+    let step = 1 << replicas.max(1).ilog2().saturating_sub(3);
+    replicas
+        .max(1)
+        .checked_next_multiple_of(step)
+        .unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests;

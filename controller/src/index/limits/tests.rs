@@ -1,0 +1,242 @@
+//! Rate limits of pods: their Services, ports and replicas, and the effect of changes.
+
+use serde_json::json;
+
+use super::*;
+use crate::index::locality::Location;
+use crate::index::object::{Change, ContainerPort, Kind, Node, Object, Resource, Source};
+use crate::index::state::{TargetKind, Workload};
+use crate::index::tests::{endpoint, index, key, pod, service, slice};
+use crate::policy::tests::{policy, policy_for};
+
+fn apply(index: &mut Index, object: Object) -> Touched {
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+    touched
+}
+
+fn limits(requests: u32) -> serde_json::Value {
+    json!({"rateLimits": [{"name": "all", "requests": requests}]})
+}
+
+/// A ready pod with a named port.
+fn ready(name: &str) -> Pod {
+    let http = ContainerPort {
+        name: "http".into(),
+        port: 8080,
+        protocol: Transport::Tcp,
+    };
+    Pod {
+        ready: true,
+        inbound: crate::index::object::Inbound {
+            ports: [http].into(),
+            ..Default::default()
+        },
+        ..pod(name, &[])
+    }
+}
+
+fn workload(index: &Index, pod: &Key) -> Workload {
+    let location = index.location(pod, "");
+    let resource = Resource::Workload(pod.clone(), "".into());
+    match index.resolve(&resource, &location).1.target.unwrap().kind {
+        TargetKind::Workload(workload) => *workload,
+        kind => panic!("{kind:?}"),
+    }
+}
+
+/// Names, ports and replicas of the limits of a pod.
+fn of(index: &Index, pod: &Key) -> Vec<(String, Vec<u32>, u32)> {
+    let limits = workload(index, pod).rate_limits.into_iter();
+    let limits = limits.map(|limit| (limit.name, limit.ports, limit.replicas));
+    limits.collect()
+}
+
+#[test]
+fn pods_have_the_limits_of_the_services_of_their_namespace_that_select_them() {
+    let mut numbered = service("api", &["10.96.0.8"]);
+    numbered.ports[0].target = TargetPort::Number(9090);
+    numbered.ports.truncate(1);
+    let foreign = Service {
+        key: Key::new("bank", "web"),
+        ..service("web", &["10.96.0.9"])
+    };
+    let other_labels = Pod {
+        labels: BTreeMap::new(),
+        ..ready("other")
+    };
+    // Whoever writes a slice: it makes no pod a pod of the Service.
+    let hostile = slice("hostile", "web", 8080, vec![endpoint("10.0.0.9", "other")]);
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.7"])),
+        Object::Service(numbered),
+        Object::Service(foreign),
+        Object::Pod(ready("a")),
+        Object::Pod(other_labels),
+        Object::Slice(hostile),
+        Object::Policy(policy_for(
+            "p",
+            0,
+            json!([{"group": "", "kind": "Namespace", "name": "shop"}]),
+            limits(7),
+        )),
+    ]);
+    let name = || "TrafficPolicy shop/p/all".to_owned();
+    assert_eq!(
+        of(&index, &key("a")),
+        [(name(), vec![9090], 1), (name(), vec![8080], 1)]
+    );
+    assert_eq!(workload(&index, &key("a")).rate_limits[0].requests, 7);
+    assert_eq!(of(&index, &key("other")), []);
+    let mut touched = Touched::default();
+    let delete = Change::Delete(Source::Kubernetes, Kind::TrafficPolicy, key("p"));
+    index.apply(delete, &mut touched);
+    assert_eq!(touched.pods, [key("a")].into());
+    assert_eq!(of(&index, &key("a")), []);
+}
+
+#[test]
+fn replicas_are_the_ready_meshed_pods_that_the_selector_selects() {
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.7"])),
+        Object::Policy(policy("p", 0, limits(7))),
+        Object::Pod(ready("a")),
+    ]);
+    let replicas = |index: &Index| of(index, &key("a"))[0].2;
+    assert_eq!(replicas(&index), 1);
+    for (pod, expected) in [
+        (ready("b"), 2),
+        (pod("c", &[]), 2),
+        (ready("c"), 3),
+        (
+            Pod {
+                terminating: true,
+                ..ready("b")
+            },
+            2,
+        ),
+        (
+            Pod {
+                identity: None,
+                ..ready("d")
+            },
+            2,
+        ),
+        (
+            Pod {
+                labels: BTreeMap::new(),
+                ..ready("e")
+            },
+            2,
+        ),
+        (
+            Pod {
+                key: Key::new("bank", "f"),
+                ..ready("f")
+            },
+            2,
+        ),
+    ] {
+        let before = replicas(&index);
+        let changed = pod.key.clone();
+        let touched = apply(&mut index, Object::Pod(pod));
+        assert_eq!(replicas(&index), expected);
+        let marked = (before != expected).then(|| key("web"));
+        assert_eq!(touched.replicas, marked.into_iter().collect());
+        assert!(touched.pods.iter().all(|pod| *pod == changed));
+    }
+    for name in ["a", "c"] {
+        let unready = Pod {
+            ready: false,
+            ..ready(name)
+        };
+        apply(&mut index, Object::Pod(unready));
+    }
+    assert_eq!(replicas(&index), 1, "at least one");
+}
+
+#[test]
+fn numbers_of_replicas_are_rounded_up_to_four_significant_bits() {
+    for (replicas, expected) in [
+        (0, 1),
+        (1, 1),
+        (15, 15),
+        (16, 16),
+        (17, 18),
+        (33, 36),
+        (1000, 1024),
+        (u32::MAX, u32::MAX),
+    ] {
+        assert_eq!(rounded(replicas), expected);
+    }
+    let steps: BTreeSet<u32> = (1..=1000).map(rounded).collect();
+    assert_eq!(steps.len(), 64);
+}
+
+#[test]
+fn another_selector_concerns_the_pods_before_and_after() {
+    let mut index = index([
+        Object::Service(service("web", &["10.96.0.7"])),
+        Object::Policy(policy("p", 0, limits(7))),
+        Object::Pod(ready("a")),
+        Object::Pod(Pod {
+            labels: [("app".to_owned(), "new".to_owned())].into(),
+            ..ready("b")
+        }),
+    ]);
+    let new = Service {
+        selector: [("app".to_owned(), "new".to_owned())].into(),
+        ..service("web", &["10.96.0.7"])
+    };
+    let touched = apply(&mut index, Object::Service(new));
+    assert_eq!(touched.pods, [key("a"), key("b")].into());
+    assert_eq!(of(&index, &key("a")), []);
+    assert_eq!(of(&index, &key("b")).len(), 1);
+    let mut touched = Touched::default();
+    let delete = Change::Delete(Source::Kubernetes, Kind::Service, key("web"));
+    index.apply(delete, &mut touched);
+    assert_eq!(touched.pods, [key("b")].into());
+    assert_eq!(of(&index, &key("b")), []);
+}
+
+#[test]
+fn limits_of_a_pod_are_bounded_and_those_of_the_oldest_services() {
+    let services = (0..20).map(|age: u8| {
+        Object::Service(Service {
+            created: (20 - age).into(),
+            ..service(&format!("s{age}"), &[&format!("10.96.1.{age}")])
+        })
+    });
+    let everything = policy_for(
+        "p",
+        0,
+        json!([{"group": "", "kind": "Namespace", "name": "shop"}]),
+        limits(7),
+    );
+    let others = [Object::Pod(ready("a")), Object::Policy(everything)];
+    let index = index(services.chain(others));
+    assert_eq!(of(&index, &key("a")).len(), MAX_SERVICES);
+}
+
+#[test]
+fn zone_is_that_of_the_node() {
+    let mut index = index([Object::Pod(Pod {
+        node: "n".into(),
+        ..ready("a")
+    })]);
+    let node = |zone: &str| {
+        Object::Node(Node {
+            key: Key::new("", "n"),
+            addresses: vec![],
+            zone: zone.into(),
+        })
+    };
+    assert_eq!(&*workload(&index, &key("a")).zone, "");
+    apply(&mut index, node("eu-1"));
+    assert_eq!(&*workload(&index, &key("a")).zone, "eu-1");
+    let location = Location::default();
+    let resource = Resource::Workload(key("a"), "".into());
+    let (scope, _) = index.resolve(&resource, &location);
+    // The state of a client follows its location.
+    assert_eq!(scope.area, crate::index::locality::Area::Zone);
+}
