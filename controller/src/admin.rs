@@ -1,6 +1,7 @@
 //! The admin server of the controller: `/live`, `/ready` and `/metrics`, and `/identity` for `mesh
 //! identity`. No secrets.
 
+use std::future::ready;
 use std::sync::Arc;
 
 use diy_mesh_runtime::{Admin, Page, Readiness};
@@ -38,7 +39,8 @@ pub fn server(
     let identity = move || {
         let (status, trust) = (authority.status(), authority.trust());
         let status = status::report(status, &trust_domain, trust.as_deref(), &proxies.snapshot());
-        Page::json(serde_json::to_string(&status).expect("numbers and strings are valid JSON"))
+        let json = serde_json::to_string(&status).expect("numbers and strings are valid JSON");
+        ready(Page::json(json))
     };
     Admin::new(readiness, move || metrics.render()).route("/identity", identity)
 }

@@ -34,7 +34,7 @@ pub struct Config {
     pub admin_listen: SocketAddr,
     /// Source of Services, EndpointSlices and Pods: `kubernetes`, or `files:FOLDER`
     #[arg(long, env, value_name = "SOURCE", default_value = "kubernetes")]
-    pub catalog: Catalog,
+    pub catalog: Storage,
     /// Verification of tokens: `token-review` (the Kubernetes API), or `jwks:FILE` (public keys)
     #[arg(long, env, value_name = "METHOD", default_value = "token-review")]
     pub authenticator: Authenticator,
@@ -44,7 +44,7 @@ pub struct Config {
     /// Storage of the certificate authority, shared by all replicas: `kubernetes` (a Secret), or
     /// `files:FOLDER`
     #[arg(long, env, value_name = "STORAGE", default_value = "kubernetes")]
-    pub ca: Ca,
+    pub ca: Storage,
     /// Trust domain of all identities
     #[arg(long, env, value_name = "DOMAIN", value_parser = trust_domain, default_value = TRUST_DOMAIN)]
     pub trust_domain: String,
@@ -76,19 +76,10 @@ pub struct Config {
     pub log_format: LogFormat,
 }
 
-/// Source of the catalog.
+/// Storage of the catalog, or of the certificate authority.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Catalog {
+pub enum Storage {
     /// The cluster of the pod or of KUBECONFIG.
-    Kubernetes,
-    /// A folder of manifests.
-    Files(PathBuf),
-}
-
-/// Storage of the certificate authority.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Ca {
-    /// A Secret in the namespace of the controller.
     Kubernetes,
     /// A folder.
     Files(PathBuf),
@@ -127,25 +118,25 @@ impl Config {
 
     /// Whether the configuration requires the Kubernetes API.
     pub fn needs_kubernetes(&self) -> bool {
-        self.catalog == Catalog::Kubernetes
+        self.catalog == Storage::Kubernetes
             || self.authenticator == Authenticator::TokenReview
-            || self.ca == Ca::Kubernetes
+            || self.ca == Storage::Kubernetes
     }
 }
 
-impl FromStr for Catalog {
+impl FromStr for Storage {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Catalog, String> {
-        Ok(kubernetes_or_folder(text)?.map_or(Catalog::Kubernetes, Catalog::Files))
-    }
-}
-
-impl FromStr for Ca {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Ca, String> {
-        Ok(kubernetes_or_folder(text)?.map_or(Ca::Kubernetes, Ca::Files))
+    fn from_str(text: &str) -> Result<Storage, String> {
+        match text.split_once(':') {
+            None if text == "kubernetes" => Ok(Storage::Kubernetes),
+            Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
+                Ok(metadata) if metadata.is_dir() => Ok(Storage::Files(folder.into())),
+                Ok(_) => Err(format!("{folder} is not a folder")),
+                Err(error) => Err(format!("cannot open the folder {folder}: {error}")),
+            },
+            _ => Err("expected `kubernetes` or `files:FOLDER`".to_owned()),
+        }
     }
 }
 
@@ -161,19 +152,6 @@ impl FromStr for Authenticator {
             }
             _ => Err("expected `token-review` or `jwks:FILE`".to_owned()),
         }
-    }
-}
-
-/// Parses `kubernetes` (`None`) or `files:FOLDER`.
-fn kubernetes_or_folder(text: &str) -> Result<Option<PathBuf>, String> {
-    match text.split_once(':') {
-        None if text == "kubernetes" => Ok(None),
-        Some(("files", folder)) if !folder.is_empty() => match Path::new(folder).metadata() {
-            Ok(metadata) if metadata.is_dir() => Ok(Some(folder.into())),
-            Ok(_) => Err(format!("{folder} is not a folder")),
-            Err(error) => Err(format!("cannot open the folder {folder}: {error}")),
-        },
-        _ => Err("expected `kubernetes` or `files:FOLDER`".to_owned()),
     }
 }
 
@@ -212,11 +190,11 @@ mod tests {
         assert_eq!(config.admin_listen, "[::]:8081".parse().unwrap());
         assert_eq!(
             (&config.catalog, &config.authenticator),
-            (&Catalog::Kubernetes, &Authenticator::TokenReview)
+            (&Storage::Kubernetes, &Authenticator::TokenReview)
         );
         assert_eq!(
             (config.ca.clone(), config.trust_domain.as_str()),
-            (Ca::Kubernetes, "cluster.local")
+            (Storage::Kubernetes, "cluster.local")
         );
         assert_eq!(
             (config.certificate_life.as_secs(), config.ca_life.as_secs()),

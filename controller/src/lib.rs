@@ -137,16 +137,16 @@ impl Controller {
             certificate_life: config.certificate_life,
             ca_life: config.ca_life,
             storage: match &config.ca {
-                config::Ca::Kubernetes => authority::Storage::Kubernetes {
+                config::Storage::Kubernetes => authority::Storage::Kubernetes {
                     client: cluster(),
                     namespace: config.pod_namespace.clone(),
                 },
-                config::Ca::Files(folder) => authority::Storage::Files(folder.clone()),
+                config::Storage::Files(folder) => authority::Storage::Files(folder.clone()),
             },
         };
         let source = match &config.catalog {
-            config::Catalog::Kubernetes => Source::Kubernetes,
-            config::Catalog::Files(_) => Source::Files,
+            config::Storage::Kubernetes => Source::Kubernetes,
+            config::Storage::Files(_) => Source::Files,
         };
         let (hub, proxies) = (Hub::new([source]), Proxies::default());
         let (authority, run_authority) = authority::start(options, &hub, proxies.clone());
@@ -208,7 +208,7 @@ impl Controller {
         );
         let (source, changed) = (hub.clone(), hub.routes_changed());
         let statuses = Statuses::new(move || source.route_statuses(), changed);
-        let is_cluster = config.catalog == config::Catalog::Kubernetes;
+        let is_cluster = config.catalog == config::Storage::Kubernetes;
         let (events, queue) = Events::new();
         let election = self.client.clone().filter(|_| is_cluster).map(|client| {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
@@ -240,7 +240,7 @@ impl Controller {
             }
         };
         let observe_authority = async {
-            if matches!(config.ca, config::Ca::Kubernetes) {
+            if config.ca == config::Storage::Kubernetes {
                 events::observe(authority.clone(), &config.pod_namespace, events.clone()).await;
             }
         };
@@ -274,11 +274,11 @@ impl Controller {
         let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
         let catalog = async {
             match config.catalog {
-                config::Catalog::Kubernetes => {
+                config::Storage::Kubernetes => {
                     let client = self.client.expect(CLIENT);
                     catalog::kubernetes::run(client, &trust_domain, &freshness, sender).await
                 }
-                config::Catalog::Files(folder) => {
+                config::Storage::Files(folder) => {
                     catalog::files::run(folder, &trust_domain, &freshness, sender).await
                 }
             }

@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use diy_mesh_runtime::metrics::{
-    encode_gauges, on_scrape, register_family, register_process, render,
-};
+use diy_mesh_runtime::metrics::{on_scrape, register_family, register_process, render};
 use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -181,6 +180,24 @@ pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -
     let ages = ages.map(|(kind, age)| (kind.name(), age.as_secs() as i64));
     let help = "Seconds since the source of the catalog last confirmed its objects";
     encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)
+}
+
+/// Encodes a gauge with one label. `help` has no full stop.
+pub fn encode_gauges(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    label: &'static str,
+    values: impl IntoIterator<Item = (&'static str, i64)>,
+) -> fmt::Result {
+    let help = format!("{help}.");
+    let mut family = encoder.encode_descriptor(name, &help, None, MetricType::Gauge)?;
+    for (value, number) in values {
+        family
+            .encode_family(&[(label, value)])?
+            .encode_gauge(&number)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

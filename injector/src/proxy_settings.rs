@@ -48,44 +48,15 @@ impl ProxySettings {
     /// per invalid annotation to `problems`.
     pub fn for_pod(&self, pod: &Value, problems: &mut Vec<String>) -> Self {
         let mut settings = self.clone();
-        read(
-            pod,
-            CPU_REQUEST,
-            quantity,
-            &mut settings.proxy_cpu_request,
-            problems,
-        );
-        read(
-            pod,
-            CPU_LIMIT,
-            limit,
-            &mut settings.proxy_cpu_limit,
-            problems,
-        );
-        read(
-            pod,
-            MEMORY_REQUEST,
-            quantity,
-            &mut settings.proxy_memory_request,
-            problems,
-        );
-        read(
-            pod,
-            MEMORY_LIMIT,
-            memory_limit,
-            &mut settings.proxy_memory_limit,
-            problems,
-        );
-        read(pod, LOG, log, &mut settings.proxy_log, problems);
-        read(
-            pod,
-            LOG_FORMAT,
-            log_format,
-            &mut settings.proxy_log_format,
-            problems,
-        );
-        read(pod, DRAIN, drain, &mut settings.proxy_drain, problems);
-        read(pod, DUMP, dump, &mut settings.proxy_dump, problems);
+        let mut annotations = Annotations { pod, problems };
+        annotations.read(CPU_REQUEST, quantity, &mut settings.proxy_cpu_request);
+        annotations.read(CPU_LIMIT, limit, &mut settings.proxy_cpu_limit);
+        annotations.read(MEMORY_REQUEST, quantity, &mut settings.proxy_memory_request);
+        annotations.read(MEMORY_LIMIT, memory_limit, &mut settings.proxy_memory_limit);
+        annotations.read(LOG, log, &mut settings.proxy_log);
+        annotations.read(LOG_FORMAT, log_format, &mut settings.proxy_log_format);
+        annotations.read(DRAIN, drain, &mut settings.proxy_drain);
+        annotations.read(DUMP, dump, &mut settings.proxy_dump);
         settings
     }
 
@@ -117,23 +88,26 @@ impl ProxySettings {
     }
 }
 
-/// Replaces `setting` with the value of an annotation that is present and not blank.
-fn read<T>(
-    pod: &Value,
-    name: &str,
-    parse: fn(&str) -> Result<T, &'static str>,
-    setting: &mut T,
-    problems: &mut Vec<String>,
-) {
-    let Some(value) = non_empty(pod, name) else {
-        return;
-    };
-    match parse(value.trim()) {
-        Ok(value) => *setting = value,
-        Err(expected) => problems.push(format!(
-            "annotation {name} is {}, {expected}",
-            quoted(value)
-        )),
+/// The annotations of a pod, and one message per invalid one.
+struct Annotations<'a> {
+    pod: &'a Value,
+    problems: &'a mut Vec<String>,
+}
+
+impl Annotations<'_> {
+    /// Replaces `setting` with the value of an annotation that is present and not blank.
+    fn read<T>(&mut self, name: &str, parse: fn(&str) -> Result<T, &'static str>, setting: &mut T) {
+        let Some(value) = non_empty(self.pod, name) else {
+            return;
+        };
+        match parse(value.trim()) {
+            Ok(value) => *setting = value,
+            Err(expected) => {
+                let value = quoted(value);
+                let problem = format!("annotation {name} is {value}, {expected}");
+                self.problems.push(problem);
+            }
+        }
     }
 }
 

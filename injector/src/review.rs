@@ -2,12 +2,10 @@
 //!
 //! [`crate::webhook`] reads and sends the bytes; [`crate::patch`] decides about the pod.
 
-use std::collections::BTreeMap;
-
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ObjectReference;
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde::Deserialize;
+use serde_json::{Value, json};
 
 use crate::config::Settings;
 use crate::patch::{Candidate, NamespaceLabels, Verdict, decide, decide_ephemeral_containers};
@@ -95,16 +93,11 @@ pub fn review(
     };
     let subject = subject(&request);
     let concerned = (!request.dry_run).then(|| concerned(&request));
-    let (response, outcome) = response(request.uid, verdict)?;
-    let mut messages = response.warnings.clone();
-    messages.extend(response.status.iter().map(|status| status.message.clone()));
-    let body = serde_json::to_vec(&ReviewResponse {
-        api_version: API_VERSION,
-        kind: KIND,
-        response,
-    })?;
+    let mut response = json!({"uid": request.uid, "allowed": true});
+    let (outcome, messages) = respond(&mut response, verdict)?;
+    let review = json!({"apiVersion": API_VERSION, "kind": KIND, "response": response});
     Ok(Reviewed {
-        body,
+        body: review.to_string().into_bytes(),
         outcome,
         subject,
         messages,
@@ -178,37 +171,32 @@ fn concerned(request: &Request) -> ObjectReference {
     }
 }
 
-fn response(uid: String, verdict: Verdict) -> Result<(Response, Outcome), serde_json::Error> {
-    let mut response = Response {
-        uid,
-        allowed: true,
-        ..Response::default()
+/// Adds a verdict to a response. Returns the outcome, and the messages for the client.
+fn respond(response: &mut Value, verdict: Verdict) -> serde_json::Result<(Outcome, Vec<String>)> {
+    let mut deny = |code: u16, reason: &str, message: String| {
+        response["allowed"] = false.into();
+        response["status"] = json!({"code": code, "reason": reason, "message": message});
+        (Outcome::Denied, vec![message])
     };
-    let outcome = match verdict {
-        Verdict::NotRequested => Outcome::LeftAlone,
-        Verdict::Skipped(warning) => {
-            response.warnings = vec![warning];
-            Outcome::LeftAlone
-        }
-        Verdict::Denied(message) => {
-            response.deny(422, "Invalid", message);
-            Outcome::Denied
-        }
-        Verdict::Unknown(message) => {
-            response.deny(503, "ServiceUnavailable", message);
-            Outcome::Denied
-        }
+    let (outcome, warnings) = match verdict {
+        Verdict::Denied(message) => return Ok(deny(422, "Invalid", message)),
+        Verdict::Unknown(message) => return Ok(deny(503, "ServiceUnavailable", message)),
+        Verdict::NotRequested => (Outcome::LeftAlone, Vec::new()),
+        Verdict::Skipped(warning) => (Outcome::LeftAlone, vec![warning]),
         Verdict::Injected(injection) => {
-            response.warnings = injection.warnings;
-            response.audit_annotations = BTreeMap::from([("proxy-injected", "true")]);
+            response["auditAnnotations"] = json!({"proxy-injected": "true"});
             if !injection.patch.0.is_empty() {
-                response.patch_type = Some("JSONPatch");
-                response.patch = Some(ByteString(serde_json::to_vec(&injection.patch)?));
+                let patch = ByteString(serde_json::to_vec(&injection.patch)?);
+                response["patchType"] = "JSONPatch".into();
+                response["patch"] = json!(patch);
             }
-            Outcome::Injected
+            (Outcome::Injected, injection.warnings)
         }
     };
-    Ok((response, outcome))
+    if !warnings.is_empty() {
+        response["warnings"] = json!(warnings);
+    }
+    Ok((outcome, warnings))
 }
 
 #[derive(Deserialize)]
@@ -251,47 +239,4 @@ struct Kind {
     #[serde(default)]
     group: String,
     kind: String,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct ReviewResponse {
-    api_version: &'static str,
-    kind: &'static str,
-    response: Response,
-}
-
-#[derive(Default, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Response {
-    uid: String,
-    allowed: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    status: Option<Status>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    patch_type: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    patch: Option<ByteString>,
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    audit_annotations: BTreeMap<&'static str, &'static str>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    warnings: Vec<String>,
-}
-
-impl Response {
-    fn deny(&mut self, code: u16, reason: &'static str, message: String) {
-        self.allowed = false;
-        self.status = Some(Status {
-            code,
-            reason,
-            message,
-        });
-    }
-}
-
-#[derive(Serialize)]
-struct Status {
-    code: u16,
-    reason: &'static str,
-    message: String,
 }

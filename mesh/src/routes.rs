@@ -7,6 +7,7 @@ use kube::{
     api::ListParams,
     core::{ApiResource, DynamicObject, GroupVersionKind},
 };
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
 use crate::cluster::describe_error;
@@ -18,7 +19,7 @@ const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
 const KINDS: [&str; 2] = ["HTTPRoute", "GRPCRoute"];
 
 /// A route with its parents and backends.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Route {
     /// HTTPRoute or GRPCRoute.
     pub kind: String,
@@ -29,11 +30,12 @@ pub struct Route {
     /// The Services among its parents.
     pub parents: Vec<Parent>,
     /// The backends by rule.
+    #[serde(serialize_with = "with_backends")]
     pub rules: Vec<Vec<Backend>>,
 }
 
 /// A Service whose requests the route handles.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Parent {
     /// NAMESPACE/NAME.
     pub service: String,
@@ -44,11 +46,13 @@ pub struct Parent {
 }
 
 /// A condition of the mesh for a parent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Condition {
     /// "Accepted", "ResolvedRefs", ...
+    #[serde(rename = "type")]
     pub kind: String,
     /// Whether it holds.
+    #[serde(rename = "status")]
     pub holds: bool,
     /// A word of the specification.
     pub reason: String,
@@ -57,7 +61,7 @@ pub struct Condition {
 }
 
 /// The destination of requests, with its share.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Backend {
     /// NAMESPACE/NAME:PORT of a Service, with the kind in front if it is another.
     pub target: String,
@@ -100,25 +104,12 @@ impl Route {
 
     /// The route as JSON.
     pub fn json(&self) -> Value {
-        let condition = |condition: &Condition| {
-            json!({"type": condition.kind, "status": condition.holds, "reason": condition.reason,
-                "message": condition.message})
-        };
-        let parent = |parent: &Parent| {
-            json!({"service": parent.service, "port": parent.port,
-                "conditions": parent.conditions.iter().map(condition).collect::<Value>()})
-        };
-        let backends = |backends: &Vec<Backend>| {
-            let backends = backends.iter();
-            let backends = backends.map(|one| json!({"target": one.target, "weight": one.weight}));
-            json!({"backends": backends.collect::<Value>()})
-        };
-        json!({
-            "kind": self.kind, "namespace": self.namespace, "name": self.name,
-            "parents": self.parents.iter().map(parent).collect::<Value>(),
-            "rules": self.rules.iter().map(backends).collect::<Value>(),
-        })
+        json!(self)
     }
+}
+
+fn with_backends<S: Serializer>(rules: &[Vec<Backend>], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(rules.iter().map(|backends| json!({"backends": backends})))
 }
 
 impl Parent {
@@ -251,37 +242,8 @@ pub async fn definitions(client: &Client) -> Result<Vec<Value>, String> {
     Ok(definitions)
 }
 
-/// Routes for tests.
 #[cfg(test)]
-pub(crate) mod testing {
-    use super::*;
-
-    /// HTTPRoute shop/canary with Service shop/web as parent, and a status.
-    pub(crate) fn route(status: Value) -> Value {
-        json!({
-            "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
-            "metadata": {"namespace": "shop", "name": "canary", "generation": 2},
-            "spec": {
-                "parentRefs": [
-                    {"group": "", "kind": "Service", "name": "web", "port": 80}, {"name": "edge"},
-                ],
-                "rules": [
-                    {"backendRefs": [{"name": "web-v1", "port": 80, "weight": 90}, {"name": "web-v2", "port": 80, "weight": 10}]},
-                    {"backendRefs": [{"kind": "Bucket", "group": "x.y", "name": "files", "namespace": "data"}]},
-                ],
-            },
-            "status": {"parents": [{
-                "parentRef": {"group": "", "kind": "Service", "namespace": "shop", "name": "web", "port": 80},
-                "controllerName": CONTROLLER_NAME, "conditions": status,
-            }]},
-        })
-    }
-
-    pub(crate) fn condition(kind: &str, status: &str, reason: &str) -> Value {
-        json!({"type": kind, "status": status, "reason": reason, "message": "what to do",
-            "observedGeneration": 2})
-    }
-}
+pub(crate) mod testing;
 
 #[cfg(test)]
 mod tests {

@@ -1,11 +1,11 @@
-//! Configuration: flags and environment variables, parsed and validated by clap into [`RawConfig`],
-//! then [`Config`]. The injector passes the ports, because proxy-init needs the same ones: they
-//! have no defaults here.
+//! Configuration: flags and environment variables, parsed and validated by clap. The injector passes
+//! the ports, because proxy-init needs the same ones: they have no defaults here.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::TypedValueParser;
 use clap::builder::styling::Styles;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum, value_parser};
@@ -24,30 +24,30 @@ use crate::timeouts::Timeouts;
 const MAX_CONNECTION_AGE: u64 = 365 * 24 * 3600;
 
 /// The sidecar proxy of DIY Service Mesh: forwards every TCP connection of its pod.
-#[derive(Debug, Parser)]
+#[derive(Clone, Debug, Parser)]
 #[command(name = "proxy", version, styles = Styles::plain())]
-pub struct RawConfig {
+pub struct Config {
     /// Port of inbound connections, to which proxy-init redirects
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
-    inbound_port: u16,
+    pub inbound_port: u16,
     /// Port of outbound connections, to which proxy-init redirects
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
-    outbound_port: u16,
+    pub outbound_port: u16,
     /// Port of /live, /ready, /metrics and /probes/INDEX
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
-    admin_port: u16,
+    pub admin_port: u16,
     /// Content of the dumps on standard output
     #[arg(long, value_name = "MODE", default_value = "headers")]
-    dump: Mode,
+    pub dump: Mode,
     /// Format of the dumps
     #[arg(long, value_name = "FORMAT", default_value = "text")]
-    dump_format: Format,
+    pub dump_format: Format,
     /// Inbound connections to accept
     #[arg(long, value_name = "MODE", default_value = "permissive")]
     inbound: InboundMode,
     /// Ignored: injectors before `--kubelet-probe` passed it to the proxies of strict pods
     #[arg(long = "probe", value_name = "PROBE", hide = true)]
-    exempt_probes: Vec<String>,
+    pub exempt_probes: Vec<String>,
     /// Ports of the application whose connections are forwarded without protocol detection, such as
     /// 25,9000-9100
     #[arg(
@@ -71,28 +71,24 @@ pub struct RawConfig {
         allow_hyphen_values = true,
         value_parser = parse_max_connection_age
     )]
-    max_connection_age: MaxConnectionAge,
+    pub max_connection_age: MaxConnectionAge,
+    /// Timeouts of connections.
     #[command(flatten)]
-    timeouts: Timeouts,
+    pub timeouts: Timeouts,
     /// Memory of the proxy in MiB, of which connections and their buffers use three quarters
     /// [default: the limit of the container, or an eighth of the machine's memory]
-    #[arg(long, value_name = "MIB", value_parser = value_parser!(u32).range(32..=1_048_576))]
-    memory_limit: Option<u32>,
+    #[arg(long, value_name = "MIB", value_parser = memory())]
+    pub memory_limit: Option<usize>,
     /// Worker threads, one per available core
-    #[arg(long, value_name = "N", default_value = "1", value_parser = value_parser!(u8).range(1..=64))]
-    workers: u8,
+    #[arg(long, value_name = "N", default_value = "1", value_parser = workers())]
+    pub workers: usize,
     /// Time for open connections to finish after SIGTERM
-    #[arg(
-        long,
-        value_name = "SECONDS",
-        default_value = "20",
-        value_parser = value_parser!(u64).range(1..=3600)
-    )]
-    drain_seconds: u64,
+    #[arg(long = "drain-seconds", value_name = "SECONDS", default_value = "20", value_parser = drain())]
+    pub drain: Duration,
     /// URL of the controller: `https://HOST:PORT`. With http:// the proxy has no identity and uses
     /// no mutual TLS
     #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL", value_parser = parse_controller)]
-    controller: Uri,
+    pub controller: Uri,
     /// SPIFFE ID of the controller's certificate [required with https://]
     #[arg(long, env = "SERVICE_MESH_CONTROLLER_IDENTITY", value_name = "ID")]
     controller_identity: Option<Identity>,
@@ -101,7 +97,7 @@ pub struct RawConfig {
     roots_file: Option<PathBuf>,
     /// File with the service account token that authenticates this workload to the controller
     #[arg(long, env = "SERVICE_MESH_TOKEN_FILE", value_name = "FILE")]
-    token_file: PathBuf,
+    pub token_file: PathBuf,
     /// Probe or lifecycle hook that the proxy performs for the kubelet, in JSON with the fields of
     /// Kubernetes; may be repeated. The first one is /probes/0 of the admin port
     #[arg(long = "kubelet-probe", value_name = "JSON", requires = "pod_ip")]
@@ -122,7 +118,7 @@ pub struct RawConfig {
     pod_namespace: String,
     /// Filter of the log on standard error, for example info or diy_mesh_proxy=debug
     #[arg(long, env = "LOG", value_name = "FILTER", default_value = "info")]
-    log: Targets,
+    pub log: Targets,
     /// Format of the log: text, or json with one object per line
     #[arg(
         long,
@@ -130,7 +126,13 @@ pub struct RawConfig {
         value_name = "FORMAT",
         default_value = "text"
     )]
-    log_format: LogFormat,
+    pub log_format: LogFormat,
+    /// Which inbound connections and requests are authorized, until the controller says so.
+    #[arg(skip)]
+    pub policy: Policy,
+    /// How the controller is authenticated. `None` over plaintext: the proxy has no identity.
+    #[arg(skip)]
+    pub controller_proof: Option<ControllerProof>,
 }
 
 /// Which inbound connections the proxy accepts.
@@ -146,49 +148,6 @@ enum InboundMode {
 /// itself another meaning.
 type MaxConnectionAge = Option<Duration>;
 
-/// A validated configuration.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// Port of inbound connections.
-    pub inbound_port: u16,
-    /// Port of outbound connections.
-    pub outbound_port: u16,
-    /// Port of the admin server.
-    pub admin_port: u16,
-    /// Content of the dumps.
-    pub dump: Mode,
-    /// Format of the dumps.
-    pub dump_format: Format,
-    /// Which inbound connections and requests are authorized, until the controller says so.
-    pub policy: Policy,
-    /// An injector that still exempted probes created this pod.
-    pub has_exempt_probes: bool,
-    /// The probes that the proxy performs for the kubelet, and their target.
-    pub kubelet_probes: Option<(Pod, Vec<KubeletProbe>)>,
-    /// Number of worker threads.
-    pub workers: usize,
-    /// Maximum duration of draining.
-    pub drain: Duration,
-    /// Maximum age of connections between proxies.
-    pub max_connection_age: Option<Duration>,
-    /// Timeouts of connections.
-    pub timeouts: Timeouts,
-    /// Memory of the proxy in bytes. None: the limit of the container.
-    pub memory_limit: Option<usize>,
-    /// URL of the controller.
-    pub controller: Uri,
-    /// How the controller is authenticated. `None` over plaintext: the proxy has no identity.
-    pub controller_proof: Option<ControllerProof>,
-    /// File with the service account token.
-    pub token_file: PathBuf,
-    /// Namespace and name of this pod: "namespace/name".
-    pub pod: String,
-    /// Filter of the log.
-    pub log: Targets,
-    /// Format of the log.
-    pub log_format: LogFormat,
-}
-
 /// What authenticates the controller.
 #[derive(Debug, Clone)]
 pub struct ControllerProof {
@@ -202,71 +161,74 @@ impl Config {
     /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid values
     /// (code 2).
     pub fn load() -> Self {
-        Self::from_raw(RawConfig::parse()).unwrap_or_else(|error| error.exit())
+        Self::parse().check().unwrap_or_else(|error| error.exit())
     }
 
     /// Checks values against each other: ports differ, and a controller over TLS has an identity
     /// and roots.
-    pub fn from_raw(raw: RawConfig) -> Result<Self, clap::Error> {
-        let ports = [raw.inbound_port, raw.outbound_port, raw.admin_port];
+    pub fn check(mut self) -> Result<Self, clap::Error> {
+        let ports = self.ports();
         if ports[0] == ports[1] || ports[0] == ports[2] || ports[1] == ports[2] {
-            return Err(RawConfig::command().error(
+            return Err(Self::command().error(
                 ErrorKind::ValueValidation,
                 format!("--inbound-port, --outbound-port and --admin-port must differ: {ports:?}"),
             ));
         }
-        let controller_proof = match raw.controller.scheme_str() {
-            Some("https") => Some(ControllerProof {
-                identity: required(raw.controller_identity, "--controller-identity <ID>")?,
-                roots_file: required(raw.roots_file, "--roots-file <FILE>")?,
-            }),
-            _ => None,
+        if self.controller.scheme_str() == Some("https") {
+            let identity = self.controller_identity.clone();
+            self.controller_proof = Some(ControllerProof {
+                identity: required(identity, "--controller-identity <ID>")?,
+                roots_file: required(self.roots_file.clone(), "--roots-file <FILE>")?,
+            });
+        }
+        self.policy = Policy {
+            strict: self.inbound == InboundMode::Strict,
+            opaque_ports: self.opaque_ports.clone(),
+            allow_connect: self.allow_connect,
+            ..Policy::default()
         };
-        Ok(Self {
-            inbound_port: raw.inbound_port,
-            outbound_port: raw.outbound_port,
-            admin_port: raw.admin_port,
-            dump: raw.dump,
-            dump_format: raw.dump_format,
-            policy: Policy {
-                strict: raw.inbound == InboundMode::Strict,
-                opaque_ports: raw.opaque_ports,
-                allow_connect: raw.allow_connect,
-                ..Policy::default()
-            },
-            has_exempt_probes: !raw.exempt_probes.is_empty(),
-            kubelet_probes: raw.pod_ip.map(|ip| {
-                (
-                    Pod {
-                        ip,
-                        proxy_ports: ports,
-                    },
-                    raw.kubelet_probes,
-                )
-            }),
-            workers: raw.workers.into(),
-            drain: Duration::from_secs(raw.drain_seconds),
-            max_connection_age: raw.max_connection_age,
-            timeouts: raw.timeouts,
-            memory_limit: raw.memory_limit.map(|limit| limit as usize * 1024 * 1024),
-            controller: raw.controller,
-            controller_proof,
-            token_file: raw.token_file,
-            pod: format!("{}/{}", raw.pod_namespace, raw.pod_name),
-            log: raw.log,
-            log_format: raw.log_format,
-        })
+        Ok(self)
+    }
+
+    /// The ports of the proxy.
+    fn ports(&self) -> [u16; 3] {
+        [self.inbound_port, self.outbound_port, self.admin_port]
+    }
+
+    /// The probes that the proxy performs for the kubelet, and their target.
+    pub fn kubelet_probes(&self) -> Option<(Pod, &[KubeletProbe])> {
+        let proxy_ports = self.ports();
+        let pod = self.pod_ip.map(|ip| Pod { ip, proxy_ports });
+        pod.map(|pod| (pod, self.kubelet_probes.as_slice()))
+    }
+
+    /// Namespace and name of this pod: "namespace/name".
+    pub fn pod(&self) -> String {
+        format!("{}/{}", self.pod_namespace, self.pod_name)
     }
 }
 
 /// The value of a flag that is required with a controller over TLS.
 fn required<T>(value: Option<T>, flag: &str) -> Result<T, clap::Error> {
     value.ok_or_else(|| {
-        RawConfig::command().error(
+        Config::command().error(
             ErrorKind::MissingRequiredArgument,
             format!("a controller over https:// requires {flag}"),
         )
     })
+}
+
+fn memory() -> impl TypedValueParser<Value = usize> {
+    let mebibytes = value_parser!(u32).range(32..=1_048_576);
+    mebibytes.map(|mebibytes| mebibytes as usize * 1024 * 1024)
+}
+
+fn workers() -> impl TypedValueParser<Value = usize> {
+    value_parser!(u8).range(1..=64).map(usize::from)
+}
+
+fn drain() -> impl TypedValueParser<Value = Duration> {
+    value_parser!(u64).range(1..=3600).map(Duration::from_secs)
 }
 
 fn parse_controller(url: &str) -> Result<Uri, &'static str> {
@@ -295,8 +257,8 @@ mod tests {
     use super::*;
 
     fn config(args: &[&str]) -> Result<Config, String> {
-        RawConfig::try_parse_from([&["proxy"], args].concat())
-            .and_then(Config::from_raw)
+        Config::try_parse_from([&["proxy"], args].concat())
+            .and_then(Config::check)
             .map_err(|error| error.to_string())
     }
 
@@ -396,7 +358,7 @@ mod tests {
                 "spiffe://",
             ),
             ("log", "--log=a=b=c", "a=b=c"),
-            ("log-format", "--log-format=xml", "text or json"),
+            ("log-format", "--log-format=xml", "text, json"),
         ] {
             let report = with(name, &[value]).unwrap_err();
             assert!(
@@ -446,7 +408,7 @@ mod tests {
         let first = r#"--kubelet-probe={"tcpSocket":{"port":80},"timeoutSeconds":1}"#;
         let second = r#"--kubelet-probe={"grpc":{"port":81},"timeoutSeconds":1}"#;
         let config = with("none", &[first, second, "--pod-ip=10.0.0.7"]).unwrap();
-        let (pod, probes) = config.kubelet_probes.unwrap();
+        let (pod, probes) = config.kubelet_probes().unwrap();
         assert_eq!(
             (pod.ip.to_string(), pod.proxy_ports),
             ("10.0.0.7".into(), [4000, 5000, 4001])
@@ -454,10 +416,11 @@ mod tests {
         let ports = [80, 81].map(|port| format!("port {port}"));
         assert!(
             probes.len() == 2
-                && std::iter::zip(&probes, ports)
+                && std::iter::zip(probes, ports)
                     .all(|(probe, port)| probe.to_string().ends_with(&port))
         );
-        assert!(with("none", &["--probe=tcp:80"]).unwrap().has_exempt_probes);
+        let earlier = with("none", &["--probe=tcp:80"]).unwrap();
+        assert!(!earlier.exempt_probes.is_empty());
         let report = with("none", &[first]).unwrap_err();
         assert!(report.contains("--pod-ip <ADDRESS>"), "{report}");
     }

@@ -4,14 +4,12 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
-use std::time::Duration;
 
-use diy_mesh_runtime::Backoff;
+use diy_mesh_runtime::listen::Acceptor;
 use socket2::SockRef;
 use thiserror::Error;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
-use tokio::time::sleep;
 
 use crate::detect::{Protocol, RequestDetector, detect};
 use crate::dump::Direction;
@@ -24,10 +22,6 @@ use crate::record::ConnectionRecord;
 use crate::tls::Alpn;
 use crate::worker::Worker;
 use crate::{http1, http2};
-
-/// The delay after the first failed accept(2). It doubles with each further failure.
-const MIN_ACCEPT_DELAY: Duration = Duration::from_millis(5);
-const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
 
 /// The listening sockets of a worker.
 pub struct Listeners {
@@ -52,23 +46,13 @@ pub async fn serve(worker: Rc<Worker>, listeners: Listeners) {
 
 /// 1. Accept. Never ends: after an error of accept(2), it logs the error and waits.
 async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::TcpListener) {
-    let listener = match TcpListener::from_std(listener) {
-        Ok(listener) => listener,
+    let mut acceptor = match TcpListener::from_std(listener) {
+        Ok(listener) => Acceptor::new(listener),
         Err(error) => return tracing::error!("cannot listen: {error}"),
     };
-    let mut backoff = Backoff::new(MIN_ACCEPT_DELAY, MAX_ACCEPT_DELAY);
     loop {
-        match listener.accept().await {
-            Ok((stream, peer)) => {
-                backoff.reset();
-                start(&worker, direction, stream, peer);
-            }
-            Err(error) => {
-                let delay = backoff.next_delay();
-                tracing::warn!("cannot accept a connection: {error}; retrying in {delay:?}");
-                sleep(delay).await;
-            }
-        }
+        let (stream, peer) = acceptor.accept().await;
+        start(&worker, direction, stream, peer);
     }
 }
 

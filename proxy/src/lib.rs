@@ -102,13 +102,13 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let discovering = readiness.condition("discovery", "not started");
     let admin_metrics = metrics.clone();
     let admin = Admin::new(readiness.clone(), move || admin_metrics.render());
-    if config.has_exempt_probes {
+    if !config.exempt_probes.is_empty() {
         tracing::warn!(
             "--probe is ignored: an earlier injector created this strict pod, and the kubelet's probes fail; recreate it"
         );
     }
-    let admin = match &config.kubelet_probes {
-        Some((pod, probes)) => probe::add_routes(admin, probes, *pod),
+    let admin = match config.kubelet_probes() {
+        Some((pod, probes)) => probe::add_routes(admin, probes, pod),
         None => admin,
     };
     let admin_port = config.admin_port;
@@ -137,10 +137,10 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         let serve = move |worker| connection::serve(worker, listeners);
         workers.push(worker::spawn(number, context, serve)?);
     }
-    listening.met();
+    listening.send_replace(None);
     tokio::spawn(meet_once(discovery.unready(), Option::clone, discovering));
     tracing::info!(
-        pod = config.pod,
+        pod = config.pod(),
         inbound = config.inbound_port,
         outbound = config.outbound_port,
         admin = config.admin_port,
@@ -231,11 +231,9 @@ async fn meet_once<T>(
 ) {
     loop {
         let reason = reason(&value.borrow_and_update());
-        match reason {
-            Some(reason) => condition.unmet(reason),
-            None => return condition.met(),
-        }
-        if value.changed().await.is_err() {
+        let is_met = reason.is_none();
+        condition.send_replace(reason);
+        if is_met || value.changed().await.is_err() {
             return;
         }
     }

@@ -11,9 +11,11 @@ use http::request::Parts;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_local;
 
+use crate::balance::Endpoint;
 use crate::deadline::{Deadline, Limit};
+use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{Attempts, forward};
+use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::http::replay::MAX_REPLAY;
 use crate::memory::Charge;
 use crate::{http1, http2};
@@ -120,26 +122,58 @@ async fn send(flow: &Rc<Flow>, name: &Arc<str>, head: Head, body: Bytes) -> Mirr
     let backend = flow.worker.destinations.backend(name).await;
     let mut attempts = Attempts::default();
     attempts.exchange_deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
-    let sent = match head {
-        Head::Http1 {
-            head,
-            method,
-            chunked,
-        } => {
-            let mut copy =
-                http1::mirror::Copy::new(flow.clone(), attempts, method, &head, &body, chunked);
-            forward(&mut copy, flow, &backend).await
-        }
-        Head::Http2(parts) => {
-            let mut copy = http2::mirror::Copy::new(flow.clone(), attempts, *parts, body);
-            forward(&mut copy, flow, &backend).await
-        }
+    let mut copy = Copy {
+        head,
+        body,
+        flow: flow.clone(),
+        attempts,
     };
-    match sent {
+    match forward(&mut copy, flow, &backend).await {
         Ok(()) => MirrorResult::Answered,
         Err(failure) => {
             tracing::debug!(backend = %name, "mirrored request failed: {failure}");
             MirrorResult::Failed
         }
+    }
+}
+
+/// A copy for one backend.
+struct Copy {
+    head: Head,
+    body: Bytes,
+    flow: Rc<Flow>,
+    attempts: Attempts,
+}
+
+impl Forward for Copy {
+    type Outcome = ();
+
+    fn authorize(&mut self, _: &Flow) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn attempts(&mut self) -> &mut Attempts {
+        &mut self.attempts
+    }
+
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
+        let (body, flow, attempts) = (&self.body, &self.flow, &mut self.attempts);
+        match &self.head {
+            Head::Http1 {
+                head,
+                method,
+                chunked,
+            } => {
+                let message = http1::mirror::message(head, body, *chunked);
+                http1::mirror::attempt(&message, method, attempts, flow, endpoint).await
+            }
+            Head::Http2(parts) => {
+                http2::mirror::attempt(parts, body, attempts, flow, endpoint).await
+            }
+        }
+    }
+
+    fn rewind(&mut self) -> bool {
+        true
     }
 }

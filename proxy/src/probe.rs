@@ -112,7 +112,7 @@ pub fn add_routes(admin: Admin, probes: &[KubeletProbe], pod: Pod) -> Admin {
         (format!("/probes/{index}"), prober)
     });
     probers.fold(admin, |admin, (path, prober)| {
-        admin.async_route(path, move || prober.clone().respond())
+        admin.route(path, move || prober.clone().respond())
     })
 }
 

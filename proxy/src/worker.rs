@@ -275,9 +275,9 @@ impl WorkerContext {
     pub fn for_a_test(arguments: &str) -> Self {
         use clap::Parser as _;
         let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
-        let raw = crate::config::RawConfig::parse_from(format!("{usual}{arguments}").split(' '));
+        let config = Config::parse_from(format!("{usual}{arguments}").split(' '));
         Self {
-            config: Arc::new(Config::from_raw(raw).unwrap()),
+            config: Arc::new(config.check().unwrap()),
             dumps: Dumps::off(),
             metrics: Metrics::new(),
             discovery: Discovery::off(),

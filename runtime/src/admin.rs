@@ -6,14 +6,15 @@
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
+use std::future::ready;
+use std::io;
 use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use std::{fmt, io};
 
 use bytes::Bytes;
 use http::header::{ALLOW, CONTENT_TYPE};
@@ -23,6 +24,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Builder;
 use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -43,7 +45,7 @@ const TEXT: &str = "text/plain; charset=utf-8";
 
 /// The routes of an admin server.
 pub struct Admin {
-    routes: Vec<(Cow<'static, str>, Handler)>,
+    routes: BTreeMap<Cow<'static, str>, Handler>,
 }
 
 type Handler = Box<dyn Fn() -> PendingPage + Send + Sync>;
@@ -52,34 +54,30 @@ type PendingPage = Pin<Box<dyn Future<Output = Option<Page>> + Send>>;
 
 /// The response of a route.
 #[derive(Debug)]
-pub struct Page {
-    status: StatusCode,
-    content_type: &'static str,
-    body: String,
-}
+pub struct Page(Response<Full<Bytes>>);
 
 impl Page {
     /// A page of plain text.
-    pub fn text(body: impl Into<String>) -> Self {
+    pub fn text(body: impl Into<Bytes>) -> Self {
         Self::failure(StatusCode::OK, body)
     }
 
     /// A page of JSON.
-    pub fn json(body: impl Into<String>) -> Self {
-        Self::new(StatusCode::OK, "application/json", body.into())
+    pub fn json(body: impl Into<Bytes>) -> Self {
+        Self::new(StatusCode::OK, "application/json", body)
     }
 
     /// A page of plain text with another status than 200.
-    pub fn failure(status: StatusCode, body: impl Into<String>) -> Self {
-        Self::new(status, TEXT, body.into())
+    pub fn failure(status: StatusCode, body: impl Into<Bytes>) -> Self {
+        Self::new(status, TEXT, body)
     }
 
-    fn new(status: StatusCode, content_type: &'static str, body: String) -> Self {
-        Self {
-            status,
-            content_type,
-            body,
-        }
+    fn new(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Self {
+        let mut response = Response::new(Full::new(body.into()));
+        *response.status_mut() = status;
+        let content_type = HeaderValue::from_static(content_type);
+        response.headers_mut().insert(CONTENT_TYPE, content_type);
+        Self(response)
     }
 }
 
@@ -87,65 +85,52 @@ impl Admin {
     /// A server of `/live`, `/ready` (the conditions of `readiness`) and `/metrics` (the text of
     /// `metrics`).
     pub fn new(readiness: Readiness, metrics: impl Fn() -> String + Send + Sync + 'static) -> Self {
-        let ready = move || match readiness.unmet() {
+        let is_ready = move || match readiness.unmet() {
             unmet if unmet.is_empty() => Page::text("ready\n"),
             unmet => Page::failure(StatusCode::SERVICE_UNAVAILABLE, unmet),
         };
-        Self { routes: Vec::new() }
-            .route("/live", || Page::text("live\n"))
-            .route("/ready", ready)
-            .route("/metrics", move || {
-                Page::new(StatusCode::OK, metrics::CONTENT_TYPE, metrics())
-            })
+        let metrics = move || Page::new(StatusCode::OK, metrics::CONTENT_TYPE, metrics());
+        let routes = BTreeMap::new();
+        Self { routes }
+            .route("/live", || ready(Page::text("live\n")))
+            .route("/ready", move || ready(is_ready()))
+            .route("/metrics", move || ready(metrics()))
     }
 
-    /// Adds a route for GET requests. The handler must not block.
-    pub fn route(
-        self,
-        path: impl Into<Cow<'static, str>>,
-        handler: impl Fn() -> Page + Send + Sync + 'static,
-    ) -> Self {
-        self.async_route(path, move || std::future::ready(Some(handler())))
-    }
-
-    /// Adds a route for GET requests whose page takes time; the handler limits that time. `None`
-    /// closes the connection without a response. The future is dropped if the client leaves.
-    pub fn async_route<F>(
+    /// Adds or replaces a route for GET requests. The handler must not block, and limits the time
+    /// of its page. `None` closes the connection without a response. The future is dropped if the
+    /// client leaves.
+    pub fn route<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,
         handler: impl Fn() -> F + Send + Sync + 'static,
     ) -> Self
     where
-        F: Future<Output = Option<Page>> + Send + 'static,
+        F: Future<Output: Into<Option<Page>>> + Send + 'static,
     {
-        let handler: Handler = Box::new(move || Box::pin(handler()));
-        self.routes.push((path.into(), handler));
+        let handler: Handler = Box::new(move || {
+            let page = handler();
+            Box::pin(async { page.await.into() })
+        });
+        self.routes.insert(path.into(), handler);
         self
     }
 
     /// Serves forever on a thread of its own, so that the load of other tasks does not delay
     /// probes. `/live` fails if the tasks of the caller's runtime do not run. Dropping the future
     /// ends the server.
-    pub async fn serve_on_thread(mut self, listener: TcpListener) -> io::Result<Infallible> {
+    pub async fn serve_on_thread(self, listener: TcpListener) -> io::Result<Infallible> {
         let listener = listener.into_std()?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
-        let (heartbeat, heartbeats) = watch::channel(Instant::now());
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let (heartbeat, mut heartbeats) = watch::channel(Instant::now());
         let alive = heartbeats.clone();
-        let live: Handler = Box::new(move || {
-            let page = live(alive.borrow().elapsed());
-            Box::pin(std::future::ready(Some(page)))
-        });
-        self.routes.retain(|(path, _)| path != "/live");
-        self.routes.insert(0, ("/live".into(), live));
+        let admin = self.route("/live", move || ready(live(alive.borrow().elapsed())));
         let server = async move {
             let listener = TcpListener::from_std(listener)?;
-            let mut heartbeats = heartbeats;
-            let ended = async { while heartbeats.changed().await.is_ok() {} };
             tokio::select! {
-                () = self.serve(listener) => {}
-                () = ended => {}
+                () = admin.serve(listener) => {}
+                // Fails when the sender is dropped.
+                _ = heartbeats.wait_for(|_| false) => {}
             }
             io::Result::Ok(())
         };
@@ -177,11 +162,13 @@ impl Admin {
                 open.remove(index).task.abort();
             }
             let (admin, requested) = (admin.clone(), Arc::new(AtomicBool::new(false)));
+            let seen = requested.clone();
+            let serve = async move { admin.serve_connection(stream, &seen).await };
+            let (address, task) = (peer.ip().to_canonical(), connections.spawn(serve));
             open.push(OpenConnection {
-                address: peer.ip().to_canonical(),
-                requested: requested.clone(),
-                task: connections
-                    .spawn(async move { admin.serve_connection(stream, &requested).await }),
+                address,
+                requested,
+                task,
             });
         }
     }
@@ -190,9 +177,9 @@ impl Admin {
         let responded = Notify::new();
         let service = service_fn(async |request: Request<Incoming>| {
             requested.store(true, Ordering::Relaxed);
-            let response = self.respond(request.method(), request.uri().path()).await;
+            let page = self.respond(request.method(), request.uri().path()).await;
             responded.notify_one();
-            response
+            page.map(|Page(response)| response)
         });
         let connection = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
@@ -213,50 +200,31 @@ impl Admin {
     }
 
     /// An error closes the connection without a response.
-    async fn respond(
-        &self,
-        method: &Method,
-        path: &str,
-    ) -> Result<Response<Full<Bytes>>, &'static str> {
-        let is_allowed = [Method::GET, Method::HEAD].contains(method);
-        let page = match self.routes.iter().find(|(route, _)| *route == path) {
-            _ if !is_allowed => Page::failure(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "only GET and HEAD are allowed\n",
-            ),
-            Some((_, handler)) => handler().await.ok_or("the handler gives no response")?,
-            None => {
-                let paths: Vec<&str> = self.routes.iter().map(|(path, _)| &**path).collect();
-                let text = format!("{path} not found; paths: {}\n", paths.join(", "));
-                Page::failure(StatusCode::NOT_FOUND, text)
-            }
-        };
-        let mut response = Response::new(Full::from(page.body));
-        *response.status_mut() = page.status;
-        let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static(page.content_type));
-        if !is_allowed {
-            headers.insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+    async fn respond(&self, method: &Method, path: &str) -> Result<Page, &'static str> {
+        if ![Method::GET, Method::HEAD].contains(method) {
+            let text = "only GET and HEAD are allowed\n";
+            let mut page = Page::failure(StatusCode::METHOD_NOT_ALLOWED, text);
+            let allowed = HeaderValue::from_static("GET, HEAD");
+            page.0.headers_mut().insert(ALLOW, allowed);
+            return Ok(page);
         }
-        Ok(response)
+        match self.routes.get(path) {
+            Some(handler) => handler().await.ok_or("the handler gives no response"),
+            None => {
+                let paths: Vec<&str> = self.routes.keys().map(|path| &**path).collect();
+                let text = format!("{path} not found; paths: {}\n", paths.join(", "));
+                Ok(Page::failure(StatusCode::NOT_FOUND, text))
+            }
+        }
     }
 }
 
 fn live(stalled: Duration) -> Page {
-    match stalled < MAX_STALL {
-        true => Page::text("live\n"),
-        false => {
-            let text = format!("no task has run for {} s\n", stalled.as_secs());
-            Page::failure(StatusCode::SERVICE_UNAVAILABLE, text)
-        }
+    if stalled < MAX_STALL {
+        return Page::text("live\n");
     }
-}
-
-impl fmt::Debug for Admin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let paths = self.routes.iter().map(|(path, _)| path);
-        f.debug_list().entries(paths).finish()
-    }
+    let text = format!("no task has run for {} s\n", stalled.as_secs());
+    Page::failure(StatusCode::SERVICE_UNAVAILABLE, text)
 }
 
 /// A connection of an admin server.
@@ -274,15 +242,11 @@ fn eviction_candidate(open: &[OpenConnection]) -> Option<usize> {
     for connection in open {
         *counts.entry(connection.address).or_default() += 1;
     }
-    let rank = |connection: &OpenConnection| {
-        let count = counts[&connection.address];
+    (0..open.len()).min_by_key(|index| {
+        let connection = &open[*index];
         let requested = connection.requested.load(Ordering::Relaxed);
-        (Reverse(count), requested)
-    };
-    let ranked = open.iter().enumerate();
-    ranked
-        .min_by_key(|(index, connection)| (rank(connection), *index))
-        .map(|(index, _)| index)
+        (Reverse(counts[&connection.address]), requested)
+    })
 }
 
 #[cfg(test)]
@@ -298,8 +262,8 @@ mod tests {
     async fn start() -> (SocketAddr, Readiness) {
         let readiness = Readiness::default();
         let admin = Admin::new(readiness.clone(), || "# EOF\n".to_owned())
-            .route("/identity", || Page::json("{}"))
-            .async_route("/none", || std::future::ready(None));
+            .route("/identity", || ready(Page::json("{}")))
+            .route("/none", || ready(None));
         let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(admin.serve(listener));
@@ -332,7 +296,7 @@ mod tests {
         let condition = readiness.condition("listeners", "not bound");
         let (status, _, body) = send(address, "GET", "/ready").await;
         assert_eq!((status, body.as_str()), (503, "listeners: not bound\n"));
-        condition.met();
+        condition.send_replace(None);
         let (status, _, body) = send(address, "GET", "/ready").await;
         assert_eq!((status, body.as_str()), (200, "ready\n"));
         readiness.drain();
@@ -368,8 +332,8 @@ mod tests {
 
     #[test]
     fn is_not_live_if_no_task_has_run_for_long() {
-        assert_eq!(live(MAX_STALL / 2).status, StatusCode::OK);
-        assert_eq!(live(MAX_STALL).status, StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(live(MAX_STALL / 2).0.status(), StatusCode::OK);
+        assert_eq!(live(MAX_STALL).0.status(), StatusCode::SERVICE_UNAVAILABLE);
     }
 
     #[tokio::test]
@@ -438,7 +402,7 @@ mod tests {
                     Some(Page::text("done"))
                 }
             };
-            let admin = Admin::new(Readiness::default(), String::new).async_route("/slow", slow);
+            let admin = Admin::new(Readiness::default(), String::new).route("/slow", slow);
             let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
             let address = listener.local_addr().unwrap();
             tokio::spawn(admin.serve(listener));

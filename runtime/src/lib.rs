@@ -11,8 +11,6 @@ pub mod shares;
 
 use std::time::Duration;
 
-use backon::{BackoffBuilder as _, ExponentialBackoff, ExponentialBuilder};
-
 pub use admin::{Admin, Page};
 pub use process::{
     LogFormat, error_chain, init_logging, max_open_files, raise_max_open_files, shutdown_signal,
@@ -22,33 +20,27 @@ pub use readiness::{Condition, Readiness};
 /// Exponential delays between `min` and `max`, doubled with each error in a row.
 #[derive(Debug)]
 pub struct Backoff {
-    builder: ExponentialBuilder,
-    delays: ExponentialBackoff,
+    min: Duration,
     max: Duration,
+    next: Duration,
 }
 
 impl Backoff {
     /// Delays from `min` to `max`.
     pub fn new(min: Duration, max: Duration) -> Self {
-        let builder = ExponentialBuilder::default()
-            .with_min_delay(min)
-            .with_max_delay(max)
-            .without_max_times();
-        Self {
-            delays: builder.build(),
-            builder,
-            max,
-        }
+        let next = min;
+        Self { min, max, next }
     }
 
     /// The delay after one more error.
     pub fn next_delay(&mut self) -> Duration {
-        self.delays.next().unwrap_or(self.max)
+        let next = (self.next * 2).min(self.max);
+        std::mem::replace(&mut self.next, next)
     }
 
     /// Starts over with `min`. For use after a success.
     pub fn reset(&mut self) {
-        self.delays = self.builder.build();
+        self.next = self.min;
     }
 }
 

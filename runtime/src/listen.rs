@@ -14,18 +14,13 @@ const MAX_ACCEPT_DELAY: Duration = Duration::from_secs(1);
 /// `net.core.somaxconn`, by default 4,096.
 pub const MAX_BACKLOG: u32 = 4096;
 
-/// Binds an address. On hosts without IPv6, `[::]` means `0.0.0.0`.
+/// Binds an address, with `TCP_NODELAY`. On hosts without IPv6, `[::]` means `0.0.0.0`.
 pub async fn bind(address: SocketAddr) -> io::Result<TcpListener> {
-    match listen(address) {
-        Err(error)
-            if error.kind() != io::ErrorKind::AddrInUse
-                && address.is_ipv6()
-                && address.ip().is_unspecified() =>
-        {
-            listen((Ipv4Addr::UNSPECIFIED, address.port()).into()).map_err(|_| error)
-        }
-        result => result,
-    }
+    let is_any = address.is_ipv6() && address.ip().is_unspecified();
+    listen(address).or_else(|error| match error.kind() {
+        kind if !is_any || kind == io::ErrorKind::AddrInUse => Err(error),
+        _ => listen((Ipv4Addr::UNSPECIFIED, address.port()).into()).map_err(|_| error),
+    })
 }
 
 fn listen(address: SocketAddr) -> io::Result<TcpListener> {
@@ -34,6 +29,8 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
         SocketAddr::V6(_) => TcpSocket::new_v6()?,
     };
     socket.set_reuseaddr(true)?;
+    // Accepted sockets inherit it.
+    socket.set_nodelay(true)?;
     socket.bind(address)?;
     socket.listen(MAX_BACKLOG)
 }
@@ -49,21 +46,16 @@ pub struct Acceptor {
 impl Acceptor {
     /// An acceptor of a listener, which may be one of several with `SO_REUSEPORT`.
     pub fn new(listener: TcpListener) -> Self {
-        Self {
-            listener,
-            backoff: Backoff::new(MIN_ACCEPT_DELAY, MAX_ACCEPT_DELAY),
-        }
+        let backoff = Backoff::new(MIN_ACCEPT_DELAY, MAX_ACCEPT_DELAY);
+        Self { listener, backoff }
     }
 
-    /// Returns the next connection, with `TCP_NODELAY`. Cancel-safe.
+    /// Returns the next connection, with the options of the listener. Cancel-safe.
     pub async fn accept(&mut self) -> (TcpStream, SocketAddr) {
         loop {
             match self.listener.accept().await {
                 Ok((stream, peer)) => {
                     self.backoff.reset();
-                    if let Err(error) = stream.set_nodelay(true) {
-                        tracing::debug!(%peer, "cannot set TCP_NODELAY: {error}");
-                    }
                     return (stream, peer);
                 }
                 Err(error) => {

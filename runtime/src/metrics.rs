@@ -3,10 +3,10 @@
 use std::fmt;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet};
-use prometheus_client::metrics::MetricType;
+use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::{MetricType, TypedMetric};
 use prometheus_client::registry::{Metric, Registry};
 
 /// The content type of [`render`].
@@ -24,18 +24,13 @@ pub fn register<M: Metric + Clone + Default>(registry: &mut Registry, name: &str
 }
 
 /// Registers one time series for each value of a label, in the order of `values`.
-pub fn register_family<M, const N: usize>(
+pub fn register_family<M: Metric + TypedMetric + Clone + Default, const N: usize>(
     registry: &mut Registry,
     name: &str,
     help: &str,
     label: &'static str,
     values: [&'static str; N],
-) -> [M; N]
-where
-    M: Metric + Clone + Default,
-    Family<Label, M>: Metric,
-    Label: EncodeLabelSet,
-{
+) -> [M; N] {
     let family: Family<Label, M> = register(registry, name, help);
     values.map(|value| family.get_or_create_owned(&[(label, value)]))
 }
@@ -45,21 +40,20 @@ pub fn on_scrape(
     registry: &mut Registry,
     encode: impl Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + Send + Sync + 'static,
 ) {
-    registry.register_collector(Box::new(OnScrape(encode)));
+    registry.register_collector(Box::new(OnScrape(Box::new(encode))));
 }
 
-struct OnScrape<F>(F);
+struct OnScrape(Encode);
 
-impl<F> Collector for OnScrape<F>
-where
-    F: Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + Send + Sync + 'static,
-{
+type Encode = Box<dyn Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + Send + Sync>;
+
+impl Collector for OnScrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         (self.0)(&mut encoder)
     }
 }
 
-impl<F> fmt::Debug for OnScrape<F> {
+impl fmt::Debug for OnScrape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("OnScrape")
     }
@@ -68,36 +62,28 @@ impl<F> fmt::Debug for OnScrape<F> {
 /// Registers the memory and the open files of the process.
 pub fn register_process(registry: &mut Registry) {
     on_scrape(registry, |encoder| {
-        let gauges = [
-            (
-                "resident_memory_bytes",
-                "Resident memory in bytes.",
-                resident_memory(),
-            ),
-            ("open_files", "Open files.", open_files()),
-            (
-                "max_open_files",
-                "The limit of open files.",
-                Some(crate::max_open_files()),
-            ),
-        ];
-        for (name, help, value) in gauges {
-            if let Some(value) = value {
-                encoder
-                    .encode_descriptor(name, help, None, MetricType::Gauge)?
-                    .encode_gauge(&value)?;
-            }
-        }
-        Ok(())
+        let mut gauge = |name, help, value: Option<u64>| match value {
+            None => Ok(()),
+            Some(value) => encoder
+                .encode_descriptor(name, help, None, MetricType::Gauge)?
+                .encode_gauge(&value),
+        };
+        let limit = Some(crate::max_open_files());
+        gauge(
+            "resident_memory_bytes",
+            "Resident memory in bytes.",
+            resident_memory(),
+        )?;
+        gauge("open_files", "Open files.", open_files())?;
+        gauge("max_open_files", "The limit of open files.", limit)
     });
 }
 
 /// `None` where the kernel does not report it.
 fn resident_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let mut lines = status.lines();
+    let line = lines.find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kibibytes * 1024)
 }
@@ -106,24 +92,6 @@ fn resident_memory() -> Option<u64> {
 fn open_files() -> Option<u64> {
     let files = std::fs::read_dir("/proc/self/fd").ok()?;
     u64::try_from(files.count()).ok()
-}
-
-/// Encodes a gauge with one label. `help` has no full stop.
-pub fn encode_gauges(
-    encoder: &mut DescriptorEncoder<'_>,
-    name: &str,
-    help: &str,
-    label: &'static str,
-    values: impl IntoIterator<Item = (&'static str, i64)>,
-) -> fmt::Result {
-    let help = format!("{help}.");
-    let mut family = encoder.encode_descriptor(name, &help, None, MetricType::Gauge)?;
-    for (value, number) in values {
-        family
-            .encode_family(&[(label, value)])?
-            .encode_gauge(&number)?;
-    }
-    Ok(())
 }
 
 /// Encodes all metrics of a registry.
@@ -168,7 +136,10 @@ mod tests {
             ["accepted", "rejected"],
         );
         on_scrape(&mut registry, |encoder| {
-            encode_gauges(encoder, "objects", "Objects", "kind", [("Pod", 2)])
+            encoder
+                .encode_descriptor("objects", "Objects.", None, MetricType::Gauge)?
+                .encode_family(&[("kind", "Pod")])?
+                .encode_gauge(&2i64)
         });
         let open: Gauge = register(&mut registry, "streams", "Open streams");
         one.inc_by(3);

@@ -2,64 +2,48 @@
 
 use std::error::Error;
 use std::io::{self, IsTerminal as _};
-use std::str::FromStr;
+use std::iter::successors;
 
+use clap::ValueEnum;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::Subscriber;
-use tracing_subscriber::Layer;
 use tracing_subscriber::filter::Targets;
-use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::fmt::{self, MakeWriter};
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::{Layer, registry};
 
 /// The format of logs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// Lines for people.
+    /// Lines for people
     Text,
-    /// One JSON object per line: `timestamp`, `level`, `target`, `message`, and further fields.
+    /// One JSON object per line: `timestamp`, `level`, `target`, `message`, and further fields
     Json,
-}
-
-impl FromStr for LogFormat {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, &'static str> {
-        match text {
-            "text" => Ok(Self::Text),
-            "json" => Ok(Self::Json),
-            _ => Err("expected text or json"),
-        }
-    }
 }
 
 /// Writes logs to stderr, as text in color if it is a terminal.
 pub fn init_logging(filter: Targets, format: LogFormat) {
-    let text = (format == LogFormat::Text).then(|| {
-        tracing_subscriber::fmt::layer()
-            .with_writer(io::stderr)
-            .with_ansi(io::stderr().is_terminal())
-    });
-    let json = (format == LogFormat::Json).then(|| json_lines(io::stderr));
-    tracing_subscriber::registry()
-        .with(filter)
-        .with(text)
-        .with(json)
-        .init();
+    let lines = lines(format, io::stderr);
+    registry().with(filter).with(lines).init();
 }
 
-fn json_lines<S, W>(writer: W) -> impl Layer<S>
+fn lines<S, W>(format: LogFormat, writer: W) -> Box<dyn Layer<S> + Send + Sync>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     W: for<'a> MakeWriter<'a> + Send + Sync + 'static,
 {
-    tracing_subscriber::fmt::layer()
-        .json()
-        .flatten_event(true)
-        .with_current_span(false)
-        .with_span_list(false)
-        .with_writer(writer)
+    let lines = fmt::layer().with_writer(writer);
+    match format {
+        LogFormat::Text => lines.with_ansi(io::stderr().is_terminal()).boxed(),
+        LogFormat::Json => lines
+            .json()
+            .flatten_event(true)
+            .with_current_span(false)
+            .with_span_list(false)
+            .boxed(),
+    }
 }
 
 /// Registers for SIGTERM and SIGINT at once. The returned future completes at the first of them.
@@ -94,13 +78,11 @@ pub fn raise_max_open_files() -> u64 {
 /// already.
 pub fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let part = error.to_string();
+    for cause in successors(error.source(), |&cause| cause.source()) {
+        let part = cause.to_string();
         if !text.contains(&part) {
             text = format!("{text}: {part}");
         }
-        cause = error.source();
     }
     text
 }
@@ -139,7 +121,7 @@ mod tests {
                 Ok(())
             }
         }
-        let logs = tracing_subscriber::registry().with(json_lines(|| Output));
+        let logs = registry().with(lines(LogFormat::Json, || Output));
         tracing::subscriber::with_default(logs, || {
             tracing::info!(pod = "shop/a", "first \"line\"\nstill the first");
             tracing::warn!("second");

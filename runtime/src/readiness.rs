@@ -1,27 +1,19 @@
 //! Readiness: named conditions, each with the reason why it is not met. Ready if all are met and
 //! the process is not draining.
 
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
 
 /// The conditions of a process. Clones share them.
 #[derive(Clone, Default)]
-pub struct Readiness {
-    state: Arc<Mutex<State>>,
-}
-
-#[derive(Default)]
-struct State {
-    checks: Vec<(&'static str, Check)>,
-    draining: bool,
-}
+pub struct Readiness(Arc<Mutex<Vec<(&'static str, Check)>>>);
 
 /// Returns the reason why a condition is not met, or `None`.
 type Check = Arc<dyn Fn() -> Option<String> + Send + Sync>;
 
-/// A condition that its owner sets.
-#[derive(Debug)]
-pub struct Condition(Arc<Mutex<Option<String>>>);
+/// A condition that its owner sets: the reason why it is not met, or `None`.
+pub type Condition = watch::Sender<Option<String>>;
 
 impl Readiness {
     /// Adds a condition that is evaluated for each request. `check` returns the reason why it is
@@ -31,57 +23,35 @@ impl Readiness {
         name: &'static str,
         check: impl Fn() -> Option<String> + Send + Sync + 'static,
     ) {
-        lock(&self.state).checks.push((name, Arc::new(check)));
+        self.checks().push((name, Arc::new(check)));
     }
 
     /// Adds a condition that is not met until its owner says so.
     pub fn condition(&self, name: &'static str, reason: impl Into<String>) -> Condition {
-        let unmet = Arc::new(Mutex::new(Some(reason.into())));
-        let condition = Condition(unmet.clone());
-        self.check(name, move || lock(&unmet).clone());
+        let (condition, reason) = watch::channel(Some(reason.into()));
+        self.check(name, move || reason.borrow().clone());
         condition
     }
 
     /// Marks the process as shutting down, for good.
     pub fn drain(&self) {
-        lock(&self.state).draining = true;
+        let draining = || Some("the process is shutting down".to_owned());
+        self.checks().insert(0, ("draining", Arc::new(draining)));
     }
 
     /// The conditions that are not met, as lines `name: reason`. Empty if the process is ready.
     pub fn unmet(&self) -> String {
-        let (draining, checks) = {
-            let state = lock(&self.state);
-            (state.draining, state.checks.clone())
-        };
-        let draining = draining.then(|| "draining: the process is shutting down\n".to_owned());
-        let unmet = checks
+        let checks = self.checks().clone();
+        checks
             .iter()
-            .filter_map(|(name, check)| check().map(|reason| format!("{name}: {reason}\n")));
-        draining.into_iter().chain(unmet).collect()
-    }
-}
-
-impl fmt::Debug for Readiness {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Readiness").field(&self.unmet()).finish()
-    }
-}
-
-impl Condition {
-    /// Marks the condition as met.
-    pub fn met(&self) {
-        *lock(&self.0) = None;
+            .filter_map(|(name, check)| check().map(|reason| format!("{name}: {reason}\n")))
+            .collect()
     }
 
-    /// Marks the condition as not met.
-    pub fn unmet(&self, reason: impl Into<String>) {
-        *lock(&self.0) = Some(reason.into());
+    /// Each update is one insertion, so the list is valid even after a panic.
+    fn checks(&self) -> MutexGuard<'_, Vec<(&'static str, Check)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Each update is one assignment, so the state is valid even after a panic.
-fn lock<T>(state: &Mutex<T>) -> MutexGuard<'_, T> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -98,9 +68,9 @@ mod tests {
             readiness.unmet(),
             "listeners: not bound\ncatalog: not synced\n"
         );
-        listeners.met();
+        listeners.send_replace(None);
         assert_eq!(readiness.unmet(), "catalog: not synced\n");
-        listeners.unmet("closed");
+        listeners.send_replace(Some("closed".into()));
         readiness.drain();
         assert_eq!(
             readiness.unmet(),

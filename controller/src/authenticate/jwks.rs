@@ -21,27 +21,14 @@ const LEEWAY: u64 = 10;
 #[derive(Debug, thiserror::Error)]
 pub enum JwksError {
     /// The file cannot be read.
-    #[error("cannot read {path}: {source}")]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The error of the operating system.
-        source: std::io::Error,
-    },
+    #[error("cannot read {0}: {1}")]
+    Read(PathBuf, #[source] std::io::Error),
     /// The file is not a JWK set.
-    #[error("{path} is not a JWK set: {source}")]
-    Parse {
-        /// The file.
-        path: PathBuf,
-        /// The parse error.
-        source: serde_json::Error,
-    },
+    #[error("{0} is not a JWK set: {1}")]
+    Parse(PathBuf, #[source] serde_json::Error),
     /// The set contains no usable key.
-    #[error("{path} contains no public key for tokens, expected RSA, P-256, P-384 or Ed25519")]
-    Empty {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("{0} contains no public key for tokens, expected RSA, P-256, P-384 or Ed25519")]
+    Empty(PathBuf),
 }
 
 /// Verifies tokens with the keys of a file.
@@ -102,14 +89,9 @@ impl Claims {
 impl Jwks {
     /// Reads the keys. `issuer` is the only accepted issuer, if any.
     pub fn open(path: &Path, issuer: Option<String>) -> Result<Jwks, JwksError> {
-        let stamp = Stamp::of(path).map_err(|source| JwksError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
-        let keys = Keys {
-            stamp,
-            all: read(path)?,
-        };
+        let stamp = Stamp::of(path).map_err(|error| JwksError::Read(path.to_owned(), error))?;
+        let all = read(path)?;
+        let keys = Keys { stamp, all };
         Ok(Jwks {
             path: path.to_owned(),
             issuer,
@@ -217,22 +199,14 @@ impl Key {
 }
 
 fn read(path: &Path) -> Result<Vec<Key>, JwksError> {
-    let text = std::fs::read(path).map_err(|source| JwksError::Read {
-        path: path.to_owned(),
-        source,
-    })?;
-    let set: JwkSet = serde_json::from_slice(&text).map_err(|source| JwksError::Parse {
-        path: path.to_owned(),
-        source,
-    })?;
+    let text = std::fs::read(path).map_err(|error| JwksError::Read(path.to_owned(), error))?;
+    let set: JwkSet =
+        serde_json::from_slice(&text).map_err(|error| JwksError::Parse(path.to_owned(), error))?;
     let keys: Vec<Key> = set.keys.iter().filter_map(usable).collect();
     if keys.is_empty() {
-        Err(JwksError::Empty {
-            path: path.to_owned(),
-        })
-    } else {
-        Ok(keys)
+        return Err(JwksError::Empty(path.to_owned()));
     }
+    Ok(keys)
 }
 
 /// Ignores shared secrets: a reader of the file could sign tokens with them.

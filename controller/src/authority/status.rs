@@ -7,7 +7,6 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::status::{self as proto, Authority, Pod, Proxy, Report, Rotation, Status};
-use diy_mesh_runtime::metrics::encode_gauges;
 use prometheus_client::encoding::DescriptorEncoder;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -16,6 +15,7 @@ use super::Trust;
 use super::ca::Ca;
 use super::state::{CaState, Phase, seconds};
 use crate::issuer::{BACKDATED, Certificate};
+use crate::metrics::encode_gauges;
 use crate::proxies::ConnectedProxy;
 
 /// The maximum number of listed conditions.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use diy_mesh_controller::authority::TrustSender;
-use diy_mesh_controller::config::{Authenticator, Ca, Catalog};
+use diy_mesh_controller::config::{Authenticator, Storage};
 use diy_mesh_controller::{Config, Controller, Error};
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
@@ -223,10 +223,10 @@ pub fn config(dir: &Path) -> Config {
     Config {
         listen: "127.0.0.1:0".parse().unwrap(),
         admin_listen: "127.0.0.1:0".parse().unwrap(),
-        catalog: Catalog::Files(dir.join("catalog")),
+        catalog: Storage::Files(dir.join("catalog")),
         authenticator: Authenticator::Jwks(dir.join("jwks.json")),
         jwks_issuer: Some("https://issuer.test".into()),
-        ca: Ca::Files(dir.join("ca")),
+        ca: Storage::Files(dir.join("ca")),
         ca_life: Duration::from_secs(86_400),
         certificate_life: Duration::from_secs(3600),
         trust_domain: "cluster.local".into(),

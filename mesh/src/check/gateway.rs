@@ -122,20 +122,15 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
         }
     }
     let mut findings = Vec::new();
-    if !invalid.is_empty() {
-        let text = "routes with errors: requests that they match fail, or the route has no effect";
-        let advice = "correct the routes; mesh routes lists all conditions";
-        findings.push(Finding::problem(text, advice).with_details(invalid));
-    }
-    if !pending.is_empty() {
-        let text =
-            "routes whose current version no controller of the mesh has accepted or rejected";
-        let advice = format!(
-            "if this persists, see the log of the controllers: kubectl logs -n {} -l app=controller",
-            facts.namespace
-        );
-        findings.push(Finding::warning(text, advice).with_details(pending));
-    }
+    let text = "routes with errors: requests that they match fail, or the route has no effect";
+    let advice = "correct the routes; mesh routes lists all conditions";
+    findings.extend(Finding::problem(text, advice).if_any(invalid));
+    let text = "routes whose current version no controller of the mesh has accepted or rejected";
+    let advice = format!(
+        "if this persists, see the log of the controllers: kubectl logs -n {} -l app=controller",
+        facts.namespace
+    );
+    findings.extend(Finding::warning(text, advice).if_any(pending));
     if findings.is_empty() {
         let text = format!("{} accepted", count(routes.len(), "route is", "routes are"));
         findings.push(Finding::ok(text));

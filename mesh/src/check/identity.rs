@@ -28,30 +28,15 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
         Ok(mesh) => mesh,
     };
     let mut findings = Vec::new();
-    if !mesh.problems.is_empty() {
-        let advice = "the last valid state stays in effect, but certificates may not be issued: correct the reported error";
-        let text = "the certificate authority cannot be read or used";
-        findings.push(
-            Finding::problem(text, advice).with_details(
-                mesh.problems
-                    .iter()
-                    .map(|(name, problem)| format!("{name}: {problem}")),
-            ),
-        );
-    }
-    if !mesh.unreachable.is_empty() {
-        let unreachable = mesh
-            .unreachable
-            .iter()
-            .map(|(name, error)| format!("{name}: {error}"));
-        findings.push(
-            Finding::warning(
-                "some controllers do not respond",
-                "check that they are ready: kubectl get pods",
-            )
-            .with_details(unreachable),
-        );
-    }
+    let describe = |(name, reason): (&String, &String)| format!("{name}: {reason}");
+    let text = "the certificate authority cannot be read or used";
+    let advice = "the last valid state stays in effect, but certificates may not be issued: correct the reported error";
+    let problems = mesh.problems.iter().map(describe);
+    findings.extend(Finding::problem(text, advice).if_any(problems));
+    let text = "some controllers do not respond";
+    let advice = "check that they are ready: kubectl get pods";
+    let unreachable = mesh.unreachable.iter().map(describe);
+    findings.extend(Finding::warning(text, advice).if_any(unreachable));
     match &mesh.issuer {
         None if mesh.problems.is_empty() => {
             findings.push(Finding::problem(
@@ -173,20 +158,13 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     }
     let mut findings = Vec::new();
     let advice = "the controller writes it: see its log (kubectl logs -n service-mesh deployment/controller)";
-    if !missing.is_empty() {
-        let text = format!(
-            "{} without ConfigMap {ROOTS}: new meshed pods do not start there",
-            count(missing.len(), "namespace", "namespaces")
-        );
-        findings.push(Finding::problem(text, advice).with_details(missing));
-    }
-    if !outdated.is_empty() {
-        let text = format!(
-            "{} whose ConfigMap {ROOTS} lacks a current root: new meshed pods do not start there",
-            count(outdated.len(), "namespace", "namespaces")
-        );
-        findings.push(Finding::problem(text, advice).with_details(outdated));
-    }
+    let text = format!("without ConfigMap {ROOTS}: new meshed pods do not start there");
+    let finding = Finding::problem(text, advice);
+    findings.extend(finding.about(missing, "namespace", "namespaces"));
+    let text =
+        format!("whose ConfigMap {ROOTS} lacks a current root: new meshed pods do not start there");
+    let finding = Finding::problem(text, advice);
+    findings.extend(finding.about(outdated, "namespace", "namespaces"));
     if let (Err(reason), true) = (&facts.identity, findings.is_empty()) {
         findings.push(Finding::unknown(reason));
     }
@@ -212,11 +190,11 @@ fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
 
 fn lacks_current_root(map: &ConfigMap, mesh: &Mesh) -> bool {
     let pem = map.data.as_ref().and_then(|data| data.get("roots.pem"));
-    let fingerprints = certificates::fingerprints(pem.map_or(b"", |pem| pem.as_bytes()));
+    let published = certificates::read(pem.map_or(b"", |pem| pem.as_bytes()));
     mesh.roots.iter().any(|root| {
-        !fingerprints
+        !published
             .iter()
-            .any(|fingerprint| fingerprint.eq_ignore_ascii_case(&root.fingerprint))
+            .any(|one| one.fingerprint().eq_ignore_ascii_case(&root.fingerprint))
     })
 }
 
@@ -256,29 +234,15 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
     }
     let mut findings = Vec::new();
     let advice = "see the log of the proxy: kubectl logs -n NAMESPACE POD -c proxy";
-    if !expired.is_empty() {
-        let text = format!(
-            "{} expired: other proxies reject their connections",
-            count(expired.len(), "certificate has", "certificates have")
-        );
-        findings.push(Finding::problem(text, advice).with_details(expired));
-    }
-    if !untrusted.is_empty() {
-        let text = format!(
-            "{} that no trust root of the mesh covers: other proxies reject their connections",
-            count(untrusted.len(), "certificate", "certificates")
-        );
-        let advice = "the CA was replaced without a rotation (see `mesh identity`). A connected proxy gets a new certificate within a minute; \
-                      if it does not, see its log: kubectl logs -n NAMESPACE POD -c proxy";
-        findings.push(Finding::problem(text, advice).with_details(untrusted));
-    }
-    if !overdue.is_empty() {
-        let text = format!(
-            "{} not been renewed in time",
-            count(overdue.len(), "certificate has", "certificates have")
-        );
-        findings.push(Finding::warning(text, advice).with_details(overdue));
-    }
+    let finding = Finding::problem("expired: other proxies reject their connections", advice);
+    findings.extend(finding.about(expired, "certificate has", "certificates have"));
+    let text = "that no trust root of the mesh covers: other proxies reject their connections";
+    let renewal = "the CA was replaced without a rotation (see `mesh identity`). A connected proxy gets a new certificate within a minute; \
+                  if it does not, see its log: kubectl logs -n NAMESPACE POD -c proxy";
+    let finding = Finding::problem(text, renewal);
+    findings.extend(finding.about(untrusted, "certificate", "certificates"));
+    let finding = Finding::warning("not been renewed in time", advice);
+    findings.extend(finding.about(overdue, "certificate has", "certificates have"));
     if let Ok(pods) = &facts.pods {
         let connected: BTreeSet<String> = mesh
             .workloads
@@ -289,13 +253,11 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             .filter(|pod| pods::is_proxy_ready(pod))
             .map(pods::name);
         let disconnected: Vec<String> = ready.filter(|name| !connected.contains(name)).collect();
-        if !disconnected.is_empty() && mesh.unreachable.is_empty() {
-            let text = format!(
-                "{} not connected to a controller: they continue with the last known state and receive no changes",
-                count(disconnected.len(), "proxy is", "proxies are")
-            );
+        if mesh.unreachable.is_empty() {
+            let text = "not connected to a controller: they continue with the last known state and receive no changes";
             let advice = "check the NetworkPolicies and the logs of the proxies: kubectl logs -n NAMESPACE POD -c proxy";
-            findings.push(Finding::warning(text, advice).with_details(disconnected));
+            let finding = Finding::warning(text, advice);
+            findings.extend(finding.about(disconnected, "proxy is", "proxies are"));
         }
     }
     if findings.is_empty() {

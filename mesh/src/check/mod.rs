@@ -88,6 +88,19 @@ impl Finding {
         self.details = details;
         self
     }
+
+    /// A finding about these objects, with their number in front of the text. `None` if there are
+    /// none.
+    fn about(self, objects: Vec<String>, one: &str, many: &str) -> Option<Self> {
+        let text = format!("{} {}", count(objects.len(), one, many), self.text);
+        Self { text, ..self }.if_any(objects)
+    }
+
+    /// The finding with these details, unless there are none.
+    fn if_any(self, details: impl IntoIterator<Item = String>) -> Option<Self> {
+        let finding = self.with_details(details);
+        (!finding.details.is_empty()).then_some(finding)
+    }
 }
 
 type Check = fn(&Facts) -> Vec<Finding>;

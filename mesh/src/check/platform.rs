@@ -46,13 +46,9 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
                 .filter(|(_, version)| is_old(version))
                 .map(|(name, version)| format!("{name}: {version}"))
                 .collect();
-            if !old.is_empty() {
-                let text = format!(
-                    "{} with a kubelet that is too old",
-                    count(old.len(), "node", "nodes")
-                );
-                findings.push(Finding::problem(text, UPGRADE_ADVICE).with_details(old));
-            } else if findings.is_empty() {
+            let finding = Finding::problem("with a kubelet that is too old", UPGRADE_ADVICE);
+            findings.extend(finding.about(old, "node", "nodes"));
+            if findings.is_empty() {
                 return vec![Finding::ok(format!(
                     "Kubernetes {server}, {}",
                     count(nodes.len(), "node", "nodes")
@@ -202,17 +198,9 @@ fn outdated_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
     let others: Vec<String> = pods::meshed(pods)
         .filter_map(|pod| Some(format!("{}: {}", pods::name(pod), image(pod)?)))
         .collect();
-    (!others.is_empty()).then(|| {
-        let text = format!(
-            "{} with another proxy image than new pods ({expected})",
-            count(others.len(), "pod", "pods")
-        );
-        Finding::warning(
-            text,
-            "a pod keeps its proxy image: restart its workload with kubectl rollout restart",
-        )
-        .with_details(others)
-    })
+    let text = format!("with another proxy image than new pods ({expected})");
+    let advice = "a pod keeps its proxy image: restart its workload with kubectl rollout restart";
+    Finding::warning(text, advice).about(others, "pod", "pods")
 }
 
 fn variable<'a>(container: &'a Container, name: &str) -> Option<&'a str> {

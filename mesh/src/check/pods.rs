@@ -120,29 +120,16 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
         }
     }
     let mut findings = Vec::new();
-    if !missing.is_empty() {
-        let text = format!(
-            "{} injection: {}",
-            count(
-                missing.len(),
-                "pod without a proxy requests",
-                "pods without a proxy request"
-            ),
-            "the request or the webhook is newer than the pod"
-        );
-        let advice = "recreate them: kubectl rollout restart (delete and create single pods)";
-        findings.push(Finding::problem(text, advice).with_details(missing));
-    }
-    if !unsupported.is_empty() {
-        let text = format!(
-            "{} injection and cannot have a proxy",
-            count(unsupported.len(), "pod requests", "pods request")
-        );
-        findings.push(
-            Finding::warning(text, format!("remove the annotation {INJECT}"))
-                .with_details(unsupported),
-        );
-    }
+    let text = "injection: the request or the webhook is newer than the pod";
+    let advice = "recreate them: kubectl rollout restart (delete and create single pods)";
+    let (one, many) = (
+        "pod without a proxy requests",
+        "pods without a proxy request",
+    );
+    findings.extend(Finding::problem(text, advice).about(missing, one, many));
+    let advice = format!("remove the annotation {INJECT}");
+    let finding = Finding::warning("injection and cannot have a proxy", advice);
+    findings.extend(finding.about(unsupported, "pod requests", "pods request"));
     if findings.is_empty() {
         findings.push(Finding::ok(format!(
             "{} a proxy, and no other pod requests one",
@@ -198,15 +185,13 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     let restarted: Vec<String> = meshed(pods)
         .filter_map(|pod| Some(format!("{}: {}", name(pod), restarts(pod, facts.now)?)))
         .collect();
-    if !restarted.is_empty() {
-        let text = format!(
-            "{} restarted in the last {}; each restart closes the connections of its pod",
-            count(restarted.len(), "proxy has", "proxies have"),
-            format_duration(RESTART_PERIOD)
-        );
-        let advice = "see the log before the restart: kubectl logs -n NAMESPACE POD -c proxy --previous; OOMKilled: increase diy-service-mesh/proxy-memory-limit";
-        findings.push(Finding::warning(text, advice).with_details(restarted));
-    }
+    let text = format!(
+        "restarted in the last {}; each restart closes the connections of its pod",
+        format_duration(RESTART_PERIOD)
+    );
+    let advice = "see the log before the restart: kubectl logs -n NAMESPACE POD -c proxy --previous; OOMKilled: increase diy-service-mesh/proxy-memory-limit";
+    let finding = Finding::warning(text, advice);
+    findings.extend(finding.about(restarted, "proxy has", "proxies have"));
     findings
 }
 

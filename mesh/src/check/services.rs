@@ -20,18 +20,10 @@ pub(super) fn services(facts: &Facts) -> Vec<Finding> {
     };
     let mut findings = Vec::new();
     let broken = broken_components(facts, services);
-    if !broken.is_empty() {
-        let text = format!(
-            "{} not select the pods of its Deployment: proxies and the API server cannot connect to it; connected proxies stay connected",
-            count(
-                broken.len(),
-                "Service of the mesh does",
-                "Services of the mesh do"
-            )
-        );
-        let advice = "kubectl apply -k manifests";
-        findings.push(Finding::problem(text, advice).with_details(broken));
-    }
+    let text = "not select the pods of its Deployment: proxies and the API server cannot connect to it; connected proxies stay connected";
+    let (one, many) = ("Service of the mesh does", "Services of the mesh do");
+    let finding = Finding::problem(text, "kubectl apply -k manifests");
+    findings.extend(finding.about(broken, one, many));
     let meshed: BTreeSet<String> = pods::meshed(pods)
         .filter_map(ResourceExt::namespace)
         .collect();
@@ -47,14 +39,10 @@ pub(super) fn services(facts: &Facts) -> Vec<Finding> {
             unmatched.push(describe(service, selector));
         }
     }
-    if !unmatched.is_empty() {
-        let text = format!(
-            "{} no pod and no workload: requests fail with no-endpoint",
-            count(unmatched.len(), "Service selects", "Services select")
-        );
-        let advice = "correct spec.selector of the Service, or the labels of the pods";
-        findings.push(Finding::problem(text, advice).with_details(unmatched));
-    }
+    let text = "no pod and no workload: requests fail with no-endpoint";
+    let advice = "correct spec.selector of the Service, or the labels of the pods";
+    let finding = Finding::problem(text, advice);
+    findings.extend(finding.about(unmatched, "Service selects", "Services select"));
     if findings.is_empty() {
         let text = format!(
             "{} in namespaces with meshed pods, no selector without a match",

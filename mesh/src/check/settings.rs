@@ -47,16 +47,11 @@ fn invalid_labels(namespaces: &[Namespace]) -> Option<Finding> {
             .collect()
     };
     let invalid: Vec<String> = namespaces.iter().flat_map(invalid).collect();
-    (!invalid.is_empty()).then(|| {
-        let text = format!(
-            "{} with an invalid label, which has no effect",
-            count(invalid.len(), "namespace", "namespaces")
-        );
-        let advice = format!(
-            "valid labels are {INJECT}: enabled or disabled, and {INBOUND}: strict or permissive"
-        );
-        Finding::problem(text, advice).with_details(invalid)
-    })
+    let advice = format!(
+        "valid labels are {INJECT}: enabled or disabled, and {INBOUND}: strict or permissive"
+    );
+    let finding = Finding::problem("with an invalid label, which has no effect", advice);
+    finding.about(invalid, "namespace", "namespaces")
 }
 
 fn invalid_inject_annotations(pods: &[Pod]) -> Option<Finding> {
@@ -114,11 +109,7 @@ fn active(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
 
 /// A warning about pods, unless there are none. `what` completes the sentence "N pods ...".
 fn warning(details: impl Iterator<Item = String>, what: &str, advice: &str) -> Option<Finding> {
-    let details: Vec<String> = details.collect();
-    (!details.is_empty()).then(|| {
-        let text = format!("{} {what}", count(details.len(), "pod", "pods"));
-        Finding::warning(text, advice).with_details(details)
-    })
+    Finding::warning(what, advice).about(details.collect(), "pod", "pods")
 }
 
 /// What unauthenticated callers reach in strict pods.

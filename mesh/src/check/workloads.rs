@@ -196,22 +196,12 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
         })
         .collect();
     let mut findings = Vec::new();
-    if !failed.is_empty() {
-        let text = format!(
-            "{} injection and cannot create pods",
-            count(failed.len(), "workload requests", "workloads request")
-        );
-        let advice = "remove the cause in the message; Kubernetes then retries";
-        findings.push(Finding::problem(text, advice).with_details(failed));
-    }
-    if !misplaced.is_empty() {
-        let text = format!(
-            "{} a setting of pods in its own metadata, where it has no effect",
-            count(misplaced.len(), "workload has", "workloads have")
-        );
-        let advice = "move it to spec.template.metadata.annotations";
-        findings.push(Finding::warning(text, advice).with_details(misplaced));
-    }
+    let advice = "remove the cause in the message; Kubernetes then retries";
+    let finding = Finding::problem("injection and cannot create pods", advice);
+    findings.extend(finding.about(failed, "workload requests", "workloads request"));
+    let text = "a setting of pods in its own metadata, where it has no effect";
+    let finding = Finding::warning(text, "move it to spec.template.metadata.annotations");
+    findings.extend(finding.about(misplaced, "workload has", "workloads have"));
     if findings.is_empty() {
         let requested = workloads
             .iter()

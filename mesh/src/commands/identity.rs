@@ -48,54 +48,38 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+type Cell = (TextStyle, String);
+
 fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
     let label = |text: &str| (TextStyle::Bold, text.to_owned());
-    let plain = |text: String| (TextStyle::Ok, text);
-    let mut rows = vec![vec![
-        label("trust domain"),
-        (TextStyle::Bold, mesh.trust_domain.clone()),
-    ]];
+    let mut rows = Vec::new();
+    let mut row = |name: &str, (style, text): Cell| rows.push(vec![label(name), (style, text)]);
+    row("trust domain", label(&mesh.trust_domain));
     if let Some(issuer) = &mesh.issuer {
-        rows.push(vec![label("issuer"), authority(issuer, now)]);
+        row("issuer", authority(issuer, now));
     }
-    rows.push(vec![
-        label("location"),
-        (TextStyle::Dim, mesh.place.clone()),
-    ]);
+    row("location", (TextStyle::Dim, mesh.place.clone()));
     for (index, root) in mesh.roots.iter().enumerate() {
-        let role = if root.role == "current" {
-            String::new()
-        } else {
-            format!("{}: ", root.role)
+        let role = match root.role.as_str() {
+            "current" => String::new(),
+            role => format!("{role}: "),
         };
         let (style, text) = authority(root, now);
-        rows.push(vec![
-            label(if index == 0 { "trust roots" } else { "" }),
-            (style, format!("{role}{text}")),
-        ]);
+        let name = if index == 0 { "trust roots" } else { "" };
+        row(name, (style, format!("{role}{text}")));
     }
-    rows.push(vec![label("rotation"), rotation(mesh, now)]);
-    rows.extend(mesh.rotation.waiting.iter().map(|item| {
-        vec![
-            label(""),
-            (TextStyle::Warning, format!("waiting for {item}")),
-        ]
-    }));
-    rows.push(vec![label("controllers"), plain(mesh.replicas.join(", "))]);
-    rows.extend(
-        mesh.problems.iter().map(|(name, problem)| {
-            vec![label(""), (TextStyle::Error, format!("{name}: {problem}"))]
-        }),
-    );
-    rows.extend(mesh.unreachable.iter().map(|(name, error)| {
-        vec![
-            label(""),
-            (
-                TextStyle::Error,
-                format!("{name} does not respond: {error}"),
-            ),
-        ]
-    }));
+    row("rotation", rotation(mesh, now));
+    for item in &mesh.rotation.waiting {
+        row("", (TextStyle::Warning, format!("waiting for {item}")));
+    }
+    row("controllers", (TextStyle::Ok, mesh.replicas.join(", ")));
+    for (name, problem) in &mesh.problems {
+        row("", (TextStyle::Error, format!("{name}: {problem}")));
+    }
+    for (name, error) in &mesh.unreachable {
+        let text = format!("{name} does not respond: {error}");
+        row("", (TextStyle::Error, text));
+    }
     let mut text = colors.table(&rows);
     text.push('\n');
     if mesh.workloads.is_empty() {
@@ -111,16 +95,13 @@ fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
         "CLOCK",
     ];
     let mut rows = vec![headings.map(label).to_vec()];
-    rows.extend(
-        mesh.workloads
-            .iter()
-            .map(|workload| cells(workload, mesh, now)),
-    );
+    let workloads = mesh.workloads.iter();
+    rows.extend(workloads.map(|workload| cells(workload, mesh, now)));
     text + &colors.table(&rows)
 }
 
 /// Describes a CA. The style depends on its remaining lifetime.
-fn authority(authority: &Authority, now: u64) -> (TextStyle, String) {
+fn authority(authority: &Authority, now: u64) -> Cell {
     let fingerprint: String = authority.fingerprint.chars().take(16).collect();
     let expires = format_relative(authority.not_after, now);
     let origin = if authority.own {
@@ -133,13 +114,11 @@ fn authority(authority: &Authority, now: u64) -> (TextStyle, String) {
         authority.subject,
         format_timestamp(authority.not_after)
     );
-    (
-        style_of_lifetime(issued_at(authority), authority.not_after, now, 3),
-        text,
-    )
+    let style = style_of_lifetime(issued_at(authority), authority.not_after, now, 3);
+    (style, text)
 }
 
-fn rotation(mesh: &Mesh, now: u64) -> (TextStyle, String) {
+fn rotation(mesh: &Mesh, now: u64) -> Cell {
     let rotation = &mesh.rotation;
     let since = format_duration(now.saturating_sub(rotation.since));
     if is_steady(rotation) {
@@ -149,15 +128,12 @@ fn rotation(mesh: &Mesh, now: u64) -> (TextStyle, String) {
         };
         return (TextStyle::Ok, text);
     }
-    (
-        TextStyle::Warning,
-        format!(
-            "{} for {since} ({}): {}",
-            rotation.phase,
-            rotation.reason,
-            describe_phase(rotation)
-        ),
-    )
+    let (phase, reason) = (&rotation.phase, &rotation.reason);
+    let text = format!(
+        "{phase} for {since} ({reason}): {}",
+        describe_phase(rotation)
+    );
+    (TextStyle::Warning, text)
 }
 
 /// `Error` for an expired certificate, `Warning` if less than one `part`th of its lifetime remains.
@@ -170,9 +146,11 @@ fn style_of_lifetime(issued_at: u64, not_after: u64, now: u64, part: u64) -> Tex
     }
 }
 
-fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(TextStyle, String)> {
-    let dim = |text: &str| (TextStyle::Dim, text.to_owned());
-    let mut cells = vec![(TextStyle::Ok, workload.name()), dim(&workload.identity)];
+fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<Cell> {
+    let mut cells = vec![
+        (TextStyle::Ok, workload.name()),
+        (TextStyle::Dim, workload.identity.clone()),
+    ];
     if !workload.has_certificate() {
         cells.push((TextStyle::Error, "pending".into()));
         return cells;
@@ -181,54 +159,33 @@ fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<(TextStyle, String)>
         workload.certificate_issued_at,
         workload.certificate_not_after,
     );
-    let signed_by_current = mesh
-        .issuer
-        .as_ref()
-        .is_none_or(|issuer| issuer.id == workload.certificate_issuer);
-    let age = format!(
-        "{} old{}",
-        format_duration(now.saturating_sub(issued_at)),
-        if signed_by_current {
-            ""
-        } else {
-            ", previous CA"
-        }
-    );
-    cells.push((
-        if signed_by_current {
-            TextStyle::Ok
-        } else {
-            TextStyle::Warning
-        },
-        age,
-    ));
+    let issuer = mesh.issuer.as_ref();
+    let (style, previous) = match issuer.map(|issuer| &issuer.id) {
+        Some(id) if *id != workload.certificate_issuer => (TextStyle::Warning, ", previous CA"),
+        _ => (TextStyle::Ok, ""),
+    };
+    let age = format_duration(now.saturating_sub(issued_at));
+    cells.push((style, format!("{age} old{previous}")));
     // Proxies renew their certificates at 80% of the lifetime.
-    cells.push((
-        style_of_lifetime(issued_at, not_after, now, 10),
-        format_relative(not_after, now),
-    ));
+    let style = style_of_lifetime(issued_at, not_after, now, 10);
+    cells.push((style, format_relative(not_after, now)));
     cells.push(if workload.acknowledged {
         (TextStyle::Ok, "current".into())
     } else {
         (TextStyle::Warning, "outdated".into())
     });
     let skew = workload.clock_skew_ms;
-    let clock = match skew {
-        _ if skew.abs() < 1_000 => "synchronized".into(),
-        _ => format!(
-            "{} {}",
-            format_duration(skew.unsigned_abs() / 1_000),
-            if skew > 0 { "ahead" } else { "behind" }
-        ),
+    let style = if skew.abs() < CLOCK_SKEW_WARNING_MS {
+        TextStyle::Ok
+    } else {
+        TextStyle::Error
     };
-    cells.push((
-        if skew.abs() < CLOCK_SKEW_WARNING_MS {
-            TextStyle::Ok
-        } else {
-            TextStyle::Error
-        },
-        clock,
-    ));
+    let duration = format_duration(skew.unsigned_abs() / 1_000);
+    cells.push(match skew {
+        -999..1_000 => (style, "synchronized".into()),
+        1_000.. => (style, format!("{duration} ahead")),
+        _ => (style, format!("{duration} behind")),
+    });
     cells
 }
 

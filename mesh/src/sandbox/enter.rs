@@ -12,13 +12,14 @@
 //! namespace.
 
 use std::{
-    io::{self, IsTerminal, Read, Write},
+    io::{self, Read, Write},
     os::{fd::AsFd, unix::net::UnixStream},
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode},
 };
 
 use anyhow::{Context, Result, bail};
+use diy_mesh_runtime::{LogFormat, init_logging};
 use nix::{
     errno::Errno,
     mount::{MsFlags, mount},
@@ -32,8 +33,6 @@ use nix::{
 };
 
 use tracing_subscriber::filter::Targets;
-use tracing_subscriber::fmt;
-use tracing_subscriber::prelude::*;
 
 use super::protocol::Message;
 
@@ -86,10 +85,7 @@ pub fn init(programs: &Path) -> Result<ExitCode> {
 
 /// `mesh sandbox-agent`: the node.
 pub fn agent(programs: PathBuf, log: Targets) -> Result<ExitCode> {
-    let lines = fmt::layer()
-        .with_ansi(io::stderr().is_terminal())
-        .with_writer(io::stderr);
-    tracing_subscriber::registry().with(log).with(lines).init();
+    init_logging(log, LogFormat::Text);
     let control = control_socket()?;
     // Two threads leave the other cores to the programs of the pods.
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -1,10 +1,9 @@
 //! A copy of an HTTP/1 request for a mirror: sent whole; its response is read and dropped.
 
 use std::future::poll_fn;
-use std::rc::Rc;
 use std::time::SystemTime;
 
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
 use tokio::io::AsyncWriteExt;
 
 use super::body::Relay;
@@ -12,74 +11,94 @@ use super::head::{Framing, ResponseHead, find_end};
 use crate::balance::Endpoint;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Replayable};
+use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 
-/// A copy.
-pub struct Copy {
-    flow: Rc<Flow>,
-    attempts: Attempts,
-    method: Bytes,
-    message: BytesMut,
+/// A request with this head and body.
+pub fn message(head: &[u8], body: &[u8], chunked: bool) -> BytesMut {
+    let mut message = BytesMut::from(head);
+    if chunked && !body.is_empty() {
+        message.extend_from_slice(format!("{:x}\r\n", body.len()).as_bytes());
+    }
+    message.extend_from_slice(body);
+    if chunked {
+        let end: &[u8] = if body.is_empty() { b"" } else { b"\r\n" };
+        message.extend_from_slice(end);
+        message.extend_from_slice(b"0\r\n\r\n");
+    }
+    message
 }
 
-impl Copy {
-    /// A request with this head and body.
-    pub fn new(
-        flow: Rc<Flow>,
-        attempts: Attempts,
-        method: Bytes,
-        head: &[u8],
-        body: &[u8],
-        chunked: bool,
-    ) -> Self {
-        let mut message = BytesMut::from(head);
-        if chunked && !body.is_empty() {
-            message.extend_from_slice(format!("{:x}\r\n", body.len()).as_bytes());
-        }
-        message.extend_from_slice(body);
-        if chunked {
-            let end: &[u8] = if body.is_empty() { b"" } else { b"\r\n" };
-            message.extend_from_slice(end);
-            message.extend_from_slice(b"0\r\n\r\n");
-        }
-        Self {
-            flow,
-            attempts,
-            method,
-            message,
-        }
+/// Sends a request with this method.
+pub async fn attempt(
+    message: &[u8],
+    method: &[u8],
+    attempts: &mut Attempts,
+    flow: &Flow,
+    endpoint: &Endpoint,
+) -> Result<(), AttemptError> {
+    let began_at = attempts.began_at();
+    let dialer = attempts.dialer(&flow.worker.tls);
+    let connected = endpoint.pool().http1(dialer, began_at).await;
+    let mut upstream = connected.map_err(AttemptError::connect)?;
+    if !upstream.reused {
+        attempts.connected();
     }
+    let closed = |reason| {
+        let address = endpoint.address;
+        AttemptError::last(Failure::UpstreamClosed { address, reason })
+    };
+    let io = &mut upstream.io;
+    let written = async {
+        io.write_all(message).await?;
+        io.flush().await
+    };
+    let written: std::io::Result<()> = written.await;
+    written.map_err(|error| closed(error.to_string()))?;
+    let head = read(io, method).await.map_err(closed)?;
+    let is_peer = io.is_secured();
+    let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
+    let answered = attempts.answered(verdict, Replayable::ONCE, flow);
+    attempts.end();
+    let answered_at = answered?;
+    let reusable = head.connection.persists(head.version)
+        && head.status != 101
+        && head.framing != Framing::UntilClose
+        && io.unread().is_empty();
+    if reusable {
+        endpoint.pool().checkin_http1(upstream.io, answered_at);
+    }
+    Ok(())
+}
 
-    /// Reads the response to its end. Returns its head.
-    async fn read(&self, io: &mut Io) -> Result<ResponseHead, String> {
-        let mut scanned = 0;
-        let head = loop {
-            let end = find_end(io.unread(), &mut scanned).map_err(|_| "malformed head")?;
-            if let Some(end) = end {
-                let raw = io.unread().split_to(end).freeze();
-                scanned = 0;
-                match ResponseHead::parse(raw, &self.method) {
-                    Ok(head) if head.is_interim() => continue,
-                    Ok(head) => break head,
-                    Err(_) => return Err("malformed head".to_owned()),
-                }
+/// Reads the response to its end. Returns its head.
+async fn read(io: &mut Io, method: &[u8]) -> Result<ResponseHead, String> {
+    let mut scanned = 0;
+    let head = loop {
+        let end = find_end(io.unread(), &mut scanned).map_err(|_| "malformed head")?;
+        if let Some(end) = end {
+            let raw = io.unread().split_to(end).freeze();
+            scanned = 0;
+            match ResponseHead::parse(raw, method) {
+                Ok(head) if head.is_interim() => continue,
+                Ok(head) => break head,
+                Err(_) => return Err("malformed head".to_owned()),
             }
-            fill(io).await?;
-        };
-        if head.status == 101 || head.framing == Framing::UntilClose {
+        }
+        fill(io).await?;
+    };
+    if head.status == 101 || head.framing == Framing::UntilClose {
+        return Ok(head);
+    }
+    let mut body = Relay::new(head.framing, BytesMut::new(), true);
+    loop {
+        body.drop_buffered(io.unread())
+            .map_err(|error| error.to_string())?;
+        if body.is_read() {
             return Ok(head);
         }
-        let mut body = Relay::new(head.framing, BytesMut::new(), true);
-        loop {
-            body.drop_buffered(io.unread())
-                .map_err(|error| error.to_string())?;
-            if body.is_read() {
-                return Ok(head);
-            }
-            fill(io).await?;
-        }
+        fill(io).await?;
     }
 }
 
@@ -88,58 +107,5 @@ async fn fill(io: &mut Io) -> Result<(), String> {
         Ok(0) => Err("end of stream".to_owned()),
         Ok(_) => Ok(()),
         Err(error) => Err(error.to_string()),
-    }
-}
-
-impl Forward for Copy {
-    type Outcome = ();
-
-    fn authorize(&mut self, _: &Flow) -> Result<(), Failure> {
-        Ok(())
-    }
-
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.attempts
-    }
-
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
-        let began_at = self.attempts.began_at();
-        let dialer = self.attempts.dialer(&self.flow.worker.tls);
-        let connected = endpoint.pool().http1(dialer, began_at).await;
-        let mut upstream = connected.map_err(AttemptError::connect)?;
-        if !upstream.reused {
-            self.attempts.connected();
-        }
-        let closed = |reason| {
-            let address = endpoint.address;
-            AttemptError::last(Failure::UpstreamClosed { address, reason })
-        };
-        let io = &mut upstream.io;
-        let written = async {
-            io.write_all(&self.message).await?;
-            io.flush().await
-        };
-        let written: std::io::Result<()> = written.await;
-        written.map_err(|error| closed(error.to_string()))?;
-        let head = self.read(io).await.map_err(closed)?;
-        let is_peer = io.is_secured();
-        let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
-        let answered = self
-            .attempts
-            .answered(verdict, Replayable::ONCE, &self.flow);
-        self.attempts.end();
-        let answered_at = answered?;
-        let reusable = head.connection.persists(head.version)
-            && head.status != 101
-            && head.framing != Framing::UntilClose
-            && io.unread().is_empty();
-        if reusable {
-            endpoint.pool().checkin_http1(upstream.io, answered_at);
-        }
-        Ok(())
-    }
-
-    fn rewind(&mut self) -> bool {
-        true
     }
 }

@@ -9,7 +9,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
-use diy_mesh_proxy::config::{Config, RawConfig};
+use diy_mesh_proxy::config::Config;
 use diy_mesh_proxy::connection::carry;
 use diy_mesh_proxy::destination::Destination;
 use diy_mesh_proxy::discovery::Discovery;
@@ -99,7 +99,7 @@ impl Mesh {
 
     pub fn with_memory(memory: usize, change: impl FnOnce(&mut Config)) -> Self {
         let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
-        let mut config = Config::from_raw(RawConfig::parse_from(args.split(' '))).unwrap();
+        let mut config = Config::parse_from(args.split(' ')).check().unwrap();
         change(&mut config);
         let (metrics, drain) = (Metrics::new(), CancellationToken::new());
         let context = WorkerContext {

@@ -1,0 +1,176 @@
+//! Rate limits and faults of TrafficPolicies in a sandbox.
+#![allow(clippy::unwrap_used)]
+
+use std::time::{Duration, Instant};
+
+use diy_mesh::sandbox::Sandbox;
+use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_tests::routes::{binomial_bounds, servers};
+use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, request_until, shell, single_pod, with_mesh};
+
+const SERVICE: &str = "web.shop";
+
+/// A TrafficPolicy of Service shop/web with one section, in YAML.
+fn policy(section: &str) -> String {
+    format!(
+        "
+apiVersion: diy-service-mesh.dev/v1alpha1
+kind: TrafficPolicy
+metadata: {{name: web, namespace: shop}}
+spec:
+  targetRefs: [{{group: '', kind: Service, name: web}}]
+  {section}
+"
+    )
+}
+
+/// Two clients of different identities, and the servers.
+fn mesh() -> Option<(Sandbox, [PodView; 2])> {
+    let shells = [
+        shell(MESHED),
+        shell(MESHED).replace("namespace: clients", "namespace: shop"),
+    ];
+    let sandbox = with_mesh(&format!("{}---{}", servers("shop"), shells.join("---")))?;
+    let clients = ["clients", "shop"].map(|namespace| single_pod(&sandbox, namespace, "shell"));
+    Some((sandbox, clients))
+}
+
+/// Sends `GET /hello` until the response contains a text, and returns it: policies reach proxies
+/// with a delay.
+fn until(sandbox: &Sandbox, client: &PodView, host: &str, port: u16, text: &str) -> String {
+    let is_expected = |response: &str| response.contains(text);
+    request_until(sandbox, client, "GET /hello", (host, port), "", is_expected).stdout
+}
+
+/// Sends requests on one connection, and returns the responses.
+fn requests(sandbox: &Sandbox, client: &PodView, target: &str, count: usize) -> String {
+    let script = format!(
+        "exec 3<>/dev/tcp/{SERVICE}/80
+         for ((i = 1; i < {count}; i++)); do
+             printf 'GET {target} HTTP/1.1\\r\\nHost: web\\r\\n\\r\\n' >&3
+         done
+         printf 'GET {target} HTTP/1.1\\r\\nHost: web\\r\\nConnection: close\\r\\n\\r\\n' >&3
+         cat <&3"
+    );
+    let command = ["timeout", "50", "bash", "-c", &script];
+    sandbox.exec(client, "shell", &command).unwrap().stdout
+}
+
+fn count(responses: &str, status: &str) -> usize {
+    responses.matches(&format!("HTTP/1.1 {status} ")).count()
+}
+
+/// The value of `Retry-After`, in seconds.
+fn retry_after(response: &str) -> u64 {
+    let (_, value) = response.split_once("retry-after: ").expect("the field");
+    value.split_once("\r\n").unwrap().0.parse().unwrap()
+}
+
+#[test]
+fn each_caller_has_its_burst() {
+    let Some((sandbox, [one, other])) = mesh() else {
+        return;
+    };
+    // Longer than the test: no bucket gains a token.
+    let limits = "rateLimits: [{name: each, requests: 5, window: 10h, per: Caller}]";
+    sandbox.apply(&policy(limits)).unwrap();
+    let limited = "x-mesh-error: rate-limited";
+    let response = until(&sandbox, &one, SERVICE, 80, limited);
+    assert!(response.starts_with("HTTP/1.1 429 "), "{response}");
+    assert!(
+        response.contains("rate limit TrafficPolicy shop/web/each"),
+        "{response}"
+    );
+    assert!(
+        (7000..=7200).contains(&retry_after(&response)),
+        "{response}"
+    );
+    let responses = requests(&sandbox, &other, "/hello", 12);
+    assert_eq!(count(&responses, "200"), 5, "{responses}");
+    assert_eq!(count(&responses, "429"), 7, "{responses}");
+    sandbox.delete("TrafficPolicy", "shop", "web").unwrap();
+    until(&sandbox, &one, SERVICE, 80, "200 OK");
+    assert_eq!(count(&requests(&sandbox, &other, "/hello", 12), "200"), 12);
+}
+
+#[test]
+fn replicas_share_a_limit() {
+    let Some((sandbox, [one, other])) = mesh() else {
+        return;
+    };
+    let limits = "rateLimits: [{name: all, requests: 8, window: 24h, per: Service}]";
+    sandbox.apply(&policy(limits)).unwrap();
+    let limited = "x-mesh-error: rate-limited";
+    let response = until(&sandbox, &one, SERVICE, 80, limited);
+    let alone = 3 * 3600;
+    assert!(retry_after(&response) <= alone, "{response}");
+    // The callers share it.
+    let responses = requests(&sandbox, &other, "/hello", 3);
+    assert_eq!(count(&responses, "429"), 3, "{responses}");
+    let first = single_pod(&sandbox, "shop", "web-v1").ip.unwrap();
+    sandbox.scale("shop", "web-v1", 2).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    // Half of the rate: the next token takes twice as long.
+    let is_halved =
+        |response: &str| response.contains(limited) && retry_after(response) > alone + 3600;
+    request_until(&sandbox, &one, "GET /hello", (&first, 8080), "", is_halved);
+    let pods = sandbox.view().pods_of("shop", "web-v1");
+    let second = pods.iter().find(|pod| pod.ip.as_deref() != Some(&first));
+    let second = second.unwrap().ip.clone().unwrap();
+    let passed = std::cell::Cell::new(0);
+    let response = request_until(
+        &sandbox,
+        &one,
+        "GET /hello",
+        (&second, 8080),
+        "",
+        |response| {
+            passed.set(passed.get() + u32::from(response.starts_with("HTTP/1.1 200 ")));
+            response.contains(limited)
+        },
+    );
+    assert_eq!(passed.get(), 4, "{}", response.stdout);
+}
+
+#[test]
+fn faults_concern_their_share_of_the_matching_requests() {
+    let Some((sandbox, [client, _])) = mesh() else {
+        return;
+    };
+    let faults = "faults:
+    - {matches: [{path: {type: Exact, value: /hello}}], abort: {status: 503, percent: 25}}
+    - {matches: [{path: {type: Exact, value: /slow}}], delay: {duration: 300ms}}
+    - {matches: [{path: {type: Exact, value: /none}}], abort: {status: 418}}";
+    sandbox.apply(&policy(faults)).unwrap();
+    let response = until(
+        &sandbox,
+        &client,
+        SERVICE,
+        80,
+        "x-mesh-error: fault-injected",
+    );
+    assert!(
+        response.contains("fault of TrafficPolicy shop/web"),
+        "{response}"
+    );
+    let responses = requests(&sandbox, &client, "/hello", 400);
+    let aborted = count(&responses, "503");
+    assert_eq!(count(&responses, "200") + aborted, 400);
+    let bounds = binomial_bounds(400, 0.25);
+    assert!(
+        bounds.contains(&aborted),
+        "{aborted} of 400, expected {bounds:?}"
+    );
+    assert_eq!(count(&requests(&sandbox, &client, "/none", 20), "418"), 20);
+    let begun = Instant::now();
+    let responses = requests(&sandbox, &client, "/slow", 3);
+    assert!(begun.elapsed() >= 3 * Duration::from_millis(300));
+    assert_eq!(count(&responses, "404"), 3, "{responses}");
+    sandbox.delete("TrafficPolicy", "shop", "web").unwrap();
+    let is_own = |response: &str| response.contains("this server answers /hello");
+    request_until(&sandbox, &client, "GET /none", (SERVICE, 80), "", is_own);
+    assert_eq!(
+        count(&requests(&sandbox, &client, "/hello", 100), "200"),
+        100
+    );
+}
