@@ -1,6 +1,7 @@
 //! Isolation: an object changes the connections to its own Services only, in random clusters.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 
 use super::locality::Location;
 use super::object::{Change, Key, Kind, Object, Resource, Service, Source};
@@ -23,11 +24,21 @@ fn cluster(chance: &mut Chance) -> Vec<Object> {
     objects
 }
 
+/// Also the ports of pods that slices contain, at which routes of headless Services apply.
+fn destinations() -> Vec<SocketAddr> {
+    let all = Chance::destinations().into_iter();
+    let at_pods = all.clone().flat_map(|address| {
+        let ports = 8080..=8082;
+        ports.map(move |port| SocketAddr::new(address.ip(), port))
+    });
+    all.chain(at_pods).collect()
+}
+
 fn is_same(one: &Object, other: &Object) -> bool {
     (one.kind(), one.key()) == (other.kind(), other.key())
 }
 
-fn state(index: &Index, destination: std::net::SocketAddr, client: &Location) -> State {
+fn state(index: &Index, destination: SocketAddr, client: &Location) -> State {
     index.resolve(&Resource::Destination(destination), client).1
 }
 
@@ -121,7 +132,7 @@ fn object_changes_connections_to_its_own_services_only() {
         }
         let without = index(objects);
         let concerned = concerned(&object, &all);
-        for destination in Chance::destinations() {
+        for destination in destinations() {
             for client in Chance::locations() {
                 let before = state(&without, destination, &client);
                 let after = state(&with, destination, &client);
@@ -229,7 +240,7 @@ fn objects_of_a_namespace_do_not_change_connections_between_pods_of_others() {
             clients.filter(|client| *client.namespace != *HOSTILE)
         };
         let states = |index: &Index| -> Vec<(State, Location)> {
-            let destinations = Chance::destinations().into_iter();
+            let destinations = destinations().into_iter();
             let all = destinations.flat_map(|destination| {
                 clients().map(move |client| (state(index, destination, &client), client))
             });
