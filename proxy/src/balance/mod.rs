@@ -14,6 +14,7 @@ mod select;
 mod simulation;
 #[cfg(test)]
 mod tests;
+mod zone;
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
@@ -34,7 +35,7 @@ use maglev::LazyTable;
 use policy::BackendPolicy;
 use quarantine::Siblings;
 pub use select::Preference;
-use select::Turn;
+use select::{Context, Turns};
 
 /// The first share of a new endpoint, of that of the others.
 const MIN_SHARE: f64 = 0.1;
@@ -51,7 +52,7 @@ pub struct Backend {
     state: RefCell<State>,
     pools: Rc<Pools>,
     siblings: Rc<Siblings>,
-    turn: Turn,
+    turns: Turns,
     /// The budget for retries of its requests.
     pub retries: RetryBudget,
 }
@@ -112,7 +113,7 @@ impl Backend {
             state: RefCell::new(state),
             pools: pools.clone(),
             siblings,
-            turn: Turn::default(),
+            turns: Turns::default(),
             retries: RetryBudget::new(BudgetSettings::default(), Instant::now()),
         }
     }
@@ -146,11 +147,24 @@ impl Backend {
         &self,
         preference: Preference,
         tried: &[SocketAddr],
+        zone: &str,
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
         self.apply_updates();
         let state = self.state.borrow();
-        let picked = state.pick(preference, tried, rng, &self.turn).cloned();
+        let prefers = state.policy.balancing.prefer_zone;
+        self.siblings
+            .zones
+            .set_zone(if prefers { zone } else { "" });
+        let zones = &self.siblings.zones;
+        let context = Context {
+            preference,
+            tried,
+            turns: &self.turns,
+            zones,
+            now: Instant::now(),
+        };
+        let picked = state.pick(&context, rng).cloned();
         picked.ok_or_else(|| state.unavailable.clone())
     }
 
@@ -161,7 +175,7 @@ impl Backend {
         tried: &[SocketAddr],
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
-        self.pick_for(Preference::default(), tried, rng)
+        self.pick_for(Preference::default(), tried, "", rng)
     }
 
     /// The number of endpoints.

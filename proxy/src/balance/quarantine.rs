@@ -8,6 +8,8 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use super::zone::ZonePreference;
+
 /// The number of consecutive failures that start a quarantine.
 const MAX_FAILURES: u32 = 5;
 /// How long other requests avoid an endpoint while a probing request is in flight.
@@ -39,6 +41,8 @@ impl Cause {
 pub(super) struct Siblings {
     count: Cell<usize>,
     quarantined: Cell<usize>,
+    /// The preference of the own zone.
+    pub zones: ZonePreference,
 }
 
 impl Siblings {
@@ -89,6 +93,11 @@ impl Quarantine {
             siblings: siblings.clone(),
             removed: Cell::new(false),
         }
+    }
+
+    /// Records the latency of a response from an endpoint in this zone.
+    pub fn record_latency(&self, zone: &str, latency: Duration, now: Instant) {
+        self.siblings.zones.record(zone, latency, now);
     }
 
     /// Whether requests avoid the endpoint.
