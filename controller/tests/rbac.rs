@@ -276,6 +276,12 @@ impl Api {
             },
         });
         state.store(key, policy);
+        let key = ["split.smi-spec.io", "trafficsplits", "shop", "web"].map(String::from);
+        let split = json!({
+            "apiVersion": "split.smi-spec.io/v1alpha4", "kind": "TrafficSplit",
+            "metadata": {}, "spec": {"service": "none", "backends": []},
+        });
+        state.store(key, split);
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));

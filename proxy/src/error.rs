@@ -109,6 +109,27 @@ pub enum Failure {
     /// The endpoint takes no more requests at present.
     #[error("{0} is overloaded")]
     UpstreamOverloaded(SocketAddr),
+    /// A limit of the endpoint is reached, and no request ended in time or the queue is full.
+    #[error("{address} has reached {limit} of {}", policy_or_defaults(policy))]
+    EndpointLimit {
+        /// The endpoint.
+        address: SocketAddr,
+        /// The setting of the policy.
+        limit: &'static str,
+        /// The policy.
+        policy: String,
+    },
+    /// The circuit breaker of the backend is open.
+    #[error(
+        "the circuit of {service} is open by {policy}: too many requests failed; \
+         one request at a time tests whether it works again"
+    )]
+    CircuitOpen {
+        /// Namespace and name of the Service.
+        service: String,
+        /// The policy.
+        policy: String,
+    },
     /// The endpoint responded with a status that the route retries.
     #[error("{address} responded with {status}, and the next attempt failed")]
     RetriedStatus {
@@ -182,6 +203,14 @@ impl Failure {
         })
     }
 
+    /// The failure with the name of the policy that sets the limit.
+    pub fn with_policy(mut self, name: impl FnOnce() -> String) -> Self {
+        if let Self::EndpointLimit { policy, .. } = &mut self {
+            *policy = name();
+        }
+        self
+    }
+
     /// The port of an endpoint that accepted no connection.
     fn unconnected(&self) -> Option<u16> {
         match self {
@@ -200,6 +229,8 @@ impl Failure {
             | Self::Withheld(_)
             | Self::Overloaded(_)
             | Self::UpstreamOverloaded(_)
+            | Self::EndpointLimit { .. }
+            | Self::CircuitOpen { .. }
             | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::Connect { .. }
             | Self::UpstreamClosed { .. }
@@ -235,6 +266,7 @@ impl Failure {
             Self::HeadersTooLarge(_)
             | Self::Overloaded(_)
             | Self::UpstreamOverloaded(_)
+            | Self::EndpointLimit { .. }
             | Self::RateLimited(_) => 8,
             Self::ConnectNotAllowed | Self::NoRoute(_) => 12, // UNIMPLEMENTED
             _ => 14,                                          // UNAVAILABLE
@@ -303,7 +335,8 @@ impl Failure {
             Self::HeadersTooLarge(_) => "headers-too-large",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
-            Self::UpstreamOverloaded(_) => "upstream-overloaded",
+            Self::UpstreamOverloaded(_) | Self::EndpointLimit { .. } => "upstream-overloaded",
+            Self::CircuitOpen { .. } => "circuit-open",
             Self::RetriedStatus { .. } => "retried-status",
             Self::NoCertificate(_) => "no-certificate",
             Self::Handshake { .. } => "handshake-failed",
@@ -312,6 +345,14 @@ impl Failure {
             Self::Timeout(_) => "timeout",
             Self::Loop(_) => "loop",
         }
+    }
+}
+
+/// The policy that sets a limit, in a message.
+fn policy_or_defaults(policy: &str) -> &str {
+    match policy {
+        "" => "the proxy's defaults",
+        policy => policy,
     }
 }
 

@@ -125,7 +125,8 @@ pub(crate) async fn forward<F: Forward>(
     }
     request.attempts().backend = Some(backend.clone());
     let mut failures = Vec::new();
-    let mut time_to_connect = flow.worker.config.timeouts.connect;
+    let time_to_connect = backend.policy().connect_timeout;
+    let mut time_to_connect = time_to_connect.unwrap_or(flow.worker.config.timeouts.connect);
     let mut now = tokio::time::Instant::now();
     backend.retries.record_request(now.into_std());
     let summary =
@@ -148,9 +149,11 @@ pub(crate) async fn forward<F: Forward>(
         let ended = within(deadline, pin!(request.attempt(&endpoint))).await;
         let AttemptError { failure, retry } = match ended {
             Ok(outcome) => return Ok(outcome),
-            Err(error) => request.attempts().apply_policy(error),
+            Err(error) => error,
         };
+        let failure = failure.with_policy(|| backend.policy().name.clone());
         request.attempts().fail(&failure, retry);
+        let retry = request.attempts().apply_policy(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
             request.attempts().exclude(endpoint.address);
@@ -196,11 +199,18 @@ pub enum RetryDenial {
     PreviousAttempt,
     /// No endpoint usually answers before the deadline.
     Deadline,
+    /// The circuit of the backend is open.
+    Circuit,
 }
 
 impl RetryDenial {
     /// All reasons, in the order of their discriminants.
-    pub const ALL: [Self; 3] = [Self::Budget, Self::PreviousAttempt, Self::Deadline];
+    pub const ALL: [Self; 4] = [
+        Self::Budget,
+        Self::PreviousAttempt,
+        Self::Deadline,
+        Self::Circuit,
+    ];
 
     /// The value of the label `reason`.
     pub fn name(self) -> &'static str {
@@ -208,6 +218,7 @@ impl RetryDenial {
             Self::Budget => "budget",
             Self::PreviousAttempt => "previous-attempt",
             Self::Deadline => "deadline",
+            Self::Circuit => "circuit-open",
         }
     }
 }
@@ -402,17 +413,14 @@ impl Attempts {
 
     /// With a policy, a route asks for retries after closed connections and timeouts of attempts,
     /// whatever the request does.
-    fn apply_policy(&self, error: AttemptError) -> AttemptError {
+    fn apply_policy(&self, failure: &Failure, retry: Retry) -> Retry {
         let is_covered = matches!(
-            error.failure,
+            failure,
             Failure::UpstreamClosed { .. } | Failure::Timeout(Limit::Attempt)
         );
         match self.policy {
-            Some(_) if is_covered => AttemptError {
-                retry: Retry::AnyEndpoint,
-                ..error
-            },
-            _ => error,
+            Some(_) if is_covered => Retry::AnyEndpoint,
+            _ => retry,
         }
     }
 
@@ -470,6 +478,8 @@ impl Attempts {
             Some(RetryDenial::PreviousAttempt)
         } else if !self.exchange_deadline.remaining().is_none_or(can_finish) {
             Some(RetryDenial::Deadline)
+        } else if backend.is_circuit_open(now) {
+            Some(RetryDenial::Circuit)
         } else if !backend.retries.try_retry(now) {
             Some(RetryDenial::Budget)
         } else {
@@ -507,6 +517,7 @@ impl Attempts {
             // A closed pooled connection says nothing about the endpoint, nor does a bad request.
             Retry::AnyEndpoint if self.count < self.max_attempts() => in_flight.discard(),
             _ if failure.is_upstream_failure() => in_flight.failed(),
+            _ if matches!(failure, Failure::Timeout(Limit::Exchange)) => in_flight.timed_out(),
             // It has no response yet: its latency is at least the time until now.
             _ if matches!(failure, Failure::Timeout(_)) => drop(in_flight),
             _ => in_flight.discard(),
@@ -517,6 +528,8 @@ impl Attempts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::balance::policy::BackendPolicy;
+    use crate::balance::{BreakerSettings, BudgetSettings};
     use crate::destination::Destination;
     use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
     use crate::policy::Caller;
@@ -631,9 +644,19 @@ mod tests {
         }
     }
 
-    /// Sends 1000 requests to three endpoints, each attempt of which ends with this error. Returns
-    /// the attempts and the metrics.
-    async fn fail_all(error: Retry) -> (u32, String) {
+    /// A request whose attempts end with these errors.
+    fn failing(errors: Vec<Retry>) -> Scripted {
+        Scripted {
+            attempts: Attempts::default(),
+            errors,
+            can_rewind: true,
+            hangs: false,
+        }
+    }
+
+    /// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
+    /// metrics.
+    async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {
         let (discovery, mut questions) = Discovery::by_hand();
         let context = WorkerContext {
             discovery,
@@ -645,6 +668,7 @@ mod tests {
             |host| Arc::new(EndpointInfo::bare(SocketAddr::from(([10, 0, 0, host], 80))));
         let target = Target::Service(ServiceTarget {
             endpoints: [1, 2, 3].map(endpoint).into(),
+            policy: Arc::new(policy),
             ..ServiceTarget::default()
         });
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
@@ -660,12 +684,7 @@ mod tests {
         };
         let mut attempts = 0;
         for _ in 0..1000 {
-            let mut request = Scripted {
-                attempts: Attempts::default(),
-                errors: vec![error; 3],
-                can_rewind: true,
-                hangs: false,
-            };
+            let mut request = request();
             let backend = flow.destination.backend();
             forward(&mut request, &flow, backend)
                 .await
@@ -678,14 +697,99 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn outage_of_all_endpoints_adds_at_most_a_fifth_of_the_requests() {
         for error in [Retry::OtherEndpoint, Retry::AnyEndpoint] {
-            let (attempts, metrics) = fail_all(error).await;
+            let (attempts, metrics) =
+                fail_all(|| failing(vec![error; 3]), BackendPolicy::default()).await;
             assert_eq!(attempts, 1000 + 200 + 10, "{error:?}");
             let retries = "diy_mesh_proxy_retries_total{direction=\"outbound\"} 210\n";
             assert!(metrics.contains(retries), "{metrics}");
+            let policy = BackendPolicy {
+                budget: Some(BudgetSettings {
+                    percent: 5,
+                    min_per_second: 2,
+                }),
+                ..BackendPolicy::default()
+            };
+            let (attempts, _) = fail_all(|| failing(vec![error; 3]), policy).await;
+            assert_eq!(attempts, 1000 + 50 + 20, "{error:?} with a policy");
             let denied =
                 "diy_mesh_proxy_retries_denied_total{direction=\"outbound\",reason=\"budget\"} ";
             assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn open_circuit_ends_attempts_and_retries() {
+        let policy = || BackendPolicy {
+            name: "TrafficPolicy shop/web".to_owned(),
+            breaker: Some(BreakerSettings {
+                failure_percent: 50,
+                min_requests: 20,
+                interval: Duration::from_secs(3600),
+                open_time: Duration::from_secs(3600),
+            }),
+            ..BackendPolicy::default()
+        };
+        for error in [Retry::OtherEndpoint, Retry::Never] {
+            let (attempts, metrics) = fail_all(|| failing(vec![error; 3]), policy()).await;
+            assert_eq!(attempts, 20, "{error:?}");
+            for gauge in ["circuits_open", "circuits_opened_total"] {
+                let expected = format!("{gauge}{{direction=\"outbound\"}} 1\n");
+                assert!(metrics.contains(&expected), "{expected}: {metrics}");
+            }
+            let denied = "{direction=\"outbound\",reason=\"circuit-open\"} ";
+            let denied = metrics.contains(&format!("{denied}1\n"));
+            assert_eq!(denied, error == Retry::OtherEndpoint, "{metrics}");
+        }
+        // What a route retries is a failure too.
+        let hanging = || Scripted {
+            attempts: Attempts {
+                attempt_timeout: Some(Duration::from_secs(1)),
+                policy: Some(Arc::new(RetryPolicy {
+                    statuses: Vec::new(),
+                    attempts: 2,
+                    backoff: Duration::ZERO,
+                })),
+                ..Attempts::default()
+            },
+            hangs: true,
+            ..failing(Vec::new())
+        };
+        assert_eq!(fail_all(hanging, policy()).await.0, 20);
+        let slow = || Scripted {
+            attempts: Attempts {
+                exchange_deadline: Deadline::after(Some(Duration::from_secs(1)), Limit::Exchange),
+                ..Attempts::default()
+            },
+            hangs: true,
+            ..failing(Vec::new())
+        };
+        assert_eq!(fail_all(slow, policy()).await.0, 20);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn attempts_together_take_no_longer_than_the_exchange() {
+        const SECOND: Duration = Duration::from_secs(1);
+        let policy = RetryPolicy {
+            statuses: vec![504],
+            attempts: 5,
+            backoff: SECOND / 2,
+        };
+        let request = Scripted {
+            attempts: Attempts {
+                exchange_deadline: Deadline::after(Some(4 * SECOND), Limit::Exchange),
+                attempt_timeout: Some(SECOND),
+                policy: Some(Arc::new(policy)),
+                ..Attempts::default()
+            },
+            errors: Vec::new(),
+            can_rewind: true,
+            hangs: true,
+        };
+        let began = tokio::time::Instant::now();
+        let ended = run(request).await;
+        assert_eq!(ended.0, Err("timeout".to_owned()));
+        // At 0, 1.5 and 3 s: no endpoint is known to answer in less than the time that is left.
+        assert_eq!((ended.1, began.elapsed()), (3, 4 * SECOND));
     }
 
     #[tokio::test(start_paused = true)]

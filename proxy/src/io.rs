@@ -17,6 +17,7 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf, BytesMut};
+use diy_mesh_runtime::metrics::Active;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -46,6 +47,8 @@ pub struct Io {
     stream: TcpStream,
     tls: Option<Box<Tls>>,
     unread: BytesMut,
+    /// Counted among the connections to endpoints.
+    _counted: Option<Active>,
 }
 
 /// The state of a connection to another proxy.
@@ -62,7 +65,13 @@ impl Io {
             stream,
             tls: None,
             unread: BytesMut::new(),
+            _counted: None,
         }
+    }
+
+    /// Counts the connection until it is dropped.
+    pub fn count(&mut self, counted: Active) {
+        self._counted = Some(counted);
     }
 
     /// Runs the TLS handshake, which has consumed the unread bytes.

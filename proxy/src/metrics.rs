@@ -18,6 +18,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
+use crate::balance::Cause;
+use crate::connect::LimitKind;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::forward::RetryDenial;
@@ -27,7 +29,7 @@ use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 25] = [
+const FAILURE_CODES: [&str; 26] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -45,6 +47,7 @@ const FAILURE_CODES: [&str; 25] = [
     "request-timeout",
     "overloaded",
     "upstream-overloaded",
+    "circuit-open",
     "retried-status",
     "no-certificate",
     "handshake-failed",
@@ -77,6 +80,8 @@ pub struct Metrics {
     outbound: Flows,
     /// To endpoints in the zone of the proxy, and in other zones.
     zones: [Counter; 2],
+    /// By [`Direction`], inbound first.
+    upstream: [Arc<UpstreamMetrics>; 2],
     /// By [`MirrorResult`].
     mirrors: [Counter; MirrorResult::NAMES.len()],
     faults: NamedCounters,
@@ -108,6 +113,23 @@ struct Flows {
     opaque_connections: Counter,
     opaque_sent: Counter,
     opaque_received: Counter,
+}
+
+/// Metrics of the endpoints that the connections of one direction lead to.
+#[derive(Debug, Default)]
+pub struct UpstreamMetrics {
+    /// Open connections.
+    pub connections: Gauge,
+    /// Requests that wait while a limit is reached.
+    pub waiting: Gauge,
+    /// Requests rejected because a limit was reached, by [`LimitKind`].
+    pub limited: [Counter; LimitKind::NAMES.len()],
+    /// Quarantines that started, by [`Cause`].
+    pub ejections: [Counter; Cause::NAMES.len()],
+    /// Circuits that are open or half-open. Each worker has its own circuit for a destination.
+    pub circuits_open: Gauge,
+    /// Circuits that were opened.
+    pub circuits_opened: Counter,
 }
 
 /// Metrics of the discovery stream. Clones share their values.
@@ -146,6 +168,7 @@ impl Metrics {
         let mut registry = Registry::with_prefix("diy_mesh_proxy");
         let r = &mut registry;
         let [inbound, outbound] = Flows::register(r);
+        let upstream = UpstreamMetrics::register(r).map(Arc::new);
         let discovery = DiscoveryMetrics::register(r);
         let identity = IdentityMetrics::register(r);
         let mirrors = register_family(
@@ -193,6 +216,7 @@ impl Metrics {
             registry,
             inbound,
             outbound,
+            upstream,
             mirrors,
             zones,
             faults,
@@ -280,6 +304,15 @@ impl Metrics {
         render(&self.registry)
     }
 
+    /// The metrics of the endpoints of one direction.
+    pub fn upstream(&self, direction: Direction) -> Arc<UpstreamMetrics> {
+        let [inbound, outbound] = &self.upstream;
+        match direction {
+            Direction::Inbound => inbound.clone(),
+            Direction::Outbound => outbound.clone(),
+        }
+    }
+
     fn flows(&self, direction: Direction) -> &Flows {
         match direction {
             Direction::Inbound => &self.inbound,
@@ -351,6 +384,43 @@ impl Flows {
                 opaque_sent: opaque_bytes.get_or_create_owned(&[direction, ("way", "sent")]),
                 opaque_received: opaque_bytes
                     .get_or_create_owned(&[direction, ("way", "received")]),
+            }
+        })
+    }
+}
+
+impl UpstreamMetrics {
+    /// Registers the metrics of both directions, inbound first.
+    fn register(r: &mut Registry) -> [Self; 2] {
+        let connections: Gauges = register(
+            r,
+            "upstream_connections",
+            "Open connections to endpoints and to the application",
+        );
+        let waiting: Gauges = register(
+            r,
+            "requests_waiting",
+            "Requests that wait because a limit of their endpoint is reached",
+        );
+        let limited: Counters<2> = register(
+            r,
+            "requests_limited",
+            "Requests rejected because a limit of their endpoint was reached, by limit",
+        );
+        let ejections: Counters<2> = register(r, "ejections", "Quarantines of endpoints, by cause");
+        let open: Gauges = register(r, "circuits_open", "Circuits that are open or half-open");
+        let opened: Counters<1> = register(r, "circuits_opened", "Circuits that were opened");
+        [Direction::Inbound, Direction::Outbound].map(|direction| {
+            let direction = ("direction", direction.name());
+            Self {
+                connections: connections.get_or_create_owned(&[direction]),
+                waiting: waiting.get_or_create_owned(&[direction]),
+                limited: LimitKind::NAMES
+                    .map(|limit| limited.get_or_create_owned(&[direction, ("limit", limit)])),
+                ejections: Cause::NAMES
+                    .map(|cause| ejections.get_or_create_owned(&[direction, ("cause", cause)])),
+                circuits_open: open.get_or_create_owned(&[direction]),
+                circuits_opened: opened.get_or_create_owned(&[direction]),
             }
         })
     }
@@ -645,6 +715,10 @@ mod tests {
             Failure::RequestTimeout,
             Failure::Overloaded(""),
             Failure::UpstreamOverloaded(address),
+            Failure::CircuitOpen {
+                service: String::new(),
+                policy: String::new(),
+            },
             Failure::RetriedStatus {
                 address,
                 status: 503,

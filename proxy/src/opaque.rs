@@ -7,6 +7,7 @@ use std::time::Instant;
 use tokio::io::AsyncWriteExt;
 
 use crate::balance::Endpoint;
+use crate::connect::{Slot, Upstream};
 use crate::copy::{self, End};
 use crate::detect::RequestDetector;
 use crate::error::Failure;
@@ -20,6 +21,8 @@ use crate::tls::{Alpn, Tls};
 pub struct Dialed {
     /// The connection.
     pub upstream: Io,
+    /// The slot of the connection, if these are limited.
+    slot: Option<Slot>,
     /// The endpoint, and the attempts that the balancer counts.
     pub attempts: Attempts,
 }
@@ -43,6 +46,7 @@ pub async fn serve(
     };
     let Dialed {
         mut upstream,
+        slot: _slot,
         attempts,
     } = match dialed {
         Ok(dialed) => dialed,
@@ -73,9 +77,10 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
         attempts: Attempts::default(),
     };
     dial.attempts.preference = backend.preference(None, flow.peer);
-    let upstream = forward(&mut dial, flow, backend).await?;
+    let Upstream { io, slots, .. } = forward(&mut dial, flow, backend).await?;
     Ok(Dialed {
-        upstream,
+        upstream: io,
+        slot: slots.opaque(),
         attempts: dial.attempts,
     })
 }
@@ -85,11 +90,12 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
 pub async fn pool(
     Dialed {
         mut upstream,
+        slot: _slot,
         attempts,
     }: Dialed,
 ) {
     if let (Ok(()), Some(endpoint)) = (upstream.flush().await, attempts.endpoint()) {
-        endpoint.pool.checkin_http1(upstream, Instant::now());
+        endpoint.pool().checkin_http1(upstream, Instant::now());
     }
 }
 
@@ -100,7 +106,7 @@ struct Dial<'a> {
 }
 
 impl Forward for Dial<'_> {
-    type Outcome = Io;
+    type Outcome = Upstream;
 
     fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
         flow.authorize_connection()
@@ -110,9 +116,9 @@ impl Forward for Dial<'_> {
         &mut self.attempts
     }
 
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Io, AttemptError> {
+    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Upstream, AttemptError> {
         let dialer = self.attempts.dialer(self.tls);
-        let dialed = dialer.dial(&endpoint.pool.remote, self.alpn).await;
+        let dialed = endpoint.pool().opaque(dialer, self.alpn).await;
         let upstream = dialed.map_err(AttemptError::connect)?;
         self.attempts.opened();
         Ok(upstream)

@@ -273,7 +273,7 @@ impl ExchangeRecord {
             (Direction::Outbound, Some(endpoint)) => {
                 let Remote {
                     address, identity, ..
-                } = &endpoint.pool.remote;
+                } = &endpoint.pool().remote;
                 dump.remote(Some(*address), identity.as_ref().map(Identity::as_str));
             }
             (Direction::Outbound, None) => {}

@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::balance::{Backend, Endpoint, Preference};
 use crate::config::Config;
+use crate::connect::Pools;
 use crate::destination::Destinations;
 use crate::discovery::Discovery;
 use crate::dump::{Direction, Dumps};
@@ -135,6 +136,9 @@ impl Worker {
             context.config.timeouts,
             context.metrics.clone(),
         );
+        let workers = u32::try_from(context.config.workers).unwrap_or(u32::MAX);
+        let metrics = context.metrics.clone();
+        let pools = |direction| Pools::new(workers, metrics.upstream(direction));
         Rc::new(Self {
             policy: RefCell::new(Arc::new(context.config.policy.clone())),
             policy_updates: context.discovery.policy(),
@@ -142,8 +146,8 @@ impl Worker {
             dumps: context.dumps,
             metrics: context.metrics,
             tls,
-            destinations: Destinations::new(context.discovery),
-            apps: Destinations::new(Discovery::off()),
+            destinations: Destinations::new(context.discovery, pools(Direction::Outbound)),
+            apps: Destinations::new(Discovery::off(), pools(Direction::Inbound)),
             rng: RefCell::new(rng),
             drain: context.drain,
             open: Shares::new(context.limit, max_inbound),

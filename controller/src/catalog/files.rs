@@ -242,7 +242,9 @@ mod tests {
                 "reset HTTPRoute 0",
                 "reset GRPCRoute 0",
                 "reset ReferenceGrant 0",
-                "reset TrafficPolicy 0"
+                "reset TrafficPolicy 0",
+                "reset TrafficSplit 0",
+                "reset HTTPRouteGroup 0"
             ]
         );
         assert_eq!(say(files.scan()), [""; 0]);

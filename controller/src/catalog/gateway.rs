@@ -120,15 +120,18 @@ fn created(metadata: &ObjectMeta) -> i64 {
 }
 
 fn route(kind: Kind, metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
-    let meta = parse::Meta {
+    parse::route(meta(kind, metadata)?, spec)
+        .map(Object::Route)
+        .map_err(ConvertError)
+}
+
+pub(super) fn meta(kind: Kind, metadata: &ObjectMeta) -> Result<parse::Meta, ConvertError> {
+    Ok(parse::Meta {
         kind,
         key: key(metadata)?,
         generation: metadata.generation.unwrap_or_default(),
         created: created(metadata),
-    };
-    parse::route(meta, spec)
-        .map(Object::Route)
-        .map_err(ConvertError)
+    })
 }
 
 impl<K: GatewayKind> CatalogObject for GatewayObject<K> {

@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
 use super::gateway::{GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TrafficPolicy};
+use super::smi::{RouteGroup, TrafficSplit};
 use super::watch::{Context, Timing, watch};
 use crate::index::object::Event;
 
@@ -47,5 +48,7 @@ pub async fn run(
             context
         ),
         watch(GatewayObject::<TrafficPolicy>::apis(&client), None, context),
+        watch(GatewayObject::<TrafficSplit>::apis(&client), None, context),
+        watch(GatewayObject::<RouteGroup>::apis(&client), None, context),
     );
 }

@@ -9,8 +9,10 @@ use serde_yaml_ng::{Error, Value};
 
 use super::convert::CatalogObject;
 use super::gateway::{self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TrafficPolicy};
+use super::smi::{RouteGroup, TrafficSplit};
 use crate::index::object::Object;
 use crate::policy;
+use crate::routes::smi;
 
 /// An error in a file, with its position.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -133,6 +135,12 @@ fn object<'a>(
             match kind {
                 "TrafficPolicy" if group == policy::GROUP => {
                     Some(read::<GatewayObject<TrafficPolicy>>(document, trust_domain))
+                }
+                "TrafficSplit" if group == smi::SPLIT_GROUP => {
+                    Some(read::<GatewayObject<TrafficSplit>>(document, trust_domain))
+                }
+                "HTTPRouteGroup" if group == smi::SPECS_GROUP => {
+                    Some(read::<GatewayObject<RouteGroup>>(document, trust_domain))
                 }
                 _ if group != gateway::GROUP => None,
                 "HTTPRoute" => Some(read::<GatewayObject<HttpRoute>>(document, trust_domain)),

@@ -10,4 +10,5 @@ mod gateway;
 mod injected;
 pub mod kubernetes;
 mod manifest;
+mod smi;
 mod watch;

@@ -23,6 +23,7 @@ use super::convert::CatalogObject;
 use super::freshness::Freshness;
 use super::gateway;
 use crate::index::object::{Change, Event, Key, Kind, Object, Source};
+use crate::routes::smi;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -349,6 +350,8 @@ fn explain_status(kind: &Kind, status: &Status) -> String {
         Kind::GrpcRoute => ("grpcroutes", gateway::GROUP),
         Kind::Grant => ("referencegrants", gateway::GROUP),
         Kind::TrafficPolicy => ("trafficpolicies", crate::policy::GROUP),
+        Kind::TrafficSplit => ("trafficsplits", smi::SPLIT_GROUP),
+        Kind::RouteGroup => ("httproutegroups", smi::SPECS_GROUP),
     };
     format!(
         "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",

@@ -206,6 +206,8 @@ impl Index {
             Kind::Node => self.nodes.len(),
             Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).len(),
             Kind::Grant => self.routes.grants.len(),
+            Kind::TrafficSplit => self.routes.traffic_splits.len(),
+            Kind::RouteGroup => self.routes.route_groups.len(),
             Kind::TrafficPolicy => self.policies.objects.len(),
         }
     }
@@ -218,6 +220,8 @@ impl Index {
             Kind::Node => self.nodes.keys_of(source),
             Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).keys_of(source),
             Kind::Grant => self.routes.grants.keys_of(source),
+            Kind::TrafficSplit => self.routes.traffic_splits.keys_of(source),
+            Kind::RouteGroup => self.routes.route_groups.keys_of(source),
             Kind::TrafficPolicy => self.policies.objects.keys_of(source),
         }
     }
@@ -233,6 +237,8 @@ impl Index {
                 self.routes.set_route(source, route.kind, &key, Some(route));
             }
             Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
+            Object::Split(split) => self.routes.set_traffic_split(source, &key, Some(split)),
+            Object::RouteGroup(group) => self.routes.set_group(source, &key, Some(group)),
             Object::Policy(policy) => self.policies.set(source, &key, Some(policy)),
         }
     }
@@ -245,6 +251,8 @@ impl Index {
             Kind::Node => self.set_node(source, key, None, touched),
             Kind::HttpRoute | Kind::GrpcRoute => self.routes.set_route(source, kind, key, None),
             Kind::Grant => self.routes.set_grant(source, key, None),
+            Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
+            Kind::RouteGroup => self.routes.set_group(source, key, None),
             Kind::TrafficPolicy => self.policies.set(source, key, None),
         }
     }
@@ -429,5 +437,7 @@ fn unlink<K: Eq + Hash, V: Ord>(map: &mut HashMap<K, BTreeSet<V>>, from: &K, key
     }
 }
 
+#[cfg(test)]
+mod isolation;
 #[cfg(test)]
 pub(crate) mod tests;

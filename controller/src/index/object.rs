@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
+use crate::routes::smi::{RouteGroup, Split};
 
 /// The kinds of objects in the catalog.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,11 +30,15 @@ pub enum Kind {
     Grant,
     /// A TrafficPolicy.
     TrafficPolicy,
+    /// A TrafficSplit of SMI.
+    TrafficSplit,
+    /// An HTTPRouteGroup of SMI.
+    RouteGroup,
 }
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 8] = [
+    pub const ALL: [Kind; 10] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
@@ -42,6 +47,8 @@ impl Kind {
         Kind::GrpcRoute,
         Kind::Grant,
         Kind::TrafficPolicy,
+        Kind::TrafficSplit,
+        Kind::RouteGroup,
     ];
 
     /// Whether the mesh works without objects of this kind.
@@ -60,6 +67,8 @@ impl Kind {
             Kind::GrpcRoute => "GRPCRoute",
             Kind::Grant => "ReferenceGrant",
             Kind::TrafficPolicy => "TrafficPolicy",
+            Kind::TrafficSplit => "TrafficSplit",
+            Kind::RouteGroup => "HTTPRouteGroup",
         }
     }
 }
@@ -168,6 +177,10 @@ pub enum Object {
     Route(Route),
     /// A ReferenceGrant.
     Grant(Grant),
+    /// A TrafficSplit of SMI.
+    Split(Split),
+    /// An HTTPRouteGroup of SMI.
+    RouteGroup(RouteGroup),
     /// A TrafficPolicy.
     Policy(Policy),
 }
@@ -182,6 +195,8 @@ impl Object {
             Object::Node(_) => Kind::Node,
             Object::Route(route) => route.kind,
             Object::Grant(_) => Kind::Grant,
+            Object::Split(_) => Kind::TrafficSplit,
+            Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
         }
     }
@@ -195,6 +210,8 @@ impl Object {
             Object::Node(node) => &node.key,
             Object::Route(route) => &route.key,
             Object::Grant(grant) => &grant.key,
+            Object::Split(split) => &split.key,
+            Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
         }
     }

@@ -17,6 +17,7 @@ use super::{link, unlink};
 use crate::routes::attach::{Attachment, RouteId, Table, Unresolved, attach};
 use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Route};
+use crate::routes::smi::{RouteGroup, Split};
 use crate::routes::{
     BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
     RouteStatus,
@@ -27,7 +28,11 @@ use crate::routes::{
 pub(super) struct Routes {
     http: Store<Route>,
     grpc: Store<Route>,
-    /// The canaries of Services, as routes.
+    pub(super) traffic_splits: Store<Split>,
+    pub(super) route_groups: Store<RouteGroup>,
+    /// The TrafficSplits with a group.
+    of_route_group: HashMap<Key, BTreeSet<Key>>,
+    /// TrafficSplits and the canaries of Services, as routes.
     splits: HashMap<RouteId, Route>,
     canaries: HashMap<Key, Canaries>,
     /// The Services with the annotation, by the Service that it names.
@@ -57,7 +62,7 @@ impl Routes {
 
     fn get(&self, id: &RouteId) -> Option<&Route> {
         match id.0 {
-            Kind::Service => self.splits.get(id),
+            Kind::Service | Kind::TrafficSplit => self.splits.get(id),
             kind => self.of_kind(kind).get(&id.1),
         }
     }
@@ -100,6 +105,34 @@ impl Routes {
         if old != new {
             self.relink(&id, old.as_ref(), new.as_ref());
         }
+    }
+
+    pub(super) fn set_traffic_split(&mut self, source: Source, key: &Key, new: Option<Split>) {
+        let Some(Replaced(old)) = self.traffic_splits.replace(source, key, new) else {
+            return;
+        };
+        let groups = |split: Option<&Split>| split.map_or(vec![], |split| split.groups.clone());
+        for group in groups(old.as_ref()) {
+            unlink(&mut self.of_route_group, &group, key);
+        }
+        for group in groups(self.traffic_splits.get(key)) {
+            link(&mut self.of_route_group, &group, key);
+        }
+        self.update_split(key);
+    }
+
+    pub(super) fn set_group(&mut self, source: Source, key: &Key, new: Option<RouteGroup>) {
+        if self.route_groups.replace(source, key, new).is_some() {
+            let splits = self.of_route_group.get(key).cloned();
+            let splits = splits.into_iter().flatten();
+            splits.for_each(|split| self.update_split(&split));
+        }
+    }
+
+    fn update_split(&mut self, key: &Key) {
+        let split = self.traffic_splits.get(key);
+        let route = split.map(|split| split.route(|group| self.route_groups.get(group)));
+        self.set_split((Kind::TrafficSplit, key.clone()), route);
     }
 
     fn relink(&mut self, id: &RouteId, old: Option<&Route>, new: Option<&Route>) {
@@ -314,7 +347,9 @@ impl Routes {
 
     /// The status of each route with a parent that is a Service.
     pub(super) fn statuses(&self, services: &Store<Service>) -> Vec<RouteStatus> {
-        let routes = self.http.values().chain(self.grpc.values());
+        let splits = self.splits.values();
+        let splits = splits.filter(|split| split.kind == Kind::TrafficSplit);
+        let routes = self.http.values().chain(self.grpc.values()).chain(splits);
         let statuses = routes.filter(|route| !route.parents.is_empty());
         let mut statuses: Vec<RouteStatus> = statuses.map(|route| self.status(route)).collect();
         statuses.extend(
@@ -340,7 +375,10 @@ impl Routes {
         RouteStatus {
             kind: route.kind,
             key: route.key.clone(),
-            uid: "".into(),
+            uid: match route.kind {
+                Kind::TrafficSplit => self.traffic_splits[&route.key].uid.clone(),
+                _ => "".into(),
+            },
             generation: route.generation,
             parents: parents.collect(),
         }
@@ -384,7 +422,10 @@ impl Routes {
     #[cfg(test)]
     pub(super) fn links(&self) -> usize {
         let routes = self.of_group.len() + self.of_backend.len() + self.attachments.len();
-        let canaries = self.splits.len() + self.canaries.len() + self.canaries_of.len();
+        let canaries = self.splits.len()
+            + self.of_route_group.len()
+            + self.canaries.len()
+            + self.canaries_of.len();
         routes + canaries + self.into_namespace.len() + self.grants_of.len()
     }
 }

@@ -14,6 +14,7 @@ use super::*;
 use crate::policy::{self, Policy};
 use crate::routes::model::{Grant, Route};
 use crate::routes::parse::{self, Meta};
+use crate::routes::smi;
 
 pub(crate) fn key(name: &str) -> Key {
     Key::new("shop", name)
@@ -947,6 +948,28 @@ impl Chance {
                 zone: self.one(&["a", "b"]).into(),
             }),
             Kind::HttpRoute | Kind::GrpcRoute => Object::Route(self.route(kind)),
+            Kind::TrafficSplit => {
+                let meta = self.meta(kind);
+                let groups = self.some(&["g1", "g2"]).into_iter();
+                let groups = groups.map(|name| json!({"kind": "HTTPRouteGroup", "name": name}));
+                let groups: Vec<Value> = groups.collect();
+                let backends = (0..2).map(|_| {
+                    json!({
+                        "service": self.one(&["a", "b", "c", "missing"]),
+                        "weight": self.0.u8(..3),
+                    })
+                });
+                let backends: Vec<Value> = backends.collect();
+                let service = self.one(&Self::SERVICES);
+                let spec = json!({"service": service, "backends": backends, "matches": groups});
+                Object::Split(smi::split(meta, "", &spec).unwrap())
+            }
+            Kind::RouteGroup => {
+                let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
+                let path = self.one(&["/a", "/b.*", "("]);
+                let spec = json!({"matches": [{"name": "m", "pathRegex": path, "methods": ["GET", "PUT"]}]});
+                Object::RouteGroup(smi::group(key, &spec).unwrap())
+            }
             Kind::Grant => Object::Grant(Grant {
                 key: Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"])),
                 from: vec![(Kind::HttpRoute, self.one(&Self::NAMESPACES).into())],
@@ -984,14 +1007,18 @@ impl Chance {
         policy::parse::policy(key, self.0.i64(..3), self.0.i64(..2), &spec).unwrap()
     }
 
-    /// A route of either namespace, with parents and backends in `shop`.
-    fn route(&mut self, kind: Kind) -> Route {
-        let meta = Meta {
+    fn meta(&mut self, kind: Kind) -> Meta {
+        Meta {
             kind,
             key: Key::new(self.one(&Self::NAMESPACES), self.one(&["r1", "r2", "r3"])),
             generation: self.0.i64(..3),
             created: self.0.i64(..2),
-        };
+        }
+    }
+
+    /// A route of either namespace, with parents and backends in `shop`.
+    fn route(&mut self, kind: Kind) -> Route {
+        let meta = self.meta(kind);
         let parents = (0..2).map(|_| {
             json!({
                 "group": "", "kind": "Service", "namespace": "shop",

@@ -8,7 +8,7 @@ use diy_mesh_proto::mesh::v1::Fault;
 use prost::Message;
 
 use super::matches;
-use super::model::{Match, ParsedRule, Reference, Route, Rule};
+use super::model::{Backend, Match, ParsedRule, Reference, Route, Rule};
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
@@ -212,8 +212,21 @@ fn rule(
     });
     if let Some(port) = port {
         let parent = format!("{parent}:{port}");
-        for backend in rule.backends.iter_mut().filter(|one| one.target.is_empty()) {
-            backend.target.clone_from(&parent);
+        match route.kind {
+            // The specification of SMI: the others get their share.
+            Kind::TrafficSplit => rule.backends.retain(|one| !one.target.is_empty()),
+            _ => {
+                let mut backends = rule.backends.iter_mut();
+                let unresolved = backends.by_ref().filter(|one| one.target.is_empty());
+                unresolved.for_each(|backend| backend.target.clone_from(&parent));
+            }
+        }
+        if rule.backends.iter().all(|backend| backend.weight == 0) {
+            rule.backends = vec![Backend {
+                target: parent,
+                weight: 1,
+                filters: Vec::new(),
+            }];
         }
     }
     if let Some(message) = &parsed.unknown_filter {
@@ -232,6 +245,7 @@ fn precedence(kind: Kind) -> u8 {
     match kind {
         Kind::GrpcRoute => 3,
         Kind::HttpRoute => 2,
+        Kind::TrafficSplit => 1,
         _ => 0,
     }
 }

@@ -12,6 +12,7 @@ pub(crate) mod matches;
 pub mod model;
 pub mod parse;
 pub mod report;
+pub mod smi;
 #[allow(missing_docs)]
 pub mod spec;
 pub mod status;

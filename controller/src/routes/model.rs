@@ -11,7 +11,7 @@ use crate::index::object::{Key, Kind};
 /// An HTTPRoute or a GRPCRoute with parents that are Services, or what has the same effect.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
-    /// HTTPRoute or GRPCRoute. Service: the canaries of the Service with this key.
+    /// HTTPRoute, GRPCRoute or TrafficSplit. Service: the canaries of the Service with this key.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,
@@ -240,7 +240,7 @@ impl Route {
     /// Whether the route is only a split of requests: its backends have the port of its parent, and
     /// get no requests where they have no such port.
     pub fn is_split(&self) -> bool {
-        self.kind == Kind::Service
+        matches!(self.kind, Kind::Service | Kind::TrafficSplit)
     }
 
     /// All references to backends, also of mirrors.

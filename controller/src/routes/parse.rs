@@ -21,10 +21,10 @@ use crate::index::object::{Key, Kind};
 pub(super) const MAX_ITEMS: usize = 16;
 const MAX_PARENTS: usize = 32;
 const MAX_MATCHES: usize = 64;
-const MAX_MATCHES_OF_ROUTE: usize = 128;
+pub(super) const MAX_MATCHES_OF_ROUTE: usize = 128;
 /// Regular expressions of a route, which proxies compile.
-const MAX_PATTERNS_OF_ROUTE: usize = 128;
-const MAX_WEIGHT: u32 = 1_000_000;
+pub(super) const MAX_PATTERNS_OF_ROUTE: usize = 128;
+pub(super) const MAX_WEIGHT: u32 = 1_000_000;
 /// More attempts would amplify an outage.
 const MAX_RETRY_ATTEMPTS: u32 = 10;
 /// The default of Envoy.

@@ -11,23 +11,23 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
+/// The time in which the weight of a request or retry falls to 1/e.
+const WINDOW: Duration = Duration::from_secs(10);
+
 /// The parameters of a retry budget.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BudgetSettings {
-    /// Retries per request.
-    pub ratio: f64,
-    /// Retries in `window` that are permitted at any rate of requests.
-    pub floor: f64,
-    /// The time in which the weight of a request or retry falls to 1/e.
-    pub window: Duration,
+    /// Retries in percent of the requests.
+    pub percent: u32,
+    /// Retries that are permitted at any rate of requests.
+    pub min_per_second: u32,
 }
 
 impl Default for BudgetSettings {
     fn default() -> Self {
         Self {
-            ratio: 0.2,
-            floor: 10.0,
-            window: Duration::from_secs(10),
+            percent: 20,
+            min_per_second: 1,
         }
     }
 }
@@ -35,7 +35,10 @@ impl Default for BudgetSettings {
 /// The requests and retries of one backend.
 #[derive(Debug)]
 pub struct RetryBudget {
-    settings: BudgetSettings,
+    /// Retries per request.
+    ratio: Cell<f64>,
+    /// Retries in [`WINDOW`] that are permitted at any rate of requests.
+    floor: Cell<f64>,
     counts: Cell<Counts>,
 }
 
@@ -47,14 +50,27 @@ struct Counts {
 }
 
 impl RetryBudget {
-    /// A budget without requests.
-    pub fn new(settings: BudgetSettings, now: Instant) -> Self {
+    /// The default budget, without requests.
+    pub fn new(now: Instant) -> Self {
         let counts = Cell::new(Counts {
             requests: 0.0,
             retries: 0.0,
             at: now,
         });
-        Self { settings, counts }
+        let budget = Self {
+            ratio: Cell::default(),
+            floor: Cell::default(),
+            counts,
+        };
+        budget.set(BudgetSettings::default(), 1);
+        budget
+    }
+
+    /// Sets the parameters, which `workers` share. The counts stay.
+    pub fn set(&self, settings: BudgetSettings, workers: u32) {
+        self.ratio.set(f64::from(settings.percent) / 100.0);
+        let per_second = f64::from(settings.min_per_second) / f64::from(workers.max(1));
+        self.floor.set(per_second * WINDOW.as_secs_f64());
     }
 
     /// Counts a request.
@@ -67,7 +83,7 @@ impl RetryBudget {
     /// Counts a retry, if there is budget for it.
     pub fn try_retry(&self, now: Instant) -> bool {
         let mut counts = self.decayed(now);
-        let permitted = self.settings.floor + self.settings.ratio * counts.requests;
+        let permitted = self.floor.get() + self.ratio.get() * counts.requests;
         let is_permitted = counts.retries + 1.0 <= permitted;
         if is_permitted {
             counts.retries += 1.0;
@@ -79,7 +95,7 @@ impl RetryBudget {
     fn decayed(&self, now: Instant) -> Counts {
         let counts = self.counts.get();
         let elapsed = now.saturating_duration_since(counts.at);
-        let decay = (-elapsed.as_secs_f64() / self.settings.window.as_secs_f64()).exp();
+        let decay = (-elapsed.as_secs_f64() / WINDOW.as_secs_f64()).exp();
         Counts {
             requests: counts.requests * decay,
             retries: counts.retries * decay,
@@ -96,7 +112,7 @@ mod tests {
     /// permitted retries.
     fn simulate(per_second: f64, duration: Duration, seed: u64) -> (u32, u32) {
         let (start, mut rng) = (Instant::now(), fastrand::Rng::with_seed(seed));
-        let budget = RetryBudget::new(BudgetSettings::default(), start);
+        let budget = RetryBudget::new(start);
         let (mut now, mut requests, mut retries) = (start, 0, 0);
         while now - start < duration {
             // Bursts and pauses.
@@ -127,7 +143,7 @@ mod tests {
     #[test]
     fn floor_is_available_at_once_and_returns_with_time() {
         let start = Instant::now();
-        let budget = RetryBudget::new(BudgetSettings::default(), start);
+        let budget = RetryBudget::new(start);
         let retries = |now| (0..100).filter(|_| budget.try_retry(now)).count();
         assert_eq!(retries(start), 10);
         assert_eq!(retries(start + Duration::from_secs(1)), 0);
@@ -138,7 +154,7 @@ mod tests {
     #[test]
     fn earlier_requests_permit_no_retries_later() {
         let start = Instant::now();
-        let budget = RetryBudget::new(BudgetSettings::default(), start);
+        let budget = RetryBudget::new(start);
         (0..100_000).for_each(|_| budget.record_request(start));
         let later = start + Duration::from_secs(3600);
         assert_eq!((0..100).filter(|_| budget.try_retry(later)).count(), 10);

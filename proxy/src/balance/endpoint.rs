@@ -1,15 +1,16 @@
 //! The state of one endpoint of a backend: its pool, in-flight requests, latency and quarantine.
 //! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::MIN_SHARE;
+use super::health::Health;
 use super::latency::Latency;
-use super::quarantine::{Cause, Quarantine, Siblings};
+use super::quarantine::{Cause, Quarantine};
 use crate::connect::Pool;
 use crate::discovery::EndpointInfo;
 use crate::http::verdict::{Overload, Verdict};
@@ -22,8 +23,7 @@ pub struct Endpoint {
     /// What discovery announced.
     pub info: Arc<EndpointInfo>,
     tag: OnceCell<Tag>,
-    /// The connections to it.
-    pub pool: Rc<Pool>,
+    pool: RefCell<Rc<Pool>>,
     /// Whether its proxy parses HTTP. Else its application gets all bytes.
     pub is_opaque: bool,
     /// When discovery announced it. None: this proxy is not older.
@@ -31,6 +31,7 @@ pub struct Endpoint {
     in_flight: Cell<u32>,
     latency: Latency,
     quarantine: Quarantine,
+    health: Rc<Health>,
     /// Until then, the endpoint wants no retries: it is overloaded.
     no_retry_until: Cell<Option<Instant>>,
 }
@@ -44,6 +45,8 @@ pub struct InFlight {
     recorded: bool,
     /// Its result decides whether the quarantine of the endpoint ends.
     is_probe: bool,
+    /// Its result decides whether the circuit of the backend closes.
+    is_circuit_probe: bool,
 }
 
 impl Endpoint {
@@ -51,18 +54,19 @@ impl Endpoint {
         pool: &Rc<Pool>,
         info: &Arc<EndpointInfo>,
         joined_at: Option<Instant>,
-        siblings: &Rc<Siblings>,
+        health: &Rc<Health>,
     ) -> Self {
         Self {
             address: pool.remote.address,
-            pool: pool.clone(),
+            pool: RefCell::new(pool.clone()),
             is_opaque: info.opaque,
             info: info.clone(),
             tag: OnceCell::new(),
             joined_at,
             in_flight: Cell::new(0),
             latency: Latency::default(),
-            quarantine: Quarantine::new(siblings),
+            quarantine: Quarantine::new(&health.siblings),
+            health: health.clone(),
             no_retry_until: Cell::new(None),
         }
     }
@@ -82,7 +86,18 @@ impl Endpoint {
             started_at: now,
             recorded: false,
             is_probe: self.quarantine.begin(now),
+            is_circuit_probe: self.health.begin(now),
         }
+    }
+
+    /// The connections to it.
+    pub fn pool(&self) -> Rc<Pool> {
+        self.pool.borrow().clone()
+    }
+
+    /// Later requests use the connections of another pool.
+    pub(super) fn set_pool(&self, pool: &Rc<Pool>) {
+        self.pool.replace(pool.clone());
     }
 
     /// The number of in-flight requests.
@@ -125,18 +140,30 @@ impl Endpoint {
 
     /// Ends the quarantine: discovery has announced the endpoint again.
     pub(super) fn end_quarantine(&self) {
-        self.quarantine.end();
+        self.quarantine.reset(Instant::now());
     }
 
     /// Discovery has removed the endpoint.
     pub(super) fn remove(&self) {
-        self.quarantine.remove();
+        self.quarantine.remove(Instant::now());
     }
 
-    fn record_failure(&self, cause: Cause, is_probe: bool, now: Instant) {
-        if self.quarantine.record_failure(cause, is_probe, now) {
+    /// The mean latency, if it is known.
+    pub(super) fn usual_latency(&self, now: Instant) -> Option<Duration> {
+        self.latency.usual(now)
+    }
+
+    /// The endpoint is much slower than the others.
+    pub(super) fn record_slowness(&self, now: Instant) {
+        self.quarantined(self.quarantine.record_slowness(now));
+    }
+
+    /// A quarantine may have started.
+    fn quarantined(&self, cause: Option<Cause>) {
+        if let Some(cause) = cause {
             // Afterwards, the endpoint starts without a history of slow failures.
             self.latency.reset();
+            self.health.ejected(self.address, cause);
         }
     }
 }
@@ -162,20 +189,23 @@ impl InFlight {
     /// Records that the endpoint accepted an opaque connection, whose duration is not a latency.
     pub fn opened(&mut self) {
         self.recorded = true;
-        self.endpoint
-            .quarantine
-            .record_connection(self.started_at, self.is_probe);
+        let now = Instant::now();
+        if self.is_circuit_probe {
+            self.endpoint.health.probe_accepted(now);
+        }
+        let quarantine = &self.endpoint.quarantine;
+        quarantine.record_connection(self.started_at, self.is_probe, now);
     }
 
     /// Records the end of an opaque connection: whether the endpoint sent anything, and whether it
     /// ended the connection before the client did.
-    pub fn closed(self, has_answered: bool, ended_first: bool) {
+    pub fn closed(mut self, has_answered: bool, ended_first: bool) {
         let now = Instant::now();
+        self.recorded = true;
         if has_answered {
-            self.endpoint.quarantine.record_success(self.started_at);
+            self.record_success(now);
         } else if ended_first {
-            self.endpoint
-                .record_failure(Cause::Failed, self.is_probe, now);
+            self.count_failure(now);
         } else {
             self.cancel_probe(now);
         }
@@ -186,7 +216,7 @@ impl InFlight {
     pub fn answered(&mut self, verdict: Verdict) -> Instant {
         let now = Instant::now();
         match verdict {
-            Verdict::Failure | Verdict::NotDelivered => self.record_failure(Cause::Failed, now),
+            Verdict::Failure | Verdict::NotDelivered => self.record_failure(now),
             Verdict::Overloaded(Overload { retry_after, .. }) => {
                 let until = self.endpoint.no_retry_until.get();
                 let until = until.map_or(now + retry_after, |until| until.max(now + retry_after));
@@ -197,21 +227,40 @@ impl InFlight {
             }
             Verdict::Success if !self.recorded => {
                 self.record_latency(now);
-                self.endpoint.quarantine.record_success(self.started_at);
+                self.record_success(now);
             }
             Verdict::Success => {}
         }
         now
     }
 
+    /// Records a success with this latency.
+    #[cfg(test)]
+    pub fn answered_after(mut self, latency: Duration) {
+        self.started_at = Instant::now() - latency;
+        self.answered(Verdict::Success);
+    }
+
     /// Records a failure of the endpoint.
     pub fn failed(&mut self) {
-        self.record_failure(Cause::Failed, Instant::now());
+        self.record_failure(Instant::now());
     }
 
     /// Records that the endpoint accepted no connection.
     pub fn refused(&mut self) {
-        self.record_failure(Cause::Refused, Instant::now());
+        let now = Instant::now();
+        if self.record_failed_latency(now) {
+            let endpoint = &self.endpoint;
+            endpoint.health.record(true, self.is_circuit_probe, now);
+            endpoint.quarantined(endpoint.quarantine.record_refusal(self.is_probe, now));
+        }
+    }
+
+    /// Records that the time for the response is over, for a limit that the Service has. The latency
+    /// is at least the time until now.
+    pub fn timed_out(self) {
+        let health = &self.endpoint.health;
+        health.record(true, self.is_circuit_probe, Instant::now());
     }
 
     /// Drops a result that says nothing about the endpoint.
@@ -220,22 +269,39 @@ impl InFlight {
         self.cancel_probe(Instant::now());
     }
 
-    fn record_failure(&mut self, cause: Cause, now: Instant) {
-        if !self.recorded {
-            self.recorded = true;
+    fn record_failure(&mut self, now: Instant) {
+        if self.record_failed_latency(now) {
+            self.count_failure(now);
+        }
+    }
+
+    fn count_failure(&self, now: Instant) {
+        let endpoint = &self.endpoint;
+        endpoint.health.record(true, self.is_circuit_probe, now);
+        endpoint.quarantined(endpoint.quarantine.record_failure(self.is_probe, now));
+    }
+
+    fn record_success(&self, now: Instant) {
+        let endpoint = &self.endpoint;
+        endpoint.health.record(false, self.is_circuit_probe, now);
+        endpoint.quarantine.record_success(self.started_at, now);
+    }
+
+    /// Returns whether the result is the first one.
+    fn record_failed_latency(&mut self, now: Instant) -> bool {
+        let is_first = !std::mem::replace(&mut self.recorded, true);
+        if is_first {
             let latency = now.saturating_duration_since(self.started_at);
             self.endpoint.latency.record_failure(latency, now);
-            self.endpoint.record_failure(cause, self.is_probe, now);
         }
+        is_first
     }
 
     /// An overloaded endpoint gets fewer requests, as a slow one, and no quarantine: it works, and
     /// the others would have its load too.
     fn record_overload(&mut self, now: Instant) {
-        self.recorded = true;
-        let latency = now.saturating_duration_since(self.started_at);
-        self.endpoint.latency.record_failure(latency, now);
-        self.endpoint.quarantine.record_success(self.started_at);
+        self.record_failed_latency(now);
+        self.record_success(now);
     }
 
     fn record_latency(&mut self, now: Instant) {
@@ -252,6 +318,9 @@ impl InFlight {
     fn cancel_probe(&self, now: Instant) {
         if self.is_probe {
             self.endpoint.quarantine.cancel_probe(now);
+        }
+        if self.is_circuit_probe {
+            self.endpoint.health.cancel_probe(now);
         }
     }
 }
@@ -273,7 +342,8 @@ impl Drop for InFlight {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::connect::Remote;
+
+    use crate::connect::{Limits, Remote};
     use crate::discovery::EndpointInfo;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -282,7 +352,7 @@ mod tests {
         let info = Arc::new(EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
         let remote = Remote::from(&*info);
         {
-            let pool = Rc::new(Pool::new(remote));
+            let pool = Rc::new(Pool::new(remote, Limits::default(), Arc::default()));
             Rc::new(Endpoint::new(&pool, &info, None, &Rc::default()))
         }
     }

@@ -2,8 +2,10 @@
 //! own balancers, so that selection takes no lock. Its only atomic operation checks for updates
 //! from discovery. This module opens no connections.
 
+mod breaker;
 mod budget;
 mod endpoint;
+mod health;
 mod latency;
 pub mod maglev;
 mod p2c;
@@ -14,9 +16,10 @@ mod select;
 mod simulation;
 #[cfg(test)]
 mod tests;
+mod window;
 mod zone;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -25,15 +28,17 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 use crate::connect::Remote;
-use crate::connect::{OpenPool, Pools};
+use crate::connect::{Limits, OpenPool, Pools};
 use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Resource, Target};
 use crate::error::Failure;
 use crate::route::Routes;
+pub use breaker::BreakerSettings;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
+use health::Health;
 use maglev::LazyTable;
 use policy::BackendPolicy;
-use quarantine::Siblings;
+pub use quarantine::{Cause, OutlierSettings};
 pub use select::Preference;
 use select::{Context, Turns};
 
@@ -51,7 +56,9 @@ pub struct Backend {
     updates: Option<RefCell<watch::Receiver<Arc<Target>>>>,
     state: RefCell<State>,
     pools: Rc<Pools>,
-    siblings: Rc<Siblings>,
+    health: Rc<Health>,
+    /// The half interval in which latencies were compared last.
+    compared_in: Cell<u32>,
     turns: Turns,
     /// The budget for retries of its requests.
     pub retries: RetryBudget,
@@ -105,17 +112,34 @@ impl Backend {
         updates: Option<watch::Receiver<Arc<Target>>>,
         pools: &Rc<Pools>,
     ) -> Self {
-        let siblings = Rc::default();
-        let state = State::new(target, &resource, Vec::new(), pools, &siblings);
-        Self {
+        let health = Rc::new(Health::new(pools.metrics.clone()));
+        let state = State::new(target, &resource, Vec::new(), pools, &health);
+        let backend = Self {
             resource,
             updates: updates.map(RefCell::new),
             state: RefCell::new(state),
             pools: pools.clone(),
-            siblings,
+            health,
+            compared_in: Cell::new(0),
             turns: Turns::default(),
-            retries: RetryBudget::new(BudgetSettings::default(), Instant::now()),
+            retries: RetryBudget::new(Instant::now()),
+        };
+        backend.apply_policy();
+        backend
+    }
+
+    fn apply_policy(&self) {
+        let state = self.state.borrow();
+        self.health.apply(&state.name, &state.policy);
+        match state.policy.budget {
+            Some(budget) => self.retries.set(budget, self.pools.workers()),
+            None => self.retries.set(BudgetSettings::default(), 1),
         }
+    }
+
+    /// The policy of the Service.
+    pub fn policy(&self) -> Arc<BackendPolicy> {
+        self.state.borrow().policy.clone()
     }
 
     /// The protocol that the endpoints or their Service declare.
@@ -142,7 +166,7 @@ impl Backend {
 
     /// Selects the endpoint for the next request as the policy of the Service says, without those in
     /// `tried`, or the previous one if the Service has session affinity. Selects a quarantined one
-    /// only if all are quarantined. Fails if no endpoint is left.
+    /// only if all are quarantined. Fails if no endpoint is left, and while the circuit is open.
     pub fn pick_for(
         &self,
         preference: Preference,
@@ -151,18 +175,19 @@ impl Backend {
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
         self.apply_updates();
+        let now = Instant::now();
+        self.health.check_circuit(now)?;
         let state = self.state.borrow();
+        self.compare_latencies(&state.members, now);
+        let zones = &self.health.siblings.zones;
         let prefers = state.policy.balancing.prefer_zone;
-        self.siblings
-            .zones
-            .set_zone(if prefers { zone } else { "" });
-        let zones = &self.siblings.zones;
+        zones.set_zone(if prefers { zone } else { "" });
         let context = Context {
             preference,
             tried,
             turns: &self.turns,
             zones,
-            now: Instant::now(),
+            now,
         };
         let picked = state.pick(&context, rng).cloned();
         picked.ok_or_else(|| state.unavailable.clone())
@@ -176,6 +201,35 @@ impl Backend {
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
         self.pick_for(Preference::default(), tried, "", rng)
+    }
+
+    /// Whether the circuit is open: no attempt may begin.
+    pub fn is_circuit_open(&self, now: Instant) -> bool {
+        self.health.check_circuit(now).is_err()
+    }
+
+    /// Quarantines the endpoints that are much slower than the median of all, twice in an interval.
+    fn compare_latencies(&self, members: &[Member], now: Instant) {
+        let siblings = &self.health.siblings;
+        let percent = siblings.settings().latency_percent;
+        if percent == 0 || self.compared_in.replace(siblings.half(now)) == siblings.half(now) {
+            return;
+        }
+        let endpoints = members.iter().map(|member| &member.endpoint);
+        let known = |endpoint: &'_ Rc<Endpoint>| {
+            let latency = endpoint.usual_latency(now)?;
+            Some((latency, endpoint.clone()))
+        };
+        let mut known: Vec<_> = endpoints.filter_map(known).collect();
+        known.sort_unstable_by_key(|(latency, _)| *latency);
+        // Of two endpoints, the median is the faster one.
+        let Some((median, _)) = known.get(known.len().saturating_sub(1) / 2) else {
+            return;
+        };
+        let most = median.mul_f64(f64::from(percent) / 100.0);
+        for (_, slow) in known.iter().filter(|(latency, _)| *latency > most) {
+            slow.record_slowness(now);
+        }
     }
 
     /// The number of endpoints.
@@ -239,8 +293,9 @@ impl Backend {
         if updates.borrow().has_changed().unwrap_or(false) {
             let target = updates.borrow_mut().borrow_and_update().clone();
             let before = std::mem::take(&mut self.state.borrow_mut().members);
-            let state = State::new(&target, &self.resource, before, &self.pools, &self.siblings);
+            let state = State::new(&target, &self.resource, before, &self.pools, &self.health);
             self.state.replace(state);
+            self.apply_policy();
         }
     }
 
@@ -263,7 +318,7 @@ impl State {
         resource: &Resource,
         before: Vec<Member>,
         pools: &Pools,
-        siblings: &Rc<Siblings>,
+        health: &Rc<Health>,
     ) -> Self {
         let (name, app_protocol, endpoints) = match target {
             Target::Withheld | Target::Refused => {
@@ -310,8 +365,8 @@ impl State {
         } else {
             app_protocol
         };
-        let members = merge(before, endpoints, pools, siblings);
         let policy = target.policy();
+        let members = merge(before, endpoints, pools, health, policy.limits);
         Self {
             name: name.into(),
             app_protocol,
@@ -355,13 +410,14 @@ fn merge(
     before: Vec<Member>,
     after: Vec<Arc<EndpointInfo>>,
     pools: &Pools,
-    siblings: &Rc<Siblings>,
+    health: &Rc<Health>,
+    limits: Limits,
 ) -> Vec<Member> {
     // The first endpoints are new to this proxy only.
     let joined_at = (!before.is_empty()).then(Instant::now);
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
-    siblings.set_count(after.len());
+    health.siblings.set_count(after.len());
     for info in after {
         while let Some(removed) = before.next_if(|member| member.info.address < info.address) {
             removed.endpoint.remove();
@@ -372,14 +428,20 @@ fn merge(
                 if !Arc::ptr_eq(&member.info, &info) {
                     member.endpoint.end_quarantine();
                 }
-                Member { info, ..member }
+                let pool = pools.open(Remote::from(&*info), limits);
+                member.endpoint.set_pool(pool.pool());
+                Member {
+                    info,
+                    _pool: pool,
+                    ..member
+                }
             }
             replaced => {
                 if let Some(replaced) = replaced {
                     replaced.endpoint.remove();
                 }
-                let pool = pools.open(Remote::from(&*info));
-                let endpoint = Rc::new(Endpoint::new(pool.pool(), &info, joined_at, siblings));
+                let pool = pools.open(Remote::from(&*info), limits);
+                let endpoint = Rc::new(Endpoint::new(pool.pool(), &info, joined_at, health));
                 Member {
                     info,
                     endpoint,

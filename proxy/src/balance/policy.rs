@@ -3,6 +3,11 @@
 
 use std::time::Duration;
 
+use super::breaker::BreakerSettings;
+use super::budget::BudgetSettings;
+use super::quarantine::OutlierSettings;
+use crate::connect::Limits;
+
 /// How long a new endpoint gets a growing share of the requests: caches are empty, code is not
 /// compiled yet.
 const SLOW_START: Duration = Duration::from_secs(10);
@@ -14,6 +19,16 @@ pub struct BackendPolicy {
     pub name: String,
     /// Which endpoint gets a request.
     pub balancing: Balancing,
+    /// The limits of each endpoint, for all workers of the proxy.
+    pub limits: Limits,
+    /// The time to connect, for all attempts of a request. None: the proxy's.
+    pub connect_timeout: Option<Duration>,
+    /// When an endpoint gets no requests for a while.
+    pub outliers: OutlierSettings,
+    /// When requests fail at once.
+    pub breaker: Option<BreakerSettings>,
+    /// How many requests are sent again. None: the proxy's default of each worker.
+    pub budget: Option<BudgetSettings>,
 }
 
 /// Which endpoint gets a request.

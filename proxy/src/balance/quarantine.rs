@@ -1,64 +1,148 @@
-//! The quarantine of one endpoint: for how long the balancer avoids it after refused connections and
-//! failed requests, and the one request that then decides. Pure: the caller passes the time.
+//! The quarantine of one endpoint (ejection, in the words of a TrafficPolicy): for how long the
+//! balancer avoids it after refused connections, failed requests or slow responses, and the one
+//! request that then decides. Pure: the caller passes the time.
 //!
-//! This is Envoy's outlier detection (consecutive gateway failures) and Finagle's failure accrual,
-//! with a probing request as in a circuit breaker.
+//! This is Envoy's outlier detection and Finagle's failure accrual, with a probing request as in a
+//! circuit breaker. An outlier differs from the other endpoints: while these fail too, failed
+//! requests quarantine none, because those that remain would get the load of all.
 
 use std::cell::Cell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use super::window::{Window, half};
 use super::zone::ZonePreference;
 
-/// The number of consecutive failures that start a quarantine.
-const MAX_FAILURES: u32 = 5;
 /// How long other requests avoid an endpoint while a probing request is in flight.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The first and the longest quarantine after a refused connection. It is short: the requests go to
+/// other endpoints, so no caller notices.
+const REFUSED_TIME: Duration = Duration::from_secs(1);
+const MAX_REFUSED_TIME: Duration = Duration::from_secs(30);
+/// Soon after a quarantine, this fraction of the minimum number of requests is enough for another
+/// one.
+const RETURNED_FRACTION: u32 = 4;
 
-/// Why an endpoint is quarantined.
+/// When an endpoint is quarantined for what callers see: failed requests and slow responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
-    /// It accepts no connections. One refusal is enough, and the quarantine is short: the requests
-    /// go to other endpoints, so no caller notices.
-    Refused,
-    /// It answers requests with failures, which callers see.
-    Failed,
+pub struct OutlierSettings {
+    /// Failures in a row. 0: off.
+    pub consecutive_failures: u32,
+    /// The share of failed requests in `interval`, with at least `min_requests`. 0: off.
+    pub failure_percent: u32,
+    /// The minimum number of requests for `failure_percent` and `latency_percent`.
+    pub min_requests: u32,
+    /// The time in which requests count.
+    pub interval: Duration,
+    /// The mean latency, in percent of the median of the endpoints. 0: off.
+    pub latency_percent: u32,
+    /// The first quarantine. Each further one is twice as long as the previous one.
+    pub ejection_time: Duration,
+    /// The longest quarantine.
+    pub max_ejection_time: Duration,
+    /// The share of the endpoints that are quarantined at most, one at least. A single endpoint
+    /// never is.
+    pub max_ejected_percent: u32,
 }
 
-impl Cause {
-    /// The first and the longest quarantine. Each further one is twice as long as the previous one.
-    const fn durations(self) -> (Duration, Duration) {
-        match self {
-            Self::Refused => (Duration::from_secs(1), Duration::from_secs(30)),
-            Self::Failed => (Duration::from_secs(10), Duration::from_secs(300)),
+impl Default for OutlierSettings {
+    fn default() -> Self {
+        Self {
+            consecutive_failures: 5,
+            failure_percent: 50,
+            min_requests: 20,
+            interval: Duration::from_secs(10),
+            latency_percent: 0,
+            ejection_time: Duration::from_secs(10),
+            max_ejection_time: Duration::from_secs(300),
+            max_ejected_percent: 50,
         }
     }
 }
 
-/// The quarantines of one backend: at most half of its endpoints are quarantined for their failures,
-/// so that the others are not overloaded, and a single one never.
-#[derive(Debug, Default)]
+/// Why an endpoint is quarantined: the label `cause` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// It accepts no connections. One refusal is enough.
+    Refused,
+    /// It has failed several requests in a row.
+    Consecutive,
+    /// It fails a large share of its requests.
+    Percent,
+    /// It is much slower than the others.
+    Latency,
+}
+
+impl Cause {
+    /// The values of the label `cause`, in the order of the discriminants.
+    pub const NAMES: [&str; 4] = ["refused", "consecutive", "percent", "latency"];
+
+    /// The value of the label.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+}
+
+/// What the endpoints of one backend have in common: the settings, and how many are quarantined.
+#[derive(Debug)]
 pub(super) struct Siblings {
+    settings: Cell<OutlierSettings>,
     count: Cell<usize>,
     quarantined: Cell<usize>,
     /// The preference of the own zone.
     pub zones: ZonePreference,
+    /// The results of the endpoints that are not quarantined.
+    window: Window,
+    /// Failures since the last success of any endpoint.
+    failures: Cell<u32>,
+    /// The beginning of the first interval.
+    start: Instant,
 }
 
 impl Siblings {
+    pub fn new(now: Instant) -> Self {
+        Self {
+            settings: Cell::default(),
+            count: Cell::new(0),
+            quarantined: Cell::new(0),
+            zones: ZonePreference::default(),
+            window: Window::default(),
+            failures: Cell::new(0),
+            start: now,
+        }
+    }
+
     /// Sets the number of endpoints.
     pub fn set_count(&self, count: usize) {
         self.count.set(count);
     }
 
+    /// Sets the settings, for later results.
+    pub fn set(&self, settings: OutlierSettings) {
+        self.settings.set(settings);
+    }
+
+    /// The settings in force.
+    pub fn settings(&self) -> OutlierSettings {
+        self.settings.get()
+    }
+
+    /// The number of the half interval that contains `now`.
+    pub fn half(&self, now: Instant) -> u32 {
+        half(self.start, now, self.settings.get().interval)
+    }
+
     fn may_quarantine(&self) -> bool {
-        self.quarantined.get() < self.count.get() / 2
+        let (count, percent) = (self.count.get(), self.settings.get().max_ejected_percent);
+        let most = count.saturating_mul(percent as usize) / 100;
+        count > 1 && percent > 0 && self.quarantined.get() < most.max(1)
     }
 }
 
 /// The quarantine of an endpoint.
 pub(super) struct Quarantine {
     state: Cell<State>,
+    window: Window,
     siblings: Rc<Siblings>,
     /// Discovery has removed the endpoint.
     removed: Cell<bool>,
@@ -69,6 +153,8 @@ enum State {
     Healthy {
         /// Consecutive failures.
         failures: u32,
+        /// The previous quarantine.
+        previous: Option<Previous>,
     },
     /// It lasts until a request succeeds.
     Quarantined(Active),
@@ -84,12 +170,22 @@ struct Active {
     probe_is_open: bool,
 }
 
-const HEALTHY: State = State::Healthy { failures: 0 };
+#[derive(Clone, Copy)]
+struct Previous {
+    duration: Duration,
+    ended_at: Instant,
+}
+
+const HEALTHY: State = State::Healthy {
+    failures: 0,
+    previous: None,
+};
 
 impl Quarantine {
     pub fn new(siblings: &Rc<Siblings>) -> Self {
         Self {
             state: Cell::new(HEALTHY),
+            window: Window::default(),
             siblings: siblings.clone(),
             removed: Cell::new(false),
         }
@@ -117,7 +213,7 @@ impl Quarantine {
                 true
             }
             State::Quarantined(_) => {
-                self.end();
+                self.end(now);
                 false
             }
             State::Healthy { .. } => false,
@@ -135,51 +231,55 @@ impl Quarantine {
         }
     }
 
-    /// Records a failure. Returns whether it started a quarantine. During one, only the failure of
-    /// the probing request counts: others were sent before, or because all endpoints are
-    /// quarantined.
-    pub fn record_failure(&self, cause: Cause, is_probe: bool, now: Instant) -> bool {
-        let (first, longest) = cause.durations();
-        let duration = match self.state.get() {
-            _ if self.removed.get() => return false,
-            State::Healthy { failures } if cause == Cause::Failed => {
+    /// Records that the endpoint accepted no connection. Returns the cause of the quarantine that
+    /// this starts.
+    pub fn record_refusal(&self, is_probe: bool, now: Instant) -> Option<Cause> {
+        self.count(true, now);
+        self.start(Cause::Refused, is_probe, now)
+    }
+
+    /// Records a failed request. Returns the cause of the quarantine that this starts. During one,
+    /// only the failure of the probing request counts: others were sent before, or because all
+    /// endpoints are quarantined.
+    pub fn record_failure(&self, is_probe: bool, now: Instant) -> Option<Cause> {
+        self.count(true, now);
+        let cause = match self.state.get() {
+            State::Healthy { failures, previous } => {
                 let failures = failures.saturating_add(1);
-                if failures < MAX_FAILURES || !self.siblings.may_quarantine() {
-                    self.state.set(State::Healthy { failures });
-                    return false;
-                }
-                self.start()
+                self.state.set(State::Healthy { failures, previous });
+                let has_returned = self.recent(previous, now).is_some();
+                self.outlier(failures, has_returned, now)
+                    .filter(|_| self.siblings.may_quarantine())?
             }
-            State::Healthy { .. } => self.start(),
-            State::Quarantined(_) if !is_probe => return false,
-            State::Quarantined(active) => active.duration * 2,
+            State::Quarantined(active) if active.cause == Cause::Refused => Cause::Consecutive,
+            State::Quarantined(active) => active.cause,
         };
-        let duration = duration.clamp(first, longest);
-        self.state.set(State::Quarantined(Active {
-            cause,
-            since: now,
-            until: now + duration,
-            duration,
-            probe_is_open: false,
-        }));
-        true
+        self.start(cause, is_probe, now)
     }
 
     /// Records a success. It ends the quarantine if the request started after the failure. An
     /// earlier one may have used an old connection to an endpoint that accepts no new ones.
-    pub fn record_success(&self, started_at: Instant) {
+    pub fn record_success(&self, started_at: Instant, now: Instant) {
+        self.count(false, now);
         match self.state.get() {
             State::Quarantined(active) if active.since >= started_at => {}
-            _ => self.end(),
+            State::Quarantined(_) => self.end(now),
+            State::Healthy { failures: 0, .. } => {}
+            State::Healthy { previous, .. } => self.state.set(State::Healthy {
+                failures: 0,
+                previous,
+            }),
         }
     }
 
     /// Records that the endpoint accepted an opaque connection. This ends a quarantine for refused
     /// connections, and says nothing about other failures yet.
-    pub fn record_connection(&self, started_at: Instant, is_probe: bool) {
+    pub fn record_connection(&self, started_at: Instant, is_probe: bool, now: Instant) {
         match self.state.get() {
-            State::Quarantined(active) if active.cause == Cause::Refused => {
-                self.record_success(started_at);
+            State::Quarantined(active)
+                if active.cause == Cause::Refused && active.since < started_at =>
+            {
+                self.end(now);
             }
             State::Quarantined(active) if is_probe => {
                 let probe_is_open = true;
@@ -192,45 +292,148 @@ impl Quarantine {
         }
     }
 
-    /// Ends the quarantine.
-    pub fn end(&self) {
-        if let State::Quarantined(_) = self.state.replace(HEALTHY) {
-            let quarantined = &self.siblings.quarantined;
-            quarantined.set(quarantined.get() - 1);
-        }
+    /// The endpoint is much slower than the others. Returns the cause of the quarantine, if the
+    /// endpoint has had enough requests and may have one.
+    pub fn record_slowness(&self, now: Instant) -> Option<Cause> {
+        let counts = self.window.counts(self.siblings.half(now));
+        let is_known = counts.requests >= self.siblings.settings().min_requests;
+        let is_healthy = matches!(self.state.get(), State::Healthy { .. });
+        (is_known && is_healthy && self.siblings.may_quarantine())
+            .then(|| self.start(Cause::Latency, false, now))?
+    }
+
+    /// Ends the quarantine, and forgets it: discovery has announced the endpoint again.
+    pub fn reset(&self, now: Instant) {
+        self.end(now);
+        self.state.set(HEALTHY);
     }
 
     /// Discovery has removed the endpoint. Requests in flight no longer count.
-    pub fn remove(&self) {
-        self.end();
+    pub fn remove(&self, now: Instant) {
+        self.reset(now);
         self.removed.set(true);
     }
 
-    /// Counts a new quarantine. Returns the duration before limits.
-    fn start(&self) -> Duration {
+    /// Counts a result, unless the endpoint is quarantined.
+    fn count(&self, is_failure: bool, now: Instant) {
+        if self.removed.get() || matches!(self.state.get(), State::Quarantined(_)) {
+            return;
+        }
+        let siblings = &self.siblings;
+        siblings.failures.set(match is_failure {
+            true => siblings.failures.get().saturating_add(1),
+            false => 0,
+        });
+        let number = siblings.half(now);
+        self.window.record(number, is_failure);
+        siblings.window.record(number, is_failure);
+    }
+
+    /// The previous quarantine, if it ended a short time ago.
+    fn recent(&self, previous: Option<Previous>, now: Instant) -> Option<Previous> {
+        let interval = self.siblings.settings().interval;
+        previous.filter(|previous| {
+            now.saturating_duration_since(previous.ended_at)
+                < previous.duration.saturating_add(interval)
+        })
+    }
+
+    /// Whether the endpoint fails, and the others do not. Soon after a quarantine, fewer requests
+    /// show it: one success does not mean that the endpoint has recovered.
+    fn outlier(&self, failures: u32, has_returned: bool, now: Instant) -> Option<Cause> {
+        let siblings = &self.siblings;
+        let settings = siblings.settings();
+        // Since the last success, no other endpoint has failed more often than this one succeeded.
+        let is_alone = siblings.failures.get() <= failures;
+        if (1..=failures).contains(&settings.consecutive_failures) && is_alone {
+            return Some(Cause::Consecutive);
+        }
+        if settings.failure_percent == 0 {
+            return None;
+        }
+        let number = siblings.half(now);
+        let own = self.window.counts(number);
+        let others = siblings.window.counts(number).without(own);
+        let min_requests = match has_returned {
+            true => settings.min_requests.div_ceil(RETURNED_FRACTION),
+            false => settings.min_requests,
+        };
+        let exceeds = own.exceed(settings.failure_percent, min_requests);
+        (exceeds && own.stand_out(others)).then_some(Cause::Percent)
+    }
+
+    /// Starts a quarantine, or a longer one after the failure of the probing request.
+    fn start(&self, cause: Cause, is_probe: bool, now: Instant) -> Option<Cause> {
+        let settings = self.siblings.settings();
+        let (first, longest) = match cause {
+            Cause::Refused => (REFUSED_TIME, MAX_REFUSED_TIME),
+            _ => (settings.ejection_time, settings.max_ejection_time),
+        };
+        let duration = match self.state.get() {
+            _ if self.removed.get() => return None,
+            State::Healthy { previous, .. } => {
+                let siblings = &self.siblings;
+                siblings.quarantined.set(siblings.quarantined.get() + 1);
+                self.window.take_from(&siblings.window, siblings.half(now));
+                let recent = self.recent(previous, now);
+                let recent = recent.filter(|_| cause != Cause::Refused);
+                recent.map_or(Duration::ZERO, |one| one.duration.saturating_mul(2))
+            }
+            State::Quarantined(_) if !is_probe => return None,
+            State::Quarantined(active) => active.duration.saturating_mul(2),
+        };
+        let duration = duration.clamp(first, longest.max(first));
+        self.state.set(State::Quarantined(Active {
+            cause,
+            since: now,
+            until: now + duration,
+            duration,
+            probe_is_open: false,
+        }));
+        Some(cause)
+    }
+
+    fn end(&self, now: Instant) {
+        let State::Quarantined(active) = self.state.get() else {
+            return;
+        };
         let quarantined = &self.siblings.quarantined;
-        quarantined.set(quarantined.get() + 1);
-        Duration::ZERO
+        quarantined.set(quarantined.get() - 1);
+        let previous = Previous {
+            duration: active.duration,
+            ended_at: now,
+        };
+        self.state.set(State::Healthy {
+            failures: 0,
+            previous: (active.cause != Cause::Refused).then_some(previous),
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Cause::{Failed, Refused};
+    use Cause::{Consecutive, Latency, Percent, Refused};
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// The quarantines of a backend with this many endpoints.
-    fn quarantines(count: usize) -> Vec<Quarantine> {
-        let siblings = Rc::new(Siblings::default());
+    /// The quarantines of a backend with this many endpoints and these settings.
+    fn with(count: usize, settings: OutlierSettings, now: Instant) -> Vec<Quarantine> {
+        let siblings = Rc::new(Siblings::new(now));
         siblings.set_count(count);
+        siblings.set(settings);
         (0..count).map(|_| Quarantine::new(&siblings)).collect()
     }
 
+    fn quarantines(count: usize) -> Vec<Quarantine> {
+        with(count, OutlierSettings::default(), Instant::now())
+    }
+
+    /// Failures of an endpoint while the others work.
     fn fail(quarantine: &Quarantine, times: u32, now: Instant) {
         for _ in 0..times {
-            quarantine.record_failure(Failed, false, now);
+            quarantine.siblings.failures.set(0);
+            quarantine.record_failure(false, now);
         }
     }
 
@@ -246,36 +449,162 @@ mod tests {
             unreachable!("two")
         };
         fail(one, 4, now);
-        one.record_success(now);
+        one.record_success(now, now);
         fail(one, 4, now);
         assert!(!one.is_active(now));
-        fail(one, 1, now);
+        assert_eq!(one.record_failure(false, now), Some(Consecutive));
         assert!(one.is_active(now + 9 * SECOND) && !one.is_active(now + 10 * SECOND));
-        assert!(other.record_failure(Refused, false, now) && other.is_active(now));
+        assert_eq!(other.record_refusal(false, now), Some(Refused));
+        assert!(other.is_active(now));
     }
 
     #[test]
     fn doubles_with_each_failed_probe() {
         let (refused, failed) = ([1, 2, 4, 8, 16, 30, 30], [10, 20, 40, 80, 160, 300, 300]);
-        for (cause, durations) in [(Refused, refused), (Failed, failed)] {
+        for (cause, durations) in [(Refused, refused), (Consecutive, failed)] {
             let (mut now, quarantines) = (Instant::now(), quarantines(2));
             let quarantine = &quarantines[0];
+            let record = |is_probe, now| match cause {
+                Refused => quarantine.record_refusal(is_probe, now),
+                _ => quarantine.record_failure(is_probe, now),
+            };
             fail(quarantine, 4, now);
             for seconds in durations {
                 let is_probe = quarantine.begin(now);
-                assert!(quarantine.record_failure(cause, is_probe, now), "{seconds}");
+                assert_eq!(record(is_probe, now), Some(cause), "{seconds}");
                 // Concurrent failures do not extend it.
                 fail(quarantine, 32, now + SECOND / 2);
                 now += seconds * SECOND;
                 assert!(quarantine.is_active(now - SECOND / 100), "{seconds} s");
                 assert!(!quarantine.is_active(now), "{seconds} s");
             }
-            // A success ends it and resets the duration.
+            // A success ends it. The duration is forgotten, unless failures follow soon.
             assert!(quarantine.begin(now));
-            quarantine.record_success(now);
+            quarantine.record_success(now, now);
+            now += match cause {
+                Refused => Duration::ZERO,
+                _ => durations[6] * SECOND + OutlierSettings::default().interval,
+            };
             fail(quarantine, 4, now);
-            quarantine.record_failure(cause, false, now);
+            record(false, now);
+            assert!(quarantine.is_active(now));
             assert!(!quarantine.is_active(now + durations[0] * SECOND));
+        }
+    }
+
+    #[test]
+    fn failures_soon_after_a_quarantine_double_it() {
+        let (now, quarantines) = (Instant::now(), quarantines(2));
+        let quarantine = &quarantines[0];
+        let mut now = now;
+        for seconds in [10, 20, 40] {
+            fail(quarantine, 5, now);
+            assert!(quarantine.is_active(now + (seconds - 1) * SECOND));
+            now += seconds * SECOND;
+            assert!(quarantine.begin(now), "{seconds}");
+            quarantine.record_success(now, now);
+            now += SECOND;
+        }
+    }
+
+    #[test]
+    fn share_of_failures_starts_it_if_the_others_work() {
+        let settings = OutlierSettings {
+            consecutive_failures: 0,
+            ..OutlierSettings::default()
+        };
+        let now = Instant::now();
+        for (others_fail, expected) in [(false, Some(Percent)), (true, None)] {
+            let quarantines = with(5, settings, now);
+            let (mut ejected, mut ejected_after) = (None, 0);
+            for number in 1..=100 {
+                let fails = number % 2 == 0;
+                for other in &quarantines[1..] {
+                    match others_fail && fails {
+                        true => assert_eq!(other.record_failure(false, now), None),
+                        false => other.record_success(now, now),
+                    }
+                }
+                match fails {
+                    true => ejected = quarantines[0].record_failure(false, now),
+                    false => quarantines[0].record_success(now, now),
+                }
+                ejected_after = number;
+                if ejected.is_some() {
+                    break;
+                }
+            }
+            assert_eq!(ejected, expected);
+            assert!(ejected.is_none() || ejected_after == 20, "{ejected_after}");
+        }
+        // Requests of an earlier interval do not count.
+        let quarantines = with(2, settings, now);
+        fail(&quarantines[0], 19, now);
+        fail(&quarantines[0], 19, now + 10 * SECOND);
+        assert!(!quarantines[0].is_active(now + 10 * SECOND));
+        fail(&quarantines[0], 1, now + 10 * SECOND);
+        assert!(quarantines[0].is_active(now + 10 * SECOND));
+    }
+
+    #[test]
+    fn slowness_starts_it_after_enough_requests() {
+        let (now, quarantines) = (Instant::now(), quarantines(2));
+        for quarantine in &quarantines {
+            (0..19).for_each(|_| quarantine.record_success(now, now));
+            assert_eq!(quarantine.record_slowness(now), None);
+            quarantine.record_success(now, now);
+        }
+        assert_eq!(quarantines[0].record_slowness(now), Some(Latency));
+        assert_eq!(quarantines[0].record_slowness(now), None, "it is active");
+        assert_eq!(quarantines[1].record_slowness(now), None, "half are");
+    }
+
+    #[test]
+    fn failure_of_all_endpoints_quarantines_none() {
+        let (now, quarantines) = (Instant::now(), quarantines(4));
+        for _ in 0..1000 {
+            for quarantine in &quarantines {
+                assert_eq!(quarantine.record_failure(false, now), None);
+            }
+        }
+        // Once one works again, the others are outliers.
+        quarantines[0].record_success(now, now);
+        assert_eq!(quarantines[1].record_failure(false, now), Some(Consecutive));
+    }
+
+    #[test]
+    fn settings_replace_the_defaults() {
+        let settings = OutlierSettings {
+            consecutive_failures: 2,
+            failure_percent: 0,
+            ejection_time: 3 * SECOND,
+            max_ejection_time: 5 * SECOND,
+            max_ejected_percent: 100,
+            ..OutlierSettings::default()
+        };
+        let now = Instant::now();
+        let quarantines = with(3, settings, now);
+        quarantines.iter().for_each(|one| fail(one, 2, now));
+        assert_eq!(active(&quarantines, now + 2 * SECOND), 3);
+        assert_eq!(active(&quarantines, now + 3 * SECOND), 0);
+        assert!(quarantines[0].begin(now + 3 * SECOND));
+        quarantines[0].record_failure(true, now + 3 * SECOND);
+        assert!(quarantines[0].is_active(now + 7 * SECOND));
+        assert!(!quarantines[0].is_active(now + 8 * SECOND));
+        let off = OutlierSettings {
+            consecutive_failures: 0,
+            ..settings
+        };
+        for settings in [
+            off,
+            OutlierSettings {
+                max_ejected_percent: 0,
+                ..settings
+            },
+        ] {
+            let quarantines = with(3, settings, now);
+            quarantines.iter().for_each(|one| fail(one, 1000, now));
+            assert_eq!(active(&quarantines, now), 0);
         }
     }
 
@@ -296,7 +625,7 @@ mod tests {
         assert!(quarantine.begin(expired + SECOND));
         assert!(!quarantine.begin(expired + 10 * SECOND));
         assert!(quarantine.begin(expired + 11 * SECOND));
-        quarantine.record_success(expired);
+        quarantine.record_success(expired, expired);
         assert!(!quarantine.is_active(expired + 11 * SECOND));
     }
 
@@ -307,35 +636,35 @@ mod tests {
             unreachable!("four")
         };
         fail(one, 4, now);
-        one.record_connection(now, false);
+        one.record_connection(now, false, now);
         fail(one, 1, now);
         assert!(one.is_active(now));
         // The connection of the probe stays open.
         let expired = now + 10 * SECOND;
         assert!(one.begin(expired));
-        one.record_connection(expired, true);
+        one.record_connection(expired, true, expired);
         assert!(one.is_active(expired + 9 * SECOND));
         assert!(!one.begin(expired + 10 * SECOND), "it is over");
-        // It fails.
+        // It fails, for twice as long.
         fail(one, 5, expired);
-        let expired = expired + 10 * SECOND;
+        let expired = expired + 20 * SECOND;
         assert!(one.begin(expired));
-        one.record_connection(expired, true);
-        assert!(one.record_failure(Failed, true, expired));
-        assert!(one.is_active(expired + 19 * SECOND));
+        one.record_connection(expired, true, expired);
+        assert!(one.record_failure(true, expired).is_some());
+        assert!(one.is_active(expired + 39 * SECOND));
 
-        refusing.record_failure(Refused, false, now);
-        refusing.record_connection(now + SECOND, false);
+        refusing.record_refusal(false, now);
+        refusing.record_connection(now + SECOND, false, now + SECOND);
         assert!(!refusing.is_active(now));
     }
 
     #[test]
     fn only_success_of_later_request_ends_it() {
         let (now, quarantines) = (Instant::now(), quarantines(1));
-        quarantines[0].record_failure(Refused, false, now);
-        quarantines[0].record_success(now - SECOND);
+        quarantines[0].record_refusal(false, now);
+        quarantines[0].record_success(now - SECOND, now);
         assert!(quarantines[0].is_active(now));
-        quarantines[0].record_success(now + SECOND / 2);
+        quarantines[0].record_success(now + SECOND / 2, now + SECOND / 2);
         assert!(!quarantines[0].is_active(now));
     }
 
@@ -352,7 +681,7 @@ mod tests {
             assert_eq!(active(&quarantines, later), 0, "of {count}");
             // Another one takes the place of one that ends.
             if let [first, .., last] = &quarantines[..] {
-                first.record_success(later);
+                first.record_success(later, later);
                 fail(last, 1, later);
                 assert!(last.is_active(later), "of {count}");
             }
@@ -363,12 +692,12 @@ mod tests {
     fn refused_connections_quarantine_all_endpoints_and_count_for_the_limit() {
         let (now, quarantines) = (Instant::now(), quarantines(4));
         for refusing in &quarantines[..2] {
-            refusing.record_failure(Refused, false, now);
+            refusing.record_refusal(false, now);
         }
         fail(&quarantines[2], 5, now);
         assert!(!quarantines[2].is_active(now));
         for refusing in &quarantines[2..] {
-            refusing.record_failure(Refused, false, now);
+            refusing.record_refusal(false, now);
         }
         assert_eq!(active(&quarantines, now), 4);
     }
@@ -377,7 +706,7 @@ mod tests {
     fn removed_endpoint_does_not_count_for_the_limit() {
         let (now, quarantines) = (Instant::now(), quarantines(2));
         fail(&quarantines[0], 5, now);
-        quarantines[0].remove();
+        quarantines[0].remove(now);
         fail(&quarantines[0], 5, now);
         fail(&quarantines[1], 5, now);
         assert!(!quarantines[0].is_active(now) && quarantines[1].is_active(now));

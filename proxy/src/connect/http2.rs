@@ -15,7 +15,7 @@ use http::Request;
 use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
 
-use super::queue::Queue;
+use super::queue::{LimitKind, Limiter, Slot};
 use super::{Dialer, Remote};
 use crate::batched::Batched;
 use crate::error::Failure;
@@ -44,10 +44,7 @@ const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A worker's HTTP/2 connections to one endpoint.
 pub struct Connections {
-    /// The maximum number of open connections.
-    limit: usize,
-    /// Requests that wait for a slot.
-    queue: Rc<Queue>,
+    limiter: Rc<Limiter>,
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
     /// Serializes dialing: concurrent requests share the connection, or the failure.
@@ -61,8 +58,7 @@ pub(super) struct Connection {
     sender: RefCell<SendRequest<Bytes>>,
     is_secured: bool,
     streams: Cell<usize>,
-    /// Requests that wait for a slot.
-    queue: Rc<Queue>,
+    limiter: Rc<Limiter>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
     health: RefCell<Health>,
@@ -87,13 +83,14 @@ struct Health {
 /// A slot for one stream on a connection. Released on drop.
 pub struct Lease {
     connection: Rc<Connection>,
+    /// The request is in flight.
+    _request: Slot,
 }
 
 impl Connections {
-    pub(super) fn new(limit: usize, queue: Rc<Queue>) -> Self {
+    pub(super) fn new(limiter: Rc<Limiter>) -> Self {
         Self {
-            limit,
-            queue,
+            limiter,
             open: RefCell::default(),
             closed: Cell::new(false),
             dialing: Mutex::default(),
@@ -110,38 +107,53 @@ impl Connections {
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
-        if let Some(lease) = self.find() {
-            return Ok(lease);
+        let (limiter, deadline) = (&self.limiter, dialer.deadline());
+        let request = limiter.acquire(LimitKind::Requests, remote.address, deadline);
+        let request = request.await?;
+        if let Some(connection) = self.find() {
+            return Ok(Lease::new(connection, request));
         }
+        let connection = self.connection(remote, dialer, expiry).await?;
+        Ok(Lease::new(connection, request))
+    }
+
+    /// A connection with a free slot, an open one or a new one.
+    async fn connection(
+        &self,
+        remote: &Remote,
+        dialer: Dialer<'_>,
+        expiry: impl FnOnce(&Io) -> Expiry,
+    ) -> Result<Rc<Connection>, Failure> {
         let dials = self.dials.get();
         let guard = self.dialing.lock().await;
-        if let Some(lease) = self.find() {
-            return Ok(lease);
+        if let Some(connection) = self.find() {
+            return Ok(connection);
         }
         if self.is_full() {
             drop(guard);
             // Closed connections make space for new ones.
             let take = || match self.find() {
-                Some(lease) => Some(Some(lease)),
+                Some(connection) => Some(Some(connection)),
                 None => (!self.is_full()).then_some(None),
             };
-            let waiting = self.queue.wait(remote.address, dialer.deadline(), take);
+            let (kind, deadline) = (LimitKind::Http2Connections, dialer.deadline());
+            let waiting = self.limiter.wait(kind, remote.address, deadline, take);
             return match waiting.await? {
-                Some(lease) => Ok(lease),
-                None => Box::pin(self.lease(remote, dialer, expiry)).await,
+                Some(connection) => Ok(connection),
+                None => Box::pin(self.connection(remote, dialer, expiry)).await,
             };
         }
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        let dialed = open(remote, dialer, expiry, &self.queue).await;
+        let dialed = open(remote, dialer, expiry, &self.limiter).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
         if !self.closed.get() {
             self.open.borrow_mut().push(connection.clone());
         }
-        Ok(Lease::new(connection))
+        Ok(connection)
     }
 
     /// Closes idle connections, retires those whose lifetime is over, and checks the liveness of
@@ -169,17 +181,17 @@ impl Connections {
     }
 
     fn is_full(&self) -> bool {
-        self.len() >= self.limit
+        self.len() >= self.limiter.limits.http2_connections as usize
     }
 
-    /// A slot on the first connection that has one, so that the later ones become idle. Drops
-    /// closed connections.
-    fn find(&self) -> Option<Lease> {
+    /// The first connection that has a free slot, so that the later ones become idle. Drops closed
+    /// connections.
+    fn find(&self) -> Option<Rc<Connection>> {
         let mut open = self.open.borrow_mut();
         let mut index = 0;
         while let Some(connection) = open.get(index) {
             match connection.capacity() {
-                Capacity::Available => return Some(Lease::new(connection.clone())),
+                Capacity::Available => return Some(connection.clone()),
                 Capacity::Exhausted => index += 1,
                 Capacity::Closed => drop(open.remove(index)),
             }
@@ -262,9 +274,12 @@ impl Health {
 }
 
 impl Lease {
-    fn new(connection: Rc<Connection>) -> Self {
+    fn new(connection: Rc<Connection>, request: Slot) -> Self {
         connection.streams.set(connection.streams.get() + 1);
-        Self { connection }
+        Self {
+            connection,
+            _request: request,
+        }
     }
 
     /// Opens the stream.
@@ -309,7 +324,8 @@ impl Drop for Lease {
             .streams
             .set(self.connection.streams.get() - 1);
         self.connection.reused.set(true);
-        self.connection.queue.release();
+        let limiter = &self.connection.limiter;
+        limiter.release(LimitKind::Http2Connections);
         if self.connection.streams.get() == 0 {
             self.connection.health.borrow_mut().last_used = Instant::now();
         }
@@ -321,10 +337,11 @@ async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
-    queue: &Rc<Queue>,
+    limiter: &Rc<Limiter>,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
-    let io = dialer.dial(remote, Alpn::Http2).await?;
+    let mut io = dialer.dial(remote, Alpn::Http2).await?;
+    io.count(limiter.count_connection());
     let is_secured = io.is_secured();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);
@@ -370,7 +387,7 @@ async fn open(
         sender: RefCell::new(sender),
         is_secured,
         streams: Cell::new(0),
-        queue: queue.clone(),
+        limiter: limiter.clone(),
         reused: Cell::new(false),
         health: RefCell::new(health),
         lifetime,

@@ -23,9 +23,10 @@ use crate::discovery::EndpointInfo;
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::Expiry;
+use crate::metrics::UpstreamMetrics;
 use crate::tls::{Alpn, Tls};
-pub use queue::Limits;
-use queue::Queue;
+use queue::Limiter;
+pub use queue::{LimitKind, Limits, Slot};
 
 /// The maximum number of idle HTTP/1 connections per endpoint and worker.
 const MAX_IDLE: usize = 256;
@@ -33,29 +34,58 @@ const MAX_IDLE: usize = 256;
 /// How long an idle HTTP/1 connection to an endpoint is kept.
 pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The open pools of one worker.
-#[derive(Default)]
-pub struct Pools(RefCell<HashMap<Remote, Weak<OpenPool>>>);
+/// The open pools of one worker and one direction. Backends share the pool of an endpoint if they
+/// have the same limits: the limits of one Service do not apply to another one.
+pub struct Pools {
+    open: RefCell<HashMap<(Remote, Limits), Weak<OpenPool>>>,
+    /// The workers of the proxy, which share the limits.
+    workers: u32,
+    /// The metrics of the direction.
+    pub metrics: Arc<UpstreamMetrics>,
+}
+
+impl Default for Pools {
+    fn default() -> Self {
+        Self::new(1, Arc::default())
+    }
+}
 
 /// A pool that is closed when this value is dropped. Each backend that contains the endpoint holds
 /// it.
 pub struct OpenPool(Rc<Pool>);
 
 impl Pools {
-    /// The open pool of connections to `remote`.
-    pub fn open(&self, remote: Remote) -> Rc<OpenPool> {
-        let mut pools = self.0.borrow_mut();
-        if let Some(open) = pools.get(&remote).and_then(Weak::upgrade) {
+    /// The pools of one of `workers` workers. All are closed.
+    pub fn new(workers: u32, metrics: Arc<UpstreamMetrics>) -> Self {
+        Self {
+            open: RefCell::default(),
+            workers,
+            metrics,
+        }
+    }
+
+    /// The open pool of connections to `remote` with these limits of the whole proxy.
+    pub fn open(&self, remote: Remote, limits: Limits) -> Rc<OpenPool> {
+        let mut pools = self.open.borrow_mut();
+        let key = (remote, limits);
+        if let Some(open) = pools.get(&key).and_then(Weak::upgrade) {
             return open;
         }
-        let open = Rc::new(OpenPool(Rc::new(Pool::new(remote.clone()))));
-        pools.insert(remote, Rc::downgrade(&open));
+        let limits = limits.of_worker(self.workers);
+        let pool = Pool::new(key.0.clone(), limits, self.metrics.clone());
+        let open = Rc::new(OpenPool(Rc::new(pool)));
+        pools.insert(key, Rc::downgrade(&open));
         open
+    }
+
+    /// The workers of the proxy.
+    pub fn workers(&self) -> u32 {
+        self.workers
     }
 
     /// Closes connections that are idle for too long. The worker calls it every few seconds.
     pub fn evict_idle(&self, now: Instant) {
-        let mut pools = self.0.borrow_mut();
+        let mut pools = self.open.borrow_mut();
         pools.retain(|_, pool| {
             let open = pool.upgrade();
             if let Some(OpenPool(pool)) = open.as_deref() {
@@ -88,31 +118,32 @@ pub struct Pool {
     pub remote: Remote,
     /// Idle HTTP/1 connections, the most recently used last.
     http1: RefCell<Vec<Idle>>,
-    /// The number of HTTP/1 connections with an exchange.
-    http1_in_use: Cell<usize>,
-    limits: Limits,
-    queue: Rc<Queue>,
+    limiter: Rc<Limiter>,
     /// HTTP/2 connections.
     pub http2: Connections,
     closed: Cell<bool>,
 }
 
-/// An HTTP/1 connection for one exchange.
+/// An HTTP/1 connection for one exchange, or an opaque one.
 pub struct Upstream {
     /// The connection.
     pub io: Io,
     /// It was idle in the pool, and the peer may have closed it.
     pub reused: bool,
-    _slot: Slot,
+    /// Its slots among the connections and the requests of the endpoint, as long as both last.
+    pub slots: Slots,
 }
 
-/// One of the HTTP/1 connections that an endpoint may have. Released on drop.
-struct Slot(Rc<Pool>);
+/// The slots of a connection, and of the request on it.
+pub struct Slots {
+    connection: Option<Slot>,
+    _request: Option<Slot>,
+}
 
-impl Drop for Slot {
-    fn drop(&mut self) {
-        self.0.http1_in_use.set(self.0.http1_in_use.get() - 1);
-        self.0.queue.release();
+impl Slots {
+    /// The slot of a connection that carries no request any more.
+    pub fn opaque(self) -> Option<Slot> {
+        self.connection.filter(Slot::counts_opaque)
     }
 }
 
@@ -123,55 +154,67 @@ struct Idle {
 
 impl Pool {
     /// An empty pool.
-    pub fn new(remote: Remote) -> Self {
-        Self::with_limits(remote, Limits::default())
-    }
-
-    fn with_limits(remote: Remote, limits: Limits) -> Self {
-        let queue = Rc::new(Queue::new(limits.waiting));
+    pub fn new(remote: Remote, limits: Limits, metrics: Arc<UpstreamMetrics>) -> Self {
+        let limiter = Limiter::new(limits, metrics);
         Self {
             remote,
             http1: RefCell::default(),
-            http1_in_use: Cell::new(0),
-            http2: Connections::new(limits.http2_connections, queue.clone()),
-            limits,
-            queue,
+            http2: Connections::new(limiter.clone()),
+            limiter,
             closed: Cell::new(false),
         }
     }
 
     /// An HTTP/1 connection: an idle one if there is one, else a new one. Waits while all
-    /// connections that the endpoint may have are in use.
-    pub async fn http1(
-        self: &Rc<Self>,
-        dialer: Dialer<'_>,
-        now: Instant,
-    ) -> Result<Upstream, Failure> {
-        let slot = match self.http1_slot() {
-            Some(slot) => slot,
-            None => {
-                let (address, deadline) = (self.remote.address, dialer.deadline());
-                let slot = self.queue.wait(address, deadline, || self.http1_slot());
-                slot.await?
-            }
-        };
+    /// connections or requests that the endpoint may have are in use.
+    pub async fn http1(&self, dialer: Dialer<'_>, now: Instant) -> Result<Upstream, Failure> {
+        let request = self.acquire(LimitKind::Requests, dialer).await?;
+        let connection = self.acquire(LimitKind::Connections, dialer).await?;
         let (io, reused) = match self.checkout_http1(now) {
             Some(io) => (io, true),
-            None => (dialer.dial(&self.remote, Alpn::Http1).await?, false),
+            None => (self.dial(dialer, Alpn::Http1).await?, false),
         };
+        let slots = Slots {
+            connection: Some(connection),
+            _request: Some(request),
+        };
+        Ok(Upstream { io, reused, slots })
+    }
+
+    /// A new connection for opaque bytes, which may become an HTTP/1 one. Waits while the endpoint
+    /// has all connections that it may have.
+    pub async fn opaque(&self, dialer: Dialer<'_>, alpn: Alpn) -> Result<Upstream, Failure> {
+        let connection = match self.limiter.limits.opaque {
+            true => Some(self.acquire(LimitKind::Connections, dialer).await?),
+            false => None,
+        };
+        if connection.is_some() {
+            // Idle HTTP/1 connections make space.
+            let limit = self.limiter.limits.connections as usize;
+            let in_use = self.limiter.connections() as usize;
+            let mut idle = self.http1.borrow_mut();
+            let excess = (in_use + idle.len()).saturating_sub(limit);
+            drop(idle.drain(..excess));
+        }
         Ok(Upstream {
-            io,
-            reused,
-            _slot: slot,
+            io: self.dial(dialer, alpn).await?,
+            reused: false,
+            slots: Slots {
+                connection,
+                _request: None,
+            },
         })
     }
 
-    fn http1_slot(self: &Rc<Self>) -> Option<Slot> {
-        let in_use = self.http1_in_use.get();
-        (in_use < self.limits.http1_connections).then(|| {
-            self.http1_in_use.set(in_use + 1);
-            Slot(self.clone())
-        })
+    async fn dial(&self, dialer: Dialer<'_>, alpn: Alpn) -> Result<Io, Failure> {
+        let mut io = dialer.dial(&self.remote, alpn).await?;
+        io.count(self.limiter.count_connection());
+        Ok(io)
+    }
+
+    async fn acquire(&self, kind: LimitKind, dialer: Dialer<'_>) -> Result<Slot, Failure> {
+        let (address, deadline) = (self.remote.address, dialer.deadline());
+        self.limiter.acquire(kind, address, deadline).await
     }
 
     /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
@@ -351,6 +394,10 @@ mod tests {
         }
     }
 
+    fn pool() -> Pool {
+        Pool::new(remote(), Limits::default(), Arc::default())
+    }
+
     /// Connections and their far ends.
     async fn connections(count: usize) -> (Vec<Io>, Vec<TcpStream>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
@@ -380,7 +427,7 @@ mod tests {
     #[tokio::test]
     async fn reuses_most_recently_used_connection() {
         let (near, _far) = connections(3).await;
-        let (pool, now) = (Pool::new(remote()), Instant::now());
+        let (pool, now) = (pool(), Instant::now());
         near.into_iter().for_each(|io| pool.checkin_http1(io, now));
         assert_eq!(pool.idle_http1(), 3);
         for left in [2, 1, 0] {
@@ -395,7 +442,7 @@ mod tests {
         let (mut near, mut far) = connections(2).await;
         drop(far.pop());
         wait_until_stale(&mut near[1]).await;
-        let pool = Pool::new(remote());
+        let pool = pool();
         near.drain(..)
             .for_each(|io| pool.checkin_http1(io, Instant::now()));
         let mut open = pool
@@ -409,7 +456,7 @@ mod tests {
         let (mut near, mut far) = connections(3).await;
         drop(far.pop());
         wait_until_stale(&mut near[2]).await;
-        let (pool, start) = (Pool::new(remote()), Instant::now());
+        let (pool, start) = (pool(), Instant::now());
         for (io, age) in near.into_iter().zip([0, 10, 20]) {
             pool.checkin_http1(io, start + Duration::from_secs(age));
         }
@@ -420,7 +467,7 @@ mod tests {
     #[tokio::test]
     async fn drops_retired_connections() {
         let (near, _far) = connections(3).await;
-        let (pool, now) = (Pool::new(remote()), Instant::now());
+        let (pool, now) = (pool(), Instant::now());
         let after = |seconds| now + Duration::from_secs(seconds);
         for (mut io, seconds) in near.into_iter().zip([0, 3600, 7200]) {
             io.set_lifetime(Lifetime {
@@ -448,7 +495,7 @@ mod tests {
     #[tokio::test]
     async fn closed_pool_keeps_no_connections() {
         let (near, _far) = connections(2).await;
-        let (pool, mut near) = (Pool::new(remote()), near.into_iter());
+        let (pool, mut near) = (pool(), near.into_iter());
         let mut checkin =
             || pool.checkin_http1(near.next().expect("two connections"), Instant::now());
         checkin();
@@ -465,11 +512,11 @@ mod tests {
         let address = listener.local_addr().expect("bound");
         let remote = Remote::from(&EndpointInfo::bare(address));
         let limits = Limits {
-            http1_connections: 2,
+            connections: 2,
             waiting: 1,
             ..Limits::default()
         };
-        let pool = Rc::new(Pool::with_limits(remote, limits));
+        let pool = Pool::new(remote, limits, Arc::default());
         let connect = |seconds| {
             let dialer = Dialer {
                 tls: &worker.tls,
@@ -491,13 +538,84 @@ mod tests {
             Some("upstream-overloaded")
         );
         drop(third);
-        assert_eq!(pool.http1_in_use.get(), 1);
+        assert_eq!(pool.limiter.connections(), 1);
+    }
+
+    #[tokio::test]
+    async fn opaque_connections_count_for_the_limit_of_a_policy() {
+        let worker = crate::worker::Worker::new(crate::worker::WorkerContext::for_a_test(""));
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+        let remote = Remote::from(&EndpointInfo::bare(listener.local_addr().expect("bound")));
+        let dialer = Dialer {
+            tls: &worker.tls,
+            timeout: Duration::from_secs(60),
+        };
+        let metrics: Arc<UpstreamMetrics> = Arc::default();
+        for (opaque, expected) in [(true, false), (false, true)] {
+            let limits = Limits {
+                connections: 2,
+                opaque,
+                waiting: 0,
+                ..Limits::default()
+            };
+            let pool = Pool::new(remote.clone(), limits, metrics.clone());
+            let connect = || pool.opaque(dialer, Alpn::Opaque);
+            let exchange = pool.http1(dialer, Instant::now()).await.expect("one");
+            pool.checkin_http1(exchange.io, Instant::now());
+            drop(exchange.slots);
+            let first = connect().await.expect("an idle connection does not count");
+            assert_eq!((pool.idle_http1(), metrics.connections.get()), (1, 2));
+            // The idle one makes space.
+            let second = connect().await.expect("two of two");
+            assert_eq!(pool.idle_http1(), usize::from(!opaque));
+            assert_eq!(connect().await.is_ok(), expected);
+            // What was an upgrade keeps its slot.
+            let slot = second.slots.opaque();
+            drop(second.io);
+            assert_eq!(slot.is_some(), opaque);
+            assert_eq!(connect().await.is_ok(), expected);
+            drop((first, slot));
+            assert!(connect().await.is_ok() && pool.limiter.connections() == 0);
+            drop(pool);
+            assert_eq!(metrics.connections.get(), 0);
+        }
+    }
+
+    #[tokio::test]
+    async fn requests_in_flight_are_limited_in_both_versions_of_http() {
+        let worker = crate::worker::Worker::new(crate::worker::WorkerContext::for_a_test(""));
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+        let remote = Remote::from(&EndpointInfo::bare(listener.local_addr().expect("bound")));
+        let dialer = Dialer {
+            tls: &worker.tls,
+            timeout: Duration::from_secs(60),
+        };
+        let limits = Limits {
+            requests: 1,
+            waiting: 0,
+            ..Limits::default()
+        };
+        let pool = Pool::new(remote, limits, Arc::default());
+        let http1 = || pool.http1(dialer, Instant::now());
+        let held = http1().await.expect("the first one");
+        let rejected = Failure::EndpointLimit {
+            address: pool.remote.address,
+            limit: "maxRequests",
+            policy: String::new(),
+        };
+        let second = http1().await.err().map(|failure| failure.to_string());
+        assert_eq!(second, Some(rejected.to_string()));
+        let stream = pool.http2(dialer, |_| Expiry(None)).await;
+        let stream = stream.err().map(|failure| failure.to_string());
+        assert_eq!(stream, Some(rejected.to_string()));
+        drop(held);
+        assert!(http1().await.is_ok());
     }
 
     #[tokio::test]
     async fn keeps_at_most_max_idle_connections() {
         let (near, _far) = connections(MAX_IDLE + 1).await;
-        let pool = Pool::new(remote());
+        let pool = pool();
         near.into_iter()
             .for_each(|io| pool.checkin_http1(io, Instant::now()));
         assert_eq!(pool.idle_http1(), MAX_IDLE);

@@ -1,93 +1,228 @@
-//! Requests that wait while an endpoint has all the connections or streams that it may have. Both
-//! the queue and the wait are bounded: further requests are rejected.
+//! The limits of one endpoint: connections and requests in flight. Requests wait while a limit is
+//! reached. Both the queue and the wait are bounded: further requests are rejected.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
 
+use diy_mesh_runtime::metrics::Active;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::Failure;
+use crate::metrics::UpstreamMetrics;
 
-/// The limits of one endpoint, for each worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The limits of one endpoint. A limit of `u32::MAX` is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Limits {
     /// HTTP/1 connections with an exchange.
-    pub http1_connections: usize,
+    pub connections: u32,
+    /// Opaque connections count as `connections`.
+    pub opaque: bool,
     /// HTTP/2 connections. The peer limits the streams of each.
-    pub http2_connections: usize,
+    pub http2_connections: u32,
+    /// Requests in flight.
+    pub requests: u32,
     /// Requests that wait for one of them.
-    pub waiting: usize,
+    pub waiting: u32,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            http1_connections: 4096,
+            connections: 4096,
+            opaque: false,
             http2_connections: 64,
+            requests: u32::MAX,
             waiting: 1024,
         }
     }
 }
 
-/// The requests that wait for one endpoint.
-#[derive(Debug)]
-pub(super) struct Queue {
-    limit: usize,
-    waiting: Cell<usize>,
-    released: Notify,
+impl Limits {
+    /// The equal share of one of the proxy's workers, one at least.
+    pub fn of_worker(self, workers: u32) -> Self {
+        let share = |limit: u32| match limit {
+            u32::MAX => limit,
+            limit => limit.div_ceil(workers.max(1)),
+        };
+        Self {
+            connections: share(self.connections),
+            opaque: self.opaque,
+            http2_connections: share(self.http2_connections),
+            requests: share(self.requests),
+            waiting: share(self.waiting),
+        }
+    }
 }
 
-impl Queue {
-    pub fn new(limit: usize) -> Self {
-        Self {
-            limit,
+/// A limit of an endpoint: the label `limit` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LimitKind {
+    /// HTTP/1 connections, and opaque ones.
+    Connections,
+    /// HTTP/2 connections.
+    Http2Connections,
+    /// Requests in flight.
+    Requests,
+}
+
+impl LimitKind {
+    /// The values of the label `limit`, in the order of the discriminants.
+    pub const NAMES: [&str; 3] = ["connections", "http2-connections", "requests"];
+
+    /// The setting of a TrafficPolicy.
+    pub fn setting(self) -> &'static str {
+        match self {
+            Self::Connections => "maxConnections",
+            Self::Http2Connections => "maxHttp2Connections",
+            Self::Requests => "maxRequests",
+        }
+    }
+}
+
+/// The use of the limits of one endpoint.
+pub(super) struct Limiter {
+    pub limits: Limits,
+    connections: Cell<u32>,
+    requests: Cell<u32>,
+    waiting: Cell<u32>,
+    /// By [`LimitKind`]. Most endpoints never reach a limit.
+    released: OnceCell<Box<[Notify; LimitKind::NAMES.len()]>>,
+    metrics: Arc<UpstreamMetrics>,
+}
+
+impl Limiter {
+    pub fn new(limits: Limits, metrics: Arc<UpstreamMetrics>) -> Rc<Self> {
+        Rc::new(Self {
+            limits,
+            connections: Cell::new(0),
+            requests: Cell::new(0),
             waiting: Cell::new(0),
-            released: Notify::new(),
+            released: OnceCell::new(),
+            metrics,
+        })
+    }
+
+    /// The number of HTTP/1 and opaque connections in use.
+    pub fn connections(&self) -> u32 {
+        self.connections.get()
+    }
+
+    /// Counts an open connection until the value is dropped, for the metric.
+    pub fn count_connection(&self) -> Active {
+        Active::new(&self.metrics.connections)
+    }
+
+    /// A slot of a connection or of a request. Waits while all are in use.
+    pub async fn acquire(
+        self: &Rc<Self>,
+        kind: LimitKind,
+        endpoint: SocketAddr,
+        deadline: Instant,
+    ) -> Result<Slot, Failure> {
+        match self.try_acquire(kind) {
+            Some(slot) => Ok(slot),
+            // Boxed: it is rare, and would enlarge the task of every connection.
+            None => Box::pin(self.wait(kind, endpoint, deadline, || self.try_acquire(kind))).await,
+        }
+    }
+
+    fn try_acquire(self: &Rc<Self>, kind: LimitKind) -> Option<Slot> {
+        let (in_use, limit) = self.counter(kind)?;
+        (in_use.get() < limit).then(|| {
+            in_use.set(in_use.get() + 1);
+            Slot(self.clone(), kind)
+        })
+    }
+
+    /// The slots in use, and the limit. HTTP/2 connections are counted by their owner.
+    fn counter(&self, kind: LimitKind) -> Option<(&Cell<u32>, u32)> {
+        match kind {
+            LimitKind::Connections => Some((&self.connections, self.limits.connections)),
+            LimitKind::Requests => Some((&self.requests, self.limits.requests)),
+            LimitKind::Http2Connections => None,
         }
     }
 
     /// Waits until `take` succeeds. Fails at the deadline, or at once if the queue is full.
     pub async fn wait<T>(
         &self,
+        kind: LimitKind,
         endpoint: SocketAddr,
         deadline: Instant,
         take: impl Fn() -> Option<T>,
     ) -> Result<T, Failure> {
-        if self.waiting.get() >= self.limit {
-            return Err(Failure::UpstreamOverloaded(endpoint));
+        let reached = || {
+            self.metrics.limited[kind as usize].inc();
+            Failure::EndpointLimit {
+                address: endpoint,
+                limit: kind.setting(),
+                policy: String::new(),
+            }
+        };
+        if self.waiting.get() >= self.limits.waiting {
+            return Err(reached());
         }
-        let _waiting = Waiting::new(&self.waiting);
+        let _waiting = Waiting::new(&self.waiting, &self.metrics);
+        let released = &self.released.get_or_init(Box::default)[kind as usize];
         loop {
             if let Some(taken) = take() {
                 return Ok(taken);
             }
-            let released = timeout_at(deadline, self.released.notified()).await;
-            released.map_err(|_| Failure::UpstreamOverloaded(endpoint))?;
+            let released = timeout_at(deadline, released.notified()).await;
+            released.map_err(|_| reached())?;
         }
     }
 
     /// There may be something to take for the request that waits longest.
-    pub fn release(&self) {
-        if self.waiting.get() > 0 {
-            self.released.notify_one();
+    pub fn release(&self, kind: LimitKind) {
+        if let (true, Some(released)) = (self.waiting.get() > 0, self.released.get()) {
+            released[kind as usize].notify_one();
         }
     }
 }
 
+/// One of the connections or requests that an endpoint may have. Released on drop.
+pub struct Slot(Rc<Limiter>, LimitKind);
+
+impl Slot {
+    /// Whether opaque connections count.
+    pub fn counts_opaque(&self) -> bool {
+        self.0.limits.opaque
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let Self(limiter, kind) = self;
+        if let Some((in_use, _)) = limiter.counter(*kind) {
+            in_use.set(in_use.get() - 1);
+        }
+        limiter.release(*kind);
+    }
+}
+
 /// Counts a waiting request until it is dropped.
-struct Waiting<'a>(&'a Cell<usize>);
+struct Waiting<'a> {
+    waiting: &'a Cell<u32>,
+    _counted: Active,
+}
 
 impl<'a> Waiting<'a> {
-    fn new(waiting: &'a Cell<usize>) -> Self {
+    fn new(waiting: &'a Cell<u32>, metrics: &UpstreamMetrics) -> Self {
         waiting.set(waiting.get() + 1);
-        Self(waiting)
+        Self {
+            waiting,
+            _counted: Active::new(&metrics.waiting),
+        }
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.set(self.0.get() - 1);
+        self.waiting.set(self.waiting.get() - 1);
     }
 }
 
@@ -95,6 +230,7 @@ impl Drop for Waiting<'_> {
 mod tests {
     use std::time::Duration;
 
+    use super::LimitKind::{Connections, Http2Connections, Requests};
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -103,36 +239,56 @@ mod tests {
         ([10, 0, 0, 1], 80).into()
     }
 
+    fn limiter(limits: Limits) -> Rc<Limiter> {
+        Limiter::new(limits, Arc::default())
+    }
+
     #[tokio::test(start_paused = true)]
     async fn waits_in_order_until_the_deadline() {
-        let (queue, free) = (Queue::new(8), Cell::new(0));
-        let take = || (free.get() > 0).then(|| free.set(free.get() - 1));
+        let limiter = limiter(Limits {
+            connections: 2,
+            waiting: 8,
+            ..Limits::default()
+        });
+        let acquire = || limiter.acquire(Connections, address(), Instant::now() + SECOND);
+        let held = [acquire().await.expect("one"), acquire().await.expect("two")];
         let order = std::cell::RefCell::new(Vec::new());
+        let slots = std::cell::RefCell::new(Vec::new());
         let wait = async |name| {
-            let deadline = Instant::now() + SECOND;
-            let result = queue.wait(address(), deadline, take).await;
-            order.borrow_mut().push((name, result.is_ok()));
+            let slot = acquire().await;
+            order.borrow_mut().push((name, slot.is_ok()));
+            slots.borrow_mut().extend(slot);
         };
         let release = async {
             tokio::task::yield_now().await;
-            for _ in 0..2 {
-                free.set(free.get() + 1);
-                queue.release();
+            assert_eq!(limiter.metrics.waiting.get(), 3);
+            for slot in held {
+                drop(slot);
                 tokio::task::yield_now().await;
             }
         };
         tokio::join!(wait("first"), wait("second"), wait("third"), release);
         let expected = [("first", true), ("second", true), ("third", false)];
         assert_eq!(*order.borrow(), expected);
-        assert_eq!(queue.waiting.get(), 0);
+        assert_eq!(
+            (limiter.waiting.get(), limiter.metrics.waiting.get()),
+            (0, 0)
+        );
+        assert_eq!(limiter.metrics.limited[Connections as usize].get(), 1);
+        slots.take();
+        assert_eq!(limiter.connections(), 0);
     }
 
     #[tokio::test(start_paused = true)]
     async fn full_queue_rejects_at_once() {
-        let queue = Queue::new(2);
+        let limiter = limiter(Limits {
+            waiting: 2,
+            ..Limits::default()
+        });
         let begun = Instant::now();
         let wait = async |seconds: u32| {
-            let result = queue.wait(address(), begun + seconds * SECOND, || None::<()>);
+            let deadline = begun + seconds * SECOND;
+            let result = limiter.wait(Http2Connections, address(), deadline, || None::<()>);
             let failure = result.await.expect_err("nothing to take");
             (failure.code(), begun.elapsed())
         };
@@ -141,5 +297,42 @@ mod tests {
         assert_eq!((one.1, two.1, three), (SECOND, 2 * SECOND, rejected));
         // The queue has space again.
         assert_eq!(wait(3).await.1, 3 * SECOND);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn released_slot_reaches_a_request_that_waits_for_its_kind() {
+        let limiter = limiter(Limits {
+            connections: 1,
+            requests: 1,
+            ..Limits::default()
+        });
+        let acquire = |kind| limiter.acquire(kind, address(), Instant::now() + SECOND);
+        let connection = acquire(Connections).await.expect("the first one");
+        let _request = acquire(Requests).await.expect("the first one");
+        let begun = Instant::now();
+        let waiting = async { (acquire(Connections).await.is_ok(), begun.elapsed()) };
+        let (request, waited, ()) = tokio::join!(acquire(Requests), waiting, async {
+            tokio::task::yield_now().await;
+            drop(connection);
+        });
+        assert_eq!(waited, (true, Duration::ZERO));
+        assert!(request.is_err());
+    }
+
+    #[test]
+    fn workers_share_the_limits() {
+        let limits = Limits {
+            connections: 10,
+            opaque: true,
+            http2_connections: 1,
+            requests: u32::MAX,
+            waiting: 0,
+        };
+        let shared = Limits {
+            connections: 3,
+            ..limits
+        };
+        assert_eq!(limits.of_worker(4), shared);
+        assert_eq!(limits.of_worker(1), limits);
     }
 }

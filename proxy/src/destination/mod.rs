@@ -62,14 +62,14 @@ pub struct Destination {
 }
 
 impl Destinations {
-    /// Creates an empty set. If discovery is off, as on the inbound path, each address is its own
-    /// endpoint.
-    pub fn new(discovery: Discovery) -> Self {
+    /// Creates an empty set, whose connections are in `pools`. If discovery is off, as on the inbound
+    /// path, each address is its own endpoint.
+    pub fn new(discovery: Discovery, pools: Pools) -> Self {
         Self {
             discovery,
             destinations: Registry::new(MAX_DESTINATIONS),
             backends: Registry::new(MAX_DESTINATIONS),
-            pools: Rc::default(),
+            pools: Rc::new(pools),
         }
     }
 

@@ -6,6 +6,9 @@ use tokio::sync::watch;
 
 use super::*;
 use crate::balance::Endpoint;
+use crate::balance::OutlierSettings;
+use crate::balance::policy::BackendPolicy;
+use crate::connect::{Limits, Remote};
 use crate::control::testing::soon;
 use crate::discovery::{
     Affinity, EndpointInfo, PodTarget, Questions, ServiceTarget, Target, UnknownPort,
@@ -331,7 +334,7 @@ fn update_keeps_state_of_remaining_endpoints_and_closes_removed_ones() {
         "{picks:?}"
     );
     assert!(Rc::ptr_eq(&remaining, &find(&destination, "10.0.0.2:80")));
-    assert!(removed.pool.is_closed() && !remaining.pool.is_closed());
+    assert!(removed.pool().is_closed() && !remaining.pool().is_closed());
     // The in-flight request of the removed endpoint continues.
     assert_eq!(removed.in_flight(), 1);
     drop(request);
@@ -363,12 +366,14 @@ fn replaces_endpoint_if_another_pod_has_its_address() {
             .backend()
             .pick(&[], &mut rng())
             .expect("there is an endpoint");
-        assert!(!Rc::ptr_eq(&before, &after) && before.pool.is_closed() && !after.pool.is_closed());
+        assert!(
+            !Rc::ptr_eq(&before, &after) && before.pool().is_closed() && !after.pool().is_closed()
+        );
     }
     assert!(
-        first.pool.remote.identity.is_none()
+        first.pool().remote.identity.is_none()
             && find(&destination, "10.0.0.1:80")
-                .pool
+                .pool()
                 .remote
                 .identity
                 .is_some()
@@ -430,10 +435,86 @@ fn destination_is_opaque_if_all_endpoints_are() {
     }
 }
 
+#[test]
+fn limits_of_a_policy_change_the_connections_and_not_the_endpoint() {
+    let with = |requests| {
+        let Target::Service(mut target) = (*service(&[info("10.0.0.1:80")])).clone() else {
+            unreachable!("a Service")
+        };
+        target.policy = Arc::new(BackendPolicy {
+            limits: Limits {
+                requests,
+                ..Limits::default()
+            },
+            ..BackendPolicy::default()
+        });
+        Arc::new(Target::Service(target))
+    };
+    let (sender, destination) = watched_destination(with(u32::MAX));
+    let endpoint = find(&destination, "10.0.0.1:80");
+    let (before, request) = (endpoint.pool(), endpoint.begin());
+    sender.send_replace(with(u32::MAX));
+    assert!(Rc::ptr_eq(
+        &find(&destination, "10.0.0.1:80").pool(),
+        &before
+    ));
+    sender.send_replace(with(10));
+    destination.backend().apply_updates();
+    let same = find(&destination, "10.0.0.1:80");
+    assert!(Rc::ptr_eq(&same, &endpoint) && same.in_flight() == 1);
+    assert!(before.is_closed() && !same.pool().is_closed());
+    drop(request);
+}
+
+#[test]
+fn services_with_other_limits_do_not_share_connections() {
+    let pools = Pools::default();
+    let remote = || Remote::from(&*info("10.0.0.1:80"));
+    let own = Limits {
+        connections: 1,
+        ..Limits::default()
+    };
+    let [one, other, limited] =
+        [Limits::default(), Limits::default(), own].map(|limits| pools.open(remote(), limits));
+    assert!(Rc::ptr_eq(&one, &other) && !Rc::ptr_eq(&one, &limited));
+}
+
+#[test]
+fn slow_endpoint_is_quarantined_by_a_policy() {
+    let Target::Service(mut target) =
+        (*service(&["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"].map(info))).clone()
+    else {
+        unreachable!("a Service")
+    };
+    target.policy = Arc::new(BackendPolicy {
+        outliers: OutlierSettings {
+            latency_percent: 300,
+            interval: Duration::from_millis(2),
+            ..OutlierSettings::default()
+        },
+        ..BackendPolicy::default()
+    });
+    let (_sender, destination) = watched_destination(Arc::new(Target::Service(target)));
+    let slow = find(&destination, "10.0.0.2:80");
+    let start = Instant::now();
+    while !slow.is_quarantined(Instant::now()) {
+        assert!(start.elapsed() < Duration::from_secs(20), "it is not slow");
+        for _ in 0..30 {
+            for (host, milliseconds) in [("10.0.0.1:80", 1), ("10.0.0.3:80", 2), ("10.0.0.2:80", 9)]
+            {
+                let latency = Duration::from_millis(milliseconds);
+                find(&destination, host).begin().answered_after(latency);
+            }
+        }
+        assert_eq!(picks(&destination, &[], 1).len(), 1);
+    }
+    assert!(!find(&destination, "10.0.0.3:80").is_quarantined(Instant::now()));
+}
+
 #[tokio::test]
 async fn concurrent_requests_share_one_watch() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let ask = || destinations.get_or_watch(address("10.96.0.7:80"));
     let answer = async {
         let (asked, reply) = questions.next().await;
@@ -453,7 +534,7 @@ async fn concurrent_requests_share_one_watch() {
 #[tokio::test]
 async fn destinations_share_pools_until_last_one_removes_the_endpoint() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let answer = async {
         let endpoints = [info("10.0.0.1:80"), info("10.0.0.2:80")];
         let one = questions.next().await.1(service(&endpoints));
@@ -465,14 +546,17 @@ async fn destinations_share_pools_until_last_one_removes_the_endpoint() {
         answer
     );
     let (shared, same) = (find(&one, "10.0.0.1:80"), find(&other, "10.0.0.1:80"));
-    assert!(Rc::ptr_eq(&shared.pool, &same.pool) && !Rc::ptr_eq(&shared, &same));
-    assert!(!Rc::ptr_eq(&shared.pool, &find(&one, "10.0.0.2:80").pool));
+    assert!(Rc::ptr_eq(&shared.pool(), &same.pool()) && !Rc::ptr_eq(&shared, &same));
+    assert!(!Rc::ptr_eq(
+        &shared.pool(),
+        &find(&one, "10.0.0.2:80").pool()
+    ));
     sender.send_replace(service(&[info("10.0.0.2:80")]));
     one.backend().apply_updates();
-    assert!(!shared.pool.is_closed(), "the other destination uses it");
+    assert!(!shared.pool().is_closed(), "the other destination uses it");
     other_sender.send_replace(service(&[]));
     destinations.evict_idle(Instant::now());
-    assert!(shared.pool.is_closed());
+    assert!(shared.pool().is_closed());
 }
 
 #[tokio::test]
@@ -493,7 +577,7 @@ async fn failures_of_one_service_quarantine_no_endpoint_of_another() {
 #[tokio::test]
 async fn next_request_resolves_after_cancelled_one() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let mut first = Box::pin(destinations.get_or_watch(address("10.96.0.7:80")));
     let (_, _unanswered) = tokio::select! {
         _ = &mut first => panic!("resolved without a response"),
@@ -509,7 +593,7 @@ async fn next_request_resolves_after_cancelled_one() {
 #[tokio::test]
 async fn evicts_destination_after_a_minute_without_connections() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let answer = async { questions.next().await.1(Arc::new(Target::Unknown)) };
     let (held, sender) = tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
     let mut now = Instant::now();
@@ -533,20 +617,20 @@ async fn evicts_destination_after_a_minute_without_connections() {
 #[tokio::test]
 async fn applies_updates_to_destination_without_requests() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
     let (destination, sender) =
         tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
     let removed = find(&destination, "10.0.0.1:80");
     sender.send_replace(service(&[]));
     destinations.evict_idle(Instant::now());
-    assert!(removed.pool.is_closed());
+    assert!(removed.pool().is_closed());
 }
 
 #[tokio::test]
 async fn resubscribes_after_discovery_drops_the_watch() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let answer = async { questions.next().await.1(Arc::new(Target::Unknown)) };
     let (held, sender) = tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
     drop(sender);
@@ -563,7 +647,7 @@ async fn resubscribes_after_discovery_drops_the_watch() {
 
 #[tokio::test]
 async fn serves_destinations_over_limit_without_keeping_them() {
-    let mut destinations = Destinations::new(Discovery::off());
+    let mut destinations = Destinations::new(Discovery::off(), Pools::default());
     destinations.destinations.limit = 1;
     let kept = destinations.get_or_watch(address("10.0.0.1:80")).await;
     let over = destinations.get_or_watch(address("10.0.0.2:80")).await;
@@ -581,7 +665,7 @@ async fn serves_destinations_over_limit_without_keeping_them() {
 
 #[tokio::test]
 async fn evicts_unused_destinations_at_limit() {
-    let mut destinations = Destinations::new(Discovery::off());
+    let mut destinations = Destinations::new(Discovery::off(), Pools::default());
     destinations.destinations.limit = 2;
     let held = destinations.get_or_watch(address("10.0.0.1:80")).await;
     drop(destinations.get_or_watch(address("10.0.0.2:80")).await);
@@ -608,7 +692,7 @@ async fn refuse(questions: &mut Questions, text: &str) {
 #[tokio::test]
 async fn refuses_destination_while_table_of_discovery_is_full() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let ask = || soon(destinations.get_or_watch(address("10.96.0.7:80")));
     let (refused, ()) = tokio::join!(ask(), refuse(&mut questions, "10.96.0.7:80"));
     let failure = refused
@@ -625,7 +709,7 @@ async fn refuses_destination_while_table_of_discovery_is_full() {
 #[tokio::test]
 async fn releases_unused_destinations_and_retries_when_table_of_discovery_is_full() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let ask = |text| soon(destinations.get_or_watch(address(text)));
     let answer = async |questions: &mut Questions| {
         soon(questions.next()).await.1(service(&[info("10.0.0.1:80")]))
@@ -644,7 +728,7 @@ async fn releases_unused_destinations_and_retries_when_table_of_discovery_is_ful
 
 #[tokio::test]
 async fn fixed_destination_is_its_own_endpoint_and_shared() {
-    let destinations = Destinations::new(Discovery::off());
+    let destinations = Destinations::new(Discovery::off(), Pools::default());
     let (one, other) = (
         destinations.fixed(address("10.0.0.1:80")),
         destinations.get_or_watch(address("10.0.0.1:80")).await,
@@ -663,7 +747,7 @@ async fn fixed_destination_is_its_own_endpoint_and_shared() {
 #[tokio::test]
 async fn shares_backends_of_routes_by_name_until_they_are_idle() {
     let (discovery, mut questions) = Discovery::by_hand();
-    let destinations = Destinations::new(discovery);
+    let destinations = Destinations::new(discovery, Pools::default());
     let name: Arc<str> = "shop/cart:80".into();
     let asked = async {
         let (resource, answer) = questions.next().await;

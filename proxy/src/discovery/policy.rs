@@ -9,6 +9,11 @@ use proto::{balancing, hash_key};
 
 use super::routes::MAX_REASON;
 use crate::balance::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
+use crate::balance::{BreakerSettings, BudgetSettings, OutlierSettings};
+use crate::connect::Limits;
+
+/// How long a circuit stays open until a probing request decides.
+const OPEN_TIME: Duration = Duration::from_secs(5);
 
 /// Converts a policy. Fails with the first value that is invalid or unknown.
 pub(super) fn parse(policy: proto::BackendPolicy) -> Result<BackendPolicy, String> {
@@ -16,10 +21,75 @@ pub(super) fn parse(policy: proto::BackendPolicy) -> Result<BackendPolicy, Strin
         let reason = format!("policy ({}): {violation}", policy.name);
         reason.chars().take(MAX_REASON).collect::<String>()
     })?;
+    let connect_timeout = policy.connections.and_then(|limits| limits.connect_timeout);
+    let outliers = policy.outlier_detection;
     Ok(BackendPolicy {
         name: policy.name,
         balancing: policy.balancing.map(Balancing::from).unwrap_or_default(),
+        connect_timeout: connect_timeout.map(Duration::from_millis),
+        limits: policy.connections.map(Limits::from).unwrap_or_default(),
+        outliers: outliers.map(OutlierSettings::from).unwrap_or_default(),
+        breaker: policy.circuit_breaker.map(BreakerSettings::from),
+        budget: policy.retry_budget.map(BudgetSettings::from),
     })
+}
+
+impl From<proto::ConnectionLimits> for Limits {
+    fn from(message: proto::ConnectionLimits) -> Self {
+        let default = Self::default();
+        Self {
+            connections: message.max_connections.unwrap_or(default.connections),
+            opaque: message.max_connections.is_some(),
+            http2_connections: message
+                .max_http2_connections
+                .unwrap_or(default.http2_connections),
+            requests: message.max_requests.unwrap_or(default.requests),
+            waiting: message.max_waiting.unwrap_or(default.waiting),
+        }
+    }
+}
+
+impl From<proto::OutlierDetection> for OutlierSettings {
+    fn from(message: proto::OutlierDetection) -> Self {
+        let default = Self::default();
+        let or = |value: Option<u32>, default| value.unwrap_or(default);
+        Self {
+            consecutive_failures: or(message.consecutive_failures, default.consecutive_failures),
+            failure_percent: or(message.failure_percent, default.failure_percent),
+            min_requests: or(message.min_requests, default.min_requests),
+            interval: duration(message.interval, default.interval),
+            latency_percent: or(message.latency_percent, default.latency_percent),
+            ejection_time: duration(message.ejection_time, default.ejection_time),
+            max_ejection_time: duration(message.max_ejection_time, default.max_ejection_time),
+            max_ejected_percent: or(message.max_ejected_percent, default.max_ejected_percent),
+        }
+    }
+}
+
+impl From<proto::CircuitBreaker> for BreakerSettings {
+    fn from(message: proto::CircuitBreaker) -> Self {
+        let default = OutlierSettings::default();
+        Self {
+            failure_percent: message.failure_percent,
+            min_requests: message.min_requests.unwrap_or(default.min_requests),
+            interval: duration(message.interval, default.interval),
+            open_time: duration(message.open_time, OPEN_TIME),
+        }
+    }
+}
+
+impl From<proto::RetryBudget> for BudgetSettings {
+    fn from(message: proto::RetryBudget) -> Self {
+        let default = Self::default();
+        Self {
+            percent: message.percent.unwrap_or(default.percent),
+            min_per_second: message.min_per_second.unwrap_or(default.min_per_second),
+        }
+    }
+}
+
+fn duration(milliseconds: Option<u64>, default: Duration) -> Duration {
+    milliseconds.map_or(default, Duration::from_millis)
 }
 
 /// Of a message that was checked.
@@ -82,6 +152,64 @@ mod tests {
         let parsed = parse(off).expect("valid").balancing;
         assert_eq!(parsed.slow_start, Duration::ZERO);
         assert_eq!(parsed.algorithm, Algorithm::LeastRequest);
+    }
+
+    #[test]
+    fn resilience_settings_replace_the_defaults_one_by_one() {
+        let default = parse(proto::BackendPolicy::default()).expect("valid");
+        assert_eq!((default.breaker, default.budget), (None, None));
+        assert_eq!(default.connect_timeout, None);
+        let message = proto::BackendPolicy {
+            connections: Some(proto::ConnectionLimits {
+                max_requests: Some(7),
+                connect_timeout: Some(1500),
+                ..proto::ConnectionLimits::default()
+            }),
+            outlier_detection: Some(proto::OutlierDetection {
+                failure_percent: Some(0),
+                latency_percent: Some(300),
+                ..proto::OutlierDetection::default()
+            }),
+            circuit_breaker: Some(proto::CircuitBreaker {
+                failure_percent: 40,
+                ..proto::CircuitBreaker::default()
+            }),
+            retry_budget: Some(proto::RetryBudget {
+                percent: Some(5),
+                ..proto::RetryBudget::default()
+            }),
+            ..proto::BackendPolicy::default()
+        };
+        let seconds = Duration::from_secs;
+        let expected = BackendPolicy {
+            connect_timeout: Some(Duration::from_millis(1500)),
+            limits: Limits {
+                requests: 7,
+                ..Limits::default()
+            },
+            outliers: OutlierSettings {
+                failure_percent: 0,
+                latency_percent: 300,
+                ..OutlierSettings::default()
+            },
+            breaker: Some(BreakerSettings {
+                failure_percent: 40,
+                min_requests: 20,
+                interval: seconds(10),
+                open_time: seconds(5),
+            }),
+            budget: Some(BudgetSettings {
+                percent: 5,
+                min_per_second: 1,
+            }),
+            ..BackendPolicy::default()
+        };
+        assert_eq!(parse(message), Ok(expected));
+        let connections = proto::ConnectionLimits {
+            max_connections: Some(4096),
+            ..proto::ConnectionLimits::default()
+        };
+        assert!(Limits::from(connections).opaque, "opaque ones count then");
     }
 
     #[test]

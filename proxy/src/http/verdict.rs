@@ -8,14 +8,17 @@ use crate::http::view::Fields;
 /// The longest time for which an endpoint can refuse retries.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(3600);
 const RESOURCE_EXHAUSTED: &[u8] = b"8";
+const UNKNOWN: &[u8] = b"2";
+const INTERNAL: &[u8] = b"13";
 const UNAVAILABLE: &[u8] = b"14";
+const DATA_LOSS: &[u8] = b"15";
 
 /// What a response says about its endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It works: the response is a result of the request, whatever its status.
     Success,
-    /// It, or a proxy in front of it, is unavailable.
+    /// It, or a proxy in front of it, is unavailable or broken.
     Failure,
     /// Its proxy replied that its application accepts no connection.
     NotDelivered,
@@ -48,7 +51,7 @@ impl Verdict {
     /// `x-mesh-error` counts.
     pub fn of(status: u16, fields: &dyn Fields, is_peer: bool, now: fn() -> SystemTime) -> Self {
         let grpc_status = fields.field("grpc-status");
-        if grpc_status.is_none() && !matches!(status, 429 | 502..=504) {
+        if grpc_status.is_none() && status < 429 {
             return Self::Success;
         }
         let mesh_error = fields.field("x-mesh-error").filter(|_| is_peer);
@@ -77,7 +80,11 @@ impl Verdict {
             (503, ..) if fields.field("retry-after").is_some() => {
                 Self::overloaded(retry_after(fields, now), Retryable::Idempotent)
             }
-            (502..=504, ..) => Self::Failure,
+            // These two say what the application does not implement.
+            (501 | 505, ..) => Self::Success,
+            (500..=599, ..) => Self::Failure,
+            // What gRPC servers send in place of 500.
+            (_, Some(UNKNOWN | INTERNAL | DATA_LOSS), _) => Self::Failure,
             _ => Self::Success,
         }
     }
@@ -147,19 +154,24 @@ mod tests {
             (200, Success),
             (404, Success),
             (429, overloaded(All, 0)),
-            (500, Success),
+            (500, Failure),
             (501, Success),
             (502, Failure),
             (503, Failure),
             (504, Failure),
+            (505, Success),
+            (599, Failure),
         ] {
             assert_eq!(judge(status, &[], false), expected, "{status}");
         }
         for (status, expected) in [
             ("0", Success),
+            ("2", Failure),
             ("5", Success),
             ("8", overloaded(All, 0)),
+            ("13", Failure),
             ("14", Failure),
+            ("15", Failure),
         ] {
             let fields = [("grpc-status", status)];
             assert_eq!(judge(200, &fields, false), expected, "{status}");

@@ -15,7 +15,7 @@ use super::body::{BodyError, Relay};
 use super::head::{Framing, Refused, ResponseHead, Version, find_end};
 use super::{After, Exchange, MAX_PIPELINED};
 use crate::balance::Endpoint;
-use crate::connect::Upstream;
+use crate::connect::{Slot, Upstream};
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry};
@@ -29,8 +29,8 @@ use crate::route::fields::FieldEdit;
 pub(super) enum Outcome {
     /// The response was relayed.
     After(After),
-    /// Both sides agreed on another protocol.
-    Tunnel(Io),
+    /// Both sides agreed on another protocol. The connection keeps its slot.
+    Tunnel(Io, Option<Slot>),
 }
 
 impl Forward for Exchange<'_> {
@@ -49,7 +49,7 @@ impl Forward for Exchange<'_> {
         self.end_passed_on = false;
         // 7. Connect.
         let dialer = self.record.attempts.dialer(&flow.worker.tls);
-        let connected = endpoint.pool.http1(dialer, began_at).await;
+        let connected = endpoint.pool().http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             self.record.attempts.check_endpoint()?;
@@ -74,9 +74,13 @@ impl Forward for Exchange<'_> {
         let answered_at = self.record.attempts.answered(verdict, request, &flow)?;
         self.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
-        Ok(self
+        let outcome = self
             .relay_response(upstream.io, endpoint, head, keep_alive)
-            .await)
+            .await;
+        Ok(match outcome {
+            Outcome::Tunnel(io, _) => Outcome::Tunnel(io, upstream.slots.opaque()),
+            after => after,
+        })
     }
 
     fn rewind(&mut self) -> bool {
@@ -276,7 +280,7 @@ impl Exchange<'_> {
         .await;
         self.record.attempts.end();
         match relayed {
-            Ok(()) if is_tunnel => return Outcome::Tunnel(upstream),
+            Ok(()) if is_tunnel => return Outcome::Tunnel(upstream, None),
             Ok(()) => self.record.response_end(),
             Err(broken) => {
                 self.record.cut_off(&broken.to_string());
@@ -294,7 +298,7 @@ impl Exchange<'_> {
             && self.upload.is_done()
             && !self.client_ended;
         if reusable && upstream.unread().is_empty() {
-            endpoint.pool.checkin_http1(upstream, Instant::now());
+            endpoint.pool().checkin_http1(upstream, Instant::now());
         }
         let keep_alive = keep_alive && !self.client_ended;
         Outcome::After(if keep_alive {

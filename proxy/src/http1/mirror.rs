@@ -105,7 +105,7 @@ impl Forward for Copy {
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
         let began_at = self.attempts.began_at();
         let dialer = self.attempts.dialer(&self.flow.worker.tls);
-        let connected = endpoint.pool.http1(dialer, began_at).await;
+        let connected = endpoint.pool().http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             self.attempts.connected();
@@ -134,7 +134,7 @@ impl Forward for Copy {
             && head.framing != Framing::UntilClose
             && io.unread().is_empty();
         if reusable {
-            endpoint.pool.checkin_http1(upstream.io, answered_at);
+            endpoint.pool().checkin_http1(upstream.io, answered_at);
         }
         Ok(())
     }

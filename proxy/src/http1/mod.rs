@@ -260,7 +260,7 @@ impl<'a> Exchange<'a> {
         match forward(self, &flow, &backend).await {
             Ok(Outcome::After(after)) => after,
             // Boxed: it is rare, and would enlarge the task of every connection.
-            Ok(Outcome::Tunnel(upstream)) => Box::pin(self.tunnel(upstream)).await,
+            Ok(Outcome::Tunnel(upstream, _slot)) => Box::pin(self.tunnel(upstream)).await,
             Err(failure) => self.fail(failure).await,
         }
     }

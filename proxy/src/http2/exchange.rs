@@ -176,7 +176,8 @@ impl Exchange {
         let worker = self.record.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
-        let mut leasing = pin!(endpoint.pool.http2(dialer, expiry));
+        let pool = endpoint.pool();
+        let mut leasing = pin!(pool.http2(dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),

@@ -59,7 +59,7 @@ impl Forward for Copy {
         let worker = self.flow.worker.clone();
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.attempts.dialer(&worker.tls);
-        let leased = endpoint.pool.http2(dialer, expiry).await;
+        let leased = endpoint.pool().http2(dialer, expiry).await;
         let lease = leased.map_err(AttemptError::connect)?;
         self.attempts.connected();
         let closed = |error: h2::Error| {

@@ -431,7 +431,7 @@ fn pools_connections_and_resumes_sessions() {
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         endpoint
-            .pool
+            .pool()
             .evict_idle(Instant::now() + crate::connect::IDLE_TIMEOUT + Duration::from_secs(1));
         let before = pair.wire.borrow().len();
         let negotiated = pair.negotiate().await;
@@ -660,7 +660,7 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
             .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap()
-            .pool
+            .pool()
             .http2;
         let retired = Instant::now() + Duration::from_secs(70 * 60);
         pool.maintain(retired);
@@ -754,7 +754,7 @@ fn pools_the_early_connection_if_the_client_sends_http() {
             .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
-        while endpoint.pool.idle_http1() < hellos {
+        while endpoint.pool().idle_http1() < hellos {
             tokio::task::yield_now().await;
         }
     });
@@ -772,7 +772,7 @@ fn pooled_connection_has_completed_its_handshake() {
         opaque::pool(dialed).await;
         // The inbound proxy connects to the application after the handshake.
         app.accept().await.unwrap();
-        assert!(endpoint.pool.checkout_http1(Instant::now()).is_some());
+        assert!(endpoint.pool().checkout_http1(Instant::now()).is_some());
     });
 }
 
@@ -1192,7 +1192,7 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             timeout: DEADLINE,
         };
         let io = dialer
-            .dial(&endpoint.pool.remote, super::Alpn::Http1)
+            .dial(&endpoint.pool().remote, super::Alpn::Http1)
             .await
             .unwrap();
         assert!(!io.is_secured());

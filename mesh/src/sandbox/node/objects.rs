@@ -35,7 +35,7 @@ pub(super) struct Objects {
     pub(super) config_maps: BTreeMap<Key, ConfigMap>,
     pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
     pub(super) workloads: BTreeMap<(Kind, Key), Workload>,
-    /// HTTPRoutes, GRPCRoutes, ReferenceGrants and TrafficPolicies, by kind and key.
+    /// Objects of the Gateway API and of SMI, and TrafficPolicies, by kind and key.
     pub(super) routes: BTreeMap<(String, Key), Value>,
     ips: ClusterIps,
 }
@@ -87,9 +87,8 @@ impl Objects {
             "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
             "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
             "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
-            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" => {
-                self.add_route(kind, key, value)
-            }
+            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" | "TrafficSplit"
+            | "HTTPRouteGroup" => self.add_route(kind, key, value),
             "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
                 bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
             }
@@ -98,7 +97,7 @@ impl Objects {
         Ok(())
     }
 
-    /// Stores an object of the Gateway API or a TrafficPolicy, with the metadata that an API server
+    /// Stores such an object, with the metadata that an API server
     /// sets.
     fn add_route(&mut self, kind: &str, key: Key, mut value: Value) {
         let id = (kind.to_owned(), key);
@@ -133,7 +132,8 @@ impl Objects {
             "Deployment" => delete_workload(Kind::Deployment),
             "Job" => delete_workload(Kind::Job),
             "Pod" => delete_workload(Kind::Pod),
-            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" => {
+            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" | "TrafficSplit"
+            | "HTTPRouteGroup" => {
                 let id = (kind.to_owned(), key.clone());
                 self.routes.remove(&id).is_some()
             }

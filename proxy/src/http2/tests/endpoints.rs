@@ -66,19 +66,19 @@ fn opens_connection_at_max_concurrent_streams() {
             responses.push(client.send_request(get("/"), true).unwrap().0);
             until(|| arrived.get() == count).await;
         }
-        assert_eq!(endpoint.pool.http2.len(), 3);
+        assert_eq!(endpoint.pool().http2.len(), 3);
         go.set(true);
         for response in responses {
             assert_eq!(response.await.unwrap().status(), 200);
         }
         assert_ok(&mut client).await;
-        assert_eq!(endpoint.pool.http2.len(), 3);
+        assert_eq!(endpoint.pool().http2.len(), 3);
         // Idle connections are closed.
         endpoint
-            .pool
+            .pool()
             .http2
             .maintain(std::time::Instant::now() + Duration::from_secs(61));
-        assert!(endpoint.pool.http2.is_empty());
+        assert!(endpoint.pool().http2.is_empty());
         assert_ok(&mut client).await;
     });
 }
@@ -126,7 +126,7 @@ fn concurrent_streams_dial_once() {
         for response in responses {
             assert_eq!(response.await.unwrap().status(), 200);
         }
-        assert_eq!((arrived.get(), endpoint.pool.http2.len()), (50, 1));
+        assert_eq!((arrived.get(), endpoint.pool().http2.len()), (50, 1));
     });
 }
 
@@ -505,10 +505,12 @@ fn closes_connection_without_ping_response() {
             read.push(silent.read_u8().await.unwrap());
         }
         let now = std::time::Instant::now();
-        pool.pool.http2.maintain(now);
+        pool.pool().http2.maintain(now);
         for (seconds, left) in [(10, 1), (25, 1), (39, 1), (41, 0)] {
-            pool.pool.http2.maintain(now + Duration::from_secs(seconds));
-            assert_eq!(pool.pool.http2.len(), left, "after {seconds} s");
+            pool.pool()
+                .http2
+                .maintain(now + Duration::from_secs(seconds));
+            assert_eq!(pool.pool().http2.len(), left, "after {seconds} s");
         }
         let response = poll_fn(|cx| std::pin::Pin::new(&mut response).poll(cx))
             .await
@@ -533,14 +535,14 @@ fn keeps_silent_connection_that_answers_pings() {
         let now = std::time::Instant::now();
         for round in 1..10 {
             endpoint
-                .pool
+                .pool()
                 .http2
                 .maintain(now + round * Duration::from_secs(25));
             // Time for the PING frame and its acknowledgement, which the test cannot observe.
             for _ in 0..100 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
-            assert_eq!(endpoint.pool.http2.len(), 1, "{round}");
+            assert_eq!(endpoint.pool().http2.len(), 1, "{round}");
         }
         go.set(true);
         assert_eq!(response.await.unwrap().status(), 200);

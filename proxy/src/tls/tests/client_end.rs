@@ -71,7 +71,7 @@ impl Pair {
             .destination
             .backend()
             .pick(&[], &mut fastrand::Rng::new());
-        endpoint.unwrap().pool.idle_http1()
+        endpoint.unwrap().pool().idle_http1()
     }
 }
 

@@ -1,0 +1,458 @@
+//! TrafficSplits and HTTPRouteGroups of the Service Mesh Interface (v1alpha4), as routes. Pure.
+//!
+//! A TrafficSplit has no ports: a backend takes part at the ports that it has in common with the
+//! Service. Requests that match none of its groups stay with the Service.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::matches::{self, MatchSpec};
+use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::parse::{
+    MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_PATTERNS_OF_ROUTE, MAX_WEIGHT, Meta, bounded, unsupported,
+};
+use super::spec::{HttpMatch, ValueMatch};
+use super::{BACKEND_NOT_FOUND, ParentReference, UNSUPPORTED_VALUE};
+use crate::index::object::Key;
+
+/// The API group of TrafficSplits.
+pub const SPLIT_GROUP: &str = "split.smi-spec.io";
+/// The API group of HTTPRouteGroups.
+pub const SPECS_GROUP: &str = "specs.smi-spec.io";
+/// The version of both that the mesh prefers.
+pub const VERSION: &str = "v1alpha4";
+const REGEX: &str = "RegularExpression";
+/// Lists of backends, groups and matches.
+const MAX_ENTRIES: usize = 64;
+/// At least the length of the message for an entry that its object does not contain.
+const ENTRY_BYTES: usize = 256;
+
+/// A TrafficSplit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Split {
+    /// Namespace and name.
+    pub key: Key,
+    /// The UID, for Events.
+    pub uid: Arc<str>,
+    /// The groups whose requests are split. Empty: all requests.
+    pub groups: Vec<Key>,
+    /// The route without the matches of these groups.
+    route: Route,
+}
+
+/// An HTTPRouteGroup: conditions on requests.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RouteGroup {
+    /// Namespace and name.
+    pub key: Key,
+    matches: Result<Vec<Arc<Match>>, Rejection>,
+}
+
+#[derive(Deserialize)]
+struct SplitSpec {
+    service: String,
+    #[serde(default)]
+    backends: Vec<BackendSpec>,
+    #[serde(default)]
+    matches: Vec<GroupReference>,
+}
+
+#[derive(Deserialize)]
+struct BackendSpec {
+    service: String,
+    weight: Value,
+}
+
+#[derive(Deserialize)]
+struct GroupReference {
+    #[serde(default)]
+    kind: String,
+    name: String,
+}
+
+#[derive(Deserialize)]
+struct GroupSpec {
+    #[serde(default)]
+    matches: Vec<GroupMatch>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct GroupMatch {
+    path_regex: Option<String>,
+    #[serde(default)]
+    methods: Vec<String>,
+    #[serde(default)]
+    headers: BTreeMap<String, String>,
+}
+
+/// Parses a TrafficSplit. An error: its Service is unknown.
+pub fn split(meta: Meta, uid: &str, spec: &Value) -> Result<Split, String> {
+    let parsed = SplitSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+    let groups = parsed.matches.iter();
+    let groups = groups.map(|one| Key::new(&meta.key.namespace, &one.name));
+    let rule = rule(&meta, &parsed);
+    let bytes = 2 * spec.to_string().len() + (2 + parsed.backends.len()) * ENTRY_BYTES;
+    Ok(Split {
+        uid: uid.into(),
+        groups: groups.collect(),
+        key: meta.key.clone(),
+        route: Route {
+            kind: meta.kind,
+            key: meta.key,
+            generation: meta.generation,
+            created: meta.created,
+            parents: vec![ParentReference::service(&parsed.service)],
+            rules: rule.map(|rule| vec![Arc::new(rule)]),
+            ignored: Vec::new(),
+            bytes,
+        },
+    })
+}
+
+fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
+    bounded("spec.backends", &spec.backends, MAX_ENTRIES)?;
+    bounded("spec.matches", &spec.matches, MAX_ITEMS)?;
+    if let Some(other) = spec.matches.iter().find(|one| one.kind != "HTTPRouteGroup") {
+        let field = "spec.matches.kind";
+        return Err(unsupported(field, &other.kind, "HTTPRouteGroup"));
+    }
+    let mut backends = Vec::new();
+    for (position, backend) in spec.backends.iter().enumerate() {
+        let field = format!("spec.backends[{position}]");
+        let weight = backend.weight.as_u64();
+        let weight = weight.and_then(|weight| u32::try_from(weight).ok());
+        let Some(weight) = weight.filter(|weight| *weight <= MAX_WEIGHT) else {
+            let expected = format!("an integer from 0 to {MAX_WEIGHT}");
+            let field = format!("{field}.weight");
+            return Err(unsupported(&field, &backend.weight.to_string(), &expected));
+        };
+        backends.push(to(&meta.key, &backend.service, weight, &field));
+    }
+    let name = format!("{} {}", meta.kind, meta.key);
+    // After the matches of groups, and before requests that no split concerns.
+    let everything = Match {
+        rank: Reverse([0, 0, 0, 0, 1]),
+        ..Match::default()
+    };
+    Ok(rule_of(vec![Arc::new(everything)], name, backends))
+}
+
+fn to(split: &Key, service: &str, weight: u32, field: &str) -> Backend<Reference> {
+    Backend {
+        target: Reference {
+            other_kind: None,
+            key: Key::new(&split.namespace, service),
+            port: None,
+            field: field.to_owned(),
+        },
+        weight,
+        filters: Vec::new(),
+    }
+}
+
+fn rule_of(
+    matches: Vec<Arc<Match>>,
+    name: String,
+    backends: Vec<Backend<Reference>>,
+) -> ParsedRule {
+    ParsedRule {
+        matches,
+        rule: Rule::new(name, backends),
+        unknown_filter: None,
+    }
+}
+
+impl Split {
+    /// The Service whose requests are split.
+    pub fn service(&self) -> Key {
+        self.route.parents[0].key(&self.key)
+    }
+
+    /// The route, with the matches of its groups.
+    pub fn route<'a>(&self, group: impl Fn(&Key) -> Option<&'a RouteGroup>) -> Route {
+        let mut route = self.route.clone();
+        if let (Ok(rules), false) = (&self.route.rules, self.groups.is_empty()) {
+            route.rules = self.with_groups(&rules[0], group);
+            let rules = route.rules.iter().flatten();
+            let matches = rules.flat_map(|rule| &rule.matches);
+            route.bytes += matches.map(|one| format!("{one:?}").len()).sum::<usize>();
+        }
+        route
+    }
+
+    fn with_groups<'a>(
+        &self,
+        split: &ParsedRule,
+        group: impl Fn(&Key) -> Option<&'a RouteGroup>,
+    ) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
+        let mut matches = Vec::new();
+        for key in &self.groups {
+            let Some(group) = group(key) else {
+                return Err(Rejection {
+                    reason: BACKEND_NOT_FOUND,
+                    message: format!("spec.matches: the HTTPRouteGroup {key} does not exist"),
+                });
+            };
+            matches.extend(group.matches.clone()?);
+        }
+        let patterns: usize = matches.iter().map(|one| matches::patterns(one)).sum();
+        if matches.len() > MAX_MATCHES_OF_ROUTE || patterns > MAX_PATTERNS_OF_ROUTE {
+            return Err(Rejection {
+                reason: UNSUPPORTED_VALUE,
+                message: format!(
+                    "spec.matches: {} matches with {patterns} regular expressions are more than \
+                     {MAX_MATCHES_OF_ROUTE} and {MAX_PATTERNS_OF_ROUTE}",
+                    matches.len()
+                ),
+            });
+        }
+        let name = &split.rule.name;
+        let service = &self.route.parents[0].name;
+        let others = vec![to(&self.key, service, 1, "spec.service")];
+        let everything = vec![Arc::new(Match::default())];
+        let split = rule_of(matches, name.clone(), split.rule.backends.clone());
+        let mut others = rule_of(everything, format!("{name}/unmatched"), others);
+        others.rule.to_destination = true;
+        Ok(vec![Arc::new(split), Arc::new(others)])
+    }
+}
+
+/// Parses an HTTPRouteGroup.
+pub fn group(key: Key, spec: &Value) -> Result<RouteGroup, String> {
+    let parsed = GroupSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+    let matches = bounded("matches", &parsed.matches, MAX_ENTRIES).and_then(|()| {
+        let mut all = Vec::new();
+        for (position, one) in parsed.matches.iter().enumerate() {
+            let at = format!("HTTPRouteGroup {key}: spec.matches[{position}]");
+            for spec in http_matches(one) {
+                all.push(Arc::new(spec.parse(&at)?));
+            }
+        }
+        Ok(all)
+    });
+    Ok(RouteGroup { key, matches })
+}
+
+/// One match for each method.
+fn http_matches(one: &GroupMatch) -> Vec<HttpMatch> {
+    let every = [String::new()];
+    let has_all = one.methods.is_empty() || one.methods.iter().any(|method| method == "*");
+    let methods = match has_all {
+        true => &every[..],
+        false => &one.methods,
+    };
+    let value = |name: &str, value: String| ValueMatch {
+        kind: Some(REGEX.to_owned()),
+        name: name.to_owned(),
+        value: Some(value),
+    };
+    let of_method = |method: &String| HttpMatch {
+        // The expression is for the start of the path.
+        path: one
+            .path_regex
+            .as_ref()
+            .map(|path| value("", format!("(?:{path}).*"))),
+        headers: one
+            .headers
+            .iter()
+            .map(|(name, pattern)| value(name, pattern.to_string()))
+            .collect(),
+        query_params: Vec::new(),
+        method: Some(method.clone()).filter(|method| !method.is_empty()),
+    };
+    methods.iter().map(of_method).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::index::Index;
+    use crate::index::locality::Location;
+    use crate::index::object::{Kind, Object, Resource};
+    use crate::index::tests::{index, key, service};
+
+    fn meta(name: &str) -> Meta {
+        Meta {
+            kind: Kind::TrafficSplit,
+            key: key(name),
+            generation: 0,
+            created: 0,
+        }
+    }
+
+    fn split(name: &str, spec: Value) -> Object {
+        Object::Split(super::split(meta(name), "", &spec).unwrap())
+    }
+
+    fn group(name: &str, matches: Value) -> Object {
+        let spec = json!({"matches": matches});
+        Object::RouteGroup(super::group(key(name), &spec).unwrap())
+    }
+
+    fn services() -> Vec<Object> {
+        let all = [
+            ("web", "10.96.0.7"),
+            ("v1", "10.96.0.8"),
+            ("v2", "10.96.0.9"),
+        ];
+        all.map(|(name, ip)| Object::Service(service(name, &[ip])))
+            .into()
+    }
+
+    /// A line for each match at a port of Service shop/web: the conditions and the backends.
+    fn table(index: &Index, port: u16) -> Vec<String> {
+        let web = Resource::Destination(([10, 96, 0, 7], port).into());
+        let target = index.resolve(&web, &Location::default()).1.target.unwrap();
+        let Some(table) = target.routes else {
+            return vec![];
+        };
+        let matches = table.matches.iter().map(|(rule, one)| {
+            let rule = &table.rules[*rule as usize];
+            let backends = rule.backends.iter();
+            let backends = backends.map(|one| format!(" {}={}", one.target, one.weight));
+            let path = one.path.as_ref().map(|path| format!("{path:?} "));
+            let fields = one
+                .headers
+                .iter()
+                .map(|(name, value)| format!("{name} {value:?} "));
+            let fields = fields.collect::<String>();
+            let path = path.unwrap_or_default();
+            let others = if rule.to_destination { " others" } else { "" };
+            format!(
+                "{}{path}{fields}->{}{others}",
+                one.method,
+                backends.collect::<String>()
+            )
+        });
+        matches.collect()
+    }
+
+    fn problems(index: &Index) -> Vec<String> {
+        let all = index.route_statuses();
+        let conditions = all.iter().flat_map(|status| &status.parents);
+        let conditions = conditions.flat_map(|parent| &parent.conditions);
+        let failed = conditions.filter(|condition| !condition.holds);
+        failed
+            .map(|one| format!("{} {}", one.reason, one.message))
+            .collect()
+    }
+
+    fn with(objects: impl IntoIterator<Item = Object>) -> Index {
+        index(services().into_iter().chain(objects))
+    }
+
+    fn backends() -> Value {
+        json!([{"service": "v1", "weight": 90}, {"service": "v2", "weight": 10}])
+    }
+
+    #[test]
+    fn traffic_split_shares_the_requests_at_each_port() {
+        let spec = json!({"service": "web", "backends": backends()});
+        let index = with([split("canary", spec)]);
+        assert_eq!(table(&index, 80), ["-> shop/v1:80=90 shop/v2:80=10"]);
+        assert_eq!(table(&index, 9000), ["-> shop/v1:9000=90 shop/v2:9000=10"]);
+        assert_eq!(problems(&index), [""; 0]);
+    }
+
+    #[test]
+    fn backend_without_the_port_gets_no_requests_and_is_reported() {
+        let mut v2 = service("v2", &["10.96.0.9"]);
+        v2.ports.retain(|port| port.port == 80);
+        let spec = json!({"service": "web", "backends": backends()});
+        let index = with([split("canary", spec), Object::Service(v2)]);
+        assert_eq!(table(&index, 80), ["-> shop/v1:80=90 shop/v2:80=10"]);
+        assert_eq!(table(&index, 9000), ["-> shop/v1:9000=90"]);
+        let expected = "BackendNotFound spec.backends[1]: the Service shop/v2 has no TCP port 9000";
+        assert_eq!(problems(&index), [expected]);
+        let missing = json!({"service": "web", "backends": [{"service": "none", "weight": 1}]});
+        let index = with([split("canary", missing)]);
+        let message = "requests stay with the Service if no backend is left";
+        assert_eq!(table(&index, 80), ["-> shop/web:80=1"], "{message}");
+    }
+
+    #[test]
+    fn requests_that_match_no_group_stay_with_the_service() {
+        let spec = json!({
+            "service": "web", "backends": [{"service": "v2", "weight": 1}],
+            "matches": [{"kind": "HTTPRouteGroup", "name": "insiders"}],
+        });
+        let mut index = with([split("ab", spec)]);
+        let change = |index: &mut Index, object| {
+            let change = crate::index::object::Change::Apply(
+                crate::index::object::Source::Kubernetes,
+                object,
+            );
+            index.apply(change, &mut crate::index::Touched::default());
+        };
+        assert_eq!(table(&index, 80), [""; 0]);
+        let expected =
+            "BackendNotFound spec.matches: the HTTPRouteGroup shop/insiders does not exist";
+        assert_eq!(problems(&index), [expected]);
+        let matches = json!([
+            {"name": "a", "headers": {"User-Agent": ".*Firefox.*"}},
+            {"name": "b", "pathRegex": "/api", "methods": ["GET", "PUT"]},
+        ]);
+        change(&mut index, group("insiders", matches));
+        let expected = [
+            "GETRegex(\"(?:/api).*\") -> shop/v2:80=1",
+            "PUTRegex(\"(?:/api).*\") -> shop/v2:80=1",
+            "Prefix(\"/\") user-agent Regex(\".*Firefox.*\") -> shop/v2:80=1",
+            "-> shop/web:80=1 others",
+        ];
+        assert_eq!(table(&index, 80), expected);
+        // A second split, of all requests, comes after the groups of the first.
+        let all = json!({"service": "web", "backends": [{"service": "v1", "weight": 1}]});
+        change(&mut index, split("z", all));
+        assert_eq!(
+            table(&index, 80)[3..],
+            ["-> shop/v1:80=1", "-> shop/web:80=1 others"]
+        );
+        change(
+            &mut index,
+            group("insiders", json!([{"name": "a", "pathRegex": "("}])),
+        );
+        assert_eq!(table(&index, 80), ["-> shop/v1:80=1"]);
+        let [problem] = &problems(&index)[..] else {
+            panic!("one split is invalid")
+        };
+        let field = "HTTPRouteGroup shop/insiders: spec.matches[0].path.value";
+        assert!(problem.contains(field), "{problem}");
+    }
+
+    #[test]
+    fn invalid_splits_do_not_disturb_others() {
+        let weight = |weight: Value| json!({"service": "web", "backends": [{"service": "v1", "weight": weight}]});
+        let kind =
+            json!({"service": "web", "backends": [], "matches": [{"kind": "X", "name": "x"}]});
+        let good = json!({"service": "web", "backends": backends()});
+        let index = with([
+            split("a", weight(json!(-1))),
+            split("b", weight(json!(1.5))),
+            split("c", weight(json!("500m"))),
+            split("d", kind),
+            split("e", json!({"service": "none", "backends": backends()})),
+            split("good", good),
+        ]);
+        assert_eq!(table(&index, 80), ["-> shop/v1:80=90 shop/v2:80=10"]);
+        let weight = |value| {
+            format!(
+                "UnsupportedValue spec.backends[0].weight: {value:?} is not an integer from 0 to 1000000"
+            )
+        };
+        let expected = [
+            weight("-1"),
+            weight("1.5"),
+            weight("\"500m\""),
+            "UnsupportedValue spec.matches.kind: \"X\" is not HTTPRouteGroup".to_owned(),
+            "NoMatchingParent the Service shop/none does not exist".to_owned(),
+        ];
+        assert_eq!(problems(&index), expected);
+    }
+}
