@@ -135,7 +135,7 @@ pub(crate) async fn forward<F: Forward>(
         // 6. Balance.
         let preference = request.attempts().preference;
         let tried = &request.attempts().tried;
-        let picked = backend.pick_for(preference, tried, &mut flow.worker.rng.borrow_mut());
+        let picked = flow.worker.pick(backend, preference, tried);
         let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,

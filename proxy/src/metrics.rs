@@ -78,6 +78,8 @@ pub struct Metrics {
     registry: Registry,
     inbound: Flows,
     outbound: Flows,
+    /// To endpoints in the zone of the proxy, and in other zones.
+    zones: [Counter; 2],
     /// By [`Direction`], inbound first.
     upstream: [Arc<UpstreamMetrics>; 2],
     /// By [`MirrorResult`].
@@ -176,6 +178,13 @@ impl Metrics {
             "result",
             MirrorResult::NAMES,
         );
+        let zones = register_family(
+            r,
+            "zone_requests",
+            "Outbound requests and opaque connections by the zone of the endpoint, if zones are known",
+            "zone",
+            ["own", "other"],
+        );
         let faults = NamedCounters::register(
             r,
             "faults",
@@ -209,6 +218,7 @@ impl Metrics {
             outbound,
             upstream,
             mirrors,
+            zones,
             faults,
             rate_limited,
             dumps_suppressed,
@@ -253,6 +263,11 @@ impl Metrics {
             None => flows.retries.inc(),
             Some(denial) => flows.retries_denied[denial as usize].inc(),
         };
+    }
+
+    /// Counts a request, or an opaque connection, to an endpoint in this zone or in another one.
+    pub fn zone(&self, is_own: bool) {
+        self.zones[usize::from(!is_own)].inc();
     }
 
     /// Counts a copy of a request.

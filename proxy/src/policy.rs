@@ -42,6 +42,8 @@ pub struct Policy {
     pub opaque_ports: PortSet,
     /// The application accepts CONNECT requests.
     pub allow_connect: bool,
+    /// The zone of the pod's node. Empty: unknown.
+    pub zone: String,
     /// The limits of its requests.
     pub rate_limits: RateLimits,
 }

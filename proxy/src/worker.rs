@@ -3,7 +3,7 @@
 
 use std::cell::{Cell, Ref, RefCell};
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,6 +14,7 @@ use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::balance::{Backend, Endpoint, Preference};
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
@@ -202,6 +203,22 @@ impl Worker {
     /// The inbound policy of the pod.
     pub fn policy(&self) -> Ref<'_, Policy> {
         Ref::map(self.policy.borrow(), |policy| &**policy)
+    }
+
+    /// Step 6: the endpoint for a request.
+    pub fn pick(
+        &self,
+        backend: &Backend,
+        preference: Preference,
+        tried: &[SocketAddr],
+    ) -> Result<Rc<Endpoint>, Failure> {
+        let (policy, rng) = (self.policy(), &mut self.rng.borrow_mut());
+        let picked = backend.pick_for(preference, tried, &policy.zone, rng)?;
+        let zone = &picked.info.zone;
+        if !zone.is_empty() && !policy.zone.is_empty() {
+            self.metrics.zone(*zone == policy.zone);
+        }
+        Ok(picked)
     }
 
     /// The memory for the buffers of one direction.

@@ -306,8 +306,13 @@ impl InFlight {
 
     fn record_latency(&mut self, now: Instant) {
         self.recorded = true;
-        let latency = now.saturating_duration_since(self.started_at);
-        self.endpoint.latency.record_success(latency, now);
+        let (endpoint, latency) = (
+            &self.endpoint,
+            now.saturating_duration_since(self.started_at),
+        );
+        endpoint.latency.record_success(latency, now);
+        let zone = &endpoint.info.zone;
+        endpoint.quarantine.record_latency(zone, latency, now);
     }
 
     fn cancel_probe(&self, now: Instant) {

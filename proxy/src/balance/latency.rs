@@ -30,8 +30,14 @@ const MIN_DIFFERENCE_SECONDS: f64 = 1e-3;
 const FAILURE_SECONDS: f64 = 1.0;
 
 /// The latency of one endpoint.
-#[derive(Debug, Default)]
-pub(super) struct Latency(Cell<Option<Samples>>);
+#[derive(Debug)]
+pub(super) struct Latency(Cell<Option<Samples>>, f64);
+
+impl Default for Latency {
+    fn default() -> Self {
+        Self::with_decay(DECAY_SECONDS)
+    }
+}
 
 /// Weighted samples, in seconds.
 #[derive(Clone, Copy, Debug)]
@@ -42,9 +48,28 @@ struct Samples {
     /// The sum of the weights at the time of the last sample, which had a weight of 1.
     weight: f64,
     last_at: Instant,
+    decay_seconds: f64,
 }
 
 impl Latency {
+    /// A latency whose samples have another decay time.
+    pub fn with_decay(seconds: f64) -> Self {
+        Self(Cell::new(None), seconds)
+    }
+
+    /// Whether the latency is above this multiple of that of `other`, by more than chance explains.
+    pub fn exceeds(&self, other: &Self, ratio: f64, now: Instant) -> bool {
+        let (Some(one), Some(other)) = (self.0.get(), other.0.get()) else {
+            return false;
+        };
+        let other = Samples {
+            mean: other.mean * ratio,
+            deviations: other.deviations * ratio * ratio,
+            ..other
+        };
+        one.mean > other.mean && one.differs(&other, now)
+    }
+
     /// Whether one more request costs less with `in_flight` requests here than with
     /// `other_in_flight` requests at `other`.
     pub fn is_cheaper(
@@ -90,6 +115,7 @@ impl Latency {
             deviations: 0.0,
             weight: 0.0,
             last_at: now,
+            decay_seconds: self.1,
         });
         let decay = samples.decay(now);
         samples.weight = samples.weight * decay + 1.0;
@@ -134,7 +160,7 @@ impl Samples {
 
     /// The factor of all weights since the last sample, from 1 down to 0.
     fn decay(&self, now: Instant) -> f64 {
-        (-now.saturating_duration_since(self.last_at).as_secs_f64() / DECAY_SECONDS).exp()
+        (-now.saturating_duration_since(self.last_at).as_secs_f64() / self.decay_seconds).exp()
     }
 }
 

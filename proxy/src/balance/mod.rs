@@ -17,6 +17,7 @@ mod simulation;
 #[cfg(test)]
 mod tests;
 mod window;
+mod zone;
 
 use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
@@ -39,7 +40,7 @@ use maglev::LazyTable;
 use policy::BackendPolicy;
 pub use quarantine::{Cause, OutlierSettings};
 pub use select::Preference;
-use select::Turn;
+use select::{Context, Turns};
 
 /// The first share of a new endpoint, of that of the others.
 const MIN_SHARE: f64 = 0.1;
@@ -58,7 +59,7 @@ pub struct Backend {
     health: Rc<Health>,
     /// The half interval in which latencies were compared last.
     compared_in: Cell<u32>,
-    turn: Turn,
+    turns: Turns,
     /// The budget for retries of its requests.
     pub retries: RetryBudget,
 }
@@ -120,7 +121,7 @@ impl Backend {
             pools: pools.clone(),
             health,
             compared_in: Cell::new(0),
-            turn: Turn::default(),
+            turns: Turns::default(),
             retries: RetryBudget::new(Instant::now()),
         };
         backend.apply_policy();
@@ -170,6 +171,7 @@ impl Backend {
         &self,
         preference: Preference,
         tried: &[SocketAddr],
+        zone: &str,
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
         self.apply_updates();
@@ -177,7 +179,17 @@ impl Backend {
         self.health.check_circuit(now)?;
         let state = self.state.borrow();
         self.compare_latencies(&state.members, now);
-        let picked = state.pick(preference, tried, rng, &self.turn).cloned();
+        let zones = &self.health.siblings.zones;
+        let prefers = state.policy.balancing.prefer_zone;
+        zones.set_zone(if prefers { zone } else { "" });
+        let context = Context {
+            preference,
+            tried,
+            turns: &self.turns,
+            zones,
+            now,
+        };
+        let picked = state.pick(&context, rng).cloned();
         picked.ok_or_else(|| state.unavailable.clone())
     }
 
@@ -188,7 +200,7 @@ impl Backend {
         tried: &[SocketAddr],
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
-        self.pick_for(Preference::default(), tried, rng)
+        self.pick_for(Preference::default(), tried, "", rng)
     }
 
     /// Whether the circuit is open: no attempt may begin.

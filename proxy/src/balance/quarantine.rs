@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::window::{Window, half};
+use super::zone::ZonePreference;
 
 /// How long other requests avoid an endpoint while a probing request is in flight.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -88,6 +89,8 @@ pub(super) struct Siblings {
     settings: Cell<OutlierSettings>,
     count: Cell<usize>,
     quarantined: Cell<usize>,
+    /// The preference of the own zone.
+    pub zones: ZonePreference,
     /// The results of the endpoints that are not quarantined.
     window: Window,
     /// Failures since the last success of any endpoint.
@@ -102,6 +105,7 @@ impl Siblings {
             settings: Cell::default(),
             count: Cell::new(0),
             quarantined: Cell::new(0),
+            zones: ZonePreference::default(),
             window: Window::default(),
             failures: Cell::new(0),
             start: now,
@@ -185,6 +189,11 @@ impl Quarantine {
             siblings: siblings.clone(),
             removed: Cell::new(false),
         }
+    }
+
+    /// Records the latency of a response from an endpoint in this zone.
+    pub fn record_latency(&self, zone: &str, latency: Duration, now: Instant) {
+        self.siblings.zones.record(zone, latency, now);
     }
 
     /// Whether requests avoid the endpoint.

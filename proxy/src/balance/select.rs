@@ -11,6 +11,7 @@ use fastrand::Rng;
 use super::endpoint::Endpoint;
 use super::maglev::Table;
 use super::policy::{Algorithm, HashKey};
+use super::zone::ZonePreference;
 use super::{Backend, Member, State, p2c};
 use crate::http::view::RequestView;
 use crate::route::session::Tag;
@@ -30,9 +31,22 @@ pub struct Preference {
     pub session: Option<Tag>,
 }
 
-/// The endpoint that had the previous turn of a round robin.
+/// The endpoint that had the previous turn of a round robin: without a preferred zone or in other
+/// zones, and in the own zone.
 #[derive(Debug, Default)]
-pub(super) struct Turn(Cell<Option<SocketAddr>>);
+pub(super) struct Turns([Turn; 2]);
+
+type Turn = Cell<Option<SocketAddr>>;
+
+/// What a selection depends on besides the endpoints and the RNG.
+pub(super) struct Context<'a> {
+    pub preference: Preference,
+    /// The endpoints that the request was sent to.
+    pub tried: &'a [SocketAddr],
+    pub turns: &'a Turns,
+    pub zones: &'a ZonePreference,
+    pub now: Instant,
+}
 
 impl Backend {
     /// What a request, or an opaque connection, of a client prefers.
@@ -66,18 +80,12 @@ impl HashKey {
 impl State {
     /// The endpoint of the request's session, that which the affinity of the Service keeps, or the
     /// next one.
-    pub(super) fn pick(
-        &self,
-        preference: Preference,
-        tried: &[SocketAddr],
-        rng: &mut Rng,
-        turn: &Turn,
-    ) -> Option<&Rc<Endpoint>> {
-        let now = Instant::now();
+    pub(super) fn pick(&self, context: &Context<'_>, rng: &mut Rng) -> Option<&Rc<Endpoint>> {
+        let now = context.now;
         let is_usable = |endpoint: &Endpoint| {
-            !tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
+            !context.tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
         };
-        if let Some(tag) = preference.session {
+        if let Some(tag) = context.preference.session {
             let mut endpoints = self.members.iter().map(|member| &member.endpoint);
             let kept = endpoints.find(|one| is_usable(one) && one.tag() == tag);
             if kept.is_some() {
@@ -85,7 +93,7 @@ impl State {
             }
         }
         let Some(affinity) = &self.affinity else {
-            return self.balance(preference, tried, rng, turn, now);
+            return self.balance(context, rng);
         };
         let kept = |address| {
             let member = |member: &Member| member.info.address.cmp(&address);
@@ -93,44 +101,58 @@ impl State {
             Some(&self.members[at].endpoint).filter(|endpoint| is_usable(endpoint))
         };
         let pick = || {
-            let endpoint = self.balance(preference, tried, rng, turn, now)?;
+            let endpoint = self.balance(context, rng)?;
             Some((endpoint.address, endpoint))
         };
         affinity.select(now, kept, pick)
     }
 
-    /// The next endpoint, without those in `tried`. A quarantined one only if all are.
-    pub(super) fn balance(
-        &self,
-        preference: Preference,
-        tried: &[SocketAddr],
-        rng: &mut Rng,
-        turn: &Turn,
-        now: Instant,
-    ) -> Option<&Rc<Endpoint>> {
-        let untried = |endpoint: &Endpoint| !tried.contains(&endpoint.address);
+    /// The next endpoint, without those that were tried: of the side of the zone that is drawn if it
+    /// has a healthy one. A quarantined one only if all are.
+    pub(super) fn balance(&self, context: &Context<'_>, rng: &mut Rng) -> Option<&Rc<Endpoint>> {
+        let now = context.now;
+        let untried = |endpoint: &Endpoint| !context.tried.contains(&endpoint.address);
         if let [only] = self.members.as_slice() {
             return untried(&only.endpoint).then_some(&only.endpoint);
         }
         let at = |index: usize| &self.members[index].endpoint;
         let healthy = |index| untried(at(index)) && !at(index).is_quarantined(now);
-        if let Some(hash) = preference.hash {
+        if let Some(hash) = context.preference.hash {
             let picked = self.by_hash(hash, healthy);
             let picked = picked.or_else(|| self.by_hash(hash, |index| untried(at(index))));
             return picked.map(at);
         }
+        let stays = self.stays(context, rng);
+        let is_own = |index: usize| context.zones.is_own(&at(index).info.zone);
+        let on_side = |index| healthy(index) && stays.is_none_or(|stays| is_own(index) == stays);
+        let turn = &context.turns.0[usize::from(stays == Some(true))];
         let slow_start = self.policy.balancing.slow_start;
         let is_recent = |since| now.saturating_duration_since(since) < slow_start;
         if self.slow_start_since.is_some_and(is_recent) {
             let drawn = rng.f64();
-            let takes_part = |index| healthy(index) && at(index).share(slow_start, now) > drawn;
+            let takes_part = |index| on_side(index) && at(index).share(slow_start, now) > drawn;
             if let Some(picked) = self.choose(rng, turn, takes_part, now) {
                 return Some(at(picked));
             }
         }
-        self.choose(rng, turn, healthy, now)
+        self.choose(rng, turn, on_side, now)
+            .or_else(|| self.choose(rng, turn, healthy, now))
             .or_else(|| self.choose(rng, turn, |index| untried(at(index)), now))
             .map(at)
+    }
+
+    /// Whether the request stays in the zone of this proxy. None: no zone is preferred.
+    fn stays(&self, context: &Context<'_>, rng: &mut Rng) -> Option<bool> {
+        if !context.zones.is_active() {
+            return None;
+        }
+        let healthy = || {
+            let endpoints = self.members.iter().map(|member| &member.endpoint);
+            let own = endpoints.filter(|one| context.zones.is_own(&one.info.zone));
+            let healthy = own.clone().filter(|one| !one.is_quarantined(context.now));
+            healthy.count() as f64 / own.count().max(1) as f64
+        };
+        Some(context.zones.stays(context.now, rng, healthy))
     }
 
     /// The index of one of the usable endpoints, whatever the request.
@@ -161,7 +183,7 @@ impl State {
     /// proxies do not start together.
     fn next(&self, rng: &mut Rng, turn: &Turn, usable: impl Fn(usize) -> bool) -> Option<usize> {
         let count = self.members.len();
-        let start = match turn.0.get() {
+        let start = match turn.get() {
             None if count > 0 => rng.usize(..count),
             None => 0,
             Some(last) => self
@@ -171,7 +193,7 @@ impl State {
         let next = (start..count)
             .chain(0..start)
             .find(|index| usable(*index))?;
-        turn.0.set(Some(self.members[next].info.address));
+        turn.set(Some(self.members[next].info.address));
         Some(next)
     }
 

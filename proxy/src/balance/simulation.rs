@@ -1,4 +1,4 @@
-//! Simulation of two endpoints in virtual time: the shares of requests that they get.
+//! Simulation in virtual time: the shares of requests that two endpoints get, and zones.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -11,6 +11,7 @@ use super::budget::RetryBudget;
 use super::latency::Latency;
 use super::p2c;
 use super::quarantine::{OutlierSettings, Quarantine, Siblings};
+use super::zone::ZonePreference;
 
 /// Standard deviations between a share and its mean. Chance exceeds it once in 15,000 cases.
 const MAX_DEVIATIONS: f64 = 4.0;
@@ -165,6 +166,19 @@ fn slow_endpoint_loses_its_share_within_two_seconds() {
             "seed {seed}: {soon}, then {later}"
         );
     }
+    // It gets its share back after the weight of its slow responses has decayed.
+    let recovers = |endpoint: usize, now: Duration, rng: &mut Rng| {
+        let is_slow = endpoint == 1 && (5..15).contains(&now.as_secs());
+        noisy(rng) + Duration::from_millis(200) * u32::from(is_slow)
+    };
+    for seed in 0..50 {
+        let requests = simulate(Arrivals::PerSecond(100.0), 7000, seed, recovers);
+        let (slow, after) = (share(&requests, 7..15), share(&requests, 50..65));
+        assert!(
+            slow < 0.1 && after > 0.4,
+            "seed {seed}: {slow}, then {after}"
+        );
+    }
     // Sequential requests never overlap: only latencies show the slow endpoint, after about nine of
     // its responses.
     for seed in 0..50 {
@@ -173,6 +187,146 @@ fn slow_endpoint_loses_its_share_within_two_seconds() {
         let later = share(&requests, 12..20);
         assert!(later < 0.1, "seed {seed}: {later}");
     }
+}
+
+/// Proxies in several zones that prefer their own, and endpoints with queues.
+struct Zones {
+    /// The zone of each endpoint.
+    endpoints: Vec<&'static str>,
+    /// The zone of each proxy, and its requests per second.
+    proxies: Vec<(&'static str, f64)>,
+}
+
+/// The requests that an endpoint serves at once, and the mean time for one: at most 400 per second.
+const SERVERS: usize = 4;
+const SERVICE: Duration = Duration::from_millis(10);
+
+/// A request: its time, its proxy, its endpoint and its latency.
+type ZoneRequest = (Duration, usize, usize, Duration);
+
+impl Zones {
+    /// Sends requests for this time. Latencies contain the queue of the endpoint, 1 ms to another
+    /// zone, and a delay.
+    fn simulate(
+        &self,
+        seconds: u64,
+        seed: u64,
+        delay: impl Fn(usize, Duration) -> Duration,
+    ) -> Vec<ZoneRequest> {
+        let (mut rng, start) = (Rng::with_seed(seed), Instant::now());
+        let count = self.endpoints.len();
+        let preferences: Vec<ZonePreference> =
+            self.proxies.iter().map(|_| Default::default()).collect();
+        let in_flight = vec![vec![Cell::new(0_u32); count]; self.proxies.len()];
+        let mut free_at = vec![[Duration::ZERO; SERVERS]; count];
+        let mut arrivals = BTreeMap::new();
+        for (proxy, (zone, _)) in self.proxies.iter().enumerate() {
+            preferences[proxy].set_zone(zone);
+            arrivals.insert((Duration::ZERO, proxy), ());
+        }
+        let mut responses: BTreeMap<(Duration, usize), (usize, usize, Duration)> = BTreeMap::new();
+        let mut requests = Vec::new();
+        while let Some(((now, proxy), ())) = arrivals.pop_first() {
+            if now >= Duration::from_secs(seconds) {
+                break;
+            }
+            let (zone, rate) = self.proxies[proxy];
+            let next = exponential(Duration::from_secs(1), &mut rng).div_f64(rate);
+            arrivals.insert((now + next + Duration::from_nanos(1), proxy), ());
+            while let Some(first) = responses.first_entry().filter(|first| first.key().0 <= now) {
+                let at = start + first.key().0;
+                let (proxy, endpoint, latency) = first.remove();
+                let count = &in_flight[proxy][endpoint];
+                count.set(count.get() - 1);
+                preferences[proxy].record(self.endpoints[endpoint], latency, at);
+            }
+            let stays = preferences[proxy].stays(start + now, &mut rng, || 1.0);
+            let usable = |endpoint: usize| (self.endpoints[endpoint] == zone) == stays;
+            let loads = &in_flight[proxy];
+            let is_cheaper = |one: usize, other: usize| loads[one].get() < loads[other].get();
+            let picked =
+                p2c::choose(count, &mut rng, usable, is_cheaper).expect("each zone has one");
+            loads[picked].set(loads[picked].get() + 1);
+            let server = free_at[picked].iter_mut().min().expect("it has servers");
+            *server = now.max(*server) + exponential(SERVICE, &mut rng);
+            let way = Duration::from_millis(u64::from(self.endpoints[picked] != zone));
+            let latency = *server - now + way + delay(picked, now);
+            responses.insert((now + latency, requests.len()), (proxy, picked, latency));
+            requests.push((now, proxy, picked, latency));
+        }
+        requests
+    }
+
+    /// The share of a proxy's requests between two times that stayed in its zone.
+    fn own_share(
+        &self,
+        requests: &[ZoneRequest],
+        proxy: usize,
+        seconds: std::ops::Range<u64>,
+    ) -> f64 {
+        let within = |one: &&ZoneRequest| one.1 == proxy && seconds.contains(&one.0.as_secs());
+        let is_own = |one: &&ZoneRequest| self.endpoints[one.2] == self.proxies[proxy].0;
+        let all = requests.iter().filter(within);
+        let own = all.clone().filter(is_own).count();
+        own as f64 / all.count() as f64
+    }
+}
+
+const THREE_ZONES: [&str; 9] = ["a", "a", "a", "b", "b", "b", "c", "c", "c"];
+
+#[test]
+fn requests_stay_in_the_zone_at_equal_load() {
+    for rate in [100.0, 300.0, 900.0] {
+        let zones = Zones {
+            endpoints: THREE_ZONES.to_vec(),
+            proxies: vec![("a", rate), ("b", rate), ("c", rate)],
+        };
+        let requests = zones.simulate(15, 7, |_, _| Duration::ZERO);
+        for proxy in 0..3 {
+            let share = zones.own_share(&requests, proxy, 1..15);
+            assert!(share > 0.95, "{share} at {rate} requests/s");
+        }
+    }
+}
+
+#[test]
+fn requests_leave_a_slow_zone_within_seconds_and_return() {
+    for rate in [100.0, 300.0] {
+        let zones = Zones {
+            endpoints: THREE_ZONES.to_vec(),
+            proxies: vec![("a", rate), ("b", rate), ("c", rate)],
+        };
+        let is_slow = |now: Duration| (10..20).contains(&now.as_secs());
+        let delay = |endpoint: usize, now| {
+            Duration::from_millis(200) * u32::from(endpoint < 3 && is_slow(now))
+        };
+        let requests = zones.simulate(30, 7, delay);
+        let share = |seconds| zones.own_share(&requests, 0, seconds);
+        let (slow, after) = (share(13..20), share(25..30));
+        assert!(
+            share(1..10) > 0.95 && slow < 0.25 && after > 0.9,
+            "{rate}: {slow}, {after}"
+        );
+    }
+}
+
+#[test]
+fn small_zone_with_most_clients_is_not_overloaded() {
+    let endpoints = vec!["a", "a", "b", "b", "b", "b", "c", "c", "c", "c"];
+    // The endpoints of zone a serve 800 requests per second.
+    let proxies = vec![("a", 640.0), ("a", 640.0), ("b", 160.0), ("c", 160.0)];
+    let zones = Zones { endpoints, proxies };
+    let requests = zones.simulate(40, 7, |_, _| Duration::ZERO);
+    let settled = requests.iter().filter(|one| one.0.as_secs() >= 10);
+    let mut latencies: Vec<Duration> = settled.filter(|one| one.2 < 2).map(|one| one.3).collect();
+    latencies.sort();
+    let mean = latencies.iter().sum::<Duration>() / latencies.len() as u32;
+    let worst = latencies[latencies.len() * 99 / 100];
+    // Without a queue, 10 ms and 46 ms.
+    let limit = (Duration::from_millis(40), Duration::from_millis(250));
+    assert!(mean < limit.0 && worst < limit.1, "{mean:?}, {worst:?}");
+    let own = zones.own_share(&requests, 0, 10..40);
+    assert!((0.2..0.62).contains(&own), "{own} of 0.62 at most");
 }
 
 /// Sends 100 requests per second for 10 minutes to five endpoints, one of which fails half of its

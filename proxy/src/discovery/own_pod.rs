@@ -125,6 +125,7 @@ fn policy(workload: &Workload, earlier: &Policy, now: Instant) -> Result<Policy,
         strict,
         opaque_ports: ranges.collect::<Result<PortSet, _>>()?,
         allow_connect: workload.allow_connect,
+        zone: workload.zone.clone(),
         rate_limits: limits::parse(&workload.rate_limits, &earlier.rate_limits, now)?,
     })
 }
@@ -142,6 +143,7 @@ mod tests {
                 first: opaque.0,
                 last: opaque.1,
             }],
+            zone: "eu-1a".to_owned(),
             ..Workload::default()
         }
     }
@@ -178,6 +180,7 @@ mod tests {
         }
         let policy = receiver.borrow().clone().unwrap();
         assert!(policy.strict && policy.opaque_ports.contains(26) && !policy.allow_connect);
+        assert_eq!(policy.zone, "eu-1a");
         let Some(Action::Subscribe(subscribe)) = own.subscribe().action else {
             panic!("expected a subscription");
         };

@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use super::super::maglev::hash;
 use super::super::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
-use super::super::select::{Preference, Turn};
+use super::super::select::{Context, Preference, Turns};
+use super::super::zone::ZonePreference;
 use super::super::{Endpoint, State};
 use super::*;
 use crate::connect::Pools;
@@ -37,7 +38,8 @@ fn with_policy(algorithm: &Algorithm, mut infos: Vec<EndpointInfo>) -> Target {
 struct Endpoints {
     state: State,
     pools: Pools,
-    turn: Turn,
+    turns: Turns,
+    zones: ZonePreference,
     rng: fastrand::Rng,
 }
 
@@ -49,7 +51,8 @@ impl Endpoints {
         Self {
             state,
             pools,
-            turn: Turn::default(),
+            turns: Turns::default(),
+            zones: ZonePreference::default(),
             rng: fastrand::Rng::with_seed(seed),
         }
     }
@@ -65,9 +68,14 @@ impl Endpoints {
             hash: key,
             ..Preference::default()
         };
-        let now = Instant::now();
-        let (rng, turn) = (&mut self.rng, &self.turn);
-        let picked = self.state.balance(preference, &[], rng, turn, now);
+        let context = Context {
+            preference,
+            tried: &[],
+            turns: &self.turns,
+            zones: &self.zones,
+            now: Instant::now(),
+        };
+        let picked = self.state.balance(&context, &mut self.rng);
         picked.expect("it has endpoints").clone()
     }
 
@@ -198,6 +206,58 @@ fn keys_of_quarantined_and_overloaded_endpoints_spill_and_return() {
     assert!(Rc::ptr_eq(&endpoints.pick(key), &usual));
 }
 
+/// Hosts 1 to 3 are in zone a, 4 to 9 in zone b.
+fn zoned(algorithm: &Algorithm) -> Target {
+    let endpoint = |host: u8| EndpointInfo {
+        zone: if host <= 3 { "a" } else { "b" }.to_owned(),
+        ..EndpointInfo::bare(([10, 0, 0, host], 80).into())
+    };
+    with_policy(algorithm, (1..=9).map(endpoint).collect())
+}
+
+#[test]
+fn endpoints_of_the_own_zone_are_preferred_while_they_are_healthy() {
+    for algorithm in [
+        Algorithm::PeakEwma,
+        Algorithm::LeastRequest,
+        Algorithm::RoundRobin,
+    ] {
+        let own = |endpoints: &mut Endpoints| {
+            let hosts = (0..2000).map(|_| endpoints.host(None));
+            hosts.filter(|host| *host <= 3).count()
+        };
+        let mut endpoints = Endpoints::new(&zoned(&algorithm), 7);
+        assert!(
+            (500..850).contains(&own(&mut endpoints)),
+            "no zone is preferred"
+        );
+        endpoints.zones.set_zone("a");
+        assert!(own(&mut endpoints) > 1900);
+        for host in 1..=3 {
+            quarantine(&endpoints.endpoint(host));
+        }
+        assert_eq!(own(&mut endpoints), 0);
+        for host in 1..=3 {
+            endpoints.endpoint(host).end_quarantine();
+        }
+        assert!(own(&mut endpoints) > 1900);
+        // Without an endpoint in its zone, a proxy uses all of the others.
+        endpoints.zones.set_zone("c");
+        assert!((500..850).contains(&own(&mut endpoints)));
+    }
+}
+
+#[test]
+fn zone_without_enough_healthy_endpoints_shares_its_requests() {
+    let mut endpoints = Endpoints::new(&zoned(&Algorithm::PeakEwma), 7);
+    quarantine(&endpoints.endpoint(1));
+    quarantine(&endpoints.endpoint(2));
+    endpoints.zones.set_zone("a");
+    let own = (0..4000).filter(|_| endpoints.host(None) == 3).count();
+    // 1.4 times a third, of 97%.
+    assert!((1650..1970).contains(&own), "{own} of 4000");
+}
+
 /// An HTTP/1 application that responds with its number.
 async fn numbered_app(number: usize) -> SocketAddr {
     listening(async move |mut stream| {
@@ -241,7 +301,7 @@ fn expected(service: &Service, key: &str) -> String {
         hash,
         ..Preference::default()
     };
-    let picked = backend.pick_for(preference, &[], rng);
+    let picked = backend.pick_for(preference, &[], "", rng);
     let address = picked.expect("it has endpoints").address;
     let at = service.addresses.iter().position(|one| *one == address);
     at.expect("an endpoint").to_string()

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::super::State;
 use super::super::policy::{BackendPolicy, Balancing};
-use super::super::select::{Preference, Turn};
+use super::super::select::{Context, Preference, Turns};
+use super::super::zone::ZonePreference;
 use super::*;
 use crate::connect::Pools;
 
@@ -21,11 +22,17 @@ fn shop(endpoints: &[EndpointInfo]) -> Target {
 /// The shares of 10,000 requests that the endpoints get at a time.
 fn shares(state: &State, now: Instant) -> Vec<f64> {
     let mut rng = fastrand::Rng::with_seed(7);
-    let (turn, mut counts) = (Turn::default(), vec![0; state.members.len()]);
+    let (turns, zones) = (Turns::default(), ZonePreference::default());
+    let context = Context {
+        preference: Preference::default(),
+        tried: &[],
+        turns: &turns,
+        zones: &zones,
+        now,
+    };
+    let mut counts = vec![0; state.members.len()];
     for _ in 0..10_000 {
-        let picked = state
-            .balance(Preference::default(), &[], &mut rng, &turn, now)
-            .expect("it has endpoints");
+        let picked = state.balance(&context, &mut rng).expect("it has endpoints");
         let is_picked = |member: &super::super::Member| Rc::ptr_eq(&member.endpoint, picked);
         counts[state.members.iter().position(is_picked).expect("a member")] += 1;
     }
