@@ -55,7 +55,12 @@ use routes::writer::{self, Statuses, Writer};
 use serving::{Names, Serving};
 
 /// The kinds whose status the controller writes.
-const WITH_STATUS: [Kind; 3] = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TrafficPolicy];
+const WITH_STATUS: [Kind; 4] = [
+    Kind::HttpRoute,
+    Kind::GrpcRoute,
+    Kind::TcpRoute,
+    Kind::TrafficPolicy,
+];
 /// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;
 

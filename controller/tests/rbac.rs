@@ -88,7 +88,7 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
     let stale: Vec<_> = expected.difference(&unused(&objects)).cloned().collect();
     assert!(stale.is_empty(), "used, delete from UNUSED: {stale:?}");
     let lease = objects.get("coordination.k8s.io", "leases", "diy-service-mesh-status");
-    for resource in ["httproutes", "grpcroutes"] {
+    for resource in ["httproutes", "grpcroutes", "tcproutes"] {
         let route = objects.get("gateway.networking.k8s.io", resource, "web");
         let entry = &route.unwrap()["status"]["parents"][0];
         assert_eq!(entry["controllerName"], "diy-service-mesh.dev/controller");
@@ -254,10 +254,14 @@ impl Api {
             let key = [group, resource, "shop", name].map(String::from);
             state.store(key, object);
         }
-        for (kind, resource) in [("HTTPRoute", "httproutes"), ("GRPCRoute", "grpcroutes")] {
+        for (kind, resource, version) in [
+            ("HTTPRoute", "httproutes", "v1"),
+            ("GRPCRoute", "grpcroutes", "v1"),
+            ("TCPRoute", "tcproutes", "v1alpha2"),
+        ] {
             let key = ["gateway.networking.k8s.io", resource, "shop", "web"].map(String::from);
             let route = json!({
-                "apiVersion": "gateway.networking.k8s.io/v1", "kind": kind,
+                "apiVersion": format!("gateway.networking.k8s.io/{version}"), "kind": kind,
                 "metadata": {"generation": 1},
                 "spec": {
                     "parentRefs": [{"group": "", "kind": "Service", "name": "web"}],

@@ -1,4 +1,4 @@
-//! HTTPRoutes and GRPCRoutes with Services as parents: what their authors wrote, and the conditions
+//! HTTPRoutes, GRPCRoutes and TCPRoutes with Services as parents: what their authors wrote, and the conditions
 //! that the mesh has written to their status. Pure, except for the requests to the API server.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -16,12 +16,17 @@ use crate::cluster::describe_error;
 pub const GROUP: &str = "gateway.networking.k8s.io";
 /// The `controllerName` of the entries of the mesh in `status.parents`.
 const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
-const KINDS: [&str; 2] = ["HTTPRoute", "GRPCRoute"];
+/// The kinds of routes, with the version of each.
+const KINDS: [(&str, &str); 3] = [
+    ("HTTPRoute", "v1"),
+    ("GRPCRoute", "v1"),
+    ("TCPRoute", "v1alpha2"),
+];
 
 /// A route with its parents and backends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Route {
-    /// HTTPRoute or GRPCRoute.
+    /// HTTPRoute, GRPCRoute or TCPRoute.
     pub kind: String,
     /// The namespace.
     pub namespace: String,
@@ -81,7 +86,7 @@ impl Route {
             .filter(|reference| is_service(reference, "Gateway", GROUP))
             .map(|reference| parent(object, reference, namespace));
         let parents: Vec<Parent> = parents.collect();
-        if parents.is_empty() || !KINDS.contains(&kind.as_str()) {
+        if parents.is_empty() || !KINDS.iter().any(|(name, _)| *name == kind) {
             return None;
         }
         let backends = |rule: &Value| {
@@ -195,8 +200,8 @@ fn list(value: &Value) -> std::slice::Iter<'_, Value> {
 /// installed have none.
 pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route>, String> {
     let mut routes = Vec::new();
-    for kind in KINDS {
-        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(GROUP, "v1", kind));
+    for (kind, version) in KINDS {
+        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(GROUP, version, kind));
         let api: Api<DynamicObject> = match namespace {
             Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
             None => Api::all_with(client.clone(), &resource),

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use diy_mesh_proto::Identity;
 
+use crate::balance::Backend;
 use crate::destination::Destination;
 use crate::detect::{Protocol, declared};
 use crate::dump::{ConnectionInfo, Direction};
@@ -153,6 +154,20 @@ impl Flow {
             None => self.destination.backend().clone(),
         };
         Ok(Route::new(plan, backend))
+    }
+
+    /// Step 5 of a connection that carries no HTTP: its backend. Each call for a connection makes the
+    /// same choice. A pod stays the backend.
+    pub async fn connection_backend(&self) -> Result<Rc<Backend>, Failure> {
+        let own = self.destination.backend();
+        let Some(routes) = self.destination.routes().filter(|_| !own.is_pod()) else {
+            return Ok(own.clone());
+        };
+        let mut rng = self.worker.rng_of(self.peer);
+        match routes.connection_backend(&mut rng)? {
+            Some(name) => Ok(self.worker.destinations.backend(name).await),
+            None => Ok(own.clone()),
+        }
     }
 
     /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a

@@ -68,16 +68,16 @@ pub async fn serve(
     }
 }
 
-/// Connects to one of the destination's endpoints.
+/// Connects to one of the endpoints that the destination, or its routes, have for the connection.
 pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
-    let backend = flow.destination.backend();
+    let backend = flow.connection_backend().await?;
     let mut dial = Dial {
         alpn,
         tls: &flow.worker.tls,
         attempts: Attempts::default(),
     };
     dial.attempts.preference = backend.preference(None, flow.peer);
-    let Upstream { io, slots, .. } = forward(&mut dial, flow, backend).await?;
+    let Upstream { io, slots, .. } = forward(&mut dial, flow, &backend).await?;
     Ok(Dialed {
         upstream: io,
         slot: slots.opaque(),

@@ -2,6 +2,7 @@
 //! configuration, the metrics and the dump queue.
 
 use std::cell::{Cell, Ref, RefCell};
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
@@ -100,6 +101,8 @@ pub struct Worker {
     policy_updates: watch::Receiver<Option<Arc<Policy>>>,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
+    /// Makes the choices for a connection repeatable, and those of other workers others.
+    choices: RandomState,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
     /// The open connections, by direction: neither keeps the other one out.
@@ -149,6 +152,7 @@ impl Worker {
             destinations: Destinations::new(context.discovery, pools(Direction::Outbound)),
             apps: Destinations::new(Discovery::off(), pools(Direction::Inbound)),
             rng: RefCell::new(rng),
+            choices: RandomState::new(),
             drain: context.drain,
             open: Shares::new(context.limit, max_inbound),
             callers: Shares::new(max_inbound, max_inbound / 2),
@@ -159,6 +163,11 @@ impl Worker {
             warned_at: Cell::new(None),
             idle: Notify::new(),
         })
+    }
+
+    /// Random numbers for a connection of this client, the same ones on each call.
+    pub fn rng_of(&self, peer: SocketAddr) -> fastrand::Rng {
+        fastrand::Rng::with_seed(self.choices.hash_one(peer))
     }
 
     /// Evicts what is idle until the proxy shuts down, then waits for the last connection. Late

@@ -241,6 +241,7 @@ mod tests {
                 "reset Node 0",
                 "reset HTTPRoute 0",
                 "reset GRPCRoute 0",
+                "reset TCPRoute 0",
                 "reset ReferenceGrant 0",
                 "reset TrafficPolicy 0",
                 "reset TrafficSplit 0",

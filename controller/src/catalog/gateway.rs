@@ -1,4 +1,4 @@
-//! HTTPRoutes, GRPCRoutes, ReferenceGrants and TrafficPolicies as objects of Kubernetes.
+//! HTTPRoutes, GRPCRoutes, TCPRoutes, ReferenceGrants and TrafficPolicies as objects of Kubernetes.
 //!
 //! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
 //! of objects if one has a value of a later release. So `spec` is parsed per object, in
@@ -47,6 +47,10 @@ pub(super) struct HttpRoute;
 #[derive(Clone, Debug)]
 pub(super) struct GrpcRoute;
 
+/// Of the experimental channel.
+#[derive(Clone, Debug)]
+pub(super) struct TcpRoute;
+
 #[derive(Clone, Debug)]
 pub(super) struct ReferenceGrant;
 
@@ -73,6 +77,16 @@ impl GatewayKind for GrpcRoute {
     }
 }
 
+impl GatewayKind for TcpRoute {
+    const KIND: Kind = Kind::TcpRoute;
+    const PLURAL: &'static str = "tcproutes";
+    const VERSIONS: &'static [&'static str] = &["v1alpha2"];
+
+    fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
+        route(Self::KIND, metadata, spec)
+    }
+}
+
 impl GatewayKind for ReferenceGrant {
     const KIND: Kind = Kind::Grant;
     const PLURAL: &'static str = "referencegrants";
@@ -81,7 +95,7 @@ impl GatewayKind for ReferenceGrant {
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         let spec = spec::GrantSpec::deserialize(spec);
         let spec = spec.map_err(|error| ConvertError(format!("spec: {error}")))?;
-        let kinds = [Kind::HttpRoute, Kind::GrpcRoute];
+        let kinds = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute];
         let from = spec.from.into_iter().filter_map(|from| {
             let mut kinds = kinds.into_iter();
             let kind = kinds.find(|kind| from.group == GROUP && from.kind == kind.name())?;

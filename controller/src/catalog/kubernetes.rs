@@ -11,7 +11,9 @@ use kube::{Api, Client};
 use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
-use super::gateway::{GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TrafficPolicy};
+use super::gateway::{
+    GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TcpRoute, TrafficPolicy,
+};
 use super::smi::{RouteGroup, TrafficSplit};
 use super::watch::{Context, Timing, watch};
 use crate::index::object::Event;
@@ -42,6 +44,7 @@ pub async fn run(
         watch(vec![Api::<Node>::all(client.clone())], None, context),
         watch(GatewayObject::<HttpRoute>::apis(&client), None, context),
         watch(GatewayObject::<GrpcRoute>::apis(&client), None, context),
+        watch(GatewayObject::<TcpRoute>::apis(&client), None, context),
         watch(
             GatewayObject::<ReferenceGrant>::apis(&client),
             None,

@@ -8,7 +8,9 @@ use serde::{Deserialize, Deserializer};
 use serde_yaml_ng::{Error, Value};
 
 use super::convert::CatalogObject;
-use super::gateway::{self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TrafficPolicy};
+use super::gateway::{
+    self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TcpRoute, TrafficPolicy,
+};
 use super::smi::{RouteGroup, TrafficSplit};
 use crate::index::object::Object;
 use crate::policy;
@@ -145,6 +147,7 @@ fn object<'a>(
                 _ if group != gateway::GROUP => None,
                 "HTTPRoute" => Some(read::<GatewayObject<HttpRoute>>(document, trust_domain)),
                 "GRPCRoute" => Some(read::<GatewayObject<GrpcRoute>>(document, trust_domain)),
+                "TCPRoute" => Some(read::<GatewayObject<TcpRoute>>(document, trust_domain)),
                 "ReferenceGrant" => Some(read::<GatewayObject<ReferenceGrant>>(
                     document,
                     trust_domain,

@@ -348,6 +348,7 @@ fn explain_status(kind: &Kind, status: &Status) -> String {
         Kind::Node => ("nodes", "the core group"),
         Kind::HttpRoute => ("httproutes", gateway::GROUP),
         Kind::GrpcRoute => ("grpcroutes", gateway::GROUP),
+        Kind::TcpRoute => ("tcproutes", gateway::GROUP),
         Kind::Grant => ("referencegrants", gateway::GROUP),
         Kind::TrafficPolicy => ("trafficpolicies", crate::policy::GROUP),
         Kind::TrafficSplit => ("trafficsplits", smi::SPLIT_GROUP),

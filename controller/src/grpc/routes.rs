@@ -16,8 +16,8 @@ pub(super) fn routes(table: &Table) -> proto::Routes {
         matches: matches.map(|(rule, one)| route_match(*rule, one)).collect(),
         rules: table.rules.iter().map(|one| rule(one)).collect(),
         grpc: table.grpc,
+        tcp: table.tcp.as_ref().map(|one| rule(one)),
         faults: table.faults.to_vec(),
-        ..proto::Routes::default()
     }
 }
 

@@ -204,7 +204,7 @@ impl Index {
             Kind::Slice => self.slices.len(),
             Kind::Pod => self.pods.len(),
             Kind::Node => self.nodes.len(),
-            Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).len(),
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => self.routes.of_kind(kind).len(),
             Kind::Grant => self.routes.grants.len(),
             Kind::TrafficSplit => self.routes.traffic_splits.len(),
             Kind::RouteGroup => self.routes.route_groups.len(),
@@ -218,7 +218,9 @@ impl Index {
             Kind::Slice => self.slices.keys_of(source),
             Kind::Pod => self.pods.keys_of(source),
             Kind::Node => self.nodes.keys_of(source),
-            Kind::HttpRoute | Kind::GrpcRoute => self.routes.of_kind(kind).keys_of(source),
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
+                self.routes.of_kind(kind).keys_of(source)
+            }
             Kind::Grant => self.routes.grants.keys_of(source),
             Kind::TrafficSplit => self.routes.traffic_splits.keys_of(source),
             Kind::RouteGroup => self.routes.route_groups.keys_of(source),
@@ -249,7 +251,9 @@ impl Index {
             Kind::Slice => self.set_slice(source, key, None, touched),
             Kind::Pod => self.set_pod(source, key, None, touched),
             Kind::Node => self.set_node(source, key, None, touched),
-            Kind::HttpRoute | Kind::GrpcRoute => self.routes.set_route(source, kind, key, None),
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
+                self.routes.set_route(source, kind, key, None)
+            }
             Kind::Grant => self.routes.set_grant(source, key, None),
             Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
             Kind::RouteGroup => self.routes.set_group(source, key, None),

@@ -26,6 +26,8 @@ pub enum Kind {
     HttpRoute,
     /// A GRPCRoute.
     GrpcRoute,
+    /// A TCPRoute.
+    TcpRoute,
     /// A ReferenceGrant.
     Grant,
     /// A TrafficPolicy.
@@ -38,13 +40,14 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 10] = [
+    pub const ALL: [Kind; 11] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
         Kind::Node,
         Kind::HttpRoute,
         Kind::GrpcRoute,
+        Kind::TcpRoute,
         Kind::Grant,
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
@@ -65,6 +68,7 @@ impl Kind {
             Kind::Node => "Node",
             Kind::HttpRoute => "HTTPRoute",
             Kind::GrpcRoute => "GRPCRoute",
+            Kind::TcpRoute => "TCPRoute",
             Kind::Grant => "ReferenceGrant",
             Kind::TrafficPolicy => "TrafficPolicy",
             Kind::TrafficSplit => "TrafficSplit",
@@ -173,7 +177,7 @@ pub enum Object {
     Pod(Pod),
     /// A Node.
     Node(Node),
-    /// An HTTPRoute or a GRPCRoute.
+    /// An HTTPRoute, a GRPCRoute or a TCPRoute.
     Route(Route),
     /// A ReferenceGrant.
     Grant(Grant),

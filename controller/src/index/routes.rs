@@ -28,6 +28,7 @@ use crate::routes::{
 pub(super) struct Routes {
     http: Store<Route>,
     grpc: Store<Route>,
+    tcp: Store<Route>,
     pub(super) traffic_splits: Store<Split>,
     pub(super) route_groups: Store<RouteGroup>,
     /// The TrafficSplits with a group.
@@ -56,6 +57,7 @@ impl Routes {
     pub(super) fn of_kind(&self, kind: Kind) -> &Store<Route> {
         match kind {
             Kind::GrpcRoute => &self.grpc,
+            Kind::TcpRoute => &self.tcp,
             _ => &self.http,
         }
     }
@@ -87,6 +89,7 @@ impl Routes {
     pub(super) fn set_route(&mut self, source: Source, kind: Kind, key: &Key, new: Option<Route>) {
         let store = match kind {
             Kind::GrpcRoute => &mut self.grpc,
+            Kind::TcpRoute => &mut self.tcp,
             _ => &mut self.http,
         };
         let Some(Replaced(old)) = store.replace(source, key, new) else {
@@ -349,7 +352,8 @@ impl Routes {
     pub(super) fn statuses(&self, services: &Store<Service>) -> Vec<RouteStatus> {
         let splits = self.splits.values();
         let splits = splits.filter(|split| split.kind == Kind::TrafficSplit);
-        let routes = self.http.values().chain(self.grpc.values()).chain(splits);
+        let routes = self.http.values().chain(self.grpc.values());
+        let routes = routes.chain(self.tcp.values()).chain(splits);
         let statuses = routes.filter(|route| !route.parents.is_empty());
         let mut statuses: Vec<RouteStatus> = statuses.map(|route| self.status(route)).collect();
         statuses.extend(

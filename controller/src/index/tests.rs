@@ -947,7 +947,7 @@ impl Chance {
                 addresses: self.some(&Self::ADDRESSES).into_iter().map(ip).collect(),
                 zone: self.one(&["a", "b"]).into(),
             }),
-            Kind::HttpRoute | Kind::GrpcRoute => Object::Route(self.route(kind)),
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => Object::Route(self.route(kind)),
             Kind::TrafficSplit => {
                 let meta = self.meta(kind);
                 let groups = self.some(&["g1", "g2"]).into_iter();

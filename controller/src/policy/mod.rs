@@ -269,7 +269,7 @@ impl Requests {
         });
         let everything = Arc::new(Match::default());
         let rules = vec![self.complete(&rule)];
-        Some(Table::new(vec![(0, everything)], rules, false, self))
+        Some(Table::new(vec![(0, everything)], rules, false, None, self))
     }
 }
 

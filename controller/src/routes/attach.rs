@@ -35,6 +35,8 @@ pub struct Table {
     pub rules: Vec<Arc<Rule<String>>>,
     /// GRPCRoutes, not HTTPRoutes.
     pub grpc: bool,
+    /// Of connections that carry no HTTP.
+    pub tcp: Option<Arc<Rule<String>>>,
     /// The faults of the policy of the Service.
     pub faults: Arc<[Fault]>,
     /// The digest of all of this.
@@ -47,15 +49,17 @@ impl Table {
         matches: Vec<(u32, Arc<Match>)>,
         rules: Vec<Arc<Rule<String>>>,
         grpc: bool,
+        tcp: Option<Arc<Rule<String>>>,
         requests: &Requests,
     ) -> Table {
         let faults = requests.faults.clone().unwrap_or_default();
         let encoded: Vec<Vec<u8>> = faults.iter().map(Message::encode_to_vec).collect();
         Table {
-            version: version::of("routes", &(&matches, &rules, grpc, encoded)),
+            version: version::of("routes", &(&matches, &rules, grpc, &tcp, encoded)),
             matches,
             rules,
             grpc,
+            tcp,
             faults,
         }
     }
@@ -240,17 +244,19 @@ fn rule(
     Arc::new(rule)
 }
 
-/// The precedence of a kind of routes at a port, where those of lower kinds do not apply.
+/// The precedence of a kind of routes at a port: requests follow the highest one.
 fn precedence(kind: Kind) -> u8 {
     match kind {
-        Kind::GrpcRoute => 3,
-        Kind::HttpRoute => 2,
+        Kind::GrpcRoute => 4,
+        Kind::HttpRoute => 3,
+        Kind::TcpRoute => 2,
         Kind::TrafficSplit => 1,
         _ => 0,
     }
 }
 
-/// Merges the routes at these positions for a port, in the order of their precedence.
+/// Merges the routes at these positions for a port, in the order of their precedence. Connections
+/// that carry no HTTP follow the oldest TCPRoute or, without routes, a split of all requests.
 fn merge(
     candidates: &[Candidate<'_>],
     selected: &[usize],
@@ -260,6 +266,7 @@ fn merge(
     let kinds = selected.iter().map(|one| candidates[*one].route.kind);
     let kind = kinds.max_by_key(|kind| precedence(*kind));
     let kind = kind.expect("a port without routes has no table");
+    let mut tcp: Option<Arc<Rule<String>>> = None;
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
     let (mut patterns, mut bytes) = (0, 0);
     for position in selected {
@@ -268,7 +275,10 @@ fn merge(
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
         let own_matches = own.clone().count();
         let own_patterns: usize = own.map(|one| matches::patterns(one)).sum();
-        let verdict = if candidate.route.kind != kind {
+        let is_tcp = candidate.route.kind == Kind::TcpRoute;
+        let verdict = if is_tcp && tcp.is_some() {
+            Verdict::Conflicted(Kind::TcpRoute)
+        } else if !is_tcp && candidate.route.kind != kind {
             Verdict::Conflicted(kind)
         } else if candidate.is_surplus
             || matches.len() + own_matches > MAX_MATCHES
@@ -285,6 +295,14 @@ fn merge(
         }
         patterns += own_patterns;
         bytes += candidate.route.bytes;
+        if tcp.is_none() && (is_tcp || candidate.route.is_split()) {
+            let mut all = parsed.clone().zip(candidate.rules_at(port));
+            let for_all = all.find(|(parsed, _)| parsed.matches.contains(&Arc::default()));
+            tcp = for_all.map(|(_, rule)| rule.clone());
+        }
+        if is_tcp && kind != Kind::TcpRoute {
+            continue;
+        }
         for (parsed, rule) in parsed.zip(candidate.rules_at(port)) {
             let position = u32::try_from(rules.len()).expect("a route has few rules");
             rules.push(requests.complete(rule));
@@ -293,7 +311,7 @@ fn merge(
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    let table = Table::new(matches, rules, kind == Kind::GrpcRoute, requests);
+    let table = Table::new(matches, rules, kind == Kind::GrpcRoute, tcp, requests);
     (Arc::new(table), verdicts)
 }
 
@@ -370,6 +388,10 @@ impl Candidate<'_> {
             None => {
                 let message = format!("the Service {key} has no such TCP port");
                 rejected(super::NO_MATCHING_PARENT, message)
+            }
+            Some(Verdict::Conflicted(Kind::TcpRoute)) if self.route.kind == Kind::TcpRoute => {
+                let message = format!("an older TCPRoute applies to {key}");
+                rejected(super::CONFLICTED, message)
             }
             Some(Verdict::Conflicted(kind)) => {
                 let excluded = match self.route.kind {

@@ -7,7 +7,7 @@ use diy_mesh_proto::pattern::Pattern;
 use super::filters::is_token;
 use super::model::{Match, PathMatch, Rejection, ValueMatch};
 use super::parse::{MAX_ITEMS, bounded, header_name, unsupported};
-use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch};
+use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
 
 const MAX_PATH_BYTES: usize = 1024;
 const MAX_VALUE_BYTES: usize = 4096;
@@ -66,6 +66,12 @@ impl MatchSpec for GrpcMatch {
             headers,
             ..Match::default()
         })
+    }
+}
+
+impl MatchSpec for TcpMatch {
+    fn parse(&self, _: &str) -> Result<Match, Rejection> {
+        Ok(Match::default())
     }
 }
 

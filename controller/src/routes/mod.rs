@@ -1,5 +1,5 @@
-//! Routes of the Gateway API: HTTPRoutes, GRPCRoutes and ReferenceGrants with Services as parents
-//! and backends. Pure: `parse.rs` reads objects, `attach.rs` merges the routes of a Service, and
+//! Routes of the Gateway API: HTTPRoutes, GRPCRoutes, TCPRoutes and ReferenceGrants with Services as
+//! parents and backends. Pure: `parse.rs` reads objects, `attach.rs` merges the routes of a Service, and
 //! `crate::index::routes` applies both to the catalog.
 //!
 //! This file is what the mesh reports about each route to its author. Plain values.
@@ -41,7 +41,7 @@ pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RouteStatus {
-    /// HTTPRoute or GRPCRoute. Of the canary annotations, Service.
+    /// HTTPRoute, GRPCRoute or TCPRoute. Of the canary annotations, Service.
     pub kind: Kind,
     /// Its namespace and name.
     pub key: Key,

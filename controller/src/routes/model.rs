@@ -8,10 +8,11 @@ use diy_mesh_proto::mesh::v1::SessionPersistence;
 use super::{Condition, ParentReference};
 use crate::index::object::{Key, Kind};
 
-/// An HTTPRoute or a GRPCRoute with parents that are Services, or what has the same effect.
+/// A route with parents that are Services, or what has the same effect.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
-    /// HTTPRoute, GRPCRoute or TrafficSplit. Service: the canaries of the Service with this key.
+    /// HTTPRoute, GRPCRoute, TCPRoute or TrafficSplit. Service: the canaries of the Service with this
+    /// key.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,

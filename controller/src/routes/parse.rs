@@ -13,7 +13,9 @@ use serde_json::Value;
 use super::filters::{self, is_token};
 use super::matches::{self, MatchSpec};
 use super::model::{Backend, ParsedRule, Reference, Rejection, Retry, Route, Rule};
-use super::spec::{self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, Timeouts};
+use super::spec::{
+    self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
+};
 use super::{ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind};
 
@@ -39,7 +41,7 @@ const REFERENCE_BYTES: usize = 160;
 
 /// The metadata of a route.
 pub struct Meta {
-    /// HTTPRoute or GRPCRoute.
+    /// HTTPRoute, GRPCRoute or TCPRoute.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,
@@ -81,11 +83,14 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let parents = parsed.parent_refs.into_iter().filter(is_service);
     let parents: Vec<ParentReference> = parents.take(MAX_PARENTS).collect();
     let has_hostnames = !parsed.hostnames.is_empty();
+    let has_more = meta.kind == Kind::TcpRoute && parsed.rules.iter().flatten().nth(1).is_some();
     let ignored = has_hostnames.then_some("spec.hostnames");
+    let ignored = ignored.or(has_more.then_some("a rule after the first one"));
     // A route for Gateways only is none of the mesh's.
     let values = parsed.rules.as_deref().filter(|_| !parents.is_empty());
     let rules = match meta.kind {
         Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default()),
+        Kind::TcpRoute => tcp_rules(&meta, values.unwrap_or_default()),
         _ => {
             let default = [Value::Object(serde_json::Map::new())];
             let values = values.filter(|values| !values.is_empty());
@@ -108,6 +113,38 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     Ok(route)
 }
 
+/// The first rule has all connections.
+fn tcp_rules(meta: &Meta, values: &[Value]) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
+    let Some(first) = values.first() else {
+        return Err(unsupported("spec.rules", "", "a list with a rule"));
+    };
+    let rules = rules::<TcpMatch>(meta, std::slice::from_ref(first))?;
+    let Rule {
+        backends,
+        filters,
+        request_timeout: None,
+        backend_request_timeout: None,
+        retry: None,
+        session: None,
+        ..
+    } = &rules[0].rule
+    else {
+        return Err(for_requests("timeouts, retries or sessions"));
+    };
+    let all_filters = backends.iter().flat_map(|backend| &backend.filters);
+    match all_filters.chain(filters).next() {
+        None => Ok(rules),
+        Some(_) => Err(for_requests("filters")),
+    }
+}
+
+fn for_requests(what: &str) -> Rejection {
+    Rejection {
+        reason: UNSUPPORTED_VALUE,
+        message: format!("spec.rules[0]: {what} of a TCPRoute, which is for connections"),
+    }
+}
+
 fn rules<M: MatchSpec + DeserializeOwned>(
     meta: &Meta,
     values: &[Value],
@@ -116,10 +153,10 @@ fn rules<M: MatchSpec + DeserializeOwned>(
     let mut rules = Vec::new();
     for (position, value) in values.iter().enumerate() {
         let at = format!("spec.rules[{position}]");
-        let read = serde_json::from_value::<spec::Rule<M>>(value.clone());
+        let read = serde_path_to_error::deserialize::<_, spec::Rule<M>>(value);
         let parsed = read.map_err(|error| Rejection {
             reason: UNSUPPORTED_VALUE,
-            message: format!("{at}: {error}"),
+            message: format!("{at}.{}: {}", error.path(), error.inner()),
         })?;
         rules.push(Arc::new(rule(meta, parsed, &at)?));
     }

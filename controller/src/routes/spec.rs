@@ -1,4 +1,5 @@
-//! The fields of HTTPRoutes, GRPCRoutes and ReferenceGrants (Gateway API v1.5) that the mesh reads.
+//! The fields of HTTPRoutes, GRPCRoutes, TCPRoutes and ReferenceGrants (Gateway API v1.5) that the
+//! mesh reads.
 //!
 //! Values of enumerations are texts, so that a value of a later release does not make the object
 //! unreadable: `parse.rs` rejects it with a reason.
@@ -18,7 +19,7 @@ pub struct RouteSpec {
     pub rules: Option<Vec<Value>>,
 }
 
-/// A rule of either kind of route, whose matches differ.
+/// A rule of a route. The kinds differ in their matches; a TCPRoute has a name and backends only.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Rule<M> {
@@ -56,6 +57,10 @@ pub struct GrpcMatch {
     pub method: Option<GrpcMethodMatch>,
     pub headers: Vec<ValueMatch>,
 }
+
+/// A TCPRoute has no matches: it is for all connections.
+#[derive(Debug, Default, Deserialize)]
+pub struct TcpMatch {}
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]

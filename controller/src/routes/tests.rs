@@ -276,6 +276,81 @@ fn grpc_routes_exclude_http_routes_of_the_same_port_and_namespace() {
 }
 
 #[test]
+fn tcp_routes_are_for_connections_and_for_requests_that_no_other_route_is_for() {
+    let backends = |name: &str| json!([{"backendRefs": [{"name": name, "port": 80, "weight": 3}]}]);
+    let tcp = |name: &str, age| route_of(Kind::TcpRoute, "shop", name, age, backends(name));
+    let name = |table: &Table| table.tcp.as_ref().unwrap().backends[0].target.clone();
+    // Alone: all requests have its rule too.
+    let alone = table(&[tcp("t", 0)]);
+    assert_eq!(name(&alone), "shop/t");
+    assert_eq!(alone.rules[0].name, "TCPRoute shop/t");
+    let [(0, all)] = &alone.matches[..] else {
+        panic!("{alone:?}")
+    };
+    assert_eq!(**all, Default::default());
+    // Beside routes for requests, whatever their age.
+    for kind in [Kind::HttpRoute, Kind::GrpcRoute] {
+        let requests = route_of(kind, "shop", "h", 9, json!([rule("h", json!([]))]));
+        let both = [tcp("t", 0), requests];
+        assert_eq!(order(&both), "h", "{kind}");
+        let attachment = attach_all(&both);
+        assert_eq!(name(&attachment.tables[&80]), "shop/t");
+        for (kind, name) in [(kind, "h"), (Kind::TcpRoute, "t")] {
+            let accepted = ["Accepted Accepted", "ResolvedRefs ResolvedRefs"];
+            assert_eq!(conditions(&attachment, kind, "shop", name), accepted);
+        }
+    }
+    // An HTTPRoute that is not accepted has no requests.
+    let invalid = route("h", 0, json!([{"matches": [{"method": "get"}]}]));
+    assert_eq!(order(&[tcp("t", 0), invalid]), "t");
+    // Of several, the oldest one applies.
+    let several = attach_all(&[tcp("young", 2), tcp("old", 1)]);
+    assert_eq!(name(&several.tables[&80]), "shop/old");
+    assert_eq!(
+        conditions(&several, Kind::TcpRoute, "shop", "young"),
+        ["not Accepted Conflicted", "ResolvedRefs ResolvedRefs"]
+    );
+}
+
+#[test]
+fn tcp_routes_have_one_rule_with_backends_only() {
+    let message = |rules: Value| {
+        let attachment = attach_all(&[route_of(Kind::TcpRoute, "shop", "t", 0, rules)]);
+        let of_route = &attachment.conditions[&(Kind::TcpRoute, Key::new("shop", "t"))];
+        let accepted = of_route.values().flatten().next().unwrap();
+        (accepted.holds, accepted.message.clone())
+    };
+    let filter = json!({"type": "URLRewrite", "urlRewrite": {}});
+    for (rules, expected) in [
+        (json!([]), "spec.rules: "),
+        (json!([{"filters": [filter]}]), "spec.rules[0]: filters"),
+        (
+            json!([{"backendRefs": [{"name": "a", "filters": [filter]}]}]),
+            "spec.rules[0]: filters",
+        ),
+        (
+            json!([{"timeouts": {"request": "1s"}}]),
+            "spec.rules[0]: timeouts",
+        ),
+        (
+            json!([{"backendRefs": [{"name": "a", "weight": 1_000_001}]}]),
+            "backendRefs[0].weight",
+        ),
+    ] {
+        let (holds, message) = message(rules);
+        assert!(
+            !holds && message.contains(expected),
+            "{expected}: {message}"
+        );
+    }
+    let (holds, message) = message(json!([{"name": "first"}, {}]));
+    assert!(
+        holds && message.contains("a rule after the first one has no effect"),
+        "{message}"
+    );
+}
+
+#[test]
 fn parents_select_ports_by_number_and_by_name() {
     for (parent, ports) in [
         (json!({}), vec![80, 90]),
@@ -469,7 +544,7 @@ fn rejections_name_the_field_and_its_value() {
             "backendRefs[0].weight",
         ),
         (json!([{"name": "a b"}]), "spec.rules[0].name"),
-        (json!([{"matches": "x"}]), "spec.rules[0]: "),
+        (json!([{"matches": "x"}]), "spec.rules[0].matches: "),
         (json!(vec![json!({}); 17]), "spec.rules: 17 entries"),
         (
             json!([{"matches": vec![prefix("/a"); 65]}]),
@@ -485,6 +560,193 @@ fn rejections_name_the_field_and_its_value() {
         assert_eq!(rejection.reason, UNSUPPORTED_VALUE, "{rules}");
         assert!(rejection.message.contains(expected), "{rejection}");
         assert!(rejection.message.chars().count() < 400, "{rejection}");
+    }
+}
+
+/// Objects as an API server without validation, or a file, has them.
+#[test]
+fn invalid_objects_have_a_condition_that_names_the_field_and_disturb_no_others() {
+    let (http, grpc, tcp) = (Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute);
+    let matches = |one: Value| json!([{"matches": [one]}]);
+    let filter = |kind: &str, field: &str, value: Value| json!([{"filters": [{"type": kind, field: value}]}]);
+    let redirect = |value: Value| filter("RequestRedirect", "requestRedirect", value);
+    let mirror = |share: Value| {
+        let mut value = share;
+        value["backendRef"] = json!({"name": "a", "port": 80});
+        filter("RequestMirror", "requestMirror", value)
+    };
+    let backend = |value: Value| json!([{"backendRefs": [value]}]);
+    let path = |value: Value| matches(json!({"path": value}));
+    let method = |value: Value| matches(json!({"method": value}));
+    let cases = [
+        (
+            http,
+            path(json!({"value": 7})),
+            "matches[0].path.value: invalid type",
+        ),
+        (
+            http,
+            path(json!({"type": "Glob"})),
+            "matches[0].path.type: \"Glob\"",
+        ),
+        (
+            http,
+            path(json!({"value": "a"})),
+            "matches[0].path.value: \"a\"",
+        ),
+        (
+            http,
+            matches(json!({"method": "get"})),
+            "matches[0].method: \"get\"",
+        ),
+        (
+            http,
+            matches(json!({"headers": [{"name": "a b", "value": "c"}]})),
+            "matches[0].headers[0].name: \"a b\"",
+        ),
+        (
+            http,
+            matches(json!({"queryParams": [{"name": "a"}]})),
+            "matches[0].queryParams[0].value: \"\"",
+        ),
+        (http, matches(json!("all")), "matches[0]: invalid type"),
+        (
+            http,
+            redirect(json!({"port": 65536})),
+            "filters[0].requestRedirect.port: invalid value",
+        ),
+        (
+            http,
+            redirect(json!({"scheme": "ftp"})),
+            "filters[0].requestRedirect.scheme: \"ftp\"",
+        ),
+        (
+            http,
+            redirect(json!({"statusCode": 300})),
+            "filters[0].requestRedirect.statusCode: \"300\"",
+        ),
+        (
+            http,
+            redirect(json!({"hostname": "*.a"})),
+            "filters[0].requestRedirect.hostname: \"*.a\"",
+        ),
+        (
+            http,
+            filter("CORS", "cors", json!({"maxAge": -1})),
+            "filters[0].cors.maxAge: invalid value",
+        ),
+        (
+            http,
+            filter("CORS", "cors", json!({"allowOrigins": ["null"]})),
+            "filters[0].cors.allowOrigins: \"null\"",
+        ),
+        (
+            http,
+            mirror(json!({"percent": 101})),
+            "filters[0].requestMirror: \"101/100\"",
+        ),
+        (
+            http,
+            mirror(json!({"fraction": {"numerator": 1, "denominator": 0}})),
+            "filters[0].requestMirror: \"1/0\"",
+        ),
+        (
+            http,
+            filter("Magic", "magic", json!({})),
+            "filters[0].type: \"Magic\"",
+        ),
+        (
+            http,
+            backend(json!({"name": "a", "weight": -1})),
+            "backendRefs[0]",
+        ),
+        (
+            http,
+            backend(json!({"name": "a", "weight": 1_000_001})),
+            "backendRefs[0].weight: \"1000001\"",
+        ),
+        (
+            http,
+            json!([{"timeouts": {"request": "1"}}]),
+            "timeouts.request: \"1\"",
+        ),
+        (
+            http,
+            json!([{"timeouts": {"request": "1s", "backendRequest": "2s"}}]),
+            "timeouts.backendRequest: \"2s\"",
+        ),
+        (
+            http,
+            json!([{"retry": {"codes": [399]}}]),
+            "retry.codes: \"399\"",
+        ),
+        (
+            http,
+            json!([{"retry": {"attempts": 11}}]),
+            "retry.attempts: \"11\"",
+        ),
+        (http, json!([{"name": "é"}]), "name: \"é\""),
+        (
+            grpc,
+            method(json!({"service": "a/b"})),
+            "matches[0].method.service: \"a/b\"",
+        ),
+        (
+            grpc,
+            method(json!({"method": "a".repeat(1024)})),
+            "matches[0].method.method: ",
+        ),
+        (
+            grpc,
+            method(json!({"type": "RegularExpression", "method": "("})),
+            "matches[0].method.method: \"(\"",
+        ),
+        (grpc, method(json!({})), "matches[0].method: "),
+        (
+            grpc,
+            redirect(json!({})),
+            "filters[0].type: \"RequestRedirect\"",
+        ),
+        (
+            tcp,
+            backend(json!({"name": "a", "weight": 1_000_001})),
+            "backendRefs[0].weight: \"1000001\"",
+        ),
+        (
+            tcp,
+            backend(json!({"name": "a", "port": 65536})),
+            "backendRefs[0]",
+        ),
+        (tcp, json!([{"name": "A B"}]), "name: \"A B\""),
+    ];
+    // Of each kind, a valid route is in force.
+    let valid = |kind: Kind| {
+        let backends = json!([{"backendRefs": [{"name": "valid", "port": 80}]}]);
+        route_of(kind, "shop", "valid", 1, backends)
+    };
+    for (kind, rules, expected) in cases {
+        let expected = format!("spec.rules[0].{expected}");
+        let invalid = route_of(kind, "shop", "invalid", 0, rules);
+        let attachment = attach_all(&[invalid, valid(kind)]);
+        let of_route = &attachment.conditions[&(kind, Key::new("shop", "invalid"))];
+        let [condition] = &of_route[&0][..] else {
+            panic!("{expected}: {of_route:?}")
+        };
+        let Condition {
+            kind: name,
+            holds,
+            reason,
+            message,
+        } = condition;
+        assert_eq!(
+            (*name, *holds, *reason),
+            ("Accepted", false, UNSUPPORTED_VALUE)
+        );
+        assert!(message.starts_with(&expected), "{expected}: {message}");
+        assert_eq!(
+            attachment.tables[&80],
+            attach_all(&[valid(kind)]).tables[&80]
+        );
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_runtime::{Backoff, error_chain};
+use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
@@ -21,7 +22,7 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep_until, 
 use tokio_util::sync::CancellationToken;
 
 use super::lease::{Election, LEASE};
-use super::{RouteStatus, report, status};
+use super::{Condition, RouteStatus, report, status};
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
 use crate::policy;
@@ -259,6 +260,7 @@ impl Writer {
             match request(api.replace_status(&key.name, &params, &current)).await {
                 Ok(_) => {
                     self.metrics.statuses_written.inc();
+                    self.report_problems(&current, &resource, desired);
                     return Ok(());
                 }
                 Err(error) if error.is(404) => return Ok(()),
@@ -267,6 +269,37 @@ impl Writer {
             }
         }
         Err(Error::Conflicts)
+    }
+
+    /// Queues an event about each condition that does not hold. Written statuses have changed, so
+    /// that neither a resync nor another holder of the Lease repeats them.
+    fn report_problems(
+        &self,
+        object: &DynamicObject,
+        resource: &ApiResource,
+        status: Option<&RouteStatus>,
+    ) {
+        let reference = ObjectReference {
+            api_version: Some(resource.api_version.clone()),
+            kind: Some(resource.kind.clone()),
+            namespace: object.namespace(),
+            name: Some(object.name_any()),
+            uid: object.uid(),
+            ..ObjectReference::default()
+        };
+        for parent in status.iter().flat_map(|status| &status.parents) {
+            let conditions = parent.conditions.iter().filter(|one| !one.holds);
+            for Condition {
+                kind,
+                reason,
+                message,
+                ..
+            } in conditions
+            {
+                let note = format!("{}: {kind} is False: {message}", parent.parent);
+                self.events.warn(reference.clone(), reason, "Attach", &note);
+            }
+        }
     }
 
     /// Records the result of a write.
@@ -348,6 +381,7 @@ async fn request<T>(work: impl Future<Output = Result<T, kube::Error>>) -> Resul
 fn resource(kind: Kind) -> ApiResource {
     let (group, version) = match kind {
         Kind::TrafficPolicy => (policy::GROUP, policy::VERSION),
+        Kind::TcpRoute => ("gateway.networking.k8s.io", "v1alpha2"),
         _ => ("gateway.networking.k8s.io", "v1"),
     };
     ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind.name()))
@@ -359,6 +393,8 @@ mod tests {
 
     use serde_json::{Value, json};
     use tokio::task::JoinHandle;
+
+    use diy_mesh_control_plane::events::Queue;
 
     use super::*;
     use crate::routes::lease::Timing;
@@ -373,6 +409,7 @@ mod tests {
         statuses: Arc<Shared<Vec<RouteStatus>>>,
         changed: watch::Sender<()>,
         metrics: Arc<Metrics>,
+        queue: Queue,
         writer: JoinHandle<Infallible>,
     }
 
@@ -389,13 +426,15 @@ mod tests {
             let shared = statuses.clone();
             let current = move || shared.lock().unwrap().clone();
             let metrics = Arc::new(Metrics::new(|_| Ok(())));
-            let writer = Writer::new(server.client(), &[KIND], metrics.clone(), Events::new().0);
+            let (events, queue) = Events::new();
+            let writer = Writer::new(server.client(), &[KIND], metrics.clone(), events);
             let source = Statuses::new(current, receiver);
             Fixture {
                 server,
                 statuses,
                 changed,
                 metrics,
+                queue,
                 writer: tokio::spawn(async move { writer.run(source).await }),
             }
         }
@@ -487,6 +526,34 @@ mod tests {
         let get = "GET namespaces/shop/routes/web";
         assert_eq!(fixture.calls().await, [get, put]);
         assert_eq!(fixture.metrics.statuses_written.get(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_written_problem_is_one_event_about_the_route() {
+        let mut route = route("web");
+        route["metadata"]["uid"] = json!("1-2");
+        let server = server();
+        server.put(&path("web"), route);
+        let mut fixture = Fixture::start(server, vec![desired(1, true)]);
+        fixture.until("is written", is_written(1)).await;
+        fixture.calls().await;
+        assert!(fixture.queue.try_recv().is_err(), "no problem");
+        fixture.set(vec![desired(2, false)]);
+        fixture.until("is written", is_written(2)).await;
+        // Of several changes and resyncs without another status.
+        for _ in 0..3 {
+            fixture.set(vec![desired(2, false)]);
+            fixture.calls().await;
+        }
+        let (object, event) = fixture.queue.try_recv().expect("an event");
+        let named = (object.kind.as_deref(), object.name.as_deref());
+        assert_eq!(named, (Some(KIND.name()), Some("web")));
+        assert_eq!(object.uid.as_deref(), Some("1-2"));
+        let problem = accepted(false);
+        let note = event.note.unwrap();
+        assert_eq!(event.reason, problem.reason);
+        assert!(note.contains("Service web: Accepted is False") && note.contains(&problem.message));
+        assert!(fixture.queue.try_recv().is_err(), "one event");
     }
 
     #[tokio::test(start_paused = true)]

@@ -28,6 +28,8 @@ use crate::io::Io;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
 
+mod connections;
+
 const WEB: &str = "10.96.0.7:8080";
 
 /// Runs a test on one thread with a local set, as a worker runs.

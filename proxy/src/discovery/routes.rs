@@ -42,6 +42,7 @@ fn convert(routes: proto::Routes) -> Result<Routes, String> {
         matches,
         rules,
         faults,
+        tcp,
         ..
     } = routes;
     let of_faults: usize = faults.iter().map(|fault| fault.matches.len()).sum();
@@ -77,7 +78,33 @@ fn convert(routes: proto::Routes) -> Result<Routes, String> {
             .map_err(|error| format!("rule {index} ({name}): {error}"))
     };
     let rules: Result<_, _> = rules.into_iter().enumerate().map(in_rule).collect();
-    Ok(Routes::new(parsed, rules?).with_faults(faults))
+    let tcp = tcp.map(|rule| {
+        let name = rule.name.clone();
+        let rule = parse_connection_rule(rule);
+        rule.map(Arc::new)
+            .map_err(|error| format!("rule of connections ({name}): {error}"))
+    });
+    let routes = Routes::new(parsed, rules?);
+    Ok(routes
+        .with_faults(faults)
+        .with_connections(tcp.transpose()?))
+}
+
+/// A rule of connections has a name and backends. The rest would have no effect on them.
+fn parse_connection_rule(rule: proto::RouteRule) -> Result<Rule, String> {
+    let backends = rule.backends.iter().map(|backend| proto::RouteBackend {
+        filters: vec![],
+        ..backend.clone()
+    });
+    let expected = proto::RouteRule {
+        name: rule.name.clone(),
+        backends: backends.collect(),
+        ..proto::RouteRule::default()
+    };
+    match rule == expected {
+        true => parse_rule(expected, true),
+        false => Err("more than backends".to_owned()),
+    }
 }
 
 fn parse_fault(fault: proto::Fault, patterns: &mut usize) -> Result<Fault, String> {

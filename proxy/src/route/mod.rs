@@ -37,6 +37,8 @@ pub struct Routes {
     matches: Vec<Match>,
     index: Index,
     rules: Vec<Arc<Rule>>,
+    /// Of connections that carry no HTTP.
+    tcp: Option<Arc<Rule>>,
     faults: Vec<Fault>,
     /// Why there are none: the controller sent routes that this proxy rejected.
     rejection: Option<String>,
@@ -167,6 +169,23 @@ impl Routes {
     /// These routes, with faults.
     pub fn with_faults(self, faults: Vec<Fault>) -> Self {
         Self { faults, ..self }
+    }
+
+    /// The same routes with a rule for connections that carry no HTTP.
+    pub fn with_connections(self, tcp: Option<Arc<Rule>>) -> Self {
+        Self { tcp, ..self }
+    }
+
+    /// The backend of a connection that carries no HTTP. None: the destination itself.
+    pub fn connection_backend(
+        &self,
+        rng: &mut fastrand::Rng,
+    ) -> Result<Option<&Arc<str>>, Failure> {
+        let Some(rule) = &self.tcp else {
+            return Ok(None);
+        };
+        let index = rule.choose(rng)?;
+        Ok(rule.backends[index].name.as_ref())
     }
 
     /// Routes that this proxy cannot apply.

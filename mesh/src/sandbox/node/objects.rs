@@ -87,8 +87,8 @@ impl Objects {
             "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
             "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
             "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
-            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" | "TrafficSplit"
-            | "HTTPRouteGroup" => self.add_route(kind, key, value),
+            "HTTPRoute" | "GRPCRoute" | "TCPRoute" | "ReferenceGrant" | "TrafficPolicy"
+            | "TrafficSplit" | "HTTPRouteGroup" => self.add_route(kind, key, value),
             "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
                 bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
             }
@@ -132,8 +132,8 @@ impl Objects {
             "Deployment" => delete_workload(Kind::Deployment),
             "Job" => delete_workload(Kind::Job),
             "Pod" => delete_workload(Kind::Pod),
-            "HTTPRoute" | "GRPCRoute" | "ReferenceGrant" | "TrafficPolicy" | "TrafficSplit"
-            | "HTTPRouteGroup" => {
+            "HTTPRoute" | "GRPCRoute" | "TCPRoute" | "ReferenceGrant" | "TrafficPolicy"
+            | "TrafficSplit" | "HTTPRouteGroup" => {
                 let id = (kind.to_owned(), key.clone());
                 self.routes.remove(&id).is_some()
             }

@@ -1,0 +1,162 @@
+//! Routes of connections without HTTP in a sandbox: weights, a server that speaks first, invalid
+//! backends, and HTTP on the same port.
+#![allow(clippy::unwrap_used)]
+
+use std::time::Instant;
+
+use diy_mesh::sandbox::Sandbox;
+use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_tests::routes::{binomial_bounds, http_route, servers};
+use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, request_until, shell, single_pod, with_mesh};
+
+/// Services `db`, whose pods have the name `one`, and `db-two`.
+fn databases() -> String {
+    let one = |service: &str, name: &str| {
+        format!(
+            "---
+apiVersion: v1
+kind: Service
+metadata: {{name: {service}, namespace: shop}}
+spec: {{selector: {{app: {service}}}, ports: [{{name: db, port: 9000, targetPort: 9000}}]}}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {service}, namespace: shop}}
+spec:
+  selector: {{matchLabels: {{app: {service}}}}}
+  template:
+    metadata:
+      labels: {{app: {service}}}
+      annotations: {{{MESHED}}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers:
+        - name: db
+          image: diy-sm-http-server:dev
+          command: [sandbox-tcp-server, '9000', {name}]
+          startupProbe: {{tcpSocket: {{port: 9000}}, periodSeconds: 1, failureThreshold: 60}}
+"
+        )
+    };
+    one("db", "one") + &one("db-two", "two")
+}
+
+/// A TCPRoute with the name of its parent, and these backends, a YAML list.
+fn tcp_route(service: &str, backends: &str) -> String {
+    format!(
+        "
+apiVersion: gateway.networking.k8s.io/v1alpha2
+kind: TCPRoute
+metadata: {{name: {service}, namespace: shop}}
+spec:
+  parentRefs: [{{group: '', kind: Service, name: {service}}}]
+  rules: [{{backendRefs: {backends}}}]
+"
+    )
+}
+
+/// Opens connections one after the other, and returns the line that the client got on each, which
+/// is empty if there was none. A silent client waits for the server.
+fn lines(sandbox: &Sandbox, pod: &PodView, connections: usize, is_silent: bool) -> Vec<String> {
+    let first = if is_silent {
+        ":"
+    } else {
+        "printf '\\0\\1' >&3"
+    };
+    let script = format!(
+        "for ((i = 0; i < {connections}; i++)); do
+             exec 3<>/dev/tcp/db.shop/9000; {first}; line=
+             read -r line <&3; echo \"got $line\"; exec 3>&-
+         done 2>/dev/null"
+    );
+    let command = ["timeout", "100", "bash", "-c", &script];
+    let output = sandbox.exec(pod, "shell", &command).unwrap();
+    let lines = output.stdout.lines();
+    lines
+        .filter_map(|line| line.strip_prefix("got ").or(line.strip_prefix("got")))
+        .map(str::to_owned)
+        .collect()
+}
+
+/// Waits until the lines of some connections fulfill a condition: routes reach proxies with a
+/// delay.
+fn until(sandbox: &Sandbox, pod: &PodView, what: &str, matches: impl Fn(&[String]) -> bool) {
+    let deadline = Instant::now() + READY_TIMEOUT;
+    loop {
+        let lines = lines(sandbox, pod, 30, false);
+        if matches(&lines) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{what}: {lines:?}");
+    }
+}
+
+fn count(lines: &[String], line: &str) -> usize {
+    lines.iter().filter(|one| *one == line).count()
+}
+
+#[test]
+fn connections_follow_weights_whoever_speaks_first() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", databases(), shell(MESHED))) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    until(&sandbox, &client, "without a route", |lines| {
+        count(lines, "one") == 30
+    });
+    let backends = |one: u32, other: &str, two: u32| {
+        let one = format!("{{name: db, port: 9000, weight: {one}}}");
+        tcp_route(
+            "db",
+            &format!("[{one}, {{name: {other}, port: 9000, weight: {two}}}]"),
+        )
+    };
+    sandbox.apply(&backends(80, "db-two", 20)).unwrap();
+    until(&sandbox, &client, "with weights", |lines| {
+        count(lines, "two") > 0
+    });
+    for is_silent in [false, true] {
+        let lines = lines(&sandbox, &client, 250, is_silent);
+        let (one, two) = (count(&lines, "one"), count(&lines, "two"));
+        assert_eq!(one + two, 250, "all are served: {lines:?}");
+        let bounds = binomial_bounds(250, 0.2);
+        assert!(bounds.contains(&two), "{two} of 250, expected {bounds:?}");
+    }
+    // The share of an invalid backend is refused.
+    sandbox.apply(&backends(50, "missing", 50)).unwrap();
+    until(&sandbox, &client, "an invalid backend", |lines| {
+        count(lines, "") > 0
+    });
+    let lines = lines(&sandbox, &client, 100, false);
+    let bounds = binomial_bounds(100, 0.5);
+    let refused = count(&lines, "");
+    assert!(bounds.contains(&refused), "{refused} of 100");
+    assert_eq!(count(&lines, "one"), 100 - refused);
+    sandbox.delete("TCPRoute", "shop", "db").unwrap();
+    until(&sandbox, &client, "without the route", |lines| {
+        count(lines, "one") == 30
+    });
+}
+
+#[test]
+fn requests_follow_a_tcp_route_until_an_http_route_is_for_them() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", servers("shop"), shell(MESHED))) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    let until = |version: &str| {
+        let is_it = |response: &str| response.contains(&format!("Version: {version}"));
+        request_until(&sandbox, &client, "GET /hello", ("web.shop", 80), "", is_it);
+    };
+    until("1.0");
+    let route = tcp_route("web", "[{name: web-v2, port: 80}]");
+    sandbox.apply(&route).unwrap();
+    until("2.0");
+    let rules = "[{backendRefs: [{name: web-v1, port: 80}]}]";
+    sandbox
+        .apply(&http_route("shop", "web", "shop", rules))
+        .unwrap();
+    until("1.0");
+    sandbox.delete("HTTPRoute", "shop", "web").unwrap();
+    until("2.0");
+}
