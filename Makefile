@@ -53,7 +53,7 @@ check: tools ## check format, lints, documentation, licences, manifests
 	$(call say,dependencies: licences and sources)
 	@.ci/deny
 	$(call say,Kubernetes manifests)
-	@for folder in manifests manifests/sample-apps; do kubectl kustomize "$$folder" >/dev/null && echo "$$folder: valid"; done
+	@for folder in manifests/crds manifests manifests/sample-apps; do kubectl kustomize "$$folder" >/dev/null && echo "$$folder: valid"; done
 
 fuzz: MORE := c++:g++
 fuzz: tools ## fuzz the proxy's parsers with libFuzzer (TARGET=detect ARGS='-max_total_time=60', or INPUT=FILE)
@@ -66,6 +66,8 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@[[ -n "$${KUBECONFIG:-}" ]] || { echo "e2e: KUBECONFIG is not set. With kind: export KUBECONFIG=~/.kube/config" >&2; exit 2; }
 	@echo "e2e: on $$(kubectl config current-context), installing the mesh and test namespaces"
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # the images may have changed under the same tag
+	@kubectl apply -k manifests/crds >/dev/null
+	@kubectl wait --for=condition=Established --timeout=60s crd/trafficpolicies.diy-service-mesh.dev
 	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@cargo build --bins # the command line tests run these programs
 	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) cargo test --workspace --test 'cluster_*' -- --nocapture
@@ -76,6 +78,7 @@ conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD
 	@$(or $(IMAGE:%=% diy-sm-conformance:dev $(TARGET_DIR)/conformance/client),$(DOCKER_BUILD) -t diy-sm-conformance:dev -f tests/conformance/Dockerfile $(TARGET_DIR)/conformance)
 
 conformance: ## run the Gateway API's conformance tests for meshes on the cluster of KUBECONFIG, which needs the images (ARGS='-run-test MeshSplit')
+	@kubectl apply -k manifests/crds >/dev/null
 	@kubectl apply -k manifests >/dev/null
 	@for part in controller injector; do kubectl rollout status -n service-mesh "deployment/$$part" --timeout=180s; done
 	@cd tests/conformance && go test -count=1 -timeout 30m -v . -args $(ARGS)

@@ -22,12 +22,9 @@ use tokio::process::{Child, Command};
 
 const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
-const UNUSED: [&str; 3] = [
+const UNUSED: [&str; 1] = [
     // A rotation changes the CA.
     "patch secrets",
-    // The catalog reads no schemas yet.
-    "list customresourcedefinitions.apiextensions.k8s.io",
-    "watch customresourcedefinitions.apiextensions.k8s.io",
 ];
 
 #[tokio::test]

@@ -347,3 +347,76 @@ async fn backend_resource_has_what_a_proxy_needs_to_balance() {
         }
     }
 }
+
+#[tokio::test]
+async fn policy_reaches_clients_of_all_namespaces_with_destinations_and_backends() {
+    let policy = |requests: &str| {
+        format!(
+            "apiVersion: diy-service-mesh.dev/v1alpha1
+kind: TrafficPolicy
+metadata: {{name: p, namespace: shop}}
+spec:
+  targetRefs: [{{group: '', kind: Service, name: web}}]
+  connections: {{maxRequests: {requests}}}
+  timeouts: {{request: 5s}}
+  faults: [{{matches: [{{path: {{value: /a}}}}], abort: {{status: 503, percent: 50}}}}]
+"
+        )
+    };
+    let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
+    let mut discover = subscribed(&sandbox, "x").await;
+    let snapshot = async |discover: &mut Discover, name: &str| loop {
+        let answer = discover.answer().await.unwrap();
+        let Some(Update::Snapshot(snapshot)) = answer.update else {
+            panic!("another policy requires the whole state")
+        };
+        if answer.name == name {
+            break snapshot;
+        }
+    };
+    let max_requests = |snapshot: &proto::Snapshot| {
+        let policy = snapshot.policy.as_ref();
+        policy.and_then(|policy| policy.connections?.max_requests)
+    };
+    let first = snapshot(&mut discover, WEB).await;
+    assert_eq!((max_requests(&first), first.routes), (None, None));
+    sandbox.write("p.yaml", &policy("7"));
+    let second = snapshot(&mut discover, WEB).await;
+    assert_eq!(max_requests(&second), Some(7));
+    assert_eq!(second.policy.unwrap().name, "TrafficPolicy shop/p");
+    let routes = second.routes.unwrap();
+    assert_eq!(
+        (routes.matches.len(), routes.rules[0].request_timeout),
+        (1, 5_000)
+    );
+    assert!(routes.rules[0].to_destination);
+    assert_eq!(routes.rules[0].backends[0].name, "shop/web:80");
+    let fault = &routes.faults[0];
+    let share = proto::Share {
+        numerator: 50,
+        denominator: 100,
+    };
+    assert_eq!((fault.abort_status, fault.aborted), (503, Some(share)));
+    let path = fault.matches[0].path.as_ref().unwrap().kind.clone();
+    assert_eq!(path, Some(proto::path_match::Kind::Prefix("/a".into())));
+    let backend = ResourceType::Backend;
+    discover.subscribe_to(backend, "shop/web:80").await;
+    let of_backend = snapshot(&mut discover, "shop/web:80").await;
+    assert_eq!(
+        (max_requests(&of_backend), of_backend.routes),
+        (Some(7), None)
+    );
+    // An invalid policy does not apply, as an invalid route does not.
+    sandbox.write("p.yaml", &policy("0"));
+    let third = snapshot(&mut discover, WEB).await;
+    assert_eq!((third.policy, third.routes), (None, None));
+    sandbox.write("p.yaml", &policy("8"));
+    assert_eq!(
+        max_requests(&snapshot(&mut discover, "shop/web:80").await),
+        None
+    );
+    assert_eq!(
+        max_requests(&snapshot(&mut discover, "shop/web:80").await),
+        Some(8)
+    );
+}

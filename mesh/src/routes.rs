@@ -15,7 +15,7 @@ use crate::cluster::describe_error;
 /// The API group of routes.
 pub const GROUP: &str = "gateway.networking.k8s.io";
 /// The `controllerName` of the entries of the mesh in `status.parents`.
-const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
+pub(crate) const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
 /// The kinds of routes, with the version of each.
 const KINDS: [(&str, &str); 3] = [
     ("HTTPRoute", "v1"),

@@ -4,8 +4,9 @@
 //! `crate::index::policies` applies them to the catalog. Sections are messages of the contract with
 //! the proxies, whose values `diy_mesh_proto::policy` checks for both sides.
 
+#[cfg(test)]
+mod crd;
 pub mod parse;
-#[allow(missing_docs)]
 pub mod spec;
 
 use std::fmt;

@@ -1,135 +1,301 @@
 //! The fields of a TrafficPolicy. Matches are those of HTTPRoutes.
 //!
 //! A field that this release does not know makes the policy invalid: without it, the rest could
-//! mean something else. Values of enumerations are texts, which `parse.rs` checks.
+//! mean something else. Values of enumerations are texts, which `parse.rs` checks. `crd.rs` makes
+//! the definition of the custom resource from these types, with these comments as descriptions.
 
 use serde::Deserialize;
 
 use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 
+/// The traffic of the requests to Services. A section for a Service replaces that for its
+/// namespace. What is absent has the defaults of the proxies.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["targetRefs"])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct TrafficPolicySpec {
+    /// Services of the namespace of the policy, or this namespace: all of its Services. Of several
+    /// policies for one target, the oldest one applies.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), extend(
+        "x-kubernetes-list-type" = "map",
+        "x-kubernetes-list-map-keys" = ["group", "kind", "name"],
+    )))]
     pub target_refs: Vec<TargetRef>,
+    /// How clients choose an endpoint for each request.
     pub load_balancing: Option<LoadBalancing>,
+    /// Limits of each endpoint, in the proxy of each client.
     pub connections: Option<Connections>,
+    /// When an endpoint gets no requests for a while.
     pub outlier_detection: Option<OutlierDetection>,
+    /// When all requests fail at once with 503. Absent: never.
     pub circuit_breaker: Option<CircuitBreaker>,
+    /// Retries of requests whose route says nothing about them.
     pub retry: Option<Retry>,
+    /// Timeouts of requests whose route has none. 0s: none.
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Timeouts>"))]
     pub timeouts: Option<Timeouts>,
+    /// Requests of a session go to one endpoint, unless their route says otherwise.
+    #[cfg_attr(test, schemars(with = "Option<super::crd::SessionPersistence>"))]
     pub session_persistence: Option<SessionPersistence>,
+    /// Limits that the proxies of the pods of the Service enforce, all of them.
+    #[cfg_attr(test, schemars(length(max = 16), extend(
+        "x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["name"],
+    )))]
     pub rate_limits: Option<Vec<RateLimit>>,
+    /// Faults that the proxies of clients inject, for tests of the clients.
+    #[cfg_attr(test, schemars(length(max = 16)))]
     pub faults: Option<Vec<Fault>>,
 }
 
+/// A Service of the namespace of the policy, or this namespace.
 #[derive(Clone, Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["kind", "name"])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct TargetRef {
+    /// The core group: empty.
+    #[cfg_attr(test, schemars(extend("enum" = [""], "default" = "")))]
     pub group: String,
+    /// Service or Namespace.
+    #[cfg_attr(test, schemars(extend("enum" = ["Service", "Namespace"])))]
     pub kind: String,
+    /// The name.
+    #[cfg_attr(test, schemars(length(min = 1, max = 253)))]
     pub name: String,
 }
 
+/// How clients choose an endpoint for each request.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("x-kubernetes-validations" = [{
+    "rule": "has(self.hash) == (has(self.algorithm) && self.algorithm == 'ConsistentHash')",
+    "message": "hash is required for ConsistentHash, and for nothing else",
+}])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct LoadBalancing {
+    /// PeakEwma (default): the better of two random endpoints, by latency and requests in flight.
+    /// LeastRequest: by requests in flight. RoundRobin: in turn. ConsistentHash: by a hash.
+    #[cfg_attr(test, schemars(extend("enum" = [
+        "PeakEwma", "LeastRequest", "RoundRobin", "ConsistentHash",
+    ])))]
     pub algorithm: Option<String>,
+    /// What a consistent hash is computed from. Requests without it are balanced by PeakEwma.
     pub hash: Option<Hash>,
+    /// Prefer: endpoints in the zone of the client come first, while they are healthy and less
+    /// loaded than the others. Default: None.
+    #[cfg_attr(test, schemars(extend("enum" = ["None", "Prefer"])))]
     pub zone_preference: Option<String>,
+    /// The time in which the share of a new endpoint grows. 0s: none.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub slow_start: Option<String>,
 }
 
+/// What a consistent hash is computed from: exactly one of these.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("minProperties" = 1, "maxProperties" = 1)))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Hash {
+    /// The value of a header field.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::NAME), length(max = 128)))]
     pub header: Option<String>,
+    /// The value of a cookie.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::NAME), length(max = 128)))]
     pub cookie: Option<String>,
+    /// The address of the client.
     pub source: Option<Source>,
 }
 
+/// The address of the client.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Source {}
 
+/// Limits of each endpoint, in the proxy of each client. What exceeds them waits, or gets 503.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Connections {
+    /// HTTP/1 connections, and connections that carry no HTTP.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub max_connections: Option<u32>,
+    /// HTTP/2 connections.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub max_http2_connections: Option<u32>,
+    /// Requests in flight.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub max_requests: Option<u32>,
+    /// Requests that wait. 0: none.
+    #[cfg_attr(test, schemars(range(max = 1_000_000)))]
     pub max_waiting: Option<u32>,
+    /// The time to connect, from 1ms to 24h.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub connect_timeout: Option<String>,
 }
 
+/// When an endpoint gets no requests for a while, except a probing one then.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct OutlierDetection {
+    /// Failures in a row: failed connections, gateway errors and responses with 5xx. 0: off.
+    #[cfg_attr(test, schemars(range(max = 1000)))]
     pub consecutive_failures: Option<u32>,
+    /// The share of failed requests in an interval. 0: off.
+    #[cfg_attr(test, schemars(range(max = 100)))]
     pub failure_percent: Option<u32>,
+    /// The requests in an interval from which on failurePercent counts.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub min_requests: Option<u32>,
+    /// The interval, from 1ms to 24h.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub interval: Option<String>,
+    /// The mean latency, in percent of the median of the endpoints: 0 (off, default), or 200 to
+    /// 10000.
+    #[cfg_attr(test, schemars(range(max = 10_000), extend("x-kubernetes-validations" = [{
+        "rule": "self == 0 || self >= 200", "message": "expected 0, or at least 200",
+    }])))]
     pub latency_percent: Option<u32>,
+    /// The time of the first ejection. Each further one takes twice as long.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub ejection_time: Option<String>,
+    /// The time of the longest ejection.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub max_ejection_time: Option<String>,
+    /// The share of the endpoints that are ejected at most, except for failed connections.
+    #[cfg_attr(test, schemars(range(max = 100)))]
     pub max_ejected_percent: Option<u32>,
 }
 
+/// When all requests fail at once with 503, whatever the endpoints.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["failurePercent"])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct CircuitBreaker {
+    /// The share of failed requests in an interval.
+    #[cfg_attr(test, schemars(range(min = 1, max = 100)))]
     pub failure_percent: u32,
+    /// The requests in an interval from which on failurePercent counts.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub min_requests: Option<u32>,
+    /// The interval, from 1ms to 24h.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub interval: Option<String>,
+    /// The time until one probing request decides, from 1ms to 24h.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub open_time: Option<String>,
 }
 
+/// Retries of requests whose route says nothing about them.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Retry {
+    /// Statuses that are retried, in addition to failed connections.
+    #[cfg_attr(test, schemars(length(max = 64), inner(range(min = 400, max = 599))))]
     pub codes: Option<Vec<u32>>,
+    /// Attempts after the first one. Default: 1.
+    #[cfg_attr(test, schemars(range(max = 10)))]
     pub attempts: Option<u32>,
+    /// The shortest time between two attempts.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub backoff: Option<String>,
+    /// The share of retries, which is always limited.
     pub budget: Option<Budget>,
 }
 
+/// Retries as a share of the requests, and retries that are permitted at any rate.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Budget {
+    /// The share of retries.
+    #[cfg_attr(test, schemars(range(max = 100)))]
     pub percent: Option<u32>,
+    /// Retries that are permitted at any rate.
+    #[cfg_attr(test, schemars(range(max = 1_000_000)))]
     pub min_per_second: Option<u32>,
 }
 
+/// A limit of the requests to the Service. What exceeds it gets 429, or RESOURCE_EXHAUSTED.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["name", "requests"])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct RateLimit {
+    /// The name, for logs and metrics.
+    #[cfg_attr(
+        test,
+        schemars(regex(pattern = "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"), length(max = 253),)
+    )]
     pub name: String,
+    /// One of these matches. Empty: every request.
+    #[cfg_attr(test, schemars(with = "Vec<super::crd::Match>", length(max = 64)))]
     pub matches: Vec<HttpMatch>,
+    /// Requests in a window, for all replicas together.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
     pub requests: u64,
+    /// The window, from 1ms to 24h. Default: 1s.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub window: Option<String>,
+    /// Requests at once, for all replicas together. Default: requests.
+    #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
     pub burst: Option<u64>,
+    /// Service (default): all clients share the limit. Caller: each caller identity has it.
+    #[cfg_attr(test, schemars(extend("enum" = ["Service", "Caller"])))]
     pub per: Option<String>,
 }
 
+/// A delay, an abort, or one after the other.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("x-kubernetes-validations" = [{
+    "rule": "has(self.delay) || has(self.abort)", "message": "expected delay, abort or both",
+}])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Fault {
+    /// One of these matches. Empty: every request.
+    #[cfg_attr(test, schemars(with = "Vec<super::crd::Match>", length(max = 64)))]
     pub matches: Vec<HttpMatch>,
+    /// A delay of the request.
     pub delay: Option<Delay>,
+    /// A response in place of a backend's.
     pub abort: Option<Abort>,
 }
 
+/// A delay of a share of the requests: of all of them by default.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["duration"])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Delay {
+    /// The duration, from 1ms to 24h.
+    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
     pub duration: String,
+    /// The share in percent. Excludes fraction.
+    #[cfg_attr(test, schemars(range(max = 100)))]
     pub percent: Option<u32>,
+    /// The share. Excludes percent.
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Fraction>"))]
     pub fraction: Option<Fraction>,
 }
 
+/// A response to a share of the requests: to all of them by default.
 #[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["status"])))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Abort {
+    /// The status. A gRPC call gets the status code that corresponds to it.
+    #[cfg_attr(test, schemars(range(min = 400, max = 599)))]
     pub status: u32,
+    /// The share in percent. Excludes fraction.
+    #[cfg_attr(test, schemars(range(max = 100)))]
     pub percent: Option<u32>,
+    /// The share. Excludes percent.
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Fraction>"))]
     pub fraction: Option<Fraction>,
 }

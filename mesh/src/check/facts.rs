@@ -26,7 +26,7 @@ use tokio::{join, time::timeout};
 use super::{
     MAX_DETAILS,
     permissions::{self, Permission},
-    pods,
+    pods, policies,
     workloads::{self, Workload},
 };
 use crate::{
@@ -76,6 +76,10 @@ pub struct Facts {
     pub gateway_api: Fact<Vec<Value>>,
     /// The routes with Services as parents.
     pub routes: Fact<Vec<Route>>,
+    /// The definition of TrafficPolicies, if it is installed.
+    pub policy_definition: Fact<Option<Value>>,
+    /// The TrafficPolicies of all namespaces.
+    pub policies: Fact<Vec<Value>>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
 }
@@ -121,6 +125,7 @@ impl Facts {
             workloads,
             gateway_api,
             routes,
+            (policy_definition, policies),
         ) = join!(
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -136,6 +141,7 @@ impl Facts {
             workloads::list(cluster),
             routes::definitions(client),
             routes::fetch(client, None),
+            policies::read(client),
         );
         let now = now();
         let ready_pages = match &pods {
@@ -160,6 +166,8 @@ impl Facts {
             permissions,
             gateway_api,
             routes,
+            policy_definition,
+            policies,
             dry_run,
         }
     }

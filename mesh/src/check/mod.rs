@@ -8,6 +8,7 @@ mod identity;
 mod permissions;
 mod platform;
 mod pods;
+mod policies;
 mod services;
 mod settings;
 mod webhook;
@@ -107,7 +108,7 @@ type Check = fn(&Facts) -> Vec<Finding>;
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [(&str, Check); 21] = [
+    let checks: [(&str, Check); 23] = [
         ("kubernetes", platform::kubernetes),
         ("controller", platform::controller),
         ("injector", platform::injector),
@@ -125,6 +126,8 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("workloads", workloads::workloads),
         ("gateway-api", gateway::definitions),
         ("routes", gateway::routes),
+        ("policy-definition", policies::definition),
+        ("policies", policies::policies),
         ("pods", pods::injected),
         ("proxies", pods::proxies),
         ("certificates", identity::workloads),

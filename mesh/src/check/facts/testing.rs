@@ -33,6 +33,8 @@ pub(crate) fn unknown_facts() -> Facts {
         permissions: unknown(),
         gateway_api: unknown(),
         routes: unknown(),
+        policy_definition: unknown(),
+        policies: unknown(),
         dry_run: unknown(),
     }
 }

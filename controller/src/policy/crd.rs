@@ -1,0 +1,383 @@
+//! The definition of TrafficPolicy, from the types of its fields. A test compares it with
+//! `manifests/crds/trafficpolicies.yaml`; `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd`
+//! rewrites that file.
+//!
+//! The types here are those of the Gateway API, with schemas of their own.
+
+#![allow(dead_code)]
+
+use schemars::JsonSchema;
+use schemars::generate::SchemaSettings;
+use serde_json::{Value, json};
+
+use super::spec::TrafficPolicySpec;
+use super::{GROUP, VERSION};
+
+/// GEP-2257.
+pub(super) const DURATION: &str = "^([0-9]{1,5}(h|m|s|ms)){1,4}$";
+pub(super) const NAME: &str = "^[A-Za-z0-9!#$%&'*+\\-.^_\\x60|~]+$";
+
+/// As in HTTPRoutes.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Timeouts {
+    /// From the first byte of the request to the end of the response. 0s: none.
+    #[schemars(regex(pattern = DURATION))]
+    request: Option<String>,
+    /// The same for one attempt. At most the timeout of the request. 0s: none.
+    #[schemars(regex(pattern = DURATION))]
+    backend_request: Option<String>,
+}
+
+/// As in HTTPRoutes.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(extend("x-kubernetes-validations" = [{
+    "rule": "!has(self.cookieConfig) || !has(self.cookieConfig.lifetimeType) || \
+             self.cookieConfig.lifetimeType != 'Permanent' || has(self.absoluteTimeout)",
+    "message": "a permanent cookie requires absoluteTimeout",
+}]))]
+pub(super) struct SessionPersistence {
+    /// Cookie (default) or Header.
+    #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["Cookie", "Header"]))]
+    kind: Option<String>,
+    /// The name of the cookie or of the header. Default: mesh-session, or x-mesh-session.
+    #[schemars(regex(pattern = NAME), length(max = 128))]
+    session_name: Option<String>,
+    /// The time from the first response of the session.
+    #[schemars(regex(pattern = DURATION))]
+    absolute_timeout: Option<String>,
+    /// The time from the latest response of the session.
+    #[schemars(regex(pattern = DURATION))]
+    idle_timeout: Option<String>,
+    /// The lifetime of the cookie.
+    cookie_config: Option<CookieConfig>,
+}
+
+/// The lifetime of a cookie.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+struct CookieConfig {
+    /// Session (default): of the browser. Permanent: absoluteTimeout.
+    #[schemars(extend("enum" = ["Session", "Permanent"]))]
+    lifetime_type: Option<String>,
+}
+
+/// A share. The denominator is 100 by default.
+#[derive(JsonSchema)]
+#[schemars(extend("x-kubernetes-validations" = [{
+    "rule": "self.numerator <= (has(self.denominator) ? self.denominator : 100)",
+    "message": "expected a share of at most 1",
+}]))]
+pub(super) struct Fraction {
+    /// The numerator.
+    #[schemars(range(min = 0, max = 1_000_000_000))]
+    numerator: u32,
+    /// The denominator. Default: 100.
+    #[schemars(range(min = 1, max = 1_000_000_000))]
+    denominator: Option<u32>,
+}
+
+/// Conditions on a request, all of which hold. As in HTTPRoutes.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Match {
+    /// The path. Default: every path.
+    path: Option<PathMatch>,
+    /// The headers.
+    #[schemars(length(max = 16))]
+    headers: Option<Vec<ValueMatch>>,
+    /// The query parameters.
+    #[schemars(length(max = 16))]
+    query_params: Option<Vec<ValueMatch>>,
+    /// The method. Default: every method.
+    #[schemars(extend("enum" = [
+        "GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH",
+    ]))]
+    method: Option<String>,
+}
+
+/// A condition on the path.
+#[derive(JsonSchema)]
+struct PathMatch {
+    /// Exact, PathPrefix (default) or RegularExpression.
+    #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["Exact", "PathPrefix", "RegularExpression"]))]
+    kind: Option<String>,
+    /// The path, the prefix of whole elements, or the expression. Default: /.
+    #[schemars(length(max = 1024))]
+    value: Option<String>,
+}
+
+/// A condition on a header field or on a query parameter.
+#[derive(JsonSchema)]
+struct ValueMatch {
+    /// Exact (default) or RegularExpression.
+    #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["Exact", "RegularExpression"]))]
+    kind: Option<String>,
+    /// The name.
+    #[schemars(length(min = 1, max = 256))]
+    name: String,
+    /// The value, or the expression.
+    #[schemars(length(min = 1, max = 4096))]
+    value: String,
+}
+
+fn definition() -> Value {
+    let settings = SchemaSettings::draft07().with(|one| one.inline_subschemas = true);
+    let schema = settings
+        .into_generator()
+        .into_root_schema_for::<TrafficPolicySpec>();
+    let mut spec = schema.to_value();
+    simplify(&mut spec);
+    json!({
+        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": format!("trafficpolicies.{GROUP}"),
+            // GEP-713.
+            "labels": {"gateway.networking.k8s.io/policy": "Inherited"},
+        },
+        "spec": {
+            "group": GROUP, "scope": "Namespaced",
+            "names": {"kind": "TrafficPolicy", "listKind": "TrafficPolicyList",
+                "plural": "trafficpolicies", "singular": "trafficpolicy",
+                "categories": ["diy-service-mesh"]},
+            "versions": [{
+                "name": VERSION, "served": true, "storage": true,
+                "subresources": {"status": {}},
+                "additionalPrinterColumns": [
+                    {"name": "Targets", "type": "string", "jsonPath": ".spec.targetRefs[*].name"},
+                    {"name": "Accepted", "type": "string", "jsonPath":
+                        ".status.ancestors[*].conditions[?(@.type==\"Accepted\")].status"},
+                    {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+                ],
+                "schema": {"openAPIV3Schema": {
+                    "description": "The traffic of the requests to Services of a namespace.",
+                    "type": "object", "required": ["spec"],
+                    "properties": {
+                        "apiVersion": {"type": "string"}, "kind": {"type": "string"},
+                        "metadata": {"type": "object"}, "spec": spec, "status": status(),
+                    },
+                }},
+            }],
+        },
+    })
+}
+
+/// PolicyStatus of GEP-713.
+fn status() -> Value {
+    let text = |max: u32| json!({"type": "string", "maxLength": max});
+    let number = || json!({"type": "integer", "format": "int64", "minimum": 0});
+    json!({
+        "description": "What the controllers of meshes say about the policy.",
+        "type": "object", "required": ["ancestors"],
+        "properties": {"ancestors": {
+            "type": "array", "maxItems": 16, "x-kubernetes-list-type": "atomic",
+            "items": {
+                "type": "object", "required": ["ancestorRef", "controllerName"],
+                "properties": {
+                    "ancestorRef": {
+                        "type": "object", "required": ["name"],
+                        "properties": {
+                            "group": text(253), "kind": text(63), "namespace": text(63),
+                            "name": text(253), "sectionName": text(253),
+                            "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+                        },
+                    },
+                    "controllerName": text(253),
+                    "conditions": {
+                        "type": "array", "maxItems": 8, "x-kubernetes-list-type": "map",
+                        "x-kubernetes-list-map-keys": ["type"],
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "status", "reason", "message",
+                                "lastTransitionTime"],
+                            "properties": {
+                                "type": text(316), "reason": text(1024), "message": text(32768),
+                                "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
+                                "observedGeneration": number(),
+                                "lastTransitionTime": {"type": "string", "format": "date-time"},
+                            },
+                        },
+                    },
+                },
+            },
+        }},
+    })
+}
+
+/// Removes what structural schemas do not have.
+fn simplify(schema: &mut Value) {
+    match schema {
+        Value::Object(fields) => {
+            // API servers prune unknown fields.
+            for name in ["$schema", "title", "additionalProperties", "format"] {
+                fields.remove(name);
+            }
+            // Those of the Rust types are no values of the API.
+            if fields
+                .get("enum")
+                .is_none_or(|all| all.as_array() != Some(&vec![json!("")]))
+            {
+                fields.remove("default");
+            }
+            if let Some(Value::Array(types)) = fields.get("type") {
+                let mut types = types.iter().filter(|one| *one != "null").cloned();
+                let only = types.next().expect("a type other than null");
+                fields.insert("type".to_owned(), only);
+            }
+            if let Some(Value::String(text)) = fields.get_mut("description") {
+                *text = text.replace('\n', " ");
+            }
+            for name in ["minimum", "maximum"] {
+                let number = fields.get(name).and_then(Value::as_f64);
+                fields.extend(number.map(|number| (name.to_owned(), json!(number as i64))));
+            }
+            fields.values_mut().for_each(simplify);
+        }
+        Value::Array(items) => items.iter_mut().for_each(simplify),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde::Deserialize;
+    use serde_json::Map;
+
+    use super::*;
+    use crate::policy::tests::policy;
+
+    const PATH: &str = "../manifests/crds/trafficpolicies.yaml";
+
+    fn installed() -> Value {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(PATH);
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let document = serde_yaml_ng::Deserializer::from_str(&text);
+        Option::deserialize(document).unwrap().unwrap_or_default()
+    }
+
+    #[test]
+    fn crd_of_the_manifests_is_that_of_the_types() {
+        let definition = definition();
+        if std::env::var_os("UPDATE_CRDS").is_some() {
+            let comment = "# Generated from controller/src/policy/spec.rs by `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd`.\n";
+            let text = serde_yaml_ng::to_string(&definition).unwrap();
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(PATH);
+            std::fs::write(path, comment.to_owned() + &text).unwrap();
+        }
+        assert!(
+            installed() == definition,
+            "manifests/crds is not up to date: run UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd"
+        );
+    }
+
+    /// Each schema, with its path.
+    fn walk(schema: &Value, path: &str, visit: &mut impl FnMut(&str, &Map<String, Value>)) {
+        let fields = schema.as_object().expect("a schema");
+        visit(path, fields);
+        for (name, property) in schema["properties"].as_object().into_iter().flatten() {
+            walk(property, &format!("{path}.{name}"), visit);
+        }
+        if let Some(items) = fields.get("items") {
+            walk(items, &format!("{path}[]"), visit);
+        }
+    }
+
+    #[test]
+    fn schema_is_structural_and_describes_every_field() {
+        let definition = definition();
+        let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+        let mut count = 0;
+        walk(
+            &schema["properties"]["spec"],
+            "spec",
+            &mut |path, fields| {
+                count += 1;
+                let known = [
+                    "description",
+                    "type",
+                    "properties",
+                    "required",
+                    "items",
+                    "enum",
+                    "default",
+                    "minimum",
+                    "maximum",
+                    "minLength",
+                    "maxLength",
+                    "minItems",
+                    "maxItems",
+                    "pattern",
+                    "minProperties",
+                    "maxProperties",
+                    "x-kubernetes-list-type",
+                    "x-kubernetes-list-map-keys",
+                    "x-kubernetes-validations",
+                ];
+                let unknown: Vec<&String> = fields
+                    .keys()
+                    .filter(|name| !known.contains(&name.as_str()))
+                    .collect();
+                assert!(unknown.is_empty(), "{path}: {unknown:?}");
+                assert!(fields["type"].is_string(), "{path}");
+                let default = fields.get("default");
+                assert!(
+                    default.is_none_or(|default| fields["enum"][0] == *default),
+                    "{path}"
+                );
+                assert!(
+                    path.ends_with("[]") || fields.contains_key("description"),
+                    "{path}"
+                );
+                assert!(
+                    fields["type"] != "array" || fields.contains_key("maxItems"),
+                    "{path}"
+                );
+            },
+        );
+        assert!(count > 80, "{count} fields");
+    }
+
+    /// What the API server accepts, the controller accepts too, and the other way round.
+    #[test]
+    fn limits_of_numbers_are_those_of_the_controller() {
+        let definition = definition();
+        let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+        let sections = &schema["properties"]["spec"]["properties"];
+        let is_valid = |sections: Value| policy("p", 0, sections).settings.is_ok();
+        let mut count = 0;
+        for section in ["connections", "outlierDetection", "circuitBreaker", "retry"] {
+            walk(&sections[section], "", &mut |path, fields| {
+                let Some(max) = fields.get("maximum").and_then(Value::as_i64) else {
+                    return;
+                };
+                let min = fields.get("minimum").and_then(Value::as_i64).unwrap_or(0);
+                let set = |value: i64| {
+                    let (path, mut value) = match path.strip_suffix("[]") {
+                        Some(path) => (path, json!([value])),
+                        None => (path, json!(value)),
+                    };
+                    for name in path.split('.').rev().filter(|name| !name.is_empty()) {
+                        value = json!({name: value});
+                    }
+                    if section == "circuitBreaker" && value.get("failurePercent").is_none() {
+                        value["failurePercent"] = json!(50);
+                    }
+                    is_valid(json!({section: value}))
+                };
+                count += 1;
+                assert_eq!(
+                    [min - 1, min, max, max + 1].map(set),
+                    [false, true, true, false],
+                    "{section}{path}: {min} to {max}"
+                );
+            });
+        }
+        assert!(count >= 15, "{count} numbers");
+    }
+}

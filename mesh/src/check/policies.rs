@@ -1,0 +1,230 @@
+//! Checks of TrafficPolicies: the installed definition, and the policies.
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
+use kube::{Api, Client};
+use serde_json::Value;
+
+use super::facts::{Fact, Facts, list};
+use super::{Finding, count};
+use crate::cluster::describe_error;
+use crate::routes::CONTROLLER_NAME;
+
+/// The definition of this version.
+const DEFINITION: &str = include_str!(concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../manifests/crds/trafficpolicies.yaml"
+));
+const GROUP: &str = "diy-service-mesh.dev";
+const ADVICE: &str = "kubectl apply -k manifests/crds";
+
+/// Reads the definition, if it is installed, and the policies.
+pub(super) async fn read(client: &Client) -> (Fact<Option<Value>>, Fact<Vec<Value>>) {
+    let resource = ApiResource::erase::<CustomResourceDefinition>(&());
+    let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
+    let found = api.get_opt(&format!("trafficpolicies.{GROUP}")).await;
+    let definition = found.map_err(|error| describe_error(&error));
+    let definition = definition.map(|found| found.map(to_json));
+    if let Ok(None) = definition {
+        return (definition, Ok(Vec::new()));
+    }
+    let kind = GroupVersionKind::gvk(GROUP, "v1alpha1", "TrafficPolicy");
+    let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::from_gvk(&kind));
+    let policies = list(api, &ListParams::default()).await;
+    (
+        definition,
+        policies.map(|all| all.into_iter().map(to_json).collect()),
+    )
+}
+
+fn to_json(object: DynamicObject) -> Value {
+    serde_json::to_value(object).expect("an object of the API is JSON")
+}
+
+/// The definition is installed, and has the fields of this version.
+pub(super) fn definition(facts: &Facts) -> Vec<Finding> {
+    let installed = match &facts.policy_definition {
+        Err(reason) => return vec![Finding::unknown(reason)],
+        Ok(None) => {
+            let text = "not installed: the cluster has no TrafficPolicies";
+            return vec![Finding::warning(text, ADVICE)];
+        }
+        Ok(Some(installed)) => fields(installed),
+    };
+    let own = serde_yaml_ng::from_str(DEFINITION).expect("a test compares the embedded definition");
+    let missing: Vec<String> = fields(&own).difference(&installed).cloned().collect();
+    if missing.is_empty() {
+        return vec![Finding::ok("installed, with all fields of this version")];
+    }
+    let text = "the installed definition lacks fields of this version, which the API server drops";
+    vec![Finding::warning(text, ADVICE).with_details(missing)]
+}
+
+/// The paths of all fields of v1alpha1.
+fn fields(definition: &Value) -> BTreeSet<String> {
+    let versions = definition["spec"]["versions"].as_array();
+    let mut versions = versions.into_iter().flatten();
+    let version = versions.find(|version| version["name"] == "v1alpha1");
+    let schema = version.and_then(|version| version.pointer("/schema/openAPIV3Schema"));
+    let mut paths = BTreeSet::new();
+    if let Some(schema) = schema {
+        collect(schema, "", &mut paths);
+    }
+    paths
+}
+
+fn collect(schema: &Value, path: &str, paths: &mut BTreeSet<String>) {
+    for (name, field) in schema["properties"].as_object().into_iter().flatten() {
+        let path = match path {
+            "" => name.clone(),
+            path => format!("{path}.{name}"),
+        };
+        collect(field, &path, paths);
+        paths.insert(path);
+    }
+    if schema["items"].is_object() {
+        collect(&schema["items"], &format!("{path}[]"), paths);
+    }
+}
+
+/// The mesh has accepted the policies.
+pub(super) fn policies(facts: &Facts) -> Vec<Finding> {
+    let policies = match &facts.policies {
+        Err(reason) => return vec![Finding::unknown(reason)],
+        Ok(policies) if policies.is_empty() => return Vec::new(),
+        Ok(policies) => policies,
+    };
+    let rejected: Vec<String> = policies.iter().flat_map(rejections).collect();
+    if rejected.is_empty() {
+        let text = count(
+            policies.len(),
+            "policy is accepted",
+            "policies are accepted",
+        );
+        return vec![Finding::ok(text)];
+    }
+    let text = "policies that have no effect on a target, or that no controller has read yet";
+    let advice = format!(
+        "correct the policies; if nothing has read them, see the log of the controllers: kubectl \
+         logs -n {} -l app=controller",
+        facts.namespace
+    );
+    vec![Finding::warning(text, advice).with_details(rejected)]
+}
+
+/// What the mesh says about the targets of a policy that it does not accept.
+fn rejections(policy: &Value) -> Vec<String> {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let metadata = &policy["metadata"];
+    let title = format!(
+        "{}/{}",
+        text(&metadata["namespace"]),
+        text(&metadata["name"])
+    );
+    let entries = policy["status"]["ancestors"].as_array();
+    let entries = entries.into_iter().flatten();
+    let own: Vec<&Value> = entries
+        .filter(|entry| entry["controllerName"] == CONTROLLER_NAME)
+        .collect();
+    let conditions = own.iter().flat_map(|entry| {
+        let conditions = entry["conditions"].as_array().into_iter().flatten();
+        conditions.map(move |condition| (&entry["ancestorRef"], condition))
+    });
+    let is_current = |condition: &Value| condition["observedGeneration"] == metadata["generation"];
+    let accepted: Vec<_> = conditions
+        .filter(|(_, condition)| condition["type"] == "Accepted" && is_current(condition))
+        .collect();
+    if accepted.is_empty() {
+        return vec![format!("{title}: no condition yet")];
+    }
+    let rejected = accepted
+        .iter()
+        .filter(|(_, condition)| condition["status"] != "True");
+    let describe = |(target, condition): &(&Value, &Value)| {
+        let (kind, name) = (text(&target["kind"]), text(&target["name"]));
+        let (reason, message) = (text(&condition["reason"]), text(&condition["message"]));
+        format!("{title}, {kind} {name}: {reason}: {message}")
+    };
+    rejected.map(describe).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::{Level, facts::testing::unknown_facts};
+    use super::*;
+
+    fn own_definition() -> Value {
+        serde_yaml_ng::from_str(DEFINITION).unwrap()
+    }
+
+    fn check(installed: Option<Value>) -> Finding {
+        let facts = Facts {
+            policy_definition: Ok(installed),
+            ..unknown_facts()
+        };
+        definition(&facts).remove(0)
+    }
+
+    #[test]
+    fn reports_a_missing_definition_and_its_missing_fields() {
+        assert_eq!(check(Some(own_definition())).level, Level::Ok);
+        let missing = check(None);
+        assert_eq!((missing.level, &*missing.advice), (Level::Warning, ADVICE));
+        let mut old = own_definition();
+        let path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/faults\
+                    /items/properties";
+        let fault = old.pointer_mut(path).unwrap().as_object_mut().unwrap();
+        fault.remove("matches");
+        fault["delay"]["properties"] = json!({"duration": {}, "percent": {}});
+        let old = check(Some(old));
+        assert_eq!(old.level, Level::Warning);
+        assert!(old.details.contains(&"spec.faults[].matches".to_owned()));
+        assert!(
+            old.details
+                .contains(&"spec.faults[].delay.fraction".to_owned())
+        );
+        assert!(
+            !old.details
+                .contains(&"spec.faults[].delay.percent".to_owned())
+        );
+    }
+
+    #[test]
+    fn reports_policies_that_are_not_accepted() {
+        let find = |status: Value| {
+            let policy = json!({
+                "metadata": {"namespace": "shop", "name": "web", "generation": 2},
+                "status": {"ancestors": [{
+                    "ancestorRef": {"group": "", "kind": "Service", "name": "web"},
+                    "controllerName": CONTROLLER_NAME,
+                    "conditions": [status],
+                }]},
+            });
+            let facts = Facts {
+                policies: Ok(vec![policy]),
+                ..unknown_facts()
+            };
+            policies(&facts).remove(0)
+        };
+        let condition = |generation: i64, status: &str| {
+            json!({"type": "Accepted", "status": status, "reason": "Conflicted",
+                "message": "why", "observedGeneration": generation})
+        };
+        let accepted = find(condition(2, "True"));
+        assert_eq!(
+            (accepted.level, &*accepted.text),
+            (Level::Ok, "1 policy is accepted")
+        );
+        let rejected = find(condition(2, "False"));
+        assert_eq!(rejected.level, Level::Warning);
+        assert_eq!(rejected.details, ["shop/web, Service web: Conflicted: why"]);
+        assert_eq!(
+            find(condition(1, "True")).details,
+            ["shop/web: no condition yet"]
+        );
+    }
+}
