@@ -100,7 +100,10 @@ pub async fn detect(
     };
     let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
         Poll::Ready(protocol) => Poll::Ready(First::Client(protocol)),
-        Poll::Pending => dialing.as_mut().poll(cx).map(First::Connected),
+        Poll::Pending => {
+            let dialed = dialing.as_mut().poll(cx);
+            dialed.map(|dialed| First::Connected(dialed.map(Box::new)))
+        }
     });
     match first.await {
         First::Client(protocol) => {
@@ -121,7 +124,7 @@ pub async fn detect(
             .await
             .unwrap_or(Err(failure)),
         First::Connected(Ok(new)) => {
-            let upstream = &mut dialed.insert(new).upstream;
+            let upstream = &mut dialed.insert(*new).upstream;
             let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
                 Poll::Pending => loop {
                     match ready!(upstream.poll_fill(cx)) {
@@ -151,7 +154,8 @@ type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
 
 enum First {
     Client(Result<Protocol, Failure>),
-    Connected(Result<Dialed, Failure>),
+    /// Boxed: few connections get here, and each would have the size of this variant.
+    Connected(Result<Box<Dialed>, Failure>),
 }
 
 /// The detection rules for the client's bytes.

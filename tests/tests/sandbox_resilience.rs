@@ -1,0 +1,250 @@
+//! TrafficPolicies in a sandbox: circuit breaker, limits with a queue, outlier detection, and the
+//! retry budget in an outage.
+#![allow(clippy::unwrap_used)]
+
+use diy_mesh::sandbox::Sandbox;
+use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_tests::sandbox::{MESHED, get, request_until, shell, single_pod, with_mesh};
+
+/// Service `web` in namespace `shop`, which selects the pods of this group.
+fn service(group: &str) -> String {
+    format!(
+        "
+apiVersion: v1
+kind: Service
+metadata: {{name: web, namespace: shop}}
+spec: {{selector: {{group: {group}}}, ports: [{{name: http, port: 80, targetPort: 8080}}]}}
+"
+    )
+}
+
+/// A Deployment of this group, whose pods fail this percentage of the requests.
+fn server(name: &str, group: &str, replicas: u32, fail_rate: u32) -> String {
+    format!(
+        "---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  replicas: {replicas}
+  selector: {{matchLabels: {{app: {name}}}}}
+  template:
+    metadata:
+      labels: {{app: {name}, group: {group}}}
+      annotations: {{{MESHED}}}
+    spec:
+      containers:
+        - name: http-server
+          image: diy-sm-http-server:dev
+          env: [{{name: FAIL_RATE, value: '{fail_rate}'}}]
+          startupProbe: {{tcpSocket: {{port: 8080}}, periodSeconds: 1, failureThreshold: 60}}
+---
+"
+    )
+}
+
+/// A TrafficPolicy of Service `web`.
+fn policy(spec: &str) -> String {
+    format!(
+        "
+apiVersion: diy-service-mesh.dev/v1alpha1
+kind: TrafficPolicy
+metadata: {{name: web, namespace: shop}}
+spec:
+  targetRefs: [{{group: '', kind: Service, name: web}}]
+  {spec}
+"
+    )
+}
+
+/// Sends `GET /hello` to Service `web` until the response has this status and contains this text.
+fn until(sandbox: &Sandbox, pod: &PodView, status: u16, text: &str) {
+    let is_expected = |response: &str| {
+        response.starts_with(&format!("HTTP/1.1 {status} ")) && response.contains(text)
+    };
+    let service = ("web.shop", 80);
+    request_until(sandbox, pod, "GET /hello", service, "", is_expected);
+}
+
+fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
+    let command = ["timeout", "50", "bash", "-c", script];
+    sandbox.exec(pod, "shell", &command).unwrap().stdout
+}
+
+/// Sends requests on one connection, and returns the number of responses with 200 and with 500.
+fn statuses(sandbox: &Sandbox, pod: &PodView, requests: usize) -> [usize; 2] {
+    let script = format!(
+        "exec 3<>/dev/tcp/web.shop/80
+         for ((i = 1; i < {requests}; i++)); do
+             printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\n\\r\\n' >&3
+         done &
+         wait
+         printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n' >&3 &
+         cat <&3"
+    );
+    let responses = run(sandbox, pod, &script);
+    [200, 500].map(|status| responses.matches(&format!("HTTP/1.1 {status} ")).count())
+}
+
+/// A metric of the proxy of a pod.
+fn metric(sandbox: &Sandbox, pod: &PodView, name: &str) -> u64 {
+    let script = format!(
+        "exec 3<>/dev/tcp/{}/4001 && printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3",
+        pod.ip.as_deref().unwrap()
+    );
+    let metrics = run(sandbox, pod, &script);
+    let prefix = format!("diy_mesh_proxy_{name} ");
+    let line = metrics.lines().find_map(|line| line.strip_prefix(&prefix));
+    line.unwrap_or_else(|| panic!("{name}: {metrics}"))
+        .parse()
+        .unwrap()
+}
+
+#[test]
+fn circuit_opens_while_the_service_fails_and_closes_afterwards() {
+    let objects = [
+        service("failing"),
+        server("failing", "failing", 1, 100),
+        server("working", "working", 1, 0),
+        shell(MESHED),
+    ];
+    let Some(sandbox) = with_mesh(&objects.concat()) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    until(&sandbox, &client, 500, "Internal server error");
+    let breaker = "circuitBreaker: {failurePercent: 50, minRequests: 5, openTime: 1s}";
+    sandbox.apply(&policy(breaker)).unwrap();
+    until(&sandbox, &client, 503, "x-mesh-error: circuit-open");
+    until(&sandbox, &client, 503, "TrafficPolicy shop/web");
+    // The probing requests still fail.
+    until(&sandbox, &client, 500, "Internal server error");
+    until(&sandbox, &client, 503, "x-mesh-error: circuit-open");
+    assert_eq!(
+        metric(&sandbox, &client, "circuits_open{direction=\"outbound\"}"),
+        1
+    );
+    sandbox.apply(&service("working")).unwrap();
+    get(&sandbox, &client, "web.shop", 80);
+    let expected = "circuits_open{direction=\"outbound\"}";
+    assert_eq!(metric(&sandbox, &client, expected), 0);
+}
+
+#[test]
+fn requests_wait_for_a_limited_endpoint_until_the_queue_is_full() {
+    let objects = [service("web"), server("web", "web", 1, 0), shell(MESHED)];
+    let Some(sandbox) = with_mesh(&objects.concat()) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    get(&sandbox, &client, "web.shop", 80);
+    let limits = "connections: {maxRequests: 1, maxWaiting: 1, connectTimeout: 30s}";
+    sandbox.apply(&policy(limits)).unwrap();
+    // The first request waits for its body, the second one waits in the queue, the third one is
+    // rejected as soon as the policy has reached the proxy. Then the first one ends.
+    let script = "
+        post='POST /hello HTTP/1.1\\r\\nHost: web.shop\\r\\nContent-Length: 1\\r\\n\\r\\n'
+        get='GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n'
+        while :; do
+            exec 3<>/dev/tcp/web.shop/80 4<>/dev/tcp/web.shop/80 5<>/dev/tcp/web.shop/80
+            printf \"$post\" >&3
+            printf \"$get\" >&4
+            printf \"$get\" >&5
+            # Without the policy, both get a response.
+            rejected=$(cat <&5)
+            case $rejected in *maxRequests*) break ;; esac
+            printf x >&3
+            cat <&4 >/dev/null
+        done
+        echo \"$rejected\"
+        printf x >&3
+        read -r first <&3
+        echo \"first: $first\"
+        echo \"second: $(cat <&4)\"";
+    let output = run(&sandbox, &client, script);
+    for expected in [
+        "x-mesh-error: upstream-overloaded",
+        "has reached maxRequests of TrafficPolicy shop/web",
+        "first: HTTP/1.1 200 ",
+        "second: HTTP/1.1 200 ",
+    ] {
+        assert!(output.contains(expected), "{expected}: {output}");
+    }
+    let limited = "requests_limited_total{direction=\"outbound\",limit=\"requests\"}";
+    assert!(metric(&sandbox, &client, limited) > 0);
+    let waiting = "requests_waiting{direction=\"outbound\"}";
+    assert_eq!(metric(&sandbox, &client, waiting), 0);
+}
+
+/// A Service with five replicas, one of which fails half of its requests, with more objects.
+fn one_of_five_fails(more: &str) -> Option<(Sandbox, PodView)> {
+    let objects = [
+        service("web"),
+        server("working", "web", 4, 0),
+        server("failing", "web", 1, 50),
+        shell(MESHED),
+        format!("---{more}"),
+    ];
+    let sandbox = with_mesh(&objects.concat())?;
+    let client = single_pod(&sandbox, "clients", "shell");
+    get(&sandbox, &client, "web.shop", 80);
+    Some((sandbox, client))
+}
+
+#[test]
+fn failing_replica_is_quarantined() {
+    // By default, the balancer already avoids the replica, so that it is seldom quarantined.
+    let round_robin = policy("loadBalancing: {algorithm: RoundRobin}");
+    let Some((sandbox, client)) = one_of_five_fails(&round_robin) else {
+        return;
+    };
+    let [succeeded, failed] = statuses(&sandbox, &client, 2000);
+    assert_eq!(succeeded + failed, 2000);
+    // A tenth of the requests without a quarantine.
+    assert!(failed <= 40, "{failed} of 2000 fail");
+    let ejections = ["consecutive", "percent"].map(|cause| {
+        let labels = format!("{{direction=\"outbound\",cause=\"{cause}\"}}");
+        metric(&sandbox, &client, &format!("ejections_total{labels}"))
+    });
+    assert!(ejections[0] + ejections[1] > 0, "{failed} of 2000 fail");
+}
+
+#[test]
+fn failing_replica_is_not_noticed_with_retries_within_the_budget() {
+    let retry = policy("retry: {codes: [500], attempts: 2, backoff: 1ms}");
+    let Some((sandbox, client)) = one_of_five_fails(&retry) else {
+        return;
+    };
+    let [succeeded, failed] = statuses(&sandbox, &client, 2000);
+    assert_eq!(succeeded + failed, 2000);
+    assert!(failed <= 2, "{failed} of 2000 fail");
+    let retries = "retries_total{direction=\"outbound\"}";
+    let retries = metric(&sandbox, &client, retries);
+    assert!(
+        (1..=400 + 20).contains(&retries),
+        "{retries} retries of 2000 requests"
+    );
+}
+
+#[test]
+fn outage_adds_at_most_the_budget_of_the_policy() {
+    let objects = [service("web"), server("web", "web", 3, 100), shell(MESHED)];
+    let Some(sandbox) = with_mesh(&objects.concat()) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    until(&sandbox, &client, 500, "");
+    let spec =
+        "retry: {codes: [500], attempts: 2, backoff: 1ms, budget: {percent: 10, minPerSecond: 0}}";
+    sandbox.apply(&policy(spec)).unwrap();
+    let retries = "retries_total{direction=\"outbound\"}";
+    while metric(&sandbox, &client, retries) == 0 {
+        statuses(&sandbox, &client, 10);
+    }
+    let before = metric(&sandbox, &client, retries);
+    let [_, failed] = statuses(&sandbox, &client, 1000);
+    assert_eq!(failed, 1000);
+    let retries = metric(&sandbox, &client, retries) - before;
+    // The 10% of requests from before count too.
+    assert!((1..=100 + 10).contains(&retries), "{retries} retries");
+}
