@@ -12,8 +12,8 @@ use crate::mesh::v1::balancing::Algorithm;
 use crate::mesh::v1::hash_key::Kind;
 use crate::mesh::v1::rate_limit::Scope;
 use crate::mesh::v1::{
-    BackendPolicy, Balancing, CircuitBreaker, ConnectionLimits, Fault, HashKey, OutlierDetection,
-    RateLimit, RetryBudget, SessionPersistence, Share,
+    BackendPolicy, Balancing, CircuitBreaker, ConnectionLimits, Fault, FieldMatch, HashKey,
+    OutlierDetection, RateLimit, RetryBudget, SessionPersistence, Share,
 };
 
 /// The longest duration, in milliseconds: a day.
@@ -215,6 +215,14 @@ pub fn check_rate_limit(limit: &RateLimit) -> Result<(), Violation> {
     within("requests", Some(limit.requests), &RATE)?;
     duration("window", Some(limit.window))?;
     within("burst", Some(limit.burst), &(0..=*RATE.end()))?;
+    // A client may send this field: the proxy replaces it on the way to the application.
+    let mut headers = limit.matches.iter().flat_map(|one| &one.headers);
+    let is_caller =
+        |one: &&FieldMatch| field::is_same_name(one.name.as_bytes(), field::CALLED_BY.as_bytes());
+    if let Some(one) = headers.find(is_caller) {
+        let expected = "a header of clients: set `per: Caller`";
+        return Err(violation("matches", &*one.name, expected));
+    }
     match Scope::try_from(limit.scope) {
         Ok(Scope::Service | Scope::Caller) => Ok(()),
         _ => Err(violation("per", limit.scope, "Service or Caller")),

@@ -180,6 +180,12 @@ fn invalid_fields_are_named_with_their_value_and_the_expected_one() {
             "spec.rateLimits[0].requests: \"0\" is not from 1 to 1000000000",
         ),
         (
+            json!({"rateLimits": [{"name": "a", "requests": 1, "matches": [
+                {"headers": [{"name": "X_Called-By", "value": "spiffe://cluster.local/ns/a/sa/b"}]},
+            ]}]}),
+            "spec.rateLimits[0].matches: \"x_called-by\" is not a header of clients",
+        ),
+        (
             json!({"rateLimits": many(17, json!({"name": "a", "requests": 1}))}),
             "spec.rateLimits: 17 entries are more than 16",
         ),
