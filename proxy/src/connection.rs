@@ -145,11 +145,11 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
             }
             http1::serve(client, &Rc::new(flow)).await;
         }
-        // Boxed: it would double the size of every connection's task.
+        // Boxed, as the next one: they would double the size of every connection's task.
         Protocol::Http2 => Box::pin(http2::serve(client, Rc::new(flow))).await,
         Protocol::Opaque | Protocol::MeshTls => {
             let detector = declared.is_none().then(RequestDetector::default);
-            opaque::serve(client, Rc::new(flow), dialed, detector).await;
+            Box::pin(opaque::serve(client, Rc::new(flow), dialed, detector)).await;
         }
     }
 }

@@ -67,10 +67,12 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
                 return linger(client).await;
             }
         };
-        let after = Exchange::new(&mut client, flow, request, &mut memory)
-            .run()
-            .await;
-        match after {
+        // Boxed: a connection without a request has a third of the size.
+        let exchange = Box::pin(async {
+            let mut exchange = Exchange::new(&mut client, flow, request, &mut memory);
+            exchange.run().await
+        });
+        match exchange.await {
             After::KeepAlive => {}
             After::Close => return linger(client).await,
             After::Closed => return,
