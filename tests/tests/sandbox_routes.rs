@@ -138,7 +138,9 @@ spec: {{selector: {{app: web-v2}}, ports: [{{name: http, port: 80, targetPort: 8
     controller_logs(&sandbox, &[accepted]);
     std::thread::scope(|scope| {
         let load = scope.spawn(|| versions(&sandbox, &client, 3000));
-        ["50", "0", "20", "101"].map(weight);
+        for percent in ["50", "0", "20", "101"] {
+            weight(percent);
+        }
         // A change that follows at once might hide the invalid value.
         let invalid = "Accepted=False, UnsupportedValue: diy-service-mesh/canary-weight: \"101\"";
         controller_logs(&sandbox, &["Service shop/web-v2", invalid]);
