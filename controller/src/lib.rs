@@ -15,6 +15,7 @@ pub mod authority;
 pub mod catalog;
 pub mod config;
 pub mod events;
+pub mod explain;
 pub mod file;
 pub mod grpc;
 pub mod hub;

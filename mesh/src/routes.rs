@@ -1,6 +1,8 @@
-//! HTTPRoutes, GRPCRoutes and TCPRoutes with Services as parents: what their authors wrote, and the conditions
-//! that the mesh has written to their status. Pure, except for the requests to the API server.
+//! HTTPRoutes, GRPCRoutes and TCPRoutes with Services as parents: what their authors wrote, and the
+//! conditions that the mesh has written to their status. Pure, except for the requests to the API
+//! server.
 
+use diy_mesh_controller::policy;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, Client,
@@ -201,36 +203,61 @@ fn list(value: &Value) -> std::slice::Iter<'_, Value> {
 pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route>, String> {
     let mut routes = Vec::new();
     for (kind, version) in KINDS {
-        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(GROUP, version, kind));
-        let api: Api<DynamicObject> = match namespace {
-            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-            None => Api::all_with(client.clone(), &resource),
-        };
-        let mut params = ListParams::default().limit(500);
-        loop {
-            let page = match api.list(&params).await {
-                Ok(page) => page,
-                Err(kube::Error::Api(status)) if status.code == 404 => break,
-                Err(error) => return Err(describe_error(&error)),
-            };
-            for object in page.items {
-                let object = serde_json::to_value(object).map_err(|error| error.to_string())?;
-                // Items of a list have no kind.
-                let object = with_kind(object, kind);
-                routes.extend(Route::read(&object));
-            }
-            match page.metadata.continue_.filter(|token| !token.is_empty()) {
-                Some(token) => params.continue_token = Some(token),
-                None => break,
-            }
-        }
+        let objects = objects(client, namespace, (GROUP, version, kind)).await?;
+        routes.extend(objects.iter().filter_map(Route::read));
     }
     Ok(routes)
 }
 
-fn with_kind(mut object: Value, kind: &str) -> Value {
-    object["kind"] = kind.into();
-    object
+/// All objects that may decide about the requests to Services. Kinds that are not installed have
+/// none; of several versions, each object is there once or more often.
+pub async fn fetch_all(client: &Client) -> Result<Vec<Value>, String> {
+    let of_gateway = KINDS.map(|(kind, version)| (GROUP, version, kind));
+    let others = [
+        ("", "v1", "Service"),
+        (GROUP, "v1beta1", "ReferenceGrant"),
+        (policy::GROUP, policy::VERSION, "TrafficPolicy"),
+        ("split.smi-spec.io", "v1alpha4", "TrafficSplit"),
+        ("specs.smi-spec.io", "v1alpha4", "HTTPRouteGroup"),
+    ];
+    let mut all = Vec::new();
+    for kind in of_gateway.into_iter().chain(others) {
+        all.extend(objects(client, None, kind).await?);
+    }
+    Ok(all)
+}
+
+/// Lists the objects of a group, version and kind.
+async fn objects(
+    client: &Client,
+    namespace: Option<&str>,
+    (group, version, kind): (&str, &str, &str),
+) -> Result<Vec<Value>, String> {
+    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
+    let api: Api<DynamicObject> = match namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+        None => Api::all_with(client.clone(), &resource),
+    };
+    let mut params = ListParams::default().limit(500);
+    let mut objects = Vec::new();
+    loop {
+        let page = match api.list(&params).await {
+            Ok(page) => page,
+            Err(kube::Error::Api(status)) if status.code == 404 => return Ok(objects),
+            Err(error) => return Err(describe_error(&error)),
+        };
+        for object in page.items {
+            let mut object = serde_json::to_value(object).map_err(|error| error.to_string())?;
+            // Items of a list have no kind.
+            object["kind"] = kind.into();
+            object["apiVersion"] = resource.api_version.clone().into();
+            objects.push(object);
+        }
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params.continue_token = Some(token),
+            None => return Ok(objects),
+        }
+    }
 }
 
 /// Reads the definitions of the Gateway API that the mesh uses, of those that are installed.

@@ -54,7 +54,7 @@ struct List {
 }
 
 /// All objects of the catalog in a text, in their order.
-pub(super) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
+pub(crate) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
     let mut objects = Vec::new();
     // Each document is parsed twice, first for its kind, so that errors of the second pass have a
     // line.

@@ -12,3 +12,5 @@ pub mod kubernetes;
 mod manifest;
 mod smi;
 mod watch;
+
+pub(crate) use manifest::parse;

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use super::Index;
 use super::locality::{self, Area, Candidate, Location, Scope};
@@ -9,6 +10,8 @@ use super::object::{
     Key, Pod, PodReference, Resource, Service, ServicePort, Slice, SliceEndpoint, Transport,
 };
 use super::state::{Endpoint, State, Target, TargetKind, Workload};
+use crate::policy::Effective;
+use crate::routes::attach::Table;
 
 impl Index {
     /// Resolves a resource for a client. Clients with equal locations within the scope share the
@@ -145,9 +148,20 @@ impl Index {
 
     /// Adds the policy of a Service.
     fn with_policy(&self, service: &Key, target: Target) -> Target {
-        let policy = self.policies.of_service(service);
+        let policy = self.policy(service);
         let policy = policy.and_then(|policy| policy.backend.clone());
         Target { policy, ..target }
+    }
+
+    /// The routes of a Service port for the clients of a namespace.
+    pub fn table(&self, service: &Key, port: u16, clients: &str) -> Option<&Arc<Table>> {
+        let routes = self.routes.of_client(service, port, clients);
+        routes.or_else(|| self.policies.table(service, port))
+    }
+
+    /// The policy of a Service.
+    pub fn policy(&self, service: &Key) -> Option<&Effective> {
+        self.policies.of_service(service)
     }
 
     /// Adds the routes of a Service port for the client, and the policy of the Service.
@@ -158,10 +172,7 @@ impl Index {
         (area, target): (Area, Target),
         client: &Location,
     ) -> (Scope, Target) {
-        let routes = self.routes.of_client(service, port, &client.namespace);
-        let routes = routes
-            .or_else(|| self.policies.table(service, port))
-            .cloned();
+        let routes = self.table(service, port, &client.namespace).cloned();
         let scope = Scope {
             area,
             namespaces: self.routes.consumers(service, port),

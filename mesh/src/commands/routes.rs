@@ -1,16 +1,19 @@
-//! `mesh routes`: lists the routes of Services with their parents, backends and conditions, from
-//! a cluster or from files. Changes nothing.
+//! `mesh routes`: lists the routes of Services with their parents, backends and conditions, or
+//! prints what happens with the requests to a Service, from a cluster or from files. Changes
+//! nothing.
 
 use std::{fs, io, path::PathBuf, process::ExitCode};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use diy_mesh_controller::explain::{Explanation, Row, explain};
+use diy_mesh_controller::index::object::Key;
 use serde_json::Value;
 
 use super::terminal::{self, Colors, Output, TextStyle};
 use crate::{
     cluster::{self, Cluster},
-    routes::{self, Condition, Parent, Route},
+    routes::{self, Condition, Route},
     sandbox::manifest,
 };
 
@@ -18,20 +21,24 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(
     after_help = "Examples:\n  mesh routes                       all routes with Services as parents\n  \
-    mesh routes shop/web              those of one Service\n  \
+    mesh routes shop/web              what happens with the requests to one Service\n  \
+    mesh routes shop/web --clients a  the same for clients in the namespace a\n  \
     mesh routes -o json | jq '.[] | select(any(.parents[].conditions[]; .status == false))'"
 )]
 pub struct Arguments {
-    /// Services whose routes are listed [default: all]
-    #[arg(value_name = "NAMESPACE/NAME")]
-    services: Vec<String>,
+    /// Services whose effective rules are printed [default: list all routes]
+    #[arg(value_name = "NAMESPACE/NAME", value_parser = service)]
+    services: Vec<Key>,
+    /// Namespace of the clients of the Services [default: that of the Service]
+    #[arg(long, value_name = "NAMESPACE", requires = "services")]
+    clients: Option<String>,
     /// Context of the kubeconfig [default: the current context]
     #[arg(long, value_name = "NAME")]
     context: Option<String>,
     /// Namespace of the routes [default: all]
-    #[arg(short, long, value_name = "NAME")]
+    #[arg(short, long, value_name = "NAME", conflicts_with = "services")]
     namespace: Option<String>,
-    /// File with routes to list in place of a cluster, which have no conditions; repeatable
+    /// File with objects to read in place of a cluster, which have no conditions; repeatable
     #[arg(short, long, value_name = "FILE", conflicts_with = "context")]
     filename: Vec<PathBuf>,
     /// Output format
@@ -39,16 +46,53 @@ pub struct Arguments {
     output: Output,
 }
 
-/// Lists the routes.
+/// Parses `NAMESPACE/NAME`.
+fn service(text: &str) -> Result<Key, String> {
+    match text.split('/').collect::<Vec<_>>()[..] {
+        [namespace, name] if !namespace.is_empty() && !name.is_empty() => {
+            Ok(Key::new(namespace, name))
+        }
+        _ => Err("expected NAMESPACE/NAME of a Service".to_owned()),
+    }
+}
+
+/// Lists the routes, or explains the requests to Services.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let colors = Colors::of(&io::stdout());
+    let text = if arguments.services.is_empty() {
+        let routes = routes(arguments)?;
+        match arguments.output {
+            Output::Json => format!("{:#}\n", routes.iter().map(Route::json).collect::<Value>()),
+            Output::Text => table(&routes, colors),
+        }
+    } else {
+        let explained = explanations(arguments)?;
+        match arguments.output {
+            Output::Json => format!("{:#}\n", serde_json::to_value(&explained)?),
+            Output::Text => {
+                let texts = explained.iter().map(|one| explanation(one, colors));
+                texts.collect::<Vec<_>>().join("\n")
+            }
+        }
+    };
+    terminal::print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
     let mut routes = match arguments.filename.is_empty() {
-        true => super::block_on(from_cluster(arguments))??,
-        false => from_files(arguments)?,
+        true => super::block_on(async {
+            let cluster = connect(arguments).await?;
+            let routes = routes::fetch(&cluster.client, arguments.namespace.as_deref()).await;
+            routes.map_err(|error| anyhow!("failed to list routes: {error}"))
+        })??,
+        false => {
+            let objects = from_files(&arguments.filename)?;
+            objects.iter().filter_map(Route::read).collect()
+        }
     };
-    let is_selected = |parent: &Parent| {
-        arguments.services.is_empty() || arguments.services.contains(&parent.service)
-    };
-    routes.retain(|route| route.parents.iter().any(is_selected));
+    let namespace = arguments.namespace.as_ref();
+    routes.retain(|route| namespace.is_none_or(|namespace| *namespace == route.namespace));
     routes.sort_by_key(|route| {
         (
             route.namespace.clone(),
@@ -56,36 +100,99 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             route.kind.clone(),
         )
     });
-    terminal::print(&match arguments.output {
-        Output::Json => format!("{:#}\n", routes.iter().map(Route::json).collect::<Value>()),
-        Output::Text => table(&routes, Colors::of(&io::stdout())),
-    })?;
-    Ok(ExitCode::SUCCESS)
+    Ok(routes)
 }
 
-async fn from_cluster(arguments: &Arguments) -> Result<Vec<Route>> {
-    let cluster = Cluster::connect(&cluster::Arguments {
+fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
+    let objects = match arguments.filename.is_empty() {
+        true => super::block_on(async {
+            let cluster = connect(arguments).await?;
+            let objects = routes::fetch_all(&cluster.client).await;
+            objects.map_err(|error| anyhow!("failed to list Services, routes or policies: {error}"))
+        })??,
+        false => from_files(&arguments.filename)?,
+    };
+    let mut all = Vec::new();
+    for service in &arguments.services {
+        let clients = arguments.clients.as_deref().unwrap_or(&service.namespace);
+        match explain(&objects, service, clients) {
+            Some(explanation) => all.push(explanation),
+            None if arguments.filename.is_empty() => bail!("the Service {service} does not exist"),
+            None => bail!("no file has the Service {service}"),
+        }
+    }
+    Ok(all)
+}
+
+async fn connect(arguments: &Arguments) -> Result<Cluster> {
+    let arguments = cluster::Arguments {
         context: arguments.context.clone(),
         // Not needed: routes are in all namespaces.
         namespace: String::new(),
-    })
-    .await?;
-    let routes = routes::fetch(&cluster.client, arguments.namespace.as_deref()).await;
-    routes.map_err(|error| anyhow!("failed to list routes: {error}"))
+    };
+    Ok(Cluster::connect(&arguments).await?)
 }
 
-fn from_files(arguments: &Arguments) -> Result<Vec<Route>> {
-    let mut routes = Vec::new();
-    for path in &arguments.filename {
+fn from_files(files: &[PathBuf]) -> Result<Vec<Value>> {
+    let mut all = Vec::new();
+    for path in files {
         let text = fs::read_to_string(path);
         let text = text.with_context(|| format!("failed to read {}", path.display()))?;
         let objects = manifest::parse(&text);
-        let objects = objects.with_context(|| format!("failed to parse {}", path.display()))?;
-        routes.extend(objects.iter().filter_map(Route::read));
+        all.extend(objects.with_context(|| format!("failed to parse {}", path.display()))?);
     }
-    let namespace = arguments.namespace.as_ref();
-    routes.retain(|route| namespace.is_none_or(|namespace| *namespace == route.namespace));
-    Ok(routes)
+    Ok(all)
+}
+
+/// The rules of each port in order, a row per backend, then policies and problems.
+fn explanation(one: &Explanation, colors: Colors) -> String {
+    let headings = ["PORT", "REQUESTS", "BACKEND", "WEIGHT", "FROM", "ALSO"];
+    let bold = |text: &str| (TextStyle::Bold, text.to_owned());
+    let mut rows = vec![headings.map(bold).to_vec()];
+    for port in &one.ports {
+        let of_rules = port
+            .rules
+            .iter()
+            .flat_map(|rule| rows_of_rule(port.port, rule));
+        rows.extend(of_rules);
+    }
+    let mut text = format!("Service {}, clients in {}\n", one.service, one.clients);
+    text.push_str(&colors.table(&rows));
+    for policy in &one.policies {
+        text.push_str(&format!("policy: {policy}\n"));
+    }
+    for problem in &one.problems {
+        text.push_str(&format!("problem: {problem}\n"));
+    }
+    text
+}
+
+fn rows_of_rule(port: u16, rule: &Row) -> Vec<Vec<Cell>> {
+    let plain = |text: String| (TextStyle::Ok, text);
+    let backends = rule.backends.iter().map(|(name, weight)| {
+        let name = match name {
+            Some(name) => plain(name.clone()),
+            None => (TextStyle::Error, "invalid".to_owned()),
+        };
+        [name, plain(weight.to_string())]
+    });
+    let mut backends: Vec<[Cell; 2]> = backends.collect();
+    if backends.is_empty() {
+        backends.push([(TextStyle::Dim, "none".to_owned()), plain(String::new())]);
+    }
+    let rows = backends.into_iter().enumerate().map(|(index, backend)| {
+        let first = |text: String| plain(if index == 0 { text } else { String::new() });
+        let [name, weight] = backend;
+        vec![
+            first(port.to_string()),
+            first(rule.requests.clone()),
+            name,
+            weight,
+            first(rule.from.clone().unwrap_or_else(|| "-".to_owned())),
+            first(rule.actions.join(", ")),
+        ]
+    });
+    rows.collect()
 }
 
 type Cell = (TextStyle, String);
@@ -178,6 +285,31 @@ HTTPRoute shop/canary  shop/web:80  True      False: InvalidKind  1     shop/web
 HTTPRoute shop/plain   shop/web:80  -         -                   1     none
 ";
         assert_eq!(table(&[one, other], Colors::DISABLED), expected);
+    }
+
+    #[test]
+    fn explains_the_rules_of_a_service_in_their_order() {
+        let files = ["canary.yaml"].map(|name| {
+            let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+            folder.join("../docs/tutorial").join(name)
+        });
+        let mut objects = from_files(&files).unwrap();
+        objects.push(json!({"apiVersion": "v1", "kind": "Service",
+            "metadata": {"name": "http-server", "namespace": "http-server"},
+            "spec": {"clusterIP": "10.0.0.1", "ports": [{"port": 80}]}}));
+        let key = service("http-server/http-server").unwrap();
+        let one = explain(&objects, &key, "shop").unwrap();
+        let expected = "\
+Service http-server/http-server, clients in shop
+PORT  REQUESTS             BACKEND                        WEIGHT  FROM                               ALSO
+80    header x-canary=yes  http-server/http-server-v2:80  1       HTTPRoute http-server/http-server
+80    all                  http-server/http-server-v1:80  90      HTTPRoute http-server/http-server
+                           http-server/http-server-v2:80  10
+";
+        assert_eq!(explanation(&one, Colors::DISABLED), expected);
+        for text in ["shop", "/", "a/b/c", "a/"] {
+            assert!(service(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -1,0 +1,337 @@
+//! The effective routes of a Service, computed from objects of a cluster, for people. Pure: the
+//! index decides, as in discovery.
+
+use std::collections::BTreeSet;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::catalog;
+use crate::index::object::{Change, Key, Source, Transport};
+use crate::index::{Index, Touched};
+use crate::routes::attach::Table;
+use crate::routes::model::{Filter, Match, PathMatch, Rule, ValueMatch};
+
+/// What happens with the requests to a Service.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Explanation {
+    /// NAMESPACE/NAME.
+    pub service: String,
+    /// The namespace of the clients.
+    pub clients: String,
+    /// The TCP ports.
+    pub ports: Vec<Port>,
+    /// The policies for its endpoints and its requests.
+    pub policies: BTreeSet<String>,
+    /// Conditions of routes and policies for the Service that do not hold, and objects that cannot
+    /// be read.
+    pub problems: Vec<String>,
+}
+
+/// The requests to a port.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Port {
+    /// The port of the Service.
+    pub port: u16,
+    /// In order of precedence: the first one that matches applies.
+    pub rules: Vec<Row>,
+}
+
+/// What happens with some requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// The conditions on the request, for people.
+    pub requests: String,
+    /// The object that the rule comes from. `None`: without a route.
+    pub from: Option<String>,
+    /// Services with their weights. `None`: an invalid reference.
+    pub backends: Vec<(Option<String>, u32)>,
+    /// What else the rule does, for people.
+    pub actions: Vec<String>,
+}
+
+/// Explains the requests of the clients of a namespace to a Service. `None`: it does not exist.
+pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explanation> {
+    let (mut index, mut touched) = (Index::default(), Touched::default());
+    let mut problems = Vec::new();
+    for object in objects {
+        match catalog::parse(&object.to_string(), "") {
+            Ok(parsed) => parsed.into_iter().for_each(|object| {
+                index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+            }),
+            Err(error) => {
+                let text = |field: &Value| field.as_str().unwrap_or_default().to_owned();
+                let metadata = &object["metadata"];
+                let (namespace, name) = (text(&metadata["namespace"]), text(&metadata["name"]));
+                let kind = text(&object["kind"]);
+                problems.push(format!("{kind} {namespace}/{name}: {error}"));
+            }
+        }
+    }
+    let ports = index.service(service)?.service.ports;
+    let ports = ports.iter().filter(|port| port.protocol == Transport::Tcp);
+    let ports = ports.map(|port| {
+        let name = format!("{service}:{}", port.port);
+        let table = index.table(service, port.port, clients);
+        Port {
+            port: port.port,
+            rules: table.map_or_else(|| vec![Row::unrouted(&name)], |table| rows(table, &name)),
+        }
+    });
+    let ports = ports.collect();
+    for status in index.route_statuses() {
+        let own = status.parents.iter();
+        let own = own.filter(|parent| parent.parent.key(&status.key) == *service);
+        let conditions = own.flat_map(|parent| &parent.conditions);
+        problems.extend(conditions.filter(|one| !one.holds).map(|one| {
+            let (kind, key) = (status.kind, &status.key);
+            format!(
+                "{kind} {key}: {} is False, {}: {}",
+                one.kind, one.reason, one.message
+            )
+        }));
+    }
+    let policy = index.policy(service);
+    let of_backend = policy.and_then(|policy| policy.backend.as_deref());
+    let limits = policy.and_then(|policy| policy.rate_limits.as_deref());
+    let limits = limits.into_iter().flatten().map(|limit| limit.name.clone());
+    let names = of_backend
+        .into_iter()
+        .flat_map(|policy| policy.name.split(", "));
+    Some(Explanation {
+        service: service.to_string(),
+        clients: clients.to_owned(),
+        ports,
+        policies: names.map(str::to_owned).chain(limits).collect(),
+        problems,
+    })
+}
+
+impl Row {
+    /// Requests that no rule concerns, without any route.
+    fn unrouted(service: &str) -> Row {
+        Row {
+            requests: "all".to_owned(),
+            backends: vec![(Some(service.to_owned()), 1)],
+            ..Row::default()
+        }
+    }
+}
+
+fn rows(table: &Table, service: &str) -> Vec<Row> {
+    let faults = table.faults.iter().map(fault);
+    let matches = table.matches.iter().map(|(position, one)| {
+        let rule = usize::try_from(*position).ok();
+        let rule = rule.and_then(|position| table.rules.get(position));
+        let row = rule.map(|rule| row(rule, service)).unwrap_or_default();
+        let requests = conditions(one);
+        Row { requests, ..row }
+    });
+    let is_complete = table
+        .matches
+        .iter()
+        .any(|(_, one)| conditions(one) == "all");
+    let others = match (table.matches.is_empty(), table.grpc) {
+        (true, _) => Row::unrouted(service),
+        (false, grpc) => Row {
+            requests: "all others".to_owned(),
+            actions: vec![if grpc { "UNIMPLEMENTED" } else { "status 404" }.to_owned()],
+            ..Row::default()
+        },
+    };
+    let connections = table.tcp.iter().map(|rule| Row {
+        requests: "connections without HTTP".to_owned(),
+        ..row(rule, service)
+    });
+    let others = (!is_complete).then_some(others);
+    faults
+        .chain(matches)
+        .chain(others)
+        .chain(connections)
+        .collect()
+}
+
+fn row(rule: &Rule<String>, service: &str) -> Row {
+    let backends = rule.backends.iter().map(|backend| {
+        let name = Some(backend.target.clone()).filter(|name| !name.is_empty());
+        (name, backend.weight)
+    });
+    let own = backends.clone().map(|_| (Some(service.to_owned()), 1));
+    let mut actions: Vec<String> = rule.filters.iter().map(action).collect();
+    let of_backends = rule.backends.iter().flat_map(|backend| &backend.filters);
+    actions.extend(of_backends.map(|filter| format!("{} of a backend", action(filter))));
+    let timeout = |name: &str, timeout: Option<u64>| {
+        let timeout = timeout.filter(|timeout| *timeout > 0);
+        timeout.map(|timeout| format!("{name} {timeout}ms"))
+    };
+    actions.extend(timeout("timeout", rule.request_timeout));
+    actions.extend(timeout(
+        "timeout of an attempt",
+        rule.backend_request_timeout,
+    ));
+    actions.extend(rule.retry.as_ref().map(|retry| {
+        let statuses: Vec<String> = retry.statuses.iter().map(u32::to_string).collect();
+        format!("{} retries of [{}]", retry.attempts, statuses.join(", "))
+    }));
+    actions.extend(rule.session.as_ref().map(|_| "sessions".to_owned()));
+    Row {
+        requests: String::new(),
+        from: Some(rule.name.clone()),
+        backends: match rule.to_destination {
+            true => own.collect(),
+            false => backends.collect(),
+        },
+        actions,
+    }
+}
+
+fn fault(fault: &proto::Fault) -> Row {
+    let share = |share: Option<proto::Share>| {
+        let share = share.unwrap_or_default();
+        format!("{} of {}", share.numerator, share.denominator)
+    };
+    let delay =
+        (fault.delay > 0).then(|| format!("delay {}ms for {}", fault.delay, share(fault.delayed)));
+    let abort = (fault.abort_status > 0)
+        .then(|| format!("status {} for {}", fault.abort_status, share(fault.aborted)));
+    let requests = match fault.matches.len() {
+        0 => "all, before the rules".to_owned(),
+        matches => format!("those of {matches} matches, before the rules"),
+    };
+    Row {
+        requests,
+        from: Some(fault.name.clone()),
+        backends: Vec::new(),
+        actions: delay.into_iter().chain(abort).collect(),
+    }
+}
+
+/// The conditions of a match, "all" if there are none.
+fn conditions(one: &Match) -> String {
+    let method = Some(one.method.clone()).filter(|method| !method.is_empty());
+    let path = one.path.as_ref().and_then(|path| match path {
+        PathMatch::Exact(path) => Some(format!("path {path}")),
+        PathMatch::Prefix(prefix) if prefix == "/" => None,
+        PathMatch::Prefix(prefix) => Some(format!("path {}/...", prefix.trim_end_matches('/'))),
+        PathMatch::Regex(regex) => Some(format!("path ~ {regex}")),
+    });
+    let field = |kind: &str, (name, value): &(String, ValueMatch)| match value {
+        ValueMatch::Exact(value) => format!("{kind} {name}={value}"),
+        ValueMatch::Regex(regex) => format!("{kind} {name} ~ {regex}"),
+    };
+    let headers = one.headers.iter().map(|one| field("header", one));
+    let query = one.query.iter().map(|one| field("parameter", one));
+    let all = method.into_iter().chain(path).chain(headers).chain(query);
+    let all: Vec<String> = all.collect();
+    match all.is_empty() {
+        true => "all".to_owned(),
+        false => all.join(", "),
+    }
+}
+
+fn action(filter: &Filter<String>) -> String {
+    match filter {
+        Filter::RequestHeaders(_) => "changes request headers".to_owned(),
+        Filter::ResponseHeaders(_) => "changes response headers".to_owned(),
+        Filter::Redirect(redirect) => format!("redirect {}", redirect.status),
+        Filter::Rewrite { .. } => "rewrite".to_owned(),
+        Filter::Mirror {
+            target,
+            numerator,
+            denominator,
+        } => format!("mirror {numerator} of {denominator} to {target}"),
+        Filter::Cors(_) => "CORS".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn service(name: &str, ip: &str) -> Value {
+        json!({"apiVersion": "v1", "kind": "Service",
+            "metadata": {"name": name, "namespace": "shop"},
+            "spec": {"clusterIP": ip, "ports": [{"port": 80}]}})
+    }
+
+    fn route(name: &str, namespace: &str, rules: Value) -> Value {
+        json!({"apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"rules": rules, "parentRefs": [
+            {"group": "", "kind": "Service", "name": "web", "namespace": "shop"},
+        ]}})
+    }
+
+    /// A line a row: requests, object, backends, actions.
+    fn text(objects: &[Value], clients: &str) -> Vec<String> {
+        let web = explain(objects, &Key::new("shop", "web"), clients).unwrap();
+        let line = |row: &Row| {
+            let backend = |(name, weight): &(Option<String>, u32)| {
+                format!("{} {weight}", name.as_deref().unwrap_or("invalid"))
+            };
+            let backends: Vec<String> = row.backends.iter().map(backend).collect();
+            let from = row.from.as_deref().unwrap_or("-");
+            format!(
+                "{} | {from} | {} | {}",
+                row.requests,
+                backends.join(", "),
+                row.actions.join(", ")
+            )
+        };
+        let mut lines: Vec<String> = web.ports[0].rules.iter().map(line).collect();
+        lines.extend(web.policies);
+        lines.extend(web.problems);
+        lines
+    }
+
+    #[test]
+    fn rows_are_in_the_order_in_which_they_apply() {
+        let mut objects = vec![service("web", "10.0.0.1"), service("next", "10.0.0.2")];
+        assert_eq!(text(&objects, "shop"), ["all | - | shop/web:80 1 | "]);
+        let next = json!([{"name": "next", "port": 80, "weight": 9}, {"name": "none", "port": 80}]);
+        objects.push(route(
+            "canary",
+            "shop",
+            json!([
+                {"matches": [{"path": {"value": "/"}}], "backendRefs": next},
+                {"matches": [{"path": {"type": "Exact", "value": "/old"}, "method": "GET"}],
+                 "filters": [{"type": "RequestRedirect", "requestRedirect": {"statusCode": 301}}]},
+            ]),
+        ));
+        objects.push(
+            json!({"apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "TrafficPolicy",
+            "metadata": {"name": "all", "namespace": "shop"},
+            "spec": {
+                "targetRefs": [{"group": "", "kind": "Namespace", "name": "shop"}],
+                "timeouts": {"request": "2s"}, "circuitBreaker": {"failurePercent": 50},
+                "faults": [{"abort": {"status": 503, "percent": 5}}],
+            }}),
+        );
+        let expected = [
+            "all, before the rules | TrafficPolicy shop/all |  | status 503 for 5 of 100",
+            "GET, path /old | HTTPRoute shop/canary |  | redirect 301, timeout 2000ms",
+            "all | HTTPRoute shop/canary | shop/next:80 9, invalid 1 | timeout 2000ms",
+            "TrafficPolicy shop/all",
+            "HTTPRoute shop/canary: ResolvedRefs is False, BackendNotFound: \
+             spec.rules[0].backendRefs[1]: the Service shop/none does not exist",
+        ];
+        assert_eq!(text(&objects, "shop"), expected);
+    }
+
+    #[test]
+    fn clients_of_another_namespace_have_their_own_routes() {
+        let only = json!([{"matches": [{"headers": [{"name": "x", "value": "1"}]}],
+            "backendRefs": [{"name": "web", "namespace": "shop", "port": 80}]}]);
+        let objects = [service("web", "10.0.0.1"), route("own", "other", only)];
+        assert_eq!(text(&objects, "shop"), ["all | - | shop/web:80 1 | "]);
+        let expected = [
+            "header x=1 | HTTPRoute other/own | shop/web:80 1 | ",
+            "all others | - |  | status 404",
+        ];
+        assert_eq!(text(&objects, "other"), expected);
+        assert_eq!(explain(&objects, &Key::new("shop", "next"), "shop"), None);
+    }
+}
