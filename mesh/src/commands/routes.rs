@@ -159,10 +159,10 @@ fn explanation(one: &Explanation, colors: Colors) -> String {
     let mut text = format!("Service {}, clients in {}\n", one.service, one.clients);
     text.push_str(&colors.table(&rows));
     for policy in &one.policies {
-        text.push_str(&format!("policy: {policy}\n"));
+        text.push_str(&format!("policy: {}\n", terminal::printable(policy)));
     }
     for problem in &one.problems {
-        text.push_str(&format!("problem: {problem}\n"));
+        text.push_str(&format!("problem: {}\n", terminal::printable(problem)));
     }
     text
 }

@@ -66,6 +66,12 @@ impl Colors {
 
     /// Formats rows of cells as a table with aligned columns.
     pub fn table(self, rows: &[Vec<(TextStyle, String)>]) -> String {
+        let cells = |row: &Vec<(TextStyle, String)>| -> Vec<(TextStyle, String)> {
+            row.iter()
+                .map(|(style, text)| (*style, printable(text)))
+                .collect()
+        };
+        let rows: Vec<_> = rows.iter().map(cells).collect();
         let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |column: usize| {
             rows.iter()
@@ -76,7 +82,7 @@ impl Colors {
         };
         let widths: Vec<usize> = (0..columns).map(width).collect();
         let mut table = String::new();
-        for row in rows {
+        for row in &rows {
             for (column, (style, text)) in row.iter().enumerate() {
                 let is_last = column + 1 == row.len();
                 let padding = if is_last {
@@ -98,6 +104,20 @@ impl Colors {
     }
 }
 
+/// The text without characters that control the terminal or add lines: clients and tenants write
+/// it.
+pub fn printable(text: &str) -> String {
+    let mut printable = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() && character != '\t' {
+            printable.extend(character.escape_unicode());
+        } else {
+            printable.push(character);
+        }
+    }
+    printable
+}
+
 /// Prints a text to standard output. Ignores a closed pipe.
 pub fn print(text: &str) -> io::Result<()> {
     match io::stdout().lock().write_all(text.as_bytes()) {
@@ -117,5 +137,12 @@ mod tests {
             Colors::DISABLED.table(&[row(["a", "bb", "c"]), row(["long", "é", ""])]),
             "a     bb  c\nlong  é\n"
         );
+    }
+
+    #[test]
+    fn values_add_no_lines_and_control_no_terminal() {
+        let cell = (TextStyle::Ok, "a\nproblem: none\x1b[2J\u{9b}1m".to_owned());
+        let table = Colors::DISABLED.table(&[vec![cell]]);
+        assert_eq!(table, "a\\u{a}problem: none\\u{1b}[2J\\u{9b}1m\n");
     }
 }

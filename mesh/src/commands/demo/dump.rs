@@ -5,6 +5,8 @@ use std::{fmt::Write, net::SocketAddr};
 use k8s_openapi::{apimachinery::pkg::apis::meta::v1::Time, jiff::SignedDuration};
 use serde::Deserialize;
 
+use crate::commands::terminal::printable;
+
 // Writing to a String does not fail: the results of `write!` are ignored.
 
 /// A line that a proxy writes to standard output.
@@ -240,19 +242,6 @@ fn grpc_name(code: tonic::Code) -> String {
         name.extend(character.to_uppercase());
     }
     name
-}
-
-/// The line without characters that control the terminal.
-fn printable(line: &str) -> String {
-    let mut text = String::with_capacity(line.len());
-    for character in line.chars() {
-        if character.is_control() && character != '\t' {
-            text.extend(character.escape_unicode());
-        } else {
-            text.push(character);
-        }
-    }
-    text
 }
 
 fn bytes(count: u64) -> String {
