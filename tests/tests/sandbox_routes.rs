@@ -5,7 +5,7 @@ use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, canary, grant, http_route, rule, servers};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, request_until, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, READY_TIMEOUT, request_until, requests, shell, single_pod, wait_for_line, with_mesh,
 };
 
 /// Sends a GET request to Service shop/web until the response begins with this status and contains
@@ -21,18 +21,9 @@ fn until(sandbox: &Sandbox, pod: &PodView, target: &str, fields: &str, expected:
 }
 
 /// Sends requests on one connection, and returns the number of responses of each version.
-fn versions(sandbox: &Sandbox, pod: &PodView, requests: usize) -> [usize; 2] {
-    let script = format!(
-        "exec 3<>/dev/tcp/web.shop/80
-         for ((i = 1; i < {requests}; i++)); do
-             printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\n\\r\\n' >&3
-         done
-         printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n' >&3
-         cat <&3"
-    );
-    let command = ["timeout", "50", "bash", "-c", &script];
-    let output = sandbox.exec(pod, "shell", &command).unwrap();
-    ["Version: 1.0", "Version: 2.0"].map(|version| output.stdout.matches(version).count())
+fn versions(sandbox: &Sandbox, pod: &PodView, count: usize) -> [usize; 2] {
+    let responses = requests(sandbox, pod, "/hello", count);
+    ["Version: 1.0", "Version: 2.0"].map(|version| responses.matches(version).count())
 }
 
 /// Waits for a line of any controller.
