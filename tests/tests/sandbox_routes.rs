@@ -50,6 +50,9 @@ fn requests_follow_weights_and_matches() {
         rule("{headers: [{name: X-Canary, value: 'yes'}]}", v2),
         rule("{queryParams: [{name: version, value: '2'}]}", v2),
         rule("{path: {type: PathPrefix, value: /other}}", v2),
+        "{matches: [{path: {value: /moved}}], filters: [{type: RequestRedirect, \
+         requestRedirect: {port: 8443}}]}"
+            .to_owned(),
         canary(10),
     ];
     let route = http_route("shop", "web", "shop", &format!("[{}]", rules.join(", ")));
@@ -75,6 +78,16 @@ fn requests_follow_weights_and_matches() {
         "",
         "404 this server answers /hello",
     );
+    // Dumps name the route, also of a response by the proxy. Some requests have no dump.
+    let is_redirect =
+        |line: &String| line.contains(" by HTTPRoute shop/web") && !line.contains(" to shop/web");
+    let is_dumped = |response: &str| {
+        let view = sandbox.view();
+        response.starts_with("HTTP/1.1 302 ")
+            && view.lines(&client, "proxy").iter().any(is_redirect)
+    };
+    let service = ("web.shop", 80);
+    request_until(&sandbox, &client, "GET /moved", service, "", is_dumped);
     let [first, second] = versions(&sandbox, &client, 400);
     assert_eq!(first + second, 400, "all requests succeed");
     let bounds = binomial_bounds(400, 0.1);
