@@ -22,8 +22,8 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_ROUTES,
-    CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_POLICY,
+    CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -261,6 +261,7 @@ impl Mesh {
         let announced = subscriptions::Announced {
             chunks: announces(announced, CAPABILITY_CHUNKS),
             routes: announces(announced, CAPABILITY_ROUTES),
+            policy: announces(announced, CAPABILITY_POLICY),
         };
         let subscriber = hub.watch_resources(caller.pod.clone());
         let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);

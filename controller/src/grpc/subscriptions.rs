@@ -15,6 +15,7 @@ use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::hub::{Published, Resources};
+use crate::index::enforcement::Missing;
 use crate::index::object::{Key, Resource};
 use crate::index::state::State;
 use crate::index::version::Version;
@@ -30,8 +31,10 @@ const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
 pub(super) struct Announced {
     /// It understands snapshots in several messages.
     pub chunks: bool,
-    /// It applies routes.
+    /// It applies routes. Others get snapshots without them.
     pub routes: bool,
+    /// It applies policies and rate limits. Others ignore these fields.
+    pub policy: bool,
 }
 
 /// The resources that a client has subscribed to.
@@ -67,11 +70,18 @@ enum Known {
 
 impl Subscriptions {
     pub(super) fn new(
-        subscriber: Resources,
+        mut subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
         announced: Announced,
     ) -> Subscriptions {
+        let missing = Missing {
+            routes: !announced.routes,
+            policy: !announced.policy,
+        };
+        if pod.is_some() && missing != Missing::default() {
+            subscriber.set_missing(missing);
+        }
         Subscriptions {
             subscriber,
             pod,
@@ -218,7 +228,7 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let Announced { chunks, routes } = self.announced;
+        let Announced { chunks, routes, .. } = self.announced;
         let whole = || {
             let mut update = message::whole(state);
             if let Response::Snapshot(snapshot) = &mut update
@@ -374,6 +384,7 @@ mod tests {
     const ALL: Announced = Announced {
         chunks: true,
         routes: true,
+        policy: true,
     };
 
     fn stream(hub: &Hub) -> Subscriptions {
@@ -572,6 +583,34 @@ mod tests {
             }
             assert_eq!((more.as_slice(), received == snapshot), (expected, true));
         }
+    }
+
+    #[test]
+    fn streams_of_pods_without_capabilities_are_known_until_they_end() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let pod = PodRef {
+            namespace: "shop".into(),
+            name: "web".into(),
+            uid: "1".into(),
+        };
+        let open = |pod: Option<&PodRef>, routes, policy| {
+            let announced = Announced {
+                routes,
+                policy,
+                ..ALL
+            };
+            let subscriber = hub.watch_resources(pod.cloned());
+            Subscriptions::new(subscriber, pod.cloned(), Arc::default(), announced)
+        };
+        let streams = [
+            open(Some(&pod), true, true),
+            open(Some(&pod), true, false),
+            open(Some(&pod), false, false),
+            open(None, false, false),
+        ];
+        assert_eq!(hub.counts().missing, [1, 2]);
+        drop(streams);
+        assert_eq!(hub.counts().missing, [0, 0]);
     }
 
     #[test]

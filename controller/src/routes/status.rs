@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::index::object::Kind;
+use crate::policy;
 
 /// The `controllerName` of the mesh.
 pub const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
@@ -115,8 +116,7 @@ fn updated(entry: &Value, status: &ParentStatus, generation: i64, now: &str) -> 
     for old in before {
         match status.conditions.iter().find(|new| old["type"] == new.kind) {
             Some(new) => conditions.push(condition(new, Some(old), generation, now)),
-            // Types with a domain belong to others.
-            None if old["type"].as_str().is_some_and(|kind| kind.contains('/')) => {
+            None if old["type"].as_str().is_some_and(is_of_others) => {
                 conditions.push(old.clone());
             }
             None => {}
@@ -130,6 +130,12 @@ fn updated(entry: &Value, status: &ParentStatus, generation: i64, now: &str) -> 
     let mut entry = entry.clone();
     entry["conditions"] = conditions.into();
     entry
+}
+
+/// Whether the type of a condition has another domain than those of the mesh.
+fn is_of_others(kind: &str) -> bool {
+    let domain = kind.split_once('/').map(|(domain, _)| domain);
+    domain.is_some_and(|domain| domain != policy::GROUP)
 }
 
 /// A condition, with the time of its last transition.
@@ -313,6 +319,7 @@ mod tests {
             "conditions": [
                 {"type": "example.net/Audited", "status": "True"},
                 {"type": "PartiallyInvalid", "status": "True"},
+                {"type": "diy-service-mesh.dev/Enforced", "status": "False"},
             ],
         }]));
         let desired = status(2, vec![service("web", None, vec![accepted(false)])]);
