@@ -128,6 +128,12 @@ pub enum Kind {
         /// Open connections after one request each.
         idle_connections: usize,
     },
+    /// Memory of destinations in a new proxy, then of others with routes and policies. Only our
+    /// controller has them.
+    Destinations {
+        /// Destinations of each kind, with one request each.
+        number: u16,
+    },
     /// Maximum throughput.
     Closed(Traffic),
     /// Requests at a constant rate; a latency starts at the due time.
@@ -163,7 +169,11 @@ impl Kind {
 
     /// Whether only our proxies without dumps can carry the traffic.
     pub fn is_mesh_only(self) -> bool {
-        matches!(self, Kind::Closed(traffic) if traffic.routes != Routes::None)
+        match self {
+            Kind::Destinations { .. } => true,
+            Kind::Closed(traffic) => traffic.routes != Routes::None,
+            _ => false,
+        }
     }
 }
 
@@ -213,6 +223,10 @@ pub enum Metric {
     IdleMemory,
     /// Additional memory with idle connections.
     IdleConnectionsMemory,
+    /// Memory of a destination.
+    DestinationMemory,
+    /// Memory of a destination with a route and a policy.
+    PolicyMemory,
     /// CPU time per request, as a ratio to the other implementation.
     CpuRatio,
     /// CPU time per 10^9 bytes, as a ratio to the other implementation.
@@ -237,6 +251,8 @@ impl Metric {
             Metric::Ready => "start_to_ready_ms",
             Metric::IdleMemory => "memory_idle_mb",
             Metric::IdleConnectionsMemory => "memory_idle_connections_mb",
+            Metric::DestinationMemory => "memory_destination_kb",
+            Metric::PolicyMemory => "memory_destination_with_policy_kb",
             Metric::Certificates => "certificates_per_second",
             Metric::CertificateCpu => "cpu_us_per_certificate",
             Metric::CertificatesPerCore => "certificates_per_second_and_core",
@@ -261,6 +277,8 @@ impl Metric {
             Metric::Ready => "start to ready, ms",
             Metric::IdleMemory => "memory idle, MB",
             Metric::IdleConnectionsMemory => "more with 1,000 connections, MB",
+            Metric::DestinationMemory => "memory of each, kB",
+            Metric::PolicyMemory => "with a route and a policy, kB",
             Metric::Certificates => "certificates/s",
             Metric::CertificateCpu => "CPU, µs per certificate",
             Metric::CertificatesPerCore => "certificates/s on one core",
@@ -284,7 +302,9 @@ impl Metric {
             | Metric::LoadedMemory
             | Metric::Gigabits
             | Metric::IdleMemory
-            | Metric::IdleConnectionsMemory => 1,
+            | Metric::IdleConnectionsMemory
+            | Metric::DestinationMemory
+            | Metric::PolicyMemory => 1,
             Metric::CpuPerGigabyte
             | Metric::CpuRatio
             | Metric::CpuPerGigabyteRatio
@@ -331,34 +351,40 @@ pub const CASES: &[Case] = &[
             idle_connections: 1000,
         },
         goals: &[
-            (Metric::Ready, 50.0 / 95.0),
-            (Metric::IdleMemory, 6.0 / 67.0),
-            (Metric::IdleConnectionsMemory, 4.0 / 16.0),
+            (Metric::Ready, 20.0 / 133.0),
+            (Metric::IdleMemory, 7.0 / 69.0),
+            (Metric::IdleConnectionsMemory, 3.0 / 15.8),
         ],
+    },
+    Case {
+        name: "destinations",
+        title: "1,000 destinations, client side",
+        kind: Kind::Destinations { number: 1000 },
+        goals: &[],
     },
     Case {
         name: "h1-1",
         title: "HTTP/1.1, 1 connection",
         kind: closed(Protocol::Http1, 1, 1),
-        goals: &[(Metric::Cpu, 36.0 / 119.6)],
+        goals: &[(Metric::Cpu, 0.25)],
     },
     Case {
         name: "h1-32",
         title: "HTTP/1.1, 32 connections",
         kind: closed(Protocol::Http1, 32, 1),
-        goals: &[(Metric::Cpu, 13.7 / 25.3)],
+        goals: &[(Metric::Cpu, 0.28)],
     },
     Case {
         name: "h1-256",
         title: "HTTP/1.1, 256 connections",
         kind: closed(Protocol::Http1, 256, 1),
-        goals: &[],
+        goals: &[(Metric::Cpu, 0.30)],
     },
     Case {
         name: "h2-1",
         title: "HTTP/2, 1 connection x 100 streams",
         kind: closed(Protocol::Http2, 1, 100),
-        goals: &[(Metric::Cpu, 8.0 / 16.7)],
+        goals: &[(Metric::Cpu, 0.15)],
     },
     Case {
         name: "h2-32",
@@ -376,7 +402,7 @@ pub const CASES: &[Case] = &[
         name: "grpc",
         title: "gRPC unary, 1 connection x 100 calls",
         kind: closed(Protocol::Grpc, 1, 100),
-        goals: &[(Metric::Cpu, 9.5 / 21.9)],
+        goals: &[(Metric::Cpu, 0.17)],
     },
     Case {
         name: "routes-10",
@@ -410,33 +436,27 @@ pub const CASES: &[Case] = &[
             connections: 8,
         },
         goals: &[
-            (Metric::AddedP50, 70.0 / 228.0),
-            (Metric::AddedP99, 160.0 / 440.0),
+            (Metric::AddedP50, 110.0 / 461.0),
+            (Metric::AddedP99, 230.0 / 1_152.0),
         ],
     },
     Case {
         name: "connect",
         title: "New connections, each one request",
         kind: Kind::Connect { workers: 32 },
-        goals: &[(Metric::Requests, 15_000.0 / 6_850.0)],
+        goals: &[(Metric::Requests, 12_000.0 / 4_120.0)],
     },
     Case {
         name: "tcp",
         title: "TCP, 1 connection, client to server",
         kind: Kind::Tcp(Payload::Binary),
-        goals: &[
-            (Metric::Gigabits, 12.0 / 7.9),
-            (Metric::CpuPerGigabyte, 0.8 / 1.4),
-        ],
+        goals: &[(Metric::Gigabits, 1.3), (Metric::CpuPerGigabyte, 0.7)],
     },
     Case {
         name: "tcp-text",
         title: "TCP, 1 connection, text without line ends",
         kind: Kind::Tcp(Payload::Text),
-        goals: &[
-            (Metric::Gigabits, 12.0 / 7.9),
-            (Metric::CpuPerGigabyte, 0.8 / 1.4),
-        ],
+        goals: &[(Metric::Gigabits, 1.3), (Metric::CpuPerGigabyte, 0.7)],
     },
     Case {
         name: "records-tokio",

@@ -1,6 +1,6 @@
 //! Measurement of one case on one side.
 
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 
@@ -8,7 +8,7 @@ use crate::{
     cases::{Case, Kind, Metric, Payload},
     load::{self, Tally, Window},
     process::Meter,
-    sides::Running,
+    sides::{Destinations, Running},
 };
 
 /// Delay before idle memory is read.
@@ -25,6 +25,7 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
     running.ensure_running()?;
     let numbers = match case.kind {
         Kind::Start { idle_connections } => start(running, idle_connections),
+        Kind::Destinations { number } => destinations(running, number),
         Kind::Tcp(payload) => tcp(running, window, payload),
         Kind::Latency { rate, connections } => latency(running, window, rate, connections),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
@@ -46,6 +47,11 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
                 .client
                 .enter(|| load::idle_connections(idle_connections, target, settle, || Ok(())))
         }
+        Kind::Destinations { number } => running.pair.client.enter(|| {
+            let all = [Destinations::Plain, Destinations::WithPolicy];
+            let mut all = all.into_iter().flat_map(|one| one.addresses(number));
+            all.try_for_each(load::one_request)
+        }),
         Kind::Tcp(payload) => tcp(running, window, payload).map(drop),
         Kind::Latency { rate, connections } => {
             latency(running, window, rate, connections).map(drop)
@@ -75,6 +81,31 @@ fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
             Metric::IdleConnectionsMemory,
             megabytes(more) - megabytes(idle),
         ),
+    ])
+}
+
+fn destinations(running: &mut Running, number: u16) -> Result<Numbers> {
+    running.restart()?;
+    let target = running.http();
+    let client = running.pair.client.clone();
+    let Some(proxies) = running.proxies() else {
+        return Ok(Vec::new());
+    };
+    let meter = proxies.client.meter();
+    let resident_after = |mut targets: Vec<SocketAddr>| {
+        client.enter(|| {
+            let last = targets.pop().context("a case has destinations")?;
+            targets.into_iter().try_for_each(load::one_request)?;
+            load::idle_connections(1, last, SETTLE_TIME, || meter.resident())
+        })
+    };
+    let idle = resident_after(vec![target])?;
+    let plain = resident_after(Destinations::Plain.addresses(number).collect())?;
+    let all = resident_after(Destinations::WithPolicy.addresses(number).collect())?;
+    let each = |before, after| (megabytes(after) - megabytes(before)) * 1e3 / f64::from(number);
+    Ok(vec![
+        (Metric::DestinationMemory, each(idle, plain)),
+        (Metric::PolicyMemory, each(plain, all)),
     ])
 }
 

@@ -315,7 +315,7 @@ mod tests {
         );
         let cpu = table.lines().find(|line| line.contains("CPU")).unwrap();
         let cells: Vec<_> = cpu.split_whitespace().rev().take(6).collect();
-        assert_eq!(cells, ["0.30", "0.30", "-", "120.0", "36.0", "-"]);
+        assert_eq!(cells, ["0.25", "0.30", "-", "120.0", "36.0", "-"]);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, PENDING_COST};
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
-use crate::route::{Answer, Route, Routes, Service};
+use crate::route::{Route, Routes, Service, Unrouted};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 use diy_mesh_runtime::shares::Share;
@@ -142,7 +142,11 @@ impl Flow {
 
     /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for
     /// the first response of discovery about a new backend.
-    pub async fn route(&self, routes: &Routes, request: &RequestView<'_>) -> Result<Route, Answer> {
+    pub async fn route(
+        &self,
+        routes: &Routes,
+        request: &RequestView<'_>,
+    ) -> Result<Route, Unrouted> {
         let service = Service {
             name: &self.destination.name(),
             is_pod: self.destination.backend().is_pod(),

@@ -24,7 +24,7 @@ use crate::http::view::{Fields, RequestView};
 use crate::metrics::Protocol;
 use crate::mirror::{self, Mirror};
 use crate::route::fault::{FaultKind, Injection};
-use crate::route::{Answer, Route, Routes};
+use crate::route::{Answer, Route, Routes, Rule};
 
 /// One request and its response.
 pub struct ExchangeRecord {
@@ -34,6 +34,8 @@ pub struct ExchangeRecord {
     pub attempts: Attempts,
     /// The way that a route chose. None: to the destination itself.
     pub route: Option<Rc<Route>>,
+    /// The rule in whose place the proxy replies.
+    unrouted: Option<Arc<Rule>>,
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
     protocol: Protocol,
@@ -54,6 +56,7 @@ impl ExchangeRecord {
             flow: flow.clone(),
             attempts: Attempts::default(),
             route: None,
+            unrouted: None,
             mirror: None,
             protocol,
             started: Instant::now(),
@@ -76,16 +79,24 @@ impl ExchangeRecord {
     ) -> Option<Result<(), Answer>> {
         let faults = routes.faults(request, &mut self.flow.worker.rng.borrow_mut());
         let routed = self.flow.route(routes, request).await;
-        if let Ok(route) = &routed {
-            let earlier = self.attempts.exchange_deadline;
-            self.attempts.exchange_deadline = earlier.earlier(route.deadline());
-            self.attempts.attempt_timeout = route.attempt_timeout();
-            self.attempts.policy = route.retry_policy().cloned();
+        let routed = match routed {
+            Ok(route) => {
+                let earlier = self.attempts.exchange_deadline;
+                self.attempts.exchange_deadline = earlier.earlier(route.deadline());
+                self.attempts.attempt_timeout = route.attempt_timeout();
+                self.attempts.policy = route.retry_policy().cloned();
+                self.route = Some(Rc::new(route));
+                Ok(())
+            }
+            Err(unrouted) => {
+                self.unrouted = unrouted.rule;
+                Err(unrouted.answer)
+            }
+        };
+        match self.inject(faults, poll_gone).await? {
+            Ok(()) => Some(routed),
+            Err(failure) => Some(Err(failure.into())),
         }
-        if let Err(failure) = self.inject(faults, poll_gone).await? {
-            return Some(Err(failure.into()));
-        }
-        Some(routed.map(|route| self.route = Some(Rc::new(route))))
     }
 
     /// Delays the request until its deadline at most, and fails in place of a backend. None if the
@@ -148,6 +159,14 @@ impl ExchangeRecord {
             session,
             ..preference
         };
+    }
+
+    /// The rule of the request and the backend that it chose, for dumps and logs.
+    fn rule(&self) -> Option<(&str, Option<&str>)> {
+        match (&self.route, &self.unrouted) {
+            (Some(route), _) => Some((route.name(), route.backend_name())),
+            (None, rule) => rule.as_ref().map(|rule| (&*rule.name, None)),
+        }
     }
 
     fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {
@@ -264,9 +283,11 @@ impl ExchangeRecord {
 
     /// Adds the other side of the proxy to the dump: an inbound caller, or an outbound endpoint.
     fn dump_remote(&mut self) {
-        let Some(dump) = &mut self.dump else { return };
-        if let Some(route) = &self.route {
-            dump.route(route.name(), route.backend_name());
+        let Some(mut dump) = self.dump.take() else {
+            return;
+        };
+        if let Some((rule, backend)) = self.rule() {
+            dump.route(rule, backend);
         }
         match (self.flow.direction, self.attempts.endpoint()) {
             (Direction::Inbound, _) => dump.remote(None, self.flow.called_by()),
@@ -278,6 +299,7 @@ impl ExchangeRecord {
             }
             (Direction::Outbound, None) => {}
         }
+        self.dump = Some(dump);
     }
 
     /// The exchange ended early.
@@ -311,8 +333,8 @@ impl Drop for ExchangeRecord {
             %peer,
             caller = self.flow.called_by(),
             destination = %destination.name(),
-            route = self.route.as_ref().map(|route| route.name()),
-            backend = self.route.as_ref().and_then(|route| route.backend_name()),
+            route = self.rule().map(|(rule, _)| rule),
+            backend = self.rule().and_then(|(_, backend)| backend),
             endpoint = self.attempts.endpoint().map(|endpoint| tracing::field::display(endpoint.address)),
             attempts = self.attempts.count,
             status = self.status.map(|status| status.as_u16()),

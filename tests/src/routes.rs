@@ -69,6 +69,20 @@ pub fn rule(matches: &str, backend: &str) -> String {
     format!("{{matches: [{matches}], backendRefs: [{backend}]}}")
 }
 
+/// A TrafficPolicy of Service shop/web with one section, in YAML.
+pub fn traffic_policy(section: &str) -> String {
+    format!(
+        "
+apiVersion: diy-service-mesh.dev/v1alpha1
+kind: TrafficPolicy
+metadata: {{name: web, namespace: shop}}
+spec:
+  targetRefs: [{{group: '', kind: Service, name: web}}]
+  {section}
+"
+    )
+}
+
 /// A permission for HTTPRoutes of namespace `from` to use the Services of a namespace.
 pub fn grant(namespace: &str, from: &str) -> String {
     format!(

@@ -244,6 +244,40 @@ pub fn request_until(
     }
 }
 
+/// Sends `GET` requests to Service shop/web on one connection, from the container `shell` of a pod,
+/// and returns the responses.
+pub fn requests(sandbox: &Sandbox, pod: &PodView, target: &str, count: usize) -> String {
+    let script = format!(
+        "exec 3<>/dev/tcp/web.shop/80
+         for ((i = 1; i < {count}; i++)); do
+             printf 'GET {target} HTTP/1.1\\r\\nHost: web.shop\\r\\n\\r\\n' >&3
+         done
+         printf 'GET {target} HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n' >&3
+         cat <&3"
+    );
+    run(sandbox, pod, &script)
+}
+
+/// Runs a script with bash in the container `shell` of a pod, and returns its output.
+pub fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
+    let command = ["timeout", "50", "bash", "-c", script];
+    let output = sandbox.exec(pod, "shell", &command);
+    output.expect("the program runs").stdout
+}
+
+/// A metric of the proxy of a pod with the container `shell`.
+pub fn metric(sandbox: &Sandbox, pod: &PodView, name: &str) -> u64 {
+    let ip = pod.ip.as_deref().expect("the pod has an address");
+    let script = format!(
+        "exec 3<>/dev/tcp/{ip}/4001 && printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3"
+    );
+    let metrics = run(sandbox, pod, &script);
+    let prefix = format!("diy_mesh_proxy_{name} ");
+    let line = metrics.lines().find_map(|line| line.strip_prefix(&prefix));
+    let line = line.unwrap_or_else(|| panic!("{name}: {metrics}"));
+    line.parse().expect("the value is a number")
+}
+
 /// Runs `mesh` in the pod of a ready controller, with the URLs of all ready controllers.
 pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
     let mut controllers = sandbox.view().pods_of("service-mesh", "controller");

@@ -5,24 +5,12 @@ use std::time::{Duration, Instant};
 
 use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
-use diy_mesh_tests::routes::{binomial_bounds, servers};
-use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, request_until, shell, single_pod, with_mesh};
+use diy_mesh_tests::routes::{binomial_bounds, servers, traffic_policy};
+use diy_mesh_tests::sandbox::{
+    MESHED, READY_TIMEOUT, request_until, requests, shell, single_pod, with_mesh,
+};
 
 const SERVICE: &str = "web.shop";
-
-/// A TrafficPolicy of Service shop/web with one section, in YAML.
-fn policy(section: &str) -> String {
-    format!(
-        "
-apiVersion: diy-service-mesh.dev/v1alpha1
-kind: TrafficPolicy
-metadata: {{name: web, namespace: shop}}
-spec:
-  targetRefs: [{{group: '', kind: Service, name: web}}]
-  {section}
-"
-    )
-}
 
 /// Two clients of different identities, and the servers.
 fn mesh() -> Option<(Sandbox, [PodView; 2])> {
@@ -42,20 +30,6 @@ fn until(sandbox: &Sandbox, client: &PodView, host: &str, port: u16, text: &str)
     request_until(sandbox, client, "GET /hello", (host, port), "", is_expected).stdout
 }
 
-/// Sends requests on one connection, and returns the responses.
-fn requests(sandbox: &Sandbox, client: &PodView, target: &str, count: usize) -> String {
-    let script = format!(
-        "exec 3<>/dev/tcp/{SERVICE}/80
-         for ((i = 1; i < {count}; i++)); do
-             printf 'GET {target} HTTP/1.1\\r\\nHost: web\\r\\n\\r\\n' >&3
-         done
-         printf 'GET {target} HTTP/1.1\\r\\nHost: web\\r\\nConnection: close\\r\\n\\r\\n' >&3
-         cat <&3"
-    );
-    let command = ["timeout", "50", "bash", "-c", &script];
-    sandbox.exec(client, "shell", &command).unwrap().stdout
-}
-
 fn count(responses: &str, status: &str) -> usize {
     responses.matches(&format!("HTTP/1.1 {status} ")).count()
 }
@@ -73,7 +47,7 @@ fn each_caller_has_its_burst() {
     };
     // Longer than the test: no bucket gains a token.
     let limits = "rateLimits: [{name: each, requests: 5, window: 10h, per: Caller}]";
-    sandbox.apply(&policy(limits)).unwrap();
+    sandbox.apply(&traffic_policy(limits)).unwrap();
     let limited = "x-mesh-error: rate-limited";
     let response = until(&sandbox, &one, SERVICE, 80, limited);
     assert!(response.starts_with("HTTP/1.1 429 "), "{response}");
@@ -99,7 +73,7 @@ fn replicas_share_a_limit() {
         return;
     };
     let limits = "rateLimits: [{name: all, requests: 8, window: 24h, per: Service}]";
-    sandbox.apply(&policy(limits)).unwrap();
+    sandbox.apply(&traffic_policy(limits)).unwrap();
     let limited = "x-mesh-error: rate-limited";
     let response = until(&sandbox, &one, SERVICE, 80, limited);
     let alone = 3 * 3600;
@@ -141,7 +115,7 @@ fn faults_concern_their_share_of_the_matching_requests() {
     - {matches: [{path: {type: Exact, value: /hello}}], abort: {status: 503, percent: 25}}
     - {matches: [{path: {type: Exact, value: /slow}}], delay: {duration: 300ms}}
     - {matches: [{path: {type: Exact, value: /none}}], abort: {status: 418}}";
-    sandbox.apply(&policy(faults)).unwrap();
+    sandbox.apply(&traffic_policy(faults)).unwrap();
     let response = until(
         &sandbox,
         &client,

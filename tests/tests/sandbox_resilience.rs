@@ -4,7 +4,10 @@
 
 use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
-use diy_mesh_tests::sandbox::{MESHED, get, request_until, shell, single_pod, with_mesh};
+use diy_mesh_tests::routes::traffic_policy;
+use diy_mesh_tests::sandbox::{
+    MESHED, get, metric, request_until, requests, run, shell, single_pod, with_mesh,
+};
 
 /// Service `web` in namespace `shop`, which selects the pods of this group.
 fn service(group: &str) -> String {
@@ -43,20 +46,6 @@ spec:
     )
 }
 
-/// A TrafficPolicy of Service `web`.
-fn policy(spec: &str) -> String {
-    format!(
-        "
-apiVersion: diy-service-mesh.dev/v1alpha1
-kind: TrafficPolicy
-metadata: {{name: web, namespace: shop}}
-spec:
-  targetRefs: [{{group: '', kind: Service, name: web}}]
-  {spec}
-"
-    )
-}
-
 /// Sends `GET /hello` to Service `web` until the response has this status and contains this text.
 fn until(sandbox: &Sandbox, pod: &PodView, status: u16, text: &str) {
     let is_expected = |response: &str| {
@@ -66,38 +55,10 @@ fn until(sandbox: &Sandbox, pod: &PodView, status: u16, text: &str) {
     request_until(sandbox, pod, "GET /hello", service, "", is_expected);
 }
 
-fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
-    let command = ["timeout", "50", "bash", "-c", script];
-    sandbox.exec(pod, "shell", &command).unwrap().stdout
-}
-
 /// Sends requests on one connection, and returns the number of responses with 200 and with 500.
-fn statuses(sandbox: &Sandbox, pod: &PodView, requests: usize) -> [usize; 2] {
-    let script = format!(
-        "exec 3<>/dev/tcp/web.shop/80
-         for ((i = 1; i < {requests}; i++)); do
-             printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\n\\r\\n' >&3
-         done &
-         wait
-         printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n' >&3 &
-         cat <&3"
-    );
-    let responses = run(sandbox, pod, &script);
+fn statuses(sandbox: &Sandbox, pod: &PodView, count: usize) -> [usize; 2] {
+    let responses = requests(sandbox, pod, "/hello", count);
     [200, 500].map(|status| responses.matches(&format!("HTTP/1.1 {status} ")).count())
-}
-
-/// A metric of the proxy of a pod.
-fn metric(sandbox: &Sandbox, pod: &PodView, name: &str) -> u64 {
-    let script = format!(
-        "exec 3<>/dev/tcp/{}/4001 && printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3",
-        pod.ip.as_deref().unwrap()
-    );
-    let metrics = run(sandbox, pod, &script);
-    let prefix = format!("diy_mesh_proxy_{name} ");
-    let line = metrics.lines().find_map(|line| line.strip_prefix(&prefix));
-    line.unwrap_or_else(|| panic!("{name}: {metrics}"))
-        .parse()
-        .unwrap()
 }
 
 #[test]
@@ -114,7 +75,7 @@ fn circuit_opens_while_the_service_fails_and_closes_afterwards() {
     let client = single_pod(&sandbox, "clients", "shell");
     until(&sandbox, &client, 500, "Internal server error");
     let breaker = "circuitBreaker: {failurePercent: 50, minRequests: 5, openTime: 1s}";
-    sandbox.apply(&policy(breaker)).unwrap();
+    sandbox.apply(&traffic_policy(breaker)).unwrap();
     until(&sandbox, &client, 503, "x-mesh-error: circuit-open");
     until(&sandbox, &client, 503, "TrafficPolicy shop/web");
     // The probing requests still fail.
@@ -139,7 +100,7 @@ fn requests_wait_for_a_limited_endpoint_until_the_queue_is_full() {
     let client = single_pod(&sandbox, "clients", "shell");
     get(&sandbox, &client, "web.shop", 80);
     let limits = "connections: {maxRequests: 1, maxWaiting: 1, connectTimeout: 30s}";
-    sandbox.apply(&policy(limits)).unwrap();
+    sandbox.apply(&traffic_policy(limits)).unwrap();
     // The first request waits for its body, the second one waits in the queue, the third one is
     // rejected as soon as the policy has reached the proxy. Then the first one ends.
     let script = "
@@ -194,7 +155,7 @@ fn one_of_five_fails(more: &str) -> Option<(Sandbox, PodView)> {
 #[test]
 fn failing_replica_is_quarantined() {
     // By default, the balancer already avoids the replica, so that it is seldom quarantined.
-    let round_robin = policy("loadBalancing: {algorithm: RoundRobin}");
+    let round_robin = traffic_policy("loadBalancing: {algorithm: RoundRobin}");
     let Some((sandbox, client)) = one_of_five_fails(&round_robin) else {
         return;
     };
@@ -211,7 +172,7 @@ fn failing_replica_is_quarantined() {
 
 #[test]
 fn failing_replica_is_not_noticed_with_retries_within_the_budget() {
-    let retry = policy("retry: {codes: [500], attempts: 2, backoff: 1ms}");
+    let retry = traffic_policy("retry: {codes: [500], attempts: 2, backoff: 1ms}");
     let Some((sandbox, client)) = one_of_five_fails(&retry) else {
         return;
     };
@@ -236,7 +197,7 @@ fn outage_adds_at_most_the_budget_of_the_policy() {
     until(&sandbox, &client, 500, "");
     let spec =
         "retry: {codes: [500], attempts: 2, backoff: 1ms, budget: {percent: 10, minPerSecond: 0}}";
-    sandbox.apply(&policy(spec)).unwrap();
+    sandbox.apply(&traffic_policy(spec)).unwrap();
     let retries = "retries_total{direction=\"outbound\"}";
     while metric(&sandbox, &client, retries) == 0 {
         statuses(&sandbox, &client, 10);

@@ -5,7 +5,7 @@ use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, canary, grant, http_route, rule, servers};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, request_until, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, READY_TIMEOUT, request_until, requests, shell, single_pod, wait_for_line, with_mesh,
 };
 
 /// Sends a GET request to Service shop/web until the response begins with this status and contains
@@ -21,18 +21,9 @@ fn until(sandbox: &Sandbox, pod: &PodView, target: &str, fields: &str, expected:
 }
 
 /// Sends requests on one connection, and returns the number of responses of each version.
-fn versions(sandbox: &Sandbox, pod: &PodView, requests: usize) -> [usize; 2] {
-    let script = format!(
-        "exec 3<>/dev/tcp/web.shop/80
-         for ((i = 1; i < {requests}; i++)); do
-             printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\n\\r\\n' >&3
-         done
-         printf 'GET /hello HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n' >&3
-         cat <&3"
-    );
-    let command = ["timeout", "50", "bash", "-c", &script];
-    let output = sandbox.exec(pod, "shell", &command).unwrap();
-    ["Version: 1.0", "Version: 2.0"].map(|version| output.stdout.matches(version).count())
+fn versions(sandbox: &Sandbox, pod: &PodView, count: usize) -> [usize; 2] {
+    let responses = requests(sandbox, pod, "/hello", count);
+    ["Version: 1.0", "Version: 2.0"].map(|version| responses.matches(version).count())
 }
 
 /// Waits for a line of any controller.
@@ -59,6 +50,9 @@ fn requests_follow_weights_and_matches() {
         rule("{headers: [{name: X-Canary, value: 'yes'}]}", v2),
         rule("{queryParams: [{name: version, value: '2'}]}", v2),
         rule("{path: {type: PathPrefix, value: /other}}", v2),
+        "{matches: [{path: {value: /moved}}], filters: [{type: RequestRedirect, \
+         requestRedirect: {port: 8443}}]}"
+            .to_owned(),
         canary(10),
     ];
     let route = http_route("shop", "web", "shop", &format!("[{}]", rules.join(", ")));
@@ -84,6 +78,16 @@ fn requests_follow_weights_and_matches() {
         "",
         "404 this server answers /hello",
     );
+    // Dumps name the route, also of a response by the proxy. Some requests have no dump.
+    let is_redirect =
+        |line: &String| line.contains(" by HTTPRoute shop/web") && !line.contains(" to shop/web");
+    let is_dumped = |response: &str| {
+        let view = sandbox.view();
+        response.starts_with("HTTP/1.1 302 ")
+            && view.lines(&client, "proxy").iter().any(is_redirect)
+    };
+    let service = ("web.shop", 80);
+    request_until(&sandbox, &client, "GET /moved", service, "", is_dumped);
     let [first, second] = versions(&sandbox, &client, 400);
     assert_eq!(first + second, 400, "all requests succeed");
     let bounds = binomial_bounds(400, 0.1);

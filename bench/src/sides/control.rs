@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    net::{Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::{copy_for_proxy_user, write_readable};
 use crate::{
-    cases::Routes,
+    cases::{CASES, Kind, Routes},
     config::Programs,
     network::{CLIENT, CLUSTER, ControlNetwork, NamespaceSet, Pair, SERVER},
     process::{Meter, Process, Program},
@@ -138,6 +138,82 @@ impl Workload {
     }
 }
 
+/// Services with one address each, besides that of the other cases.
+#[derive(Clone, Copy, Debug)]
+pub enum Destinations {
+    /// Without routes and policies.
+    Plain,
+    /// With an HTTPRoute and a TrafficPolicy each.
+    WithPolicy,
+}
+
+impl Destinations {
+    /// The addresses of so many of them.
+    pub fn addresses(self, number: u16) -> impl Iterator<Item = SocketAddr> {
+        let network = match self {
+            Destinations::Plain => 97,
+            Destinations::WithPolicy => 98,
+        };
+        let address = move |at: u16| {
+            let [high, low] = at.to_be_bytes();
+            (Ipv4Addr::new(10, network, high, low), Routes::None.port()).into()
+        };
+        (1..=number).map(address)
+    }
+
+    fn objects(self, number: u16) -> impl Iterator<Item = serde_json::Value> {
+        let services = self.addresses(number).zip(1..);
+        services.flat_map(move |(address, at): (SocketAddr, u16)| {
+            let name = format!("{self:?}-{at}").to_lowercase();
+            let ports = [("http".to_string(), address.port(), HTTP_PORT)];
+            let mut objects = service(&name, address.ip(), &ports);
+            if let Destinations::WithPolicy = self {
+                objects.extend(route_and_policy(&name));
+            }
+            objects
+        })
+    }
+}
+
+/// A route and a policy with all settings that concern clients.
+fn route_and_policy(service: &str) -> [serde_json::Value; 2] {
+    let metadata = json!({ "name": service, "namespace": "http-server" });
+    let reference = json!({ "group": "", "kind": "Service", "name": service });
+    [
+        json!({
+            "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute", "metadata": metadata,
+            "spec": {
+                "parentRefs": [reference],
+                "rules": [{
+                    "matches": [{ "path": { "type": "PathPrefix", "value": "/" } }],
+                    "filters": [{
+                        "type": "RequestHeaderModifier",
+                        "requestHeaderModifier": { "set": [{ "name": "x-bench", "value": "1" }] },
+                    }],
+                    "timeouts": { "request": "10s", "backendRequest": "2s" },
+                    "retry": { "codes": [503], "attempts": 2, "backoff": "25ms" },
+                    "backendRefs": [{ "name": service, "port": Routes::None.port() }],
+                }],
+            },
+        }),
+        json!({
+            "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "TrafficPolicy", "metadata": metadata,
+            "spec": {
+                "targetRefs": [reference],
+                "loadBalancing": { "algorithm": "LeastRequest", "slowStart": "30s" },
+                "connections": { "maxConnections": 100, "maxWaiting": 100, "connectTimeout": "1s" },
+                "outlierDetection": { "consecutiveFailures": 5, "latencyPercent": 300 },
+                "circuitBreaker": { "failurePercent": 50, "minRequests": 20 },
+                "retry": { "budget": { "percent": 20 } },
+                "faults": [{
+                    "matches": [{ "headers": [{ "name": "x-fault", "value": "1" }] }],
+                    "abort": { "status": 503 },
+                }],
+            },
+        }),
+    ]
+}
+
 /// Writes a token for each workload and returns the key set that verifies them.
 fn tokens(state: &Path) -> Result<String> {
     let issuer = tokens::Issuer::new()?;
@@ -147,7 +223,7 @@ fn tokens(state: &Path) -> Result<String> {
     issuer.key_set()
 }
 
-/// The Service, its EndpointSlice and the pods.
+/// The Services, their EndpointSlices and the pods.
 fn objects() -> String {
     let mut ports = vec![
         ("http".to_string(), Routes::None.port(), HTTP_PORT),
@@ -161,28 +237,51 @@ fn objects() -> String {
         .iter()
         .map(|&workload| pod(workload))
         .collect();
-    items.push(json!({
-        "apiVersion": "v1", "kind": "Service", "metadata": { "name": "http-server", "namespace": "http-server" },
-        "spec": {
-            "type": "ClusterIP", "clusterIP": CLUSTER, "clusterIPs": [CLUSTER], "ipFamilies": ["IPv4"],
-            "selector": { "app": "http-server" },
-            "ports": ports.iter().map(|(name, port, target)| json!({ "name": name, "port": port, "targetPort": target, "protocol": "TCP" })).collect::<Vec<_>>(),
-        },
-    }));
-    items.push(json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": {
-            "name": "http-server-bench", "namespace": "http-server", "labels": { "kubernetes.io/service-name": "http-server" },
-        },
-        "endpoints": [{
-            "addresses": [SERVER], "conditions": { "ready": true, "serving": true, "terminating": false },
-            "targetRef": { "kind": "Pod", "name": "http-server", "namespace": "http-server" },
-        }],
-        "ports": ports.iter().map(|(name, _, target)| json!({ "name": name, "port": target, "protocol": "TCP" })).collect::<Vec<_>>(),
-    }));
+    items.extend(service("http-server", CLUSTER.into(), &ports));
     items.extend(Routes::ALL.into_iter().flat_map(http_routes));
+    let numbers = CASES.iter().filter_map(|case| match case.kind {
+        Kind::Destinations { number } => Some(number),
+        _ => None,
+    });
+    for number in numbers {
+        items.extend(Destinations::Plain.objects(number));
+        items.extend(Destinations::WithPolicy.objects(number));
+    }
     let documents: Vec<_> = items.iter().map(ToString::to_string).collect();
     documents.join("\n---\n")
+}
+
+/// A Service and its EndpointSlice. Each port has a name, a number and that of the server.
+fn service(name: &str, address: IpAddr, ports: &[(String, u16, u16)]) -> Vec<serde_json::Value> {
+    let numbered = |port: &dyn Fn(&(String, u16, u16)) -> serde_json::Value| -> Vec<_> {
+        ports.iter().map(port).collect()
+    };
+    vec![
+        json!({
+            "apiVersion": "v1", "kind": "Service", "metadata": { "name": name, "namespace": "http-server" },
+            "spec": {
+                "type": "ClusterIP", "clusterIP": address, "clusterIPs": [address], "ipFamilies": ["IPv4"],
+                "selector": { "app": "http-server" },
+                "ports": numbered(&|(name, port, target)| {
+                    json!({ "name": name, "port": port, "targetPort": target, "protocol": "TCP" })
+                }),
+            },
+        }),
+        json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {
+                "name": format!("{name}-bench"), "namespace": "http-server",
+                "labels": { "kubernetes.io/service-name": name },
+            },
+            "endpoints": [{
+                "addresses": [SERVER], "conditions": { "ready": true, "serving": true, "terminating": false },
+                "targetRef": { "kind": "Pod", "name": "http-server", "namespace": "http-server" },
+            }],
+            "ports": numbered(&|(name, _, target)| {
+                json!({ "name": name, "port": target, "protocol": "TCP" })
+            }),
+        }),
+    ]
 }
 
 /// The HTTPRoutes of a Service port. The requests of the benchmark match the last one.

@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-pub use self::control::Control;
+pub use self::control::{Control, Destinations};
 use crate::{
     cases::Side,
     config::Programs,

@@ -155,6 +155,24 @@ impl From<Failure> for Answer {
     }
 }
 
+/// A request that the proxy answers itself.
+#[derive(Debug)]
+pub struct Unrouted {
+    /// The rule that it matched.
+    pub rule: Option<Arc<Rule>>,
+    /// The response.
+    pub answer: Answer,
+}
+
+impl From<Failure> for Unrouted {
+    fn from(failure: Failure) -> Self {
+        Self {
+            rule: None,
+            answer: failure.into(),
+        }
+    }
+}
+
 impl Routes {
     /// Routes with these rules. `matches` refer to them by index.
     pub fn new(matches: Vec<Match>, rules: Vec<Arc<Rule>>) -> Self {
@@ -212,7 +230,7 @@ impl Routes {
         request: &RequestView<'_>,
         service: &Service<'_>,
         rng: &mut fastrand::Rng,
-    ) -> Result<Plan, Answer> {
+    ) -> Result<Plan, Unrouted> {
         if let Some(reason) = &self.rejection {
             let service = service.name.to_owned();
             let reason = reason.clone();
@@ -223,41 +241,10 @@ impl Routes {
             return Err(Failure::NoRoute(service.name.to_owned()).into());
         };
         let rule = &self.rules[selected.rule];
-        let cors = match &rule.cors {
-            Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
-            None => Vec::new(),
-        };
-        if let Some(redirect) = &rule.redirect {
-            let location = redirect.location(request, selected, service);
-            return Err(Answer::Reply(LocalReply::redirect(
-                redirect.status,
-                &location,
-            )?));
-        }
-        let session = rule.session.as_ref().map(|session| {
-            let path = selected.path.as_ref();
-            Box::new(Session::new(session, request, path, seconds_now()))
-        });
-        let backend = match service.is_pod || rule.to_destination {
-            true => None,
-            // A session keeps its backend, also one with weight 0 (GEP-1619).
-            false => Some(
-                match session.as_ref().and_then(|one| rule.backend_of(one)) {
-                    Some(kept) => kept,
-                    None => rule.choose(rng)?,
-                },
-            ),
-        };
-        let changes = rule.changes(backend);
-        let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
-        let mirrors = changes.mirrors.iter().filter(is_drawn);
-        Ok(Plan {
-            mirrors: mirrors.map(|mirror| mirror.backend.clone()).collect(),
-            target: changes.rewrite.target(request, selected),
-            rule: rule.clone(),
-            backend,
-            cors,
-            session,
+        let plan = rule.plan(request, selected, service, rng);
+        plan.map_err(|answer| Unrouted {
+            rule: Some(rule.clone()),
+            answer,
         })
     }
 }
@@ -274,6 +261,52 @@ pub struct Service<'a> {
 }
 
 impl Rule {
+    /// The way of a request that `selected` matches.
+    fn plan(
+        self: &Arc<Self>,
+        request: &RequestView<'_>,
+        selected: &Match,
+        service: &Service<'_>,
+        rng: &mut fastrand::Rng,
+    ) -> Result<Plan, Answer> {
+        let cors = match &self.cors {
+            Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
+            None => Vec::new(),
+        };
+        if let Some(redirect) = &self.redirect {
+            let location = redirect.location(request, selected, service);
+            return Err(Answer::Reply(LocalReply::redirect(
+                redirect.status,
+                &location,
+            )?));
+        }
+        let session = self.session.as_ref().map(|session| {
+            let path = selected.path.as_ref();
+            Box::new(Session::new(session, request, path, seconds_now()))
+        });
+        let backend = match service.is_pod || self.to_destination {
+            true => None,
+            // A session keeps its backend, also one with weight 0 (GEP-1619).
+            false => Some(
+                match session.as_ref().and_then(|one| self.backend_of(one)) {
+                    Some(kept) => kept,
+                    None => self.choose(rng)?,
+                },
+            ),
+        };
+        let changes = self.changes(backend);
+        let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
+        let mirrors = changes.mirrors.iter().filter(is_drawn);
+        Ok(Plan {
+            mirrors: mirrors.map(|mirror| mirror.backend.clone()).collect(),
+            target: changes.rewrite.target(request, selected),
+            rule: self.clone(),
+            backend,
+            cors,
+            session,
+        })
+    }
+
     /// Chooses a backend by weight.
     fn choose(&self, rng: &mut fastrand::Rng) -> Result<usize, Failure> {
         let total: u64 = self.backends.iter().map(|one| u64::from(one.weight)).sum();

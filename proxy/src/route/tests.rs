@@ -271,7 +271,8 @@ fn shares(weights: &[(&str, u32)], times: usize) -> BTreeMap<String, usize> {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut shares = BTreeMap::new();
     for _ in 0..times {
-        let chosen = match routes.plan(&request("GET", "/"), &service(), &mut rng) {
+        let planned = routes.plan(&request("GET", "/"), &service(), &mut rng);
+        let chosen = match planned.map_err(|unrouted| unrouted.answer) {
             Ok(plan) => plan.backend().expect("a backend").to_string(),
             Err(Answer::Failure(failure)) => failure.code().to_owned(),
             Err(Answer::Reply(reply)) => panic!("{reply:?}"),
@@ -345,16 +346,15 @@ fn requests_without_a_way_fail() {
     let rng = || fastrand::Rng::with_seed(7);
     let rule = || Arc::new(Rule::default());
     let routes = Routes::new(vec![exact("/a")], vec![rule()]);
-    let fail = |routes: &Routes, service: Service<'_>, target| match routes.plan(
-        &request("GET", target),
-        &service,
-        &mut rng(),
-    ) {
-        Err(Answer::Failure(failure)) => {
-            let (status, grpc) = (failure.status().as_u16(), failure.grpc_status());
-            (failure.code(), status, grpc, failure.to_string())
+    let fail = |routes: &Routes, service: Service<'_>, target| {
+        let planned = routes.plan(&request("GET", target), &service, &mut rng());
+        match planned.map_err(|unrouted| unrouted.answer) {
+            Err(Answer::Failure(failure)) => {
+                let (status, grpc) = (failure.status().as_u16(), failure.grpc_status());
+                (failure.code(), status, grpc, failure.to_string())
+            }
+            other => panic!("{other:?}"),
         }
-        other => panic!("{other:?}"),
     };
     let (code, status, grpc, _) = fail(&routes, service(), "/b");
     assert_eq!((code, status, grpc), ("no-route", 404, 12));

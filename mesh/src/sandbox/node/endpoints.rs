@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::{
     api::{
-        core::v1::{ObjectReference, Pod, Service, ServicePort},
+        core::v1::{Node, ObjectReference, Pod, Service, ServicePort},
         discovery::v1::{Endpoint, EndpointConditions, EndpointPort, EndpointSlice},
     },
     apimachinery::pkg::{apis::meta::v1::ObjectMeta, util::intstr::IntOrString},
@@ -14,9 +14,16 @@ use kube::ResourceExt;
 /// The label of an EndpointSlice that names its Service.
 pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 
+/// The label of a Node that names its zone.
+const ZONE: &str = "topology.kubernetes.io/zone";
+
 /// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are the pods of
-/// its namespace.
-pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
+/// its namespace; an endpoint has the zone of its pod's node.
+pub(super) fn slices(
+    service: &Service,
+    pods: &[&Pod],
+    nodes: &BTreeMap<String, Node>,
+) -> Vec<EndpointSlice> {
     let Some(spec) = &service.spec else {
         return Vec::new();
     };
@@ -50,7 +57,7 @@ pub(super) fn slices(service: &Service, pods: &[&Pod]) -> Vec<EndpointSlice> {
                 let (_, endpoints) = groups
                     .entry((family, numbers.clone()))
                     .or_insert_with(|| (ports.clone(), Vec::new()));
-                endpoints.push(endpoint(pod, address, publish_unready));
+                endpoints.push(endpoint(pod, address, publish_unready, nodes));
             }
         }
     }
@@ -114,7 +121,14 @@ fn addresses(pod: &Pod) -> impl Iterator<Item = (&'static str, &str)> {
     })
 }
 
-fn endpoint(pod: &Pod, address: &str, publish_unready: bool) -> Endpoint {
+fn endpoint(
+    pod: &Pod,
+    address: &str,
+    publish_unready: bool,
+    nodes: &BTreeMap<String, Node>,
+) -> Endpoint {
+    let node_name = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+    let node = node_name.as_ref().and_then(|name| nodes.get(name));
     let terminating = pod.metadata.deletion_timestamp.is_some();
     let serving = ready(pod);
     Endpoint {
@@ -124,7 +138,8 @@ fn endpoint(pod: &Pod, address: &str, publish_unready: bool) -> Endpoint {
             serving: Some(serving),
             terminating: Some(terminating),
         }),
-        node_name: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()),
+        zone: node.and_then(|node| node.labels().get(ZONE).cloned()),
+        node_name,
         target_ref: Some(ObjectReference {
             kind: Some("Pod".into()),
             name: pod.metadata.name.clone(),
@@ -179,6 +194,11 @@ mod tests {
         serde_yaml_ng::from_str(&yaml).unwrap()
     }
 
+    fn nodes() -> BTreeMap<String, Node> {
+        let node = "{metadata: {name: n, labels: {topology.kubernetes.io/zone: eu-1}}}";
+        BTreeMap::from([("n".to_owned(), serde_yaml_ng::from_str(node).unwrap())])
+    }
+
     fn conditions(endpoint: &Endpoint) -> (bool, bool, bool) {
         let conditions = endpoint.conditions.as_ref().unwrap();
         (
@@ -200,7 +220,7 @@ mod tests {
                 ", deletionTimestamp: '2026-01-01T00:00:00Z'",
             ),
         ];
-        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
+        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>(), &nodes());
         assert_eq!(slices.len(), 1, "one address type and one set of ports");
         let seen: Vec<_> = slices[0].endpoints.iter().map(conditions).collect();
         assert_eq!(
@@ -218,9 +238,25 @@ mod tests {
     }
 
     #[test]
+    fn endpoints_have_the_zone_of_their_node() {
+        let pods = ["n", "other"].map(|node| {
+            let mut pod = pod(node, 81, "True", "");
+            pod.spec.as_mut().unwrap().node_name = Some(node.into());
+            pod
+        });
+        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>(), &nodes());
+        let zones: Vec<_> = slices[0]
+            .endpoints
+            .iter()
+            .map(|one| one.zone.as_deref())
+            .collect();
+        assert_eq!(zones, [Some("eu-1"), None]);
+    }
+
+    #[test]
     fn creates_one_slice_per_number_of_a_named_port() {
         let pods = [pod("one", 81, "True", ""), pod("two", 82, "True", "")];
-        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>());
+        let slices = slices(&service(), &pods.iter().collect::<Vec<_>>(), &nodes());
         let ports: Vec<_> = slices
             .iter()
             .map(|slice| slice.ports.as_ref().unwrap()[0].port.unwrap())
@@ -234,6 +270,6 @@ mod tests {
         completed.status.as_mut().unwrap().phase = Some("Succeeded".into());
         let mut other = pod("other", 81, "True", "");
         other.metadata.labels = None;
-        assert!(slices(&service(), &[&completed, &other]).is_empty());
+        assert!(slices(&service(), &[&completed, &other], &nodes()).is_empty());
     }
 }

@@ -8,7 +8,7 @@ use k8s_openapi::api::{
     admissionregistration::v1::MutatingWebhookConfiguration,
     apps::v1::Deployment,
     batch::v1::Job,
-    core::v1::{ConfigMap, Namespace, Pod, Service},
+    core::v1::{ConfigMap, Namespace, Node, Pod, Service},
     discovery::v1::EndpointSlice,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -33,6 +33,8 @@ pub(super) struct Objects {
     /// EndpointSlices of Services without a selector.
     pub(super) slices: BTreeMap<Key, EndpointSlice>,
     pub(super) config_maps: BTreeMap<Key, ConfigMap>,
+    /// Nodes by name. They have no effect but that of their labels; all pods run on this machine.
+    pub(super) nodes: BTreeMap<String, Node>,
     pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
     pub(super) workloads: BTreeMap<(Kind, Key), Workload>,
     /// Objects of the Gateway API and of SMI, and TrafficPolicies, by kind and key.
@@ -83,6 +85,7 @@ impl Objects {
                 self.slices.insert(key, slice);
             }
             "ConfigMap" => drop(self.config_maps.insert(key, parse(value)?)),
+            "Node" => drop(self.nodes.insert(key.1, parse(value)?)),
             "MutatingWebhookConfiguration" => drop(self.webhooks.insert(key.1, parse(value)?)),
             "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
             "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
@@ -128,6 +131,7 @@ impl Objects {
             "Service" => self.services.remove(key).is_some(),
             "EndpointSlice" => self.slices.remove(key).is_some(),
             "ConfigMap" => self.config_maps.remove(key).is_some(),
+            "Node" => self.nodes.remove(&key.1).is_some(),
             "MutatingWebhookConfiguration" => self.webhooks.remove(&key.1).is_some(),
             "Deployment" => delete_workload(Kind::Deployment),
             "Job" => delete_workload(Kind::Job),

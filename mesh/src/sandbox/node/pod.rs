@@ -146,7 +146,8 @@ impl PodTask {
             match admission::admit(self.pod.clone(), &self.namespace_labels, &current).await {
                 Ok(pod) => {
                     self.pod = pod;
-                    self.pod.spec.get_or_insert_default().node_name = Some("sandbox".into());
+                    let node = &mut self.pod.spec.get_or_insert_default().node_name;
+                    node.get_or_insert_with(|| "sandbox".into());
                     let status = self.pod.annotations().get("diy-service-mesh/status");
                     self.view.injected = status.is_some_and(|status| status == "injected");
                     return;

@@ -381,7 +381,7 @@ impl State {
                 .filter(|record| record.view.namespace == *namespace)
                 .map(|record| &record.pod)
                 .collect();
-            slices.extend(endpoints::slices(service, &pods));
+            slices.extend(endpoints::slices(service, &pods, &objects.nodes));
         }
         slices
     }
@@ -393,6 +393,9 @@ impl State {
         }
         for ((kind, (namespace, name)), route) in &objects.routes {
             contents.add_as(kind, namespace, name, route)?;
+        }
+        for (name, node) in &objects.nodes {
+            contents.add(None, Some(name), node)?;
         }
         for slice in slices {
             contents.add(
