@@ -241,7 +241,6 @@ mod tests {
         let announced = Announced {
             chunks: true,
             routes: true,
-            policy: true,
         };
         let subscriptions =
             SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), announced);

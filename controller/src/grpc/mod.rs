@@ -43,6 +43,7 @@ use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
 use crate::hub::{CatalogError, Hub};
 use crate::index::Index;
+use crate::index::enforcement::Missing;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -258,12 +259,17 @@ impl Mesh {
         let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
+        // Clients without `policy` ignore the fields of policies.
+        let missing = Missing {
+            routes: !announces(announced, CAPABILITY_ROUTES),
+            policy: !announces(announced, CAPABILITY_POLICY),
+        };
         let announced = subscriptions::Announced {
             chunks: announces(announced, CAPABILITY_CHUNKS),
             routes: announces(announced, CAPABILITY_ROUTES),
-            policy: announces(announced, CAPABILITY_POLICY),
         };
-        let subscriber = hub.watch_resources(caller.pod.clone());
+        let mut subscriber = hub.watch_resources(caller.pod.clone());
+        subscriber.set_missing(missing);
         let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
         // Dropped with the responses.

@@ -15,7 +15,6 @@ use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::hub::{Published, Resources};
-use crate::index::enforcement::Missing;
 use crate::index::object::{Key, Resource};
 use crate::index::state::State;
 use crate::index::version::Version;
@@ -31,10 +30,26 @@ const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
 pub(super) struct Announced {
     /// It understands snapshots in several messages.
     pub chunks: bool,
-    /// It applies routes. Others get snapshots without them.
+    /// It applies routes.
     pub routes: bool,
-    /// It applies policies and rate limits. Others ignore these fields.
-    pub policy: bool,
+}
+
+impl Announced {
+    /// What matters for this state: the others share their encoding.
+    fn for_state(self, state: &State) -> Announced {
+        let target = state.target.as_ref();
+        let endpoints = target.map_or(0, |target| target.endpoints.len());
+        let has_routes = target.is_some_and(|target| target.routes.is_some());
+        Announced {
+            chunks: self.chunks || endpoints <= MAX_CHUNK_ENDPOINTS,
+            routes: self.routes || !has_routes,
+        }
+    }
+
+    /// The form of a state for these clients.
+    fn form(self) -> usize {
+        usize::from(self.chunks) + 2 * usize::from(self.routes)
+    }
 }
 
 /// The resources that a client has subscribed to.
@@ -70,18 +85,11 @@ enum Known {
 
 impl Subscriptions {
     pub(super) fn new(
-        mut subscriber: Resources,
+        subscriber: Resources,
         pod: Option<PodRef>,
         quota: Arc<Quota>,
         announced: Announced,
     ) -> Subscriptions {
-        let missing = Missing {
-            routes: !announced.routes,
-            policy: !announced.policy,
-        };
-        if pod.is_some() && missing != Missing::default() {
-            subscriber.set_missing(missing);
-        }
         Subscriptions {
             subscriber,
             pod,
@@ -228,26 +236,20 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let Announced { chunks, routes, .. } = self.announced;
+        let announced = self.announced.for_state(state);
         let whole = || {
             let mut update = message::whole(state);
             if let Response::Snapshot(snapshot) = &mut update
-                && !routes
+                && !announced.routes
             {
                 snapshot.routes = None;
             }
-            whole(response(resource, name.as_deref(), state, update), chunks)
+            let response = response(resource, name.as_deref(), state, update);
+            whole(response, announced.chunks)
         };
-        let target = state.target.as_ref();
-        let endpoints = target.map_or(0, |target| target.endpoints.len());
-        let has_routes = target.is_some_and(|target| target.routes.is_some());
-        // Few clients need an encoding of their own.
-        let is_shared = name.is_none()
-            && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS)
-            && (routes || !has_routes);
-        Some(delta.unwrap_or_else(|| match is_shared {
-            true => (kind, published.whole(whole)),
-            false => (kind, whole()),
+        Some(delta.unwrap_or_else(|| match name {
+            None => (kind, published.whole(announced.form(), whole)),
+            Some(_) => (kind, whole()),
         }))
     }
 }
@@ -384,7 +386,6 @@ mod tests {
     const ALL: Announced = Announced {
         chunks: true,
         routes: true,
-        policy: true,
     };
 
     fn stream(hub: &Hub) -> Subscriptions {
@@ -528,7 +529,21 @@ mod tests {
         let mut stream = stream(&hub);
         let destination = "10.96.0.1:80".parse().unwrap();
         stream.subscribe(subscribe(destination, "")).unwrap();
-        let parts = messages(stream.next_frame(|_| ()).unwrap());
+        let frame = stream.next_frame(|_| ()).unwrap();
+        // Clients of an earlier release share a message of their own.
+        let earlier = Announced {
+            chunks: false,
+            ..ALL
+        };
+        let frames = [earlier, earlier, ALL].map(|announced| {
+            let resources = hub.watch_resources(None);
+            let mut other = Subscriptions::new(resources, None, Arc::default(), announced);
+            other.subscribe(subscribe(destination, "")).unwrap();
+            other.next_frame(|_| ()).unwrap()
+        });
+        assert_eq!(frames[0].as_ptr(), frames[1].as_ptr());
+        assert_eq!(frames[2].as_ptr(), frame.as_ptr());
+        let parts = messages(frame);
         assert!(parts.iter().all(|part| part.encoded_len() < 1024 * 1024));
         let (mut proxy, mut received) = (ProxyState::default(), 0);
         for part in parts {
@@ -583,34 +598,6 @@ mod tests {
             }
             assert_eq!((more.as_slice(), received == snapshot), (expected, true));
         }
-    }
-
-    #[test]
-    fn streams_of_pods_without_capabilities_are_known_until_they_end() {
-        let hub = Hub::new([Source::Kubernetes]);
-        let pod = PodRef {
-            namespace: "shop".into(),
-            name: "web".into(),
-            uid: "1".into(),
-        };
-        let open = |pod: Option<&PodRef>, routes, policy| {
-            let announced = Announced {
-                routes,
-                policy,
-                ..ALL
-            };
-            let subscriber = hub.watch_resources(pod.cloned());
-            Subscriptions::new(subscriber, pod.cloned(), Arc::default(), announced)
-        };
-        let streams = [
-            open(Some(&pod), true, true),
-            open(Some(&pod), true, false),
-            open(Some(&pod), false, false),
-            open(None, false, false),
-        ];
-        assert_eq!(hub.counts().missing, [1, 2]);
-        drop(streams);
-        assert_eq!(hub.counts().missing, [0, 0]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::routes::enforcement::Pods;
 const REVIEW_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Resources {
-    /// Registers that the proxy of the client lacks capabilities.
+    /// Registers the client if its proxy lacks capabilities. Clients without a pod are tools.
     pub fn set_missing(&mut self, missing: Missing) {
         self.hub.subscribers().set_missing(self.id, missing);
     }

@@ -92,7 +92,10 @@ impl Subscribers {
     }
 
     pub(super) fn set_missing(&mut self, id: u64, missing: Missing) {
-        self.missing.insert(id, missing);
+        let has_pod = self.client(id).pod.is_some();
+        if has_pod && missing != Missing::default() {
+            self.missing.insert(id, missing);
+        }
     }
 
     /// The clients without the capability `routes`, and without `policy`.

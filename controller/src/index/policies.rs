@@ -47,6 +47,12 @@ impl Policies {
         self.of_service(service)?.rate_limits.as_ref()
     }
 
+    /// Whether a policy is for this Service, rather than for its namespace.
+    pub(super) fn is_target(&self, service: &Key) -> bool {
+        let target = Target::Service(service.clone());
+        self.applied.contains_key(&target)
+    }
+
     /// The settings of the requests of a Service.
     pub(super) fn requests(&self, service: &Key) -> Option<&Requests> {
         self.of_service(service).map(|one| &one.requests)

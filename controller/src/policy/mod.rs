@@ -199,6 +199,11 @@ impl Effective {
         };
         (effective != Effective::default()).then_some(effective)
     }
+
+    /// Whether the proxies of clients apply it, and not only those of the pods.
+    pub fn concerns_clients(&self) -> bool {
+        self.backend.is_some() || self.requests != Requests::default()
+    }
 }
 
 /// A section of the first policy that has it.

@@ -73,9 +73,7 @@ fn stream(hub: &Hub, pod: &Key, missing: Missing, subscriptions: &[&str]) -> Res
         uid: "".into(),
     };
     let mut stream = hub.watch_resources(Some(pod));
-    if missing != Missing::default() {
-        stream.set_missing(missing);
-    }
+    stream.set_missing(missing);
     for address in subscriptions {
         stream.subscribe(&Resource::Destination(address.parse().unwrap()));
     }
@@ -131,7 +129,10 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
             Object::Route(route_of(KIND, "bank", "r", 0, to_web())),
         ],
     );
-    // A GRPCRoute excludes HTTPRoutes, so that `both` is accepted by `other` only.
+    // A tool.
+    let mut tool = hub.watch_resources(None);
+    tool.set_missing(OLD);
+    tool.subscribe(&Resource::Destination(WEB.parse().unwrap()));
     let (shop, bank) = (Key::new("shop", "client"), Key::new("bank", "client"));
     assert_eq!(objects(&hub).await, [""; 0]);
     let current = stream(&hub, &shop, Missing::default(), &[WEB, OTHER]);
@@ -143,8 +144,12 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     let of_web = ["GRPCRoute shop/g at web", "TCPRoute shop/t at web"];
     assert_eq!(objects(&hub).await, of_web);
     old.subscribe(&Resource::Destination(OTHER.parse().unwrap()));
+    // A GRPCRoute excludes HTTPRoutes, so that `both` is accepted by `other` only.
     let all = ["HTTPRoute shop/both at other", of_web[0], of_web[1]];
     assert_eq!(objects(&hub).await, all);
+    assert_eq!(hub.counts().missing, [2, 3]);
+    drop((current, routes_only, unused, old));
+    assert_eq!(hub.counts().missing, [0, 0]);
     let hub = catalog();
     let consumer = route_of(KIND, "bank", "r", 0, to_web());
     let producer = route("p", 0, to_web());
@@ -152,7 +157,6 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     let _old = stream(&hub, &bank, OLD, &[WEB]);
     let expected = ["HTTPRoute bank/r at web"];
     assert_eq!(objects(&hub).await, expected, "the routes of its namespace");
-    drop((current, routes_only, unused));
 }
 
 #[tokio::test]
