@@ -322,6 +322,38 @@ mod tests {
     }
 
     #[test]
+    fn older_headless_services_are_problems() {
+        let headless = |name: &str, created: &str| {
+            let mut headless = service(name, "None");
+            headless["metadata"]["creationTimestamp"] = json!(created);
+            headless["spec"]["selector"] = json!({"app": "web"});
+            headless
+        };
+        let slice = |name: &str| {
+            json!({"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+            "metadata": {"name": name, "namespace": "shop",
+                "labels": {"kubernetes.io/service-name": name}},
+            "addressType": "IPv4", "ports": [{"port": 8080}], "endpoints": [{
+                "addresses": ["10.1.0.1"], "targetRef":
+                    {"kind": "Pod", "namespace": "shop", "name": "web-0", "uid": "1"}}]})
+        };
+        let objects = [
+            headless("web", "2026-02-01T00:00:00Z"),
+            headless("all", "2026-01-01T00:00:00Z"),
+            json!({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": []}, "metadata":
+                {"name": "web-0", "namespace": "shop", "uid": "1", "labels": {"app": "web"}}}),
+            slice("web"),
+            slice("all"),
+            route("r", "shop", json!([{}])),
+        ];
+        let lines = text(&objects, "shop");
+        let expected = "HTTPRoute shop/r: diy-service-mesh.dev/AppliesToAllPods is False, \
+             OlderService: routes and policies of older headless Services apply to 1 of the pods \
+             of shop/web: shop/all (pods web-0)";
+        assert_eq!(lines.last().unwrap(), expected);
+    }
+
+    #[test]
     fn clients_of_another_namespace_have_their_own_routes() {
         let only = json!([{"matches": [{"headers": [{"name": "x", "value": "1"}]}],
             "backendRefs": [{"name": "web", "namespace": "shop", "port": 80}]}]);

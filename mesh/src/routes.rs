@@ -128,6 +128,13 @@ impl Parent {
         }
     }
 
+    /// Conditions of the mesh itself that do not hold.
+    pub fn problems(&self) -> impl Iterator<Item = &Condition> {
+        let domain = format!("{}/", policy::GROUP);
+        let own = self.conditions.iter();
+        own.filter(move |one| one.kind.starts_with(&domain) && !one.holds)
+    }
+
     /// The condition with this type.
     pub fn condition(&self, kind: &str) -> Option<&Condition> {
         self.conditions
@@ -225,6 +232,14 @@ pub async fn fetch_all(client: &Client) -> Result<Vec<Value>, String> {
         all.extend(objects(client, None, kind).await?);
     }
     Ok(all)
+}
+
+/// The pods and slices of a namespace, which decide about its headless Services.
+pub async fn fetch_pods(client: &Client, namespace: &str) -> Result<Vec<Value>, String> {
+    let pods = objects(client, Some(namespace), ("", "v1", "Pod"));
+    let slices = ("discovery.k8s.io", "v1", "EndpointSlice");
+    let slices = objects(client, Some(namespace), slices);
+    Ok([pods.await?, slices.await?].concat())
 }
 
 /// Lists the objects of a group, version and kind.

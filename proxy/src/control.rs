@@ -183,15 +183,7 @@ impl Control {
         requests: impl Stream<Item = DiscoverRequest> + Send + 'static,
     ) -> Result<DiscoveryStream, ControlError> {
         self.with_timeout(OPEN_TIMEOUT, async {
-            let mut request = Request::new(requests);
-            let capabilities = [CAPABILITY_CHUNKS, CAPABILITY_ROUTES, CAPABILITY_POLICY].join(", ");
-            let capabilities = capabilities.parse().expect("the names are words");
-            request
-                .metadata_mut()
-                .insert(CAPABILITIES_METADATA, capabilities);
-            if let Some(token) = self.token().await? {
-                request.metadata_mut().insert("authorization", token);
-            }
+            let request = self.discovery_request(requests).await?;
             let mut client = ServiceMeshServiceClient::new(self.connect().await?)
                 .max_decoding_message_size(MAX_MESSAGE_SIZE);
             let response = client
@@ -206,6 +198,19 @@ impl Control {
             })
         })
         .await
+    }
+
+    /// A request that opens a discovery stream, with the token and the capabilities of this release.
+    pub async fn discovery_request<T>(&self, requests: T) -> Result<Request<T>, ControlError> {
+        let mut request = Request::new(requests);
+        let capabilities = [CAPABILITY_CHUNKS, CAPABILITY_ROUTES, CAPABILITY_POLICY].join(", ");
+        let capabilities = capabilities.parse().expect("the names are words");
+        let metadata = request.metadata_mut();
+        metadata.insert(CAPABILITIES_METADATA, capabilities);
+        if let Some(token) = self.token().await? {
+            metadata.insert("authorization", token);
+        }
+        Ok(request)
     }
 
     /// Requests a certificate on a new connection. The message contains the token.

@@ -102,15 +102,17 @@ fn keeps_entries_of_other_controllers(namespace: &Namespace) -> Result<()> {
     Ok(())
 }
 
+/// What a command of `mesh` prints as JSON.
+fn mesh(arguments: &[&str]) -> Result<Value> {
+    let output = std::process::Command::new(programs().join("mesh"))
+        .args(arguments)
+        .output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    serde_json::from_str(&text).with_context(|| format!("{output:?}"))
+}
+
 /// `mesh routes` and `mesh check` on the same cluster.
 fn reports_routes(namespace: &Namespace) -> Result<()> {
-    let mesh = |arguments: &[&str]| -> Result<Value> {
-        let output = std::process::Command::new(programs().join("mesh"))
-            .args(arguments)
-            .output()?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        serde_json::from_str(&text).with_context(|| format!("{output:?}"))
-    };
     let routes = mesh(&["routes", "-n", &namespace.name, "-o", "json"])?;
     let weights = &routes[0]["rules"][0]["backends"];
     ensure!(weights[1]["weight"] == 100, "{routes:#}");
@@ -124,6 +126,60 @@ fn reports_routes(namespace: &Namespace) -> Result<()> {
         "{finding:?}"
     );
     Ok(())
+}
+
+#[test]
+fn route_of_a_younger_headless_service_has_a_condition_until_the_older_one_is_deleted() -> Result<()>
+{
+    in_namespace("headless-routes", |namespace| {
+        start(namespace)?;
+        // Services of the same second are ordered by their names.
+        for name in ["all", "pods"] {
+            namespace.apply(&format!(
+                "
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}}}
+spec:
+  clusterIP: None
+  selector: {{app: web-v1}}
+  ports: [{{name: http, port: 80, targetPort: 8080}}]
+"
+            ))?;
+        }
+        namespace.apply(
+            "
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: pods}
+spec:
+  parentRefs: [{group: '', kind: Service, name: pods}]
+  rules: [{timeouts: {request: 5s}, backendRefs: [{name: pods, port: 80}]}]
+",
+        )?;
+        let older = "diy-service-mesh.dev/AppliesToAllPods";
+        let condition = [older, "False", "OlderService"];
+        let accepted = wait_for_condition(namespace, "httproute", "pods", ACCEPTED)?;
+        let described = wait_for_condition(namespace, "httproute", "pods", condition)?;
+        let [all, pods] = ["all", "pods"].map(|name| format!("{}/{name}", namespace.name));
+        let status = described["status"].to_string();
+        let expected = format!("apply to 1 of the pods of {pods}: {all} (pods web-v1-");
+        ensure!(status.contains(&expected), "{status}");
+        let explained = mesh(&["routes", &pods, "-o", "json"])?;
+        let problems = explained[0]["problems"].to_string();
+        ensure!(problems.contains(&expected), "{explained:#}");
+        namespace.kubectl(&["delete", "service", "all"])?;
+        let what = "the condition about older Services is removed";
+        wait_for(what, || {
+            let route = route(namespace, "httproute", "pods")?;
+            let is_there = route["status"].to_string().contains(older);
+            Ok((!is_there).then_some(()))
+        })?;
+        let after = wait_for_condition(namespace, "httproute", "pods", ACCEPTED)?;
+        let generation = |route: &Value| route["metadata"]["generation"].clone();
+        ensure!(generation(&accepted) == generation(&after), "{after:#}");
+        Ok(())
+    })
 }
 
 #[test]

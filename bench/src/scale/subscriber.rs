@@ -22,7 +22,7 @@ use http::uri::PathAndQuery;
 use prost::Message;
 use tokio::{sync::Semaphore, time::sleep};
 use tokio_stream::StreamExt;
-use tonic::{Request, Streaming, client::Grpc};
+use tonic::{Streaming, client::Grpc};
 use tonic_prost::ProstCodec;
 
 use super::{
@@ -66,6 +66,8 @@ struct RawResponse {
     snapshot: Option<Bytes>,
     #[prost(bytes = "bytes", optional, tag = "4")]
     delta: Option<Bytes>,
+    #[prost(bool, tag = "11")]
+    more: bool,
 }
 
 impl Subscriber {
@@ -107,13 +109,14 @@ impl Subscriber {
                 name,
                 snapshot,
                 delta,
+                more,
             } = response;
             if name.is_empty() {
                 // The roots, or the inbound configuration of the pod.
                 continue;
             }
             let address: SocketAddr = name.parse().context("read a destination")?;
-            expected.retain(|missing| *missing != address);
+            expected.retain(|missing| more || *missing != address);
             if name == hot {
                 let upserted = match (delta, snapshot) {
                     (Some(delta), _) => Delta::decode(delta).context("decode a delta")?.upserted,
@@ -159,10 +162,7 @@ impl Subscriber {
         });
         // The stream of requests stays open.
         let requests = tokio_stream::iter(requests).chain(tokio_stream::pending());
-        let mut request = Request::new(requests);
-        if let Some(token) = self.control.token().await? {
-            request.metadata_mut().insert("authorization", token);
-        }
+        let request = self.control.discovery_request(requests).await?;
         let mut client =
             Grpc::new(self.control.connect().await?).max_decoding_message_size(16 * 1024 * 1024);
         client.ready().await.context("wait for the connection")?;

@@ -34,6 +34,24 @@ pub(super) struct Announced {
     pub routes: bool,
 }
 
+impl Announced {
+    /// What matters for this state: the others share their encoding.
+    fn for_state(self, state: &State) -> Announced {
+        let target = state.target.as_ref();
+        let endpoints = target.map_or(0, |target| target.endpoints.len());
+        let has_routes = target.is_some_and(|target| target.routes.is_some());
+        Announced {
+            chunks: self.chunks || endpoints <= MAX_CHUNK_ENDPOINTS,
+            routes: self.routes || !has_routes,
+        }
+    }
+
+    /// The form of a state for these clients.
+    fn form(self) -> usize {
+        usize::from(self.chunks) + 2 * usize::from(self.routes)
+    }
+}
+
 /// The resources that a client has subscribed to.
 pub(super) struct Subscriptions {
     subscriber: Resources,
@@ -218,26 +236,20 @@ impl Subscriptions {
             Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
         };
         *known = Known::Sent(state.version);
-        let Announced { chunks, routes } = self.announced;
+        let announced = self.announced.for_state(state);
         let whole = || {
             let mut update = message::whole(state);
             if let Response::Snapshot(snapshot) = &mut update
-                && !routes
+                && !announced.routes
             {
                 snapshot.routes = None;
             }
-            whole(response(resource, name.as_deref(), state, update), chunks)
+            let response = response(resource, name.as_deref(), state, update);
+            whole(response, announced.chunks)
         };
-        let target = state.target.as_ref();
-        let endpoints = target.map_or(0, |target| target.endpoints.len());
-        let has_routes = target.is_some_and(|target| target.routes.is_some());
-        // Few clients need an encoding of their own.
-        let is_shared = name.is_none()
-            && (chunks || endpoints <= MAX_CHUNK_ENDPOINTS)
-            && (routes || !has_routes);
-        Some(delta.unwrap_or_else(|| match is_shared {
-            true => (kind, published.whole(whole)),
-            false => (kind, whole()),
+        Some(delta.unwrap_or_else(|| match name {
+            None => (kind, published.whole(announced.form(), whole)),
+            Some(_) => (kind, whole()),
         }))
     }
 }
@@ -517,7 +529,21 @@ mod tests {
         let mut stream = stream(&hub);
         let destination = "10.96.0.1:80".parse().unwrap();
         stream.subscribe(subscribe(destination, "")).unwrap();
-        let parts = messages(stream.next_frame(|_| ()).unwrap());
+        let frame = stream.next_frame(|_| ()).unwrap();
+        // Clients of an earlier release share a message of their own.
+        let earlier = Announced {
+            chunks: false,
+            ..ALL
+        };
+        let frames = [earlier, earlier, ALL].map(|announced| {
+            let resources = hub.watch_resources(None);
+            let mut other = Subscriptions::new(resources, None, Arc::default(), announced);
+            other.subscribe(subscribe(destination, "")).unwrap();
+            other.next_frame(|_| ()).unwrap()
+        });
+        assert_eq!(frames[0].as_ptr(), frames[1].as_ptr());
+        assert_eq!(frames[2].as_ptr(), frame.as_ptr());
+        let parts = messages(frame);
         assert!(parts.iter().all(|part| part.encoded_len() < 1024 * 1024));
         let (mut proxy, mut received) = (ProxyState::default(), 0);
         for part in parts {

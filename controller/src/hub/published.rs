@@ -12,6 +12,8 @@ use crate::index::version::Version;
 /// Earlier states that differences are computed from. A subscriber that is further behind gets the
 /// whole state.
 const MAX_EARLIER_STATES: usize = 16;
+/// The forms of a whole state.
+pub const FORMS: usize = 4;
 /// Endpoints in these states, except for the latest one.
 const MAX_EARLIER_ENDPOINTS: usize = 10_000;
 
@@ -22,7 +24,7 @@ pub struct Published {
     pub state: Arc<State>,
     /// The states before, the latest one last.
     earlier: Vec<Arc<State>>,
-    whole: OnceLock<Bytes>,
+    whole: [OnceLock<Bytes>; FORMS],
     /// By the version of the earlier state.
     differences: Mutex<HashMap<Version, Bytes>>,
 }
@@ -64,14 +66,14 @@ impl Published {
         Published {
             state: Arc::new(state),
             earlier,
-            whole: OnceLock::new(),
+            whole: Default::default(),
             differences: Mutex::default(),
         }
     }
 
-    /// The state as `encode` encodes it, the first time only.
-    pub fn whole(&self, encode: impl FnOnce() -> Bytes) -> Bytes {
-        self.whole.get_or_init(encode).clone()
+    /// The state in a form, less than [`FORMS`], as `encode` encodes it, the first time only.
+    pub fn whole(&self, form: usize, encode: impl FnOnce() -> Bytes) -> Bytes {
+        self.whole[form].get_or_init(encode).clone()
     }
 
     /// The difference to an earlier state, if it is known and the whole state is not required.
@@ -127,6 +129,7 @@ mod tests {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: (1..=endpoints).map(endpoint).collect(),
+            service: None,
             routes: None,
             policy: None,
         }))

@@ -4,6 +4,8 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod enforcement;
+mod headless;
 mod limits;
 pub mod locality;
 pub mod object;
@@ -21,6 +23,7 @@ use std::hash::Hash;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use headless::Headless;
 use limits::Limits;
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use policies::Policies;
@@ -41,6 +44,7 @@ pub struct Index {
     routes: Routes,
     policies: Policies,
     limits: Limits,
+    headless: Headless,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     /// The slices with an endpoint at an address that names no pod.
@@ -133,6 +137,7 @@ impl Index {
         touched.services.extend(with_policies.iter().cloned());
         let routes = self.routes.settle(&self.services, &self.policies);
         let is_settled = policies.is_none() && routes.is_none();
+        let is_settled = !self.settle_headless() && is_settled;
         for key in routes.into_iter().flatten().chain(with_policies) {
             if let Some(service) = self.services.get(&key) {
                 touch_addresses(service, touched);
@@ -153,6 +158,8 @@ impl Index {
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
         let mut statuses = self.routes.statuses(&self.services);
         statuses.extend(self.policies.statuses(&self.services));
+        let of_all = statuses.iter_mut();
+        of_all.for_each(|status| self.add_older_services(status));
         statuses
     }
 
@@ -303,6 +310,8 @@ impl Index {
         if is_headless(old.as_ref()) || is_headless(new) {
             self.slices_of(key)
                 .for_each(|slice| self.touch_pods(slice, touched));
+            let pods: Vec<Key> = self.slices_of(key).flat_map(pods_of).cloned().collect();
+            self.headless.changed.extend(pods);
         }
     }
 
@@ -329,6 +338,7 @@ impl Index {
             let service = service.and_then(|key| self.services.get(key));
             if service.is_some_and(|service| service.is_headless) {
                 self.touch_pods(slice, touched);
+                self.headless.changed.extend(pods_of(slice).cloned());
             }
         }
     }
@@ -354,6 +364,9 @@ impl Index {
             return;
         }
         touched.pods.insert(key.clone());
+        if self.slices_of_pod.contains_key(key) {
+            self.headless.changed.insert(key.clone());
+        }
         let ips = |pod: Option<&Pod>| pod.map_or(vec![], |pod| pod.addresses.clone());
         let (before, after) = (ips(old.as_ref()), ips(new));
         let bare = before.iter().chain(&after);

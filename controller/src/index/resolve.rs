@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::Index;
+use super::headless::oldest;
 use super::locality::{self, Area, Candidate, Location, Scope};
 use super::object::{
     Key, Pod, PodReference, Resource, Service, ServicePort, Slice, SliceEndpoint, Transport,
@@ -150,7 +151,11 @@ impl Index {
     fn with_policy(&self, service: &Key, target: Target) -> Target {
         let policy = self.policy(service);
         let policy = policy.and_then(|policy| policy.backend.clone());
-        Target { policy, ..target }
+        Target {
+            service: Some(service.clone()),
+            policy,
+            ..target
+        }
     }
 
     /// The routes of a Service port for the clients of a namespace.
@@ -200,6 +205,7 @@ impl Index {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
+            service: None,
             routes: None,
             policy: None,
         };
@@ -220,6 +226,7 @@ impl Index {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
+            service: None,
             routes: None,
             policy: None,
         })
@@ -228,13 +235,15 @@ impl Index {
     /// A pod by its own address. It has the routes of the oldest headless Service that selects it.
     fn pod_target(&self, destination: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let pod = self.holder(destination.ip())?;
-        let headless = self.headless_ports(pod, destination.port());
-        let headless: Vec<_> = headless.collect();
+        let headless = self.headless_ports(pod);
+        let headless = headless.filter(|(at, ..)| *at == destination.port());
+        let headless: Vec<_> = headless.map(|(_, service, port)| (service, port)).collect();
         let target = Target {
             kind: TargetKind::Pod,
             key: pod.key.clone(),
             app_protocol: headless_protocol(&headless),
             session_affinity: 0,
+            service: None,
             routes: None,
             policy: None,
             endpoints: vec![Endpoint {
@@ -246,10 +255,7 @@ impl Index {
                 draining: false,
             }],
         };
-        let oldest = headless.iter();
-        let oldest =
-            oldest.min_by_key(|(service, port)| (service.created, &service.key, port.port));
-        Some(match oldest {
+        Some(match oldest(&headless) {
             None => everywhere(target),
             Some((service, port)) => {
                 self.with_routes(&service.key, port.port, (Area::Cluster, target), client)
@@ -261,25 +267,6 @@ impl Index {
     pub(super) fn holder(&self, address: IpAddr) -> Option<&Pod> {
         self.pods_at(address)
             .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))
-    }
-
-    /// The headless Services that select a pod, with their port that leads to a port of it.
-    fn headless_ports<'a>(
-        &'a self,
-        pod: &'a Pod,
-        port: u16,
-    ) -> impl Iterator<Item = (&'a Service, &'a ServicePort)> {
-        let slices = self.slices_of_pod.get(&pod.key).into_iter().flatten();
-        slices.filter_map(move |slice| {
-            let slice = &self.slices[slice];
-            let service = self.services.get(slice.service.as_ref()?)?;
-            let is_tcp = |protocol| protocol == Transport::Tcp;
-            let mut ports = slice.ports.iter();
-            let at = ports.find(|at| at.port == port && is_tcp(at.protocol))?;
-            let mut ports = service.ports.iter();
-            let port = ports.find(|port| port.name == at.name && is_tcp(port.protocol))?;
-            (service.is_headless && service.selects(pod)).then_some((service, port))
-        })
     }
 
     /// The endpoints of a port that are ready or drain, in the family of the cluster IP.
@@ -373,6 +360,7 @@ fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint
         app_protocol: port.app_protocol.clone(),
         session_affinity: service.session_affinity,
         endpoints,
+        service: None,
         routes: None,
         policy: None,
     }

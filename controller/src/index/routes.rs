@@ -230,6 +230,11 @@ impl Routes {
         primaries.into_iter().collect()
     }
 
+    /// Whether there are routes for a Service.
+    pub(super) fn has(&self, service: &Key) -> bool {
+        self.attachments.contains_key(service)
+    }
+
     pub(super) fn has_canaries(&self, service: &Key) -> bool {
         self.canaries.contains_key(service)
     }

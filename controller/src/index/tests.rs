@@ -1181,7 +1181,10 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.services_at.len(),
             lived.services_outside.len() + lived.services_on_nodes.len(),
             lived.pods_at.len() + lived.nodes_at.len(),
-            lived.routes.links() + lived.policies.links() + lived.limits.links(),
+            lived.routes.links()
+                + lived.policies.links()
+                + lived.limits.links()
+                + lived.headless.links(),
         );
         assert_eq!(
             links,
@@ -1199,8 +1202,13 @@ fn changes_are_reported_and_deltas_transform_states() {
         for step in 0..60 {
             let before = answers(&index);
             let mut touched = Touched::default();
-            index.apply(chance.change(), &mut touched);
+            index.change(chance.change(), &mut touched);
+            let has_statuses = index.settle(&mut touched);
             let after = answers(&index);
+            assert!(
+                before.2 == after.2 || has_statuses,
+                "seed {seed} step {step}"
+            );
             for ((destination, client), ((_, old), (scope, new))) in
                 requests().iter().zip(before.0.iter().zip(&after.0))
             {

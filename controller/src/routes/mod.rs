@@ -6,6 +6,7 @@
 
 pub mod attach;
 pub mod canary;
+pub mod enforcement;
 pub(crate) mod filters;
 pub mod lease;
 pub(crate) mod matches;
@@ -31,6 +32,9 @@ pub(crate) const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
 const INCOMPATIBLE_FILTERS: &str = "IncompatibleFilters";
 const NO_MATCHING_PARENT: &str = "NoMatchingParent";
 const CONFLICTED: &str = "Conflicted";
+/// The condition of the mesh about headless Services: False while older ones decide at some pods.
+pub const APPLIES_TO_ALL_PODS: &str = "diy-service-mesh.dev/AppliesToAllPods";
+pub(crate) const OLDER_SERVICE: &str = "OlderService";
 /// For references to backends.
 pub const INVALID_KIND: &str = "InvalidKind";
 /// For references to backends.
@@ -97,7 +101,7 @@ impl ParentReference {
     }
 
     /// Whether the reference is to a port of its Service.
-    fn selects(&self, port: &ServicePort) -> bool {
+    pub(crate) fn selects(&self, port: &ServicePort) -> bool {
         let section = self.section_name.as_deref().filter(|name| !name.is_empty());
         self.port.is_none_or(|number| number == port.port)
             && section.is_none_or(|name| name == port.name)
@@ -111,7 +115,7 @@ pub struct Condition {
     pub kind: &'static str,
     /// Whether it holds.
     pub holds: bool,
-    /// A reason of the specification.
+    /// A reason of the specification, or of a condition of the mesh.
     pub reason: &'static str,
     /// What is wrong, where, and what to do.
     pub message: String,

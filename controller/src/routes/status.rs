@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::index::object::Kind;
+use crate::policy;
 
 /// The `controllerName` of the mesh.
 pub const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
@@ -115,10 +116,7 @@ fn updated(entry: &Value, status: &ParentStatus, generation: i64, now: &str) -> 
     for old in before {
         match status.conditions.iter().find(|new| old["type"] == new.kind) {
             Some(new) => conditions.push(condition(new, Some(old), generation, now)),
-            // Types with a domain belong to others.
-            None if old["type"].as_str().is_some_and(|kind| kind.contains('/')) => {
-                conditions.push(old.clone());
-            }
+            None if is_of_others(&old["type"]) => conditions.push(old.clone()),
             None => {}
         }
     }
@@ -130,6 +128,12 @@ fn updated(entry: &Value, status: &ParentStatus, generation: i64, now: &str) -> 
     let mut entry = entry.clone();
     entry["conditions"] = conditions.into();
     entry
+}
+
+/// Whether a type of conditions has a domain that is not that of the mesh.
+fn is_of_others(kind: &Value) -> bool {
+    let kind = kind.as_str().and_then(|kind| kind.split_once('/'));
+    kind.is_some_and(|(domain, _)| domain != policy::GROUP)
 }
 
 /// A condition, with the time of its last transition.
@@ -184,6 +188,7 @@ mod tests {
 
     use super::*;
     use crate::routes::testing::{KIND, accepted, service, status};
+    use crate::routes::{APPLIES_TO_ALL_PODS, OLDER_SERVICE};
 
     const NOW: &str = "2026-11-22T09:00:00Z";
     const LATER: &str = "2026-11-22T10:00:00Z";
@@ -313,6 +318,7 @@ mod tests {
             "conditions": [
                 {"type": "example.net/Audited", "status": "True"},
                 {"type": "PartiallyInvalid", "status": "True"},
+                {"type": "diy-service-mesh.dev/Enforced", "status": "False"},
             ],
         }]));
         let desired = status(2, vec![service("web", None, vec![accepted(false)])]);
@@ -320,6 +326,45 @@ mod tests {
         let conditions = merged["parents"][0]["conditions"].as_array().unwrap();
         let kinds: Vec<&Value> = conditions.iter().map(|one| &one["type"]).collect();
         assert_eq!(kinds, ["example.net/Audited", "Accepted"]);
+    }
+
+    #[test]
+    fn condition_about_pods_is_written_kept_and_removed_beside_those_of_others() {
+        let audited = json!({"type": "example.net/Audited", "status": "True"});
+        let mut object = route(json!([gateway(), {
+            "parentRef": {"group": "", "kind": "Service", "name": "web"},
+            "controllerName": CONTROLLER_NAME, "conditions": [audited],
+        }]));
+        let older = |message: &str| Condition {
+            kind: APPLIES_TO_ALL_PODS,
+            reason: OLDER_SERVICE,
+            message: message.to_owned(),
+            ..accepted(false)
+        };
+        let mut merged_with = |conditions: Vec<Condition>, now| {
+            let desired = status(2, vec![service("web", None, conditions)]);
+            let merged = merge(KIND, &object, Some(&desired), now)?;
+            assert_eq!(merged["parents"][0], gateway());
+            object.data["status"] = merged.clone();
+            Some(merged["parents"][1]["conditions"].clone())
+        };
+        let kinds = |conditions: &Value| -> Vec<String> {
+            let all = conditions.as_array().unwrap().iter();
+            all.map(|one| one["type"].as_str().unwrap().to_owned())
+                .collect()
+        };
+        let written = merged_with(vec![accepted(true), older("2 pods")], NOW).unwrap();
+        let expected = ["example.net/Audited", "Accepted", APPLIES_TO_ALL_PODS];
+        assert_eq!(kinds(&written), expected);
+        assert_eq!(written[2]["status"], "False");
+        assert_eq!(written[2]["reason"], "OlderService");
+        let same = vec![accepted(true), older("2 pods")];
+        assert_eq!(merged_with(same, LATER), None);
+        let other = merged_with(vec![accepted(true), older("1 pod")], LATER).unwrap();
+        assert_eq!(other[2]["message"], "1 pod");
+        assert_eq!(other[2]["lastTransitionTime"], NOW);
+        let removed = merged_with(vec![accepted(true)], LATER).unwrap();
+        assert_eq!(kinds(&removed), expected[..2]);
     }
 
     #[test]

@@ -397,6 +397,7 @@ mod tests {
     use diy_mesh_control_plane::events::Queue;
 
     use super::*;
+    use crate::routes::APPLIES_TO_ALL_PODS;
     use crate::routes::lease::Timing;
     use crate::routes::status::CONTROLLER_NAME;
     use crate::routes::testing::{ApiServer, KIND, accepted, service, status};
@@ -526,6 +527,32 @@ mod tests {
         let get = "GET namespaces/shop/routes/web";
         assert_eq!(fixture.calls().await, [get, put]);
         assert_eq!(fixture.metrics.statuses_written.get(), 2);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn writes_and_removes_a_condition_about_pods() {
+        let fixture = Fixture::start(server(), vec![desired(1, true)]);
+        fixture.until("is written", is_written(1)).await;
+        let mut with_older = desired(1, true);
+        with_older.parents[0].conditions.push(Condition {
+            kind: APPLIES_TO_ALL_PODS,
+            ..accepted(false)
+        });
+        fixture.set(vec![with_older]);
+        let has = |number| {
+            move |status: &Value| {
+                let conditions = status["parents"][1]["conditions"].as_array();
+                conditions.is_some_and(|all| all.len() == number)
+            }
+        };
+        let written = fixture.until("has the condition", has(2)).await;
+        let kind = &written["parents"][1]["conditions"][1]["type"];
+        assert_eq!(kind, APPLIES_TO_ALL_PODS);
+        fixture.set(vec![desired(1, true)]);
+        let removed = fixture.until("has no such condition", has(1)).await;
+        let kind = &removed["parents"][1]["conditions"][0]["type"];
+        assert_eq!(kind, "Accepted");
+        assert_eq!(removed["parents"][0], written["parents"][0]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -2,7 +2,7 @@
 //! prints what happens with the requests to a Service, from a cluster or from files. Changes
 //! nothing.
 
-use std::{fs, io, path::PathBuf, process::ExitCode};
+use std::{collections::BTreeSet, fs, io, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -107,8 +107,7 @@ fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
     let objects = match arguments.filename.is_empty() {
         true => super::block_on(async {
             let cluster = connect(arguments).await?;
-            let objects = routes::fetch_all(&cluster.client).await;
-            objects.map_err(|error| anyhow!("failed to list Services, routes or policies: {error}"))
+            fetch(&cluster, &arguments.services).await
         })??,
         false => from_files(&arguments.filename)?,
     };
@@ -122,6 +121,33 @@ fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
         }
     }
     Ok(all)
+}
+
+/// What decides about the requests to Services.
+async fn fetch(cluster: &Cluster, services: &[Key]) -> Result<Vec<Value>> {
+    let objects = routes::fetch_all(&cluster.client).await;
+    let mut objects =
+        objects.map_err(|error| anyhow!("failed to list Services, routes or policies: {error}"))?;
+    let headless = services.iter().filter(|key| is_headless(&objects, key));
+    let namespaces: BTreeSet<_> = headless.map(|key| key.namespace.clone()).collect();
+    for namespace in namespaces {
+        let pods = routes::fetch_pods(&cluster.client, &namespace).await;
+        let pods = pods.map_err(|error| {
+            anyhow!("failed to list the pods or EndpointSlices of {namespace}: {error}")
+        })?;
+        objects.extend(pods);
+    }
+    Ok(objects)
+}
+
+fn is_headless(objects: &[Value], service: &Key) -> bool {
+    objects.iter().any(|object| {
+        let metadata = &object["metadata"];
+        object["kind"] == "Service"
+            && metadata["namespace"] == *service.namespace
+            && metadata["name"] == *service.name
+            && object["spec"]["clusterIP"] == "None"
+    })
 }
 
 async fn connect(arguments: &Arguments) -> Result<Cluster> {
@@ -204,7 +230,23 @@ fn table(routes: &[Route], colors: Colors) -> String {
     let bold = |text: &str| (TextStyle::Bold, text.to_owned());
     let mut rows = vec![headings.map(bold).to_vec()];
     rows.extend(routes.iter().flat_map(rows_of));
-    colors.table(&rows)
+    let mut text = colors.table(&rows);
+    for route in routes {
+        let parents = route.parents.iter();
+        let problems = parents.flat_map(|parent| parent.problems().map(move |one| (parent, one)));
+        for (parent, one) in problems {
+            let line = format!(
+                "{}, parent {}: {} is False, {}: {}",
+                route.title(),
+                parent.title(),
+                one.kind,
+                one.reason,
+                one.message
+            );
+            text.push_str(&format!("problem: {}\n", terminal::printable(&line)));
+        }
+    }
+    text
 }
 
 /// One row per parent or backend, whichever are more.
@@ -272,6 +314,11 @@ mod tests {
         let conditions = json!([
             testing::condition("Accepted", "True", "Accepted"),
             testing::condition("ResolvedRefs", "False", "InvalidKind"),
+            testing::condition(
+                "diy-service-mesh.dev/AppliesToAllPods",
+                "False",
+                "OlderService",
+            ),
         ]);
         let one = Route::read(&route(conditions)).unwrap();
         let mut other = one.clone();
@@ -283,6 +330,7 @@ HTTPRoute shop/canary  shop/web:80  True      False: InvalidKind  1     shop/web
                                                                   1     shop/web-v2:80     10
                                                                   2     Bucket data/files  1
 HTTPRoute shop/plain   shop/web:80  -         -                   1     none
+problem: HTTPRoute shop/canary, parent shop/web:80: diy-service-mesh.dev/AppliesToAllPods is False, OlderService: what to do
 ";
         assert_eq!(table(&[one, other], Colors::DISABLED), expected);
     }
@@ -310,6 +358,18 @@ PORT  REQUESTS             BACKEND                        WEIGHT  FROM          
         for text in ["shop", "/", "a/b/c", "a/"] {
             assert!(service(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn pods_and_slices_decide_about_headless_services_only() {
+        let service = |name: &str, ip: &str| {
+            json!({"kind": "Service", "metadata": {"name": name, "namespace": "shop"},
+            "spec": {"clusterIP": ip}})
+        };
+        let objects = [service("web", "10.0.0.1"), service("pods", "None")];
+        assert!(is_headless(&objects, &Key::new("shop", "pods")));
+        assert!(!is_headless(&objects, &Key::new("shop", "web")));
+        assert!(!is_headless(&objects, &Key::new("other", "pods")));
     }
 
     #[test]

@@ -1,0 +1,197 @@
+//! Headless Services: the ports of pods to which they lead. Of several for one port of a pod, the
+//! oldest one decides, and the authors of routes and policies of the others get a condition. Pure.
+//!
+//! A change marks the pods that it may concern. They are compared again once for all changes of a
+//! batch.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use super::Index;
+use super::object::{Key, Kind, Pod, Service, ServicePort, Transport};
+use crate::policy::Effective;
+use crate::routes::{APPLIES_TO_ALL_PODS, Condition, OLDER_SERVICE, ParentReference, RouteStatus};
+
+/// Names of Services, and of pods, in one condition.
+const MAX_NAMES: usize = 4;
+
+/// Ports of a headless Service, with the older Service that decides at a pod.
+type Older = BTreeMap<u16, Key>;
+
+/// The headless Services with pods of which an older one decides.
+#[derive(Debug, Default)]
+pub(super) struct Headless {
+    /// By Service and pod.
+    older: HashMap<Key, BTreeMap<Key, Older>>,
+    /// The Services of each pod.
+    of_pod: HashMap<Key, BTreeSet<Key>>,
+    /// Pods that are to be compared again.
+    pub(super) changed: BTreeSet<Key>,
+}
+
+impl Headless {
+    /// Replaces what holds for a pod. Returns the Services for which it differs from before.
+    fn update(&mut self, pod: &Key, next: BTreeMap<Key, Older>) -> Vec<Key> {
+        let mut services = self.of_pod.remove(pod).unwrap_or_default();
+        services.extend(next.keys().cloned());
+        let differs = |service: &Key| {
+            let new = next.get(service);
+            let pods = self.older.entry(service.clone()).or_default();
+            let old = match new {
+                Some(new) => pods.insert(pod.clone(), new.clone()),
+                None => pods.remove(pod),
+            };
+            if pods.is_empty() {
+                self.older.remove(service);
+            }
+            old.as_ref() != new
+        };
+        let changed = services.into_iter().filter(differs).collect();
+        if !next.is_empty() {
+            self.of_pod.insert(pod.clone(), next.into_keys().collect());
+        }
+        changed
+    }
+
+    /// The number of references between objects.
+    #[cfg(test)]
+    pub(super) fn links(&self) -> usize {
+        self.older.len() + self.of_pod.len() + self.changed.len()
+    }
+}
+
+impl Index {
+    /// The ports of a pod to which the headless Services that select it lead, with the port of the
+    /// Service.
+    pub(super) fn headless_ports<'a>(
+        &'a self,
+        pod: &'a Pod,
+    ) -> impl Iterator<Item = (u16, &'a Service, &'a ServicePort)> {
+        let slices = self.slices_of_pod.get(&pod.key).into_iter().flatten();
+        let slices = slices.map(|key| &self.slices[key]);
+        slices.flat_map(move |slice| {
+            let service = slice.service.as_ref();
+            let service = service.and_then(|key| self.services.get(key));
+            let service = service.filter(|service| service.is_headless && service.selects(pod));
+            service.into_iter().flat_map(|service| {
+                let ports = slice.ports.iter();
+                let ports = ports.filter(|at| at.protocol == Transport::Tcp);
+                ports.filter_map(move |at| {
+                    let port = service.tcp_port(|port| port.name == at.name)?;
+                    Some((at.port, service, port))
+                })
+            })
+        })
+    }
+
+    /// Compares the changed pods. Returns whether the status of a route or of a policy may have
+    /// changed.
+    pub(super) fn settle_headless(&mut self) -> bool {
+        let mut is_concerned = false;
+        for pod in std::mem::take(&mut self.headless.changed) {
+            let next = self.pods.get(&pod).map(|pod| self.older_at(pod));
+            let services = self.headless.update(&pod, next.unwrap_or_default());
+            let mut services = services.iter();
+            is_concerned |= services
+                .any(|service| self.routes.has(service) || self.policies.is_target(service));
+        }
+        is_concerned
+    }
+
+    /// The headless Services of a pod of which older ones decide at their ports.
+    fn older_at(&self, pod: &Pod) -> BTreeMap<Key, Older> {
+        let mut of_port: BTreeMap<u16, Vec<_>> = BTreeMap::new();
+        for (at, service, port) in self.headless_ports(pod) {
+            of_port.entry(at).or_default().push((service, port));
+        }
+        let mut older: BTreeMap<Key, Older> = BTreeMap::new();
+        for ports in of_port.values() {
+            let Some((oldest, _)) = oldest(ports) else {
+                continue;
+            };
+            for (service, port) in ports.iter().filter(|(one, _)| one.key != oldest.key) {
+                let of_service = older.entry(service.key.clone()).or_default();
+                of_service.insert(port.port, oldest.key.clone());
+            }
+        }
+        older
+    }
+
+    /// Adds the condition about older headless Services where it applies.
+    pub(super) fn add_older_services(&self, status: &mut RouteStatus) {
+        let (kind, key) = (status.kind, &status.key);
+        for parent in &mut status.parents {
+            let mut conditions = parent.conditions.iter();
+            let is_accepted = conditions.any(|one| one.kind == "Accepted" && one.holds);
+            let older = self.older_services(key, &parent.parent);
+            let older = older.filter(|_| is_accepted && self.concerns_clients(kind, key));
+            parent.conditions.extend(older);
+        }
+    }
+
+    /// Not a policy with nothing but rate limits, which every Service of a pod has there.
+    fn concerns_clients(&self, kind: Kind, key: &Key) -> bool {
+        let policy = self.policies.objects.get(key);
+        let policy = policy.filter(|_| kind == Kind::TrafficPolicy);
+        policy.is_none_or(|policy| {
+            let effective = Effective::of(policy.settings.as_deref().ok(), None);
+            effective.is_some_and(|one| one.concerns_clients())
+        })
+    }
+
+    /// The condition of a route or of a policy at a parent, if there are older Services. Pods are
+    /// named to authors of their own namespace only.
+    fn older_services(&self, route: &Key, parent: &ParentReference) -> Option<Condition> {
+        let key = parent.key(route);
+        let is_service = parent.kind.as_deref() == Some(Kind::Service.name());
+        let all = self.headless.older.get(&key).filter(|_| is_service)?;
+        let ports = self.services.get(&key)?.ports.iter();
+        let ports = ports.filter(|port| parent.selects(port));
+        let ports: BTreeSet<u16> = ports.map(|port| port.port).collect();
+        let (mut pods, mut services) = (Vec::new(), BTreeSet::new());
+        for (pod, older) in all {
+            let older = older.iter().filter(|(port, _)| ports.contains(port));
+            let mut older = older.map(|(_, older)| older).peekable();
+            if older.peek().is_some() {
+                pods.push(&*pod.name);
+                services.extend(older);
+            }
+        }
+        let names = match key.namespace == route.namespace {
+            true => format!(" (pods {})", shortened(pods.iter())),
+            false => String::new(),
+        };
+        (!pods.is_empty()).then(|| Condition {
+            kind: APPLIES_TO_ALL_PODS,
+            holds: false,
+            reason: OLDER_SERVICE,
+            message: format!(
+                "routes and policies of older headless Services apply to {} of the pods of \
+                 {key}: {}{names}",
+                pods.len(),
+                shortened(services.iter())
+            ),
+        })
+    }
+}
+
+/// The oldest Service, with its first port.
+pub(super) fn oldest<'a>(
+    ports: &[(&'a Service, &'a ServicePort)],
+) -> Option<(&'a Service, &'a ServicePort)> {
+    let ports = ports.iter().copied();
+    ports.min_by_key(|(service, port)| (service.created, &service.key, port.port))
+}
+
+/// The first names, and the number of the others.
+fn shortened(names: impl ExactSizeIterator<Item = impl ToString>) -> String {
+    let others = names.len().saturating_sub(MAX_NAMES);
+    let first = names.take(MAX_NAMES).map(|name| name.to_string());
+    let first = Vec::from_iter(first).join(", ");
+    match others {
+        0 => first,
+        others => format!("{first} and {others} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests;
