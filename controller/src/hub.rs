@@ -6,8 +6,10 @@
 //! stay bounded.
 //!
 //! Two locks: that of the index, and that of the subscribers, in this order. States are resolved
-//! under a shared lock of the index only, so streams read their queues meanwhile.
+//! under a shared lock of the index only, so streams read their queues meanwhile. The conditions of
+//! `enforcement` have a lock of their own, which is taken alone.
 
+mod enforcement;
 mod published;
 mod queue;
 mod resources;
@@ -29,6 +31,7 @@ use crate::index::object::{Change, Event, Key, Kind, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
+use crate::routes::enforcement::Reports;
 pub use published::Published;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
@@ -72,6 +75,8 @@ pub struct Hub {
     changed: watch::Sender<()>,
     /// Notified after each change that may concern the status of a route.
     routed: watch::Sender<()>,
+    /// The routes and policies that connected proxies do not apply.
+    reports: Arc<Mutex<Reports>>,
 }
 
 /// Sizes for the metrics.
@@ -83,6 +88,8 @@ pub struct Counts {
     pub resources: usize,
     /// Subscriptions to them.
     pub subscriptions: usize,
+    /// Streams of proxies without the capability `routes`, and without `policy`.
+    pub missing: [usize; 2],
 }
 
 impl Hub {
@@ -96,6 +103,7 @@ impl Hub {
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
             routed: watch::Sender::new(()),
+            reports: Arc::default(),
         }
     }
 
@@ -198,7 +206,10 @@ impl Hub {
 
     /// What the authors of routes are told: all routes with a parent that is a Service.
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
-        self.index().route_statuses()
+        let mut statuses = self.index().route_statuses();
+        let reports = self.reports();
+        statuses.iter_mut().for_each(|one| reports.add_to(one));
+        statuses
     }
 
     /// Notified when the status of a route may have changed.
@@ -271,8 +282,10 @@ impl Hub {
     /// Sizes for the metrics.
     pub fn counts(&self) -> Counts {
         let index = self.index();
-        let (resources, subscriptions) = self.subscribers().counts();
+        let subscribers = self.subscribers();
+        let (resources, subscriptions) = subscribers.counts();
         Counts {
+            missing: subscribers.count_missing(),
             objects: Kind::ALL.map(|kind| (kind, index.count(kind))).into(),
             resources,
             subscriptions,
@@ -299,6 +312,10 @@ impl Hub {
     /// After a panic under a lock, index and subscribers stay in use.
     fn index(&self) -> RwLockReadGuard<'_, Index> {
         self.index.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn reports(&self) -> MutexGuard<'_, Reports> {
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn subscribers(&self) -> MutexGuard<'_, Subscribers> {

@@ -307,7 +307,7 @@ impl Controller {
             // These run until the servers end.
             _ = async { tokio::join!(
                 catalog, follow, synced, self.run_authority, signal, publish_events,
-                observe_authority, &mut publish_statuses
+                observe_authority, hub.review_enforcement(), &mut publish_statuses
             ) } => Ok(()),
         };
         // Another replica does not wait for the Lease of this one.

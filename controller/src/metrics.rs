@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use diy_mesh_proto::{CAPABILITY_POLICY, CAPABILITY_ROUTES};
 use diy_mesh_runtime::metrics::{on_scrape, register_family, register_process, render};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
@@ -156,6 +157,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         objects,
         resources,
         subscriptions,
+        missing: [routes, policy],
     } = hub.counts();
     let objects = objects
         .into_iter()
@@ -170,6 +172,16 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         [
             ("resources", resources as i64),
             ("subscribers", subscriptions as i64),
+        ],
+    )?;
+    encode_gauges(
+        encoder,
+        "streams_without_capability",
+        "Discover streams of proxies that do not announce a capability",
+        "capability",
+        [
+            (CAPABILITY_ROUTES, routes as i64),
+            (CAPABILITY_POLICY, policy as i64),
         ],
     )
 }

@@ -3,10 +3,13 @@
 
 mod support;
 
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::ResourceType;
 use proto::discover_response::Update;
-use support::{Client, DEADLINE, Discover, Sandbox, claims, web};
+use support::{Client, DEADLINE, Discover, Sandbox, claims, pod_manifest, web};
 
 const WEB: &str = "10.96.0.7:80";
 
@@ -419,4 +422,80 @@ spec:
         max_requests(&snapshot(&mut discover, "shop/web:80").await),
         Some(8)
     );
+}
+
+/// The log of all controllers of this process.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    async fn line(&self, text: &str) -> String {
+        let poll = async {
+            loop {
+                let log = String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned();
+                if let Some(line) = log.lines().find(|line| line.contains(text)) {
+                    return line.to_owned();
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let found = tokio::time::timeout(2 * DEADLINE, poll).await;
+        found.unwrap_or_else(|_| panic!("no line with {text}"))
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn conditions_tell_which_proxies_do_not_announce_that_they_apply_routes() {
+    let log = Log::default();
+    let writer = log.clone();
+    tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .init();
+    // The pods of the tokens.
+    let pod = |name: &str, uid: &str| {
+        let pod = pod_manifest(name, &format!("10.0.1.{uid}"));
+        let uid = format!("namespace: shop, uid: '{uid}'}}");
+        pod.replacen("namespace: shop}", &uid, 1)
+    };
+    let pods = pod("web-1", "1") + &pod("web-2", "2");
+    let named = |name: &str| {
+        let route = route("shop", &to("{name: web, port: 80}"));
+        route.replace("name: r,", &format!("name: {name},"))
+    };
+    let sandbox = Sandbox::start(&[
+        ("web.yaml", web(&["10.0.0.1"])),
+        ("pods.yaml", pods),
+        ("r.yaml", named("enforced")),
+    ])
+    .await;
+    let mut current = sandbox.pod(2).await;
+    current.announced = Some("chunks, routes, policy");
+    let mut current = current.discover().await;
+    let mut old = sandbox.pod(1).await.discover().await;
+    for discover in [&mut current, &mut old] {
+        discover.subscribe(WEB, "").await;
+        backends(discover).await;
+    }
+    let line = log.line("Enforced=False").await;
+    let expected = "HTTPRoute shop/enforced, parent Service shop/web:80: Accepted=True; \
+        ResolvedRefs=True; diy-service-mesh.dev/Enforced=False, ProxyLacksCapability: \
+        proxies of an older release do not apply this route: those of 1 pod of namespace shop \
+        (web-1); restart these pods";
+    assert!(line.contains(expected), "{line}");
+    let (_, metrics) = sandbox.admin("/metrics").await;
+    for capability in ["routes", "policy"] {
+        let expected = format!("streams_without_capability{{capability=\"{capability}\"}} 1\n");
+        assert!(metrics.contains(&expected), "{metrics}");
+    }
 }

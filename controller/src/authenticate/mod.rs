@@ -48,7 +48,7 @@ pub struct Caller {
 }
 
 /// A pod, distinguished by its UID from a successor with the same name.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PodRef {
     /// The namespace.
     pub namespace: Arc<str>,

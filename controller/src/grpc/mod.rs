@@ -22,8 +22,8 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_ROUTES,
-    CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_POLICY,
+    CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -43,6 +43,7 @@ use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::TrustReceiver;
 use crate::hub::{CatalogError, Hub};
 use crate::index::Index;
+use crate::index::enforcement::Missing;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -258,11 +259,17 @@ impl Mesh {
         let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
+        // Clients without `policy` ignore the fields of policies.
+        let missing = Missing {
+            routes: !announces(announced, CAPABILITY_ROUTES),
+            policy: !announces(announced, CAPABILITY_POLICY),
+        };
         let announced = subscriptions::Announced {
             chunks: announces(announced, CAPABILITY_CHUNKS),
             routes: announces(announced, CAPABILITY_ROUTES),
         };
-        let subscriber = hub.watch_resources(caller.pod.clone());
+        let mut subscriber = hub.watch_resources(caller.pod.clone());
+        subscriber.set_missing(missing);
         let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
         // Dropped with the responses.

@@ -129,6 +129,7 @@ mod tests {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: (1..=endpoints).map(endpoint).collect(),
+            service: None,
             routes: None,
             policy: None,
         }))

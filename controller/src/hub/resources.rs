@@ -9,7 +9,7 @@ use crate::index::object::Resource;
 
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {
-    hub: Hub,
+    pub(super) hub: Hub,
     pub(super) id: u64,
     pub(super) queue: Arc<ResourceQueue>,
 }

@@ -9,9 +9,11 @@ use super::Published;
 use super::queue::Queue;
 use super::watched::{Resolved, Watched};
 use crate::authenticate::PodRef;
+use crate::index::enforcement::Missing;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
 use crate::index::{Index, Touched};
+use crate::routes::attach::Table;
 
 /// The notifications of a subscriber to resources.
 pub(super) type ResourceQueue = Queue<Arc<Resource>, Arc<Published>>;
@@ -28,6 +30,8 @@ pub(super) struct Subscribers {
     all: HashMap<u64, Arc<ServiceQueue>>,
     clients: HashMap<u64, Client>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
+    /// The clients that lack capabilities.
+    missing: BTreeMap<u64, Missing>,
     next_id: u64,
 }
 
@@ -73,6 +77,7 @@ impl Subscribers {
         let Some(client) = self.clients.remove(&id) else {
             return;
         };
+        self.missing.remove(&id);
         for resource in &client.subscribed {
             self.forget(resource, id);
         }
@@ -84,6 +89,57 @@ impl Subscribers {
                 self.clients_of_pod.remove(&key);
             }
         }
+    }
+
+    pub(super) fn set_missing(&mut self, id: u64, missing: Missing) {
+        let has_pod = self.client(id).pod.is_some();
+        if has_pod && missing != Missing::default() {
+            self.missing.insert(id, missing);
+        }
+    }
+
+    /// The clients without the capability `routes`, and without `policy`.
+    pub(super) fn count_missing(&self) -> [usize; 2] {
+        let clients = self.missing.values();
+        [
+            clients.clone().filter(|missing| missing.routes).count(),
+            clients.filter(|missing| missing.policy).count(),
+        ]
+    }
+
+    /// The clients that lack capabilities, by their pod: in the order of names, and of streams.
+    pub(super) fn with_missing(&self) -> BTreeMap<PodRef, Vec<(u64, Missing)>> {
+        let mut clients: BTreeMap<PodRef, Vec<(u64, Missing)>> = BTreeMap::new();
+        for (id, missing) in &self.missing {
+            if let Some(pod) = &self.client(*id).pod {
+                clients
+                    .entry(pod.clone())
+                    .or_default()
+                    .push((*id, *missing));
+            }
+        }
+        clients
+    }
+
+    /// The Services that a client has subscribed to, with their routes.
+    pub(super) fn used(&self, id: u64) -> Vec<(Key, Option<Arc<Table>>)> {
+        let Some(client) = self.clients.get(&id) else {
+            return Vec::new();
+        };
+        let states = client.subscribed.iter().filter_map(|resource| {
+            let published = self.resources.get(resource)?.published(&client.location)?;
+            let target = published.state.target.as_ref()?;
+            Some((target.service.clone()?, target.routes.clone()))
+        });
+        // Many destinations of a Service have the same routes.
+        let version = |table: &Option<Arc<Table>>| table.as_ref().map(|table| table.version);
+        let distinct: HashMap<_, _> = states
+            .map(|(service, table)| ((service, version(&table)), table))
+            .collect();
+        let distinct = distinct.into_iter();
+        distinct
+            .map(|((service, _), table)| (service, table))
+            .collect()
     }
 
     pub(super) fn wake_clients(&self) {
@@ -313,5 +369,6 @@ impl Subscribers {
             && self.all.is_empty()
             && self.clients.is_empty()
             && self.clients_of_pod.is_empty()
+            && self.missing.is_empty()
     }
 }

@@ -103,16 +103,20 @@ impl Index {
         rounded(u32::try_from(ready).unwrap_or(u32::MAX))
     }
 
-    /// The limits of a pod.
-    pub(super) fn rate_limits(&self, pod: &Pod) -> Vec<proto::RateLimit> {
+    /// The Services whose limits a pod has, with their replicas.
+    pub(super) fn limiting(&self, pod: &Pod) -> impl Iterator<Item = (&Service, u32)> {
         let services = self.limits.of(&pod.key.namespace);
         let services = services.map(|(key, replicas)| (&self.services[key], *replicas));
         let mut services: Vec<_> = services
             .filter(|(service, _)| service.selects(pod))
             .collect();
         services.sort_by_key(|(service, _)| (service.created, &service.key));
-        let services = services.into_iter().take(MAX_SERVICES);
-        let limits = services.flat_map(|(service, replicas)| {
+        services.into_iter().take(MAX_SERVICES)
+    }
+
+    /// The limits of a pod.
+    pub(super) fn rate_limits(&self, pod: &Pod) -> Vec<proto::RateLimit> {
+        let limits = self.limiting(pod).flat_map(|(service, replicas)| {
             let limits = self.policies.rate_limits(&service.key);
             let ports = target_ports(service, pod);
             limits

@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod enforcement;
 mod headless;
 mod limits;
 pub mod locality;

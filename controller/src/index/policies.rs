@@ -12,7 +12,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 use super::object::{Key, Kind, Service, Source, Transport};
 use super::store::{Replaced, Store};
 use super::{link, unlink};
-use crate::policy::{Effective, Policy, Requests, Settings, Target};
+use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
 use crate::routes::attach::Table;
 use crate::routes::{ParentStatus, RouteStatus};
 
@@ -149,6 +149,25 @@ impl Policies {
             None => drop(self.of_service.remove(key)),
         }
         true
+    }
+
+    /// The policies with sections in force for the clients of a Service, or for its pods, with their
+    /// targets.
+    pub(super) fn sources(&self, service: &Key, side: Side) -> Vec<(Key, Target)> {
+        let of_namespace = Target::Namespace(service.namespace.clone());
+        let layers = [Target::Service(service.clone()), of_namespace].into_iter();
+        let mut replaced = Vec::new();
+        let layers = layers.filter_map(|target| {
+            let sections = self.settings(&target)?.sections(side);
+            let is_replaced = |at: usize| replaced.get(at).copied().unwrap_or(false);
+            let is_in_force = sections
+                .iter()
+                .enumerate()
+                .any(|(at, has)| *has && !is_replaced(at));
+            replaced = sections;
+            is_in_force.then(|| (self.applied[&target].clone(), target))
+        });
+        layers.collect()
     }
 
     fn settings(&self, target: &Target) -> Option<&Settings> {

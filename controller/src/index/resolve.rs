@@ -151,7 +151,11 @@ impl Index {
     fn with_policy(&self, service: &Key, target: Target) -> Target {
         let policy = self.policy(service);
         let policy = policy.and_then(|policy| policy.backend.clone());
-        Target { policy, ..target }
+        Target {
+            service: Some(service.clone()),
+            policy,
+            ..target
+        }
     }
 
     /// The routes of a Service port for the clients of a namespace.
@@ -201,6 +205,7 @@ impl Index {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
+            service: None,
             routes: None,
             policy: None,
         };
@@ -221,6 +226,7 @@ impl Index {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints: Vec::new(),
+            service: None,
             routes: None,
             policy: None,
         })
@@ -237,6 +243,7 @@ impl Index {
             key: pod.key.clone(),
             app_protocol: headless_protocol(&headless),
             session_affinity: 0,
+            service: None,
             routes: None,
             policy: None,
             endpoints: vec![Endpoint {
@@ -353,6 +360,7 @@ fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint
         app_protocol: port.app_protocol.clone(),
         session_affinity: service.session_affinity,
         endpoints,
+        service: None,
         routes: None,
         policy: None,
     }

@@ -37,6 +37,8 @@ pub struct Target {
     /// The endpoints that are ready, and those that drain, ascending by address, without
     /// duplicates.
     pub endpoints: Vec<Endpoint>,
+    /// The Service whose routes and policy it has. Of a pod, a headless Service that selects it.
+    pub service: Option<Key>,
     /// The routes for the client, if there are any. Only destinations have routes.
     pub routes: Option<Arc<Table>>,
     /// How clients use the endpoints of the Service.
@@ -241,6 +243,7 @@ mod tests {
             app_protocol: String::new(),
             session_affinity: 0,
             endpoints,
+            service: None,
             routes: None,
             policy: None,
         }))
@@ -376,6 +379,7 @@ mod tests {
                 app_protocol: String::new(),
                 session_affinity: 0,
                 endpoints: vec![],
+                service: None,
                 routes: None,
                 policy: None,
             };

@@ -78,6 +78,15 @@ pub struct Settings {
     pub faults: Option<Arc<[proto::Fault]>>,
 }
 
+/// Who applies sections of a policy.
+#[derive(Clone, Copy, Debug)]
+pub enum Side {
+    /// The proxies of clients.
+    Clients,
+    /// The proxies of the pods of the Service.
+    Pods,
+}
+
 /// The section `retry`.
 #[derive(Debug, Default, PartialEq)]
 pub struct RetrySettings {
@@ -108,6 +117,25 @@ pub struct Requests {
     session: Option<proto::SessionPersistence>,
     /// Injected before rules apply.
     pub faults: Option<Arc<[proto::Fault]>>,
+}
+
+impl Settings {
+    /// For each section of a side, whether the policy has it.
+    pub fn sections(&self, side: Side) -> Vec<bool> {
+        match side {
+            Side::Clients => vec![
+                self.balancing.is_some(),
+                self.connections.is_some(),
+                self.outlier_detection.is_some(),
+                self.circuit_breaker.is_some(),
+                self.retry.is_some(),
+                self.timeouts.is_some(),
+                self.session.is_some(),
+                self.faults.is_some(),
+            ],
+            Side::Pods => vec![self.rate_limits.is_some()],
+        }
+    }
 }
 
 impl Policy {
@@ -275,7 +303,14 @@ impl Requests {
         });
         let everything = Arc::new(Match::default());
         let rules = vec![self.complete(&rule)];
-        Some(Table::new(vec![(0, everything)], rules, false, None, self))
+        Some(Table::new(
+            vec![(0, everything)],
+            rules,
+            false,
+            None,
+            self,
+            vec![],
+        ))
     }
 }
 

@@ -42,18 +42,21 @@ pub struct Table {
     pub tcp: Option<Arc<Rule<String>>>,
     /// The faults of the policy of the Service.
     pub faults: Arc<[Fault]>,
+    /// The routes with these rules.
+    pub routes: Vec<RouteId>,
     /// The digest of all of this.
     pub version: Version,
 }
 
 impl Table {
-    /// The table of these rules, with the faults of a policy.
+    /// The table of these rules of `routes`, with the faults of a policy.
     pub fn new(
         matches: Vec<(u32, Arc<Match>)>,
         rules: Vec<Arc<Rule<String>>>,
         grpc: bool,
         tcp: Option<Arc<Rule<String>>>,
         requests: &Requests,
+        routes: Vec<RouteId>,
     ) -> Table {
         let faults = requests.faults.clone().unwrap_or_default();
         let encoded: Vec<Vec<u8>> = faults.iter().map(Message::encode_to_vec).collect();
@@ -64,6 +67,7 @@ impl Table {
             grpc,
             tcp,
             faults,
+            routes,
         }
     }
 }
@@ -271,7 +275,7 @@ fn merge(
     let kind = kind.expect("a port without routes has no table");
     let mut tcp: Option<Arc<Rule<String>>> = None;
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut patterns, mut bytes) = (0, 0);
+    let (mut patterns, mut bytes, mut routes) = (0, 0, Vec::new());
     for position in selected {
         let candidate = &candidates[*position];
         let parsed = candidate.route.rules.iter().flatten();
@@ -296,6 +300,7 @@ fn merge(
         if verdict != Verdict::Accepted {
             continue;
         }
+        routes.push((candidate.route.kind, candidate.route.key.clone()));
         patterns += own_patterns;
         bytes += candidate.route.bytes;
         if tcp.is_none() && (is_tcp || candidate.route.is_split()) {
@@ -314,7 +319,14 @@ fn merge(
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    let table = Table::new(matches, rules, kind == Kind::GrpcRoute, tcp, requests);
+    let table = Table::new(
+        matches,
+        rules,
+        kind == Kind::GrpcRoute,
+        tcp,
+        requests,
+        routes,
+    );
     (Arc::new(table), verdicts)
 }
 

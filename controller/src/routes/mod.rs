@@ -6,6 +6,7 @@
 
 pub mod attach;
 pub mod canary;
+pub mod enforcement;
 pub(crate) mod filters;
 pub mod lease;
 pub(crate) mod matches;

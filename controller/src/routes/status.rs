@@ -318,6 +318,7 @@ mod tests {
             "conditions": [
                 {"type": "example.net/Audited", "status": "True"},
                 {"type": "PartiallyInvalid", "status": "True"},
+                {"type": "diy-service-mesh.dev/Enforced", "status": "False"},
             ],
         }]));
         let desired = status(2, vec![service("web", None, vec![accepted(false)])]);

@@ -1,0 +1,157 @@
+//! The condition `Enforced` of routes and policies: False while connected proxies of an older
+//! release do not apply them, else absent. Pure.
+//!
+//! Any meshed pod can connect, disconnect and subscribe as it likes. Therefore a condition, once
+//! set, stays as it is for `HOLD_TIME`, and few of them change at a time. The names of pods are for
+//! authors of their own namespace only.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::{Condition, RouteStatus};
+use crate::index::enforcement::Subject;
+use crate::index::object::{Key, Kind};
+use crate::policy::Target;
+
+/// The type of the condition.
+pub const ENFORCED: &str = "diy-service-mesh.dev/Enforced";
+const PROXY_LACKS_CAPABILITY: &str = "ProxyLacksCapability";
+/// Time that a condition stays after the last such proxy, and that its message stays at least.
+/// Streams end and begin again within this time.
+const HOLD_TIME: Duration = Duration::from_secs(300);
+/// Conditions that an update changes at most: each of them is two requests to the API server.
+const MAX_CHANGES: usize = 20;
+/// Names in a message.
+const MAX_NAMES: usize = 3;
+
+/// The pods whose proxies do not apply an object.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Pods {
+    /// Some of those in the namespace of the object.
+    names: Vec<Arc<str>>,
+    own: usize,
+    others: usize,
+}
+
+impl Pods {
+    /// Adds a pod, for an object of a namespace.
+    pub fn add(&mut self, pod: &Key, namespace: &str) {
+        if *pod.namespace != *namespace {
+            self.others += 1;
+            return;
+        }
+        self.own += 1;
+        if self.names.len() < MAX_NAMES {
+            self.names.push(pod.name.clone());
+        }
+    }
+
+    /// What the author of the object is told.
+    fn message(&self, subject: &Subject) -> String {
+        let count = |count: usize, of: &str| match count {
+            1 => format!("1 pod of {of}"),
+            _ => format!("{count} pods of {of}"),
+        };
+        let mut all = Vec::new();
+        if self.own > 0 {
+            let more = match self.own - self.names.len() {
+                0 => String::new(),
+                _ => ", ...".to_owned(),
+            };
+            let pods = count(self.own, &format!("namespace {}", subject.key.namespace));
+            all.push(format!("{pods} ({}{more})", self.names.join(", ")));
+        }
+        if self.others > 0 {
+            all.push(count(self.others, "other namespaces"));
+        }
+        let what = match subject.kind {
+            Kind::TrafficPolicy => "do not apply all of this policy",
+            _ => "do not apply this route",
+        };
+        format!(
+            "proxies of an older release {what}: those of {}; restart these pods, \
+             so that they get the current proxy",
+            all.join(" and ")
+        )
+    }
+}
+
+/// The conditions.
+#[derive(Debug, Default)]
+pub struct Reports(BTreeMap<Subject, Report>);
+
+#[derive(Debug)]
+struct Report {
+    message: String,
+    since: Instant,
+    /// The last time that a proxy did not apply the object.
+    seen: Instant,
+}
+
+impl Reports {
+    /// Updates the conditions to what a review has found. Returns whether there are changes.
+    pub fn update(&mut self, now: Instant, found: &BTreeMap<Subject, Pods>) -> bool {
+        let mut changes = 0;
+        let is_held = |since: Instant| now.duration_since(since) < HOLD_TIME;
+        self.0.retain(|subject, report| {
+            if found.contains_key(subject) {
+                report.seen = now;
+            }
+            let is_kept = is_held(report.seen) || changes >= MAX_CHANGES;
+            changes += usize::from(!is_kept);
+            is_kept
+        });
+        for (subject, pods) in found {
+            let message = pods.message(subject);
+            let known = self.0.get(subject);
+            let is_unchanged =
+                known.is_some_and(|known| known.message == message || is_held(known.since));
+            if !is_unchanged && changes < MAX_CHANGES {
+                changes += 1;
+                let report = Report {
+                    message,
+                    since: now,
+                    seen: now,
+                };
+                self.0.insert(subject.clone(), report);
+            }
+        }
+        changes > 0
+    }
+
+    /// Adds the conditions of an object to its status, where the object is accepted.
+    pub fn add_to(&self, status: &mut RouteStatus) {
+        if self.0.is_empty() {
+            return;
+        }
+        for parent in &mut status.parents {
+            let mut conditions = parent.conditions.iter();
+            if !conditions.any(|one| one.kind == "Accepted" && one.holds) {
+                continue;
+            }
+            let target = match parent.parent.kind.as_deref() {
+                Some("Namespace") => Target::Namespace(status.key.namespace.clone()),
+                _ => Target::Service(parent.parent.key(&status.key)),
+            };
+            let subject = Subject {
+                kind: status.kind,
+                key: status.key.clone(),
+                target,
+            };
+            parent
+                .conditions
+                .extend(self.0.get(&subject).map(|report| Condition {
+                    kind: ENFORCED,
+                    holds: false,
+                    reason: PROXY_LACKS_CAPABILITY,
+                    message: report.message.clone(),
+                }));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
