@@ -16,6 +16,8 @@ use workloads::{App, Responses};
 pub mod check;
 pub mod gateway_api;
 pub mod load;
+pub mod smi;
+pub mod versions;
 pub mod workloads;
 
 /// Limit for each wait on the cluster, such as a rollout.

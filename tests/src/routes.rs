@@ -69,6 +69,40 @@ pub fn rule(matches: &str, backend: &str) -> String {
     format!("{{matches: [{matches}], backendRefs: [{backend}]}}")
 }
 
+/// A TrafficSplit of Service `web` that sends this percentage to version 2.0: of the requests in an
+/// HTTPRouteGroup, or of all requests if its name is empty.
+pub fn traffic_split(namespace: &str, percentage: u32, group: &str) -> String {
+    let matches = match group {
+        "" => "[]".to_owned(),
+        name => format!("[{{kind: HTTPRouteGroup, name: {name}}}]"),
+    };
+    format!(
+        "
+apiVersion: split.smi-spec.io/v1alpha4
+kind: TrafficSplit
+metadata: {{name: web, namespace: {namespace}}}
+spec:
+  service: web
+  matches: {matches}
+  backends: [{{service: web-v1, weight: {}}}, {{service: web-v2, weight: {percentage}}}]
+",
+        100 - percentage
+    )
+}
+
+/// The HTTPRouteGroup `testers`: requests with these headers, a YAML mapping.
+pub fn route_group(namespace: &str, headers: &str) -> String {
+    format!(
+        "
+apiVersion: specs.smi-spec.io/v1alpha4
+kind: HTTPRouteGroup
+metadata: {{name: testers, namespace: {namespace}}}
+spec:
+  matches: [{{name: testers, pathRegex: '/.*', methods: [GET], headers: {headers}}}]
+"
+    )
+}
+
 /// A TrafficPolicy of Service shop/web with one section, in YAML.
 pub fn traffic_policy(section: &str) -> String {
     format!(

@@ -201,6 +201,19 @@ pub fn wait_for_line(
         .expect("the line is logged")
 }
 
+/// Waits for a line of any controller that contains these texts.
+pub fn controller_logs(sandbox: &Sandbox, parts: &[&str]) {
+    let pods = sandbox.view().pods_of("service-mesh", "controller");
+    let find = |view: &View| {
+        let mut lines = pods.iter().flat_map(|pod| view.lines(pod, "controller"));
+        let is_it = |line: &&String| parts.iter().all(|part| line.contains(part));
+        lines.find(is_it).cloned()
+    };
+    let what = format!("a controller logs {parts:?}");
+    let found = sandbox.wait(&what, READY_TIMEOUT, find);
+    found.expect("the line is logged");
+}
+
 /// Sends `GET /hello` from the container `shell` of a pod until the status is 200, and returns the
 /// response. The first requests may fail: rules and proxies learn of a ready endpoint with a delay.
 pub fn get(sandbox: &Sandbox, pod: &PodView, host: &str, port: u16) -> String {
@@ -242,6 +255,30 @@ pub fn request_until(
             "{what} {host}:{port}: no such response: {output:?}"
         );
     }
+}
+
+/// Sends a GET request to Service shop/web until the response begins with this status and contains
+/// this text, and returns it: routes reach proxies with a delay.
+pub fn response_until(
+    sandbox: &Sandbox,
+    pod: &PodView,
+    target: &str,
+    fields: &str,
+    expected: &str,
+) -> String {
+    let (status, text) = expected.split_once(' ').unwrap_or((expected, ""));
+    let is_expected = |response: &str| {
+        response.starts_with(&format!("HTTP/1.1 {status} ")) && response.contains(text)
+    };
+    let (request, service) = (format!("GET {target}"), ("web.shop", 80));
+    request_until(sandbox, pod, &request, service, fields, is_expected).stdout
+}
+
+/// Sends requests to Service shop/web on one connection, and returns the number of responses of
+/// version 1.0 and of version 2.0.
+pub fn versions(sandbox: &Sandbox, pod: &PodView, count: usize) -> [usize; 2] {
+    let responses = requests(sandbox, pod, "/hello", count);
+    ["Version: 1.0", "Version: 2.0"].map(|version| responses.matches(version).count())
 }
 
 /// Sends `GET` requests to Service shop/web on one connection, from the container `shell` of a pod,

@@ -2,11 +2,10 @@
 //! field, and do not disturb a valid route of the same Service.
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::gateway_api::{install, wait_for_condition};
+use diy_mesh_tests::cluster::gateway_api::{apply_canary, install};
 use diy_mesh_tests::cluster::load::Load;
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
-use diy_mesh_tests::routes::{canary, http_route, servers};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, versions, wait_for};
 use serde_json::{Value, json};
 
 /// Kind, parent and rule of an invalid route, then type, reason and a part of the message of its
@@ -197,22 +196,8 @@ fn unresolved() -> Vec<Case> {
 fn invalid_routes_get_a_condition_and_the_valid_one_stays_in_force() -> Result<()> {
     in_namespace("invalid-routes", |namespace| {
         install()?;
-        namespace.apply(&servers(&namespace.name))?;
-        namespace.rolled_out("web-v1")?;
-        namespace.rolled_out("web-v2")?;
-        let name = &namespace.name;
-        namespace.apply(&http_route(
-            name,
-            "web",
-            name,
-            &format!("[{}]", canary(100)),
-        ))?;
-        wait_for_condition(
-            namespace,
-            "httproute",
-            "web",
-            ["Accepted", "True", "Accepted"],
-        )?;
+        versions::start(namespace)?;
+        apply_canary(namespace, 100)?;
         let client = App {
             endpoint: "http://web/hello",
             interval_ms: "50",

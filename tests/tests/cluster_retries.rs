@@ -4,13 +4,14 @@
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use diy_mesh_tests::cluster::gateway_api::{Experimental, install, route, wait_for_condition};
+use diy_mesh_tests::cluster::gateway_api::{
+    ACCEPTED, Experimental, install, route, wait_for_condition,
+};
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
 use diy_mesh_tests::routes::http_route;
 use serde_json::{Value, json};
 
-const ACCEPTED: [&str; 3] = ["Accepted", "True", "Accepted"];
 /// Requests of all clients of a Service.
 const MIN_REQUESTS: usize = 2000;
 /// Clients of each Service, each with a budget of its own.

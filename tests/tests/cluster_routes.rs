@@ -2,22 +2,21 @@
 //! the Gateway API.
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::gateway_api::{Experimental, install, route, wait_for_condition};
+use diy_mesh_tests::cluster::gateway_api::{
+    ACCEPTED, Experimental, apply_canary, install, route, wait_for_condition,
+};
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
-use diy_mesh_tests::routes::{binomial_bounds, canary, grant, http_route, rule, servers};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, versions, wait_for};
+use diy_mesh_tests::routes::{binomial_bounds, grant, http_route, rule, servers};
 use diy_mesh_tests::sandbox::programs;
 use serde_json::{Value, json};
 
-const ACCEPTED: [&str; 3] = ["Accepted", "True", "Accepted"];
 const RESOLVED: [&str; 3] = ["ResolvedRefs", "True", "ResolvedRefs"];
 
 /// Starts both versions of the server.
 fn start(namespace: &Namespace) -> Result<()> {
     install()?;
-    namespace.apply(&servers(&namespace.name))?;
-    namespace.rolled_out("web-v1")?;
-    namespace.rolled_out("web-v2")
+    versions::start(namespace)
 }
 
 fn client<'a>(name: &'a str, endpoint: &'a str, replicas: u32) -> App<'a> {
@@ -43,9 +42,7 @@ fn wait_for_new(namespace: &Namespace, app: &App<'_>, text: &str) -> Result<()> 
 fn canary_receives_its_share_and_status_is_written() -> Result<()> {
     in_namespace("canary", |namespace| {
         start(namespace)?;
-        let name = &namespace.name;
-        namespace.apply(&http_route(name, "web", name, &format!("[{}]", canary(10))))?;
-        wait_for_condition(namespace, "httproute", "web", ACCEPTED)?;
+        apply_canary(namespace, 10)?;
         wait_for_condition(namespace, "httproute", "web", RESOLVED)?;
         let clients = client("client", "http://web/hello", 10);
         namespace.apply(&clients.deployment())?;
@@ -87,14 +84,7 @@ fn keeps_entries_of_other_controllers(namespace: &Namespace) -> Result<()> {
         &patch,
     ])?;
     let before = route(namespace, "httproute", "web")?;
-    let name = &namespace.name;
-    namespace.apply(&http_route(
-        name,
-        "web",
-        name,
-        &format!("[{}]", canary(100)),
-    ))?;
-    let after = wait_for_condition(namespace, "httproute", "web", ACCEPTED)?;
+    let after = apply_canary(namespace, 100)?;
     ensure!(after["metadata"]["generation"] != before["metadata"]["generation"]);
     ensure!(
         after["status"]["parents"][0] == other,

@@ -2,17 +2,12 @@
 //! replica.
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::gateway_api::{install, wait_for_condition};
+use diy_mesh_tests::cluster::gateway_api::{apply_canary, install};
 use diy_mesh_tests::cluster::load::Load;
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl_with_input, wait_for};
-use diy_mesh_tests::routes::{binomial_bounds, canary, http_route, servers};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, kubectl_with_input, versions, wait_for};
 use serde_json::json;
 
-const ACCEPTED: [&str; 3] = ["Accepted", "True", "Accepted"];
-/// Requests that decide on a share. The bounds of 10% are then 60 and six standard deviations: 16
-/// to 104.
-const MIN_REQUESTS: usize = 600;
 /// Time in which a slow replica loses its share.
 const SLOW_SECONDS: f64 = 2.0;
 /// Time in which the share of a slow replica is measured.
@@ -22,62 +17,24 @@ const MEASURED_SECONDS: f64 = 5.0;
 fn canary_is_shifted_under_load_without_a_failed_request() -> Result<()> {
     in_namespace("shift", |namespace| {
         install()?;
-        namespace.apply(&servers(&namespace.name))?;
-        namespace.rolled_out("web-v1")?;
-        namespace.rolled_out("web-v2")?;
-        shift(namespace, 10)?;
-        let clients = App {
-            name: "clients",
-            replicas: 3,
-            endpoint: "http://web/hello",
-            interval_ms: "20",
-            ..App::http_client()
-        };
-        let load = Load::start(namespace, clients)?;
+        versions::start(namespace)?;
+        apply_canary(namespace, 10)?;
+        let load = Load::start(namespace, versions::clients(3))?;
         for percentage in [10, 50, 100] {
-            shift(namespace, percentage)?;
-            let bounds = |number| binomial_bounds(number, f64::from(percentage) / 100.0);
-            let mut before = versions(namespace)?;
-            wait_for(&format!("{percentage}% of the requests"), || {
-                let now = versions(namespace)?;
-                let [v1, v2] = [now[0] - before[0], now[1] - before[1]];
-                if v1 + v2 < MIN_REQUESTS {
-                    return Ok(None);
-                }
-                if bounds(v1 + v2).contains(&v2) {
-                    return Ok(Some(()));
-                }
-                // The weight reaches the proxies with a delay: the next requests decide.
-                before = now;
-                let bounds = bounds(v1 + v2);
-                anyhow::bail!("{v2} of {} requests, expected {bounds:?}", v1 + v2)
-            })?;
+            apply_canary(namespace, percentage)?;
+            versions::wait_for_share(namespace, percentage)?;
             load.expect_no_failure()?;
         }
         // All requests reach the canary, and stay there.
-        let before = versions(namespace)?;
+        let before = versions::responses(namespace)?;
         load.expect_no_failure()?;
-        let after = versions(namespace)?;
+        let after = versions::responses(namespace)?;
         ensure!(
             before[0] == after[0] && before[1] < after[1],
             "{before:?} {after:?}"
         );
         Ok(())
     })
-}
-
-/// Gives version 2.0 a share.
-fn shift(namespace: &Namespace, percentage: u32) -> Result<()> {
-    let name = &namespace.name;
-    let rules = format!("[{}]", canary(percentage));
-    namespace.apply(&http_route(name, "web", name, &rules))?;
-    wait_for_condition(namespace, "httproute", "web", ACCEPTED).map(drop)
-}
-
-/// The responses of each version.
-fn versions(namespace: &Namespace) -> Result<[usize; 2]> {
-    let logs = namespace.logs("clients", "http-client")?;
-    Ok(["1.0", "2.0"].map(|version| logs.matches(&format!("Version: {version}")).count()))
 }
 
 #[test]

@@ -1,42 +1,11 @@
 //! Routes in a sandbox: weights, matches, errors, grants, and routes of the client's namespace.
 #![allow(clippy::unwrap_used)]
 
-use diy_mesh::sandbox::Sandbox;
-use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, canary, grant, http_route, rule, servers};
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, request_until, requests, shell, single_pod, wait_for_line, with_mesh,
+    MESHED, READY_TIMEOUT, controller_logs, request_until, response_until, shell, single_pod,
+    versions, wait_for_line, with_mesh,
 };
-
-/// Sends a GET request to Service shop/web until the response begins with this status and contains
-/// this text, and returns it: routes reach proxies with a delay.
-fn until(sandbox: &Sandbox, pod: &PodView, target: &str, fields: &str, expected: &str) -> String {
-    let (status, text) = expected.split_once(' ').unwrap_or((expected, ""));
-    let is_expected = |response: &str| {
-        response.starts_with(&format!("HTTP/1.1 {status} ")) && response.contains(text)
-    };
-    let request = format!("GET {target}");
-    let service = ("web.shop", 80);
-    request_until(sandbox, pod, &request, service, fields, is_expected).stdout
-}
-
-/// Sends requests on one connection, and returns the number of responses of each version.
-fn versions(sandbox: &Sandbox, pod: &PodView, count: usize) -> [usize; 2] {
-    let responses = requests(sandbox, pod, "/hello", count);
-    ["Version: 1.0", "Version: 2.0"].map(|version| responses.matches(version).count())
-}
-
-/// Waits for a line of any controller.
-fn controller_logs(sandbox: &Sandbox, parts: &[&str]) {
-    let pods = sandbox.view().pods_of("service-mesh", "controller");
-    let find = |view: &diy_mesh::sandbox::View| {
-        let mut lines = pods.iter().flat_map(|pod| view.lines(pod, "controller"));
-        let is_it = |line: &&String| parts.iter().all(|part| line.contains(part));
-        lines.find(is_it).cloned()
-    };
-    let what = format!("a controller logs {parts:?}");
-    sandbox.wait(&what, READY_TIMEOUT, find).unwrap();
-}
 
 #[test]
 fn requests_follow_weights_and_matches() {
@@ -44,7 +13,7 @@ fn requests_follow_weights_and_matches() {
         return;
     };
     let client = single_pod(&sandbox, "clients", "shell");
-    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
     let v2 = "{name: web-v2, port: 80}";
     let rules = [
         rule("{headers: [{name: X-Canary, value: 'yes'}]}", v2),
@@ -58,12 +27,12 @@ fn requests_follow_weights_and_matches() {
     let route = http_route("shop", "web", "shop", &format!("[{}]", rules.join(", ")));
     sandbox.apply(&route).unwrap();
     // No rule matches: the proxy responds, not the application.
-    until(&sandbox, &client, "/none", "", "404 x-mesh-error");
+    response_until(&sandbox, &client, "/none", "", "404 x-mesh-error");
     for _ in 0..20 {
         let field = "x-canary: yes\\r\\n";
-        until(&sandbox, &client, "/hello", field, "200 Version: 2.0");
+        response_until(&sandbox, &client, "/hello", field, "200 Version: 2.0");
     }
-    until(
+    response_until(
         &sandbox,
         &client,
         "/hello?version=2",
@@ -71,7 +40,7 @@ fn requests_follow_weights_and_matches() {
         "200 Version: 2.0",
     );
     // The application responds.
-    until(
+    response_until(
         &sandbox,
         &client,
         "/other/path",
@@ -100,11 +69,11 @@ fn requests_follow_weights_and_matches() {
     // All requests follow a changed weight.
     let route = http_route("shop", "web", "shop", &format!("[{}]", canary(100)));
     sandbox.apply(&route).unwrap();
-    until(&sandbox, &client, "/other/path", "", "404 x-mesh-error");
+    response_until(&sandbox, &client, "/other/path", "", "404 x-mesh-error");
     assert_eq!(versions(&sandbox, &client, 50), [0, 50]);
     // Without the route, the Service has its own pods again.
     sandbox.delete("HTTPRoute", "shop", "web").unwrap();
-    until(
+    response_until(
         &sandbox,
         &client,
         "/none",
@@ -120,7 +89,7 @@ fn canary_annotations_shift_requests_without_a_failure() {
         return;
     };
     let client = single_pod(&sandbox, "clients", "shell");
-    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
     let weight = |percent: &str| {
         let service = format!(
             "
@@ -136,7 +105,7 @@ spec: {{selector: {{app: web-v2}}, ports: [{{name: http, port: 80, targetPort: 8
         sandbox.apply(&service).unwrap();
     };
     weight("100");
-    until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
     assert_eq!(versions(&sandbox, &client, 50), [0, 50]);
     let accepted = "Service shop/web-v2, parent Service web: Accepted=True";
     controller_logs(&sandbox, &[accepted]);
@@ -152,10 +121,10 @@ spec: {{selector: {{app: web-v2}}, ports: [{{name: http, port: 80, targetPort: 8
         let [first, second] = load.join().unwrap();
         assert_eq!(first + second, 3000, "all requests succeed");
     });
-    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
     assert_eq!(versions(&sandbox, &client, 50), [50, 0]);
     weight("30");
-    until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
     let [first, second] = versions(&sandbox, &client, 400);
     assert_eq!(first + second, 400, "all requests succeed");
     let bounds = binomial_bounds(400, 0.3);
@@ -181,14 +150,14 @@ fn invalid_backends_fail_their_share_until_a_grant_permits_them() {
     ];
     let route = http_route("shop", "web", "shop", &format!("[{}]", rules.join(", ")));
     sandbox.apply(&route).unwrap();
-    until(&sandbox, &client, "/missing", "", "500 x-mesh-error");
-    until(&sandbox, &client, "/hello", "", "500 x-mesh-error");
+    response_until(&sandbox, &client, "/missing", "", "500 x-mesh-error");
+    response_until(&sandbox, &client, "/hello", "", "500 x-mesh-error");
     controller_logs(&sandbox, &["HTTPRoute shop/web", "ResolvedRefs=False"]);
     sandbox.apply(&grant("other", "shop")).unwrap();
-    until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
-    until(&sandbox, &client, "/missing", "", "500 x-mesh-error");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 2.0");
+    response_until(&sandbox, &client, "/missing", "", "500 x-mesh-error");
     sandbox.delete("ReferenceGrant", "other", "routes").unwrap();
-    until(&sandbox, &client, "/hello", "", "500 x-mesh-error");
+    response_until(&sandbox, &client, "/hello", "", "500 x-mesh-error");
 }
 
 #[test]
@@ -211,7 +180,7 @@ fn route_in_the_clients_namespace_applies_to_its_clients_only() {
     sandbox
         .apply(&format!("{consumer_route}---{}", grant("shop", "clients")))
         .unwrap();
-    until(&sandbox, &consumer, "/hello", "", "200 Version: 2.0");
+    response_until(&sandbox, &consumer, "/hello", "", "200 Version: 2.0");
     assert_eq!(versions(&sandbox, &consumer, 20), [0, 20]);
     assert_eq!(versions(&sandbox, &producer, 20), [20, 0]);
 }
@@ -451,7 +420,7 @@ fn proxies_accept_all_routes_that_the_controller_accepts() {
         return;
     };
     let client = single_pod(&sandbox, "clients", "shell");
-    until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
+    response_until(&sandbox, &client, "/hello", "", "200 Version: 1.0");
     sandbox.apply(&one_route_each(&hostile_rules())).unwrap();
     // Rejected as a whole, the routes would not bring the response header of this one.
     let marker = |matches: &str, value: &str| {
@@ -462,12 +431,12 @@ fn proxies_accept_all_routes_that_the_controller_accepts() {
     };
     let http = marker("{path: {type: Exact, value: /m.S/M}}", "http");
     sandbox.apply(&http).unwrap();
-    until(&sandbox, &client, "/m.S/M", "", "404 x-marker: http");
+    response_until(&sandbox, &client, "/m.S/M", "", "404 x-marker: http");
     // GRPCRoutes exclude the HTTPRoutes.
     let grpc = |routes: &str| routes.replace("HTTPRoute", "GRPCRoute");
     let calls = grpc(&one_route_each(&hostile_calls()));
     sandbox.apply(&calls).unwrap();
     let call = marker("{method: {service: m.S, method: M}}", "grpc");
     sandbox.apply(&grpc(&call)).unwrap();
-    until(&sandbox, &client, "/m.S/M", "", "404 x-marker: grpc");
+    response_until(&sandbox, &client, "/m.S/M", "", "404 x-marker: grpc");
 }

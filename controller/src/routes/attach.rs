@@ -305,8 +305,10 @@ fn merge(
         bytes += candidate.route.bytes;
         if tcp.is_none() && (is_tcp || candidate.route.is_split()) {
             let mut all = parsed.clone().zip(candidate.rules_at(port));
-            let for_all = all.find(|(parsed, _)| parsed.matches.contains(&Arc::default()));
-            tcp = for_all.map(|(_, rule)| rule.clone());
+            let for_all = all.find(|(parsed, _)| parsed.matches.iter().any(|one| one.is_for_all()));
+            let rule = for_all.map(|(_, rule)| rule.clone());
+            // Otherwise they stay with the Service, as without a rule.
+            tcp = rule.filter(|rule| !rule.to_destination);
         }
         if is_tcp && kind != Kind::TcpRoute {
             continue;

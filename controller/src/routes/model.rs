@@ -66,6 +66,17 @@ pub struct Match {
     pub rank: Rank,
 }
 
+impl Match {
+    /// Whether every request matches.
+    pub fn is_for_all(&self) -> bool {
+        let for_all = Match {
+            rank: self.rank,
+            ..Match::default()
+        };
+        *self == for_all
+    }
+}
+
 /// The precedence of a match, by the criteria of the specification for its kind of route.
 pub type Rank = Reverse<[usize; 5]>;
 

@@ -277,6 +277,7 @@ mod tests {
     use crate::index::locality::Location;
     use crate::index::object::{Kind, Object, Resource};
     use crate::index::tests::{index, key, service};
+    use crate::routes::attach::Table;
 
     fn meta(name: &str) -> Meta {
         Meta {
@@ -306,11 +307,28 @@ mod tests {
             .into()
     }
 
+    fn routes(index: &Index, port: u16) -> Option<Arc<Table>> {
+        let web = Resource::Destination(([10, 96, 0, 7], port).into());
+        let target = index.resolve(&web, &Location::default()).1.target;
+        target.unwrap().routes
+    }
+
+    /// The backends of connections without HTTP, if they do not stay with the Service.
+    fn connections(index: &Index) -> Option<Vec<String>> {
+        let rule = routes(index, 80)?.tcp.clone()?;
+        // Proxies reject more than backends.
+        assert_eq!(*rule, Rule::new(rule.name.clone(), rule.backends.clone()));
+        let backends = rule.backends.iter();
+        Some(
+            backends
+                .map(|one| format!("{}={}", one.target, one.weight))
+                .collect(),
+        )
+    }
+
     /// A line for each match at a port of Service shop/web: the conditions and the backends.
     fn table(index: &Index, port: u16) -> Vec<String> {
-        let web = Resource::Destination(([10, 96, 0, 7], port).into());
-        let target = index.resolve(&web, &Location::default()).1.target.unwrap();
-        let Some(table) = target.routes else {
+        let Some(table) = routes(index, port) else {
             return vec![];
         };
         let matches = table.matches.iter().map(|(rule, one)| {
@@ -359,6 +377,27 @@ mod tests {
         assert_eq!(table(&index, 80), ["-> shop/v1:80=90 shop/v2:80=10"]);
         assert_eq!(table(&index, 9000), ["-> shop/v1:9000=90 shop/v2:9000=10"]);
         assert_eq!(problems(&index), [""; 0]);
+    }
+
+    #[test]
+    fn connections_without_http_follow_splits_of_all_requests_only() {
+        let all = split("all", json!({"service": "web", "backends": backends()}));
+        let weights = Some(vec!["shop/v1:80=90".to_owned(), "shop/v2:80=10".to_owned()]);
+        assert_eq!(connections(&with([all.clone()])), weights);
+        // A group selects requests. The older split comes first.
+        let spec = json!({
+            "service": "web", "backends": backends(),
+            "matches": [{"kind": "HTTPRouteGroup", "name": "insiders"}],
+        });
+        let matches = json!([{"name": "a", "headers": {"x-insider": "yes"}}]);
+        let of_group = [split("ab", spec), group("insiders", matches)];
+        let index = with(of_group.clone());
+        assert_eq!(table(&index, 80).len(), 2);
+        assert_eq!(connections(&index), None);
+        assert_eq!(
+            connections(&with(of_group.into_iter().chain([all]))),
+            weights
+        );
     }
 
     #[test]

@@ -9,7 +9,10 @@ use serde_json::Value;
 
 use super::{Namespace, kubectl, wait_for};
 use crate::repository::root;
+use crate::routes::{canary, http_route};
 
+/// The condition of a valid route.
+pub const ACCEPTED: [&str; 3] = ["Accepted", "True", "Accepted"];
 /// Prevents the installation of the experimental channel.
 const SAFE_UPGRADES: &str = "safe-upgrades.gateway.networking.k8s.io";
 /// The definitions that differ between the channels, and that the mesh reads.
@@ -81,6 +84,15 @@ fn apply(path: &std::path::Path) -> Result<()> {
     let path = path.to_str().context("the path is UTF-8")?;
     let apply = ["apply", "--server-side", "--force-conflicts", "-f", path];
     kubectl(&apply).map(drop)
+}
+
+/// Applies HTTPRoute `web`, which sends a percentage of the requests to version 2.0, and returns it
+/// once it is accepted.
+pub fn apply_canary(namespace: &Namespace, percentage: u32) -> Result<Value> {
+    let name = &namespace.name;
+    let rules = format!("[{}]", canary(percentage));
+    namespace.apply(&http_route(name, "web", name, &rules))?;
+    wait_for_condition(namespace, "httproute", "web", ACCEPTED)
 }
 
 /// A route of a namespace as the API server has it.
