@@ -69,14 +69,20 @@ pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explan
             }
         }
     }
-    let ports = index.service(service)?.service.ports;
-    let ports = ports.iter().filter(|port| port.protocol == Transport::Tcp);
+    let parent = index.service(service)?.service;
+    let ports = parent
+        .ports
+        .iter()
+        .filter(|port| port.protocol == Transport::Tcp);
     let ports = ports.map(|port| {
         let name = format!("{service}:{}", port.port);
         let table = index.table(service, port.port, clients);
         Port {
             port: port.port,
-            rules: table.map_or_else(|| vec![Row::unrouted(&name)], |table| rows(table, &name)),
+            rules: match table {
+                Some(table) => rows(table, &name, parent.is_headless),
+                None => vec![Row::unrouted(&name)],
+            },
         }
     });
     let ports = ports.collect();
@@ -119,12 +125,14 @@ impl Row {
     }
 }
 
-fn rows(table: &Table, service: &str) -> Vec<Row> {
+/// The requests to a headless Service stay at the pod that the client has selected.
+fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
+    let row = |rule: &Rule<String>| row(rule, service, is_headless || rule.to_destination);
     let faults = table.faults.iter().map(fault);
     let matches = table.matches.iter().map(|(position, one)| {
         let rule = usize::try_from(*position).ok();
         let rule = rule.and_then(|position| table.rules.get(position));
-        let row = rule.map(|rule| row(rule, service)).unwrap_or_default();
+        let row = rule.map(|rule| row(rule)).unwrap_or_default();
         let requests = conditions(one);
         Row { requests, ..row }
     });
@@ -142,7 +150,7 @@ fn rows(table: &Table, service: &str) -> Vec<Row> {
     };
     let connections = table.tcp.iter().map(|rule| Row {
         requests: "connections without HTTP".to_owned(),
-        ..row(rule, service)
+        ..row(rule)
     });
     let others = (!is_complete).then_some(others);
     faults
@@ -152,14 +160,20 @@ fn rows(table: &Table, service: &str) -> Vec<Row> {
         .collect()
 }
 
-fn row(rule: &Rule<String>, service: &str) -> Row {
+/// `stays`: the rule does not choose a backend.
+fn row(rule: &Rule<String>, service: &str, stays: bool) -> Row {
     let backends = rule.backends.iter().map(|backend| {
         let name = Some(backend.target.clone()).filter(|name| !name.is_empty());
         (name, backend.weight)
     });
-    let own = backends.clone().map(|_| (Some(service.to_owned()), 1));
+    let mut filters = rule.filters.iter();
+    let backends = match filters.any(|filter| matches!(filter, Filter::Redirect(_))) {
+        false if stays => vec![(Some(service.to_owned()), 1)],
+        _ => backends.collect(),
+    };
     let mut actions: Vec<String> = rule.filters.iter().map(action).collect();
-    let of_backends = rule.backends.iter().flat_map(|backend| &backend.filters);
+    let of_backends = rule.backends.iter().filter(|_| !stays);
+    let of_backends = of_backends.flat_map(|backend| &backend.filters);
     actions.extend(of_backends.map(|filter| format!("{} of a backend", action(filter))));
     let timeout = |name: &str, timeout: Option<u64>| {
         let timeout = timeout.filter(|timeout| *timeout > 0);
@@ -178,10 +192,7 @@ fn row(rule: &Rule<String>, service: &str) -> Row {
     Row {
         requests: String::new(),
         from: Some(rule.name.clone()),
-        backends: match rule.to_destination {
-            true => own.collect(),
-            false => backends.collect(),
-        },
+        backends,
         actions,
     }
 }
@@ -351,6 +362,26 @@ mod tests {
              OlderService: routes and policies of older headless Services apply to 1 of the pods \
              of shop/web: shop/all (pods web-0)";
         assert_eq!(lines.last().unwrap(), expected);
+    }
+
+    #[test]
+    fn rules_of_a_headless_service_have_no_backends() {
+        let canary = json!([
+            {"matches": [{"path": {"type": "Exact", "value": "/old"}}],
+             "filters": [{"type": "RequestRedirect", "requestRedirect": {"statusCode": 301}}]},
+            {"timeouts": {"request": "2s"}, "backendRefs": [
+                {"name": "next", "port": 80, "weight": 9},
+                {"name": "none", "port": 80, "filters": [
+                    {"type": "RequestHeaderModifier", "requestHeaderModifier": {"remove": ["a"]}},
+                ]},
+            ]},
+        ]);
+        let objects = [service("web", "None"), route("canary", "shop", canary)];
+        let expected = [
+            "path /old | HTTPRoute shop/canary |  | redirect 301",
+            "all | HTTPRoute shop/canary | shop/web:80 1 | timeout 2000ms",
+        ];
+        assert_eq!(text(&objects, "shop")[..2], expected);
     }
 
     #[test]

@@ -163,6 +163,8 @@ spec:
         let described = wait_for_condition(namespace, "httproute", "pods", condition)?;
         let [all, pods] = ["all", "pods"].map(|name| format!("{}/{name}", namespace.name));
         let status = described["status"].to_string();
+        let without_effect = "requests stay at the pod that the client has selected";
+        ensure!(status.contains(without_effect), "{status}");
         let expected = format!("apply to 1 of the pods of {pods}: {all} (pods web-v1-");
         ensure!(status.contains(&expected), "{status}");
         let explained = mesh(&["routes", &pods, "-o", "json"])?;

@@ -1,4 +1,5 @@
-//! Isolation: an object changes the connections to its own Services only, in random clusters.
+//! Isolation: an object changes the connections to its own Services only, and the backends that are
+//! its own, in random clusters.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -6,7 +7,7 @@ use std::net::SocketAddr;
 use super::locality::Location;
 use super::object::{Change, Key, Kind, Object, Resource, Service, Source};
 use super::state::{State, TargetKind};
-use super::tests::{Chance, index};
+use super::tests::{Chance, index, key};
 use super::{Index, Touched};
 use crate::policy::Target;
 
@@ -24,25 +25,31 @@ fn cluster(chance: &mut Chance) -> Vec<Object> {
     objects
 }
 
-/// Also the ports of pods that slices contain, at which routes of headless Services apply.
-fn destinations() -> Vec<SocketAddr> {
+/// All destinations, also the ports of pods that slices contain, at which routes of headless Services
+/// apply, and the backends of all Services.
+fn resources() -> Vec<Resource> {
     let all = Chance::destinations().into_iter();
     let at_pods = all.clone().flat_map(|address| {
         let ports = 8080..=8082;
         ports.map(move |port| SocketAddr::new(address.ip(), port))
     });
-    all.chain(at_pods).collect()
+    let backends = Chance::SERVICES.iter().flat_map(|name| {
+        let ports = [80, 9000];
+        ports.map(|port| Resource::Backend(key(name), port))
+    });
+    let destinations = all.chain(at_pods).map(Resource::Destination);
+    destinations.chain(backends).collect()
 }
 
 fn is_same(one: &Object, other: &Object) -> bool {
     (one.kind(), one.key()) == (other.kind(), other.key())
 }
 
-fn state(index: &Index, destination: SocketAddr, client: &Location) -> State {
-    index.resolve(&Resource::Destination(destination), client).1
+fn state(index: &Index, resource: &Resource, client: &Location) -> State {
+    index.resolve(resource, client).1
 }
 
-/// The Services that a destination belongs to: of a pod, the headless ones that select it.
+/// The Services that a resource belongs to: of a pod, the headless ones that select it.
 fn services_of(index: &Index, state: &State) -> BTreeSet<Key> {
     let Some(target) = &state.target else {
         return BTreeSet::new();
@@ -116,7 +123,7 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
 #[test]
 fn object_changes_connections_to_its_own_services_only() {
     let mut changed = BTreeSet::new();
-    for seed in 0..400 {
+    for seed in 0..1500 {
         let mut chance = Chance(fastrand::Rng::with_seed(seed));
         let mut objects = cluster(&mut chance);
         let position = chance.0.usize(..objects.len());
@@ -132,10 +139,10 @@ fn object_changes_connections_to_its_own_services_only() {
         }
         let without = index(objects);
         let concerned = concerned(&object, &all);
-        for destination in destinations() {
+        for resource in resources() {
             for client in Chance::locations() {
-                let before = state(&without, destination, &client);
-                let after = state(&with, destination, &client);
+                let before = state(&without, &resource, &client);
+                let after = state(&with, &resource, &client);
                 if before == after {
                     continue;
                 }
@@ -143,7 +150,7 @@ fn object_changes_connections_to_its_own_services_only() {
                 owners.extend(services_of(&without, &before));
                 assert!(
                     !owners.is_disjoint(&concerned),
-                    "seed {seed}: {} {} changes {destination}, of {owners:?}",
+                    "seed {seed}: {} {} changes {resource:?}, of {owners:?}",
                     object.kind(),
                     object.key()
                 );
@@ -157,7 +164,8 @@ fn object_changes_connections_to_its_own_services_only() {
                 {
                     assert_eq!(client.namespace, route.key.namespace, "seed {seed}");
                 }
-                changed.insert(object.kind());
+                let is_backend = matches!(resource, Resource::Backend(..));
+                changed.insert((object.kind(), is_backend));
             }
         }
     }
@@ -170,8 +178,13 @@ fn object_changes_connections_to_its_own_services_only() {
         Kind::TrafficSplit,
     ];
     for kind in settings {
-        assert!(changed.contains(&kind), "no {kind} has had an effect");
+        let has_effect = changed.contains(&(kind, false));
+        assert!(has_effect, "no {kind} has had an effect");
     }
+    // Connections to other Services use a backend too: no route may change it.
+    let of_backends = changed.iter().filter(|(_, is_backend)| *is_backend);
+    let of_backends: Vec<Kind> = of_backends.map(|(kind, _)| *kind).collect();
+    assert_eq!(of_backends, [Kind::Slice, Kind::TrafficPolicy]);
 }
 
 /// A headless Service without a selector, whose slice lists the pods of another namespace, with
@@ -240,9 +253,9 @@ fn objects_of_a_namespace_do_not_change_connections_between_pods_of_others() {
             clients.filter(|client| *client.namespace != *HOSTILE)
         };
         let states = |index: &Index| -> Vec<(State, Location)> {
-            let destinations = destinations().into_iter();
-            let all = destinations.flat_map(|destination| {
-                clients().map(move |client| (state(index, destination, &client), client))
+            let resources = resources().into_iter();
+            let all = resources.flat_map(|resource| {
+                clients().map(move |client| (state(index, &resource, &client), client))
             });
             all.collect()
         };

@@ -865,7 +865,7 @@ fn slice_that_changes_its_service_affects_both() {
 pub(crate) struct Chance(pub(crate) fastrand::Rng);
 
 impl Chance {
-    const SERVICES: [&str; 3] = ["a", "b", "c"];
+    pub(crate) const SERVICES: [&str; 3] = ["a", "b", "c"];
     const SLICES: [&str; 4] = ["s1", "s2", "s3", "s4"];
     const PODS: [&str; 4] = ["p1", "p2", "p3", "p4"];
     const NODES: [&str; 2] = ["n1", "n2"];

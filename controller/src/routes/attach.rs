@@ -22,6 +22,9 @@ const MAX_PATTERNS: usize = 256;
 const MAX_BYTES: usize = 1024 * 1024;
 /// Problems in one condition.
 const MAX_PROBLEMS: usize = 4;
+/// Of a route of a headless Service.
+const BACKENDS_WITHOUT_EFFECT: &str = "; backendRefs, with their weights and filters, have no \
+    effect: the Service is headless, and requests stay at the pod that the client has selected";
 
 /// Kind, namespace and name of a route.
 pub type RouteId = (Kind, Key);
@@ -391,11 +394,16 @@ impl Candidate<'_> {
         if verdicts.contains(&Verdict::Accepted) {
             let ignored = self.route.ignored.iter();
             let ignored = ignored.map(|field| format!("; {field} has no effect in a mesh"));
+            let mut message = format!("the route applies to {key}{}", ignored.collect::<String>());
+            let mut rules = self.route.rules.iter().flatten();
+            if service.is_headless && rules.any(|parsed| !parsed.rule.backends.is_empty()) {
+                message.push_str(BACKENDS_WITHOUT_EFFECT);
+            }
             return Condition {
                 kind: "Accepted",
                 holds: true,
                 reason: "Accepted",
-                message: format!("the route applies to {key}{}", ignored.collect::<String>()),
+                message,
             };
         }
         match verdicts.first() {

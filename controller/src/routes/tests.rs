@@ -940,6 +940,33 @@ fn requests_of_a_rule_with_an_unknown_extension_fail() {
 }
 
 #[test]
+fn backends_without_effect_at_a_headless_service_are_named() {
+    let headless = Service {
+        is_headless: true,
+        cluster_ips: vec![],
+        ..web()
+    };
+    let message = |service: &Service, kind, rule: Value| {
+        let route = route_of(kind, "shop", "r", 0, json!([rule]));
+        let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
+        let attachment = attach(&service.key, Some(service), vec![&route], None, resolve);
+        let accepted = attachment.conditions[&(kind, route.key.clone())][&0][0].clone();
+        assert!(accepted.holds);
+        accepted.message
+    };
+    let backends = || json!({"backendRefs": [{"name": "a", "port": 80, "weight": 9}]});
+    let plain = "the route applies to shop/web";
+    let expected = "the route applies to shop/web; backendRefs, with their weights and filters, \
+        have no effect: the Service is headless, and requests stay at the pod that the client has \
+        selected";
+    assert_eq!(message(&headless, Kind::HttpRoute, backends()), expected);
+    assert_eq!(message(&headless, Kind::GrpcRoute, backends()), expected);
+    let timeout = json!({"timeouts": {"request": "1s"}});
+    assert_eq!(message(&headless, Kind::HttpRoute, timeout), plain);
+    assert_eq!(message(&web(), Kind::HttpRoute, backends()), plain);
+}
+
+#[test]
 fn fields_without_effect_are_named() {
     let parent = json!({"group": "", "kind": "Service", "name": "web"});
     let spec = json!({"parentRefs": [parent], "hostnames": ["a.example"], "rules": [{}]});

@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use super::{Finding, count, facts::Facts};
-use crate::routes::{GROUP, Route};
+use crate::routes::{Condition, GROUP, Route};
 
 /// The first version with the resources that the mesh reads.
 const MIN_VERSION: (u32, u32) = (1, 5);
 const INSTALL_ADVICE: &str = "install its standard channel, version 1.5 or newer: https://gateway-api.sigs.k8s.io/guides/getting-started/";
+pub(super) const PARTIAL_ADVICE: &str = "follow the messages of the conditions";
 /// The definitions that the mesh reads. Others are optional.
 const REQUIRED: [&str; 3] = ["HTTPRoute", "GRPCRoute", "ReferenceGrant"];
 /// Fields of rules that only the experimental channel has.
@@ -103,28 +104,28 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
         Ok(routes) if routes.is_empty() => return Vec::new(),
         Ok(routes) => routes,
     };
-    let (mut invalid, mut pending) = (Vec::new(), Vec::new());
+    let (mut invalid, mut partial, mut pending) = (Vec::new(), Vec::new(), Vec::new());
     for (route, parent) in parents(routes) {
         let title = format!("{}, parent {}", route.title(), parent.title());
         if parent.condition("Accepted").is_none() {
             pending.push(title);
             continue;
         }
-        for condition in &parent.conditions {
-            let is_requirement = ["Accepted", "ResolvedRefs"].contains(&condition.kind.as_str());
-            if is_requirement && !condition.holds {
-                let (kind, reason) = (&condition.kind, &condition.reason);
-                invalid.push(format!(
-                    "{title}: {kind} is False, {reason}: {}",
-                    condition.message
-                ));
-            }
-        }
+        let describe = |one: &Condition| {
+            let (kind, reason, message) = (&one.kind, &one.reason, &one.message);
+            format!("{title}: {kind} is False, {reason}: {message}")
+        };
+        let requirements = ["Accepted", "ResolvedRefs"].into_iter();
+        let requirements = requirements.filter_map(|kind| parent.condition(kind));
+        invalid.extend(requirements.filter(|one| !one.holds).map(describe));
+        partial.extend(parent.problems().map(describe));
     }
     let mut findings = Vec::new();
     let text = "routes with errors: requests that they match fail, or the route has no effect";
     let advice = "correct the routes; mesh routes lists all conditions";
     findings.extend(Finding::problem(text, advice).if_any(invalid));
+    let text = "routes that do not apply everywhere";
+    findings.extend(Finding::warning(text, PARTIAL_ADVICE).if_any(partial));
     let text = "routes whose current version no controller of the mesh has accepted or rejected";
     let advice = format!(
         "if this persists, see the log of the controllers: kubectl logs -n {} -l app=controller",
@@ -247,6 +248,19 @@ mod tests {
         let expected = "HTTPRoute shop/canary, parent shop/web:80: ResolvedRefs is False, \
                         BackendNotFound: what to do";
         assert_eq!(invalid.details, [expected]);
+        let partial = &findings(json!([
+            accepted,
+            condition(
+                "diy-service-mesh.dev/Enforced",
+                "False",
+                "ProxyLacksCapability"
+            ),
+            condition("example.net/Audited", "False", "Unknown"),
+        ]));
+        let expected = "HTTPRoute shop/canary, parent shop/web:80: diy-service-mesh.dev/Enforced \
+                        is False, ProxyLacksCapability: what to do";
+        assert_eq!((partial[0].level, partial.len()), (Level::Warning, 1));
+        assert_eq!(partial[0].details, [expected]);
         let pending = &findings(json!([]))[0];
         assert_eq!(pending.level, Level::Warning);
         assert_eq!(

@@ -8,6 +8,7 @@ use kube::{Api, Client};
 use serde_json::Value;
 
 use super::facts::{Fact, Facts, list};
+use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, count};
 use crate::cluster::describe_error;
 use crate::routes::CONTROLLER_NAME;
@@ -96,26 +97,33 @@ pub(super) fn policies(facts: &Facts) -> Vec<Finding> {
         Ok(policies) if policies.is_empty() => return Vec::new(),
         Ok(policies) => policies,
     };
-    let rejected: Vec<String> = policies.iter().flat_map(rejections).collect();
-    if rejected.is_empty() {
-        let text = count(
-            policies.len(),
-            "policy is accepted",
-            "policies are accepted",
-        );
-        return vec![Finding::ok(text)];
-    }
+    let all = policies.iter().map(problems);
+    let (rejected, partial): (Vec<_>, Vec<_>) = all.unzip();
+    let mut findings = Vec::new();
     let text = "policies that have no effect on a target, or that no controller has read yet";
     let advice = format!(
         "correct the policies; if nothing has read them, see the log of the controllers: kubectl \
          logs -n {} -l app=controller",
         facts.namespace
     );
-    vec![Finding::warning(text, advice).with_details(rejected)]
+    let rejected = rejected.into_iter().flatten();
+    findings.extend(Finding::warning(text, advice).if_any(rejected));
+    let text = "policies that do not apply everywhere";
+    let partial = partial.into_iter().flatten();
+    findings.extend(Finding::warning(text, PARTIAL_ADVICE).if_any(partial));
+    if findings.is_empty() {
+        findings.push(Finding::ok(count(
+            policies.len(),
+            "policy is accepted",
+            "policies are accepted",
+        )));
+    }
+    findings
 }
 
-/// What the mesh says about the targets of a policy that it does not accept.
-fn rejections(policy: &Value) -> Vec<String> {
+/// What the mesh says about the targets of a policy that it does not accept, and about those where
+/// it does not apply everywhere.
+fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let metadata = &policy["metadata"];
     let title = format!(
@@ -125,29 +133,36 @@ fn rejections(policy: &Value) -> Vec<String> {
     );
     let entries = policy["status"]["ancestors"].as_array();
     let entries = entries.into_iter().flatten();
-    let own: Vec<&Value> = entries
-        .filter(|entry| entry["controllerName"] == CONTROLLER_NAME)
-        .collect();
-    let conditions = own.iter().flat_map(|entry| {
+    let own = entries.filter(|entry| entry["controllerName"] == CONTROLLER_NAME);
+    let conditions = own.flat_map(|entry| {
         let conditions = entry["conditions"].as_array().into_iter().flatten();
         conditions.map(move |condition| (&entry["ancestorRef"], condition))
     });
     let is_current = |condition: &Value| condition["observedGeneration"] == metadata["generation"];
-    let accepted: Vec<_> = conditions
-        .filter(|(_, condition)| condition["type"] == "Accepted" && is_current(condition))
+    let current: Vec<_> = conditions
+        .filter(|(_, condition)| is_current(condition))
         .collect();
-    if accepted.is_empty() {
-        return vec![format!("{title}: no condition yet")];
-    }
-    let rejected = accepted
-        .iter()
-        .filter(|(_, condition)| condition["status"] != "True");
-    let describe = |(target, condition): &(&Value, &Value)| {
-        let (kind, name) = (text(&target["kind"]), text(&target["name"]));
-        let (reason, message) = (text(&condition["reason"]), text(&condition["message"]));
-        format!("{title}, {kind} {name}: {reason}: {message}")
+    let problems_of = |is_type: fn(&str) -> bool| {
+        let of_type = current.iter().filter(move |(_, condition)| {
+            condition["type"].as_str().is_some_and(is_type) && condition["status"] != "True"
+        });
+        let describe = |(target, condition): &(&Value, &Value)| {
+            let (kind, name) = (text(&target["kind"]), text(&target["name"]));
+            let (reason, message) = (text(&condition["reason"]), text(&condition["message"]));
+            format!("{title}, {kind} {name}: {reason}: {message}")
+        };
+        of_type.map(describe).collect()
     };
-    rejected.map(describe).collect()
+    let mut accepted = current.iter().map(|(_, condition)| &condition["type"]);
+    let rejected = match accepted.any(|kind| kind == "Accepted") {
+        true => problems_of(|kind| kind == "Accepted"),
+        false => vec![format!("{title}: no condition yet")],
+    };
+    let is_own = |kind: &str| {
+        kind.split_once('/')
+            .is_some_and(|(domain, _)| domain == GROUP)
+    };
+    (rejected, problems_of(is_own))
 }
 
 #[cfg(test)]
@@ -201,7 +216,7 @@ mod tests {
                 "status": {"ancestors": [{
                     "ancestorRef": {"group": "", "kind": "Service", "name": "web"},
                     "controllerName": CONTROLLER_NAME,
-                    "conditions": [status],
+                    "conditions": status,
                 }]},
             });
             let facts = Facts {
@@ -210,10 +225,11 @@ mod tests {
             };
             policies(&facts).remove(0)
         };
-        let condition = |generation: i64, status: &str| {
-            json!({"type": "Accepted", "status": status, "reason": "Conflicted",
+        let typed = |kind: &str, generation: i64, status: &str| {
+            json!({"type": kind, "status": status, "reason": "Conflicted",
                 "message": "why", "observedGeneration": generation})
         };
+        let condition = |generation, status| json!([typed("Accepted", generation, status)]);
         let accepted = find(condition(2, "True"));
         assert_eq!(
             (accepted.level, &*accepted.text),
@@ -226,5 +242,10 @@ mod tests {
             find(condition(1, "True")).details,
             ["shop/web: no condition yet"]
         );
+        let enforced = typed("diy-service-mesh.dev/Enforced", 2, "False");
+        let partial = find(json!([typed("Accepted", 2, "True"), enforced]));
+        assert_eq!(partial.level, Level::Warning);
+        assert_eq!(partial.text, "policies that do not apply everywhere");
+        assert_eq!(partial.details, ["shop/web, Service web: Conflicted: why"]);
     }
 }

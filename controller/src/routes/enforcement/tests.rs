@@ -9,15 +9,15 @@ use super::*;
 use crate::authenticate::PodRef;
 use crate::hub::{Hub, Resources};
 use crate::index::enforcement::Missing;
-use crate::index::object::{Change, Object, Pod, Resource, Source};
+use crate::index::object::{Change, Object, Pod, Resource, Service, Source};
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
 use crate::policy::tests::{policy, policy_for};
-use crate::routes::ParentReference;
 use crate::routes::lease::{Election, Timing};
 use crate::routes::testing::{ApiServer, KIND, accepted, service as parent, status};
 use crate::routes::tests::{route, route_of};
 use crate::routes::writer::{self, Statuses, Writer};
+use crate::routes::{APPLIES_TO_ALL_PODS, ParentReference};
 
 /// A release without both capabilities.
 const OLD: Missing = Missing {
@@ -191,21 +191,51 @@ async fn policies_that_an_old_proxy_does_not_apply_say_so() {
 }
 
 #[tokio::test]
-async fn routes_of_a_headless_service_say_so_too() {
+async fn routes_of_headless_services_say_so_beside_other_conditions() {
     let hub = catalog();
-    let slice = slice("web", "web", 8080, vec![endpoint("10.0.0.1", "replica")]);
+    let of_web = slice("web", "web", 8080, vec![endpoint("10.0.0.1", "replica")]);
     apply(
         &hub,
         [
             Object::Service(service("web", &[])),
-            Object::Slice(slice),
+            Object::Slice(of_web),
             Object::Route(route("r", 0, json!([{}]))),
             Object::Policy(policy("p", 0, connections())),
         ],
     );
-    let _old = stream(&hub, &Key::new("shop", "client"), OLD, &["10.0.0.1:8080"]);
+    let mut old = stream(&hub, &Key::new("shop", "client"), OLD, &["10.0.0.1:8080"]);
     let expected = ["HTTPRoute shop/r at web", "TrafficPolicy shop/p at web"];
     assert_eq!(objects(&hub).await, expected);
+    // A younger Service has the pod too, and another one.
+    let younger = Service {
+        created: 1,
+        ..service("younger", &[])
+    };
+    let endpoints = ["replica", "second"]
+        .into_iter()
+        .zip(["10.0.0.1", "10.0.0.2"]);
+    let endpoints = endpoints.map(|(name, address)| endpoint(address, name));
+    let of_younger = slice("younger", "younger", 8080, endpoints.collect());
+    let mut second = route("s", 0, json!([{}]));
+    second.parents = vec![ParentReference::service("younger")];
+    apply(
+        &hub,
+        [
+            Object::Pod(pod("second", &["10.0.0.2"])),
+            Object::Service(younger),
+            Object::Slice(of_younger),
+            Object::Route(second),
+        ],
+    );
+    assert_eq!(objects(&hub).await, expected);
+    old.subscribe(&Resource::Destination("10.0.0.2:8080".parse().unwrap()));
+    hub.review().await;
+    let statuses = hub.route_statuses();
+    let status = statuses.iter().find(|one| *one.key.name == *"s").unwrap();
+    let conditions = status.parents[0].conditions.iter();
+    let failed = conditions.filter(|one| !one.holds).map(|one| one.kind);
+    let both = [APPLIES_TO_ALL_PODS, ENFORCED];
+    assert_eq!(failed.collect::<Vec<_>>(), both, "they coexist");
 }
 
 #[tokio::test]
