@@ -10,12 +10,13 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use workloads::{App, Responses};
 
 pub mod check;
 pub mod gateway_api;
 pub mod load;
+pub mod outage;
 pub mod smi;
 pub mod versions;
 pub mod workloads;
@@ -158,6 +159,18 @@ impl Namespace {
         rolled_out(&self.name, deployment)
     }
 
+    /// Replaces the pods of a Deployment, and waits until the previous ones are gone.
+    pub fn restart(&self, deployment: &str) -> Result<()> {
+        let previous = self.pods(deployment)?;
+        self.kubectl(&["rollout", "restart", &format!("deployment/{deployment}")])?;
+        self.rolled_out(deployment)?;
+        for pod in previous {
+            let pod = format!("pod/{pod}");
+            self.kubectl(&["wait", &pod, "--for=delete", "--timeout=180s"])?;
+        }
+        Ok(())
+    }
+
     /// Logs of a container in all pods of an app, in no particular order.
     pub fn logs(&self, app: &str, container: &str) -> Result<String> {
         self.kubectl(&[
@@ -204,13 +217,7 @@ impl Namespace {
                     .then_some(responses),
             )
         })?;
-        ensure!(
-            responses.bad.len() == initial_failures,
-            "{} successful responses, failures: {:#?}",
-            responses.good,
-            responses.bad
-        );
-        Ok(())
+        responses.expect_failures(initial_failures)
     }
 
     /// Names of an app's pods that are not terminating.

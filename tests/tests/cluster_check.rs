@@ -3,6 +3,7 @@
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::check::{check, finding, level};
+use diy_mesh_tests::cluster::outage::InjectorOutage;
 use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, rolled_out, wait_for};
 
 const WEBHOOK: &str = "mutatingwebhookconfiguration/diy-service-mesh-injector";
@@ -34,7 +35,7 @@ fn healthy_mesh_passes_and_problems_are_reported() -> Result<()> {
         reports_pod_without_proxy(namespace)?;
         reports_workload_without_pods(namespace)?;
         prints_the_reasons_of_a_proxy_that_is_not_ready(namespace)?;
-        let outage = InjectorOutage::new()?;
+        let outage = InjectorOutage::start()?;
         let result = reports_foreign_ca_bundle(namespace);
         drop(outage);
         result?;
@@ -203,36 +204,4 @@ fn reports_foreign_ca_bundle(namespace: &Namespace) -> Result<()> {
             Err(anyhow::anyhow!("{report:#}"))
         }
     })
-}
-
-/// Scales the injector to zero until drop.
-struct InjectorOutage;
-
-impl InjectorOutage {
-    fn new() -> Result<Self> {
-        kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=0"])?;
-        let outage = Self;
-        wait_for("the injector is down", || {
-            let pods = kubectl(&[
-                "get",
-                "pods",
-                "-n",
-                MESH,
-                "-l",
-                "app=injector",
-                "-o",
-                "name",
-            ])?;
-            Ok(pods.trim().is_empty().then_some(()))
-        })?;
-        Ok(outage)
-    }
-}
-
-impl Drop for InjectorOutage {
-    fn drop(&mut self) {
-        if let Err(error) = kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=2"]) {
-            eprintln!("cannot scale up the injector: {error:#}");
-        }
-    }
 }

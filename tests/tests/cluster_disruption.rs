@@ -4,6 +4,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::outage::InjectorOutage;
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, wait_for, wait_for_mesh};
 
@@ -11,7 +12,7 @@ use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, wait_for, 
 fn injector_outage_blocks_only_meshed_pods() -> Result<()> {
     let _guard = exclusive();
     in_namespace("no-injector", |namespace| {
-        let outage = InjectorOutage::new()?;
+        let outage = InjectorOutage::start()?;
         let plain = App {
             name: "plain",
             inject: None,
@@ -57,7 +58,6 @@ fn controller_restart_fails_no_request() -> Result<()> {
         namespace.wait_for_responses(&server, &clients)?;
         // No request may fail.
         let wait_for_more_responses = || namespace.wait_for_more_responses(&clients, 0);
-        let old_servers = namespace.pods(server.name)?;
 
         // Kills all replicas at once, without grace period.
         kubectl(&[
@@ -75,16 +75,7 @@ fn controller_restart_fails_no_request() -> Result<()> {
         wait_for_more_responses()?;
 
         // Proxies receive later changes: new servers replace the known ones.
-        namespace.kubectl(&["rollout", "restart", "deployment/server"])?;
-        namespace.rolled_out(server.name)?;
-        for pod in old_servers {
-            namespace.kubectl(&[
-                "wait",
-                &format!("pod/{pod}"),
-                "--for=delete",
-                "--timeout=180s",
-            ])?;
-        }
+        namespace.restart(server.name)?;
         wait_for_more_responses()
     })
 }
@@ -101,53 +92,6 @@ fn replica_failure(namespace: &Namespace) -> Result<Option<String>> {
         &format!("jsonpath={condition}"),
     ])?;
     Ok((!message.is_empty()).then_some(message))
-}
-
-/// Scales the injector to zero until drop.
-struct InjectorOutage;
-
-impl InjectorOutage {
-    fn new() -> Result<Self> {
-        let outage = Self;
-        kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=0"])?;
-        kubectl(&[
-            "wait",
-            "-n",
-            MESH,
-            "pods",
-            "-l",
-            "app=injector",
-            "--for=delete",
-            "--timeout=180s",
-        ])?;
-        wait_for("the injector's Service to be empty", || {
-            let slices = [
-                "get",
-                "endpointslices",
-                "-n",
-                MESH,
-                "-l",
-                "kubernetes.io/service-name=injector",
-            ];
-            let addresses = kubectl(
-                &[
-                    &slices[..],
-                    &["-o", "jsonpath={.items[*].endpoints[*].addresses}"],
-                ]
-                .concat(),
-            )?;
-            Ok(addresses.is_empty().then_some(()))
-        })?;
-        Ok(outage)
-    }
-}
-
-impl Drop for InjectorOutage {
-    fn drop(&mut self) {
-        if let Err(error) = kubectl(&["scale", "-n", MESH, "deployment/injector", "--replicas=2"]) {
-            eprintln!("cannot scale up the injector: {error:#}");
-        }
-    }
 }
 
 fn exclusive() -> MutexGuard<'static, ()> {

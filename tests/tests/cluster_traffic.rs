@@ -172,17 +172,7 @@ fn rollout_under_load_fails_no_request() -> Result<()> {
         let before = namespace.responses(&clients)?.good;
 
         for _ in 0..2 {
-            let old = namespace.pods(server.name)?;
-            namespace.kubectl(&["rollout", "restart", "deployment/server"])?;
-            namespace.rolled_out(server.name)?;
-            for pod in old {
-                namespace.kubectl(&[
-                    "wait",
-                    &format!("pod/{pod}"),
-                    "--for=delete",
-                    "--timeout=180s",
-                ])?;
-            }
+            namespace.restart(server.name)?;
         }
 
         // Each client receives responses after the last old pod is gone.
@@ -197,12 +187,6 @@ fn rollout_under_load_fails_no_request() -> Result<()> {
             responses.good,
             current - before
         );
-        ensure!(
-            responses.bad.len() == initial_failures,
-            "{} successful responses, failures: {:#?}",
-            responses.good,
-            responses.bad
-        );
-        Ok(())
+        responses.expect_failures(initial_failures)
     })
 }

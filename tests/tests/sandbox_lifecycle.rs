@@ -3,20 +3,24 @@
 use std::collections::BTreeSet;
 
 use diy_mesh::sandbox::Sandbox;
+use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, http_server, shell, single_pod, under_load, with_mesh,
 };
 
+/// Two servers, and a client.
+fn mesh() -> Option<(Sandbox, PodView)> {
+    let objects = format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED));
+    let sandbox = with_mesh(&objects)?;
+    let client = single_pod(&sandbox, "clients", "shell");
+    Some((sandbox, client))
+}
+
 #[test]
 fn rollout_under_load_fails_no_request() {
-    let Some(sandbox) = with_mesh(&format!(
-        "{}---{}",
-        http_server(2, "1.0", MESHED),
-        shell(MESHED)
-    )) else {
+    let Some((sandbox, client)) = mesh() else {
         return;
     };
-    let client = single_pod(&sandbox, "clients", "shell");
     let before = names(&sandbox);
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.apply(&http_server(2, "2.0", MESHED)).unwrap();
@@ -43,14 +47,9 @@ fn rollout_under_load_fails_no_request() {
 
 #[test]
 fn controller_restart_under_load_fails_no_request() {
-    let Some(sandbox) = with_mesh(&format!(
-        "{}---{}",
-        http_server(2, "1.0", MESHED),
-        shell(MESHED)
-    )) else {
+    let Some((sandbox, client)) = mesh() else {
         return;
     };
-    let client = single_pod(&sandbox, "clients", "shell");
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.scale("service-mesh", "controller", 0).unwrap();
         let pods = |count: usize| {

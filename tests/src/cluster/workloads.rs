@@ -1,5 +1,6 @@
 //! Manifests of the cluster tests' workloads, and parsers of their logs. Pure values.
 
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
 const ECHO: &str = "/echo.v1.EchoService/Echo";
@@ -129,6 +130,17 @@ impl Responses {
         let mut responses = Self::default();
         logs.lines().for_each(|line| responses.add(line));
         responses
+    }
+
+    /// Fails unless as many requests have failed.
+    pub fn expect_failures(&self, number: usize) -> Result<()> {
+        ensure!(
+            self.bad.len() == number,
+            "{} successful responses, failures: {:#?}",
+            self.good,
+            self.bad
+        );
+        Ok(())
     }
 
     /// Parses the next line of a log. A failure lasts until the next response or error.
