@@ -13,8 +13,6 @@ pub mod policy;
 mod quarantine;
 mod select;
 #[cfg(test)]
-mod simulation;
-#[cfg(test)]
 mod tests;
 mod window;
 mod zone;

@@ -5,6 +5,7 @@ mod algorithms;
 mod changes;
 mod hops;
 mod overload;
+mod simulation;
 
 use std::cell::Cell;
 use std::future::poll_fn;

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-use super::budget::RetryBudget;
-use super::latency::Latency;
-use super::p2c;
-use super::quarantine::{OutlierSettings, Quarantine, Siblings};
-use super::zone::ZonePreference;
+use crate::balance::budget::RetryBudget;
+use crate::balance::latency::Latency;
+use crate::balance::p2c;
+use crate::balance::quarantine::{OutlierSettings, Quarantine, Siblings};
+use crate::balance::zone::ZonePreference;
 
 /// Standard deviations between a share and its mean. Chance exceeds it once in 15,000 cases.
 const MAX_DEVIATIONS: f64 = 4.0;
