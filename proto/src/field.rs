@@ -9,7 +9,7 @@ pub const PREVIOUS_ATTEMPTS: &str = "x-mesh-previous-attempts";
 pub const MESH_ERROR: &str = "x-mesh-error";
 
 /// Fields that frame a message, belong to one connection, or name the host.
-const OF_CONNECTIONS: [&str; 13] = [
+pub const OF_CONNECTIONS: [&str; 13] = [
     "connection",
     "content-length",
     "expect",

@@ -6,6 +6,7 @@
 
 #![allow(dead_code)]
 
+use diy_mesh_proto::field;
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::{Value, json};
@@ -14,29 +15,104 @@ use super::spec::TrafficPolicySpec;
 use super::{GROUP, VERSION};
 
 /// GEP-2257.
-pub(super) const DURATION: &str = "^([0-9]{1,5}(h|m|s|ms)){1,4}$";
+const DURATION: &str = "^([0-9]{1,5}(h|m|s|ms)){1,4}$";
+/// At least the longest text of that form.
+const MAX_DURATION_LENGTH: u32 = 32;
 pub(super) const NAME: &str = "^[A-Za-z0-9!#$%&'*+\\-.^_\\x60|~]+$";
 
-/// As in HTTPRoutes.
+/// A duration as in HTTPRoutes.
 #[derive(JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub(super) struct Timeouts {
-    /// From the first byte of the request to the end of the response. 0s: none.
-    #[schemars(regex(pattern = DURATION))]
-    request: Option<String>,
-    /// The same for one attempt. At most the timeout of the request. 0s: none.
-    #[schemars(regex(pattern = DURATION))]
-    backend_request: Option<String>,
+#[serde(transparent)]
+pub(super) struct Duration(
+    #[schemars(regex(pattern = DURATION), length(max = MAX_DURATION_LENGTH))] String,
+);
+
+/// A duration from 1ms to 24h.
+#[derive(JsonSchema)]
+#[serde(transparent)]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "duration(self) >= duration('1ms') && duration(self) <= duration('24h')",
+    "expected a duration from 1ms to 24h",
+)))]
+pub(super) struct Limited(Duration);
+
+/// A duration up to 24h.
+#[derive(JsonSchema)]
+#[serde(transparent)]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "duration(self) <= duration('24h')", "expected a duration up to 24h",
+)))]
+pub(super) struct UpToADay(Duration);
+
+/// A duration up to a year.
+#[derive(JsonSchema)]
+#[serde(transparent)]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "duration(self) <= duration('8760h')", "expected a duration up to 8760h",
+)))]
+struct UpToAYear(Duration);
+
+/// One validation, an expression of the Common Expression Language.
+fn rule(rule: &str, message: &str) -> Value {
+    json!([{"rule": rule, "message": message}])
+}
+
+/// An expression for the headers that no route changes.
+fn reserved() -> String {
+    let mesh = [field::PREVIOUS_ATTEMPTS, field::MESH_ERROR].map(spellings);
+    let of_connections = field::OF_CONNECTIONS.join("|");
+    format!(
+        "(?i)^({of_connections}|{}|{})$",
+        spellings(field::CALLED_BY),
+        mesh.join("|")
+    )
+}
+
+/// Every spelling of a header that some server reads as it.
+fn spellings(name: &str) -> String {
+    name.replace('-', "[^a-z0-9]")
+}
+
+/// A share is in percent or a fraction.
+pub(super) fn one_share() -> Value {
+    rule(
+        "!has(self.percent) || !has(self.fraction)",
+        "percent and fraction exclude each other",
+    )
 }
 
 /// As in HTTPRoutes.
 #[derive(JsonSchema)]
 #[serde(rename_all = "camelCase")]
-#[schemars(extend("x-kubernetes-validations" = [{
-    "rule": "!has(self.cookieConfig) || !has(self.cookieConfig.lifetimeType) || \
-             self.cookieConfig.lifetimeType != 'Permanent' || has(self.absoluteTimeout)",
-    "message": "a permanent cookie requires absoluteTimeout",
-}]))]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "!has(self.request) || !has(self.backendRequest) || \
+     duration(self.request) == duration('0s') || \
+     duration(self.backendRequest) <= duration(self.request)",
+    "backendRequest is at most request",
+)))]
+pub(super) struct Timeouts {
+    /// From the first byte of the request to the end of the response. 0s: none.
+    request: Option<Duration>,
+    /// The same for one attempt. At most the timeout of the request. 0s: none.
+    backend_request: Option<Duration>,
+}
+
+/// As in HTTPRoutes.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(extend("x-kubernetes-validations" = [
+    {
+        "rule": "!has(self.cookieConfig) || !has(self.cookieConfig.lifetimeType) || \
+                 self.cookieConfig.lifetimeType != 'Permanent' || has(self.absoluteTimeout)",
+        "message": "a permanent cookie requires absoluteTimeout",
+    },
+    {
+        "rule": "!has(self.type) || self.type != 'Header' || !has(self.sessionName) || \
+                 !self.sessionName.matches('RESERVED')"
+            .replace("RESERVED", &reserved()),
+        "message": "sessionName is a header that routes may not set",
+    },
+]))]
 pub(super) struct SessionPersistence {
     /// Cookie (default) or Header.
     #[serde(rename = "type")]
@@ -46,11 +122,9 @@ pub(super) struct SessionPersistence {
     #[schemars(regex(pattern = NAME), length(max = 128))]
     session_name: Option<String>,
     /// The time from the first response of the session.
-    #[schemars(regex(pattern = DURATION))]
-    absolute_timeout: Option<String>,
+    absolute_timeout: Option<UpToAYear>,
     /// The time from the latest response of the session.
-    #[schemars(regex(pattern = DURATION))]
-    idle_timeout: Option<String>,
+    idle_timeout: Option<UpToAYear>,
     /// The lifetime of the cookie.
     cookie_config: Option<CookieConfig>,
 }

@@ -87,7 +87,7 @@ pub struct LoadBalancing {
     #[cfg_attr(test, schemars(extend("enum" = ["None", "Prefer"])))]
     pub zone_preference: Option<String>,
     /// The time in which the share of a new endpoint grows. 0s: none.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::UpToADay>"))]
     pub slow_start: Option<String>,
 }
 
@@ -131,7 +131,7 @@ pub struct Connections {
     #[cfg_attr(test, schemars(range(max = 1_000_000)))]
     pub max_waiting: Option<u32>,
     /// The time to connect, from 1ms to 24h.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub connect_timeout: Option<String>,
 }
 
@@ -150,7 +150,7 @@ pub struct OutlierDetection {
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub min_requests: Option<u32>,
     /// The interval, from 1ms to 24h.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub interval: Option<String>,
     /// The mean latency, in percent of the median of the endpoints: 0 (off, default), or 200 to
     /// 10000.
@@ -159,10 +159,10 @@ pub struct OutlierDetection {
     }])))]
     pub latency_percent: Option<u32>,
     /// The time of the first ejection. Each further one takes twice as long.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub ejection_time: Option<String>,
     /// The time of the longest ejection.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub max_ejection_time: Option<String>,
     /// The share of the endpoints that are ejected at most, except for failed connections.
     #[cfg_attr(test, schemars(range(max = 100)))]
@@ -182,10 +182,10 @@ pub struct CircuitBreaker {
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub min_requests: Option<u32>,
     /// The interval, from 1ms to 24h.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub interval: Option<String>,
     /// The time until one probing request decides, from 1ms to 24h.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub open_time: Option<String>,
 }
 
@@ -201,7 +201,7 @@ pub struct Retry {
     #[cfg_attr(test, schemars(range(max = 10)))]
     pub attempts: Option<u32>,
     /// The shortest time between two attempts.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Duration>"))]
     pub backoff: Option<String>,
     /// The share of retries, which is always limited.
     pub budget: Option<Budget>,
@@ -239,7 +239,7 @@ pub struct RateLimit {
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
     pub requests: u64,
     /// The window, from 1ms to 24h. Default: 1s.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
     pub window: Option<String>,
     /// Requests at once, for all replicas together. Default: requests.
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
@@ -269,11 +269,14 @@ pub struct Fault {
 /// A delay of a share of the requests: of all of them by default.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[cfg_attr(test, schemars(extend("required" = ["duration"])))]
+#[cfg_attr(test, schemars(extend(
+    "required" = ["duration"],
+    "x-kubernetes-validations" = super::crd::one_share(),
+)))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Delay {
     /// The duration, from 1ms to 24h.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::DURATION)))]
+    #[cfg_attr(test, schemars(with = "super::crd::Limited"))]
     pub duration: String,
     /// The share in percent. Excludes fraction.
     #[cfg_attr(test, schemars(range(max = 100)))]
@@ -286,7 +289,10 @@ pub struct Delay {
 /// A response to a share of the requests: to all of them by default.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[cfg_attr(test, schemars(extend("required" = ["status"])))]
+#[cfg_attr(test, schemars(extend(
+    "required" = ["status"],
+    "x-kubernetes-validations" = super::crd::one_share(),
+)))]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub struct Abort {
     /// The status. A gRPC call gets the status code that corresponds to it.
