@@ -13,6 +13,7 @@ mod resource;
 #[cfg(test)]
 mod route_tests;
 mod routes;
+mod subset;
 mod table;
 mod target;
 #[cfg(test)]
@@ -75,6 +76,8 @@ struct Timing {
     idle_timeout: Duration,
     sweep_interval: Duration,
     max_destinations: usize,
+    /// Of all destinations.
+    max_endpoints: usize,
 }
 
 impl Default for Timing {
@@ -86,6 +89,7 @@ impl Default for Timing {
             idle_timeout: Duration::from_secs(60),
             sweep_interval: Duration::from_secs(2),
             max_destinations: MAX_DESTINATIONS,
+            max_endpoints: usize::MAX,
         }
     }
 }
@@ -99,14 +103,19 @@ struct WatchRequest {
 
 /// Returns the handle for the workers and the task that the main thread runs. The task ends when
 /// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials` are
-/// reported to the controller.
+/// reported to the controller. All destinations together have about `max_endpoints` endpoints.
 pub fn start(
     control: Control,
     trust: Trust,
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
+    max_endpoints: usize,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
-    start_with(control, trust, credentials, metrics, Timing::default())
+    let timing = Timing {
+        max_endpoints,
+        ..Timing::default()
+    };
+    start_with(control, trust, credentials, metrics, timing)
 }
 
 fn start_with(
@@ -129,7 +138,7 @@ fn start_with(
         let mut sweep = interval(timing.sweep_interval);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let driver = Driver {
-            table: Table::new(timing.max_destinations),
+            table: Table::new(timing.max_destinations, timing.max_endpoints),
             requests,
             stream: None,
             controller_unavailable: false,
@@ -446,6 +455,13 @@ impl Driver {
                 if applied.is_older {
                     metrics.older_refused.inc();
                 }
+                if let Some((resource, kept)) = applied.kept
+                    && let Some(count) = log_limiter.should_log(LogKind::PartOfService)
+                {
+                    info!(
+                        "{resource} has more endpoints than the memory limit of the proxy permits: using {kept} of them ({count} times)"
+                    );
+                }
                 self.send(applied.acknowledgement.map(acknowledge));
             }
         }
@@ -545,11 +561,12 @@ enum LogKind {
     InvalidResponse,
     Unavailable,
     OlderState,
+    PartOfService,
 }
 
 /// Limits each kind of log message to one per [`LOG_INTERVAL`].
 #[derive(Default)]
-struct LogLimiter([LogState; 4]);
+struct LogLimiter([LogState; 5]);
 
 #[derive(Default)]
 struct LogState {

@@ -97,7 +97,8 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let dumps =
         Dumps::start(dump_config, metrics.clone()).context("failed to start the dump writer")?;
     let readiness = Readiness::default();
-    let (discovery, credentials) = start_control(&config, &metrics, &readiness)?;
+    let memory = Memory::detect(config.memory_limit);
+    let (discovery, credentials) = start_control(&config, memory, &metrics, &readiness)?;
     let listening = readiness.condition("listeners", "listeners are not bound yet");
     let discovering = readiness.condition("discovery", "not started");
     let admin_metrics = metrics.clone();
@@ -118,7 +119,6 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     tokio::spawn(admin.serve(admin_listener));
 
     let drain = CancellationToken::new();
-    let memory = Memory::detect(config.memory_limit);
     let limit = connection_limit().min(memory.max_connections()) / config.workers;
     tracing::debug!(memory = memory.limit(), limit, "limits of each worker");
     let mut workers = Vec::new();
@@ -170,6 +170,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
 /// Starts discovery and, if the controller is authenticated, the renewal of the workload identity.
 fn start_control(
     config: &Config,
+    memory: Memory,
     metrics: &Metrics,
     readiness: &Readiness,
 ) -> anyhow::Result<(Discovery, CurrentCredentials)> {
@@ -216,6 +217,7 @@ fn start_control(
         trust,
         credentials.clone(),
         metrics.discovery.clone(),
+        memory.max_endpoints(config.workers),
     );
     tokio::spawn(driver);
     Ok((discovery, credentials))

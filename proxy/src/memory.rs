@@ -15,6 +15,8 @@ const MACHINE_FRACTION: usize = 8;
 const MIN_LIMIT: usize = 32 * 1024 * 1024;
 /// The memory of a connection to the proxy and of its connection to the upstream, without buffers.
 const CONNECTION_COST: usize = 4 * 1024;
+/// The memory of an endpoint: what discovery knows of it, and its state in each worker.
+const ENDPOINT_COST: (usize, usize) = (400, 450);
 /// The memory of a connection whose protocol is unknown: the first bytes, or a TLS handshake.
 pub const PENDING_COST: usize = 8 * 1024;
 /// The size of reads under pressure.
@@ -56,8 +58,13 @@ impl Memory {
         self.limit / 4 / CONNECTION_COST
     }
 
+    /// The maximum number of endpoints of all destinations: they use an eighth of the memory.
+    pub fn max_endpoints(self, workers: usize) -> usize {
+        self.limit / 8 / (ENDPOINT_COST.0 + ENDPOINT_COST.1 * workers)
+    }
+
     /// The budget for the buffers of one direction in each of `workers` workers. Both directions
-    /// together use half of the memory. The last quarter is for the program, the kernel and the
+    /// together use half of the memory. The last eighth is for the program, the kernel and the
     /// fragmentation of the heap.
     pub fn buffers(self, workers: usize) -> usize {
         self.limit / 4 / workers.max(1)

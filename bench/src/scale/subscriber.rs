@@ -189,6 +189,7 @@ impl Subscriber {
             Trust::default(),
             identity::none(),
             DiscoveryMetrics::default(),
+            usize::MAX,
         );
         let driver = tokio::spawn(driver);
         let mut targets = Vec::new();

@@ -71,7 +71,7 @@ impl Published {
         }
     }
 
-    /// The state in a form, less than [`FORMS`], as `encode` encodes it, the first time only.
+    /// The state in a form, less than `FORMS`, as `encode` encodes it, the first time only.
     pub fn whole(&self, form: usize, encode: impl FnOnce() -> Bytes) -> Bytes {
         self.whole[form].get_or_init(encode).clone()
     }

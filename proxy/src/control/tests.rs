@@ -251,6 +251,7 @@ impl Proxy {
             trust,
             credentials.clone(),
             DiscoveryMetrics::default(),
+            usize::MAX,
         );
         let mut tasks = JoinSet::new();
         tasks.spawn(renewal);

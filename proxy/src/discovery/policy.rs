@@ -34,6 +34,12 @@ pub(super) fn parse(policy: proto::BackendPolicy) -> Result<BackendPolicy, Strin
     })
 }
 
+/// Whether requests select endpoints by a hash.
+pub(super) fn hashes(policy: Option<&proto::BackendPolicy>) -> bool {
+    let balancing = policy.and_then(|policy| policy.balancing.as_ref());
+    balancing.is_some_and(|balancing| balancing.hash_key.is_some())
+}
+
 impl From<proto::ConnectionLimits> for Limits {
     fn from(message: proto::ConnectionLimits) -> Self {
         let default = Self::default();
@@ -214,7 +220,10 @@ mod tests {
 
     #[test]
     fn rejected_policy_leaves_the_previous_one_in_force() {
-        let (mut table, address) = (Table::new(1), SocketAddr::from(([10, 96, 0, 7], 80)));
+        let (mut table, address) = (
+            Table::new(1, usize::MAX),
+            SocketAddr::from(([10, 96, 0, 7], 80)),
+        );
         let (watched, _) = table.watch(address).expect("room");
         // The name of the policy in force, and the acknowledgement.
         let mut apply = |version: &str, name: &str, policy: Option<proto::BackendPolicy>| {

@@ -87,7 +87,13 @@ impl Mesh {
         let mut fake = FakeController::start().await;
         let control = Control::new(&format!("http://{}", fake.address), None, None).unwrap();
         let (trust, none) = (Trust::default(), crate::identity::none());
-        let (discovery, driver) = start(control, trust, none, DiscoveryMetrics::default());
+        let (discovery, driver) = start(
+            control,
+            trust,
+            none,
+            DiscoveryMetrics::default(),
+            usize::MAX,
+        );
         tokio::spawn(driver);
         let stream = fake.stream().await;
         let backends = backends.iter();
@@ -1032,7 +1038,9 @@ fn pod_of_a_headless_service_stays_the_backend() {
         };
         let resource = Resource::from(pod);
         let target =
-            super::target::from_snapshot(&resource, target, &mut |error| panic!("{error}"));
+            super::target::from_snapshot(&resource, target, Default::default(), &mut |error| {
+                panic!("{error}")
+            });
         let parsed = super::routes::parse(routes(vec![prefix("/a", 0)], vec![rule]));
         let target = target.unwrap().with_routes(Some(parsed), &Target::Unknown);
         let (discovery, mut questions) = Discovery::by_hand();

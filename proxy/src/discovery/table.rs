@@ -19,6 +19,7 @@ use super::policy;
 use super::position::Position;
 use super::resource::Resource;
 use super::routes;
+use super::subset::Subset;
 use super::target::{self, Target};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
@@ -26,14 +27,20 @@ const MAX_REMEMBERED: usize = 50_000;
 
 /// Time for which states that are older than the known one are refused.
 pub(super) const MAX_REFUSAL: Duration = Duration::from_secs(30);
-/// Maximum number of endpoints of a destination, about 60 MB.
-const MAX_ENDPOINTS: usize = 200_000;
+/// Endpoints that each Service may have, whatever the others have.
+const MIN_ENDPOINTS: usize = 64;
+/// A part of a Service with fewer endpoints is replaced by a new one.
+const MIN_PART: usize = 16;
 
 /// All subscribed resources, and which expired destinations were meshed.
 pub(super) struct Table {
     entries: HashMap<Resource, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
+    /// Endpoints of all destinations.
+    max_endpoints: usize,
+    /// Each proxy keeps other endpoints of a large Service.
+    seed: u64,
 }
 
 /// Addresses of expired destinations whose latest target was meshed. Addresses are never evicted:
@@ -68,7 +75,7 @@ struct Entry {
     refused: Option<Refused>,
     phase: Phase,
     /// The part of a snapshot in several messages that has arrived.
-    partial: Option<Snapshot>,
+    partial: Option<(Snapshot, Subset)>,
     /// Whether the target is from the controller.
     settled: bool,
     /// Whether the latest target with endpoints was meshed.
@@ -97,7 +104,7 @@ enum Phase {
 }
 
 impl Table {
-    pub fn new(limit: usize) -> Self {
+    pub fn new(limit: usize, max_endpoints: usize) -> Self {
         let were_meshed = WereMeshed {
             addresses: HashSet::new(),
             limit: MAX_REMEMBERED,
@@ -107,6 +114,8 @@ impl Table {
             entries: HashMap::new(),
             were_meshed,
             limit,
+            max_endpoints,
+            seed: fastrand::u64(..),
         }
     }
 
@@ -201,16 +210,42 @@ impl Table {
                 return Applied::default();
             }
         };
+        let bounds = Bounds {
+            endpoints: self.max_endpoints_of(&resource, &response),
+            seed: self.seed,
+        };
         let Some(entry) = self.entries.get_mut(&resource) else {
             return Applied::default();
         };
-        let acknowledgement = entry.apply(&resource, response, now, &mut |error| {
+        let is_snapshot = matches!(response.update, Some(Update::Snapshot(_)));
+        let acknowledgement = entry.apply(&resource, response, bounds, now, &mut |error| {
             report(format!("{resource}: {error}"))
         });
+        let kept = is_snapshot && entry.partial.is_none();
+        let kept = kept.then(|| entry.sender.borrow().part()).flatten();
         Applied {
             is_older: entry.refused.is_some(),
             acknowledgement,
+            kept: kept.map(|kept| (resource, kept)),
         }
+    }
+
+    /// The endpoints that a Service may have after this response: half of what the others leave.
+    fn max_endpoints_of(&self, resource: &Resource, response: &DiscoverResponse) -> usize {
+        let size = |one: &Snapshot| one.endpoints.len() + one.draining.len();
+        let next = match &response.update {
+            Some(Update::Snapshot(next)) => size(next),
+            _ => 0,
+        };
+        let partial = self.entries.get(resource);
+        let partial = partial.and_then(|entry| entry.partial.as_ref());
+        if next + partial.map_or(0, |(partial, _)| size(partial)) <= MIN_ENDPOINTS {
+            return MIN_ENDPOINTS;
+        }
+        let others = self.entries.iter().filter(|(other, _)| *other != resource);
+        let others = others.map(|(_, entry)| entry.sender.borrow().endpoints());
+        let free = self.max_endpoints.saturating_sub(others.sum());
+        (free / 2).max(MIN_ENDPOINTS)
     }
 
     /// Ends the wait for first responses, because the controller is unavailable.
@@ -307,6 +342,15 @@ pub(super) struct Applied {
     pub is_older: bool,
     /// Of the routes and the policy.
     pub acknowledgement: Option<Acknowledgement>,
+    /// A Service of which only so many endpoints are kept.
+    pub kept: Option<(Resource, usize)>,
+}
+
+/// What the snapshot of a Service may take.
+#[derive(Clone, Copy)]
+struct Bounds {
+    endpoints: usize,
+    seed: u64,
 }
 
 impl WereMeshed {
@@ -324,6 +368,7 @@ impl Entry {
         &mut self,
         resource: &Resource,
         response: DiscoverResponse,
+        bounds: Bounds,
         now: Instant,
         report: &mut dyn FnMut(String),
     ) -> Option<Acknowledgement> {
@@ -344,14 +389,9 @@ impl Entry {
         let mut acknowledgement = None;
         let next = match update {
             Some(Update::Snapshot(snapshot)) => {
-                let mut snapshot = self.append(snapshot);
-                if snapshot.endpoints.len() + snapshot.draining.len() > MAX_ENDPOINTS {
-                    report(format!("snapshot of more than {MAX_ENDPOINTS} endpoints"));
-                    self.mark_out_of_sync();
-                    return None;
-                }
+                let (mut snapshot, subset) = self.append(snapshot, bounds);
                 if more {
-                    self.partial = Some(snapshot);
+                    self.partial = Some((snapshot, subset));
                     return None;
                 }
                 let routes = snapshot.routes.take().map(routes::parse);
@@ -365,7 +405,7 @@ impl Entry {
                 let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
                 let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
                 names_identity = endpoints.any(is_meshed);
-                let target = target::from_snapshot(resource, snapshot, &mut report_part);
+                let target = target::from_snapshot(resource, snapshot, subset, &mut report_part);
                 target.map(|target| {
                     let before = self.sender.borrow();
                     let target = target.with_routes(routes, &before);
@@ -425,16 +465,27 @@ impl Entry {
         acknowledgement
     }
 
-    /// Joins the messages of a snapshot.
-    fn append(&mut self, mut next: Snapshot) -> Snapshot {
-        match self.partial.take() {
-            Some(mut snapshot) => {
+    /// Joins the messages of a snapshot, and keeps what is within the bounds.
+    fn append(&mut self, mut next: Snapshot, bounds: Bounds) -> (Snapshot, Subset) {
+        let (mut snapshot, mut subset) = match self.partial.take() {
+            Some((mut snapshot, subset)) => {
+                subset.retain(&mut next.endpoints);
+                subset.retain(&mut next.draining);
                 snapshot.endpoints.append(&mut next.endpoints);
                 snapshot.draining.append(&mut next.draining);
-                snapshot
+                (snapshot, subset)
             }
-            None => next,
-        }
+            None => {
+                // All proxies hash to the same endpoints.
+                let is_hashed = policy::hashes(next.policy.as_ref());
+                let subset = Subset::new(if is_hashed { 0 } else { bounds.seed });
+                (next, subset)
+            }
+        };
+        subset.reduce(&mut snapshot.endpoints, bounds.endpoints);
+        subset.reduce(&mut snapshot.draining, bounds.endpoints);
+        subset.retain(&mut snapshot.endpoints);
+        (snapshot, subset)
     }
 
     /// Publishes the state, unless the known one is newer.
@@ -458,6 +509,7 @@ impl Entry {
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
         }
+        let is_short = target.part().is_some_and(|kept| kept < MIN_PART);
         self.sender.send_replace(Arc::new(target));
         // The next stream reports a rejection again.
         self.version = if self.is_rejected {
@@ -468,6 +520,9 @@ impl Entry {
         self.position = position;
         self.refused = None;
         self.phase = Phase::Current;
+        if is_short {
+            self.mark_out_of_sync();
+        }
         self.settled = true;
     }
 
@@ -542,7 +597,7 @@ mod tests {
     const MINUTE: Duration = Duration::from_secs(60);
 
     fn table() -> Table {
-        Table::new(100)
+        Table::new(100, usize::MAX)
     }
 
     fn address(text: &str) -> SocketAddr {
@@ -1060,7 +1115,7 @@ mod tests {
 
     #[test]
     fn full_table_refuses_destinations_until_a_sweep() {
-        let (mut table, now) = (Table::new(1), Instant::now());
+        let (mut table, now) = (Table::new(1, usize::MAX), Instant::now());
         let receiver = watch(&mut table);
         apply(&mut table, "1", snapshot(Kind::Service, &[]));
         apply(&mut table, "2", meshed());
@@ -1079,7 +1134,7 @@ mod tests {
 
     #[test]
     fn full_table_replaces_unused_plaintext_destinations() {
-        let mut table = Table::new(3);
+        let mut table = Table::new(3, usize::MAX);
         let receiver = watch(&mut table);
         apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
         for unwatched in ["10.96.0.8:80", "10.96.0.9:80"] {
@@ -1148,48 +1203,64 @@ mod tests {
         assert_eq!(short(table.resume(start, MINUTE)), ["+10.96.0.7:80@newer"]);
     }
 
-    #[test]
-    fn snapshot_that_never_ends_is_dropped() {
-        let mut table = table();
-        let receiver = watch(&mut table);
-        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
-        let many: Vec<Endpoint> = (0..=MAX_ENDPOINTS / 4)
-            .map(|number| {
-                endpoint(&format!(
-                    "[fd00::{:x}:{:x}]:80",
-                    number >> 16,
-                    number & 0xffff
-                ))
-            })
-            .collect();
-        let mut errors = Vec::new();
-        for _ in 0..4 {
-            let chunk = Snapshot {
-                kind: Kind::Service.into(),
-                endpoints: many.clone(),
-                ..Snapshot::default()
-            };
-            let response = DiscoverResponse {
-                name: "10.96.0.7:80".to_owned(),
-                update: Some(Update::Snapshot(chunk)),
-                more: true,
-                ..DiscoverResponse::default()
-            };
-            table.apply(response, Instant::now(), &mut |error| errors.push(error));
+    fn chunk(numbers: std::ops::Range<u32>, more: bool) -> DiscoverResponse {
+        let endpoints = numbers.map(|number| {
+            let address = std::net::Ipv4Addr::from_bits(0x0a00_0000 + number);
+            endpoint(&format!("{address}:80"))
+        });
+        let snapshot = Snapshot {
+            kind: Kind::Service.into(),
+            endpoints: endpoints.collect(),
+            ..Snapshot::default()
+        };
+        DiscoverResponse {
+            name: "10.96.0.7:80".to_owned(),
+            update: Some(Update::Snapshot(snapshot)),
+            more,
+            ..DiscoverResponse::default()
         }
-        assert_eq!(
-            errors,
-            [format!(
-                "10.96.0.7:80: snapshot of more than {MAX_ENDPOINTS} endpoints"
-            )]
-        );
-        let entry = &table.entries[&Resource::from(address("10.96.0.7:80"))];
-        assert!(entry.partial.is_none() && entry.phase == Phase::OutOfSync);
-        assert_eq!(
-            addresses(&receiver),
-            ["10.0.0.1:80"],
-            "the known state stays"
-        );
+    }
+
+    #[test]
+    fn part_of_a_large_service_is_kept_and_follows_its_changes() {
+        let mut table = Table::new(100, 2000);
+        let receiver = watch(&mut table);
+        let apply = |table: &mut Table, response| {
+            table.apply(response, Instant::now(), &mut |error| panic!("{error}"))
+        };
+        // A snapshot without an end is within the bounds.
+        for number in 0..50 {
+            apply(&mut table, chunk(number * 4000..(number + 1) * 4000, true));
+            let entry = &table.entries[&Resource::from(address("10.96.0.7:80"))];
+            let (partial, subset) = entry.partial.as_ref().unwrap();
+            assert!(partial.endpoints.len() == 1000 && subset.is_partial());
+        }
+        let applied = apply(&mut table, chunk(200_000..200_001, false));
+        let kept = applied.kept.expect("a part").1;
+        assert!((999..=1000).contains(&kept), "{kept}");
+        let known = addresses(&receiver);
+        assert_eq!(known.len(), kept);
+        // Only changes of this part count.
+        for number in 300_000..302_000 {
+            let address = std::net::Ipv4Addr::from_bits(0x0a00_0000 + number);
+            let update = delta(&[&format!("{address}:80")], &[]);
+            apply_at(&mut table, Instant::now(), ("", 0, 0), "2", update);
+        }
+        let added = addresses(&receiver).len() - kept;
+        // One in 200: 10 on average.
+        assert!(added < 40, "{added}");
+        // Another Service has half of the rest.
+        let other = Resource::from(address("10.96.0.8:80"));
+        let max = table.max_endpoints_of(&other, &chunk(0..100, false));
+        assert!((400..=500).contains(&max), "{max}");
+        // A part that is almost used up is replaced.
+        let removed = addresses(&receiver);
+        let removed: Vec<&str> = removed.iter().skip(15).map(String::as_str).collect();
+        let update = delta(&[], &removed);
+        apply_at(&mut table, Instant::now(), ("", 0, 0), "3", update);
+        assert_eq!(addresses(&receiver).len(), 15);
+        let requests = table.sweep(Instant::now(), MINUTE);
+        assert_eq!(short(requests), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
     }
 
     #[test]

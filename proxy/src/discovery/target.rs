@@ -10,6 +10,7 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 
 use super::affinity::Affinity;
 use super::resource::Resource;
+use super::subset::Subset;
 use crate::balance::maglev::LazyTable;
 use crate::balance::policy::BackendPolicy;
 use crate::route::Routes;
@@ -67,6 +68,8 @@ pub struct ServiceTarget {
     pub policy: Arc<BackendPolicy>,
     /// Of the usable endpoints, for consistent hashes.
     pub table: Arc<LazyTable>,
+    /// The endpoints that the proxy keeps.
+    pub subset: Subset,
 }
 
 /// Endpoints in the order of their addresses.
@@ -229,6 +232,20 @@ impl Target {
         }
     }
 
+    /// The number of endpoints that it holds.
+    pub fn endpoints(&self) -> usize {
+        match self {
+            Self::Service(service) => service.endpoints.len() + service.draining.len(),
+            _ => 0,
+        }
+    }
+
+    /// The number of endpoints, if some of the Service are left out.
+    pub fn part(&self) -> Option<usize> {
+        let is_part = matches!(self, Self::Service(service) if service.subset.is_partial());
+        is_part.then(|| self.endpoints())
+    }
+
     /// Whether this is a Service without usable endpoints.
     pub fn is_without_endpoint(&self) -> bool {
         match self {
@@ -282,6 +299,7 @@ impl AppProtocol {
 pub(super) fn from_snapshot(
     resource: &Resource,
     snapshot: Snapshot,
+    subset: Subset,
     report: &mut dyn FnMut(String),
 ) -> Result<Target, String> {
     let kind = snapshot.kind();
@@ -321,6 +339,7 @@ pub(super) fn from_snapshot(
                 routes: None,
                 policy: Arc::default(),
                 table: Arc::default(),
+                subset,
             }))
         }
         Kind::Pod => {
@@ -374,16 +393,21 @@ pub(super) fn with_delta(
                     )),
                 }
             }
-            for endpoint in delta
-                .upserted
+            let Delta {
+                mut upserted,
+                mut draining,
+                ..
+            } = delta;
+            service.subset.retain(&mut upserted);
+            service.subset.retain(&mut draining);
+            for endpoint in upserted
                 .into_iter()
                 .filter_map(|endpoint| parse_endpoint(endpoint, report))
             {
                 remove(&mut service.draining, endpoint.address);
                 upsert(&mut service.endpoints, endpoint);
             }
-            for endpoint in delta
-                .draining
+            for endpoint in draining
                 .into_iter()
                 .filter_map(|endpoint| parse_endpoint(endpoint, report))
             {

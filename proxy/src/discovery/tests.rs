@@ -65,6 +65,7 @@ fn timing() -> Timing {
         idle_timeout: FOREVER,
         sweep_interval: Duration::from_millis(5),
         max_destinations: 100,
+        max_endpoints: usize::MAX,
     }
 }
 
