@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use support::{
-    Namespace, PROXY_INIT, backend_programs, can_create_namespaces, programs, script, text,
+    Namespace, PROXY_INIT, backend_programs, can_create_namespaces, programs, receive, script, text,
 };
 
 const FLAGS: [&str; 8] = [
@@ -194,18 +194,12 @@ fn does_not_redirect_udp() {
         pod_socket
             .send_to(b"question", (peer_ip, 53))
             .expect("sent");
-        let mut buffer = [0; 16];
-        let (length, from) = peer_socket.recv_from(&mut buffer).expect("came through");
-        assert_eq!(
-            (&buffer[..length], from),
-            (&b"question"[..], (pod_ip, 8080).into()),
-            "{family}"
-        );
+        let question = (b"question".to_vec(), (pod_ip, 8080).into());
+        assert_eq!(receive(&peer_socket), question, "{family}");
         peer.udp(peer_ip, 54)
             .send_to(b"other", (pod_ip, 8080))
             .expect("sent");
-        let (length, _) = pod_socket.recv_from(&mut buffer).expect("came through");
-        assert_eq!(&buffer[..length], b"other", "{family}");
+        assert_eq!(receive(&pod_socket).0, b"other", "{family}");
     }
 }
 

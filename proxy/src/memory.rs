@@ -306,6 +306,8 @@ mod tests {
         let memory = Memory::new(256 * MIB);
         assert_eq!(memory.max_connections(), 16 * 1024);
         assert_eq!((memory.buffers(1), memory.buffers(4)), (64 * MIB, 16 * MIB));
+        let endpoints = (memory.max_endpoints(1), memory.max_endpoints(4));
+        assert_eq!(endpoints, (39_475, 15_252));
         assert_eq!(Memory::new(0).limit(), 32 * MIB);
     }
 

@@ -138,8 +138,13 @@ fn connect(number: usize) -> std::io::Result<TcpStream> {
 /// The first bytes that the proxy sends.
 fn answer(mut stream: &TcpStream) -> String {
     let mut answer = [0; 2048];
-    let read = stream.read(&mut answer).unwrap_or(0);
-    String::from_utf8_lossy(&answer[..read]).into_owned()
+    loop {
+        match stream.read(&mut answer) {
+            // The process was suspended and resumed: signal(7).
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            read => return String::from_utf8_lossy(&answer[..read.unwrap_or(0)]).into_owned(),
+        }
+    }
 }
 
 /// Whether a small request is served: nothing listens at the application's address.

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::symlink;
@@ -173,6 +173,21 @@ impl Namespace {
             .set_read_timeout(Some(TEST_TIMEOUT))
             .expect("a timeout");
         socket
+    }
+}
+
+/// The next datagram and its sender. A system call with a timeout fails with EINTR when the process
+/// is suspended and resumed, without any signal handler (signal(7)).
+pub fn receive(socket: &UdpSocket) -> (Vec<u8>, SocketAddr) {
+    let mut buffer = [0; 16];
+    loop {
+        match socket.recv_from(&mut buffer) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            received => {
+                let (length, from) = received.expect("came through");
+                return (buffer[..length].to_vec(), from);
+            }
+        }
     }
 }
 
