@@ -218,11 +218,12 @@ impl Table {
             return Applied::default();
         };
         let is_snapshot = matches!(response.update, Some(Update::Snapshot(_)));
+        let was_part = entry.sender.borrow().part().is_some();
         let acknowledgement = entry.apply(&resource, response, bounds, now, &mut |error| {
             report(format!("{resource}: {error}"))
         });
-        let kept = is_snapshot && entry.partial.is_none();
-        let kept = kept.then(|| entry.sender.borrow().part()).flatten();
+        let is_news = (is_snapshot || !was_part) && entry.partial.is_none();
+        let kept = is_news.then(|| entry.sender.borrow().part()).flatten();
         Applied {
             is_older: entry.refused.is_some(),
             acknowledgement,
@@ -233,17 +234,23 @@ impl Table {
     /// The endpoints that a Service may have after this response: half of what the others leave.
     fn max_endpoints_of(&self, resource: &Resource, response: &DiscoverResponse) -> usize {
         let size = |one: &Snapshot| one.endpoints.len() + one.draining.len();
-        let next = match &response.update {
-            Some(Update::Snapshot(next)) => size(next),
-            _ => 0,
+        let entry = self.entries.get(resource);
+        let (known, added) = match &response.update {
+            Some(Update::Snapshot(next)) => {
+                let partial = entry.and_then(|entry| entry.partial.as_ref());
+                (partial.map_or(0, |(partial, _)| size(partial)), size(next))
+            }
+            Some(Update::Delta(delta)) => {
+                let known = entry.map_or(0, Entry::endpoints);
+                (known, delta.upserted.len() + delta.draining.len())
+            }
+            _ => (0, 0),
         };
-        let partial = self.entries.get(resource);
-        let partial = partial.and_then(|entry| entry.partial.as_ref());
-        if next + partial.map_or(0, |(partial, _)| size(partial)) <= MIN_ENDPOINTS {
+        if known + added <= MIN_ENDPOINTS {
             return MIN_ENDPOINTS;
         }
         let others = self.entries.iter().filter(|(other, _)| *other != resource);
-        let others = others.map(|(_, entry)| entry.sender.borrow().endpoints());
+        let others = others.map(|(_, entry)| entry.endpoints());
         let free = self.max_endpoints.saturating_sub(others.sum());
         (free / 2).max(MIN_ENDPOINTS)
     }
@@ -364,6 +371,12 @@ impl WereMeshed {
 }
 
 impl Entry {
+    /// The number of endpoints that it holds.
+    fn endpoints(&self) -> usize {
+        let refused = self.refused.as_ref();
+        self.sender.borrow().endpoints() + refused.map_or(0, |refused| refused.target.endpoints())
+    }
+
     fn apply(
         &mut self,
         resource: &Resource,
@@ -430,7 +443,8 @@ impl Entry {
                     Some(refused) => Arc::new(refused.target.clone()),
                     None => self.sender.borrow().clone(),
                 };
-                let next = target::with_delta(&before, delta, &mut report_part);
+                let max = bounds.endpoints;
+                let next = target::with_delta(&before, delta, max, &mut report_part);
                 if errors > 0 {
                     let next = next.unwrap_or_else(|_| Target::clone(&before));
                     self.accept(next, version, position, now);
@@ -482,9 +496,12 @@ impl Entry {
                 (next, subset)
             }
         };
-        subset.reduce(&mut snapshot.endpoints, bounds.endpoints);
-        subset.reduce(&mut snapshot.draining, bounds.endpoints);
-        subset.retain(&mut snapshot.endpoints);
+        let Snapshot {
+            endpoints,
+            draining,
+            ..
+        } = &mut snapshot;
+        subset.reduce(endpoints, draining, bounds.endpoints);
         (snapshot, subset)
     }
 
@@ -1261,6 +1278,30 @@ mod tests {
         assert_eq!(addresses(&receiver).len(), 15);
         let requests = table.sweep(Instant::now(), MINUTE);
         assert_eq!(short(requests), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+    }
+
+    #[test]
+    fn service_that_grows_by_deltas_is_reduced() {
+        let mut table = Table::new(100, 2000);
+        let receiver = watch(&mut table);
+        apply(&mut table, "1", snapshot(Kind::Service, &["10.0.0.1:80"]));
+        let mut largest = 0;
+        for number in 1..=100 {
+            let response = chunk(number * 100..(number + 1) * 100, false);
+            let Some(Update::Snapshot(next)) = response.update else {
+                unreachable!()
+            };
+            let delta = Delta {
+                upserted: next.endpoints,
+                ..Delta::default()
+            };
+            apply(&mut table, "2", Update::Delta(delta));
+            largest = largest.max(receiver.borrow().endpoints());
+        }
+        assert!((1800..=2000).contains(&largest), "{largest}");
+        assert!(receiver.borrow().part().is_some());
+        let known = addresses(&receiver).len();
+        assert!((64..=1500).contains(&known), "{known}");
     }
 
     #[test]
