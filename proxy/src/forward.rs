@@ -493,7 +493,7 @@ impl Attempts {
     /// proxy that parses the request removes it.
     pub fn announced(&self, is_secured: bool) -> Option<u32> {
         let parses = self.last.as_ref().is_some_and(|last| !last.is_opaque);
-        let previous = self.previous + self.count.saturating_sub(1);
+        let previous = self.previous.saturating_add(self.count.saturating_sub(1));
         (previous > 0 && is_secured && parses).then_some(previous)
     }
 
@@ -641,6 +641,27 @@ mod tests {
             (deadline(1), (Ok(()), 2, false)),
         ] {
             assert_eq!(run(scripted(attempts)).await, expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn announces_as_many_previous_attempts_as_fit() {
+        let address = SocketAddr::from(([127, 0, 0, 1], 80));
+        let backend = Destination::fixed(address).backend().clone();
+        for (previous, count, expected) in [
+            (0, 1, None),
+            (0, 2, Some(1)),
+            (3, 2, Some(4)),
+            (u32::MAX, 2, Some(u32::MAX)),
+        ] {
+            let attempts = Attempts {
+                previous,
+                count,
+                last: backend.pick(&[], &mut fastrand::Rng::new()).ok(),
+                ..Attempts::default()
+            };
+            assert_eq!(attempts.announced(true), expected);
+            assert_eq!(attempts.announced(false), None);
         }
     }
 
