@@ -233,13 +233,19 @@ impl Table {
     /// The endpoints that a Service may have after this response: half of what the others leave.
     fn max_endpoints_of(&self, resource: &Resource, response: &DiscoverResponse) -> usize {
         let size = |one: &Snapshot| one.endpoints.len() + one.draining.len();
+        let entry = self.entries.get(resource);
+        let partial = entry.and_then(|entry| entry.partial.as_ref());
         let next = match &response.update {
-            Some(Update::Snapshot(next)) => size(next),
+            Some(Update::Snapshot(next)) => {
+                size(next) + partial.map_or(0, |(partial, _)| size(partial))
+            }
+            Some(Update::Delta(delta)) => {
+                let before = entry.map_or(0, |entry| entry.sender.borrow().endpoints());
+                before + delta.upserted.len() + delta.draining.len()
+            }
             _ => 0,
         };
-        let partial = self.entries.get(resource);
-        let partial = partial.and_then(|entry| entry.partial.as_ref());
-        if next + partial.map_or(0, |(partial, _)| size(partial)) <= MIN_ENDPOINTS {
+        if next <= MIN_ENDPOINTS {
             return MIN_ENDPOINTS;
         }
         let others = self.entries.iter().filter(|(other, _)| *other != resource);
@@ -451,7 +457,14 @@ impl Entry {
             report(format!("rejected: {rejection}"));
         }
         match next {
-            Ok(target) => self.accept(target, version, position, now),
+            Ok(target) => {
+                let is_large = target.endpoints() > bounds.endpoints.saturating_mul(2);
+                self.accept(target, version, position, now);
+                if is_large {
+                    // Its deltas have added too many. The next snapshot is reduced.
+                    self.mark_out_of_sync();
+                }
+            }
             Err(error) => {
                 report(error);
                 // The endpoint is meshed, and its identity is invalid.
@@ -1261,6 +1274,36 @@ mod tests {
         assert_eq!(addresses(&receiver).len(), 15);
         let requests = table.sweep(Instant::now(), MINUTE);
         assert_eq!(short(requests), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+    }
+
+    #[test]
+    fn service_that_grows_by_deltas_is_reduced() {
+        let (mut table, now) = (Table::new(100, 2000), Instant::now());
+        let receiver = watch(&mut table);
+        let snapshot = |numbers| chunk(numbers, false).update.unwrap();
+        apply_at(&mut table, now, ("", 0, 0), "1", snapshot(0..10));
+        let add = |table: &mut Table, number: u32| {
+            let Update::Snapshot(added) = snapshot(number * 100..(number + 1) * 100) else {
+                panic!("a snapshot");
+            };
+            let delta = Delta {
+                upserted: added.endpoints,
+                ..Delta::default()
+            };
+            apply_at(table, now, ("", 0, 0), "2", Update::Delta(delta));
+        };
+        (1..=19).for_each(|number| add(&mut table, number));
+        assert_eq!(addresses(&receiver).len(), 1910);
+        assert!(table.sweep(now, MINUTE).is_empty());
+        (20..100).for_each(|number| add(&mut table, number));
+        let kept = addresses(&receiver).len();
+        assert!(kept <= 2010, "{kept}");
+        // Its next snapshot has the bounds of a new one.
+        let requests = table.sweep(now, MINUTE);
+        assert_eq!(short(requests), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+        apply_at(&mut table, now, ("", 0, 0), "3", snapshot(0..10_000));
+        assert_eq!(addresses(&receiver).len(), 1000);
+        assert!(table.sweep(now, MINUTE).is_empty());
     }
 
     #[test]
