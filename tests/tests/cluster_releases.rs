@@ -5,6 +5,7 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use diy_mesh_tests::cluster::gateway_api::{install, wait_for_condition};
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
     MESH, Namespace, in_namespace, kubectl, kubectl_with_input, rolled_out, wait_for,
@@ -28,6 +29,7 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         inject_proxies(&tag)?;
         let old = Pair::start(namespace, "old", "old-server")?;
         old.run_proxies(namespace, &tag)?;
+        route_names_proxies_that_do_not_apply_it(namespace)?;
         // Proxies of this release call them, and are called by them.
         inject_proxies("dev")?;
         let new = Pair::start(namespace, "new", "old-server")?;
@@ -57,6 +59,46 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// Fails unless a route says that the proxy of the client of the previous release does not apply
+/// it. Replicas know their own streams only, so there is one for this time.
+fn route_names_proxies_that_do_not_apply_it(namespace: &Namespace) -> Result<()> {
+    install()?;
+    let scale = |replicas: &str| {
+        kubectl(&[
+            "scale",
+            "-n",
+            MESH,
+            "deployment/controller",
+            &format!("--replicas={replicas}"),
+        ])?;
+        rolled_out(MESH, "controller")
+    };
+    scale("1")?;
+    namespace.apply(
+        "
+apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {name: old-server}
+spec:
+  parentRefs: [{group: '', kind: Service, name: old-server}]
+  rules: [{timeouts: {request: 5s}, backendRefs: [{name: old-server, port: 80}]}]
+",
+    )?;
+    let condition = [
+        "diy-service-mesh.dev/Enforced",
+        "False",
+        "ProxyLacksCapability",
+    ];
+    let route = wait_for_condition(namespace, "httproute", "old-server", condition)?;
+    let status = route["status"].to_string();
+    let name = &namespace.name;
+    let expected =
+        format!("do not apply this route: those of 1 pod of namespace {name} (old-client-");
+    ensure!(status.contains(&expected), "{status}");
+    namespace.kubectl(&["delete", "httproute", "old-server"])?;
+    scale("2")
 }
 
 /// A server, and a client of another server.

@@ -23,6 +23,9 @@ const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
 const CANARY_OF: &str = "diy-service-mesh/canary-of";
 const CANARY_WEIGHT: &str = "diy-service-mesh/canary-weight";
+/// Ports of a Service, and of a slice. Kubernetes permits 20,000 and more. States and tables are per
+/// port, so their size is the product of this number and that of routes, endpoints or clients.
+const MAX_PORTS: usize = 1000;
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -76,7 +79,8 @@ impl CatalogObject for core::Node {
 
 fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let spec = object.spec.clone().unwrap_or_default();
-    let ports = spec.ports.iter().flatten().map(service_port);
+    let ports = at_most_max("spec.ports", spec.ports.as_deref())?;
+    let ports = ports.iter().map(service_port);
     let is_external = spec.type_.as_deref() == Some("ExternalName");
     let (cluster_ips, external_ips, external_name) = match is_external {
         true => (
@@ -146,7 +150,8 @@ fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     let has_addresses = matches!(object.address_type.as_str(), "IPv4" | "IPv6");
     let endpoints = object.endpoints.iter().filter(|_| has_addresses);
     let endpoints = endpoints.filter_map(|endpoint| slice_endpoint(endpoint, &key.namespace));
-    let ports = object.ports.iter().flatten().filter_map(slice_port);
+    let ports = at_most_max("ports", object.ports.as_deref())?;
+    let ports = ports.iter().filter_map(slice_port);
     Ok(Slice {
         service,
         ports: ports.collect::<Result<_, _>>()?,
@@ -268,6 +273,17 @@ fn external_ips(
     let all = external.chain(vip).filter(|ip| !ip.is_empty());
     all.map(|ip| address("spec.externalIPs or status.loadBalancer.ingress", ip))
         .collect()
+}
+
+fn at_most_max<'a, T>(field: &str, ports: Option<&'a [T]>) -> Result<&'a [T], ConvertError> {
+    let ports = ports.unwrap_or_default();
+    match ports.len() <= MAX_PORTS {
+        true => Ok(ports),
+        false => Err(ConvertError(format!(
+            "{field}: {} entries are more than {MAX_PORTS}",
+            ports.len()
+        ))),
+    }
 }
 
 fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
@@ -672,6 +688,23 @@ spec:
             wrong_port.to_string(),
             "spec.ports.port: 70000 is not a port (1 to 65535)"
         );
+        let ports = |count: i32| (1..=count).map(|port| format!("{{port: {port}}}"));
+        let ports = |count| Vec::from_iter(ports(count)).join(", ");
+        let with = |count| {
+            format!(
+                "{{metadata: {{name: s}}, spec: {{ports: [{}]}}}}",
+                ports(count)
+            )
+        };
+        assert_eq!(service(&read(&with(1000))).unwrap().ports.len(), 1000);
+        let error = service(&read(&with(1001))).unwrap_err().to_string();
+        assert_eq!(error, "spec.ports: 1001 entries are more than 1000");
+        let with = format!(
+            "{{metadata: {{name: s}}, addressType: IPv4, endpoints: [], ports: [{}]}}",
+            ports(1001)
+        );
+        let error = slice(&read(&with)).unwrap_err().to_string();
+        assert_eq!(error, "ports: 1001 entries are more than 1000");
         assert_eq!(
             pod(&read("{metadata: {}}"), "cluster.local")
                 .unwrap_err()

@@ -73,12 +73,12 @@ impl Index {
             let service = service.and_then(|key| self.services.get(key));
             let service = service.filter(|service| service.is_headless && service.selects(pod));
             service.into_iter().flat_map(|service| {
+                let named = service.ports.iter().rev();
+                let named = named.filter(|port| port.protocol == Transport::Tcp);
+                let named: HashMap<_, _> = named.map(|port| (&port.name, port)).collect();
                 let ports = slice.ports.iter();
                 let ports = ports.filter(|at| at.protocol == Transport::Tcp);
-                ports.filter_map(move |at| {
-                    let port = service.tcp_port(|port| port.name == at.name)?;
-                    Some((at.port, service, port))
-                })
+                ports.filter_map(move |at| Some((at.port, service, *named.get(&at.name)?)))
             })
         })
     }

@@ -135,6 +135,8 @@ impl Index {
         self.settle_limits(touched);
         // Clients use the endpoints of these Services as backends too.
         touched.services.extend(with_policies.iter().cloned());
+        let primaries = self.routes.settle_canaries(&self.services);
+        touched.services.extend(primaries);
         let routes = self.routes.settle(&self.services, &self.policies);
         let is_settled = policies.is_none() && routes.is_none();
         let is_settled = !self.settle_headless() && is_settled;
@@ -295,8 +297,7 @@ impl Index {
             touched.node_ports.insert(port);
         }
         touched.services.insert(key.clone());
-        let primaries = self.routes.set_service(key, old.as_ref(), &self.services);
-        touched.services.extend(primaries);
+        self.routes.set_service(key, old.as_ref(), new);
         self.policies.set_service(key, new.is_some());
         self.limits.changed.insert(key.clone());
         if let Some(old) = &old

@@ -383,7 +383,7 @@ pub struct SliceEndpoint {
 }
 
 /// A reference to a pod in an EndpointSlice.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PodReference {
     /// Namespace and name.
     pub key: Key,

@@ -1,6 +1,6 @@
 //! Resolution of resources: addresses and Services to their endpoints, for a client. Pure.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
@@ -298,6 +298,8 @@ impl Index {
         address: SocketAddr,
         same: &[&'a SliceEndpoint],
     ) -> Option<Candidate<'a>> {
+        let terminating = same.iter().filter(|endpoint| endpoint.terminating);
+        let terminating: HashSet<_> = terminating.map(|endpoint| &endpoint.pod).collect();
         let all = same.iter().copied().filter_map(|endpoint| {
             let pod = match &endpoint.pod {
                 None => None,
@@ -305,10 +307,8 @@ impl Index {
                 // usable.
                 Some(reference) => Some(self.pod_of(reference)?),
             };
-            let terminating = pod.is_some_and(|pod| pod.terminating)
-                || same
-                    .iter()
-                    .any(|other| other.terminating && other.pod == endpoint.pod);
+            let terminating =
+                pod.is_some_and(|pod| pod.terminating) || terminating.contains(&endpoint.pod);
             let ready = service.publish_not_ready || (endpoint.ready && !terminating);
             let draining = !ready && terminating && endpoint.serving;
             (ready || draining).then_some((draining, endpoint, pod))

@@ -48,6 +48,8 @@ pub(super) struct Routes {
     attachments: HashMap<Key, BTreeMap<Arc<str>, Attachment>>,
     /// Groups that are to be merged again.
     changed: BTreeSet<Group>,
+    /// Services whose canaries are to be computed again.
+    changed_canaries: BTreeSet<Key>,
 }
 
 /// A Service, and a namespace with routes for it.
@@ -173,43 +175,32 @@ impl Routes {
         }
     }
 
-    /// A Service has changed, which may be a parent, a backend or a canary. Returns the Services
-    /// with other canaries than before.
-    pub(super) fn set_service(
-        &mut self,
-        key: &Key,
-        old: Option<&Service>,
-        services: &Store<Service>,
-    ) -> Vec<Key> {
+    /// A Service has changed, which may be a parent, a backend or a canary.
+    pub(super) fn set_service(&mut self, key: &Key, old: Option<&Service>, new: Option<&Service>) {
         self.set_policy(key);
         let routes = self.of_backend.get(key).into_iter().flatten();
         let groups = routes.flat_map(|id| self.groups_of_id(id));
         self.changed.extend(groups.collect::<Vec<_>>());
-        self.set_canary(key, old, services)
-    }
-
-    fn set_canary(
-        &mut self,
-        key: &Key,
-        old: Option<&Service>,
-        services: &Store<Service>,
-    ) -> Vec<Key> {
         let primary = |service: &Service| {
             let canary = service.canary.as_ref()?;
             Some(Key::new(&key.namespace, &canary.of))
         };
-        let before = old.and_then(primary);
-        let after = services.get(key).and_then(primary);
+        let (before, after) = (old.and_then(primary), new.and_then(primary));
         if let Some(primary) = &before {
             unlink(&mut self.canaries_of, primary, key);
         }
         if let Some(primary) = &after {
             link(&mut self.canaries_of, primary, key);
         }
-        let mut primaries: BTreeSet<Key> = [Some(key.clone()), before, after]
-            .into_iter()
-            .flatten()
-            .collect();
+        let primaries = [Some(key.clone()), before, after];
+        self.changed_canaries
+            .extend(primaries.into_iter().flatten());
+    }
+
+    /// Computes the changed canaries, once for all changes of a batch: a Service may have many.
+    /// Returns the Services with other canaries than before.
+    pub(super) fn settle_canaries(&mut self, services: &Store<Service>) -> BTreeSet<Key> {
+        let mut primaries = std::mem::take(&mut self.changed_canaries);
         primaries.retain(|primary| {
             let canaries = self.canaries_of.get(primary);
             let annotated = canaries.into_iter().flatten();
@@ -225,9 +216,9 @@ impl Routes {
         });
         // Their status may have changed.
         let groups = primaries.iter();
-        let groups = groups.map(|primary| (primary.clone(), key.namespace.clone()));
+        let groups = groups.map(|primary| (primary.clone(), primary.namespace.clone()));
         self.changed.extend(groups);
-        primaries.into_iter().collect()
+        primaries
     }
 
     /// Whether there are routes for a Service.

@@ -783,6 +783,23 @@ fn pod_has_the_protocol_of_headless_services_that_select_it() {
 }
 
 #[test]
+fn view_of_an_endpoint_has_few_ports() {
+    let ports = (1..=1000).map(|port| SlicePort {
+        name: format!("p{port}"),
+        port,
+        protocol: Transport::Tcp,
+    });
+    let many = Slice {
+        ports: ports.collect(),
+        ..slice("web", "web", 80, vec![endpoint("10.0.0.9", "")])
+    };
+    let web = service("web", &["10.96.0.1"]);
+    let index = index([Object::Service(web), Object::Slice(many)]);
+    let view = index.service(&key("web")).unwrap();
+    assert_eq!(view.endpoints[0].ports.len(), 32);
+}
+
+#[test]
 fn view_contains_all_endpoints_and_merges_address_families() {
     let mut unready = endpoint("10.0.0.9", "");
     unready.ready = false;

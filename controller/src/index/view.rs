@@ -7,6 +7,10 @@ use std::sync::Arc;
 use super::object::{Key, Pod, PodReference, Service, Slice, SliceEndpoint, TargetPort};
 use super::version::{Digest, Version};
 
+/// Ports of one endpoint. A slice has up to 1,000 endpoints that share its ports, a view and its
+/// message do not.
+const MAX_ENDPOINT_PORTS: usize = 32;
+
 /// A Service with its endpoints.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServiceView {
@@ -31,7 +35,7 @@ pub struct EndpointView {
     pub pod_name: Arc<str>,
     /// The zone, or empty.
     pub zone: Arc<str>,
-    /// The ports by name.
+    /// The ports by name, 32 at most.
     pub ports: BTreeMap<String, u16>,
     /// The SPIFFE ID of a meshed pod, unless all of these ports bypass the proxy.
     pub identity: Option<Arc<str>>,
@@ -88,12 +92,10 @@ pub(super) fn of<'a>(
             let identity_at = |port| holder.and_then(|pod| pod.identity_at(port));
             let identity = slice.ports.iter().find_map(|port| identity_at(port.port));
             view.identity = view.identity.take().or(identity);
-            view.ports.extend(
-                slice
-                    .ports
-                    .iter()
-                    .map(|port| (port.name.clone(), port.port)),
-            );
+            let free = MAX_ENDPOINT_PORTS.saturating_sub(view.ports.len());
+            let ports = slice.ports.iter().take(free);
+            view.ports
+                .extend(ports.map(|port| (port.name.clone(), port.port)));
         }
     }
     ServiceView {

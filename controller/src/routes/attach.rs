@@ -18,7 +18,8 @@ use crate::policy::Requests;
 const MAX_ROUTES: usize = 1024;
 const MAX_MATCHES: usize = 4096;
 const MAX_PATTERNS: usize = 256;
-/// Of the encoded routes, a part of the largest message that proxies accept.
+/// Of the encoded routes, a part of the largest message that proxies accept. Of splits, whose
+/// backends differ by port, at all ports together.
 const MAX_BYTES: usize = 1024 * 1024;
 /// Problems in one condition.
 const MAX_PROBLEMS: usize = 4;
@@ -99,7 +100,9 @@ pub struct Unresolved {
 /// A route with the backends that it has at this Service.
 struct Candidate<'a> {
     route: &'a Route,
-    /// Too many routes are older.
+    /// The parents that are this Service, with their positions in the route.
+    parents: Vec<(usize, &'a ParentReference)>,
+    /// Older routes exceed a limit without it.
     is_surplus: bool,
     /// The rules, by the port of the Service for a split. Of other routes, for all ports.
     rules: BTreeMap<Option<u16>, Vec<Arc<Rule<String>>>>,
@@ -130,16 +133,21 @@ pub fn attach(
     let ports = parent.into_iter().flat_map(|service| &service.ports);
     let ports = ports.filter(|port| port.protocol == Transport::Tcp);
     let numbers: Vec<u16> = ports.clone().map(|port| port.port).collect();
-    let candidates = routes.into_iter().enumerate();
-    let candidates =
-        candidates.map(|(age, route)| candidate(route, age >= MAX_ROUTES, key, &numbers, &resolve));
+    let mut split_bytes = 0;
+    let candidates = routes.into_iter().enumerate().map(|(age, route)| {
+        if route.is_split() {
+            split_bytes += route.bytes * numbers.len();
+        }
+        let is_surplus = age >= MAX_ROUTES || (route.is_split() && split_bytes > MAX_BYTES);
+        candidate(route, is_surplus, key, &numbers, &resolve)
+    });
     let mut candidates: Vec<Candidate<'_>> = candidates.collect();
     let (none, mut merged) = (Requests::default(), HashMap::new());
     let requests = requests.unwrap_or(&none);
     let mut tables = BTreeMap::new();
     for port in ports {
         let all = candidates.iter().enumerate();
-        let selected = all.filter(|(_, candidate)| candidate.selects(key, service, port));
+        let selected = all.filter(|(_, candidate)| candidate.selects(service, port));
         let (selected, splits): (Vec<usize>, Vec<bool>) = selected
             .map(|(position, candidate)| (position, candidate.route.is_split()))
             .unzip();
@@ -159,10 +167,9 @@ pub fn attach(
     }
     let conditions = candidates.iter().map(|candidate| {
         let route = candidate.route;
-        let of_parents = route.parents.iter().enumerate();
-        let of_parents = of_parents.filter(|(_, parent)| parent.key(&route.key) == *key);
+        let of_parents = candidate.parents.iter();
         let conditions = of_parents
-            .map(|(position, parent)| (position, candidate.conditions(key, service, parent)));
+            .map(|(position, parent)| (*position, candidate.conditions(key, service, parent)));
         ((route.kind, route.key.clone()), conditions.collect())
     });
     Attachment {
@@ -188,8 +195,12 @@ fn candidate<'a>(
         let rules = parsed.map(|parsed| rule(route, parsed, key, port, resolve, &mut problems));
         (port, rules.collect())
     });
+    let parents = route.parents.iter().enumerate();
     Candidate {
         rules: rules.collect(),
+        parents: parents
+            .filter(|(_, parent)| parent.key(&route.key) == *key)
+            .collect(),
         route,
         is_surplus,
         problems,
@@ -333,13 +344,11 @@ fn merge(
 }
 
 impl Candidate<'_> {
-    fn selects(&self, key: &Key, service: Option<&Service>, port: &ServicePort) -> bool {
-        let mut parents = self.route.parents.iter();
-        let selects =
-            |parent: &ParentReference| parent.key(&self.route.key) == *key && parent.selects(port);
+    fn selects(&self, service: Option<&Service>, port: &ServicePort) -> bool {
+        let mut parents = self.parents.iter();
         let has_pods_only = service.is_some_and(|service| service.is_headless);
         let has_effect = !(self.route.is_split() && has_pods_only);
-        self.route.rules.is_ok() && has_effect && parents.any(selects)
+        self.route.rules.is_ok() && has_effect && parents.any(|(_, parent)| parent.selects(port))
     }
 
     fn rules_at(&self, port: u16) -> &[Arc<Rule<String>>] {

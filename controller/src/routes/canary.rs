@@ -5,10 +5,13 @@
 use std::sync::Arc;
 
 use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::parse::{REFERENCE_BYTES, RULE_BYTES};
 use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service};
 
 const ALL_PERCENT: u32 = 100;
+/// Canaries of one Service. Those with 0% count.
+const MAX_CANARIES: usize = 64;
 
 /// The canaries of a Service.
 #[derive(Debug, Default, PartialEq)]
@@ -26,7 +29,7 @@ impl Canaries {
         canaries.sort_by_key(|service| (service.created, &service.key));
         let (mut all, mut sum) = (Canaries::default(), 0);
         for service in canaries {
-            match share(key, primary, service, sum) {
+            match share(key, primary, service, sum, all.accepted.len()) {
                 Ok(percent) => {
                     sum += percent;
                     all.accepted.push((service.key.clone(), percent));
@@ -60,6 +63,7 @@ impl Canaries {
             ),
             unknown_filter: None,
         };
+        let bytes = RULE_BYTES + rule.rule.backends.len() * REFERENCE_BYTES;
         (!self.accepted.is_empty()).then(|| Route {
             kind: Kind::Service,
             key: key.clone(),
@@ -68,17 +72,18 @@ impl Canaries {
             parents: vec![ParentReference::service(&key.name)],
             rules: Ok(vec![Arc::new(rule)]),
             ignored: Vec::new(),
-            bytes: 0,
+            bytes,
         })
     }
 }
 
-/// The share of a canary in percent. The others have `sum` already.
+/// The share of a canary in percent. The `older` ones have `sum` already.
 fn share(
     key: &Key,
     primary: Option<&Service>,
     canary: &Service,
     sum: u32,
+    older: usize,
 ) -> Result<u32, Rejection> {
     let rejected = |reason, message| Err(Rejection { reason, message });
     let annotations = canary.canary.as_ref();
@@ -99,6 +104,10 @@ fn share(
         let message = format!("the Service {key} is a canary itself; expected one that is not");
         return rejected(UNSUPPORTED_VALUE, message);
     }
+    if older >= MAX_CANARIES {
+        let message = format!("the Service {key} has {MAX_CANARIES} older canaries, the maximum");
+        return rejected(CONFLICTED, message);
+    }
     if sum + percent > ALL_PERCENT {
         let message = format!(
             "with {percent}%, the canaries of {key} would have more than 100%: older ones have \
@@ -118,7 +127,7 @@ mod tests {
     use super::*;
     use crate::index::Index;
     use crate::index::locality::Location;
-    use crate::index::object::{Canary, Object, Resource};
+    use crate::index::object::{Canary, Object, Resource, ServicePort};
     use crate::index::tests::{index, key, service};
     use crate::routes::tests::route;
 
@@ -197,6 +206,28 @@ mod tests {
             problems(&index),
             [format!("new: {problem}"), format!("newer: {problem}")]
         );
+    }
+
+    #[test]
+    fn limits_hold_for_canaries_without_a_share_and_for_many_ports() {
+        let all = (0..200).map(|at| canary(&format!("c{at:03}"), "web", Ok(0), at));
+        let one = index(all.clone().chain([web()]).map(Object::Service));
+        assert_eq!(canaries(&one).len(), 64);
+        let expected = "c064: Conflicted the Service shop/web has 64 older canaries, the maximum";
+        assert_eq!(problems(&one)[0], expected);
+        // At each port, the table has all of these backends.
+        let mut primary = web();
+        let port = primary.ports[0].clone();
+        primary.ports = (1..=1000)
+            .map(|number| ServicePort {
+                port: number,
+                ..port.clone()
+            })
+            .collect();
+        let one = index(all.chain([primary]).map(Object::Service));
+        assert_eq!((backends(&one, 1), canaries(&one)), ("".to_owned(), vec![]));
+        let problem = &problems(&one)[0];
+        assert!(problem.contains("1048576 bytes"), "{problem}");
     }
 
     #[test]

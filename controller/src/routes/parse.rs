@@ -36,8 +36,8 @@ const DEFAULT_SESSION_HEADER: &str = "x-mesh-session";
 /// The length of a value in an error.
 const MAX_SHOWN_CHARS: usize = 64;
 /// At least the length of the parts of a rule and of a reference that its object does not contain.
-const RULE_BYTES: usize = 512;
-const REFERENCE_BYTES: usize = 160;
+pub(super) const RULE_BYTES: usize = 512;
+pub(super) const REFERENCE_BYTES: usize = 160;
 
 /// The metadata of a route.
 pub struct Meta {

@@ -50,6 +50,8 @@ pub struct RouteGroup {
     /// Namespace and name.
     pub key: Key,
     matches: Result<Vec<Arc<Match>>, Rejection>,
+    /// At least the length of the matches in a message.
+    bytes: usize,
 }
 
 #[derive(Deserialize)]
@@ -177,10 +179,9 @@ impl Split {
     pub fn route<'a>(&self, group: impl Fn(&Key) -> Option<&'a RouteGroup>) -> Route {
         let mut route = self.route.clone();
         if let (Ok(rules), false) = (&self.route.rules, self.groups.is_empty()) {
-            route.rules = self.with_groups(&rules[0], group);
-            let rules = route.rules.iter().flatten();
-            let matches = rules.flat_map(|rule| &rule.matches);
-            route.bytes += matches.map(|one| format!("{one:?}").len()).sum::<usize>();
+            route.rules = self.with_groups(&rules[0], &group);
+            let groups = self.groups.iter().filter_map(group);
+            route.bytes += groups.map(|group| group.bytes).sum::<usize>();
         }
         route
     }
@@ -188,7 +189,7 @@ impl Split {
     fn with_groups<'a>(
         &self,
         split: &ParsedRule,
-        group: impl Fn(&Key) -> Option<&'a RouteGroup>,
+        group: &impl Fn(&Key) -> Option<&'a RouteGroup>,
     ) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
         let mut matches = Vec::new();
         for key in &self.groups {
@@ -225,17 +226,31 @@ impl Split {
 /// Parses an HTTPRouteGroup.
 pub fn group(key: Key, spec: &Value) -> Result<RouteGroup, String> {
     let parsed = GroupSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
-    let matches = bounded("matches", &parsed.matches, MAX_ENTRIES).and_then(|()| {
-        let mut all = Vec::new();
-        for (position, one) in parsed.matches.iter().enumerate() {
-            let at = format!("HTTPRouteGroup {key}: spec.matches[{position}]");
-            for spec in http_matches(one) {
-                all.push(Arc::new(spec.parse(&at)?));
-            }
+    let matches = group_matches(&key, &parsed);
+    let all = matches.iter().flatten();
+    let bytes = all.map(|one| format!("{one:?}").len()).sum();
+    Ok(RouteGroup {
+        key,
+        matches,
+        bytes,
+    })
+}
+
+/// The matches of a group. Their number is checked before they are made: each method of a match
+/// repeats its expressions.
+fn group_matches(group: &Key, spec: &GroupSpec) -> Result<Vec<Arc<Match>>, Rejection> {
+    bounded("matches", &spec.matches, MAX_ENTRIES)?;
+    let mut all = Vec::new();
+    for (position, one) in spec.matches.iter().enumerate() {
+        let at = format!("HTTPRouteGroup {group}: spec.matches[{position}]");
+        bounded(&format!("{at}.methods"), &one.methods, MAX_ITEMS)?;
+        for spec in http_matches(one) {
+            all.push(Arc::new(spec.parse(&at)?));
         }
-        Ok(all)
-    });
-    Ok(RouteGroup { key, matches })
+        let field = format!("HTTPRouteGroup {group}: spec.matches");
+        bounded(&field, &all, MAX_MATCHES_OF_ROUTE)?;
+    }
+    Ok(all)
 }
 
 /// One match for each method.
@@ -463,6 +478,23 @@ mod tests {
         };
         let field = "HTTPRouteGroup shop/insiders: spec.matches[0].path.value";
         assert!(problem.contains(field), "{problem}");
+    }
+
+    #[test]
+    fn group_with_too_many_matches_is_rejected_before_they_are_made() {
+        let group = |matches: &[Value]| {
+            let spec = json!({"matches": matches});
+            super::group(key("g"), &spec).unwrap().matches
+        };
+        let one = |methods: usize| json!({"name": "a", "methods": vec!["GET"; methods]});
+        assert_eq!(group(&[one(16)]).map(|all| all.len()), Ok(16));
+        assert_eq!(group(&vec![one(16); 8]).map(|all| all.len()), Ok(128));
+        let field = "HTTPRouteGroup shop/g: spec.matches";
+        let rejected = |matches: &[Value]| group(matches).unwrap_err().message;
+        let expected = format!("{field}[0].methods: 17 entries are more than 16");
+        assert_eq!(rejected(&[one(17)]), expected);
+        let expected = format!("{field}: 144 entries are more than 128");
+        assert_eq!(rejected(&vec![one(16); 64]), expected);
     }
 
     #[test]

@@ -373,6 +373,7 @@ pub(super) fn from_snapshot(
 pub(super) fn with_delta(
     before: &Target,
     delta: Delta,
+    max_endpoints: usize,
     report: &mut dyn FnMut(String),
 ) -> Result<Target, String> {
     match before {
@@ -413,6 +414,16 @@ pub(super) fn with_delta(
             {
                 remove(&mut service.endpoints, endpoint.address);
                 upsert(&mut service.draining, endpoint);
+            }
+            // A Service that grows slowly is not reduced at each change.
+            if service.endpoints.len() + service.draining.len() > 2 * max_endpoints {
+                let ServiceTarget {
+                    endpoints,
+                    draining,
+                    subset,
+                    ..
+                } = &mut service;
+                subset.reduce(endpoints, draining, max_endpoints);
             }
             Ok(Target::Service(service))
         }
