@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use diy_mesh_controller::Config;
-use diy_mesh_runtime::{init_logging, shutdown_signal};
+use diy_mesh_runtime::{error_chain, init_logging, shutdown_signal};
 
 fn main() -> ExitCode {
     let config = Config::load();
@@ -11,7 +11,7 @@ fn main() -> ExitCode {
     match run(config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!("{error:#}");
+            tracing::error!("{}", error_chain(&*error));
             ExitCode::FAILURE
         }
     }

@@ -215,3 +215,17 @@ async fn raises_the_limit_of_open_files() {
     assert!(metrics.contains("\ndiy_mesh_controller_open_files "));
     assert!(metrics.contains("\ndiy_mesh_controller_resident_memory_bytes "));
 }
+
+#[test]
+fn missing_cluster_is_reported_once() {
+    let output = Command::new(env!("CARGO_BIN_EXE_controller"))
+        .env_clear()
+        .env("HOME", "/nonexistent")
+        .output()
+        .unwrap();
+    let log = [output.stdout, output.stderr].concat();
+    let log = String::from_utf8_lossy(&log);
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert_eq!(log.matches("No such file or directory").count(), 1, "{log}");
+    assert!(log.contains("expected a service account in a pod"), "{log}");
+}

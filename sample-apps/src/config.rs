@@ -27,7 +27,7 @@ pub struct ServerConfig {
     #[arg(long, env = "HOSTNAME", value_name = "NAME", default_value_t = system_hostname())]
     pub hostname: String,
     /// Version in responses
-    #[arg(id = "app_version", long = "app-version", env = "VERSION", default_value = env!("CARGO_PKG_VERSION"))]
+    #[arg(id = "app_version", long = "app-version", env = "VERSION", value_name = "VERSION", default_value = env!("CARGO_PKG_VERSION"))]
     pub version: String,
 }
 
@@ -63,8 +63,9 @@ impl ServerConfig {
 impl ClientConfig {
     /// Like [`ServerConfig::read`]; `default_endpoint` applies if no URL is given.
     pub fn read(name: &'static str, about: &'static str, default_endpoint: &'static str) -> Self {
-        let command = command::<Self>(name, about)
-            .mut_arg("endpoint", |arg| arg.default_value(default_endpoint));
+        let command = command::<Self>(name, about).mut_arg("endpoint", |arg| {
+            arg.default_value(default_endpoint).required(false)
+        });
         from_matches(&command.get_matches())
     }
 }

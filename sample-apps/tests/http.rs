@@ -299,7 +299,7 @@ fn prints_help_and_version() {
         );
         let (code, help, _) = run(program, &["--help"], &[]);
         assert!(
-            code == 0 && help.contains(&format!("Usage: {name}")),
+            code == 0 && help.contains(&format!("Usage: {name} [OPTIONS]\n")),
             "{help}"
         );
     }

@@ -53,6 +53,19 @@ fn service_resolves_by_all_names_and_balances() {
 }
 
 #[test]
+fn object_of_an_unknown_kind_is_ignored_with_a_notice() {
+    let Some(sandbox) = empty() else { return };
+    let typo = "{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRout, metadata: {name: web, namespace: a}}";
+    sandbox.apply(typo).unwrap();
+    assert_eq!(
+        sandbox.view().notices,
+        [
+            "ignored HTTPRout of gateway.networking.k8s.io/v1, a/web: the sandbox does not have this kind"
+        ]
+    );
+}
+
+#[test]
 fn service_without_endpoints_refuses_connections() {
     let Some(sandbox) = empty() else { return };
     sandbox.apply(&http_server(0, "1.0", "")).unwrap();

@@ -44,6 +44,33 @@ fn sigkill_of_demo_leaves_no_traces() {
 }
 
 #[test]
+fn demo_ends_without_error_when_nobody_reads_its_output() {
+    if empty().is_none() {
+        return;
+    }
+    for arguments in [&["--for", "600"][..], &["--for", "1", "--quiet"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut demo = Command::new(programs().join("mesh"));
+        let demo = demo.arg("demo").args(arguments).stdout(writer).output();
+        let demo = demo.unwrap();
+        let stderr = String::from_utf8_lossy(&demo.stderr);
+        assert_eq!((demo.status.code(), &*stderr), (Some(0), ""));
+    }
+}
+
+#[test]
+fn full_disk_is_reported_as_an_error_of_standard_output() {
+    let mut mesh = Command::new(programs().join("mesh"));
+    let full = fs::File::create("/dev/full").unwrap();
+    let version = mesh.arg("version").stdout(full).output().unwrap();
+    let expected =
+        "mesh: failed to write to standard output: No space left on device (os error 28)\n";
+    assert_eq!(String::from_utf8_lossy(&version.stderr), expected);
+    assert_eq!(version.status.code(), Some(1));
+}
+
+#[test]
 fn drop_stops_only_its_own_sandbox() {
     let (Some(one), Some(two)) = (empty(), empty()) else {
         return;

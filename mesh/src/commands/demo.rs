@@ -3,7 +3,6 @@
 
 use std::{
     collections::BTreeSet,
-    io::{self, Write},
     path::PathBuf,
     process::ExitCode,
     sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
@@ -22,6 +21,7 @@ use self::{
     story::{Item, Story},
     summary::Summary,
 };
+use super::terminal;
 use crate::sandbox::{
     Sandbox,
     manifest::{self, Files},
@@ -70,8 +70,15 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time between SIGTERM and SIGKILL at the end of the demo.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Runs the demo.
+/// Runs the demo until it ends, or until the reader of standard output exits.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    match demo(arguments) {
+        Err(error) if terminal::is_closed(&error) => Ok(ExitCode::SUCCESS),
+        other => other,
+    }
+}
+
+fn demo(arguments: &Arguments) -> Result<ExitCode> {
     let mut objects = match &arguments.manifests {
         Some(directory) => Files::read(directory).and_then(|files| files.objects()).with_context(|| {
             let directory = directory.display();
@@ -121,8 +128,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 enum ExitReason {
     Timeout,
     Signal,
-    /// Standard output is closed.
-    OutputClosed,
 }
 
 struct Demo {
@@ -155,18 +160,14 @@ impl Demo {
                     if let Message::Failed { reason } = &*message {
                         bail!("the sandbox failed: {reason}");
                     }
-                    if is_closed(self.handle(&message))? {
-                        return Ok(ExitReason::OutputClosed);
-                    }
+                    self.handle(&message)?;
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is disconnected"),
             }
             if !self.is_starting() {
                 let items = self.story.take_complete(Instant::now());
-                if is_closed(self.print(&items))? {
-                    return Ok(ExitReason::OutputClosed);
-                }
+                self.print(&items)?;
             }
             if Instant::now() >= next_progress {
                 next_progress += PROGRESS_INTERVAL;
@@ -185,7 +186,7 @@ impl Demo {
             && self.started_at.elapsed() < START_TIMEOUT
     }
 
-    fn print_progress(&mut self) -> io::Result<()> {
+    fn print_progress(&mut self) -> Result<()> {
         if self.ready_after.is_some() {
             return Ok(());
         }
@@ -195,7 +196,7 @@ impl Demo {
             .try_for_each(|pod| self.screen.print_status(&format!("waiting for {pod}")))
     }
 
-    fn handle(&mut self, message: &Message) -> io::Result<()> {
+    fn handle(&mut self, message: &Message) -> Result<()> {
         self.summary.record_message(message);
         match message {
             Message::Log(line) => {
@@ -220,7 +221,7 @@ impl Demo {
         }
     }
 
-    fn print(&mut self, items: &[Item]) -> io::Result<()> {
+    fn print(&mut self, items: &[Item]) -> Result<()> {
         for item in items {
             if let Item::Exchange(exchange) = item {
                 self.summary.record_exchange(exchange, &self.story);
@@ -233,7 +234,7 @@ impl Demo {
     /// Shuts the sandbox down and prints the summary. A second signal exits immediately.
     fn finish(mut self, reason: ExitReason, demo_events: &Receiver<DemoEvent>) -> Result<ExitCode> {
         let rest = self.story.take_all();
-        let closed = is_closed(self.print(&rest))? || reason == ExitReason::OutputClosed;
+        self.print(&rest)?;
         let not_ready = self.sandbox.view().not_ready();
         thread::scope(|scope| {
             let stopping = scope.spawn(|| self.sandbox.shut_down(SHUTDOWN_TIMEOUT));
@@ -248,34 +249,19 @@ impl Demo {
                 .expect("shut_down does not panic")
                 .context("failed to shut the sandbox down")
         })?;
-        if closed {
-            return Ok(ExitCode::SUCCESS);
-        }
-        let text = self
-            .summary
-            .text(self.started_at.elapsed(), self.ready_after);
-        let mut out = io::stdout().lock();
-        writeln!(out, "{text}")?;
+        let elapsed = self.started_at.elapsed();
+        let mut text = self.summary.text(elapsed, self.ready_after) + "\n";
         let failed = reason == ExitReason::Timeout && self.ready_after.is_none();
         if failed {
-            writeln!(out, "not everything became ready:")?;
-            for pod in not_ready {
-                writeln!(out, "  {pod}")?;
-            }
+            text += "not everything became ready:\n";
+            text.extend(not_ready.iter().map(|pod| format!("  {pod}\n")));
         }
+        terminal::write(&text)?;
         Ok(if failed {
             ExitCode::FAILURE
         } else {
             ExitCode::SUCCESS
         })
-    }
-}
-
-/// Whether writing failed because the reader of standard output has exited.
-fn is_closed(written: io::Result<()>) -> io::Result<bool> {
-    match written {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(true),
-        other => other.map(|()| false),
     }
 }
 

@@ -117,7 +117,9 @@ fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
         match explain(&objects, service, clients) {
             Some(explanation) => all.push(explanation),
             None if arguments.filename.is_empty() => bail!("the Service {service} does not exist"),
-            None => bail!("no file has the Service {service}"),
+            None => bail!(
+                "the files do not contain the Service {service}; add the file that does with --filename"
+            ),
         }
     }
     Ok(all)

@@ -5,6 +5,8 @@ use std::{
     io::{self, IsTerminal, Write},
 };
 
+use anyhow::{Context, Result};
+
 /// The output format of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Output {
@@ -119,11 +121,23 @@ pub fn printable(text: &str) -> String {
 }
 
 /// Prints a text to standard output. Ignores a closed pipe.
-pub fn print(text: &str) -> io::Result<()> {
-    match io::stdout().lock().write_all(text.as_bytes()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+pub fn print(text: &str) -> Result<()> {
+    match write(text) {
+        Err(error) if is_closed(&error) => Ok(()),
         other => other,
     }
+}
+
+/// Prints a text to standard output.
+pub fn write(text: &str) -> Result<()> {
+    let written = io::stdout().lock().write_all(text.as_bytes());
+    written.context("failed to write to standard output")
+}
+
+/// Whether [`write`] failed because the reader of standard output has exited.
+pub fn is_closed(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<io::Error>();
+    error.is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
 #[cfg(test)]

@@ -1,17 +1,16 @@
 //! Standard output of `mesh demo`: status lines, one line per exchange, and blocks with all that the
 //! containers of an exchange print.
 
-use std::{
-    collections::BTreeSet,
-    io::{self, Write},
-};
+use std::{collections::BTreeSet, io};
+
+use anyhow::Result;
 
 use super::{
     names::{Names, Party},
     story::{Exchange, Item, Output, PROXY_CONTAINERS, ProxyDump, Source, Story},
 };
 use crate::{
-    commands::terminal::{Colors, TextStyle},
+    commands::terminal::{self, Colors, TextStyle},
     sandbox::protocol::PodView,
 };
 
@@ -70,17 +69,17 @@ impl Screen {
     }
 
     /// Prints a status line of the demo.
-    pub fn print_status(&mut self, text: &str) -> io::Result<()> {
+    pub fn print_status(&mut self, text: &str) -> Result<()> {
         if self.detail == Detail::Summary {
             return Ok(());
         }
         let line = format!("mesh demo: {text}");
         let line = self.colors.paint(TextStyle::Bold, &line);
-        writeln!(io::stdout().lock(), "{line}")
+        terminal::write(&format!("{line}\n"))
     }
 
     /// Prints that everything is ready.
-    pub fn print_ready(&mut self, text: &str) -> io::Result<()> {
+    pub fn print_ready(&mut self, text: &str) -> Result<()> {
         self.is_ready = true;
         self.print_status(text)?;
         if self.detail == Detail::Story {
@@ -94,7 +93,7 @@ impl Screen {
     }
 
     /// Records a pod, and prints that it has become ready or has completed.
-    pub fn pod(&mut self, pod: &PodView) -> io::Result<()> {
+    pub fn pod(&mut self, pod: &PodView) -> Result<()> {
         let state = match () {
             () if pod.terminating => return Ok(()),
             () if pod.phase == "Succeeded" => "has completed",
@@ -118,9 +117,8 @@ impl Screen {
     }
 
     /// Prints an exchange or the output of a container.
-    pub fn print(&mut self, item: &Item, story: &Story) -> io::Result<()> {
-        let text = self.format(item, story);
-        io::stdout().lock().write_all(text.as_bytes())
+    pub fn print(&mut self, item: &Item, story: &Story) -> Result<()> {
+        terminal::write(&self.format(item, story))
     }
 
     /// Formats an exchange or the output of a container.

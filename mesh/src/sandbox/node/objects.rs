@@ -1,5 +1,5 @@
-//! The applied Kubernetes objects. Parses and defaults them as an API server does, and ignores
-//! kinds that have no effect in the sandbox, such as RBAC objects and PodDisruptionBudgets.
+//! The applied Kubernetes objects. Parses and defaults them as an API server does. Ignores kinds
+//! that have no effect in the sandbox, such as RBAC objects, and lists objects of unknown kinds.
 
 use std::collections::BTreeMap;
 
@@ -39,6 +39,8 @@ pub(super) struct Objects {
     pub(super) workloads: BTreeMap<(Kind, Key), Workload>,
     /// Objects of the Gateway API and of SMI, and TrafficPolicies, by kind and key.
     pub(super) routes: BTreeMap<(String, Key), Value>,
+    /// Ignored objects of kinds that the sandbox does not have, as `KIND of VERSION, NAMESPACE/NAME`.
+    pub(super) unknown: Vec<String>,
     ips: ClusterIps,
 }
 
@@ -95,7 +97,20 @@ impl Objects {
             "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
                 bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
             }
-            _ => {}
+            "ClusterRole"
+            | "ClusterRoleBinding"
+            | "Role"
+            | "RoleBinding"
+            | "ServiceAccount"
+            | "NetworkPolicy"
+            | "PodDisruptionBudget"
+            | "PriorityClass"
+            | "CustomResourceDefinition" => {}
+            _ => {
+                let version = value["apiVersion"].as_str().unwrap_or_default();
+                let object = format!("{kind} of {version}, {}/{}", key.0, key.1);
+                self.unknown.push(object);
+            }
         }
         Ok(())
     }
@@ -189,6 +204,7 @@ mod tests {
             objects.apply(value, true).unwrap();
         }
         assert!(!objects.webhooks.is_empty());
+        assert!(objects.unknown.is_empty(), "{:?}", objects.unknown);
         assert!(
             objects.services.values().all(|service| service
                 .spec
@@ -241,11 +257,15 @@ mod tests {
     }
 
     #[test]
-    fn ignores_kinds_without_effect() {
-        apply(
-            &mut Objects::default(),
-            "{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: x}}",
-        )
-        .unwrap();
+    fn ignores_kinds_without_effect_and_lists_unknown_kinds() {
+        let mut objects = Objects::default();
+        let budget = "{apiVersion: policy/v1, kind: PodDisruptionBudget, metadata: {name: x}}";
+        let typo = "{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRout, \
+                    metadata: {name: web, namespace: a}}";
+        for yaml in [budget, typo] {
+            apply(&mut objects, yaml).unwrap();
+        }
+        let expected = "HTTPRout of gateway.networking.k8s.io/v1, a/web";
+        assert_eq!(objects.unknown, [expected]);
     }
 }

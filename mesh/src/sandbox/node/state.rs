@@ -112,6 +112,11 @@ impl State {
             .filter_map(|value| objects.apply(value, ipv6).err())
             .map(|error| format!("{error:#}"))
             .collect();
+        for object in objects.unknown.drain(..) {
+            let text = format!("ignored {object}: the sandbox does not have this kind");
+            // Fails only when the node exits.
+            let _ = self.events.send(Event::Notice(text));
+        }
         ensure!(errors.is_empty(), "{}", errors.join("\n"));
         Ok(())
     }
