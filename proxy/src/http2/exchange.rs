@@ -16,9 +16,9 @@ use http::header::{EXPECT, HeaderName};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
-use super::Stream;
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
+use super::{STREAM_COST, Stream};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
 use crate::dump::Direction;
@@ -53,7 +53,7 @@ pub(super) async fn carry(
     let head_size = head::size(&parts);
     let admitted = client.flow.check_head(head_size);
     let mut memory = client.flow.charge();
-    memory.set(head_size);
+    memory.set(STREAM_COST + head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
     record.attempts.exchange_deadline = head::deadline(&parts);
@@ -118,7 +118,7 @@ struct Exchange {
     /// The number of interim responses that the client still gets. It waits for one of them.
     interim_left: u32,
     client: Stream,
-    /// Charged for the head.
+    /// Charged for the stream and the head.
     _memory: Charge,
 }
 
