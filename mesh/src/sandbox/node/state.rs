@@ -393,28 +393,20 @@ impl State {
 
     fn write_catalog(&mut self, objects: &Objects, slices: &[EndpointSlice]) -> Result<()> {
         let mut contents = Contents::default();
-        for ((namespace, name), service) in &objects.services {
-            contents.add(Some(namespace), Some(name), service)?;
+        for service in objects.services.values() {
+            contents.add(service)?;
         }
         for ((kind, (namespace, name)), route) in &objects.routes {
             contents.add_as(kind, namespace, name, route)?;
         }
-        for (name, node) in &objects.nodes {
-            contents.add(None, Some(name), node)?;
+        for node in objects.nodes.values() {
+            contents.add(node)?;
         }
         for slice in slices {
-            contents.add(
-                slice.metadata.namespace.as_ref(),
-                slice.metadata.name.as_ref(),
-                slice,
-            )?;
+            contents.add(slice)?;
         }
         for record in self.pods.values().filter(|record| record.view.ip.is_some()) {
-            contents.add(
-                record.pod.metadata.namespace.as_ref(),
-                record.pod.metadata.name.as_ref(),
-                &record.pod,
-            )?;
+            contents.add(&record.pod)?;
         }
         self.catalog
             .write(contents)
