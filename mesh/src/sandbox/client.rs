@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::{
     launch::{LaunchError, launch},
     lock, manifest,
-    protocol::{Answer, Call, Message, Output, PodView, Request},
+    protocol::{Answer, Call, LogLine, Message, Output, PodView, Request},
 };
 
 /// A running sandbox. Dropping it kills all of its processes.
@@ -337,12 +337,10 @@ impl View {
             Message::PodRemoved { namespace, name } => {
                 drop(self.pods.remove(&format!("{namespace}/{name}")))
             }
-            Message::Log(line) if keep => {
-                let pod = self
-                    .logs
-                    .entry(format!("{}/{}", line.namespace, line.pod))
-                    .or_default();
-                pod.entry(line.container).or_default().push(line.line);
+            Message::Log(LogLine { source, line }) if keep => {
+                let pod = format!("{}/{}", source.namespace, source.pod);
+                let containers = self.logs.entry(pod).or_default();
+                containers.entry(source.container).or_default().push(line);
             }
             Message::Notice(text) => self.notices.push(text),
             Message::Reply { id, result } => drop(self.replies.insert(id, result)),

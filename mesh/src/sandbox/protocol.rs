@@ -118,6 +118,15 @@ pub struct Output {
 /// A line of a container's output.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LogLine {
+    /// The container.
+    pub source: Source,
+    /// The line without its line break. Lines are split at 16 KiB.
+    pub line: String,
+}
+
+/// A container of a pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
     /// The pod's namespace.
     pub namespace: String,
     /// The pod's name.
@@ -126,8 +135,6 @@ pub struct LogLine {
     pub workload: String,
     /// The container's name.
     pub container: String,
-    /// The line without its line break. Lines are split at 16 KiB.
-    pub line: String,
 }
 
 /// The observed state of a pod.
@@ -161,6 +168,16 @@ impl PodView {
     /// `namespace/name`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
+    }
+
+    /// One of its containers.
+    pub fn source(&self, container: &ContainerView) -> Source {
+        Source {
+            namespace: self.namespace.clone(),
+            pod: self.name.clone(),
+            workload: self.workload.clone(),
+            container: container.name.clone(),
+        }
     }
 
     /// Whether it is ready or has succeeded.
