@@ -77,8 +77,9 @@ pub enum Message {
     Reply {
         /// The id of the request.
         id: u64,
-        /// The answer or an error message.
-        result: Result<Answer, String>,
+        /// The result of a command, nothing for other operations, or an error message. The affected
+        /// pods were reported before.
+        result: Result<Option<Output>, String>,
     },
     /// A pod was created or has changed.
     Pod(PodView),
@@ -93,15 +94,6 @@ pub enum Message {
     Log(LogLine),
     /// A notice for the user, for example about a restart.
     Notice(String),
-}
-
-/// The answer to a successful request.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Answer {
-    /// The operation succeeded. The affected pods were reported before.
-    Done,
-    /// The command exited.
-    Output(Output),
 }
 
 /// The result of a command.
