@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use crate::balance::{Backend, Endpoint, InFlight, Preference};
+use crate::balance::{Avoided, Backend, Endpoint, InFlight, Preference};
 use crate::connect::Dialer;
 use crate::deadline::{Deadline, Limit};
 use crate::dump::Direction;
@@ -134,9 +134,9 @@ pub(crate) async fn forward<F: Forward>(
     loop {
         // 6. Balance.
         let preference = request.attempts().preference;
-        let tried = &request.attempts().tried;
-        let picked = flow.worker.pick(backend, preference, tried);
-        let endpoints_left = backend.endpoints_len().saturating_sub(tried.len());
+        let avoided = &request.attempts().avoided;
+        let picked = flow.worker.pick(backend, preference, avoided);
+        let endpoints_left = backend.endpoints_len().saturating_sub(avoided.tried.len());
         let endpoint = match picked {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(summary(failures).unwrap_or(failure)),
@@ -241,7 +241,7 @@ pub struct Attempts {
     pub policy: Option<Arc<RetryPolicy>>,
     backend: Option<Rc<Backend>>,
     /// The endpoints that further attempts avoid.
-    tried: Vec<SocketAddr>,
+    avoided: Avoided,
     /// Another attempt has its share of the budget already.
     is_granted: bool,
     current: Option<InFlight>,
@@ -370,7 +370,7 @@ impl Attempts {
                 Retryable::Idempotent => request.is_idempotent,
                 Retryable::All => true,
             };
-            if is_safe && request.is_kept && has_others && self.grant_retry(now, flow) {
+            if is_safe && request.is_kept && has_others && self.grant_retry(flow) {
                 let failure = Failure::UpstreamOverloaded(self.address());
                 let retry = Retry::OtherEndpoint;
                 return Err(AttemptError { failure, retry });
@@ -396,10 +396,10 @@ impl Attempts {
             return false;
         }
         self.exclude(self.address());
-        let has_untried = |all: &Rc<Backend>| all.has_untried(&self.tried);
+        let has_untried = |all: &Rc<Backend>| all.has_untried(&self.avoided, Instant::now());
         if !self.backend.as_ref().is_some_and(has_untried) {
-            self.tried.clear();
-            self.exclude_refusing(Instant::now());
+            self.avoided.tried.clear();
+            self.avoided.refusing = true;
         }
         self.is_granted = self.start_retry(flow);
         self.is_granted
@@ -434,28 +434,23 @@ impl Attempts {
 
     /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
     /// retries are excluded.
-    fn grant_retry(&mut self, now: Instant, flow: &Flow) -> bool {
-        let before = self.tried.len();
+    fn grant_retry(&mut self, flow: &Flow) -> bool {
+        let before = (self.avoided.tried.len(), self.avoided.refusing);
         self.exclude(self.address());
-        self.exclude_refusing(now);
+        self.avoided.refusing = true;
         self.is_granted = self.start_retry(flow);
         if !self.is_granted {
-            self.tried.truncate(before);
+            self.avoided.tried.truncate(before.0);
+            self.avoided.refusing = before.1;
         }
         self.is_granted
     }
 
-    /// Further attempts avoid the endpoints that want no retries at this time.
-    fn exclude_refusing(&mut self, now: Instant) {
-        let refusing = self.backend.as_ref().map(|all| all.refuse_retries(now));
-        let refusing = refusing.unwrap_or_default();
-        refusing.iter().for_each(|address| self.exclude(*address));
-    }
-
     /// Further attempts avoid this endpoint.
     fn exclude(&mut self, address: SocketAddr) {
-        if !self.tried.contains(&address) {
-            self.tried.push(address);
+        let tried = &mut self.avoided.tried;
+        if !tried.contains(&address) {
+            tried.push(address);
         }
     }
 
@@ -469,11 +464,11 @@ impl Attempts {
         let Some(backend) = &self.backend else {
             return false;
         };
-        if self.count >= self.max_attempts() || !backend.has_untried(&self.tried) {
+        let now = tokio::time::Instant::now().into_std();
+        if self.count >= self.max_attempts() || !backend.has_untried(&self.avoided, now) {
             return false;
         }
-        let now = tokio::time::Instant::now().into_std();
-        let can_finish = |time| backend.can_answer_within(time, &self.tried, now);
+        let can_finish = |time| backend.can_answer_within(time, &self.avoided, now);
         let denial = if self.previous > 0 {
             Some(RetryDenial::PreviousAttempt)
         } else if !self.exchange_deadline.remaining().is_none_or(can_finish) {
@@ -493,7 +488,7 @@ impl Attempts {
     /// proxy that parses the request removes it.
     pub fn announced(&self, is_secured: bool) -> Option<u32> {
         let parses = self.last.as_ref().is_some_and(|last| !last.is_opaque);
-        let previous = self.previous + self.count.saturating_sub(1);
+        let previous = self.previous.saturating_add(self.count.saturating_sub(1));
         (previous > 0 && is_secured && parses).then_some(previous)
     }
 
@@ -532,6 +527,7 @@ mod tests {
     use crate::balance::{BreakerSettings, BudgetSettings};
     use crate::destination::Destination;
     use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
+    use crate::metrics::Metrics;
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
 
@@ -644,6 +640,27 @@ mod tests {
         }
     }
 
+    #[tokio::test]
+    async fn announces_as_many_previous_attempts_as_fit() {
+        let address = SocketAddr::from(([127, 0, 0, 1], 80));
+        let backend = Destination::fixed(address).backend().clone();
+        for (previous, count, expected) in [
+            (0, 1, None),
+            (0, 2, Some(1)),
+            (3, 2, Some(4)),
+            (u32::MAX, 2, Some(u32::MAX)),
+        ] {
+            let attempts = Attempts {
+                previous,
+                count,
+                last: backend.pick(&[], &mut fastrand::Rng::new()).ok(),
+                ..Attempts::default()
+            };
+            assert_eq!(attempts.announced(true), expected);
+            assert_eq!(attempts.announced(false), None);
+        }
+    }
+
     /// A request whose attempts end with these errors.
     fn failing(errors: Vec<Retry>) -> Scripted {
         Scripted {
@@ -654,9 +671,8 @@ mod tests {
         }
     }
 
-    /// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
-    /// metrics.
-    async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {
+    /// A connection to a Service with so many endpoints, and the metrics of its proxy.
+    async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) {
         let (discovery, mut questions) = Discovery::by_hand();
         let context = WorkerContext {
             discovery,
@@ -664,10 +680,12 @@ mod tests {
         };
         let metrics = context.metrics.clone();
         let worker = Worker::new(context);
-        let endpoint =
-            |host| Arc::new(EndpointInfo::bare(SocketAddr::from(([10, 0, 0, host], 80))));
+        let endpoint = |number| {
+            let ip = std::net::Ipv4Addr::from_bits(0x0a00_0000 + number);
+            Arc::new(EndpointInfo::bare((ip, 80).into()))
+        };
         let target = Target::Service(ServiceTarget {
-            endpoints: [1, 2, 3].map(endpoint).into(),
+            endpoints: (1..=endpoints).map(endpoint).collect(),
             policy: Arc::new(policy),
             ..ServiceTarget::default()
         });
@@ -682,6 +700,44 @@ mod tests {
             destination,
             caller: Caller::App,
         };
+        (flow, metrics)
+    }
+
+    #[tokio::test]
+    async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_others() {
+        let (flow, _) = flow_to(1000, BackendPolicy::default()).await;
+        let backend = flow.destination.backend();
+        let address = |number| SocketAddr::from((std::net::Ipv4Addr::from_bits(number), 80));
+        let endpoint = |number: u32| backend.endpoint(address(0x0a00_0000 + number)).unwrap();
+        let overload = Verdict::Overloaded(Overload {
+            retry: Retryable::All,
+            retry_after: Duration::from_secs(600),
+        });
+        for number in 1..1000 {
+            endpoint(number).begin().answered(overload);
+        }
+        let mut attempts = Attempts {
+            backend: Some(backend.clone()),
+            ..Attempts::default()
+        };
+        attempts.begin(&endpoint(1), Duration::ZERO, 1000);
+        let replayable = Replayable {
+            is_kept: true,
+            ..Replayable::ONCE
+        };
+        let error = attempts.answered(overload, replayable, &flow).unwrap_err();
+        assert_eq!(error.retry, Retry::OtherEndpoint);
+        assert_eq!(attempts.avoided.tried, [address(0x0a00_0001)]);
+        let picked = flow
+            .worker
+            .pick(backend, Preference::default(), &attempts.avoided);
+        assert_eq!(picked.unwrap().address, address(0x0a00_0000 + 1000));
+    }
+
+    /// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
+    /// metrics.
+    async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {
+        let (flow, metrics) = flow_to(3, policy).await;
         let mut attempts = 0;
         for _ in 0..1000 {
             let mut request = request();

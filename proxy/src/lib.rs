@@ -276,3 +276,47 @@ fn connection_limit() -> usize {
     let connections = (files.saturating_sub(128) / 3).clamp(16, MAX_CONNECTIONS);
     usize::try_from(connections).unwrap_or(16)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::testing::{FakeController, soon};
+    use diy_mesh_proto::mesh::v1 as proto;
+    use proto::discover_response::Update;
+    use proto::snapshot::Kind;
+
+    #[tokio::test]
+    async fn endpoints_of_a_service_fit_the_memory_of_the_proxy() {
+        use clap::Parser as _;
+        let mut controller = FakeController::start().await;
+        let token = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&token, "token").unwrap();
+        let arguments = format!(
+            "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --workers 2 \
+             --token-file {} --controller http://{}",
+            token.path().display(),
+            controller.address
+        );
+        let config = Config::parse_from(arguments.split(' ')).check().unwrap();
+        let memory = Memory::new(32 * 1024 * 1024);
+        let (discovery, _) =
+            start_control(&config, memory, &Metrics::new(), &Readiness::default()).unwrap();
+        let cart = std::net::SocketAddr::from(([10, 96, 0, 7], 80));
+        let watching = tokio::spawn(async move { discovery.watch(cart).await });
+        let mut stream = controller.stream().await;
+        while stream.request().await != format!("+{cart}@") {}
+        let endpoint = |number: u32| proto::Endpoint {
+            address: format!("{}:80", Ipv4Addr::from_bits(0x0a00_0000 + number)),
+            ..proto::Endpoint::default()
+        };
+        let snapshot = proto::Snapshot {
+            kind: Kind::Service.into(),
+            endpoints: (0..10_000).map(endpoint).collect(),
+            ..proto::Snapshot::default()
+        };
+        let update = Update::Snapshot(snapshot);
+        stream.respond(&cart.to_string(), "1", update).await;
+        let kept = soon(watching).await.unwrap().borrow().part();
+        assert_eq!(kept, Some(memory.max_endpoints(2) / 2));
+    }
+}

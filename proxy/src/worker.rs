@@ -15,7 +15,7 @@ use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::balance::{Backend, Endpoint, Preference};
+use crate::balance::{Avoided, Backend, Endpoint, Preference};
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
@@ -219,10 +219,10 @@ impl Worker {
         &self,
         backend: &Backend,
         preference: Preference,
-        tried: &[SocketAddr],
+        avoided: &Avoided,
     ) -> Result<Rc<Endpoint>, Failure> {
         let (policy, rng) = (self.policy(), &mut self.rng.borrow_mut());
-        let picked = backend.pick_for(preference, tried, &policy.zone, rng)?;
+        let picked = backend.pick_for(preference, avoided, &policy.zone, rng)?;
         let zone = &picked.info.zone;
         if !zone.is_empty() && !policy.zone.is_empty() {
             self.metrics.zone(*zone == policy.zone);

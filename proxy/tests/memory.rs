@@ -191,3 +191,95 @@ fn unfinished_heads_stay_within_the_memory_limit_and_their_memory_returns() {
     let peak = proxy.peak();
     assert!(peak < LIMIT, "{} MiB were resident", peak / MIB);
 }
+
+/// An application that accepts all HTTP/2 requests and responds to none.
+fn accept_streams() {
+    let listener = std::net::TcpListener::bind(SocketAddr::from(APP)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let serve = async move {
+        let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+        while let Ok((stream, _)) = listener.accept().await {
+            tokio::task::spawn_local(async move {
+                // The proxy connects before it knows the protocol of a client.
+                let Ok(mut connection) = h2::server::handshake(stream).await else {
+                    return;
+                };
+                let mut requests = Vec::new();
+                while let Some(Ok(request)) = connection.accept().await {
+                    requests.push(request);
+                }
+            });
+        }
+    };
+    std::thread::spawn(|| {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        tokio::task::LocalSet::new().block_on(&runtime, serve);
+    });
+}
+
+/// Reads until the proxy has acknowledged a PING frame. False if it closes the connection.
+fn is_acknowledged(mut stream: &TcpStream) -> bool {
+    loop {
+        let mut head = [0; 9];
+        if stream.read_exact(&mut head).is_err() {
+            return false;
+        }
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        if stream.read_exact(&mut vec![0; length as usize]).is_err() {
+            return false;
+        }
+        if head[3..5] == [PING, 1] {
+            return true;
+        }
+    }
+}
+
+const HEADERS: u8 = 1;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const END_HEADERS: u8 = 4;
+
+#[test]
+fn streams_without_an_end_stay_within_the_memory_limit() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    if let Err(reason) = enter_namespace() {
+        return skip(&reason);
+    }
+    accept_streams();
+    let proxy = Proxy::start();
+    let frame = |kind, flags, stream: u32, payload: &[u8]| {
+        let length = u8::try_from(payload.len()).unwrap();
+        [
+            &[0, 0, length, kind, flags],
+            &stream.to_be_bytes()[..],
+            payload,
+        ]
+        .concat()
+    };
+    // POST / of http://a, whose body does not follow.
+    let request = |stream| frame(HEADERS, END_HEADERS, stream, b"\x83\x84\x86\x41\x01a");
+    let mut attack = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    attack.extend(frame(SETTINGS, 0, 0, b""));
+    (0..250).for_each(|number| attack.extend(request(2 * number + 1)));
+    attack.extend(frame(PING, 0, 0, &[0; 8]));
+    // The memory of streams that have ended is used again.
+    for _ in 0..4 {
+        let accepted: Vec<_> = (0..300)
+            .filter_map(|number| {
+                let mut stream = connect(number).ok()?;
+                stream.write_all(&attack).ok()?;
+                is_acknowledged(&stream).then_some(stream)
+            })
+            .collect();
+        let (count, peak) = (accepted.len(), proxy.peak() / MIB);
+        assert!(
+            peak < LIMIT / MIB,
+            "{peak} MiB were resident for {count} connections"
+        );
+        assert!(count > 10, "{count} connections were accepted");
+    }
+}

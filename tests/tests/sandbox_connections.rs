@@ -1,5 +1,5 @@
-//! Routes of connections without HTTP in a sandbox: weights, a server that speaks first, invalid
-//! backends, and HTTP on the same port.
+//! Routes of connections without HTTP in a sandbox: weights of TCPRoutes and of TrafficSplits, a
+//! server that speaks first, invalid backends, and HTTP on the same port.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Instant;
@@ -95,6 +95,17 @@ fn count(lines: &[String], line: &str) -> usize {
     lines.iter().filter(|one| *one == line).count()
 }
 
+/// Asserts that a fifth of the connections goes to `db-two`, whoever speaks first.
+fn assert_a_fifth_to_two(sandbox: &Sandbox, pod: &PodView) {
+    for is_silent in [false, true] {
+        let lines = lines(sandbox, pod, 250, is_silent);
+        let (one, two) = (count(&lines, "one"), count(&lines, "two"));
+        assert_eq!(one + two, 250, "all are served: {lines:?}");
+        let bounds = binomial_bounds(250, 0.2);
+        assert!(bounds.contains(&two), "{two} of 250, expected {bounds:?}");
+    }
+}
+
 #[test]
 fn connections_follow_weights_whoever_speaks_first() {
     let Some(sandbox) = with_mesh(&format!("{}---{}", databases(), shell(MESHED))) else {
@@ -115,13 +126,7 @@ fn connections_follow_weights_whoever_speaks_first() {
     until(&sandbox, &client, "with weights", |lines| {
         count(lines, "two") > 0
     });
-    for is_silent in [false, true] {
-        let lines = lines(&sandbox, &client, 250, is_silent);
-        let (one, two) = (count(&lines, "one"), count(&lines, "two"));
-        assert_eq!(one + two, 250, "all are served: {lines:?}");
-        let bounds = binomial_bounds(250, 0.2);
-        assert!(bounds.contains(&two), "{two} of 250, expected {bounds:?}");
-    }
+    assert_a_fifth_to_two(&sandbox, &client);
     // The share of an invalid backend is refused.
     sandbox.apply(&backends(50, "missing", 50)).unwrap();
     until(&sandbox, &client, "an invalid backend", |lines| {
@@ -134,6 +139,43 @@ fn connections_follow_weights_whoever_speaks_first() {
     assert_eq!(count(&lines, "one"), 100 - refused);
     sandbox.delete("TCPRoute", "shop", "db").unwrap();
     until(&sandbox, &client, "without the route", |lines| {
+        count(lines, "one") == 30
+    });
+}
+
+#[test]
+fn connections_follow_the_weights_of_a_traffic_split() {
+    let Some(sandbox) = with_mesh(&format!("{}---{}", databases(), shell(MESHED))) else {
+        return;
+    };
+    let client = single_pod(&sandbox, "clients", "shell");
+    until(&sandbox, &client, "without a split", |lines| {
+        count(lines, "one") == 30
+    });
+    let split = |one: u32, two: u32| {
+        let split = format!(
+            "
+apiVersion: split.smi-spec.io/v1alpha4
+kind: TrafficSplit
+metadata: {{name: db, namespace: shop}}
+spec:
+  service: db
+  backends: [{{service: db, weight: {one}}}, {{service: db-two, weight: {two}}}]
+"
+        );
+        sandbox.apply(&split).unwrap();
+    };
+    split(80, 20);
+    until(&sandbox, &client, "with a split", |lines| {
+        count(lines, "two") > 0
+    });
+    assert_a_fifth_to_two(&sandbox, &client);
+    split(0, 100);
+    until(&sandbox, &client, "after the shift", |lines| {
+        count(lines, "two") == 30
+    });
+    sandbox.delete("TrafficSplit", "shop", "db").unwrap();
+    until(&sandbox, &client, "without the split", |lines| {
         count(lines, "one") == 30
     });
 }

@@ -27,8 +27,10 @@ use crate::routes::smi;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Objects in one response to a LIST.
+/// Objects in one response to a LIST, which is in memory as a whole.
 const PAGE_SIZE: u32 = 500;
+/// Of optional kinds: a route may have 1 MiB.
+const OPTIONAL_PAGE_SIZE: u32 = 50;
 /// The duration of a watch, in seconds. The API server ends it.
 const WATCH_SECONDS: u32 = 180;
 
@@ -136,7 +138,10 @@ where
 
     /// Lists all objects, in pages, and sends them as one change.
     async fn list(&mut self) -> Result<(), Error> {
-        let mut params = ListParams::default().limit(PAGE_SIZE);
+        let mut params = ListParams::default().limit(match K::KIND.is_optional() {
+            true => OPTIONAL_PAGE_SIZE,
+            false => PAGE_SIZE,
+        });
         params.field_selector = self.fields.map(str::to_owned);
         let mut listed = Vec::new();
         let version = loop {

@@ -9,6 +9,7 @@ use prost::Message;
 
 use super::matches;
 use super::model::{Backend, Match, ParsedRule, Reference, Route, Rule};
+use super::parse::shortened;
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
@@ -456,7 +457,7 @@ impl Candidate<'_> {
                 kind: "ResolvedRefs",
                 holds: false,
                 reason: first.reason,
-                message: messages.join("; "),
+                message: shortened(&messages.join("; ")),
             },
         }
     }

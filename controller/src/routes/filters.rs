@@ -117,7 +117,7 @@ fn filter(
         }
         "CORS" if !is_grpc => {
             let spec = spec.cors.ok_or_else(|| missing("cors"))?;
-            cors(spec, &format!("{at}.cors")).map(Filter::Cors)
+            cors(spec, &format!("{at}.cors")).map(|cors| Filter::Cors(Arc::new(cors)))
         }
         kind => {
             let expected = format!("a type of filter of {}", context.meta.kind);
@@ -126,7 +126,7 @@ fn filter(
     }
 }
 
-fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<HeaderModifier, Rejection> {
+fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<Arc<HeaderModifier>, Rejection> {
     let set = headers(spec.set, &format!("{at}.set"))?;
     let add = headers(spec.add, &format!("{at}.add"))?;
     let field = format!("{at}.remove");
@@ -144,7 +144,7 @@ fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<HeaderModifie
     names.sort_unstable();
     match names.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(unsupported(at, &pair[0], "the subject of one change only")),
-        None => Ok(modifier),
+        None => Ok(Arc::new(modifier)),
     }
 }
 

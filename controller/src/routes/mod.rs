@@ -43,7 +43,7 @@ pub const BACKEND_NOT_FOUND: &str = "BackendNotFound";
 pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 
 /// The status of a route: one entry for each of its parents.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteStatus {
     /// HTTPRoute, GRPCRoute or TCPRoute. Of the canary annotations, Service.
     pub kind: Kind,
@@ -58,7 +58,7 @@ pub struct RouteStatus {
 }
 
 /// The status of a route at one parent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ParentStatus {
     /// The reference as the route has it.
     pub parent: ParentReference,
@@ -67,7 +67,7 @@ pub struct ParentStatus {
 }
 
 /// A parent of a route, with the fields that its author wrote.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct ParentReference {
     /// The API group, "" for Service.
@@ -109,7 +109,7 @@ impl ParentReference {
 }
 
 /// A condition of `status.parents`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Condition {
     /// "Accepted", "ResolvedRefs", ...
     pub kind: &'static str,

@@ -143,13 +143,13 @@ pub struct Retry {
     pub backoff: u64,
 }
 
-/// A filter of a rule or of a backend.
+/// A filter of a rule or of a backend. The tables of all parents of a route share its large parts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Filter<B> {
     /// Changes the headers of the request.
-    RequestHeaders(HeaderModifier),
+    RequestHeaders(Arc<HeaderModifier>),
     /// Changes the headers of the response.
-    ResponseHeaders(HeaderModifier),
+    ResponseHeaders(Arc<HeaderModifier>),
     /// Responds with a redirect.
     Redirect(Redirect),
     /// Changes host and path of the request.
@@ -169,7 +169,7 @@ pub enum Filter<B> {
         denominator: u32,
     },
     /// Responds to requests of other origins.
-    Cors(Cors),
+    Cors(Arc<Cors>),
 }
 
 /// Changes of headers.

@@ -35,6 +35,8 @@ const DEFAULT_SESSION_COOKIE: &str = "mesh-session";
 const DEFAULT_SESSION_HEADER: &str = "x-mesh-session";
 /// The length of a value in an error.
 const MAX_SHOWN_CHARS: usize = 64;
+/// The length of an error, of which each parent of a route has a copy.
+const MAX_ERROR_CHARS: usize = 512;
 /// At least the length of the parts of a rule and of a reference that its object does not contain.
 pub(super) const RULE_BYTES: usize = 512;
 pub(super) const REFERENCE_BYTES: usize = 160;
@@ -49,6 +51,11 @@ pub struct Meta {
     pub generation: i64,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
+}
+
+/// The start of an error, which may contain a value of any length.
+pub(super) fn shortened(error: &str) -> String {
+    error.chars().take(MAX_ERROR_CHARS).collect()
 }
 
 /// A rejection that names the field, its value and the expected value.
@@ -156,7 +163,7 @@ fn rules<M: MatchSpec + DeserializeOwned>(
         let read = serde_path_to_error::deserialize::<_, spec::Rule<M>>(value);
         let parsed = read.map_err(|error| Rejection {
             reason: UNSUPPORTED_VALUE,
-            message: format!("{at}.{}: {}", error.path(), error.inner()),
+            message: shortened(&format!("{at}.{}: {}", error.path(), error.inner())),
         })?;
         rules.push(Arc::new(rule(meta, parsed, &at)?));
     }

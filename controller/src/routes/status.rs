@@ -57,6 +57,7 @@ pub fn merge(
     let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
     let before = object.data["status"][fields.entries].as_array();
     let before = before.map(Vec::as_slice).unwrap_or_default();
+    let latest = object.metadata.generation.unwrap_or(i64::MAX);
     let mut missing: Vec<&ParentStatus> = desired.iter().flat_map(|one| &one.parents).collect();
     let mut parents = Vec::new();
     for entry in before {
@@ -81,7 +82,7 @@ pub fn merge(
         // An entry without a parent, or a second one for the same parent, is removed.
         if let Some(index) = missing.iter().position(|status| is_same(status)) {
             let status = missing.remove(index);
-            parents.push(updated(entry, status, desired.generation, now));
+            parents.push(updated(entry, status, desired.generation, latest, now));
         }
     }
     for status in missing {
@@ -89,7 +90,7 @@ pub fn merge(
             fields.reference: to_json(&status.parent), "controllerName": CONTROLLER_NAME,
         });
         let generation = desired.map_or(0, |desired| desired.generation);
-        parents.push(updated(&entry, status, generation, now));
+        parents.push(updated(&entry, status, generation, latest, now));
     }
     parents.truncate(fields.max_entries);
     if parents == before {
@@ -103,13 +104,15 @@ pub fn merge(
     Some(status.into())
 }
 
-/// An entry of the mesh with these conditions.
-fn updated(entry: &Value, status: &ParentStatus, generation: i64, now: &str) -> Value {
+/// An entry of the mesh with these conditions. `latest` is the generation of the object.
+fn updated(entry: &Value, status: &ParentStatus, generation: i64, latest: i64, now: &str) -> Value {
     let before = entry["conditions"].as_array();
     let before = before.map(Vec::as_slice).unwrap_or_default();
     let observed = |condition: &Value| condition["observedGeneration"].as_i64().unwrap_or(0);
-    // Another replica knows a later generation of the route.
-    if before.iter().any(|one| observed(one) > generation) {
+    // Another replica knows a later generation of the route. One that the route has not reached is
+    // from before its restoration from a backup.
+    let is_later = |at: i64| at > generation && at <= latest;
+    if before.iter().any(|one| is_later(observed(one))) {
         return entry.clone();
     }
     let mut conditions: Vec<Value> = Vec::new();
@@ -369,19 +372,30 @@ mod tests {
 
     #[test]
     fn never_replaces_conditions_of_a_later_generation() {
-        let object = route(json!([{
-            "parentRef": {"group": "", "kind": "Service", "name": "web"},
-            "controllerName": CONTROLLER_NAME,
-            "conditions": [{"type": "Accepted", "status": "True", "observedGeneration": 7}],
-        }]));
+        let object = |generation| {
+            let mut object = route(json!([{
+                "parentRef": {"group": "", "kind": "Service", "name": "web"},
+                "controllerName": CONTROLLER_NAME,
+                "conditions": [{"type": "Accepted", "status": "True", "observedGeneration": 7}],
+            }]));
+            object.metadata.generation = Some(generation);
+            object
+        };
         let desired = |generation| {
             status(
                 generation,
                 vec![service("web", None, vec![accepted(false)])],
             )
         };
-        assert_eq!(merge(KIND, &object, Some(&desired(6)), NOW), None);
-        assert!(merge(KIND, &object, Some(&desired(7)), NOW).is_some());
+        assert_eq!(merge(KIND, &object(7), Some(&desired(6)), NOW), None);
+        assert!(merge(KIND, &object(7), Some(&desired(7)), NOW).is_some());
+        // Restored from a backup with its status, the route begins again at generation 1.
+        let merged = merge(KIND, &object(1), Some(&desired(1)), NOW).unwrap();
+        let condition = &merged["parents"][0]["conditions"][0];
+        assert_eq!(
+            (&condition["status"], &condition["observedGeneration"]),
+            (&json!("False"), &json!(1))
+        );
     }
 
     #[test]

@@ -33,6 +33,8 @@ struct Inner {
     /// The status of each response to a write of a path.
     rejected: BTreeMap<String, u16>,
     fail_all: Option<u16>,
+    /// Writes of paths with this text get no response.
+    hanging: Option<String>,
     calls: Vec<String>,
 }
 
@@ -45,9 +47,11 @@ impl ApiServer {
                 let (head, body) = request.into_parts();
                 let body = body.collect().await?.to_bytes();
                 let body = serde_json::from_slice(&body).unwrap_or_default();
-                let mut inner = server.lock();
                 let path = head.uri.path();
-                inner.calls.push(format!("{} {path}", head.method));
+                if server.receive(&head.method, path) {
+                    std::future::pending::<()>().await;
+                }
+                let mut inner = server.lock();
                 let (status, object) = inner.respond(&head.method, path, body);
                 let response = Response::builder().status(status);
                 let body = Body::from(object.to_string().into_bytes());
@@ -55,6 +59,14 @@ impl ApiServer {
             }
         });
         Client::new(service, "default")
+    }
+
+    /// Records a call. Returns whether it gets no response.
+    fn receive(&self, method: &Method, path: &str) -> bool {
+        let mut inner = self.lock();
+        inner.calls.push(format!("{method} {path}"));
+        let hanging = inner.hanging.as_ref();
+        hanging.is_some_and(|text| method != Method::GET && path.contains(text))
     }
 
     pub(crate) fn get(&self, path: &str) -> Option<Value> {
@@ -94,6 +106,11 @@ impl ApiServer {
     /// Responds with this status to all requests.
     pub(crate) fn fail_all(&self, status: Option<u16>) {
         self.lock().fail_all = status;
+    }
+
+    /// Does not respond to writes of paths with this text.
+    pub(crate) fn hang(&self, text: &str) {
+        self.lock().hanging = Some(text.to_owned());
     }
 
     /// The calls since the last time, as `METHOD PATH`.

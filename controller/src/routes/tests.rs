@@ -879,6 +879,47 @@ fn durations_are_those_of_gep_2257() {
 }
 
 #[test]
+fn parents_of_a_route_do_not_multiply_its_memory() {
+    // Conditions are short, whatever the length of names and values.
+    let name = "b".repeat(253);
+    let references: Vec<Value> = (0..16)
+        .map(|at| json!({"name": format!("{name}{at}"), "port": 80}))
+        .collect();
+    let unresolved = route("r", 0, json!([{"backendRefs": references}]));
+    let long = json!([{"backendRefs": [{"name": "a", "weight": "9".repeat(100_000)}]}]);
+    for route in [unresolved, route("r", 0, long)] {
+        let resolve = |_: &Route, reference: &Reference| {
+            Err(attach::Unresolved {
+                reason: BACKEND_NOT_FOUND,
+                message: format!("{}: no {}", reference.field, reference.key),
+            })
+        };
+        let service = web();
+        let all = attach(&service.key, Some(&service), vec![&route], None, resolve);
+        let conditions = all.conditions.values().flat_map(|one| one.values());
+        for condition in conditions.flatten() {
+            assert!(
+                condition.message.len() <= 512,
+                "{}",
+                condition.message.len()
+            );
+        }
+    }
+    // Large filters are shared.
+    let modifier = json!({"set": [{"name": "a", "value": "b"}]});
+    let filter = json!({"type": "RequestHeaderModifier", "requestHeaderModifier": modifier});
+    let one = route("r", 0, json!([{"filters": [filter]}]));
+    let tables = [table(std::slice::from_ref(&one)), table(&[one])];
+    let shared = tables
+        .each_ref()
+        .map(|table| match &table.rules[0].filters[0] {
+            Filter::RequestHeaders(modifier) => modifier,
+            other => panic!("{other:?}"),
+        });
+    assert!(std::sync::Arc::ptr_eq(shared[0], shared[1]));
+}
+
+#[test]
 fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let rules = json!([{
         "backendRefs": [{"name": "a", "port": 80, "weight": 9}, {"name": "b", "port": 80}],

@@ -39,8 +39,8 @@ const WRITE_INTERVAL: Duration = Duration::from_millis(20);
 const API_TIMEOUT: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Objects in one response to a LIST.
-const PAGE_SIZE: u32 = 500;
+/// Objects in one response to a LIST, which is in memory as a whole. A route may have 1 MiB.
+const PAGE_SIZE: u32 = 50;
 /// Writes by others between a read and a write, until they count as an error.
 const MAX_CONFLICTS: usize = 10;
 
@@ -159,7 +159,7 @@ impl Writer {
         loop {
             let current = statuses.current().into_iter();
             let has_status = |(route, _): &(Route, RouteStatus)| self.kinds.contains(&route.0);
-            let (desired, others) = current.partition(has_status);
+            let (mut desired, others): (BTreeMap<_, _>, _) = current.partition(has_status);
             report::announce(&mut announced, others, &self.events);
             if Instant::now() >= resync {
                 let delay = match self.resync(&desired, &mut progress).await {
@@ -177,21 +177,27 @@ impl Writer {
                 };
                 resync = Instant::now() + delay;
             }
-            let batch = progress.next_batch(&desired);
+            let batch = progress.next_batch(&desired).into_iter();
+            let batch: Vec<_> = batch.map(|route| (desired.remove(&route), route)).collect();
+            // Not kept during waits and requests: it is the largest part of this function's memory.
+            drop(desired);
             if batch.is_empty() {
                 tokio::select! {
                     () = statuses.changed() => {}
                     () = sleep_until(progress.next_retry().unwrap_or(resync).min(resync)) => {}
                 }
             }
-            for route in batch {
-                let status = desired.get(&route);
-                let Err(error) = self.reconcile(&route, status).await else {
-                    progress.succeeded(route, status);
+            for (status, route) in batch {
+                if progress.is_slow(&route.1.namespace) {
+                    continue;
+                }
+                let Err(error) = self.reconcile(&route, status.as_ref()).await else {
+                    progress.succeeded(route, status.as_ref());
                     continue;
                 };
                 self.metrics.statuses_failed.inc();
-                let delay = progress.failed(&route, status);
+                let is_timeout = matches!(error, Error::Timeout);
+                let delay = progress.failed(&route, status.as_ref(), is_timeout);
                 tracing::warn!(
                     "cannot write the status of {route}, retrying in {delay:?}: {error}"
                 );

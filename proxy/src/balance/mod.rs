@@ -37,7 +37,7 @@ use health::Health;
 use maglev::LazyTable;
 use policy::BackendPolicy;
 pub use quarantine::{Cause, OutlierSettings};
-pub use select::Preference;
+pub use select::{Avoided, Preference};
 use select::{Context, Turns};
 
 /// The first share of a new endpoint, of that of the others.
@@ -163,12 +163,12 @@ impl Backend {
     }
 
     /// Selects the endpoint for the next request as the policy of the Service says, without those in
-    /// `tried`, or the previous one if the Service has session affinity. Selects a quarantined one
+    /// `avoided`, or the previous one if the Service has session affinity. Selects a quarantined one
     /// only if all are quarantined. Fails if no endpoint is left, and while the circuit is open.
     pub fn pick_for(
         &self,
         preference: Preference,
-        tried: &[SocketAddr],
+        avoided: &Avoided,
         zone: &str,
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
@@ -182,7 +182,7 @@ impl Backend {
         zones.set_zone(if prefers { zone } else { "" });
         let context = Context {
             preference,
-            tried,
+            avoided,
             turns: &self.turns,
             zones,
             now,
@@ -198,7 +198,11 @@ impl Backend {
         tried: &[SocketAddr],
         rng: &mut fastrand::Rng,
     ) -> Result<Rc<Endpoint>, Failure> {
-        self.pick_for(Preference::default(), tried, "", rng)
+        let avoided = Avoided {
+            tried: tried.to_vec(),
+            ..Avoided::default()
+        };
+        self.pick_for(Preference::default(), &avoided, "", rng)
     }
 
     /// Whether the circuit is open: no attempt may begin.
@@ -236,14 +240,6 @@ impl Backend {
         self.state.borrow().members.len()
     }
 
-    /// The endpoints that want no retries at this time.
-    pub fn refuse_retries(&self, now: Instant) -> Vec<SocketAddr> {
-        let state = self.state.borrow();
-        let endpoints = state.members.iter().map(|member| &member.endpoint);
-        let refusing = endpoints.filter(|endpoint| endpoint.refuses_retries(now));
-        refusing.map(|endpoint| endpoint.address).collect()
-    }
-
     /// Whether discovery still announces the endpoint.
     pub fn contains(&self, endpoint: &Rc<Endpoint>) -> bool {
         self.apply_updates();
@@ -255,23 +251,23 @@ impl Backend {
     /// Whether there is an endpoint other than this one, which may have been removed.
     pub fn has_other(&self, address: SocketAddr) -> bool {
         self.apply_updates();
-        self.has_untried(&[address])
+        self.has_endpoint(|endpoint| endpoint.address != address)
     }
 
-    /// Whether there is an endpoint that is not in `tried`.
-    pub fn has_untried(&self, tried: &[SocketAddr]) -> bool {
-        self.has_untried_that(tried, |_| true)
+    /// Whether there is an endpoint that is not avoided.
+    pub fn has_untried(&self, avoided: &Avoided, now: Instant) -> bool {
+        self.has_endpoint(|endpoint| !avoided.contains(endpoint, now))
     }
 
-    /// Whether there is an endpoint that is not in `tried`, and usually answers within this time.
-    pub fn can_answer_within(&self, time: Duration, tried: &[SocketAddr], now: Instant) -> bool {
-        self.has_untried_that(tried, |endpoint| endpoint.answers_within(time, now))
+    /// Whether there is an endpoint that is not avoided, and usually answers within this time.
+    pub fn can_answer_within(&self, time: Duration, avoided: &Avoided, now: Instant) -> bool {
+        let is_usable = |endpoint: &Endpoint| !avoided.contains(endpoint, now);
+        self.has_endpoint(|endpoint| is_usable(endpoint) && endpoint.answers_within(time, now))
     }
 
-    fn has_untried_that(&self, tried: &[SocketAddr], matches: impl Fn(&Endpoint) -> bool) -> bool {
-        let state = self.state.borrow();
-        let mut endpoints = state.members.iter().map(|member| &member.endpoint);
-        endpoints.any(|endpoint| !tried.contains(&endpoint.address) && matches(endpoint))
+    fn has_endpoint(&self, matches: impl Fn(&Endpoint) -> bool) -> bool {
+        let members = &self.state.borrow().members;
+        members.iter().any(|member| matches(&member.endpoint))
     }
 
     /// The endpoint with this address.

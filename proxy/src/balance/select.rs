@@ -31,6 +31,22 @@ pub struct Preference {
     pub session: Option<Tag>,
 }
 
+/// The endpoints that a request avoids.
+#[derive(Debug, Default)]
+pub struct Avoided {
+    /// Those that it was sent to.
+    pub tried: Vec<SocketAddr>,
+    /// And those that want no retries at this time. Not a list: all of a large Service may.
+    pub refusing: bool,
+}
+
+impl Avoided {
+    /// Whether this endpoint is one of them.
+    pub fn contains(&self, endpoint: &Endpoint, now: Instant) -> bool {
+        self.tried.contains(&endpoint.address) || self.refusing && endpoint.refuses_retries(now)
+    }
+}
+
 /// The endpoint that had the previous turn of a round robin: without a preferred zone or in other
 /// zones, and in the own zone.
 #[derive(Debug, Default)]
@@ -41,8 +57,7 @@ type Turn = Cell<Option<SocketAddr>>;
 /// What a selection depends on besides the endpoints and the RNG.
 pub(super) struct Context<'a> {
     pub preference: Preference,
-    /// The endpoints that the request was sent to.
-    pub tried: &'a [SocketAddr],
+    pub avoided: &'a Avoided,
     pub turns: &'a Turns,
     pub zones: &'a ZonePreference,
     pub now: Instant,
@@ -83,7 +98,7 @@ impl State {
     pub(super) fn pick(&self, context: &Context<'_>, rng: &mut Rng) -> Option<&Rc<Endpoint>> {
         let now = context.now;
         let is_usable = |endpoint: &Endpoint| {
-            !context.tried.contains(&endpoint.address) && !endpoint.is_quarantined(now)
+            !context.avoided.contains(endpoint, now) && !endpoint.is_quarantined(now)
         };
         if let Some(tag) = context.preference.session {
             let mut endpoints = self.members.iter().map(|member| &member.endpoint);
@@ -107,11 +122,11 @@ impl State {
         affinity.select(now, kept, pick)
     }
 
-    /// The next endpoint, without those that were tried: of the side of the zone that is drawn if it
+    /// The next endpoint, without those that are avoided: of the side of the zone that is drawn if it
     /// has a healthy one. A quarantined one only if all are.
     pub(super) fn balance(&self, context: &Context<'_>, rng: &mut Rng) -> Option<&Rc<Endpoint>> {
         let now = context.now;
-        let untried = |endpoint: &Endpoint| !context.tried.contains(&endpoint.address);
+        let untried = |endpoint: &Endpoint| !context.avoided.contains(endpoint, now);
         if let [only] = self.members.as_slice() {
             return untried(&only.endpoint).then_some(&only.endpoint);
         }

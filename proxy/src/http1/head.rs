@@ -174,9 +174,13 @@ impl RequestHead {
 
     /// Checks the four forms of a target (RFC 9112, section 3.2). If target and Host name different
     /// hosts, the RFC gives precedence to the target. A server that uses Host would see another
-    /// request than the proxy, so such a request is rejected.
+    /// request than the proxy, so such a request is rejected. So is one with a fragment, which some
+    /// servers drop and others read as a part of the path.
     fn check_target(&self) -> Result<(), Refused> {
         let (method, target) = (self.method(), self.target());
+        if target.contains(&b'#') {
+            return Err(Refused::Malformed("the target has a fragment"));
+        }
         if method == b"CONNECT" {
             return match (self.framing, authority::is_host_and_port(target)) {
                 (_, false) => Err(Refused::Malformed("the target of CONNECT is not HOST:PORT")),
@@ -353,7 +357,7 @@ fn absolute_form(target: &[u8]) -> Option<(&[u8], &[u8])> {
     let (scheme, rest) = (&target[..end], &target[end + 3..]);
     let named = &rest[..rest
         .iter()
-        .position(|byte| b"/?#".contains(byte))
+        .position(|byte| b"/?".contains(byte))
         .unwrap_or(rest.len())];
     scheme
         .iter()

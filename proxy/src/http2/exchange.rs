@@ -16,9 +16,9 @@ use http::header::{EXPECT, HeaderName};
 use http::request::Parts;
 use http::{Method, Request, Response};
 
-use super::Stream;
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
+use super::{STREAM_COST, Stream};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
 use crate::dump::Direction;
@@ -38,6 +38,10 @@ use crate::route::Answer;
 use crate::route::fields::FieldEdit;
 use crate::tls::Acceptance;
 
+/// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
+/// limit them: they would fill the memory of the proxy while the client does not read.
+const MAX_INTERIM: u32 = 16;
+
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
     request: Request<RecvStream>,
@@ -49,7 +53,7 @@ pub(super) async fn carry(
     let head_size = head::size(&parts);
     let admitted = client.flow.check_head(head_size);
     let mut memory = client.flow.charge();
-    memory.set(head_size);
+    memory.set(STREAM_COST + head_size);
     let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
     record.attempts.exchange_deadline = head::deadline(&parts);
@@ -86,7 +90,10 @@ pub(super) async fn carry(
         record,
         is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
-        expects_interim: parts.headers.contains_key(EXPECT),
+        interim_left: match parts.headers.contains_key(EXPECT) {
+            true => MAX_INTERIM,
+            false => 0,
+        },
         client,
         parts,
         _memory: memory,
@@ -108,10 +115,10 @@ struct Exchange {
     is_grpc: bool,
     /// The response's stream, once its head was sent.
     to_client: Option<SendStream<Bytes>>,
-    /// The client waits for an interim response.
-    expects_interim: bool,
+    /// The number of interim responses that the client still gets. It waits for one of them.
+    interim_left: u32,
     client: Stream,
-    /// Charged for the head.
+    /// Charged for the stream and the head.
     _memory: Charge,
 }
 
@@ -195,7 +202,7 @@ impl Exchange {
         if let Err(code) = self.poll_upload(cx, &mut attempt.to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
-        while self.expects_interim {
+        while self.interim_left > 0 {
             match attempt.response.poll_informational(cx) {
                 Poll::Ready(Some(Ok(mut interim))) => {
                     if !attempt.lease.is_secured() {
@@ -203,8 +210,9 @@ impl Exchange {
                     }
                     // An error means that the client has closed, which is detected below.
                     drop(self.respond.send_informational(interim));
+                    self.interim_left -= 1;
                 }
-                Poll::Ready(_) => self.expects_interim = false,
+                Poll::Ready(_) => self.interim_left = 0,
                 Poll::Pending => break,
             }
         }

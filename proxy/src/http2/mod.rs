@@ -53,6 +53,8 @@ const MAX_CONTROL_BYTES: u64 = 256 * 1024;
 const MIN_CONNECTION_WINDOW: u32 = 65_535;
 /// The memory of a connection besides that of its windows and streams.
 const CONNECTION_COST: usize = 16 * 1024;
+/// The memory of a request and of its stream to the upstream, without their heads and bodies.
+const STREAM_COST: usize = 4 * 1024;
 /// The period in which [`MAX_CONTROL_BYTES`] count. Clients of quiet connections send PING frames
 /// for days.
 const CONTROL_INTERVAL: Duration = Duration::from_secs(15 * 60);

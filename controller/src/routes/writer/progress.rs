@@ -1,9 +1,11 @@
 //! What the writer knows of the cluster, and which routes it writes next. Pure but for the clock.
 //!
 //! Namespaces take turns: a namespace with many routes to write delays those of another one by one
-//! write for each of its own.
+//! write for each of its own. A namespace whose writes time out, for example at a webhook, waits.
 
+use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::hash::BuildHasher;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,10 +21,15 @@ const MAX_BATCH: usize = 50;
 /// The statuses in the cluster, and the routes to write.
 #[derive(Default)]
 pub(super) struct Progress {
-    written: BTreeMap<Route, RouteStatus>,
+    /// As digests: the conditions of a route may be much larger than the route.
+    written: BTreeMap<Route, u64>,
+    digests: RandomState,
     /// Routes that the mesh no longer knows, and whose entries may remain.
     removed: BTreeSet<Route>,
     failed: BTreeMap<Route, (Instant, Backoff)>,
+    /// Namespaces whose latest write has timed out.
+    slow: BTreeMap<Arc<str>, (Instant, Backoff)>,
+    next_retry: Option<Instant>,
     turns: Turns,
 }
 
@@ -42,29 +49,46 @@ impl Progress {
         self.removed.extend(known.filter(is_gone).cloned());
         self.written.retain(|route, _| desired.contains_key(route));
         let differs = |(route, status): &(&Route, &RouteStatus)| {
-            self.written.get(*route).is_none_or(|one| one != *status)
+            let written = self.written.get(*route);
+            written.is_none_or(|digest| *digest != self.digests.hash_one(status))
         };
         let changed = desired.iter().filter(differs).map(|(route, _)| route);
         let removed = self.removed.iter().filter(is_gone);
-        let now = Instant::now();
-        let waits = |route: &&Route| {
-            let failure = self.failed.get(*route);
-            failure.is_some_and(|(retry, _)| *retry > now)
-        };
-        let due = changed.chain(removed).filter(|route| !waits(route));
-        self.turns.take(due, MAX_BATCH)
+        let all: Vec<&Route> = changed.chain(removed).collect();
+        let namespaces: BTreeSet<_> = all.iter().map(|route| &route.1.namespace).collect();
+        self.slow
+            .retain(|namespace, _| namespaces.contains(namespace));
+        let (mut due, now) = (Vec::new(), Instant::now());
+        self.next_retry = None;
+        for route in all {
+            let failure = self.failed.get(route).map(|(retry, _)| *retry);
+            let slow = self.slow.get(&route.1.namespace).map(|(retry, _)| *retry);
+            match failure.max(slow).filter(|retry| *retry > now) {
+                None => due.push(route),
+                retry => self.next_retry = [retry, self.next_retry].into_iter().flatten().min(),
+            }
+        }
+        self.turns.take(due.into_iter(), MAX_BATCH)
     }
 
+    /// The time of the next attempt to write a route that waits.
     pub(super) fn next_retry(&self) -> Option<Instant> {
-        self.failed.values().map(|(retry, _)| *retry).min()
+        self.next_retry
+    }
+
+    /// Whether the writes of a namespace time out, so that further ones would delay other namespaces.
+    pub(super) fn is_slow(&self, namespace: &str) -> bool {
+        let slow = self.slow.get(namespace);
+        slow.is_some_and(|(retry, _)| *retry > Instant::now())
     }
 
     /// The cluster has this status of a route.
     pub(super) fn succeeded(&mut self, route: Route, status: Option<&RouteStatus>) {
         self.failed.remove(&route);
+        self.slow.remove(&route.1.namespace);
         self.removed.remove(&route);
         match status {
-            Some(status) => drop(self.written.insert(route, status.clone())),
+            Some(status) => drop(self.written.insert(route, self.digests.hash_one(status))),
             None => drop(self.written.remove(&route)),
         }
     }
@@ -78,16 +102,27 @@ impl Progress {
     }
 
     /// A write of this status has failed. Returns the time until the next attempt.
-    pub(super) fn failed(&mut self, route: &Route, status: Option<&RouteStatus>) -> Duration {
+    pub(super) fn failed(
+        &mut self,
+        route: &Route,
+        status: Option<&RouteStatus>,
+        is_timeout: bool,
+    ) -> Duration {
         self.differs(route.clone(), status);
-        let new = || Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
-        let failure = self.failed.remove(route);
-        let mut backoff = failure.map_or_else(new, |(_, backoff)| backoff);
-        let delay = backoff.next_delay();
-        let retry = Instant::now() + delay;
-        self.failed.insert(route.clone(), (retry, backoff));
-        delay
+        if is_timeout {
+            delay(&mut self.slow, &route.1.namespace);
+        }
+        delay(&mut self.failed, route)
     }
+}
+
+/// Delays the next attempt, longer after each failure.
+fn delay<K: Clone + Ord>(failed: &mut BTreeMap<K, (Instant, Backoff)>, key: &K) -> Duration {
+    let new = || Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+    let mut backoff = failed.remove(key).map_or_else(new, |(_, backoff)| backoff);
+    let delay = backoff.next_delay();
+    failed.insert(key.clone(), (Instant::now() + delay, backoff));
+    delay
 }
 
 impl Turns {

@@ -313,6 +313,45 @@ async fn namespace_with_many_routes_does_not_delay_others() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn namespace_whose_writes_time_out_does_not_delay_others() {
+    const MANY: usize = 200;
+    let server = server();
+    server.hang("/big/");
+    let names: Vec<String> = (0..MANY).map(|number| format!("r-{number}")).collect();
+    for name in &names {
+        let mut object = route(name);
+        object["metadata"]["namespace"] = json!("big");
+        server.put(&path(name).replace("/shop/", "/big/"), object);
+    }
+    let all = |generation| -> Vec<RouteStatus> {
+        let of_big = names.iter().map(|name| RouteStatus {
+            key: Key::new("big", name),
+            ..desired(1, true)
+        });
+        of_big.chain([desired(generation, true)]).collect()
+    };
+    // The writes that time out, until the next call of this function.
+    let timeouts = |fixture: &Fixture| {
+        let calls = fixture.server.take_calls().into_iter();
+        let slow = calls.filter(|call| call.starts_with("PUT ") && call.contains("/big/"));
+        slow.count()
+    };
+    let fixture = Fixture::start(server, all(1));
+    for generation in 1..20 {
+        fixture.set(all(generation));
+        fixture.until("is written", is_written(generation)).await;
+    }
+    let before = timeouts(&fixture);
+    assert!(
+        before <= 20,
+        "{before} timeouts before 20 writes of the other namespace"
+    );
+    // They are attempted again.
+    tokio::time::sleep(RESYNC_INTERVAL).await;
+    assert!(timeouts(&fixture) > 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn only_the_holder_of_the_lease_writes_and_another_replica_follows_it() {
     let server = server();
     let start = |replica: &str| {

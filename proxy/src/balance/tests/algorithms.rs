@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::super::maglev::hash;
 use super::super::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
-use super::super::select::{Context, Preference, Turns};
+use super::super::select::{Avoided, Context, Preference, Turns};
 use super::super::zone::ZonePreference;
 use super::super::{Endpoint, State};
 use super::*;
@@ -70,7 +70,7 @@ impl Endpoints {
         };
         let context = Context {
             preference,
-            tried: &[],
+            avoided: &Avoided::default(),
             turns: &self.turns,
             zones: &self.zones,
             now: Instant::now(),
@@ -301,7 +301,7 @@ fn expected(service: &Service, key: &str) -> String {
         hash,
         ..Preference::default()
     };
-    let picked = backend.pick_for(preference, &[], "", rng);
+    let picked = backend.pick_for(preference, &Avoided::default(), "", rng);
     let address = picked.expect("it has endpoints").address;
     let at = service.addresses.iter().position(|one| *one == address);
     at.expect("an endpoint").to_string()

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::super::State;
 use super::super::policy::{BackendPolicy, Balancing};
-use super::super::select::{Context, Preference, Turns};
+use super::super::select::{Avoided, Context, Preference, Turns};
 use super::super::zone::ZonePreference;
 use super::*;
 use crate::connect::Pools;
@@ -25,7 +25,7 @@ fn shares(state: &State, now: Instant) -> Vec<f64> {
     let (turns, zones) = (Turns::default(), ZonePreference::default());
     let context = Context {
         preference: Preference::default(),
-        tried: &[],
+        avoided: &Avoided::default(),
         turns: &turns,
         zones: &zones,
         now,

@@ -189,6 +189,26 @@ fn rejects_target_with_another_host_than_the_host_field() {
 }
 
 #[test]
+fn rejects_target_with_a_fragment() {
+    for target in [
+        "/admin#",
+        "/admin#/../b?c",
+        "/a?b#c",
+        "http://x#/admin",
+        "http://x/#",
+    ] {
+        let text = format!("GET {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+        let refused = request(&text).map(|head| head.framing);
+        assert_eq!(
+            refused,
+            Err(Refused::Malformed("the target has a fragment")),
+            "{target}"
+        );
+    }
+    assert!(request("GET /a%23b HTTP/1.1\r\nHost: x\r\n\r\n").is_ok());
+}
+
+#[test]
 fn rejects_ambiguous_requests() {
     let refused = |fields: &str, why: &'static str| {
         let text = format!("POST / HTTP/1.1\r\n{fields}\r\n");

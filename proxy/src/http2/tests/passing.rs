@@ -388,6 +388,30 @@ fn forwards_100_continue() {
 }
 
 #[test]
+fn forwards_a_bounded_number_of_interim_responses() {
+    on_worker(async {
+        let address = app(|_, mut respond| async move {
+            for _ in 0..1000 {
+                let interim = Response::builder().status(103).body(()).unwrap();
+                respond.send_informational(interim).unwrap();
+            }
+            respond.send_response(Response::new(()), true).unwrap();
+        })
+        .await;
+        let mut client = Mesh::new().client_of(address).await;
+        let request = Request::put("http://app/").header("expect", "100-continue");
+        let request = request.body(()).unwrap();
+        let (mut response, _) = client.send_request(request, true).unwrap();
+        let mut interim = 0;
+        while let Some(Ok(_)) = poll_fn(|cx| response.poll_informational(cx)).await {
+            interim += 1;
+        }
+        assert_eq!(interim, 16);
+        assert_eq!(response.await.unwrap().status(), 200);
+    });
+}
+
+#[test]
 fn drops_unrequested_interim_responses() {
     on_worker(async {
         let address = app(|_, mut respond| async move {
