@@ -5,7 +5,8 @@ use std::time::Duration;
 use clap::Args;
 use diy_mesh_runtime::error_chain;
 use k8s_openapi::apimachinery::pkg::version::Info;
-use kube::{Client, Config, config::KubeConfigOptions};
+use kube::{Api, Client, Config, api::ListParams, config::KubeConfigOptions};
+use serde::de::DeserializeOwned;
 
 /// The cluster and the namespace of the mesh.
 #[derive(Args, Clone, Debug)]
@@ -101,6 +102,23 @@ impl Cluster {
             namespace: arguments.namespace.clone(),
             version,
         })
+    }
+}
+
+/// Lists all objects, page by page.
+pub(crate) async fn list<K>(api: Api<K>, params: &ListParams) -> kube::Result<Vec<K>>
+where
+    K: Clone + DeserializeOwned + std::fmt::Debug,
+{
+    let mut params = params.clone().limit(500);
+    let mut items = Vec::new();
+    loop {
+        let page = api.list(&params).await?;
+        items.extend(page.items);
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params = params.continue_token(&token),
+            None => return Ok(items),
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use kube::{
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
-use crate::cluster::describe_error;
+use crate::cluster::{self, describe_error};
 
 /// The API group of routes.
 pub const GROUP: &str = "gateway.networking.k8s.io";
@@ -242,8 +242,8 @@ pub async fn fetch_pods(client: &Client, namespace: &str) -> Result<Vec<Value>, 
     Ok([pods.await?, slices.await?].concat())
 }
 
-/// Lists the objects of a group, version and kind.
-async fn objects(
+/// Lists the objects of a group, version and kind. None if it is not installed.
+pub async fn objects(
     client: &Client,
     namespace: Option<&str>,
     (group, version, kind): (&str, &str, &str),
@@ -253,40 +253,41 @@ async fn objects(
         Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
         None => Api::all_with(client.clone(), &resource),
     };
-    let mut params = ListParams::default().limit(500);
-    let mut objects = Vec::new();
-    loop {
-        let page = match api.list(&params).await {
-            Ok(page) => page,
-            Err(kube::Error::Api(status)) if status.code == 404 => return Ok(objects),
-            Err(error) => return Err(describe_error(&error)),
-        };
-        for object in page.items {
-            let mut object = serde_json::to_value(object).map_err(|error| error.to_string())?;
-            // Items of a list have no kind.
-            object["kind"] = kind.into();
-            object["apiVersion"] = resource.api_version.clone().into();
-            objects.push(object);
-        }
-        match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => params.continue_token = Some(token),
-            None => return Ok(objects),
-        }
-    }
+    let items = match cluster::list(api, &ListParams::default()).await {
+        Ok(items) => items,
+        Err(kube::Error::Api(status)) if status.code == 404 => return Ok(Vec::new()),
+        Err(error) => return Err(describe_error(&error)),
+    };
+    let objects = items.into_iter().map(|item| {
+        // Items of a list have no kind.
+        let mut object = json!(item);
+        object["kind"] = kind.into();
+        object["apiVersion"] = resource.api_version.clone().into();
+        object
+    });
+    Ok(objects.collect())
 }
 
 /// Reads the definitions of the Gateway API that the mesh uses, of those that are installed.
 pub async fn definitions(client: &Client) -> Result<Vec<Value>, String> {
-    let resource = ApiResource::erase::<CustomResourceDefinition>(&());
-    let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
     let mut definitions = Vec::new();
     for plural in ["httproutes", "grpcroutes", "referencegrants", "tcproutes"] {
-        let found = api.get_opt(&format!("{plural}.{GROUP}")).await;
-        let found = found.map_err(|error| describe_error(&error))?;
-        let found = found.map(serde_json::to_value).transpose();
-        definitions.extend(found.map_err(|error| error.to_string())?);
+        definitions.extend(definition(client, plural, GROUP).await?);
     }
     Ok(definitions)
+}
+
+/// Reads the definition of a custom resource, if it is installed.
+pub async fn definition(
+    client: &Client,
+    plural: &str,
+    group: &str,
+) -> Result<Option<Value>, String> {
+    let resource = ApiResource::erase::<CustomResourceDefinition>(&());
+    let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
+    let found = api.get_opt(&format!("{plural}.{group}")).await;
+    let found = found.map_err(|error| describe_error(&error))?;
+    Ok(found.map(|found| json!(found)))
 }
 
 #[cfg(test)]

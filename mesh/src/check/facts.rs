@@ -16,7 +16,7 @@ use k8s_openapi::{
     apimachinery::pkg::version::Info,
 };
 use kube::{
-    Api, Resource, ResourceExt,
+    Api, ResourceExt,
     api::{ListParams, PostParams},
 };
 use serde::de::DeserializeOwned;
@@ -199,24 +199,13 @@ async fn ready_pages(cluster: &Cluster, pods: &[Pod], now: u64) -> BTreeMap<Stri
     join_all(pages).await.into_iter().flatten().collect()
 }
 
-/// Lists all objects, page by page.
+/// Lists all objects.
 pub(super) async fn list<K>(api: Api<K>, params: &ListParams) -> Fact<Vec<K>>
 where
-    K: Resource + Clone + DeserializeOwned + std::fmt::Debug,
+    K: Clone + DeserializeOwned + std::fmt::Debug,
 {
-    let mut params = params.clone().limit(500);
-    let mut items = Vec::new();
-    loop {
-        let page = api
-            .list(&params)
-            .await
-            .map_err(|error| cluster::describe_error(&error))?;
-        items.extend(page.items);
-        match page.metadata.continue_.filter(|token| !token.is_empty()) {
-            Some(token) => params = params.continue_token(&token),
-            None => return Ok(items),
-        }
-    }
+    let items = cluster::list(api, params).await;
+    items.map_err(|error| cluster::describe_error(&error))
 }
 
 async fn webhook(cluster: &Cluster) -> Fact<Option<MutatingWebhookConfiguration>> {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-use super::{Finding, count, facts::Facts};
+use super::{Finding, count, facts::Facts, platform::is_below};
 use crate::routes::{Condition, GROUP, Route};
 
 /// The first version with the resources that the mesh reads.
@@ -56,7 +56,10 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
         let advice = "install all definitions of one release and channel";
         return vec![Finding::warning(text, advice)];
     }
-    if versions.iter().any(|version| is_old(version)) {
+    if versions
+        .iter()
+        .any(|version| is_below(version, MIN_VERSION))
+    {
         let text = format!("{text}: too old");
         return vec![Finding::warning(text, INSTALL_ADVICE)];
     }
@@ -88,13 +91,6 @@ fn rule_fields(definition: &Value) -> BTreeSet<String> {
         .into_iter()
         .flat_map(|fields| fields.keys().cloned())
         .collect()
-}
-
-/// Whether a version such as `v1.4.0` is below `MIN_VERSION`. An invalid version is not.
-fn is_old(version: &str) -> bool {
-    let mut parts = version.trim_start_matches('v').split('.');
-    let mut next = || parts.next().and_then(|part| part.parse::<u32>().ok());
-    matches!((next(), next()), (Some(major), Some(minor)) if (major, minor) < MIN_VERSION)
 }
 
 /// The mesh has accepted the routes, and all of their references resolve.

@@ -18,7 +18,8 @@ const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies a
 pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     let server = &facts.version.git_version;
     let mut findings = Vec::new();
-    if is_old(&format!("{}.{}", facts.version.major, facts.version.minor)) {
+    let version = format!("{}.{}", facts.version.major, facts.version.minor);
+    if is_below(&version, MIN_VERSION) {
         findings.push(Finding::problem(
             format!("the version of the API server, {server}, is too old"),
             UPGRADE_ADVICE,
@@ -43,7 +44,7 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
         Ok(nodes) => {
             let old: Vec<String> = nodes
                 .iter()
-                .filter(|(_, version)| is_old(version))
+                .filter(|(_, version)| is_below(version, MIN_VERSION))
                 .map(|(name, version)| format!("{name}: {version}"))
                 .collect();
             let finding = Finding::problem("with a kubelet that is too old", UPGRADE_ADVICE);
@@ -59,14 +60,14 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `MIN_VERSION`. An invalid version
-/// is not.
-fn is_old(version: &str) -> bool {
+/// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `minimum`. An invalid version is
+/// not.
+pub(super) fn is_below(version: &str, minimum: (u32, u32)) -> bool {
     let mut numbers = version.trim_start_matches('v').split('.').map(|part| {
         let digits: String = part.chars().take_while(char::is_ascii_digit).collect();
         digits.parse::<u32>().ok()
     });
-    matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) < MIN_VERSION)
+    matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) < minimum)
 }
 
 /// The controller is available.
@@ -248,12 +249,12 @@ mod tests {
         assert!(
             ["v1.28.15", "1.28+", "v1.9.0", "0.5"]
                 .into_iter()
-                .all(is_old)
+                .all(|version| is_below(version, MIN_VERSION))
         );
         assert!(
             !["v1.29.0", "1.34", "v2.0.0", "v1.30.1+k3s1", "", "dev"]
                 .into_iter()
-                .any(is_old)
+                .any(|version| is_below(version, MIN_VERSION))
         );
         assert_eq!(
             ["a:1.0", "host:5000/a", "x/a:1@sha256:00"].map(tag),

@@ -2,46 +2,30 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
-use kube::{Api, Client};
+use diy_mesh_controller::policy::{GROUP, VERSION};
+use kube::Client;
 use serde_json::Value;
+use tokio::join;
 
-use super::facts::{Fact, Facts, list};
+use super::facts::{Fact, Facts};
 use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, count};
-use crate::cluster::describe_error;
-use crate::routes::CONTROLLER_NAME;
+use crate::routes::{self, CONTROLLER_NAME};
 
 /// The definition of this version.
 const DEFINITION: &str = include_str!(concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/../manifests/crds/trafficpolicies.yaml"
 ));
-const GROUP: &str = "diy-service-mesh.dev";
 const ADVICE: &str = "kubectl apply -k manifests/crds";
 
 /// Reads the definition, if it is installed, and the policies.
 pub(super) async fn read(client: &Client) -> (Fact<Option<Value>>, Fact<Vec<Value>>) {
-    let resource = ApiResource::erase::<CustomResourceDefinition>(&());
-    let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
-    let found = api.get_opt(&format!("trafficpolicies.{GROUP}")).await;
-    let definition = found.map_err(|error| describe_error(&error));
-    let definition = definition.map(|found| found.map(to_json));
-    if let Ok(None) = definition {
-        return (definition, Ok(Vec::new()));
-    }
-    let kind = GroupVersionKind::gvk(GROUP, "v1alpha1", "TrafficPolicy");
-    let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::from_gvk(&kind));
-    let policies = list(api, &ListParams::default()).await;
-    (
-        definition,
-        policies.map(|all| all.into_iter().map(to_json).collect()),
+    let kind = (GROUP, VERSION, "TrafficPolicy");
+    join!(
+        routes::definition(client, "trafficpolicies", GROUP),
+        routes::objects(client, None, kind)
     )
-}
-
-fn to_json(object: DynamicObject) -> Value {
-    serde_json::to_value(object).expect("an object of the API is JSON")
 }
 
 /// The definition is installed, and has the fields of this version.
@@ -63,11 +47,11 @@ pub(super) fn definition(facts: &Facts) -> Vec<Finding> {
     vec![Finding::warning(text, ADVICE).with_details(missing)]
 }
 
-/// The paths of all fields of v1alpha1.
+/// The paths of all fields of this version.
 fn fields(definition: &Value) -> BTreeSet<String> {
     let versions = definition["spec"]["versions"].as_array();
     let mut versions = versions.into_iter().flatten();
-    let version = versions.find(|version| version["name"] == "v1alpha1");
+    let version = versions.find(|version| version["name"] == VERSION);
     let schema = version.and_then(|version| version.pointer("/schema/openAPIV3Schema"));
     let mut paths = BTreeSet::new();
     if let Some(schema) = schema {

@@ -73,16 +73,19 @@ pub(super) fn deployment(deployment: &Deployment) -> Option<Workload> {
             )
         });
     let template = &deployment.spec.as_ref()?.template;
-    workload("Deployment", &deployment.metadata, template, failure)
+    let workload = workload("Deployment", &deployment.metadata, template)?;
+    Some(Workload {
+        failure,
+        ..workload
+    })
 }
 
 fn stateful_set(set: &StatefulSet, events: &[Event]) -> Option<Workload> {
     let spec = set.spec.as_ref()?;
     let current = set.status.as_ref().map_or(0, |status| status.replicas);
-    let failure = (current < spec.replicas.unwrap_or(1))
-        .then(|| last_failure("StatefulSet", &set.metadata, events))
-        .flatten();
-    workload("StatefulSet", &set.metadata, &spec.template, failure)
+    let is_incomplete = current < spec.replicas.unwrap_or(1);
+    let workload = workload("StatefulSet", &set.metadata, &spec.template)?;
+    Some(workload.with_failure(is_incomplete, events))
 }
 
 fn daemon_set(set: &DaemonSet, events: &[Event]) -> Option<Workload> {
@@ -90,15 +93,8 @@ fn daemon_set(set: &DaemonSet, events: &[Event]) -> Option<Workload> {
         .status
         .as_ref()
         .is_some_and(|status| status.current_number_scheduled < status.desired_number_scheduled);
-    let failure = is_incomplete
-        .then(|| last_failure("DaemonSet", &set.metadata, events))
-        .flatten();
-    workload(
-        "DaemonSet",
-        &set.metadata,
-        &set.spec.as_ref()?.template,
-        failure,
-    )
+    let workload = workload("DaemonSet", &set.metadata, &set.spec.as_ref()?.template)?;
+    Some(workload.with_failure(is_incomplete, events))
 }
 
 /// `None` for a Job that has finished.
@@ -114,33 +110,14 @@ fn job(job: &Job, events: &[Event]) -> Option<Workload> {
     let left = spec.completions.unwrap_or(parallelism) - status.succeeded.unwrap_or(0);
     let is_incomplete =
         spec.suspend != Some(true) && status.active.unwrap_or(0) < parallelism.min(left);
-    let failure = is_incomplete
-        .then(|| last_failure("Job", &job.metadata, events))
-        .flatten();
-    workload("Job", &job.metadata, &spec.template, failure)
-}
-
-/// The last `FailedCreate` event of a workload. Only Deployments have a condition for it.
-fn last_failure(kind: &str, metadata: &ObjectMeta, events: &[Event]) -> Option<String> {
-    let is_own = |event: &&Event| {
-        let object = &event.involved_object;
-        object.kind.as_deref() == Some(kind)
-            && object.namespace == metadata.namespace
-            && object.name == metadata.name
-    };
-    let event = events
-        .iter()
-        .filter(is_own)
-        .max_by_key(|event| event.last_timestamp.clone())?;
-    let message = event.message.as_deref().unwrap_or_default();
-    Some(format!("FailedCreate: {message}"))
+    let workload = workload("Job", &job.metadata, &spec.template)?;
+    Some(workload.with_failure(is_incomplete, events))
 }
 
 fn workload(
     kind: &'static str,
     metadata: &ObjectMeta,
     template: &PodTemplateSpec,
-    failure: Option<String>,
 ) -> Option<Workload> {
     let own = metadata.annotations.iter().chain(&metadata.labels);
     let own = own
@@ -154,11 +131,28 @@ fn workload(
         own: own.collect(),
         template: template.annotations.unwrap_or_default(),
         labels: template.labels.unwrap_or_default(),
-        failure,
+        failure: None,
     })
 }
 
 impl Workload {
+    /// Adds the last `FailedCreate` event if pods are missing. Only Deployments have a condition
+    /// for it.
+    fn with_failure(mut self, is_incomplete: bool, events: &[Event]) -> Self {
+        let own = events.iter().filter(|event| {
+            let object = &event.involved_object;
+            object.kind.as_deref() == Some(self.kind)
+                && object.namespace.as_ref() == Some(&self.namespace)
+                && object.name.as_ref() == Some(&self.name)
+        });
+        let last = own.max_by_key(|event| event.last_timestamp.clone());
+        self.failure = last.filter(|_| is_incomplete).map(|event| {
+            let message = event.message.as_deref().unwrap_or_default();
+            format!("FailedCreate: {message}")
+        });
+        self
+    }
+
     fn requests_injection(&self, enabled_namespaces: &BTreeSet<String>) -> bool {
         match self.template.get(INJECT) {
             Some(value) => value.eq_ignore_ascii_case("true"),

@@ -160,7 +160,7 @@ impl Demo {
                     if let Message::Failed { reason } = &*message {
                         bail!("the sandbox failed: {reason}");
                     }
-                    self.handle(&message)?;
+                    self.handle(*message)?;
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => bail!("the sandbox is disconnected"),
@@ -196,17 +196,17 @@ impl Demo {
             .try_for_each(|pod| self.screen.print_status(&format!("waiting for {pod}")))
     }
 
-    fn handle(&mut self, message: &Message) -> Result<()> {
-        self.summary.record_message(message);
+    fn handle(&mut self, message: Message) -> Result<()> {
+        self.summary.record_message(&message);
         match message {
             Message::Log(line) => {
                 self.story.record_line(line, Instant::now());
                 Ok(())
             }
-            Message::Notice(text) => self.screen.print_status(text),
+            Message::Notice(text) => self.screen.print_status(&text),
             Message::Pod(pod) => {
-                self.story.record_pod(pod);
-                self.screen.pod(pod)?;
+                self.story.record_pod(&pod);
+                self.screen.pod(&pod)?;
                 if self.ready_after.is_none() && self.summary.all_settled() {
                     let elapsed = self.started_at.elapsed();
                     self.ready_after = Some(elapsed);

@@ -7,7 +7,7 @@ use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     identity::{
         source::{self, Source},
@@ -47,8 +47,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     terminal::print(&text)?;
     Ok(ExitCode::SUCCESS)
 }
-
-type Cell = (TextStyle, String);
 
 fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
     let label = |text: &str| (TextStyle::Bold, text.to_owned());
@@ -94,7 +92,7 @@ fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
         "ROOTS",
         "CLOCK",
     ];
-    let mut rows = vec![headings.map(label).to_vec()];
+    let mut rows = vec![terminal::headings(headings)];
     let workloads = mesh.workloads.iter();
     rows.extend(workloads.map(|workload| cells(workload, mesh, now)));
     text + &colors.table(&rows)

@@ -60,21 +60,18 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Submits the request and watches the rotation.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     super::block_on(async {
-        let screen = Screen {
-            colors: Colors::of(&io::stderr()),
-        };
         tokio::select! {
-            done = rotate(arguments, &screen) => done,
+            done = rotate(arguments) => done,
             interrupted = tokio::signal::ctrl_c() => {
                 interrupted?;
-                screen.print("the rotation continues: watch it with `mesh rotate-root`, or abandon it with `mesh rotate-root --abandon`");
+                print(TextStyle::Bold, "the rotation continues: watch it with `mesh rotate-root`, or abandon it with `mesh rotate-root --abandon`");
                 Ok(ExitCode::from(130))
             }
         }
     })?
 }
 
-async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
+async fn rotate(arguments: &Arguments) -> Result<ExitCode> {
     let source = Source::new(&arguments.source).await?;
     let target = match (&arguments.ca_folder, &source) {
         (Some(directory), _) => RequestTarget::Directory(directory.clone()),
@@ -91,24 +88,27 @@ async fn rotate(arguments: &Arguments, screen: &Screen) -> Result<ExitCode> {
     let before = Mesh::merge(source.fetch().await?);
     match intent(request, &before.rotation) {
         Intent::Reject(reason) => bail!("{reason}"),
-        Intent::Watch => screen.print("the rotation is already in progress"),
+        Intent::Watch => print(TextStyle::Bold, "the rotation is already in progress"),
         Intent::Submit => {
             if request == Request::Force {
-                screen.print(FORCE_CONSEQUENCES);
+                print(TextStyle::Bold, FORCE_CONSEQUENCES);
             }
             target.submit(request).await?;
             let answer = wait_for_answer(&source, &target, &before.rotation).await?;
             if let Some(reason) = answer.strip_prefix("refused: ") {
                 bail!("the controller rejected the request: {reason}");
             }
-            screen.print(&answer);
+            print(TextStyle::Bold, &answer);
         }
     }
     if arguments.no_wait {
-        screen.print("watch the rotation with `mesh rotate-root`");
+        print(
+            TextStyle::Bold,
+            "watch the rotation with `mesh rotate-root`",
+        );
         return Ok(ExitCode::SUCCESS);
     }
-    let (mesh, elapsed) = watch(&source, screen, request).await;
+    let (mesh, elapsed) = watch(&source, request).await;
     let root = mesh
         .issuer
         .map(|issuer| {
@@ -201,7 +201,7 @@ fn differs(current: &Rotation, before: &Rotation) -> bool {
 
 /// Prints each phase and what it waits for until the rotation is complete. After a forced one,
 /// until all connected proxies have a new certificate.
-async fn watch(source: &Source, screen: &Screen, request: Request) -> (Mesh, Duration) {
+async fn watch(source: &Source, request: Request) -> (Mesh, Duration) {
     let started_at = Instant::now();
     let (mut phase, mut reported) = (String::new(), String::new());
     loop {
@@ -221,7 +221,7 @@ async fn watch(source: &Source, screen: &Screen, request: Request) -> (Mesh, Dur
                     describe_phase(&mesh.rotation)
                 );
                 if heading != phase {
-                    screen.print(&heading);
+                    print(TextStyle::Bold, &heading);
                     phase = heading;
                 }
                 describe_waiting(&[mesh.rotation.waiting, outdated].concat())
@@ -230,7 +230,7 @@ async fn watch(source: &Source, screen: &Screen, request: Request) -> (Mesh, Dur
         };
         if !progress.is_empty() && without_seconds(&progress) != reported {
             reported = without_seconds(&progress);
-            screen.print_detail(&progress);
+            print(TextStyle::Warning, &format!("  {progress}"));
         }
         sleep(POLL_INTERVAL).await;
     }
@@ -269,27 +269,10 @@ fn without_seconds(text: &str) -> String {
     words.join(" ")
 }
 
-struct Screen {
-    colors: Colors,
-}
-
-impl Screen {
-    /// Prints to standard error. Ignores errors.
-    fn print(&self, text: &str) {
-        let _ = writeln!(
-            io::stderr().lock(),
-            "{}",
-            self.colors.paint(TextStyle::Bold, text)
-        );
-    }
-
-    fn print_detail(&self, text: &str) {
-        let _ = writeln!(
-            io::stderr().lock(),
-            "  {}",
-            self.colors.paint(TextStyle::Warning, text)
-        );
-    }
+/// Prints to standard error. Ignores errors.
+fn print(style: TextStyle, text: &str) {
+    let text = Colors::of(&io::stderr()).paint(style, text);
+    let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use diy_mesh_controller::explain::{Explanation, Row, explain};
 use diy_mesh_controller::index::object::Key;
 use serde_json::Value;
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     cluster::{self, Cluster},
     routes::{self, Condition, Route},
@@ -175,8 +175,7 @@ fn from_files(files: &[PathBuf]) -> Result<Vec<Value>> {
 /// The rules of each port in order, a row per backend, then policies and problems.
 fn explanation(one: &Explanation, colors: Colors) -> String {
     let headings = ["PORT", "REQUESTS", "BACKEND", "WEIGHT", "FROM", "ALSO"];
-    let bold = |text: &str| (TextStyle::Bold, text.to_owned());
-    let mut rows = vec![headings.map(bold).to_vec()];
+    let mut rows = vec![terminal::headings(headings)];
     for port in &one.ports {
         let of_rules = port
             .rules
@@ -223,14 +222,11 @@ fn rows_of_rule(port: u16, rule: &Row) -> Vec<Vec<Cell>> {
     rows.collect()
 }
 
-type Cell = (TextStyle, String);
-
 fn table(routes: &[Route], colors: Colors) -> String {
     let headings = [
         "ROUTE", "PARENT", "ACCEPTED", "RESOLVED", "RULE", "BACKEND", "WEIGHT",
     ];
-    let bold = |text: &str| (TextStyle::Bold, text.to_owned());
-    let mut rows = vec![headings.map(bold).to_vec()];
+    let mut rows = vec![terminal::headings(headings)];
     rows.extend(routes.iter().flat_map(rows_of));
     let mut text = colors.table(&rows);
     for route in routes {

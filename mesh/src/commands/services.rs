@@ -8,7 +8,7 @@ use clap::Args;
 use diy_mesh_proto::mesh::v1::{Service, service::Endpoint};
 use serde_json::{Value, json};
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::controller::{self, Controller};
 
 /// The arguments of `mesh services`.
@@ -31,9 +31,6 @@ pub struct Arguments {
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
-
-/// A cell of the table.
-type Cell = (TextStyle, String);
 
 /// Lists the Services.
 pub fn run(arguments: Arguments) -> Result<ExitCode> {
@@ -95,14 +92,9 @@ fn sort(services: &mut [Service]) {
 
 fn table(services: &mut [Service], colors: Colors) -> String {
     sort(services);
-    let headings = [
+    let mut rows = vec![terminal::headings([
         "SERVICE", "ADDRESS", "PORTS", "ENDPOINT", "POD", "STATE", "IDENTITY",
-    ];
-    let mut rows = vec![
-        headings
-            .map(|text| (TextStyle::Bold, text.to_owned()))
-            .to_vec(),
-    ];
+    ])];
     rows.extend(services.iter().flat_map(rows_of));
     colors.table(&rows)
 }

@@ -33,6 +33,16 @@ pub enum TextStyle {
     Bold,
 }
 
+/// A cell of a table.
+pub type Cell = (TextStyle, String);
+
+/// The first row of a table.
+pub fn headings<const N: usize>(texts: [&str; N]) -> Vec<Cell> {
+    texts
+        .map(|text| (TextStyle::Bold, text.to_owned()))
+        .to_vec()
+}
+
 impl Colors {
     #[cfg(test)]
     pub const DISABLED: Self = Self { enabled: false };
@@ -67,8 +77,8 @@ impl Colors {
     }
 
     /// Formats rows of cells as a table with aligned columns.
-    pub fn table(self, rows: &[Vec<(TextStyle, String)>]) -> String {
-        let cells = |row: &Vec<(TextStyle, String)>| -> Vec<(TextStyle, String)> {
+    pub fn table(self, rows: &[Vec<Cell>]) -> String {
+        let cells = |row: &Vec<Cell>| -> Vec<Cell> {
             row.iter()
                 .map(|(style, text)| (*style, printable(text)))
                 .collect()

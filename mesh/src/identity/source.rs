@@ -6,6 +6,7 @@ use std::{collections::BTreeMap, time::Duration};
 use bytes::Bytes;
 use clap::Args;
 use diy_mesh_runtime::error_chain;
+use futures::future::join_all;
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::{Request, Uri};
 use hyper_util::{
@@ -14,7 +15,7 @@ use hyper_util::{
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, api::ListParams};
-use tokio::{task::JoinSet, time::timeout};
+use tokio::time::timeout;
 
 use super::status::Status;
 use crate::cluster::{self, Cluster, ConnectError};
@@ -96,38 +97,26 @@ impl Source {
 
     /// Reads the status of all replicas concurrently. Fails if none responds.
     pub async fn fetch(&self) -> Result<Responses, Error> {
-        let mut tasks = JoinSet::new();
-        match self {
+        let texts = match self {
             Self::Urls(urls) => {
-                let client: HttpClient<HttpConnector, Empty<Bytes>> =
-                    HttpClient::builder(TokioExecutor::new()).build_http();
-                for url in urls {
-                    let (client, url) = (client.clone(), url.clone());
-                    tasks.spawn(async move {
-                        (
-                            url.authority()
-                                .map_or_else(String::new, ToString::to_string),
-                            get(&client, url).await,
-                        )
-                    });
-                }
+                let client = &HttpClient::builder(TokioExecutor::new()).build_http();
+                let read = |url: &Uri| {
+                    let (name, url) = (url.authority().map(ToString::to_string), url.clone());
+                    async move { (name.unwrap_or_default(), get(client, url).await) }
+                };
+                join_all(urls.iter().map(read)).await
             }
             Self::Cluster(cluster) => {
-                for name in controllers(cluster).await? {
-                    let cluster = cluster.clone();
-                    tasks.spawn(async move {
-                        let response = through_api_server(&cluster, &name).await;
-                        (name, response)
-                    });
-                }
+                let read = |name: String| async move {
+                    let text = through_api_server(cluster, &name).await;
+                    (name, text)
+                };
+                join_all(controllers(cluster).await?.into_iter().map(read)).await
             }
-        }
+        };
         let mut responses = Responses::default();
-        while let Some(response) = tasks.join_next().await {
-            let Ok((name, response)) = response else {
-                continue;
-            };
-            match response.and_then(|text| {
+        for (name, text) in texts {
+            match text.and_then(|text| {
                 serde_json::from_str(&text).map_err(|error| format!("invalid response: {error}"))
             }) {
                 Ok(status) => drop(responses.replicas.insert(name, status)),

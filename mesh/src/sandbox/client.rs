@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::{
     launch::{LaunchError, launch},
     lock, manifest,
-    protocol::{Answer, Call, Message, Output, PodView, Request},
+    protocol::{Call, LogLine, Message, Output, PodView, Request},
 };
 
 /// A running sandbox. Dropping it kills all of its processes.
@@ -40,7 +40,7 @@ pub struct View {
     pub logs: BTreeMap<String, BTreeMap<String, Vec<String>>>,
     /// Notices about failures and restarts.
     pub notices: Vec<String>,
-    replies: HashMap<u64, Result<Answer, String>>,
+    replies: HashMap<u64, Result<Option<Output>, String>>,
     /// Why the node has exited.
     exited: Option<String>,
 }
@@ -150,10 +150,8 @@ impl Sandbox {
             container: container.into(),
             argv: argv.iter().map(|&argument| argument.to_owned()).collect(),
         };
-        match self.call(call)? {
-            Answer::Output(output) => Ok(output),
-            Answer::Done => Err(Error::Rejected("the node did not run the command".into())),
-        }
+        let output = self.call(call)?;
+        output.ok_or_else(|| Error::Rejected("the node did not run the command".into()))
     }
 
     /// Waits until `find` returns a value. The timeout error names the `condition`.
@@ -212,7 +210,7 @@ impl Sandbox {
         lock(&self.child).id()
     }
 
-    fn call(&self, call: Call) -> Result<Answer, Error> {
+    fn call(&self, call: Call) -> Result<Option<Output>, Error> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let mut line =
             serde_json::to_vec(&Request { id, call }).expect("requests serialize to JSON");
@@ -337,12 +335,10 @@ impl View {
             Message::PodRemoved { namespace, name } => {
                 drop(self.pods.remove(&format!("{namespace}/{name}")))
             }
-            Message::Log(line) if keep => {
-                let pod = self
-                    .logs
-                    .entry(format!("{}/{}", line.namespace, line.pod))
-                    .or_default();
-                pod.entry(line.container).or_default().push(line.line);
+            Message::Log(LogLine { source, line }) if keep => {
+                let pod = format!("{}/{}", source.namespace, source.pod);
+                let containers = self.logs.entry(pod).or_default();
+                containers.entry(source.container).or_default().push(line);
             }
             Message::Notice(text) => self.notices.push(text),
             Message::Reply { id, result } => drop(self.replies.insert(id, result)),

@@ -45,16 +45,7 @@ pub fn node(programs: &Path) -> Result<ExitCode> {
                 .context("failed to wait for the sandbox")?
                 .code(),
         )),
-        Err(error) => {
-            // The client reports the error.
-            send(
-                &mut control,
-                &Message::Failed {
-                    reason: format!("{error:#}"),
-                },
-            )?;
-            Ok(ExitCode::FAILURE)
-        }
+        Err(error) => fail(&mut control, &error),
     }
 }
 
@@ -63,15 +54,7 @@ pub fn init(programs: &Path) -> Result<ExitCode> {
     prctl::set_pdeathsig(Signal::SIGKILL).context("failed to set the parent death signal")?;
     let agent = match prepare_mounts().and_then(|()| start("sandbox-agent", programs)) {
         Ok(agent) => Pid::from_raw(agent.id().cast_signed()),
-        Err(error) => {
-            send(
-                &mut control_socket()?,
-                &Message::Failed {
-                    reason: format!("{error:#}"),
-                },
-            )?;
-            return Ok(ExitCode::FAILURE);
-        }
+        Err(error) => return fail(&mut control_socket()?, &error),
     };
     loop {
         match waitpid(None, None) {
@@ -181,6 +164,13 @@ fn start(stage: &str, programs: &Path) -> Result<Child> {
         .arg(programs)
         .spawn()
         .with_context(|| format!("failed to start {stage}"))
+}
+
+/// Sends the error to the client, which reports it.
+fn fail(control: &mut UnixStream, error: &anyhow::Error) -> Result<ExitCode> {
+    let reason = format!("{error:#}");
+    send(control, &Message::Failed { reason })?;
+    Ok(ExitCode::FAILURE)
 }
 
 fn send(control: &mut UnixStream, message: &Message) -> Result<()> {

@@ -9,7 +9,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use nix::unistd::{User, getegid, geteuid, getgid, getuid};
+use nix::unistd::{User, geteuid, getgid, getuid};
 
 use super::protocol::Message;
 
@@ -104,9 +104,9 @@ fn missing_prerequisites(programs: &Path) -> Vec<String> {
     if !geteuid().is_root() {
         require("newuidmap", "uidmap");
         require("newgidmap", "uidmap");
+        let ids = IdMap::both();
         missing.extend(
-            [IdMap::users(), IdMap::groups()]
-                .iter()
+            ids.iter()
                 .filter_map(|ids| ids.first_subordinate_id().err()),
         );
     }
@@ -137,7 +137,7 @@ fn find(program: &str) -> Option<PathBuf> {
 }
 
 fn map_ids(pid: i32) -> Result<(), LaunchError> {
-    for ids in [IdMap::users(), IdMap::groups()] {
+    for ids in IdMap::both() {
         let first = ids
             .first_subordinate_id()
             .map_err(|reason| LaunchError::Missing(vec![reason]))?;
@@ -178,22 +178,10 @@ struct IdMap {
 const ID_COUNT: u32 = 65_535;
 
 impl IdMap {
-    fn users() -> Self {
-        debug_assert_eq!(getuid(), geteuid());
-        Self {
-            own: getuid().as_raw(),
-            tool: "newuidmap",
-            file: "/etc/subuid",
-        }
-    }
-
-    fn groups() -> Self {
-        debug_assert_eq!(getgid(), getegid());
-        Self {
-            own: getgid().as_raw(),
-            tool: "newgidmap",
-            file: "/etc/subgid",
-        }
+    fn both() -> [Self; 2] {
+        let users = (getuid().as_raw(), "newuidmap", "/etc/subuid");
+        let groups = (getgid().as_raw(), "newgidmap", "/etc/subgid");
+        [users, groups].map(|(own, tool, file)| Self { own, tool, file })
     }
 
     /// The first id of the subordinate range of the user.

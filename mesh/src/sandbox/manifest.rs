@@ -38,15 +38,8 @@ pub enum Error {
     /// There are no objects.
     #[error("no Kubernetes objects found in the YAML files")]
     Empty,
-    /// A resource of a kustomization does not exist.
-    #[error("{kustomization}: resource {path} not found")]
-    Missing {
-        /// The path of the kustomization.
-        kustomization: String,
-        /// The path of the resource.
-        path: String,
-    },
-    /// A file is not valid YAML, or a document is not a Kubernetes object.
+    /// A file is not valid YAML, a document is not a Kubernetes object, or a resource of a
+    /// kustomization does not exist.
     #[error("{path}: {message}")]
     Invalid {
         /// The path of the file.
@@ -62,22 +55,16 @@ impl Files {
         let mut files = BTreeMap::new();
         let mut directories = vec![directory.to_owned()];
         while let Some(next) = directories.pop() {
-            let failed = |error| Error::Read {
-                path: next.display().to_string(),
-                error,
-            };
-            for entry in fs::read_dir(&next).map_err(failed)? {
-                let path = entry.map_err(failed)?.path();
+            for entry in fs::read_dir(&next).map_err(|error| read_error(&next, error))? {
+                let path = entry.map_err(|error| read_error(&next, error))?.path();
                 if path.is_dir() {
                     directories.push(path);
                 } else if path
                     .extension()
                     .is_some_and(|extension| extension == "yaml" || extension == "yml")
                 {
-                    let text = fs::read_to_string(&path).map_err(|error| Error::Read {
-                        path: path.display().to_string(),
-                        error,
-                    })?;
+                    let text = fs::read_to_string(&path);
+                    let text = text.map_err(|error| read_error(&path, error))?;
                     files.insert(
                         path.strip_prefix(directory)
                             .expect("the path is below the directory")
@@ -130,7 +117,7 @@ impl Files {
         }
         seen.push(path.clone());
         let kustomization: Kustomization =
-            serde_yaml_ng::from_str(&self.0[&path]).map_err(|error| yaml_error(&path, &error))?;
+            serde_yaml_ng::from_str(&self.0[&path]).map_err(|error| invalid(&path, error))?;
         let mut objects = Vec::new();
         for resource in &kustomization.resources {
             let target = normalize(&directory.join(resource));
@@ -139,10 +126,8 @@ impl Files {
             } else if self.0.contains_key(&target.join(KUSTOMIZATION)) {
                 objects.extend(self.kustomize(&target, seen)?);
             } else {
-                return Err(Error::Missing {
-                    kustomization: path.display().to_string(),
-                    path: target.display().to_string(),
-                });
+                let message = format!("resource {} not found", target.display());
+                return Err(invalid(&path, message));
             }
         }
         for object in &mut objects {
@@ -154,20 +139,19 @@ impl Files {
     }
 
     fn file(&self, path: &Path) -> Result<Vec<Value>, Error> {
-        parse_named(&self.0[path], &path.display().to_string())
+        parse_named(&self.0[path], path)
     }
 }
 
 /// Parses the objects of a YAML stream.
 pub fn parse(text: &str) -> Result<Vec<Value>, Error> {
-    parse_named(text, "YAML")
+    parse_named(text, Path::new("YAML"))
 }
 
-fn parse_named(text: &str, path: &str) -> Result<Vec<Value>, Error> {
+fn parse_named(text: &str, path: &Path) -> Result<Vec<Value>, Error> {
     let mut objects = Vec::new();
     for document in serde_yaml_ng::Deserializer::from_str(text) {
-        let value =
-            Value::deserialize(document).map_err(|error| yaml_error(Path::new(path), &error))?;
+        let value = Value::deserialize(document).map_err(|error| invalid(path, error))?;
         match value {
             Value::Null => {}
             Value::Object(ref object) if object.get("kind").is_some_and(|kind| kind == "List") => {
@@ -185,10 +169,8 @@ fn parse_named(text: &str, path: &str) -> Result<Vec<Value>, Error> {
                 objects.push(value)
             }
             _ => {
-                return Err(Error::Invalid {
-                    path: path.into(),
-                    message: "document has no apiVersion and kind".into(),
-                });
+                let message = "document has no apiVersion and kind";
+                return Err(invalid(path, message));
             }
         }
     }
@@ -250,10 +232,15 @@ pub(super) fn normalize(path: &Path) -> PathBuf {
     out
 }
 
-fn yaml_error(path: &Path, error: &serde_yaml_ng::Error) -> Error {
+fn read_error(path: &Path, error: std::io::Error) -> Error {
+    let path = path.display().to_string();
+    Error::Read { path, error }
+}
+
+fn invalid(path: &Path, message: impl ToString) -> Error {
     Error::Invalid {
         path: path.display().to_string(),
-        message: error.to_string(),
+        message: message.to_string(),
     }
 }
 

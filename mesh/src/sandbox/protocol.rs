@@ -77,8 +77,9 @@ pub enum Message {
     Reply {
         /// The id of the request.
         id: u64,
-        /// The answer or an error message.
-        result: Result<Answer, String>,
+        /// The result of a command, nothing for other operations, or an error message. The affected
+        /// pods were reported before.
+        result: Result<Option<Output>, String>,
     },
     /// A pod was created or has changed.
     Pod(PodView),
@@ -95,15 +96,6 @@ pub enum Message {
     Notice(String),
 }
 
-/// The answer to a successful request.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Answer {
-    /// The operation succeeded. The affected pods were reported before.
-    Done,
-    /// The command exited.
-    Output(Output),
-}
-
 /// The result of a command.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Output {
@@ -118,6 +110,15 @@ pub struct Output {
 /// A line of a container's output.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LogLine {
+    /// The container.
+    pub source: Source,
+    /// The line without its line break. Lines are split at 16 KiB.
+    pub line: String,
+}
+
+/// A container of a pod.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
     /// The pod's namespace.
     pub namespace: String,
     /// The pod's name.
@@ -126,8 +127,6 @@ pub struct LogLine {
     pub workload: String,
     /// The container's name.
     pub container: String,
-    /// The line without its line break. Lines are split at 16 KiB.
-    pub line: String,
 }
 
 /// The observed state of a pod.
@@ -161,6 +160,16 @@ impl PodView {
     /// `namespace/name`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
+    }
+
+    /// One of its containers.
+    pub fn source(&self, container: &ContainerView) -> Source {
+        Source {
+            namespace: self.namespace.clone(),
+            pod: self.name.clone(),
+            workload: self.workload.clone(),
+            container: container.name.clone(),
+        }
     }
 
     /// Whether it is ready or has succeeded.

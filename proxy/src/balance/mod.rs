@@ -360,7 +360,13 @@ impl State {
             app_protocol
         };
         let policy = target.policy();
-        let members = merge(before, endpoints, pools, health, policy.limits);
+        let mut limits = policy.limits;
+        if *target == Target::Unknown {
+            // Such as the local application. Each client has a connection of its own, and each
+            // caller its share of these. With another limit, one caller could use all of it.
+            limits.connections = u32::MAX;
+        }
+        let members = merge(before, endpoints, pools, health, limits);
         Self {
             name: name.into(),
             app_protocol,

@@ -7,11 +7,11 @@ use anyhow::Result;
 
 use super::{
     names::{Names, Party},
-    story::{Exchange, Item, Output, PROXY_CONTAINERS, ProxyDump, Source, Story},
+    story::{Exchange, Item, Output, PROXY_CONTAINERS, ProxyDump, Story},
 };
 use crate::{
     commands::terminal::{self, Colors, TextStyle},
-    sandbox::protocol::PodView,
+    sandbox::protocol::{PodView, Source},
 };
 
 /// What the demo prints.
@@ -101,14 +101,8 @@ impl Screen {
             () if pod.ready => "is ready",
             () => return Ok(()),
         };
-        let is_shown = pod.containers.iter().any(|container| {
-            self.shows(&Source {
-                namespace: pod.namespace.clone(),
-                pod: pod.name.clone(),
-                workload: pod.workload.clone(),
-                container: container.name.clone(),
-            })
-        });
+        let mut containers = pod.containers.iter();
+        let is_shown = containers.any(|container| self.shows(&pod.source(container)));
         let text = format!("{} {state}", pod.full_name());
         if self.detail == Detail::Everything && is_shown && self.printed.insert(text.clone()) {
             self.print_status(&text)?;

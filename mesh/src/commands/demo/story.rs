@@ -11,7 +11,7 @@ use super::{
     dump::{Direction, Dump, DumpLine, Part},
     names::{Names, Party},
 };
-use crate::sandbox::protocol::{LogLine, PodView};
+use crate::sandbox::protocol::{LogLine, PodView, Source};
 
 /// The container of the proxy, and the one that sets the redirect rules.
 pub const PROXY_CONTAINERS: [&str; 2] = ["proxy", "proxy-init"];
@@ -42,19 +42,6 @@ pub struct Output {
     pub source: Source,
     /// The lines.
     pub lines: Vec<String>,
-}
-
-/// A container of a pod.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Source {
-    /// The namespace of the pod.
-    pub namespace: String,
-    /// The name of the pod.
-    pub pod: String,
-    /// The workload of the pod.
-    pub workload: String,
-    /// The name of the container.
-    pub container: String,
 }
 
 /// An exchange as the proxies saw it. At least one proxy has dumped it.
@@ -157,34 +144,17 @@ impl Story {
     }
 
     /// Records a line of a container.
-    pub fn record_line(&mut self, line: &LogLine, now: Instant) {
-        let source = Source {
-            namespace: line.namespace.clone(),
-            pod: line.pod.clone(),
-            workload: line.workload.clone(),
-            container: line.container.clone(),
-        };
-        let dump = if source.container == PROXY_CONTAINERS[0] {
-            DumpLine::parse(&line.line)
-        } else {
-            None
-        };
-        match dump {
+    pub fn record_line(&mut self, LogLine { source, line }: LogLine, now: Instant) {
+        let is_proxy = source.container == PROXY_CONTAINERS[0];
+        match is_proxy.then(|| DumpLine::parse(&line)).flatten() {
             Some(DumpLine::Exchange(dump)) => {
-                let line = line.line.clone();
-                self.record_dump(
-                    ProxyDump {
-                        source,
-                        dump: *dump,
-                        line,
-                    },
-                    now,
-                );
+                let dump = *dump;
+                self.record_dump(ProxyDump { source, dump, line }, now);
             }
             Some(DumpLine::Suppressed { suppressed }) => {
-                self.record_output(source, &format!("[{suppressed} more exchanges]"), now);
+                self.record_output(source, format!("[{suppressed} more exchanges]"), now);
             }
-            None => self.record_output(source, &line.line, now),
+            None => self.record_output(source, line, now),
         }
     }
 
@@ -216,16 +186,16 @@ impl Story {
         }
     }
 
-    fn record_output(&mut self, source: Source, line: &str, now: Instant) {
+    fn record_output(&mut self, source: Source, line: String, now: Instant) {
         let last = self.outputs.iter_mut().rev();
         let mut last = last.filter(|pending| pending.value.source == source);
         match last.next() {
-            Some(pending) if !starts_block(line) && pending.updated + QUIET_TIME > now => {
-                pending.value.lines.push(line.to_owned());
+            Some(pending) if !starts_block(&line) && pending.updated + QUIET_TIME > now => {
+                pending.value.lines.push(line);
                 pending.updated = now;
             }
             _ => {
-                let lines = vec![line.to_owned()];
+                let lines = vec![line];
                 let output = Output { source, lines };
                 self.outputs.push(Pending::new(output, now));
             }

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::sandbox::{
     manifest,
-    protocol::{LogLine, PodView},
+    protocol::{LogLine, PodView, Source},
 };
 
 const CALLER: &str = "10.244.0.7";
@@ -40,13 +40,14 @@ fn story() -> Story {
 }
 
 fn line(workload: &str, container: &str, line: impl ToString) -> LogLine {
-    LogLine {
+    let source = Source {
         namespace: "shop".into(),
         pod: format!("{workload}-1"),
         workload: workload.into(),
         container: container.into(),
-        line: line.to_string(),
-    }
+    };
+    let line = line.to_string();
+    LogLine { source, line }
 }
 
 fn part(start_line: &str, body: &str) -> Value {
@@ -78,13 +79,13 @@ fn screen(detail: Detail, only: &[&str]) -> Screen {
 }
 
 fn record_exchange(story: &mut Story, now: Instant) {
-    story.record_line(&line("cart", "proxy", inbound()), now);
+    story.record_line(line("cart", "proxy", inbound()), now);
     for text in ["Request #1", "GET /items HTTP/1.1"] {
-        story.record_line(&line("cart", "cart", text), now);
+        story.record_line(line("cart", "cart", text), now);
     }
-    story.record_line(&line("web", "proxy", outbound()), now);
+    story.record_line(line("web", "proxy", outbound()), now);
     for text in ["Response #1", "HTTP/1.1 200 OK", "Response #2", "other"] {
-        story.record_line(&line("web", "web", text), now);
+        story.record_line(line("web", "web", text), now);
     }
 }
 
@@ -144,7 +145,7 @@ fn prints_first_exchange_as_block_and_the_next_as_line() {
 fn only_shows_blocks_of_one_workload_and_its_other_output() {
     let (mut story, mut screen) = (story(), screen(Detail::Everything, &["web"]));
     record_exchange(&mut story, Instant::now());
-    story.record_line(&line("web", "web", "Response #3"), Instant::now());
+    story.record_line(line("web", "web", "Response #3"), Instant::now());
     let items = story.take_all();
     let page: String = items
         .iter()
@@ -165,7 +166,7 @@ fn probes_are_printed_only_on_request() {
     probe["peer"] = "10.244.0.1:50000".into();
     for (detail, expected) in [(Detail::Story, false), (Detail::Everything, true)] {
         let (mut story, mut screen) = (story(), screen(detail, &[]));
-        story.record_line(&line("cart", "proxy", &probe), Instant::now());
+        story.record_line(line("cart", "proxy", &probe), Instant::now());
         let items = story.take_all();
         assert_eq!(!screen.format(&items[0], &story).is_empty(), expected);
     }
@@ -179,7 +180,7 @@ fn failure_without_other_side_names_its_cause() {
     dump.as_object_mut().unwrap().remove("identity");
     let (mut story, mut screen) = (story(), screen(Detail::Story, &[]));
     let now = Instant::now();
-    story.record_line(&line("web", "proxy", dump), now);
+    story.record_line(line("web", "proxy", dump), now);
     let items = story.take_complete(now + Duration::from_millis(250));
     let page = screen.format(&items[0], &story);
     let expected =
@@ -191,7 +192,7 @@ fn failure_without_other_side_names_its_cause() {
 fn dump_of_one_proxy_waits_for_the_other() {
     let mut story = story();
     let now = Instant::now();
-    story.record_line(&line("cart", "proxy", inbound()), now);
+    story.record_line(line("cart", "proxy", inbound()), now);
     assert!(
         story
             .take_complete(now + Duration::from_millis(900))
@@ -218,8 +219,8 @@ fn dumps_of_different_exchanges_are_not_joined() {
         other_request,
     ] {
         let mut story = story();
-        story.record_line(&line("web", "proxy", outbound()), Instant::now());
-        story.record_line(&line("cart", "proxy", &dump), Instant::now());
+        story.record_line(line("web", "proxy", outbound()), Instant::now());
+        story.record_line(line("cart", "proxy", &dump), Instant::now());
         assert_eq!(story.take_all().len(), 2, "{dump}");
     }
 }

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, fs, io, path::PathBuf};
 
-use k8s_openapi::Resource;
+use kube::{Resource, ResourceExt};
 use serde::Serialize;
 
 use super::volumes::replace_file;
@@ -21,14 +21,12 @@ pub(super) struct Contents(BTreeMap<String, String>);
 
 impl Contents {
     /// Adds an object.
-    pub(super) fn add<T: Resource + Serialize>(
-        &mut self,
-        namespace: Option<&String>,
-        name: Option<&String>,
-        object: &T,
-    ) -> anyhow::Result<()> {
-        let namespace = namespace.map_or("", String::as_str);
-        self.add_as(T::KIND, namespace, name.map_or("", String::as_str), object)
+    pub(super) fn add<T>(&mut self, object: &T) -> anyhow::Result<()>
+    where
+        T: Resource<DynamicType = ()> + Serialize,
+    {
+        let namespace = object.namespace().unwrap_or_default();
+        self.add_as(&T::kind(&()), &namespace, &object.name_any(), object)
     }
 
     /// Adds an object of this kind.
@@ -86,10 +84,9 @@ mod tests {
         let mut contents = Contents::default();
         for name in names {
             let service: Service =
-                serde_yaml_ng::from_str(&format!("{{metadata: {{name: {name}}}}}")).unwrap();
-            contents
-                .add(Some(&"a".into()), service.metadata.name.as_ref(), &service)
-                .unwrap();
+                serde_yaml_ng::from_str(&format!("{{metadata: {{name: {name}, namespace: a}}}}"))
+                    .unwrap();
+            contents.add(&service).unwrap();
         }
         contents
     }

@@ -49,7 +49,7 @@ use self::{
 };
 use super::{
     lock,
-    protocol::{Answer, Call, Message, PodView, Request},
+    protocol::{Call, Message, Output, PodView, Request},
 };
 
 /// State that the pod tasks and the event loop share.
@@ -175,7 +175,7 @@ impl Loop {
             self.state.sync()?;
             if let Some(requests) = self.state.completed_shutdown() {
                 for &id in requests {
-                    self.reply(id, Ok(Answer::Done)).await?;
+                    self.reply(id, Ok(None)).await?;
                 }
                 return Ok(());
             }
@@ -223,7 +223,7 @@ impl Loop {
                             let result = program
                                 .output()
                                 .await
-                                .map(Answer::Output)
+                                .map(Some)
                                 .map_err(|error| format!("{error:#}"));
                             // Fails if the client is disconnected.
                             let _ = messages.send(Message::Reply { id, result }).await;
@@ -242,15 +242,12 @@ impl Loop {
         self.state.sync()?;
         // The client receives the pods that the request created or terminated before the reply.
         self.queued_events().await?;
-        self.reply(
-            id,
-            done.map(|()| Answer::Done)
-                .map_err(|error| format!("{error:#}")),
-        )
-        .await
+        let done = done.map(|()| None);
+        self.reply(id, done.map_err(|error| format!("{error:#}")))
+            .await
     }
 
-    async fn reply(&self, id: u64, result: Result<Answer, String>) -> Result<()> {
+    async fn reply(&self, id: u64, result: Result<Option<Output>, String>) -> Result<()> {
         Ok(self
             .node
             .messages

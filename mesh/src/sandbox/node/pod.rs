@@ -36,14 +36,6 @@ pub(super) struct PodTask {
     pub(super) events: mpsc::UnboundedSender<Event>,
 }
 
-/// A container that is ready to start.
-struct PendingContainer {
-    role: Role,
-    /// The index of the container in the status manager.
-    index: usize,
-    supervisor: Supervisor,
-}
-
 /// A container that has started.
 struct StartedContainer {
     termination: watch::Sender<Option<Termination>>,
@@ -203,7 +195,7 @@ impl PodTask {
         ips: &[String],
         containers: &[(Container, Role)],
         status: &Arc<StatusManager>,
-    ) -> Result<(Vec<PendingContainer>, RefreshedFiles)> {
+    ) -> Result<(Vec<(Role, Supervisor)>, RefreshedFiles)> {
         fs::create_dir_all(directory)?;
         let (namespace, name) = (self.view.namespace.as_str(), self.view.name.as_str());
         let own = ips.iter().map(|ip| format!("{ip} {name}\n")).collect();
@@ -252,11 +244,7 @@ impl PodTask {
             let supervisor =
                 Supervisor::new(status.clone(), index, container, restart_policy, spec_file)
                     .with_context(|| format!("container {}", container.name))?;
-            pending.push(PendingContainer {
-                role: *role,
-                index,
-                supervisor,
-            });
+            pending.push((*role, supervisor));
         }
         Ok((pending, refreshed))
     }
@@ -264,16 +252,11 @@ impl PodTask {
     async fn start(
         &mut self,
         status: &Arc<StatusManager>,
-        pending: Vec<PendingContainer>,
+        pending: Vec<(Role, Supervisor)>,
         sidecars: &mut Vec<StartedContainer>,
     ) -> Outcome {
         let mut apps = Vec::new();
-        for PendingContainer {
-            role,
-            index,
-            supervisor,
-        } in pending
-        {
+        for (index, (role, supervisor)) in pending.into_iter().enumerate() {
             if role == Role::App && apps.is_empty() {
                 status.phase("Running");
             }

@@ -84,10 +84,7 @@ impl State {
         events: mpsc::UnboundedSender<Event>,
         webhooks: watch::Sender<Vec<Webhook>>,
     ) -> Result<Self> {
-        let first = Rules {
-            v4: services::rules(&[], &[], false),
-            v6: node.network.ipv6.then(|| services::rules(&[], &[], true)),
-        };
+        let first = Rules::new(&[], &[], node.network.ipv6);
         first.load()?;
         let rules = watch::Sender::new(first);
         tokio::spawn(load_rules(rules.subscribe(), events.clone()));
@@ -123,17 +120,17 @@ impl State {
 
     /// Deletes an object. If a workload owns a deleted pod, the workload creates a replacement.
     pub(super) fn delete(&mut self, kind: &str, key: Key) -> Result<()> {
-        let uid = self
-            .pods
-            .iter()
-            .find(|(_, record)| kind == "Pod" && record.key() == key)
-            .map(|(uid, _)| uid.clone());
         let deleted = self.node.objects().delete(kind, &key);
-        match uid {
-            Some(uid) => self.stop(&uid),
+        match self.find(&key).filter(|_| kind == "Pod") {
+            Some((uid, _)) => self.stop(&uid.clone()),
             None => deleted?,
         }
         Ok(())
+    }
+
+    /// The uid and the record of a pod.
+    fn find(&self, key: &Key) -> Option<(&String, &PodRecord)> {
+        self.pods.iter().find(|(_, record)| record.key() == *key)
     }
 
     pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
@@ -147,8 +144,9 @@ impl State {
         container: &str,
         argv: Vec<String>,
     ) -> Result<ExecCommand> {
-        let found = self.pods.iter().find(|(_, record)| record.key() == *key);
-        let (uid, record) = found.with_context(|| format!("pod {}/{} not found", key.0, key.1))?;
+        let (uid, record) = self
+            .find(key)
+            .with_context(|| format!("pod {}/{} not found", key.0, key.1))?;
         let directory = self
             .node
             .pod_directory(uid)
@@ -224,15 +222,10 @@ impl State {
         let slices = self.slices(&objects);
         self.write_catalog(&objects, &slices)?;
         let services: Vec<&Service> = objects.services.values().collect();
-        let rules = Rules {
-            v4: services::rules(&services, &slices, false),
-            v6: node
-                .network
-                .ipv6
-                .then(|| services::rules(&services, &slices, true)),
-        };
-        self.rules
-            .send_if_modified(|current| std::mem::replace(current, rules.clone()) != rules);
+        publish(
+            &self.rules,
+            Rules::new(&services, &slices, node.network.ipv6),
+        );
         let namespaces: BTreeSet<&String> = self
             .pods
             .values()
@@ -257,11 +250,7 @@ impl State {
         let objects = self.node.objects();
         let ca_file = |uid: &str| self.node.pod_directory(uid).join("injector/ca.pem");
         let webhooks = admission::webhooks(&objects, &self.slices(&objects), &ca_file);
-        self.webhooks.send_if_modified(|current| {
-            let modified = *current != webhooks;
-            *current = webhooks;
-            modified
-        });
+        publish(&self.webhooks, webhooks);
     }
 
     fn run_workloads(&mut self) -> Result<()> {
@@ -278,7 +267,10 @@ impl State {
                 self.start(workload, owner)?;
             }
             for name in plan.delete {
-                self.stop_named(owner, &name);
+                let key = (owner.1.0.clone(), name);
+                if let Some(uid) = self.find(&key).map(|(uid, _)| uid.clone()) {
+                    self.stop(&uid);
+                }
             }
         }
         let orphans = self
@@ -332,16 +324,6 @@ impl State {
         Ok(())
     }
 
-    fn stop_named(&mut self, owner: &(Kind, Key), name: &str) {
-        let found = self
-            .pods
-            .iter()
-            .find(|(_, record)| record.owner == *owner && record.view.name == name);
-        if let Some(uid) = found.map(|(uid, _)| uid.clone()) {
-            self.stop(&uid);
-        }
-    }
-
     /// Terminates a pod within its grace period.
     fn stop(&mut self, uid: &str) {
         let Some(record) = self
@@ -393,28 +375,20 @@ impl State {
 
     fn write_catalog(&mut self, objects: &Objects, slices: &[EndpointSlice]) -> Result<()> {
         let mut contents = Contents::default();
-        for ((namespace, name), service) in &objects.services {
-            contents.add(Some(namespace), Some(name), service)?;
+        for service in objects.services.values() {
+            contents.add(service)?;
         }
         for ((kind, (namespace, name)), route) in &objects.routes {
             contents.add_as(kind, namespace, name, route)?;
         }
-        for (name, node) in &objects.nodes {
-            contents.add(None, Some(name), node)?;
+        for node in objects.nodes.values() {
+            contents.add(node)?;
         }
         for slice in slices {
-            contents.add(
-                slice.metadata.namespace.as_ref(),
-                slice.metadata.name.as_ref(),
-                slice,
-            )?;
+            contents.add(slice)?;
         }
         for record in self.pods.values().filter(|record| record.view.ip.is_some()) {
-            contents.add(
-                record.pod.metadata.namespace.as_ref(),
-                record.pod.metadata.name.as_ref(),
-                &record.pod,
-            )?;
+            contents.add(&record.pod)?;
         }
         self.catalog
             .write(contents)
@@ -453,12 +427,28 @@ impl PodRecord {
 }
 
 impl Rules {
+    fn new(services: &[&Service], slices: &[EndpointSlice], ipv6: bool) -> Self {
+        Self {
+            v4: services::rules(services, slices, false),
+            v6: ipv6.then(|| services::rules(services, slices, true)),
+        }
+    }
+
     fn load(&self) -> Result<()> {
         run_with_input("iptables-restore", &["-w"], &self.v4)?;
         self.v6.as_ref().map_or(Ok(()), |text| {
             run_with_input("ip6tables-restore", &["-w"], text)
         })
     }
+}
+
+/// Notifies the receivers if the value differs.
+fn publish<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
+    sender.send_if_modified(|current| {
+        let modified = *current != value;
+        *current = value;
+        modified
+    });
 }
 
 fn now() -> Time {

@@ -107,17 +107,14 @@ impl StatusManager {
 
     /// Sends a line of output to the client. Waits while the client's queue is full.
     pub(super) async fn log(&self, index: usize, line: String) {
-        let line = {
+        let source = {
             let view = lock(&self.view);
-            LogLine {
-                namespace: view.namespace.clone(),
-                pod: view.name.clone(),
-                workload: view.workload.clone(),
-                container: view.containers[index].name.clone(),
-                line,
-            }
+            view.source(&view.containers[index])
         };
-        let _ = self.messages.send(Message::Log(line)).await;
+        let _ = self
+            .messages
+            .send(Message::Log(LogLine { source, line }))
+            .await;
     }
 
     fn report(&self) {

@@ -23,7 +23,10 @@ struct Slots {
 
 impl Slots {
     async fn new(limit: usize, arguments: &str) -> Self {
-        let app = app().await;
+        Self::with(app().await, limit, arguments).await
+    }
+
+    async fn with(app: SocketAddr, limit: usize, arguments: &str) -> Self {
         let authority = Authority::new("root");
         let worker = |identity, arguments| {
             let credentials = credentials(&authority, identity, |_| {});
@@ -162,5 +165,46 @@ fn flood_of_one_caller_leaves_slots_to_other_callers() {
             let answer = slots.call(FLOODER).await.expect("another caller");
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
         }
+    });
+}
+
+#[test]
+fn requests_of_one_caller_leave_connections_to_the_app_to_other_callers() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    on_worker_within(Duration::from_secs(60), async {
+        // A request with a body is never answered.
+        let hanging = Rc::new(Cell::new(0));
+        let count = hanging.clone();
+        let app = listening(async move |mut stream| {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let Ok(byte) = stream.read_u8().await else {
+                    return;
+                };
+                head.push(byte);
+            }
+            if head.starts_with(b"POST") {
+                count.set(count.get() + 1);
+                std::future::pending::<()>().await;
+            }
+            let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+            let _ = stream.write_all(answer).await;
+        });
+        // One of four workers, with enough slots: the usual limit of an endpoint would be 1,024.
+        let slots = Slots::with(app.await, 8000, " --workers 4").await;
+        let mut flood = Vec::new();
+        for _ in 0..1100 {
+            let mut stream = slots.connect(FLOODER).await.unwrap();
+            let post = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\n";
+            stream.write_all(post).await.unwrap();
+            flood.push(stream);
+        }
+        while hanging.get() < 1024 {
+            tokio::task::yield_now().await;
+        }
+        let answer = slots.call(FLOODER).await.expect("another caller");
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
     });
 }
