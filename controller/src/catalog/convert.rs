@@ -26,6 +26,9 @@ const CANARY_WEIGHT: &str = "diy-service-mesh/canary-weight";
 /// Ports of a Service, and of a slice. Kubernetes permits 20,000 and more. States and tables are per
 /// port, so their size is the product of this number and that of routes, endpoints or clients.
 const MAX_PORTS: usize = 1000;
+/// The name of a zone in a slice. Longer ones are unknown: each state and each message with the
+/// endpoint has a copy.
+const MAX_ZONE_BYTES: usize = 253;
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 /// An invalid object: the field, its value and the expected value.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -332,6 +335,8 @@ fn slice_endpoint(
     let hints = || endpoint.hints.iter();
     let for_nodes = hints().flat_map(|hints| hints.for_nodes.iter().flatten());
     let for_zones = hints().flat_map(|hints| hints.for_zones.iter().flatten());
+    let zone = endpoint.zone.as_deref();
+    let zone = zone.filter(|zone| zone.len() <= MAX_ZONE_BYTES);
     let target = endpoint.target_ref.as_ref();
     let target = target.filter(|target| target.kind.as_deref() == Some("Pod"));
     let pod = target.and_then(|target| {
@@ -351,7 +356,7 @@ fn slice_endpoint(
             serving: conditions.serving.unwrap_or(ready),
             terminating: conditions.terminating.unwrap_or(false),
             node: endpoint.node_name.as_deref().unwrap_or_default().into(),
-            zone: endpoint.zone.as_deref().unwrap_or_default().into(),
+            zone: zone.unwrap_or_default().into(),
             node_hints: for_nodes.map(|node| node.name.as_str().into()).collect(),
             zone_hints: for_zones.map(|zone| zone.name.as_str().into()).collect(),
             pod,
@@ -669,6 +674,18 @@ spec:
                     .is_empty(),
                 "{text}"
             );
+        }
+    }
+
+    #[test]
+    fn long_names_of_zones_are_unknown() {
+        for (length, expected) in [(253, 253), (254, 0)] {
+            let zone = "z".repeat(length);
+            let text = format!(
+                "{{metadata: {{name: s}}, addressType: IPv4, endpoints: [{{addresses: [10.0.0.1], zone: {zone}}}]}}"
+            );
+            let converted = slice(&read(&text)).unwrap();
+            assert_eq!(converted.endpoints[0].zone.len(), expected);
         }
     }
 
