@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use crate::balance::{Avoided, Backend, Endpoint, InFlight, Preference};
@@ -36,6 +36,11 @@ pub(crate) trait Forward {
 
     /// Steps 7 and 8: connects to `endpoint`, sends, and relays the response.
     async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Self::Outcome, AttemptError>;
+
+    /// Ready if the client leaves between two attempts, as far as that shows.
+    fn poll_cancelled(&mut self, _: &mut Context<'_>) -> Poll<Self::Outcome> {
+        Poll::Pending
+    }
 
     /// Prepares another attempt. False if a part of what was sent is no longer there.
     fn rewind(&mut self) -> bool;
@@ -169,7 +174,14 @@ pub(crate) async fn forward<F: Forward>(
         failures.push(failure);
         if let Some(backoff) = request.attempts().backoff() {
             // Boxed: only routes set one.
-            Box::pin(tokio::time::sleep(backoff)).await;
+            let mut pause = Box::pin(tokio::time::sleep(backoff));
+            let cancelled = poll_fn(|cx| match pause.as_mut().poll(cx) {
+                Poll::Ready(()) => Poll::Ready(None),
+                Poll::Pending => request.poll_cancelled(cx).map(Some),
+            });
+            if let Some(outcome) = cancelled.await {
+                return Ok(outcome);
+            }
             now = tokio::time::Instant::now();
         }
     }

@@ -513,6 +513,10 @@ impl Forward for Exchange {
         Ok(self.relay_response(response, attempt, endpoint).await)
     }
 
+    fn poll_cancelled(&mut self, cx: &mut Context<'_>) -> Poll<Outcome> {
+        self.respond.poll_reset(cx).map(|_| Outcome::Cancelled)
+    }
+
     fn rewind(&mut self) -> bool {
         self.upload.rewind()
     }

@@ -1,5 +1,5 @@
 //! Tests of `grpc-timeout`: the proxy ends calls at the deadline of the caller, and passes on the
-//! time that is left.
+//! time that is left. And of calls that the client cancels between two attempts.
 
 use std::cell::{Cell, RefCell};
 
@@ -90,5 +90,43 @@ fn passes_on_the_time_that_is_left() {
         );
         let left = parse_grpc_timeout(second.as_bytes()).unwrap();
         assert!(left <= Duration::from_secs(23), "{second}");
+    });
+}
+
+#[test]
+fn call_that_the_client_has_cancelled_is_not_sent_again() {
+    on_worker(async {
+        let requests = Rc::new(Cell::new(0));
+        let count = requests.clone();
+        let address = app(move |request, mut respond| {
+            if request.uri().path() == "/fails" {
+                count.set(count.get() + 1);
+            }
+            async move {
+                let failed = Response::builder().status(503).body(()).unwrap();
+                respond.send_response(failed, true).unwrap();
+            }
+        })
+        .await;
+        let retry = RetryPolicy {
+            statuses: vec![503],
+            attempts: 1,
+            backoff: Duration::from_secs(3600),
+        };
+        let rule = Rule {
+            to_destination: true,
+            retry: Some(Arc::new(retry)),
+            ..Rule::default()
+        };
+        let routes = Routes::new(vec![Match::default()], vec![Arc::new(rule)]);
+        let (mesh, destination) = Mesh::with_routes(&[address], Some(routes)).await;
+        let mut client = mesh.client(&destination).await;
+        let (response, mut stream) = client.send_request(get("/fails"), false).unwrap();
+        until(|| mesh.metric("retries_total{direction=\"outbound\"}") == 1).await;
+        stream.send_reset(Reason::CANCEL);
+        drop(response);
+        // The proxy gives the request up, and does not wait for the time of the retry.
+        until(|| Rc::strong_count(destination.backend()) == 1).await;
+        assert_eq!(requests.get(), 1);
     });
 }

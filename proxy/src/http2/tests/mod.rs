@@ -29,6 +29,8 @@ use crate::flow::Flow;
 use crate::io::Io;
 use crate::metrics::Metrics;
 use crate::policy::Caller;
+use crate::route::matching::Match;
+use crate::route::{RetryPolicy, Routes, Rule};
 use crate::worker::{Worker, WorkerContext};
 
 /// The timeout of a test.
@@ -106,6 +108,14 @@ impl Mesh {
 
     /// A worker with a Service that has these endpoints.
     async fn with_service(endpoints: &[SocketAddr]) -> (Self, Rc<Destination>) {
+        Self::with_routes(endpoints, None).await
+    }
+
+    /// Like [`Mesh::with_service`], with routes.
+    async fn with_routes(
+        endpoints: &[SocketAddr],
+        routes: Option<Routes>,
+    ) -> (Self, Rc<Destination>) {
         let (discovery, mut questions) = Discovery::by_hand();
         let mesh = Self::with(discovery);
         let mut endpoints: Vec<_> = endpoints
@@ -118,6 +128,7 @@ impl Mesh {
             name: "cart".into(),
             app_protocol: AppProtocol::Http2,
             endpoints,
+            routes: routes.map(Arc::new),
             ..ServiceTarget::default()
         };
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
