@@ -40,9 +40,8 @@ impl Published {
     }
 
     fn successor(&self, state: State) -> Published {
-        let routes = |state: &State| state.target.as_ref().map(|target| target.routes.clone());
-        if routes(&self.state) != routes(&state) {
-            // Other routes require the whole state.
+        if !state.differs_in_endpoints(&self.state) {
+            // Other routes, for example, or limits of a pod, require the whole state.
             return Published::after(Vec::new(), state);
         }
         let mut earlier = self.earlier.clone();
@@ -112,7 +111,8 @@ impl Published {
 mod tests {
     use super::*;
     use crate::index::object::Key;
-    use crate::index::state::{Endpoint, Target, TargetKind};
+    use crate::index::state::{Endpoint, Target, TargetKind, Workload};
+    use diy_mesh_proto::mesh::v1::RateLimit;
 
     fn state(endpoints: u16) -> State {
         let endpoint = |port| Endpoint {
@@ -159,6 +159,29 @@ mod tests {
             );
         }
         assert_eq!(latest.since(state(4).version), None, "an unknown version");
+    }
+
+    #[test]
+    fn keeps_no_earlier_states_without_a_difference() {
+        let limited = |requests| {
+            let limit = RateLimit {
+                requests,
+                ..RateLimit::default()
+            };
+            let workload = Workload {
+                rate_limits: vec![limit],
+                ..Workload::default()
+            };
+            let target = Target {
+                kind: TargetKind::Workload(Box::new(workload)),
+                ..state(0).target.unwrap()
+            };
+            State::new(Some(target))
+        };
+        let first = Published::next(None, limited(1));
+        let second = Published::next(Some(&first), limited(2));
+        assert!(second.earlier.is_empty());
+        assert_eq!(published([1, 2]).earlier.len(), 1);
     }
 
     #[test]

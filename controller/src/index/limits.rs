@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use prost::Message;
 
 use super::object::{Key, Pod, Service, TargetPort, Transport};
 use super::{Index, Touched};
@@ -13,6 +14,8 @@ use super::{Index, Touched};
 /// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256
 /// limits with 1,000 regular expressions.
 const MAX_SERVICES: usize = 15;
+/// The length of the limits of a pod in a message. Each pod has a copy. One Service has less.
+const MAX_BYTES: usize = 128 * 1024;
 
 /// The Services with rate limits.
 #[derive(Debug, Default)]
@@ -116,19 +119,23 @@ impl Index {
 
     /// The limits of a pod.
     pub(super) fn rate_limits(&self, pod: &Pod) -> Vec<proto::RateLimit> {
-        let limits = self.limiting(pod).flat_map(|(service, replicas)| {
+        let limits = self.limiting(pod).map(|(service, replicas)| {
             let limits = self.policies.rate_limits(&service.key);
+            let limits = limits.into_iter().flat_map(|limits| limits.iter());
             let ports = target_ports(service, pod);
-            limits
-                .into_iter()
-                .flat_map(|limits| limits.iter())
-                .map(move |limit| proto::RateLimit {
-                    ports: ports.clone(),
-                    replicas,
-                    ..limit.clone()
-                })
+            let of_pod = |limit: &proto::RateLimit| proto::RateLimit {
+                ports: ports.clone(),
+                replicas,
+                ..limit.clone()
+            };
+            Vec::from_iter(limits.map(of_pod))
         });
-        limits.collect()
+        let mut bytes = 0;
+        let within_bounds = limits.take_while(|limits| {
+            bytes += limits.iter().map(Message::encoded_len).sum::<usize>();
+            bytes <= MAX_BYTES
+        });
+        within_bounds.flatten().collect()
     }
 }
 

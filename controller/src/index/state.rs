@@ -129,16 +129,22 @@ impl State {
             return Update::Nothing;
         }
         match (&before.target, &self.target) {
-            (Some(old), Some(new))
-                if (&old.kind, &old.key, &old.app_protocol, old.session_affinity)
-                    == (&new.kind, &new.key, &new.app_protocol, new.session_affinity)
-                    && old.routes == new.routes
-                    && old.policy == new.policy =>
-            {
+            (Some(old), Some(new)) if self.differs_in_endpoints(before) => {
                 Update::Difference(difference(&old.endpoints, &new.endpoints))
             }
             _ => Update::Whole,
         }
+    }
+
+    /// Whether all but the endpoints is as before.
+    pub fn differs_in_endpoints(&self, before: &State) -> bool {
+        let (Some(old), Some(new)) = (&before.target, &self.target) else {
+            return false;
+        };
+        (&old.kind, &old.key, &old.app_protocol, old.session_affinity)
+            == (&new.kind, &new.key, &new.app_protocol, new.session_affinity)
+            && old.routes == new.routes
+            && old.policy == new.policy
     }
 }
 

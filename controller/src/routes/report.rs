@@ -11,24 +11,44 @@ use super::writer::{Route, Statuses};
 use super::{Condition, ParentReference, RouteStatus};
 use crate::events;
 
+/// Lines about one change of a cluster. The Service of many TrafficSplits may come and go.
+const MAX_LINES: usize = 100;
+
 /// Logs each change of the conditions of a route, until it is dropped.
 pub async fn log_changes(mut statuses: Statuses) -> Infallible {
     let mut logged = BTreeMap::new();
     loop {
-        log(&mut logged, statuses.current());
+        log(&mut logged, statuses.current(), usize::MAX);
         statuses.changed().await;
     }
 }
 
-/// Logs what has changed.
-fn log(logged: &mut BTreeMap<Route, RouteStatus>, current: BTreeMap<Route, RouteStatus>) {
-    for (line, is_error) in changes(logged, &current) {
+/// Logs what has changed, with a maximum of lines.
+fn log(
+    logged: &mut BTreeMap<Route, RouteStatus>,
+    current: BTreeMap<Route, RouteStatus>,
+    max_lines: usize,
+) {
+    for (line, is_error) in bounded(changes(logged, &current), max_lines) {
         match is_error {
             true => tracing::warn!("{line}"),
             false => tracing::info!("{line}"),
         }
     }
     *logged = current;
+}
+
+/// The first lines, and one with the number of the others.
+fn bounded(mut lines: Vec<(String, bool)>, max: usize) -> Vec<(String, bool)> {
+    let others = lines.len().saturating_sub(max);
+    if others > 0 {
+        lines.truncate(max);
+        lines.push((
+            format!("{others} more routes have changed conditions"),
+            true,
+        ));
+    }
+    lines
 }
 
 /// Logs each change, and queues Events about conditions that do not hold.
@@ -46,7 +66,7 @@ pub(super) fn announce(
             events::route_not_accepted(events, status, condition);
         }
     }
-    log(known, current);
+    log(known, current, MAX_LINES);
 }
 
 /// A line per parent whose conditions have changed, and whether it contains an error.
@@ -137,5 +157,10 @@ mod tests {
             "{lines:?}"
         );
         assert_eq!(changes(&one(true), &BTreeMap::new()), []);
+        let many = vec![("line".to_owned(), false); 103];
+        let lines = bounded(many, 100);
+        let others = ("3 more routes have changed conditions".to_owned(), true);
+        assert_eq!((lines.len(), &lines[100]), (101, &others));
+        assert_eq!(bounded(lines.clone(), 101), lines);
     }
 }

@@ -96,6 +96,28 @@ fn pods_have_the_limits_of_the_services_of_their_namespace_that_select_them() {
 }
 
 #[test]
+fn limits_of_a_pod_are_bounded_and_the_oldest_services_come_first() {
+    let matches: Vec<_> = (0..14)
+        .map(|_| json!({"headers": [{"name": "h", "value": "v".repeat(4000)}]}))
+        .collect();
+    let large = json!({"rateLimits": [{"name": "all", "requests": 7, "matches": matches}]});
+    let services = (0..5).map(|age| Service {
+        created: age,
+        ..service(&format!("s{age}"), &["10.96.0.7"])
+    });
+    let namespace = json!([{"group": "", "kind": "Namespace", "name": "shop"}]);
+    let objects = [
+        Object::Policy(policy_for("p", 0, namespace, large)),
+        Object::Pod(ready("a")),
+    ];
+    let index = index(services.map(Object::Service).chain(objects));
+    let limits = workload(&index, &key("a")).rate_limits;
+    let bytes: usize = limits.iter().map(Message::encoded_len).sum();
+    assert_eq!(limits.len(), 2, "{bytes} bytes");
+    assert!(bytes <= MAX_BYTES);
+}
+
+#[test]
 fn replicas_are_the_ready_meshed_pods_that_the_selector_selects() {
     let mut index = index([
         Object::Service(service("web", &["10.96.0.7"])),
