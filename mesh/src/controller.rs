@@ -5,6 +5,8 @@ use std::{collections::BTreeSet, io, path::PathBuf, sync::Arc, time::Duration};
 
 use aws_lc_rs::digest;
 use clap::Args;
+use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
+use diy_mesh_issuer::hex;
 use diy_mesh_proto::{
     TOKEN_AUDIENCE,
     mesh::v1::{
@@ -112,9 +114,6 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 /// The port of the gRPC server.
 const PORT: u16 = 8080;
-/// The name of the ConfigMap with the trust roots, in each namespace with meshed pods, and its key.
-const ROOTS_CONFIG_MAP: &str = "diy-service-mesh-roots";
-const ROOTS_KEY: &str = "roots.pem";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Shorter than the timeout of an idle connection to the API server.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
@@ -307,7 +306,7 @@ async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
     let config_maps = config_maps.list(&named).await;
     let config_maps = config_maps.map_err(|error| Error::Roots(cluster::describe_error(&error)))?;
     let data = config_maps.items.iter().flat_map(|map| &map.data);
-    confirmed(data.filter_map(|data| data.get(ROOTS_KEY)), &fingerprints)
+    confirmed(data.filter_map(|data| data.get(ROOTS)), &fingerprints)
 }
 
 /// The certificates with one of the SHA-256 fingerprints. A client that may write ConfigMaps in
@@ -318,8 +317,7 @@ fn confirmed<'a>(
 ) -> Result<RootCertStore, Error> {
     let is_confirmed = |certificate: &CertificateDer<'_>| {
         let hash = digest::digest(&digest::SHA256, certificate);
-        let hash = hash.as_ref().iter().map(|byte| format!("{byte:02x}"));
-        fingerprints.contains(&hash.collect::<String>())
+        fingerprints.contains(&hex(hash.as_ref()))
     };
     let mut store = RootCertStore::empty();
     for pem in pems {
@@ -347,8 +345,7 @@ mod tests {
         let certificate = CertificateParams::new([name.to_owned()]).unwrap();
         let certificate = certificate.self_signed(&key).unwrap();
         let hash = digest::digest(&digest::SHA256, certificate.der());
-        let hash = hash.as_ref().iter().map(|byte| format!("{byte:02x}"));
-        (certificate.pem(), hash.collect())
+        (certificate.pem(), hex(hash.as_ref()))
     }
 
     #[test]

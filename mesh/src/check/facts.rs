@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
+use diy_mesh_injector::containers::{ADMIN_PORT_FLAG, ROOTS_CONFIG_MAP};
 use futures::future::join_all;
 use hyper::Request;
 use k8s_openapi::{
@@ -97,8 +97,6 @@ pub enum DryRun {
 
 /// The name of the webhook configuration.
 pub const WEBHOOK: &str = "diy-service-mesh-injector";
-/// The name of the ConfigMaps with the trust roots.
-pub const ROOTS: &str = "diy-service-mesh-roots";
 /// The Secret with the serving certificate of the injector.
 const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
 const READY_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -108,7 +106,7 @@ impl Facts {
     pub async fn gather(cluster: &Cluster) -> Self {
         let (client, namespace) = (&cluster.client, cluster.namespace.as_str());
         let all = ListParams::default();
-        let roots = ListParams::default().fields(&format!("metadata.name={ROOTS}"));
+        let roots = ListParams::default().fields(&format!("metadata.name={ROOTS_CONFIG_MAP}"));
         let source = Source::Cluster(Box::new(cluster.clone()));
         let (
             nodes,

@@ -3,15 +3,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use k8s_openapi::api::core::v1::ConfigMap;
 
-use super::{
-    Finding, certificates, count,
-    facts::{Facts, ROOTS},
-    pods,
-};
+use super::{Finding, certificates, count, facts::Facts, pods};
 use crate::{
-    identity::status::{Authority, Mesh, describe_phase, is_steady, issued_at},
+    identity::status::{
+        Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, is_steady, issued_at,
+    },
     time::format_duration,
 };
 
@@ -19,7 +18,6 @@ use crate::{
 const MAX_PHASE_DURATION: u64 = 60 * 60;
 /// The clock skew that certificates tolerate, in milliseconds.
 const MAX_CLOCK_SKEW_MS: i64 = 5 * 60 * 1000;
-const CLOCK_SKEW_WARNING_MS: i64 = 30 * 1000;
 
 /// A certificate authority exists and does not expire soon.
 pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
@@ -158,11 +156,12 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
     }
     let mut findings = Vec::new();
     let advice = "the controller writes it: see its log (kubectl logs -n service-mesh deployment/controller)";
-    let text = format!("without ConfigMap {ROOTS}: new meshed pods do not start there");
+    let text = format!("without ConfigMap {ROOTS_CONFIG_MAP}: new meshed pods do not start there");
     let finding = Finding::problem(text, advice);
     findings.extend(finding.about(missing, "namespace", "namespaces"));
-    let text =
-        format!("whose ConfigMap {ROOTS} lacks a current root: new meshed pods do not start there");
+    let text = format!(
+        "whose ConfigMap {ROOTS_CONFIG_MAP} lacks a current root: new meshed pods do not start there"
+    );
     let finding = Finding::problem(text, advice);
     findings.extend(finding.about(outdated, "namespace", "namespaces"));
     if let (Err(reason), true) = (&facts.identity, findings.is_empty()) {
@@ -181,7 +180,7 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
 fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
     match map.immutable {
         Some(true) => format!(
-            "{namespace}: it is immutable, so the controller cannot correct it: delete it (kubectl delete configmap -n {namespace} {ROOTS}), \
+            "{namespace}: it is immutable, so the controller cannot correct it: delete it (kubectl delete configmap -n {namespace} {ROOTS_CONFIG_MAP}), \
              then scale the meshed workloads of the namespace to 0 and back: kubelets keep an immutable ConfigMap while a pod uses it"
         ),
         _ => namespace.to_owned(),
@@ -189,7 +188,7 @@ fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
 }
 
 fn lacks_current_root(map: &ConfigMap, mesh: &Mesh) -> bool {
-    let pem = map.data.as_ref().and_then(|data| data.get("roots.pem"));
+    let pem = map.data.as_ref().and_then(|data| data.get(ROOTS));
     let published = certificates::read(pem.map_or(b"", |pem| pem.as_bytes()));
     mesh.roots.iter().any(|root| {
         !published
@@ -498,14 +497,14 @@ mod tests {
         young.identity = Err("no controller".into());
         assert_eq!(roots_finding(&young).level, Level::Warning);
         let (level, text, _) = with(
-            json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "data": {"roots.pem": ""}}]),
+            json!([{"metadata": {"namespace": "shop", "name": ROOTS_CONFIG_MAP}, "data": {"roots.pem": ""}}]),
         );
         assert!(
             level == Level::Problem && text.contains("lacks a current root"),
             "{text}"
         );
         let (_, text, details) = with(
-            json!([{"metadata": {"namespace": "shop", "name": ROOTS}, "immutable": true, "data": {"other": ""}}]),
+            json!([{"metadata": {"namespace": "shop", "name": ROOTS_CONFIG_MAP}, "immutable": true, "data": {"other": ""}}]),
         );
         assert!(
             text.contains("lacks a current root")

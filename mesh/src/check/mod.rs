@@ -141,7 +141,7 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
 }
 
 /// `1 pod`, `2 pods`.
-fn count(number: usize, one: &str, many: &str) -> String {
+pub(crate) fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 

@@ -91,16 +91,12 @@ fn text(findings: &[Finding], colors: Colors) -> String {
             .count()
     };
     let (problems, warnings) = (number(Level::Problem), number(Level::Warning));
-    let plural = |number: usize| if number == 1 { "" } else { "s" };
-    text + &match (problems, warnings) {
-        (0, 0) => "\nno problems found\n".into(),
-        (0, _) => format!("\n0 problems, {warnings} warning{}\n", plural(warnings)),
-        _ => format!(
-            "\n{problems} problem{}, {warnings} warning{}\n",
-            plural(problems),
-            plural(warnings)
-        ),
+    if (problems, warnings) == (0, 0) {
+        return text + "\nno problems found\n";
     }
+    let problems = check::count(problems, "problem", "problems");
+    let warnings = check::count(warnings, "warning", "warnings");
+    text + &format!("\n{problems}, {warnings}\n")
 }
 
 fn appearance(level: Level) -> (TextStyle, &'static str) {

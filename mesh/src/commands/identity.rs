@@ -11,7 +11,9 @@ use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     identity::{
         source::{self, Source},
-        status::{Authority, Mesh, Workload, describe_phase, is_steady, issued_at},
+        status::{
+            Authority, CLOCK_SKEW_WARNING_MS, Mesh, Workload, describe_phase, is_steady, issued_at,
+        },
     },
     time::{format_duration, format_relative, format_timestamp, now},
 };
@@ -30,9 +32,6 @@ pub struct Arguments {
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
-
-/// A larger clock skew is shown as an error, in milliseconds. Certificates tolerate five minutes.
-const CLOCK_SKEW_WARNING_MS: i64 = 30_000;
 
 /// Reads and prints the status.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {

@@ -9,6 +9,9 @@ use serde::Serialize;
 
 use super::source::Responses;
 
+/// A larger clock skew is reported, in milliseconds. Certificates tolerate five minutes.
+pub const CLOCK_SKEW_WARNING_MS: i64 = 30_000;
+
 /// Whether no rotation is in progress.
 pub fn is_steady(rotation: &Rotation) -> bool {
     rotation.phase == "steady"

@@ -136,8 +136,6 @@ pub struct PodView {
     pub namespace: String,
     /// Its name.
     pub name: String,
-    /// The kind of the workload: Deployment, Job or Pod.
-    pub owner_kind: String,
     /// The name of the workload.
     pub workload: String,
     /// Pending, Running, Succeeded or Failed.

@@ -603,7 +603,8 @@ async fn silent_app(begins: &'static [u8]) -> SocketAddr {
         let mut open = Vec::new();
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
-            stream.write_all(begins).await.unwrap();
+            // The proxy may have closed.
+            let _ = stream.write_all(begins).await;
             open.push(stream);
         }
     });
@@ -659,6 +660,32 @@ fn timeouts_end_requests_without_response() {
             let (head, _) = mesh.http2(call.body(()).unwrap()).await;
             assert_eq!(head.headers()["grpc-status"], "4");
         }
+    });
+}
+
+#[test]
+fn timeout_within_an_interim_response_resets_the_connection() {
+    on_worker(async {
+        // More than the buffers of the kernel take.
+        let interim = format!(
+            "HTTP/1.1 103 Early Hints\r\nA: {}\r\n\r\n",
+            "a".repeat(60_000)
+        );
+        let app = silent_app(interim.repeat(400).leak().as_bytes()).await;
+        let mesh = Mesh::new(one(with_timeouts(0, 200)), &[(V1, app)]).await;
+        let mut client = mesh.connect().await;
+        let request = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n";
+        client.write_all(request).await.unwrap();
+        let timeouts = "failures_total{direction=\"outbound\",code=\"timeout\"} 1\n";
+        while !mesh.worker.metrics.render().contains(timeouts) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let mut read = Vec::new();
+        let ended = client.read_to_end(&mut read).await;
+        let read = String::from_utf8_lossy(&read);
+        assert!(!read.contains(" 504 "), "a response within a head");
+        let reset = std::io::ErrorKind::ConnectionReset;
+        assert_eq!(ended.unwrap_err().kind(), reset);
     });
 }
 

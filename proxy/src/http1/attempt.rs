@@ -84,7 +84,7 @@ impl Forward for Exchange<'_> {
     }
 
     fn rewind(&mut self) -> bool {
-        self.upload.rewind()
+        !self.in_interim && self.upload.rewind()
     }
 }
 
@@ -144,9 +144,12 @@ impl Exchange<'_> {
             }
             let mut out = BytesMut::new();
             head.write(&mut out, Edits::of(own_edits(&upstream.io)), None);
+            // The attempt may end here.
+            self.in_interim = true;
             if self.client.write_all(&out).await.is_err() {
                 return Ok(None);
             }
+            self.in_interim = false;
         }
     }
 

@@ -173,6 +173,8 @@ struct Exchange<'a> {
     record: ExchangeRecord,
     /// The request's head and body.
     upload: Relay,
+    /// A part of an interim response may have been written to the client.
+    in_interim: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
     /// Its half-close was passed on.
@@ -196,6 +198,7 @@ impl<'a> Exchange<'a> {
             request,
             record,
             upload,
+            in_interim: false,
             client_ended: false,
             end_passed_on: false,
         }
@@ -288,7 +291,7 @@ impl<'a> Exchange<'a> {
 
     /// Replies in place of the application.
     async fn fail(&mut self, failure: Failure) -> After {
-        if self.record.has_response() {
+        if self.record.has_response() || self.in_interim {
             // The client sees that the response is cut off, as without the mesh.
             self.record.fail(&failure);
             self.record.cut_off(&failure.to_string());

@@ -236,14 +236,10 @@ impl Story {
                 (pending.began, Item::Exchange(Box::new(exchange)))
             })
             .collect();
-        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.outputs)
-            .into_iter()
-            .partition(|pending| is_due(ends_at(pending)));
-        self.outputs = waiting;
-        items.extend(
-            due.into_iter()
-                .map(|pending| (pending.began, Item::Output(pending.value))),
-        );
+        let due = self
+            .outputs
+            .extract_if(.., |pending| is_due(ends_at(pending)));
+        items.extend(due.map(|pending| (pending.began, Item::Output(pending.value))));
         items.sort_by_key(|(began, _)| *began);
         items.into_iter().map(|(_, item)| item).collect()
     }

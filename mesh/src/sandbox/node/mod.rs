@@ -33,6 +33,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
@@ -276,7 +277,7 @@ impl Node {
             self.roots
                 .borrow()
                 .as_deref()
-                .filter(|_| name == roots::CONFIG_MAP)
+                .filter(|_| name == ROOTS_CONFIG_MAP)
                 .map(roots::config_map)
         })
     }

@@ -5,6 +5,7 @@
 use std::{collections::BTreeMap, fs, future::pending, path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result};
+use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
 use k8s_openapi::api::core::v1::{Container, Pod};
 use kube::ResourceExt;
 use tokio::{
@@ -160,7 +161,7 @@ impl PodTask {
 
     /// Waits until the ConfigMap of the trust roots exists, if the pod mounts it.
     async fn wait_for_roots(&mut self) {
-        let (namespace, name) = (&self.view.namespace, roots::CONFIG_MAP);
+        let (namespace, name) = (&self.view.namespace, ROOTS_CONFIG_MAP);
         if !self.pod.spec.as_ref().is_some_and(roots::mounted)
             || self.node.config_map(namespace, name).is_some()
         {

@@ -9,12 +9,10 @@ use std::{
     time::Duration,
 };
 
+use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use k8s_openapi::api::core::v1::{ConfigMap, PodSpec};
 use tokio::{sync::watch, time};
 
-/// The name of the ConfigMap with the trust roots.
-pub(super) const CONFIG_MAP: &str = "diy-service-mesh-roots";
-const KEY: &str = "roots.pem";
 /// Kubelets refresh ConfigMap volumes within a minute.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -24,7 +22,7 @@ pub(super) type Published = watch::Receiver<Option<Arc<str>>>;
 /// Watches the roots file in `directory` until all receivers are dropped.
 pub(super) fn watch(directory: &Path) -> Published {
     let (sender, published) = watch::channel(None);
-    tokio::spawn(poll(directory.join(KEY), sender));
+    tokio::spawn(poll(directory.join(ROOTS), sender));
     published
 }
 
@@ -47,7 +45,7 @@ async fn poll(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
 /// The ConfigMap with these roots.
 pub(super) fn config_map(roots: &str) -> ConfigMap {
     ConfigMap {
-        data: Some(BTreeMap::from([(KEY.to_owned(), roots.to_owned())])),
+        data: Some(BTreeMap::from([(ROOTS.to_owned(), roots.to_owned())])),
         ..ConfigMap::default()
     }
 }
@@ -69,7 +67,7 @@ pub(super) fn mounted(spec: &PodSpec) -> bool {
                 .iter()
                 .map(|map| (&map.name, map.optional)),
         );
-        maps.any(|(name, optional)| name == CONFIG_MAP && optional != Some(true))
+        maps.any(|(name, optional)| name == ROOTS_CONFIG_MAP && optional != Some(true))
     })
 }
 
@@ -105,7 +103,7 @@ mod tests {
         assert_eq!(*published.borrow(), None);
         for text in ["one", "two"] {
             std::fs::write(directory.join("new"), text).unwrap();
-            std::fs::rename(directory.join("new"), directory.join(KEY)).unwrap();
+            std::fs::rename(directory.join("new"), directory.join(ROOTS)).unwrap();
             published
                 .wait_for(|roots| roots.as_deref() == Some(text))
                 .await

@@ -290,7 +290,6 @@ impl State {
         let view = PodView {
             namespace: owner.1.0.clone(),
             name: pod.name_any(),
-            owner_kind: format!("{:?}", owner.0),
             workload: owner.1.1.clone(),
             phase: "Pending".into(),
             ..PodView::default()

@@ -9,13 +9,13 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
 use k8s_openapi::api::core::v1::{
     ConfigMap, ConfigMapProjection, Container, Volume, VolumeProjection,
 };
 
 use super::{
     issuer::{Issuer, TokenSubject},
-    roots,
     spec::PodContext,
 };
 
@@ -185,7 +185,7 @@ fn write_config_map(
             .with_context(|| format!("key {key} not found in ConfigMap {}", map.name))?;
         let file = inside(target, path)?;
         replace_file(&file, text)?;
-        if map.name == roots::CONFIG_MAP {
+        if map.name == ROOTS_CONFIG_MAP {
             refreshed.roots.push(file);
         }
     }
