@@ -126,8 +126,7 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
     let mut backends = Vec::new();
     for (position, backend) in spec.backends.iter().enumerate() {
         let field = format!("spec.backends[{position}]");
-        let weight = backend.weight.as_u64();
-        let weight = weight.and_then(|weight| u32::try_from(weight).ok());
+        let weight = u32::deserialize(&backend.weight).ok();
         let Some(weight) = weight.filter(|weight| *weight <= MAX_WEIGHT) else {
             let expected = format!("an integer from 0 to {MAX_WEIGHT}");
             let field = format!("{field}.weight");
@@ -239,15 +238,15 @@ pub fn group(key: Key, spec: &Value) -> Result<RouteGroup, String> {
 /// The matches of a group. Their number is checked before they are made: each method of a match
 /// repeats its expressions.
 fn group_matches(group: &Key, spec: &GroupSpec) -> Result<Vec<Arc<Match>>, Rejection> {
-    bounded("matches", &spec.matches, MAX_ENTRIES)?;
+    let field = format!("HTTPRouteGroup {group}: spec.matches");
+    bounded(&field, &spec.matches, MAX_ENTRIES)?;
     let mut all = Vec::new();
     for (position, one) in spec.matches.iter().enumerate() {
-        let at = format!("HTTPRouteGroup {group}: spec.matches[{position}]");
+        let at = format!("{field}[{position}]");
         bounded(&format!("{at}.methods"), &one.methods, MAX_ITEMS)?;
         for spec in http_matches(one) {
             all.push(Arc::new(spec.parse(&at)?));
         }
-        let field = format!("HTTPRouteGroup {group}: spec.matches");
         bounded(&field, &all, MAX_MATCHES_OF_ROUTE)?;
     }
     Ok(all)
@@ -266,19 +265,17 @@ fn http_matches(one: &GroupMatch) -> Vec<HttpMatch> {
         name: name.to_owned(),
         value: Some(value),
     };
-    let of_method = |method: &String| HttpMatch {
-        // The expression is for the start of the path.
-        path: one
-            .path_regex
-            .as_ref()
-            .map(|path| value("", format!("(?:{path}).*"))),
-        headers: one
-            .headers
-            .iter()
-            .map(|(name, pattern)| value(name, pattern.to_string()))
-            .collect(),
-        query_params: Vec::new(),
-        method: Some(method.clone()).filter(|method| !method.is_empty()),
+    let of_method = |method: &String| {
+        let (path, headers) = (one.path_regex.as_ref(), one.headers.iter());
+        HttpMatch {
+            // The expression is for the start of the path.
+            path: path.map(|path| value("", format!("(?:{path}).*"))),
+            headers: headers
+                .map(|(name, pattern)| value(name, pattern.clone()))
+                .collect(),
+            query_params: Vec::new(),
+            method: Some(method.clone()).filter(|method| !method.is_empty()),
+        }
     };
     methods.iter().map(of_method).collect()
 }
