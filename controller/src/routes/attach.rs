@@ -22,6 +22,8 @@ const MAX_PATTERNS: usize = 256;
 /// Of the encoded routes, a part of the largest message that proxies accept. Of splits, whose
 /// backends differ by port, at all ports together.
 const MAX_BYTES: usize = 1024 * 1024;
+/// Of the encoded routes of a Service. Each of its addresses and ports has a copy.
+const MAX_COPIED_BYTES: usize = 16 * MAX_BYTES;
 /// Problems in one condition.
 const MAX_PROBLEMS: usize = 4;
 /// Of a route of a headless Service.
@@ -120,6 +122,13 @@ enum Verdict {
     TooLarge,
 }
 
+/// The limit of the encoded routes of each port.
+fn max_bytes(service: &Service) -> usize {
+    let addresses = service.cluster_ips.len() + service.external_ips.len();
+    let copies = addresses.max(1) * service.ports.len().max(1);
+    MAX_BYTES.min(MAX_COPIED_BYTES / copies)
+}
+
 /// Attaches the routes of one namespace to a Service, which may not exist. `requests` are the
 /// settings of its policy. `resolve` returns the name of a backend.
 pub fn attach(
@@ -134,6 +143,7 @@ pub fn attach(
     let ports = parent.into_iter().flat_map(|service| &service.ports);
     let ports = ports.filter(|port| port.protocol == Transport::Tcp);
     let numbers: Vec<u16> = ports.clone().map(|port| port.port).collect();
+    let max_bytes = parent.map_or(MAX_BYTES, max_bytes);
     let mut split_bytes = 0;
     let candidates = routes.into_iter().enumerate().map(|(age, route)| {
         if route.is_split() {
@@ -157,8 +167,9 @@ pub fn attach(
         }
         // Ports with the same routes share their table, unless their backends have these ports.
         let of_port = merged.entry((selected, splits.contains(&true).then_some(port.port)));
-        let of_port = of_port
-            .or_insert_with_key(|(selected, _)| merge(&candidates, selected, port.port, requests));
+        let of_port = of_port.or_insert_with_key(|(selected, _)| {
+            merge(&candidates, selected, port.port, max_bytes, requests)
+        });
         let (table, verdicts): &(Arc<Table>, Vec<(usize, Verdict)>) = of_port;
         tables.insert(port.port, table.clone());
         for (position, verdict) in verdicts {
@@ -280,6 +291,7 @@ fn merge(
     candidates: &[Candidate<'_>],
     selected: &[usize],
     port: u16,
+    max_bytes: usize,
     requests: &Requests,
 ) -> (Arc<Table>, Vec<(usize, Verdict)>) {
     let kinds = selected.iter().map(|one| candidates[*one].route.kind);
@@ -302,7 +314,7 @@ fn merge(
         } else if candidate.is_surplus
             || matches.len() + own_matches > MAX_MATCHES
             || patterns + own_patterns > MAX_PATTERNS
-            || bytes + candidate.route.bytes > MAX_BYTES
+            || bytes + candidate.route.bytes > max_bytes
         {
             Verdict::TooLarge
         } else {
@@ -434,9 +446,13 @@ impl Candidate<'_> {
                 rejected(super::CONFLICTED, message)
             }
             Some(_) => {
+                let bytes = match self.is_surplus {
+                    true => MAX_BYTES,
+                    false => max_bytes(service),
+                };
                 let message = format!(
                     "with older routes, {key} would have more than {MAX_ROUTES} routes, \
-                     {MAX_MATCHES} matches, {MAX_PATTERNS} regular expressions or {MAX_BYTES} bytes"
+                     {MAX_MATCHES} matches, {MAX_PATTERNS} regular expressions or {bytes} bytes"
                 );
                 rejected(UNSUPPORTED_VALUE, message)
             }

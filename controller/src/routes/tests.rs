@@ -64,15 +64,13 @@ fn web() -> Service {
 }
 
 fn attach_all(routes: &[Route]) -> Attachment {
-    let service = web();
+    attach_to(&web(), routes)
+}
+
+fn attach_to(service: &Service, routes: &[Route]) -> Attachment {
     let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
-    attach(
-        &service.key,
-        Some(&service),
-        routes.iter().collect(),
-        None,
-        resolve,
-    )
+    let routes = routes.iter().collect();
+    attach(&service.key, Some(service), routes, None, resolve)
 }
 
 fn table(routes: &[Route]) -> std::sync::Arc<Table> {
@@ -426,12 +424,21 @@ fn routes_of_a_port_are_bounded_and_the_oldest_ones_stay() {
         .map(|age| large(&format!("r{age}"), 10 - age))
         .collect();
     routes.push(route("small", 20, json!([rule("small", json!([]))])));
-    let attachment = attach_all(&routes);
-    let accepted = |name: &str| {
-        conditions(&attachment, Kind::HttpRoute, "shop", name)[0] == "Accepted Accepted"
-    };
     let names = ["r0", "r1", "r2", "r3", "r4", "small"];
-    assert_eq!(names.map(accepted), [false, true, true, true, true, true]);
+    let accepted = |service: &Service| {
+        let attachment = attach_to(service, &routes);
+        names.map(|name| {
+            conditions(&attachment, Kind::HttpRoute, "shop", name)[0] == "Accepted Accepted"
+        })
+    };
+    let mut service = web();
+    assert_eq!(accepted(&service), [false, true, true, true, true, true]);
+    // 50 addresses with two ports each: 167 KB for each of 100 copies.
+    service.external_ips = (1..50).map(|n| [203, 0, 113, n].into()).collect();
+    assert_eq!(
+        accepted(&service),
+        [false, false, false, false, false, true]
+    );
 }
 
 #[test]
