@@ -64,10 +64,21 @@ pub fn with_mesh() -> Result<bool> {
     Ok(true)
 }
 
-/// Waits until all replicas of controller and injector are ready.
+/// Waits until all replicas of controller and injector are ready, and until the API server reaches
+/// an injector: kube-proxy sets the rules of a Service after its pods are ready.
 pub fn wait_for_mesh() -> Result<()> {
     rolled_out(MESH, "controller")?;
-    rolled_out(MESH, "injector")
+    rolled_out(MESH, "injector")?;
+    wait_for("the API server reaches the injector", || {
+        let run = ["run", "never", "--image=never", "--dry-run=server"];
+        let inject = [
+            "-n",
+            "default",
+            "--annotations=diy-service-mesh/inject=true",
+        ];
+        kubectl(&[&run[..], &inject].concat()).map(Some)
+    })
+    .map(drop)
 }
 
 /// Directory of the sample apps, for `kubectl apply -k`.
