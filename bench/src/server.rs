@@ -168,17 +168,19 @@ async fn serve_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()
             taken += length;
         }
         input.drain(..taken);
-        while let Some(&(id, call)) = waiting.front()
-            && session.may_send(message.len())
-        {
+        while let Some(&(id, call)) = waiting.front() {
+            let body = if call { &message } else { &message[5..] };
+            if !session.may_send(body.len()) {
+                break;
+            }
             waiting.pop_front();
             if call {
                 session.put_headers(&mut output, id, 0, &REPLY);
-                put_frame(&mut output, kind::DATA, 0, id, &message);
+                put_frame(&mut output, kind::DATA, 0, id, body);
                 session.put_headers(&mut output, id, END_STREAM, &TRAILERS);
             } else {
                 session.put_headers(&mut output, id, 0, &PAGE);
-                put_frame(&mut output, kind::DATA, END_STREAM, id, &message[5..]);
+                put_frame(&mut output, kind::DATA, END_STREAM, id, body);
             }
         }
         stream.write_all(&output).await?;
