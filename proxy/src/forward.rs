@@ -175,7 +175,7 @@ pub(crate) async fn forward<F: Forward>(
         };
         let failure = failure.with_policy(|| backend.policy().name.clone());
         request.attempts().fail(&failure, retry);
-        let retry = request.attempts().apply_policy(&failure, retry);
+        let retry = request.attempts().retry_of_route(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
             request.attempts().exclude(endpoint.address);
@@ -275,15 +275,13 @@ pub struct Attempts {
     last: Option<Rc<Endpoint>>,
 }
 
-/// What a request permits.
+/// Whether a request can be sent again.
 #[derive(Clone, Copy, Debug)]
 pub struct Replayable {
     /// All of its bytes that were sent are still there.
     pub is_kept: bool,
     /// Sending it twice has the effect of sending it once.
     pub is_idempotent: bool,
-    /// The status of its response.
-    pub status: u16,
 }
 
 impl Replayable {
@@ -291,7 +289,6 @@ impl Replayable {
     pub const ONCE: Self = Self {
         is_kept: false,
         is_idempotent: false,
-        status: 0,
     };
 }
 
@@ -377,6 +374,7 @@ impl Attempts {
     /// request, in place of the client this response.
     pub fn answered(
         &mut self,
+        status: u16,
         verdict: Verdict,
         request: Replayable,
         flow: &Flow,
@@ -398,14 +396,13 @@ impl Attempts {
                 Retryable::Idempotent => request.is_idempotent,
                 Retryable::All => true,
             };
-            if is_safe && request.is_kept && has_others && self.grant_retry(flow) {
+            if is_safe && request.is_kept && has_others && self.retries_overload(flow) {
                 return Err(AttemptError {
                     failure: Failure::UpstreamOverloaded(address),
                     retry: Retry::OtherEndpoint,
                 });
             }
         }
-        let status = request.status;
         if is_outbound && request.is_kept && self.retries_status(status, flow) {
             return Err(AttemptError {
                 failure: Failure::RetriedStatus { address, status },
@@ -442,7 +439,7 @@ impl Attempts {
 
     /// With a policy, a route asks for retries after closed connections and timeouts of attempts,
     /// whatever the request does.
-    fn apply_policy(&self, failure: &Failure, retry: Retry) -> Retry {
+    fn retry_of_route(&self, failure: &Failure, retry: Retry) -> Retry {
         let is_covered = matches!(
             failure,
             Failure::UpstreamClosed { .. } | Failure::Timeout(Limit::Attempt)
@@ -463,7 +460,7 @@ impl Attempts {
 
     /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
     /// retries are excluded.
-    fn grant_retry(&mut self, flow: &Flow) -> bool {
+    fn retries_overload(&mut self, flow: &Flow) -> bool {
         let before = (self.avoided.tried.len(), self.avoided.refusing);
         self.exclude(self.address());
         self.avoided.refusing = true;

@@ -73,9 +73,9 @@ impl Forward for Exchange<'_> {
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.request.view().is_idempotent(),
-            status: head.status,
         };
-        let answered_at = self.record.attempts.answered(verdict, request, flow)?;
+        let attempts = &mut self.record.attempts;
+        let answered_at = attempts.answered(head.status, verdict, request, flow)?;
         self.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
         let outcome = self

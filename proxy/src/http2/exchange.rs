@@ -49,25 +49,27 @@ pub(super) async fn carry(
     client: Stream,
 ) {
     let (mut parts, body) = request.into_parts();
-    let malformed = head::malformed(&parts);
+    let flow = &client.flow;
     let head_size = head::size(&parts);
-    let admitted = client.flow.check_head(head_size);
-    let mut memory = client.flow.charge();
+    let malformed = head::malformed(&parts).map(Failure::BadRequest);
+    let refused = flow.check_head(head_size).err().or(malformed);
+    let mut memory = flow.charge();
     memory.set(STREAM_COST + head_size);
-    let mut record = ExchangeRecord::new(&client.flow, HttpVersion::Http2);
-    record.attempts.previous = client.flow.previous_attempts(&parts.headers);
+    let mut record = ExchangeRecord::new(flow, HttpVersion::Http2);
+    record.attempts.previous = flow.previous_attempts(&parts.headers);
     record.attempts.exchange_deadline = head::deadline(&parts);
-    let mut ready = Some(admitted.map_err(Answer::from));
-    if let (Some(Ok(())), Some(reason)) = (&ready, malformed) {
-        ready = Some(Err(Failure::BadRequest(reason).into()));
-    }
-    if let (Some(Ok(())), Some(routes)) = (&ready, client.flow.destination.routes()) {
-        // 5. Route. Boxed: most destinations have none.
-        let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
-        ready = Box::pin(record.route(&routes, &head::view(&parts), gone)).await;
-    }
+    // None: the client has reset the stream.
+    let ready: Option<Result<(), Answer>> = match (refused, flow.destination.routes()) {
+        (Some(failure), _) => Some(Err(failure.into())),
+        (None, None) => Some(Ok(())),
+        (None, Some(routes)) => {
+            // 5. Route. Boxed: most destinations have none.
+            let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
+            Box::pin(record.route(&routes, &head::view(&parts), gone)).await
+        }
+    };
     record.set_preference(&head::view(&parts));
-    let own = client.flow.request_edits();
+    let own = flow.request_edits();
     match record.route.clone() {
         None => head::prepare(&mut parts, Edits::of(&own)),
         Some(route) => {
@@ -489,9 +491,9 @@ impl Forward for Exchange {
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.parts.method.is_idempotent(),
-            status,
         };
-        self.record.attempts.answered(verdict, request, flow)?;
+        let attempts = &mut self.record.attempts;
+        attempts.answered(status, verdict, request, flow)?;
         self.upload.discard_replay();
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);
