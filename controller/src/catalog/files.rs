@@ -41,7 +41,7 @@ pub async fn run(
         if files.is_current {
             Kind::ALL
                 .into_iter()
-                .for_each(|kind| freshness.confirm(kind));
+                .for_each(|kind| freshness.confirm(kind, 0));
         }
     }
 }
