@@ -13,7 +13,7 @@ use diy_mesh_proto::Identity;
 use crate::balance::Backend;
 use crate::destination::Destination;
 use crate::detect::Protocol;
-use crate::dump::{ConnectionInfo, Direction};
+use crate::dump::ConnectionInfo;
 use crate::error::Failure;
 use crate::http::edits::Edit;
 use crate::http::view::{Fields, RequestView};
@@ -31,6 +31,25 @@ const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
 const NO_MEMORY: &str = "its connections use the memory that they may use";
+
+/// Direction of a connection, as seen from the application.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// To the application of the pod.
+    Inbound,
+    /// From the application of the pod.
+    Outbound,
+}
+
+impl Direction {
+    /// The names in metrics and JSON dumps, in the order of the discriminants.
+    pub const NAMES: [&str; 2] = ["inbound", "outbound"];
+
+    /// The name in metrics and JSON dumps.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+}
 
 /// One connection on its way through the proxy.
 #[derive(Clone)]

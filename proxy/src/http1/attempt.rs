@@ -82,7 +82,10 @@ impl Forward for Exchange<'_> {
             .relay_response(upstream.io, endpoint, head, keep_alive)
             .await;
         Ok(match outcome {
-            Outcome::Tunnel(io, _) => Outcome::Tunnel(io, upstream.slots.opaque()),
+            Outcome::Tunnel(io, _) => {
+                let slot = upstream.connection.filter(Slot::counts_opaque);
+                Outcome::Tunnel(io, slot)
+            }
             after => after,
         })
     }

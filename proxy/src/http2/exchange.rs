@@ -21,9 +21,8 @@ use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{STREAM_COST, Stream};
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
-use crate::dump::Direction;
 use crate::error::Failure;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::forward::{AttemptError, Attempts, Forward, Replayable, forward};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
@@ -34,8 +33,8 @@ use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
 use crate::record::ExchangeRecord;
-use crate::route::Answer;
 use crate::route::fields::FieldEdit;
+use crate::route::{Answer, Route};
 use crate::tls::Acceptance;
 
 /// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
@@ -70,17 +69,8 @@ pub(super) async fn carry(
     };
     record.set_preference(&head::view(&parts));
     let own = flow.request_edits();
-    match record.route.clone() {
-        None => head::prepare(&mut parts, Edits::of(&own)),
-        Some(route) => {
-            let edits = Edits {
-                fields: &route.request_edits(&own),
-                host: route.host(),
-                target: route.target(),
-            };
-            head::prepare(&mut parts, edits);
-        }
-    }
+    let route = record.route.as_deref();
+    Route::edit_request(route, &own, |edits| head::prepare(&mut parts, edits));
     record.request(&head::view(&parts), Edits::default());
     if let Some(Ok(())) = ready {
         let copied = || CopiedHead::Http2(Box::new(parts.clone()));

@@ -8,8 +8,7 @@ use http::Request;
 use http::request::Parts;
 
 use crate::balance::Endpoint;
-use crate::dump::Direction;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
