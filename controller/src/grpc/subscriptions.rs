@@ -15,7 +15,7 @@ use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::hub::{Published, Resources};
-use crate::index::object::{Key, Resource};
+use crate::index::object::Resource;
 use crate::index::state::State;
 use crate::index::version::Version;
 use crate::quota::Quota;
@@ -147,17 +147,7 @@ impl Subscriptions {
             Ok(ResourceType::Destination) => Resource::Destination(parse_destination(name)?),
             Ok(ResourceType::Backend) => parse_backend(name)?,
             Ok(ResourceType::Self_) => match &self.pod {
-                Some(PodRef {
-                    namespace,
-                    name,
-                    uid,
-                }) => Resource::Workload(
-                    Key {
-                        namespace: namespace.clone(),
-                        name: name.clone(),
-                    },
-                    uid.clone(),
-                ),
+                Some(pod) => Resource::Workload(pod.key(), pod.uid.clone()),
                 None => {
                     return Err(Status::failed_precondition(
                         "self: the token of this call is not bound to a pod",
