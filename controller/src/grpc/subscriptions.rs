@@ -18,6 +18,7 @@ use crate::hub::{Published, Resources};
 use crate::index::object::Resource;
 use crate::index::state::State;
 use crate::index::version::Version;
+use crate::metrics::Sent;
 use crate::quota::Quota;
 
 /// Endpoints in one message, about half a megabyte.
@@ -289,16 +290,6 @@ fn whole(mut response: proto::DiscoverResponse, chunks: bool) -> Bytes {
             encoded.freeze()
         }
     }
-}
-
-/// The kind of a response, for the metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sent {
-    Snapshot,
-    Delta,
-    Unchanged,
-    Unknown,
-    Workload,
 }
 
 #[cfg(test)]
