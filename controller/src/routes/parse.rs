@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::SessionPersistence;
+use diy_mesh_proto::mesh::v1::{RouteRetry, SessionPersistence};
 use diy_mesh_proto::policy::{self, Violation};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::filters::{self, is_token};
 use super::matches::{self, MatchSpec};
-use super::model::{Backend, ParsedRule, Reference, Rejection, Retry, Route, Rule};
+use super::model::{Backend, ParsedRule, Reference, Rejection, Route, Rule};
 use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
@@ -321,7 +321,7 @@ pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2]
     Ok([request, backend_request])
 }
 
-pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
+pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<RouteRetry, Rejection> {
     bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
     if let Some(code) = retry.codes.iter().find(|code| !(400..600).contains(*code)) {
         let field = format!("{at}.retry.codes");
@@ -338,7 +338,7 @@ pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
         return Err(unsupported(&field, &attempts.to_string(), &expected));
     }
     let backoff = retry.backoff.as_deref();
-    Ok(Retry {
+    Ok(RouteRetry {
         statuses: retry.codes,
         attempts,
         backoff: backoff.map_or(Ok(0), |value| {

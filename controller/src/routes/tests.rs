@@ -1,5 +1,6 @@
 //! Tables of what the specification says: parsing, ranking, merging, conditions.
 
+use diy_mesh_proto::mesh::v1::path_modifier;
 use serde_json::{Value, json};
 
 use super::attach::{Attachment, Table, attach};
@@ -801,10 +802,9 @@ fn empty_path_of_a_redirect_is_the_root() {
     let Filter::Redirect(redirect) = &rules[0].rule.filters[0] else {
         panic!("{rules:?}")
     };
-    assert_eq!(
-        redirect.path,
-        Some(super::model::PathModifier::Full("/".to_owned()))
-    );
+    let full = path_modifier::Kind::Full("/".to_owned());
+    let path = redirect.path.clone().unwrap();
+    assert_eq!(path.kind, Some(full));
 }
 
 #[test]
