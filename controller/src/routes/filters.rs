@@ -44,10 +44,8 @@ pub(super) fn parse(
         }
         filters.push(filter(spec, &at, context)?);
     }
-    let incompatible = |message: &str| Rejection {
-        reason: INCOMPATIBLE_FILTERS,
-        message: format!("{at}: {message}"),
-    };
+    let incompatible =
+        |message: &str| Rejection::new(INCOMPATIBLE_FILTERS, format!("{at}: {message}"));
     for (position, one) in filters.iter().enumerate() {
         let same = |other: &Filter<Reference>| {
             std::mem::discriminant(other) == std::mem::discriminant(one)
@@ -222,12 +220,8 @@ fn redirect(spec: spec::Redirect, at: &str, context: &Context<'_>) -> Result<Red
     }
     let status = spec.status_code.unwrap_or(302);
     if !matches!(status, 301 | 302 | 303 | 307 | 308) {
-        let field = format!("{at}.statusCode");
-        return Err(unsupported(
-            &field,
-            &status.to_string(),
-            "301, 302, 303, 307 or 308",
-        ));
+        let (field, status) = (format!("{at}.statusCode"), status.to_string());
+        return Err(unsupported(&field, &status, "301, 302, 303, 307 or 308"));
     }
     Ok(Redirect {
         scheme,

@@ -31,7 +31,7 @@ pub struct Route {
     pub bytes: usize,
 }
 
-/// Why a route is not accepted.
+/// Why a route, or a reference of it, is not accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Rejection {
@@ -216,6 +216,11 @@ impl Route {
 }
 
 impl Rejection {
+    /// A rejection for a reason of the specification.
+    pub fn new(reason: &'static str, message: String) -> Rejection {
+        Rejection { reason, message }
+    }
+
     /// The condition of the route.
     pub fn condition(&self) -> Condition {
         Condition {
