@@ -145,6 +145,16 @@ pub struct Account {
 }
 
 impl Account {
+    /// The holder.
+    pub fn holder(&self) -> &Holder {
+        &self.holder
+    }
+
+    /// The account of the group, if the holder belongs to one, else this one.
+    pub fn or_group(self: &Rc<Self>) -> &Rc<Self> {
+        self.group.as_ref().unwrap_or(self)
+    }
+
     /// Whether the holder may use `more`.
     fn has_left(&self, more: usize) -> bool {
         self.left(more).is_some()

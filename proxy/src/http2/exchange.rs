@@ -184,7 +184,8 @@ impl Exchange {
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
         let pool = endpoint.pool();
-        let mut leasing = pin!(pool.http2(dialer, expiry));
+        let caller = self.client.memory.account();
+        let mut leasing = pin!(pool.http2(caller, dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),

@@ -27,7 +27,8 @@ use tokio::time::timeout;
 use crate::account::Charge;
 use crate::batched::Batched;
 use crate::connect::http2::{
-    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
+    CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
+    STREAM_WINDOW,
 };
 use crate::flow::Flow;
 use crate::io::Io;
@@ -50,8 +51,6 @@ const MAX_CONTROL_BYTES: u64 = 256 * 1024;
 /// The flow-control window of a connection that has no share of the memory for windows: the
 /// smallest one (RFC 9113, section 6.9.2).
 const MIN_CONNECTION_WINDOW: u32 = 65_535;
-/// The memory of a connection besides that of its windows and streams.
-const CONNECTION_COST: usize = 16 * 1024;
 /// The memory of a request and of its stream to the upstream, without their heads and bodies.
 const STREAM_COST: usize = 4 * 1024;
 /// The period in which [`MAX_CONTROL_BYTES`] count. Clients of quiet connections send PING frames

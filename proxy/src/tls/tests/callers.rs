@@ -8,14 +8,19 @@ use http::{Request, Response};
 
 use super::slots::{FLOODER, GATEWAY, Slots};
 use super::*;
+use crate::connect::http2::CONNECTION_WINDOW;
 
-/// The requests that an application got and does not respond to.
+/// More than the windows of a stream.
+const LARGE: usize = 1024 * 1024;
+
+/// What an application has got and sent.
 #[derive(Default)]
 struct Seen {
     hanging: Cell<usize>,
+    sent: Cell<usize>,
 }
 
-/// An application that never responds to `/hang`.
+/// An application that never responds to `/hang`, and with a large body to `/large`.
 async fn http2_app(max_streams: u32, seen: Rc<Seen>) -> SocketAddr {
     listening(async move |stream| {
         let mut builder = h2::server::Builder::new();
@@ -35,12 +40,24 @@ async fn answer(
     mut respond: h2::server::SendResponse<Bytes>,
     seen: Rc<Seen>,
 ) {
-    if request.uri().path() == "/hang" {
-        seen.hanging.set(seen.hanging.get() + 1);
-        return std::future::pending().await;
-    }
+    let left = match request.uri().path() {
+        "/hang" => {
+            seen.hanging.set(seen.hanging.get() + 1);
+            return std::future::pending().await;
+        }
+        "/large" => LARGE,
+        _ => 2,
+    };
     let mut stream = respond.send_response(Response::new(()), false).unwrap();
-    stream.send_data("xx".into(), true).unwrap();
+    let mut body = Bytes::from(vec![b'x'; left]);
+    while !body.is_empty() {
+        stream.reserve_capacity(body.len());
+        let capacity = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await;
+        let Some(Ok(capacity)) = capacity else { return };
+        let part = body.split_to(capacity);
+        seen.sent.set(seen.sent.get() + part.len());
+        stream.send_data(part, body.is_empty()).unwrap();
+    }
 }
 
 /// A connection over HTTP/2: with mutual TLS as this worker, or without.
@@ -170,5 +187,41 @@ fn unread_responses_of_one_caller_leave_memory_to_other_callers() {
         let read = plaintext.read_to_string(&mut answer).await;
         read.expect("a client at another address");
         assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+    });
+}
+
+#[test]
+fn streams_of_one_caller_leave_connections_to_the_app_to_other_callers() {
+    on_worker(async {
+        let seen = Rc::<Seen>::default();
+        let app = http2_app(1, seen.clone()).await;
+        let slots = Slots::with_memory(app, 200, 64 * 1024 * 1024, " --workers 1").await;
+        let mut client = connect(&slots, FLOODER, Some(&slots.caller)).await;
+        let mut flood = Vec::new();
+        for count in 1..=64 {
+            flood.push(send(&mut client, "/hang").await);
+            while seen.hanging.get() < count {
+                tokio::task::yield_now().await;
+            }
+        }
+        assert_others_are_served(&slots).await;
+    });
+}
+
+#[test]
+fn responses_that_one_caller_does_not_read_do_not_delay_those_of_others() {
+    on_worker(async {
+        let seen = Rc::<Seen>::default();
+        let app = http2_app(1000, seen.clone()).await;
+        let slots = Slots::with_memory(app, 200, 64 * 1024 * 1024, "").await;
+        let mut client = connect(&slots, FLOODER, Some(&slots.caller)).await;
+        let mut unread = Vec::new();
+        for _ in 0..40 {
+            unread.push(send(&mut client, "/large").await);
+        }
+        while seen.sent.get() < CONNECTION_WINDOW as usize {
+            tokio::task::yield_now().await;
+        }
+        assert_others_are_served(&slots).await;
     });
 }
