@@ -168,17 +168,19 @@ async fn serve_http2(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()
             taken += length;
         }
         input.drain(..taken);
-        while let Some(&(id, call)) = waiting.front()
-            && session.may_send(message.len())
-        {
+        while let Some(&(id, call)) = waiting.front() {
+            let body = if call { &message } else { &message[5..] };
+            if !session.may_send(body.len()) {
+                break;
+            }
             waiting.pop_front();
             if call {
                 session.put_headers(&mut output, id, 0, &REPLY);
-                put_frame(&mut output, kind::DATA, 0, id, &message);
+                put_frame(&mut output, kind::DATA, 0, id, body);
                 session.put_headers(&mut output, id, END_STREAM, &TRAILERS);
             } else {
                 session.put_headers(&mut output, id, 0, &PAGE);
-                put_frame(&mut output, kind::DATA, END_STREAM, id, &message[5..]);
+                put_frame(&mut output, kind::DATA, END_STREAM, id, body);
             }
         }
         stream.write_all(&output).await?;
@@ -196,5 +198,50 @@ async fn receive_bytes(mut stream: TcpStream, received: Arc<AtomicU64>) -> io::R
             0 => return Ok(()),
             read => received.fetch_add(read as u64, Ordering::Relaxed),
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::timeout;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn window_updates_for_all_received_bytes_keep_the_window_open() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let (server, _) = listener.accept().await.unwrap();
+        server.set_nodelay(true).unwrap();
+        tokio::spawn(serve_http2(server, Vec::new()));
+        let (mut input, mut output) = (Vec::new(), Vec::new());
+        // Enough for a difference of a few bytes a response to use up the window of 65,535 bytes.
+        for batch in 0..300 {
+            for stream in 0..50 {
+                let id = 2 * (50 * batch + stream) + 1;
+                put_frame(&mut output, kind::HEADERS, END_STREAM, id, &[0x82]);
+            }
+            client.write_all(&output).await.unwrap();
+            output.clear();
+            let (mut responses, mut received) = (0, 0);
+            while responses < 50 {
+                let read = timeout(Duration::from_secs(10), client.read_buf(&mut input));
+                let read = read.await.expect("the server waits for its window");
+                assert_ne!(read.unwrap(), 0);
+                let mut taken = 0;
+                while let Some((frame, length)) = Frame::parse(&input[taken..]) {
+                    if frame.kind == kind::DATA {
+                        received += u32::try_from(frame.content().unwrap().len()).unwrap();
+                        responses += u32::from(frame.ends_stream());
+                    }
+                    taken += length;
+                }
+                input.drain(..taken);
+            }
+            let update = received.to_be_bytes();
+            put_frame(&mut output, kind::WINDOW_UPDATE, 0, 0, &update);
+        }
     }
 }

@@ -57,9 +57,12 @@ pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explan
     let mut problems = Vec::new();
     for object in objects {
         match catalog::parse(&object.to_string(), "") {
-            Ok(parsed) => parsed.into_iter().for_each(|object| {
-                index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
-            }),
+            Ok(parsed) => {
+                problems.extend(parsed.unknown_fields);
+                for object in parsed.objects {
+                    index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+                }
+            }
             Err(error) => {
                 let text = |field: &Value| field.as_str().unwrap_or_default().to_owned();
                 let metadata = &object["metadata"];

@@ -186,12 +186,16 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     )
 }
 
-/// Encodes the age of the catalog.
+/// Encodes the age of the catalog, and the number of its invalid objects.
 pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let ages = freshness.ages().into_iter();
     let ages = ages.map(|(kind, age)| (kind.name(), age.as_secs() as i64));
     let help = "Seconds since the source of the catalog last confirmed its objects";
-    encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)
+    encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)?;
+    let ignored = freshness.ignored().into_iter();
+    let ignored = ignored.map(|(kind, count)| (kind.name(), count as i64));
+    let help = "Objects that the controller ignores, because they are invalid or exceed a limit";
+    encode_gauges(encoder, "ignored_objects", help, "kind", ignored)
 }
 
 /// Encodes a gauge with one label. `help` has no full stop.

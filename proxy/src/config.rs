@@ -235,7 +235,9 @@ fn parse_controller(url: &str) -> Result<Uri, &'static str> {
     url.parse()
         .ok()
         .filter(|uri: &Uri| {
-            matches!(uri.scheme_str(), Some("http" | "https")) && uri.port_u16().is_some()
+            matches!(uri.scheme_str(), Some("http" | "https"))
+                && uri.port_u16().is_some()
+                && uri.host().is_some_and(|host| !host.is_empty())
         })
         .ok_or("expected https://HOST:PORT, such as https://controller.service-mesh.svc.cluster.local.:8080")
 }
@@ -365,6 +367,23 @@ mod tests {
                 report.contains(expected) && report.contains(&format!("'--{name} <")),
                 "{value}: {report}"
             );
+        }
+    }
+
+    #[test]
+    fn rejects_urls_without_scheme_host_or_port() {
+        assert!(parse_controller("http://[fd00::1]:8080").is_ok());
+        for wrong in [
+            "",
+            "controller:8080",
+            "ftp://controller:8080",
+            "http://",
+            "http://:8080",
+            "http://controller",
+            "http://a b:80",
+        ] {
+            let error = parse_controller(wrong).expect_err(wrong);
+            assert!(error.contains("expected https://HOST:PORT"), "{wrong}");
         }
     }
 

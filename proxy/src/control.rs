@@ -20,6 +20,7 @@ use diy_mesh_proto::{
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
+use http::uri::Scheme;
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
 use tokio_stream::Stream;
@@ -51,16 +52,6 @@ const CHANNEL_BUFFER: usize = 4;
 /// A failed call of the controller.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// The configured address is invalid.
-    #[error(
-        "invalid controller address {address:?}: {reason}; expected a URL such as https://controller.service-mesh.svc.cluster.local.:8080"
-    )]
-    Address {
-        /// The configured address.
-        address: String,
-        /// Why it is invalid.
-        reason: String,
-    },
     /// The token file is not readable.
     #[error("failed to read the token file {}: {source}", path.display())]
     TokenFile {
@@ -128,38 +119,15 @@ pub struct Control {
 }
 
 impl Control {
-    /// Validates the address without connecting. `https` requires `tls`, `http` excludes it.
-    /// Without a token file, calls carry no token: only controllers without authentication accept
-    /// them.
-    pub fn new(
-        address: &str,
-        token_file: Option<PathBuf>,
-        tls: Option<Tls>,
-    ) -> Result<Self, ControlError> {
-        let invalid = |reason: String| ControlError::Address {
-            address: address.to_owned(),
-            reason,
-        };
-        let uri: Uri = address
-            .parse()
-            .map_err(|error| invalid(error_chain(&error)))?;
-        match (uri.scheme_str(), &tls) {
-            (Some("http"), None) | (Some("https"), Some(_)) => {}
-            (Some("https"), None) => {
-                return Err(invalid("https requires TLS credentials".to_owned()));
-            }
-            (Some(other), _) => return Err(invalid(format!("unsupported scheme {other:?}"))),
-            (None, _) => return Err(invalid("missing scheme".to_owned())),
-        }
-        if uri.host().is_none_or(str::is_empty) {
-            return Err(invalid("missing host".to_owned()));
-        }
+    /// A client of the controller at this URL, with `tls` for https. Without a token file, calls
+    /// carry no token: only controllers without authentication accept them.
+    pub fn new(address: Uri, token_file: Option<PathBuf>, tls: Option<Tls>) -> Self {
         // The connector does TLS: for an https URL, tonic would require its own.
-        let plain = address.replacen("https://", "http://", 1);
-        let endpoint =
-            Endpoint::from_shared(plain).map_err(|error| invalid(error_chain(&error)))?;
-        let endpoint = endpoint
-            .origin(uri.clone())
+        let mut plain = address.clone().into_parts();
+        plain.scheme = Some(Scheme::HTTP);
+        let plain = Uri::from_parts(plain).expect("only the scheme is another one");
+        let endpoint = Endpoint::from(plain)
+            .origin(address.clone())
             .connect_timeout(CONNECT_TIMEOUT)
             .http2_keep_alive_interval(PING_INTERVAL)
             .keep_alive_timeout(PING_TIMEOUT)
@@ -167,12 +135,12 @@ impl Control {
             .initial_stream_window_size(WINDOW_SIZE)
             .initial_connection_window_size(WINDOW_SIZE)
             .buffer_size(CHANNEL_BUFFER);
-        Ok(Self {
-            address: uri,
+        Self {
+            address,
             endpoint,
             tls,
             token_file,
-        })
+        }
     }
 
     /// Opens a discovery stream on a new connection: each attempt resolves the name, may reach

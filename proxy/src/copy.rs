@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
-use crate::detect::{Protocol, RequestDetector, Verdict};
+use crate::detect::{Protocol, RequestDetector};
 use crate::io::Io;
 
 /// The result of [`bidirectional`].
@@ -43,10 +43,10 @@ pub enum End {
 
 /// Copies until both directions have ended, or either connection fails. The end of one direction is
 /// propagated as a half-close and does not end the other direction. If there is a `detector`, it
-/// inspects the client's bytes until it has a verdict. The verdict HTTP ends the copy, and so does
+/// inspects the client's bytes until they determine the protocol. HTTP ends the copy, and so does
 /// `expiry` when it completes. A connection that has not received everything up to the sender's end
-/// is reset when it is dropped. `charge` gets the size of the
-/// buffers when the copy waits, and ends the copy if it returns false.
+/// is reset when it is dropped. `charge` gets the size of the buffers when the copy waits, and ends
+/// the copy if it returns false.
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
@@ -152,17 +152,14 @@ impl Transfer {
     ) -> Poll<std::io::Result<()>> {
         let mut write_error = None;
         let read = ready!(from.poll_read_with(cx, |bytes, cx| {
-            match self
-                .detector
-                .as_mut()
-                .map(|detector| detector.update(bytes))
-            {
-                None | Some(Verdict::NeedMore) => {}
-                Some(Verdict::Known(Protocol::Http1 | Protocol::Http2)) => {
+            let detector = self.detector.as_mut();
+            match detector.and_then(|detector| detector.update(bytes)) {
+                None => {}
+                Some(Protocol::Http1 | Protocol::Http2) => {
                     self.was_http = true;
                     write_error = Some(std::io::ErrorKind::InvalidData.into());
                 }
-                Some(Verdict::Known(_)) => self.detector = None,
+                Some(_) => self.detector = None,
             }
             let mut rest = bytes;
             while !rest.is_empty() && write_error.is_none() {

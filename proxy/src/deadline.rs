@@ -29,9 +29,6 @@ pub enum Limit {
 pub struct Deadline(Option<(Instant, Limit)>);
 
 impl Deadline {
-    /// No deadline.
-    pub const NONE: Self = Self(None);
-
     /// After `timeout`, from now on. None: no deadline.
     pub fn after(timeout: Option<Duration>, limit: Limit) -> Self {
         let at = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
@@ -129,8 +126,8 @@ mod tests {
         for deadline in [exchange.earlier(attempt), attempt.earlier(exchange)] {
             assert_eq!(deadline, attempt);
         }
-        assert_eq!(exchange.earlier(Deadline::NONE), exchange);
-        assert_eq!(Deadline::NONE.earlier(exchange), exchange);
+        assert_eq!(exchange.earlier(Deadline::default()), exchange);
+        assert_eq!(Deadline::default().earlier(exchange), exchange);
         assert_eq!(exchange.remaining(), Some(3 * SECOND));
         let mut timer = exchange.timer();
         let limit = poll_fn(|cx| timer.poll(cx)).await;
@@ -176,12 +173,12 @@ mod tests {
         for unchanged in [&b"1S"[..], b"1000m", b"1000999u", b"10", b""] {
             assert_eq!(deadline.grpc_timeout(unchanged), None);
         }
-        assert_eq!(Deadline::NONE.grpc_timeout(b"1S"), None);
+        assert_eq!(Deadline::default().grpc_timeout(b"1S"), None);
     }
 
     #[tokio::test(start_paused = true)]
     async fn without_a_deadline_nothing_fires() {
-        assert_eq!(Deadline::after(None, Limit::Attempt), Deadline::NONE);
+        assert_eq!(Deadline::after(None, Limit::Attempt), Deadline::default());
         let endless = Deadline::after(Some(Duration::MAX), Limit::Attempt);
         let mut timer = endless.timer();
         let fired = tokio::time::timeout(1000 * SECOND, poll_fn(|cx| timer.poll(cx))).await;

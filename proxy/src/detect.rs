@@ -17,7 +17,6 @@ use tokio::time::{Instant, timeout, timeout_at};
 use request_line::is_separator;
 pub use request_line::{RequestDetector, RequestLineDetector};
 
-use crate::discovery::AppProtocol;
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
@@ -161,7 +160,7 @@ enum First {
 /// The detection rules for the client's bytes.
 #[derive(Clone, Copy)]
 struct Detector {
-    classify: fn(&[u8]) -> Verdict,
+    classify: fn(&[u8]) -> Option<Protocol>,
     /// The protocol of an unfinished first line.
     guess: fn(&[u8]) -> Protocol,
 }
@@ -205,7 +204,7 @@ impl Detector {
                     return Err(Failure::BadRequest(reason));
                 }
             }
-            if let Verdict::Known(protocol) = (self.classify)(client.unread()) {
+            if let Some(protocol) = (self.classify)(client.unread()) {
                 return Ok(protocol);
             }
         }
@@ -222,58 +221,40 @@ fn pause_timeout(begun: &[u8]) -> Duration {
     }
 }
 
-/// The result of detection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// The protocol is known.
-    Known(Protocol),
-    /// The bytes are a prefix of more than one protocol.
-    NeedMore,
-}
-
-/// The protocol that the endpoints or their Service declare, which makes detection unnecessary.
-pub fn declared(protocol: AppProtocol) -> Option<Protocol> {
-    match protocol {
-        AppProtocol::Detect => None,
-        AppProtocol::Http1 => Some(Protocol::Http1),
-        AppProtocol::Http2 => Some(Protocol::Http2),
-        AppProtocol::Opaque => Some(Protocol::Opaque),
-    }
-}
-
 /// Recognizes HTTP/2 by its preface and HTTP/1 by its request line. All other bytes are opaque. A
 /// line that a lenient server might parse as a request line is HTTP, so that no request reaches an
-/// application unparsed. The strict parser then rejects the malformed ones.
-pub fn classify(bytes: &[u8]) -> Verdict {
+/// application unparsed. The strict parser then rejects the malformed ones. None while the bytes are
+/// a prefix of more than one protocol.
+pub fn classify(bytes: &[u8]) -> Option<Protocol> {
     if bytes.starts_with(HTTP2_PREFACE) {
-        return Verdict::Known(Protocol::Http2);
+        return Some(Protocol::Http2);
     }
     if HTTP2_PREFACE.starts_with(bytes) {
-        return Verdict::NeedMore;
+        return None;
     }
     let line = &bytes[..bytes.len().min(MAX_FIRST_LINE)];
     match RequestLineDetector::default().update(line) {
-        Verdict::NeedMore if line.len() == MAX_FIRST_LINE => Verdict::Known(guess(line)),
-        verdict => verdict,
+        None if line.len() == MAX_FIRST_LINE => Some(guess(line)),
+        known => known,
     }
 }
 
 /// Like [`classify`], for an inbound connection, whose client may be another proxy.
-pub fn classify_inbound(bytes: &[u8]) -> Verdict {
+pub fn classify_inbound(bytes: &[u8]) -> Option<Protocol> {
     match tls::inspect(bytes) {
-        Hello::Mesh => Verdict::Known(Protocol::MeshTls),
-        Hello::NeedMore => Verdict::NeedMore,
+        Hello::Mesh => Some(Protocol::MeshTls),
+        Hello::NeedMore => None,
         Hello::Foreign => classify(bytes),
     }
 }
 
 /// Like [`classify_inbound`], for a port that the pod declares opaque: everything except mesh TLS
 /// is opaque.
-pub fn classify_inbound_opaque(bytes: &[u8]) -> Verdict {
+pub fn classify_inbound_opaque(bytes: &[u8]) -> Option<Protocol> {
     match tls::inspect(bytes) {
-        Hello::Mesh => Verdict::Known(Protocol::MeshTls),
-        Hello::NeedMore => Verdict::NeedMore,
-        Hello::Foreign => Verdict::Known(Protocol::Opaque),
+        Hello::Mesh => Some(Protocol::MeshTls),
+        Hello::NeedMore => None,
+        Hello::Foreign => Some(Protocol::Opaque),
     }
 }
 
@@ -283,9 +264,9 @@ pub fn classify_inbound_opaque(bytes: &[u8]) -> Verdict {
 pub fn guess(bytes: &[u8]) -> Protocol {
     let mut line = RequestLineDetector::default();
     match line.update(bytes) {
-        Verdict::Known(protocol) => protocol,
-        Verdict::NeedMore if line.is_method_and_target() => Protocol::Http1,
-        Verdict::NeedMore => Protocol::Opaque,
+        Some(protocol) => protocol,
+        None if line.is_method_and_target() => Protocol::Http1,
+        None => Protocol::Opaque,
     }
 }
 

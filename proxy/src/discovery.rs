@@ -17,6 +17,8 @@ mod subset;
 mod table;
 mod target;
 #[cfg(test)]
+mod testing;
+#[cfg(test)]
 mod tests;
 
 use std::future::Future;
@@ -40,7 +42,9 @@ pub use affinity::Affinity;
 use own_pod::OwnPod;
 pub use resource::Resource;
 use table::{MAX_REFUSAL, Table, Watched};
-pub use target::{AppProtocol, EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
+pub use target::{EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
+#[cfg(test)]
+pub(crate) use testing::Questions;
 
 /// Why the proxy is not ready at first.
 const NOT_CONNECTED: &str = "no response from the controller yet";
@@ -214,54 +218,6 @@ impl Discovery {
     }
 }
 
-/// The main thread's end of the queue, for tests that respond themselves.
-#[cfg(test)]
-pub(crate) struct Questions(mpsc::Receiver<WatchRequest>);
-
-#[cfg(test)]
-impl Questions {
-    /// The resource of the next request, and a function that responds to it and returns the
-    /// sender of updates.
-    pub(crate) async fn next(
-        &mut self,
-    ) -> (
-        Resource,
-        impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>,
-    ) {
-        let WatchRequest { resource, response } = self.0.recv().await.expect("a handle exists");
-        (resource, move |target| {
-            let (sender, receiver) = watch::channel(target);
-            // The worker may have dropped the request.
-            let _ = response.send(Watched {
-                receiver,
-                settled: true,
-            });
-            sender
-        })
-    }
-}
-
-#[cfg(test)]
-impl Discovery {
-    /// Discovery that receives nothing but the policy of this pod.
-    pub(crate) fn with_policy(policy: watch::Receiver<Option<Arc<Policy>>>) -> Self {
-        Self {
-            policy,
-            ..Self::off()
-        }
-    }
-
-    /// Discovery whose requests the test responds to.
-    pub(crate) fn by_hand() -> (Self, Questions) {
-        let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
-        let discovery = Self {
-            requests: Some(sender),
-            ..Self::off()
-        };
-        (discovery, Questions(requests))
-    }
-}
-
 /// The task on the main thread.
 struct Driver {
     table: Table,
@@ -429,8 +385,12 @@ impl Driver {
                 Ok(roots) => trust.set_from_stream(roots),
                 Err(error) => {
                     report(format!("trust roots {version:?} rejected: {error}"));
-                    let rejection = reject_roots(version, error.to_string());
-                    self.send([rejection]);
+                    self.send([Action::Acknowledgement(Acknowledgement {
+                        r#type: ResourceType::Roots.into(),
+                        version,
+                        rejection: error.to_string(),
+                        ..Acknowledgement::default()
+                    })]);
                 }
             },
             DiscoverResponse {
@@ -438,15 +398,16 @@ impl Driver {
                 version,
                 ..
             } => {
-                let (acknowledgement, rejection) = own_pod.apply(workload, version);
-                match rejection {
-                    None => drop(self.unready.send_replace(None)),
-                    Some(reason) => {
-                        report(format!("inbound configuration rejected: {reason}"));
-                        self.set_unready(format!("inbound configuration rejected: {reason}"));
-                    }
+                let acknowledgement = own_pod.apply(workload, version);
+                if acknowledgement.rejection.is_empty() {
+                    self.unready.send_replace(None);
+                } else {
+                    let reason = &acknowledgement.rejection;
+                    let rejected = format!("inbound configuration rejected: {reason}");
+                    report(rejected.clone());
+                    self.set_unready(rejected);
                 }
-                self.send([acknowledgement]);
+                self.send([Action::Acknowledgement(acknowledgement)]);
             }
             // The only other resource without destinations: its version is current.
             response if response.r#type() == ResourceType::Self_ => {}
@@ -462,7 +423,7 @@ impl Driver {
                         "{resource} has more endpoints than the memory limit of the proxy permits: using {kept} of them ({count} times)"
                     );
                 }
-                self.send(applied.acknowledgement.map(acknowledge));
+                self.send(applied.acknowledgement.map(Action::Acknowledgement));
             }
         }
     }
@@ -483,9 +444,7 @@ impl Driver {
             .borrow_and_update()
             .as_ref()
             .map(|credentials| credentials.status());
-        self.send(status.map(|status| DiscoverRequest {
-            action: Some(Action::Status(status)),
-        }));
+        self.send(status.map(Action::Status));
     }
 
     fn sweep(&mut self) {
@@ -514,30 +473,18 @@ impl Driver {
         }
     }
 
-    fn send(&mut self, requests: impl IntoIterator<Item = DiscoverRequest>) {
+    /// Sends requests. While there is no stream, none is lost: the next one resumes everything.
+    fn send(&mut self, actions: impl IntoIterator<Item = Action>) {
         let subscriptions = i64::try_from(self.table.len()).unwrap_or(i64::MAX);
         self.metrics.subscriptions.set(subscriptions);
         if let Some(stream) = &self.stream {
-            // If the stream has just closed, the next one resumes all subscriptions.
-            requests
-                .into_iter()
-                .for_each(|request| drop(stream.send(request)));
+            for action in actions {
+                // Fails if the stream has just closed.
+                let _ = stream.send(DiscoverRequest {
+                    action: Some(action),
+                });
+            }
         }
-    }
-}
-
-fn reject_roots(version: String, rejection: String) -> DiscoverRequest {
-    acknowledge(Acknowledgement {
-        r#type: ResourceType::Roots.into(),
-        version,
-        rejection,
-        ..Acknowledgement::default()
-    })
-}
-
-fn acknowledge(acknowledgement: Acknowledgement) -> DiscoverRequest {
-    DiscoverRequest {
-        action: Some(Action::Acknowledgement(acknowledgement)),
     }
 }
 

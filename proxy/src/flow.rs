@@ -13,7 +13,7 @@ use diy_mesh_proto::Identity;
 use crate::account::{Charge, Holder};
 use crate::balance::Backend;
 use crate::destination::Destination;
-use crate::detect::{Protocol, declared};
+use crate::detect::Protocol;
 use crate::dump::{ConnectionInfo, Direction};
 use crate::error::Failure;
 use crate::http::edits::Edit;
@@ -62,7 +62,7 @@ impl Flow {
         let is_opaque = || self.worker.policy().opaque_ports.contains(port);
         match self.direction {
             Direction::Inbound => is_opaque().then_some(Protocol::Opaque),
-            Direction::Outbound => declared(self.destination.app_protocol()),
+            Direction::Outbound => self.destination.app_protocol(),
         }
     }
 

@@ -19,8 +19,9 @@ use crate::flow::Flow;
 use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::route::RetryPolicy;
 use crate::tls::{Acceptance, Tls};
+use crate::worker::Worker;
 
-/// Endpoints that one request is sent to at most.
+/// Endpoints that one request is sent to at most, unless its route asks for another number.
 pub const MAX_ATTEMPTS: u32 = 3;
 
 /// What can be sent to an endpoint: a request of either version of HTTP, or an opaque connection.
@@ -35,7 +36,11 @@ pub(crate) trait Forward {
     fn attempts(&mut self) -> &mut Attempts;
 
     /// Steps 7 and 8: connects to `endpoint`, sends, and relays the response.
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Self::Outcome, AttemptError>;
+    async fn attempt(
+        &mut self,
+        flow: &Flow,
+        endpoint: &Rc<Endpoint>,
+    ) -> Result<Self::Outcome, AttemptError>;
 
     /// Ready if the client leaves between two attempts, as far as that shows.
     fn poll_cancelled(&mut self, _: &mut Context<'_>) -> Poll<Self::Outcome> {
@@ -95,6 +100,23 @@ impl AttemptError {
         Some(Self { failure, retry })
     }
 
+    /// The connection ended before the response. `is_safe`: the request may be sent again, to any
+    /// endpoint.
+    pub fn closed(address: SocketAddr, reason: String, is_safe: bool) -> Self {
+        let failure = Failure::UpstreamClosed { address, reason };
+        let retry = match is_safe {
+            true => Retry::AnyEndpoint,
+            false => Retry::Never,
+        };
+        Self { failure, retry }
+    }
+
+    /// The response violates the protocol.
+    pub fn malformed(address: SocketAddr, reason: impl Into<String>) -> Self {
+        let reason = reason.into();
+        Self::last(Failure::UpstreamMalformed { address, reason })
+    }
+
     /// The authenticated proxy of the endpoint replied that its application accepts no connection.
     pub fn not_delivered(address: SocketAddr) -> Self {
         let source = io::Error::new(
@@ -138,20 +160,15 @@ pub(crate) async fn forward<F: Forward>(
         |failures| Failure::of_attempts(failures, &backend.name(), backend.endpoints_len());
     loop {
         // 6. Balance.
-        let preference = request.attempts().preference;
-        let avoided = &request.attempts().avoided;
-        let picked = flow.worker.pick(backend, preference, avoided);
-        let endpoints_left = backend.endpoints_len().saturating_sub(avoided.tried.len());
-        let endpoint = match picked {
+        let attempts = request.attempts();
+        let endpoint = match pick(flow, backend, attempts) {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(summary(failures).unwrap_or(failure)),
         };
-        request
-            .attempts()
-            .begin(&endpoint, time_to_connect, endpoints_left);
+        attempts.begin(&endpoint, time_to_connect);
         // 7. Connect, and 8. serve.
         let deadline = request.attempts().deadline();
-        let ended = within(deadline, pin!(request.attempt(&endpoint))).await;
+        let ended = within(deadline, pin!(request.attempt(flow, &endpoint))).await;
         let AttemptError { failure, retry } = match ended {
             Ok(outcome) => return Ok(outcome),
             Err(error) => error,
@@ -187,6 +204,18 @@ pub(crate) async fn forward<F: Forward>(
     }
 }
 
+/// Step 6: the endpoint for the next attempt.
+fn pick(flow: &Flow, backend: &Backend, attempts: &Attempts) -> Result<Rc<Endpoint>, Failure> {
+    let Worker { metrics, rng, .. } = &*flow.worker;
+    let (policy, rng) = (flow.worker.policy(), &mut rng.borrow_mut());
+    let picked = backend.pick_for(attempts.preference, &attempts.avoided, &policy.zone, rng)?;
+    let zone = &picked.info.zone;
+    if !zone.is_empty() && !policy.zone.is_empty() {
+        metrics.zone(*zone == policy.zone);
+    }
+    Ok(picked)
+}
+
 /// Runs an attempt until the deadline, and cancels it then.
 async fn within<T>(
     deadline: Deadline,
@@ -216,23 +245,8 @@ pub enum RetryDenial {
 }
 
 impl RetryDenial {
-    /// All reasons, in the order of their discriminants.
-    pub const ALL: [Self; 4] = [
-        Self::Budget,
-        Self::PreviousAttempt,
-        Self::Deadline,
-        Self::Circuit,
-    ];
-
-    /// The value of the label `reason`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Budget => "budget",
-            Self::PreviousAttempt => "previous-attempt",
-            Self::Deadline => "deadline",
-            Self::Circuit => "circuit-open",
-        }
-    }
+    /// The values of the label `reason`, in the order of the discriminants.
+    pub const NAMES: [&str; 4] = ["budget", "previous-attempt", "deadline", "circuit-open"];
 }
 
 /// The attempts of one request or opaque connection. Their results decide how the balancer treats
@@ -284,9 +298,11 @@ impl Replayable {
 impl Attempts {
     /// An attempt begins. It gets an equal share of the time to connect, so that there is time for
     /// the other endpoints.
-    fn begin(&mut self, endpoint: &Rc<Endpoint>, time_to_connect: Duration, endpoints: usize) {
+    fn begin(&mut self, endpoint: &Rc<Endpoint>, time_to_connect: Duration) {
         let attempts_left = self.max_attempts().saturating_sub(self.count).max(1);
-        let attempts_left = u32::try_from(endpoints)
+        let endpoints = self.backend.as_ref().map_or(0, |all| all.endpoints_len());
+        let endpoints_left = endpoints.saturating_sub(self.avoided.tried.len());
+        let attempts_left = u32::try_from(endpoints_left)
             .map_or(attempts_left, |endpoints| endpoints.clamp(1, attempts_left));
         self.connect_timeout = time_to_connect / attempts_left;
         self.count += 1;
@@ -366,11 +382,11 @@ impl Attempts {
         flow: &Flow,
     ) -> Result<Instant, AttemptError> {
         let address = self.address();
+        let is_outbound = flow.direction == Direction::Outbound;
         let others = |backend: &Rc<Backend>| backend.has_other(address);
-        let has_others =
-            flow.direction == Direction::Outbound && self.backend.as_ref().is_some_and(others);
+        let has_others = is_outbound && self.backend.as_ref().is_some_and(others);
         if verdict == Verdict::NotDelivered && request.is_kept && has_others {
-            return Err(AttemptError::not_delivered(self.address()));
+            return Err(AttemptError::not_delivered(address));
         }
         let now = self
             .current
@@ -383,17 +399,18 @@ impl Attempts {
                 Retryable::All => true,
             };
             if is_safe && request.is_kept && has_others && self.grant_retry(flow) {
-                let failure = Failure::UpstreamOverloaded(self.address());
-                let retry = Retry::OtherEndpoint;
-                return Err(AttemptError { failure, retry });
+                return Err(AttemptError {
+                    failure: Failure::UpstreamOverloaded(address),
+                    retry: Retry::OtherEndpoint,
+                });
             }
         }
-        let is_outbound = flow.direction == Direction::Outbound;
-        if is_outbound && request.is_kept && self.retries_status(request.status, flow) {
-            let (address, status) = (self.address(), request.status);
-            let failure = Failure::RetriedStatus { address, status };
-            let retry = Retry::AnyEndpoint;
-            return Err(AttemptError { failure, retry });
+        let status = request.status;
+        if is_outbound && request.is_kept && self.retries_status(status, flow) {
+            return Err(AttemptError {
+                failure: Failure::RetriedStatus { address, status },
+                retry: Retry::AnyEndpoint,
+            });
         }
         Ok(now)
     }
@@ -499,7 +516,7 @@ impl Attempts {
     /// What the next proxy is told of the attempts before the current one. Only an authenticated
     /// proxy that parses the request removes it.
     pub fn announced(&self, is_secured: bool) -> Option<u32> {
-        let parses = self.last.as_ref().is_some_and(|last| !last.is_opaque);
+        let parses = self.last.as_ref().is_some_and(|last| !last.info.opaque);
         let previous = self.previous.saturating_add(self.count.saturating_sub(1));
         (previous > 0 && is_secured && parses).then_some(previous)
     }
@@ -533,361 +550,4 @@ impl Attempts {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::balance::policy::BackendPolicy;
-    use crate::balance::{BreakerSettings, BudgetSettings};
-    use crate::destination::Destination;
-    use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
-    use crate::metrics::Metrics;
-    use crate::policy::Caller;
-    use crate::worker::{Worker, WorkerContext};
-
-    /// Fails as often as it has errors, then succeeds, or never ends.
-    struct Scripted {
-        attempts: Attempts,
-        errors: Vec<Retry>,
-        can_rewind: bool,
-        hangs: bool,
-    }
-
-    impl Forward for Scripted {
-        type Outcome = ();
-
-        fn authorize(&mut self, _: &Flow) -> Result<(), Failure> {
-            Ok(())
-        }
-
-        fn attempts(&mut self) -> &mut Attempts {
-            &mut self.attempts
-        }
-
-        async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
-            match self.errors.pop() {
-                None if self.hangs => std::future::pending().await,
-                None => Ok(()),
-                Some(retry) => {
-                    let failure = Failure::ConnectTimeout(endpoint.address);
-                    Err(AttemptError { failure, retry })
-                }
-            }
-        }
-
-        fn rewind(&mut self) -> bool {
-            self.can_rewind
-        }
-    }
-
-    /// Sends to a destination with one endpoint: the result, the attempts, and whether it is
-    /// quarantined.
-    async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, bool) {
-        let request = Scripted {
-            attempts: Attempts::default(),
-            errors: errors.to_vec(),
-            can_rewind,
-            hangs: false,
-        };
-        run(request).await
-    }
-
-    async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
-        let address = SocketAddr::from(([127, 0, 0, 1], 80));
-        let flow = Flow {
-            worker: Worker::new(WorkerContext::for_a_test("")),
-            direction: Direction::Outbound,
-            peer: address,
-            destination: Rc::new(Destination::fixed(address)),
-            caller: Caller::App,
-        };
-        let backend = flow.destination.backend();
-        let result = forward(&mut request, &flow, backend).await;
-        let endpoint = backend
-            .pick(&[], &mut fastrand::Rng::new())
-            .expect("it is fixed");
-        let result = result.map_err(|failure| failure.code().to_owned());
-        (
-            result,
-            request.attempts.count,
-            endpoint.is_quarantined(Instant::now()),
-        )
-    }
-
-    #[tokio::test]
-    async fn retries_only_what_is_safe_and_at_most_three_times() {
-        use Retry::{AnyEndpoint, Never};
-        let failed = || Err("connect-timeout".to_owned());
-        assert_eq!(send(&[], true).await, (Ok(()), 1, false));
-        assert_eq!(
-            send(&[AnyEndpoint, AnyEndpoint], true).await,
-            (Ok(()), 3, false)
-        );
-        assert_eq!(send(&[AnyEndpoint; 3], true).await, (failed(), 3, false));
-        assert_eq!(send(&[AnyEndpoint], false).await, (failed(), 1, false));
-        assert_eq!(send(&[Never], true).await, (failed(), 1, false));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
-        let scripted = |attempts| Scripted {
-            attempts,
-            errors: vec![Retry::AnyEndpoint],
-            can_rewind: true,
-            hangs: false,
-        };
-        let deadline = |seconds| Attempts {
-            exchange_deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
-            ..Attempts::default()
-        };
-        let retried_before = Attempts {
-            previous: 1,
-            ..Attempts::default()
-        };
-        let failed = Err("connect-timeout".to_owned());
-        for (attempts, expected) in [
-            (retried_before, (failed.clone(), 1, false)),
-            (deadline(0), (failed, 1, false)),
-            (deadline(1), (Ok(()), 2, false)),
-        ] {
-            assert_eq!(run(scripted(attempts)).await, expected);
-        }
-    }
-
-    #[tokio::test]
-    async fn announces_as_many_previous_attempts_as_fit() {
-        let address = SocketAddr::from(([127, 0, 0, 1], 80));
-        let backend = Destination::fixed(address).backend().clone();
-        for (previous, count, expected) in [
-            (0, 1, None),
-            (0, 2, Some(1)),
-            (3, 2, Some(4)),
-            (u32::MAX, 2, Some(u32::MAX)),
-        ] {
-            let attempts = Attempts {
-                previous,
-                count,
-                last: backend.pick(&[], &mut fastrand::Rng::new()).ok(),
-                ..Attempts::default()
-            };
-            assert_eq!(attempts.announced(true), expected);
-            assert_eq!(attempts.announced(false), None);
-        }
-    }
-
-    /// A request whose attempts end with these errors.
-    fn failing(errors: Vec<Retry>) -> Scripted {
-        Scripted {
-            attempts: Attempts::default(),
-            errors,
-            can_rewind: true,
-            hangs: false,
-        }
-    }
-
-    /// A connection to a Service with so many endpoints, and the metrics of its proxy.
-    async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) {
-        let (discovery, mut questions) = Discovery::by_hand();
-        let context = WorkerContext {
-            discovery,
-            ..WorkerContext::for_a_test("")
-        };
-        let metrics = context.metrics.clone();
-        let worker = Worker::new(context);
-        let endpoint = |number| {
-            let ip = std::net::Ipv4Addr::from_bits(0x0a00_0000 + number);
-            Arc::new(EndpointInfo::bare((ip, 80).into()))
-        };
-        let target = Target::Service(ServiceTarget {
-            endpoints: (1..=endpoints).map(endpoint).collect(),
-            policy: Arc::new(policy),
-            ..ServiceTarget::default()
-        });
-        let address = SocketAddr::from(([10, 96, 0, 7], 80));
-        let (destination, ()) = tokio::join!(worker.destinations.get_or_watch(address), async {
-            drop(questions.next().await.1(Arc::new(target)));
-        });
-        let flow = Flow {
-            worker,
-            direction: Direction::Outbound,
-            peer: address,
-            destination,
-            caller: Caller::App,
-        };
-        (flow, metrics)
-    }
-
-    #[tokio::test]
-    async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_others() {
-        let (flow, _) = flow_to(1000, BackendPolicy::default()).await;
-        let backend = flow.destination.backend();
-        let address = |number| SocketAddr::from((std::net::Ipv4Addr::from_bits(number), 80));
-        let endpoint = |number: u32| backend.endpoint(address(0x0a00_0000 + number)).unwrap();
-        let overload = Verdict::Overloaded(Overload {
-            retry: Retryable::All,
-            retry_after: Duration::from_secs(600),
-        });
-        for number in 1..1000 {
-            endpoint(number).begin().answered(overload);
-        }
-        let mut attempts = Attempts {
-            backend: Some(backend.clone()),
-            ..Attempts::default()
-        };
-        attempts.begin(&endpoint(1), Duration::ZERO, 1000);
-        let replayable = Replayable {
-            is_kept: true,
-            ..Replayable::ONCE
-        };
-        let error = attempts.answered(overload, replayable, &flow).unwrap_err();
-        assert_eq!(error.retry, Retry::OtherEndpoint);
-        assert_eq!(attempts.avoided.tried, [address(0x0a00_0001)]);
-        let picked = flow
-            .worker
-            .pick(backend, Preference::default(), &attempts.avoided);
-        assert_eq!(picked.unwrap().address, address(0x0a00_0000 + 1000));
-    }
-
-    /// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
-    /// metrics.
-    async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {
-        let (flow, metrics) = flow_to(3, policy).await;
-        let mut attempts = 0;
-        for _ in 0..1000 {
-            let mut request = request();
-            let backend = flow.destination.backend();
-            forward(&mut request, &flow, backend)
-                .await
-                .expect_err("no endpoint");
-            attempts += request.attempts.count;
-        }
-        (attempts, metrics.render())
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn outage_of_all_endpoints_adds_at_most_a_fifth_of_the_requests() {
-        for error in [Retry::OtherEndpoint, Retry::AnyEndpoint] {
-            let (attempts, metrics) =
-                fail_all(|| failing(vec![error; 3]), BackendPolicy::default()).await;
-            assert_eq!(attempts, 1000 + 200 + 10, "{error:?}");
-            let retries = "diy_mesh_proxy_retries_total{direction=\"outbound\"} 210\n";
-            assert!(metrics.contains(retries), "{metrics}");
-            let policy = BackendPolicy {
-                budget: Some(BudgetSettings {
-                    percent: 5,
-                    min_per_second: 2,
-                }),
-                ..BackendPolicy::default()
-            };
-            let (attempts, _) = fail_all(|| failing(vec![error; 3]), policy).await;
-            assert_eq!(attempts, 1000 + 50 + 20, "{error:?} with a policy");
-            let denied =
-                "diy_mesh_proxy_retries_denied_total{direction=\"outbound\",reason=\"budget\"} ";
-            assert!(!metrics.contains(&format!("{denied}0\n")), "{metrics}");
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn open_circuit_ends_attempts_and_retries() {
-        let policy = || BackendPolicy {
-            name: "TrafficPolicy shop/web".to_owned(),
-            breaker: Some(BreakerSettings {
-                failure_percent: 50,
-                min_requests: 20,
-                interval: Duration::from_secs(3600),
-                open_time: Duration::from_secs(3600),
-            }),
-            ..BackendPolicy::default()
-        };
-        for error in [Retry::OtherEndpoint, Retry::Never] {
-            let (attempts, metrics) = fail_all(|| failing(vec![error; 3]), policy()).await;
-            assert_eq!(attempts, 20, "{error:?}");
-            for gauge in ["circuits_open", "circuits_opened_total"] {
-                let expected = format!("{gauge}{{direction=\"outbound\"}} 1\n");
-                assert!(metrics.contains(&expected), "{expected}: {metrics}");
-            }
-            let denied = "{direction=\"outbound\",reason=\"circuit-open\"} ";
-            let denied = metrics.contains(&format!("{denied}1\n"));
-            assert_eq!(denied, error == Retry::OtherEndpoint, "{metrics}");
-        }
-        // What a route retries is a failure too.
-        let hanging = || Scripted {
-            attempts: Attempts {
-                attempt_timeout: Some(Duration::from_secs(1)),
-                policy: Some(Arc::new(RetryPolicy {
-                    statuses: Vec::new(),
-                    attempts: 2,
-                    backoff: Duration::ZERO,
-                })),
-                ..Attempts::default()
-            },
-            hangs: true,
-            ..failing(Vec::new())
-        };
-        assert_eq!(fail_all(hanging, policy()).await.0, 20);
-        let slow = || Scripted {
-            attempts: Attempts {
-                exchange_deadline: Deadline::after(Some(Duration::from_secs(1)), Limit::Exchange),
-                ..Attempts::default()
-            },
-            hangs: true,
-            ..failing(Vec::new())
-        };
-        assert_eq!(fail_all(slow, policy()).await.0, 20);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn attempts_together_take_no_longer_than_the_exchange() {
-        const SECOND: Duration = Duration::from_secs(1);
-        let policy = RetryPolicy {
-            statuses: vec![504],
-            attempts: 5,
-            backoff: SECOND / 2,
-        };
-        let request = Scripted {
-            attempts: Attempts {
-                exchange_deadline: Deadline::after(Some(4 * SECOND), Limit::Exchange),
-                attempt_timeout: Some(SECOND),
-                policy: Some(Arc::new(policy)),
-                ..Attempts::default()
-            },
-            errors: Vec::new(),
-            can_rewind: true,
-            hangs: true,
-        };
-        let began = tokio::time::Instant::now();
-        let ended = run(request).await;
-        assert_eq!(ended.0, Err("timeout".to_owned()));
-        // At 0, 1.5 and 3 s: no endpoint is known to answer in less than the time that is left.
-        assert_eq!((ended.1, began.elapsed()), (3, 4 * SECOND));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn deadlines_of_exchange_and_attempt_end_it() {
-        const SECOND: Duration = Duration::from_secs(1);
-        for (exchange, attempt) in [
-            (None, Some(SECOND)),
-            (Some(SECOND), None),
-            (Some(2 * SECOND), Some(SECOND)),
-        ] {
-            let request = Scripted {
-                attempts: Attempts {
-                    exchange_deadline: Deadline::after(exchange, Limit::Exchange),
-                    attempt_timeout: attempt,
-                    ..Attempts::default()
-                },
-                errors: Vec::new(),
-                can_rewind: true,
-                hangs: true,
-            };
-            let began = tokio::time::Instant::now();
-            let ended = run(request).await;
-            assert_eq!(ended.0, Err("timeout".to_owned()));
-            assert_eq!((ended.1, began.elapsed().as_secs()), (1, 1));
-        }
-    }
-
-    #[tokio::test]
-    async fn reports_the_last_failure_when_no_endpoint_is_left() {
-        let result = send(&[Retry::OtherEndpoint; 3], true).await;
-        assert_eq!(result, (Err("connect-timeout".to_owned()), 1, true));
-    }
-}
+mod tests;

@@ -121,16 +121,9 @@ impl Credentials {
             .cert
             .first()
             .and_then(|leaf| Leaf::parse(leaf).ok());
-        let (not_before, serial, issuer) =
-            leaf.map_or((UNIX_EPOCH, String::new(), String::new()), |leaf| {
-                let Leaf {
-                    not_before,
-                    serial,
-                    issuer,
-                    ..
-                } = leaf;
-                (not_before, serial, issuer)
-            });
+        let (not_before, serial, issuer) = leaf
+            .map(|leaf| (leaf.not_before, leaf.serial, leaf.issuer))
+            .unwrap_or((UNIX_EPOCH, String::new(), String::new()));
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();

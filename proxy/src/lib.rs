@@ -61,7 +61,7 @@ use diy_mesh_runtime::{
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{Config, ControllerProof};
+use crate::config::Config;
 use crate::connection::Listeners;
 use crate::control::{Control, Tls};
 use crate::discovery::Discovery;
@@ -99,7 +99,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         Dumps::start(dump_config, metrics.clone()).context("failed to start the dump writer")?;
     let readiness = Readiness::default();
     let memory = Memory::detect(config.memory_limit);
-    let (discovery, credentials) = start_control(&config, memory, &metrics, &readiness)?;
+    let (discovery, credentials) = start_control(&config, memory, &metrics, &readiness);
     let listening = readiness.condition("listeners", "listeners are not bound yet");
     let discovering = readiness.condition("discovery", "not started");
     let admin_metrics = metrics.clone();
@@ -174,26 +174,20 @@ fn start_control(
     memory: Memory,
     metrics: &Metrics,
     readiness: &Readiness,
-) -> anyhow::Result<(Discovery, CurrentCredentials)> {
-    let (address, token_file) = (
-        config.controller.to_string(),
-        Some(config.token_file.clone()),
-    );
-    let trust = Trust::default();
-    let (control, credentials) = match &config.controller_proof {
-        Some(ControllerProof {
-            identity,
-            roots_file,
-        }) => {
-            let tls = Tls {
-                expected: identity.clone(),
-                roots_file: roots_file.clone(),
-                trust: trust.clone(),
-            };
-            let control = Control::new(&address, token_file, Some(tls))?;
+) -> (Discovery, CurrentCredentials) {
+    let (trust, proof) = (Trust::default(), config.controller_proof.as_ref());
+    let tls = proof.map(|proof| Tls {
+        expected: proof.identity.clone(),
+        roots_file: proof.roots_file.clone(),
+        trust: trust.clone(),
+    });
+    let token_file = Some(config.token_file.clone());
+    let control = Control::new(config.controller.clone(), token_file, tls);
+    let credentials = match proof {
+        Some(proof) => {
             let (credentials, renewal) = identity::start(
                 control.clone(),
-                identity.trust_domain().to_owned(),
+                proof.identity.trust_domain().to_owned(),
                 trust.clone(),
                 metrics.identity.clone(),
             );
@@ -204,13 +198,14 @@ fn start_control(
                 None => Some("no certificate yet".to_owned()),
             };
             tokio::spawn(meet_once(credentials.clone(), reason, condition));
-            (control, credentials)
+            credentials
         }
         None => {
             tracing::warn!(
-                "plaintext connection to the controller at {address}: the proxy has no identity, meshed pods are unreachable"
+                "plaintext connection to the controller at {}: the proxy has no identity, meshed pods are unreachable",
+                config.controller
             );
-            (Control::new(&address, token_file, None)?, identity::none())
+            identity::none()
         }
     };
     let (discovery, driver) = discovery::start(
@@ -221,7 +216,7 @@ fn start_control(
         memory.max_endpoints(config.workers),
     );
     tokio::spawn(driver);
-    Ok((discovery, credentials))
+    (discovery, credentials)
 }
 
 /// Meets `condition` when `value` has no `reason` against it for the first time. A proxy that was
@@ -300,8 +295,7 @@ mod tests {
         );
         let config = Config::parse_from(arguments.split(' ')).check().unwrap();
         let memory = Memory::new(32 * 1024 * 1024);
-        let (discovery, _) =
-            start_control(&config, memory, &Metrics::new(), &Readiness::default()).unwrap();
+        let (discovery, _) = start_control(&config, memory, &Metrics::new(), &Readiness::default());
         let cart = std::net::SocketAddr::from(([10, 96, 0, 7], 80));
         let watching = tokio::spawn(async move { discovery.watch(cart).await });
         let mut stream = controller.stream().await;

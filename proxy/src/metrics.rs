@@ -11,11 +11,11 @@ use diy_mesh_runtime::metrics::{
 };
 use http::StatusCode;
 use prometheus_client::encoding::EncodeGaugeValue;
-use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
+use prometheus_client::metrics::{MetricType, TypedMetric};
+use prometheus_client::registry::{Metric, Registry};
 use tokio::sync::watch;
 
 use crate::balance::Cause;
@@ -63,9 +63,9 @@ const MAX_NAMES: usize = 100;
 const OTHER: &str = "other";
 const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// The HTTP version of a request.
+/// The HTTP version of a request: the label `protocol`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Protocol {
+pub enum HttpVersion {
     /// HTTP/1.0 or HTTP/1.1.
     Http1,
     /// HTTP/2, including gRPC.
@@ -76,11 +76,10 @@ pub enum Protocol {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
-    inbound: Flows,
-    outbound: Flows,
+    flows: Flows,
     /// To endpoints in the zone of the proxy, and in other zones.
     zones: [Counter; 2],
-    /// By [`Direction`], inbound first.
+    /// By [`Direction`].
     upstream: [Arc<UpstreamMetrics>; 2],
     /// By [`MirrorResult`].
     mirrors: [Counter; MirrorResult::NAMES.len()],
@@ -96,23 +95,23 @@ pub struct Metrics {
     pub identity: IdentityMetrics,
 }
 
-/// Metrics of one direction.
+/// Metrics of clients' connections and requests, by [`Direction`].
 #[derive(Debug)]
 struct Flows {
-    connections: Counter,
-    connections_open: Gauge,
-    certificate_expired: Gauge,
-    /// By [`Protocol`] and status class.
-    requests: [[Counter; CLASSES.len()]; 2],
-    failures: [Counter; FAILURE_CODES.len()],
-    retries: Counter,
+    connections: [Counter; 2],
+    connections_open: [Gauge; 2],
+    certificate_expired: [Gauge; 2],
+    /// By [`HttpVersion`] and status class.
+    requests: [[[Counter; CLASSES.len()]; 2]; 2],
+    failures: [[Counter; FAILURE_CODES.len()]; 2],
+    retries: [Counter; 2],
     /// By [`RetryDenial`].
-    retries_denied: [Counter; RetryDenial::ALL.len()],
+    retries_denied: [[Counter; RetryDenial::NAMES.len()]; 2],
     /// By [`TimeoutKind`].
-    timeouts: [Counter; TimeoutKind::ALL.len()],
-    opaque_connections: Counter,
-    opaque_sent: Counter,
-    opaque_received: Counter,
+    timeouts: [[Counter; TimeoutKind::NAMES.len()]; 2],
+    opaque_connections: [Counter; 2],
+    /// Bytes that clients sent, and that they received.
+    opaque_bytes: [[Counter; 2]; 2],
 }
 
 /// Metrics of the endpoints that the connections of one direction lead to.
@@ -167,7 +166,7 @@ impl Metrics {
     pub fn new() -> Arc<Self> {
         let mut registry = Registry::with_prefix("diy_mesh_proxy");
         let r = &mut registry;
-        let [inbound, outbound] = Flows::register(r);
+        let flows = Flows::register(r);
         let upstream = UpstreamMetrics::register(r).map(Arc::new);
         let discovery = DiscoveryMetrics::register(r);
         let identity = IdentityMetrics::register(r);
@@ -214,8 +213,7 @@ impl Metrics {
         register_process(r);
         Arc::new(Self {
             registry,
-            inbound,
-            outbound,
+            flows,
             upstream,
             mirrors,
             zones,
@@ -230,21 +228,20 @@ impl Metrics {
 
     /// Counts an accepted connection, as open until the returned value is dropped.
     pub fn connection(&self, direction: Direction) -> Active {
-        let flows = self.flows(direction);
-        flows.connections.inc();
-        Active::new(&flows.connections_open)
+        self.flows.connections[direction as usize].inc();
+        Active::new(&self.flows.connections_open[direction as usize])
     }
 
     /// Counts an open connection whose peer's certificate has expired, until the returned value is
     /// dropped.
     pub fn certificate_expired(&self, direction: Direction) -> Active {
-        Active::new(&self.flows(direction).certificate_expired)
+        Active::new(&self.flows.certificate_expired[direction as usize])
     }
 
     /// Counts a response, from the application or from the proxy itself.
-    pub fn request(&self, direction: Direction, protocol: Protocol, status: StatusCode) {
+    pub fn request(&self, direction: Direction, version: HttpVersion, status: StatusCode) {
         let class = (status.as_u16() / 100).clamp(1, 5) as usize - 1;
-        self.flows(direction).requests[protocol as usize][class].inc();
+        self.flows.requests[direction as usize][version as usize][class].inc();
     }
 
     /// Counts a request or a connection that the proxy failed to forward.
@@ -253,15 +250,14 @@ impl Metrics {
             .iter()
             .position(|code| *code == failure.code())
             .unwrap_or(FAILURE_CODES.len() - 1);
-        self.flows(direction).failures[index].inc();
+        self.flows.failures[direction as usize][index].inc();
     }
 
     /// Counts a retry that is safe, and takes place unless it is denied.
     pub fn retry(&self, direction: Direction, denial: Option<RetryDenial>) {
-        let flows = self.flows(direction);
         match denial {
-            None => flows.retries.inc(),
-            Some(denial) => flows.retries_denied[denial as usize].inc(),
+            None => self.flows.retries[direction as usize].inc(),
+            Some(denial) => self.flows.retries_denied[direction as usize][denial as usize].inc(),
         };
     }
 
@@ -288,15 +284,15 @@ impl Metrics {
 
     /// Counts a connection that ended, or whose protocol was decided, by a timeout.
     pub fn timeout(&self, direction: Direction, kind: TimeoutKind) {
-        self.flows(direction).timeouts[kind as usize].inc();
+        self.flows.timeouts[direction as usize][kind as usize].inc();
     }
 
     /// Counts a closed opaque connection and the bytes that its client sent and received.
     pub fn opaque(&self, direction: Direction, sent: u64, received: u64) {
-        let flows = self.flows(direction);
-        flows.opaque_connections.inc();
-        flows.opaque_sent.inc_by(sent);
-        flows.opaque_received.inc_by(received);
+        self.flows.opaque_connections[direction as usize].inc();
+        let [all_sent, all_received] = &self.flows.opaque_bytes[direction as usize];
+        all_sent.inc_by(sent);
+        all_received.inc_by(received);
     }
 
     /// All metrics in the OpenMetrics text format.
@@ -306,122 +302,112 @@ impl Metrics {
 
     /// The metrics of the endpoints of one direction.
     pub fn upstream(&self, direction: Direction) -> Arc<UpstreamMetrics> {
-        let [inbound, outbound] = &self.upstream;
-        match direction {
-            Direction::Inbound => inbound.clone(),
-            Direction::Outbound => outbound.clone(),
-        }
-    }
-
-    fn flows(&self, direction: Direction) -> &Flows {
-        match direction {
-            Direction::Inbound => &self.inbound,
-            Direction::Outbound => &self.outbound,
-        }
+        self.upstream[direction as usize].clone()
     }
 }
 
 impl Flows {
-    /// Registers the metrics of both directions, inbound first.
-    fn register(r: &mut Registry) -> [Self; 2] {
-        let connections: Counters<1> = register(r, "connections", "Accepted connections");
-        let open: Gauges = register(r, "connections_open", "Open connections");
-        let expired: Gauges = register(
-            r,
-            "connections_certificate_expired",
-            "Open connections whose peer's certificate has expired",
-        );
-        let requests: Counters<3> =
+    fn register(r: &mut Registry) -> Self {
+        Self {
+            connections: by_direction(r, "connections", "Accepted connections"),
+            connections_open: by_direction(r, "connections_open", "Open connections"),
+            certificate_expired: by_direction(
+                r,
+                "connections_certificate_expired",
+                "Open connections whose peer's certificate has expired",
+            ),
+            requests: Self::register_requests(r),
+            failures: by_direction_and(
+                r,
+                "failures",
+                "Requests and connections that the proxy failed to forward, by error code",
+                "code",
+                FAILURE_CODES,
+            ),
+            retries: by_direction(
+                r,
+                "retries",
+                "Attempts to send a request or connection again",
+            ),
+            retries_denied: by_direction_and(
+                r,
+                "retries_denied",
+                "Safe retries that did not take place, by reason",
+                "reason",
+                RetryDenial::NAMES,
+            ),
+            timeouts: by_direction_and(
+                r,
+                "timeouts",
+                "Timeouts of connections that fired, by kind",
+                "kind",
+                TimeoutKind::NAMES,
+            ),
+            opaque_connections: by_direction(
+                r,
+                "opaque_connections",
+                "Closed connections forwarded as opaque bytes",
+            ),
+            opaque_bytes: by_direction_and(
+                r,
+                "opaque_bytes",
+                "Bytes that clients of opaque connections sent and received",
+                "way",
+                ["sent", "received"],
+            ),
+        }
+    }
+
+    fn register_requests(r: &mut Registry) -> [[[Counter; CLASSES.len()]; 2]; 2] {
+        let requests: Family<Labels<3>, Counter> =
             register(r, "requests", "Responses sent to clients, by status class");
-        let failures: Counters<2> = register(
-            r,
-            "failures",
-            "Requests and connections that the proxy failed to forward, by error code",
-        );
-        let retries: Counters<1> = register(
-            r,
-            "retries",
-            "Attempts to send a request or connection again",
-        );
-        let denied: Counters<2> = register(
-            r,
-            "retries_denied",
-            "Safe retries that did not take place, by reason",
-        );
-        let timeouts: Counters<2> =
-            register(r, "timeouts", "Timeouts of connections that fired, by kind");
-        let opaque_connections: Counters<1> = register(
-            r,
-            "opaque_connections",
-            "Closed connections forwarded as opaque bytes",
-        );
-        let opaque_bytes: Counters<2> = register(
-            r,
-            "opaque_bytes",
-            "Bytes that clients of opaque connections sent and received",
-        );
-        [Direction::Inbound, Direction::Outbound].map(|direction| {
-            let direction = ("direction", direction.name());
-            Self {
-                connections: connections.get_or_create_owned(&[direction]),
-                connections_open: open.get_or_create_owned(&[direction]),
-                certificate_expired: expired.get_or_create_owned(&[direction]),
-                requests: ["http1", "http2"].map(|protocol| {
-                    CLASSES.map(|class| {
-                        let labels = [direction, ("protocol", protocol), ("class", class)];
-                        requests.get_or_create_owned(&labels)
-                    })
-                }),
-                failures: FAILURE_CODES
-                    .map(|code| failures.get_or_create_owned(&[direction, ("code", code)])),
-                retries: retries.get_or_create_owned(&[direction]),
-                retries_denied: RetryDenial::ALL.map(|denial| {
-                    denied.get_or_create_owned(&[direction, ("reason", denial.name())])
-                }),
-                timeouts: TimeoutKind::ALL
-                    .map(|kind| timeouts.get_or_create_owned(&[direction, ("kind", kind.name())])),
-                opaque_connections: opaque_connections.get_or_create_owned(&[direction]),
-                opaque_sent: opaque_bytes.get_or_create_owned(&[direction, ("way", "sent")]),
-                opaque_received: opaque_bytes
-                    .get_or_create_owned(&[direction, ("way", "received")]),
-            }
+        Direction::NAMES.map(|direction| {
+            ["http1", "http2"].map(|protocol| {
+                CLASSES.map(|class| {
+                    let labels = [
+                        ("direction", direction),
+                        ("protocol", protocol),
+                        ("class", class),
+                    ];
+                    requests.get_or_create_owned(&labels)
+                })
+            })
         })
     }
 }
 
 impl UpstreamMetrics {
-    /// Registers the metrics of both directions, inbound first.
+    /// Registers the metrics of both directions.
     fn register(r: &mut Registry) -> [Self; 2] {
-        let connections: Gauges = register(
+        let connections: [Gauge; 2] = by_direction(
             r,
             "upstream_connections",
             "Open connections to endpoints and to the application",
         );
-        let waiting: Gauges = register(
+        let waiting: [Gauge; 2] = by_direction(
             r,
             "requests_waiting",
             "Requests that wait because a limit of their endpoint is reached",
         );
-        let limited: Counters<2> = register(
+        let limited = by_direction_and(
             r,
             "requests_limited",
             "Requests rejected because a limit of their endpoint was reached, by limit",
+            "limit",
+            LimitKind::NAMES,
         );
-        let ejections: Counters<2> = register(r, "ejections", "Quarantines of endpoints, by cause");
-        let open: Gauges = register(r, "circuits_open", "Circuits that are open or half-open");
-        let opened: Counters<1> = register(r, "circuits_opened", "Circuits that were opened");
-        [Direction::Inbound, Direction::Outbound].map(|direction| {
-            let direction = ("direction", direction.name());
-            Self {
-                connections: connections.get_or_create_owned(&[direction]),
-                waiting: waiting.get_or_create_owned(&[direction]),
-                limited: LimitKind::NAMES
-                    .map(|limit| limited.get_or_create_owned(&[direction, ("limit", limit)])),
-                ejections: Cause::NAMES
-                    .map(|cause| ejections.get_or_create_owned(&[direction, ("cause", cause)])),
-                circuits_open: open.get_or_create_owned(&[direction]),
-                circuits_opened: opened.get_or_create_owned(&[direction]),
-            }
+        let help = "Quarantines of endpoints, by cause";
+        let ejections = by_direction_and(r, "ejections", help, "cause", Cause::NAMES);
+        let open: [Gauge; 2] =
+            by_direction(r, "circuits_open", "Circuits that are open or half-open");
+        let opened: [Counter; 2] = by_direction(r, "circuits_opened", "Circuits that were opened");
+        [Direction::Inbound, Direction::Outbound].map(|direction| Self {
+            connections: connections[direction as usize].clone(),
+            waiting: waiting[direction as usize].clone(),
+            limited: limited[direction as usize].clone(),
+            ejections: ejections[direction as usize].clone(),
+            circuits_open: open[direction as usize].clone(),
+            circuits_opened: opened[direction as usize].clone(),
         })
     }
 }
@@ -539,8 +525,29 @@ impl IdentityMetrics {
 }
 
 type Labels<const N: usize> = [(&'static str, &'static str); N];
-type Counters<const N: usize> = Family<Labels<N>, Counter>;
-type Gauges = Family<Labels<1>, Gauge>;
+
+/// Registers one time series for each [`Direction`].
+fn by_direction<M: Metric + TypedMetric + Clone + Default>(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+) -> [M; 2] {
+    register_family(registry, name, help, "direction", Direction::NAMES)
+}
+
+/// Registers one time series for each [`Direction`] and each value of another label.
+fn by_direction_and<const N: usize>(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    label: &'static str,
+    values: [&'static str; N],
+) -> [[Counter; N]; 2] {
+    let family: Family<Labels<2>, Counter> = register(registry, name, help);
+    Direction::NAMES.map(|direction| {
+        values.map(|value| family.get_or_create_owned(&[("direction", direction), (label, value)]))
+    })
+}
 
 /// Registers a gauge that is read at each scrape, and absent while `read` returns `None`.
 fn register_optional<V: EncodeGaugeValue>(
@@ -564,198 +571,4 @@ fn unix_seconds(time: SystemTime) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Parses a page into samples: name with labels, and value. Panics if the page is not in the
-    /// OpenMetrics text format.
-    fn parse(page: &str) -> std::collections::HashMap<String, f64> {
-        let page = page.strip_suffix("# EOF\n").expect("an end marker");
-        let mut family = String::new();
-        let mut samples = std::collections::HashMap::new();
-        for line in page.lines() {
-            if let Some(help) = line.strip_prefix("# HELP ") {
-                family = help.split_once(' ').expect("a help text").0.to_owned();
-                assert!(family.starts_with("diy_mesh_proxy_"), "{line}");
-            } else if let Some(kind) = line.strip_prefix("# TYPE ") {
-                let (name, kind) = kind.split_once(' ').expect("a type");
-                assert_eq!(name, family, "TYPE follows HELP");
-                match kind {
-                    "counter" => family.push_str("_total"),
-                    "gauge" => {}
-                    _ => panic!("unexpected type: {line}"),
-                }
-            } else {
-                let (name, value) = line.rsplit_once(' ').expect("a value");
-                assert_eq!(
-                    name.split('{').next(),
-                    Some(family.as_str()),
-                    "samples follow their family"
-                );
-                if let Some((_, labels)) = name.split_once('{') {
-                    for label in labels.strip_suffix('}').expect("closed labels").split(',') {
-                        let (label, value) = label.split_once('=').expect("a label");
-                        assert!(
-                            label.bytes().all(|byte| byte.is_ascii_lowercase())
-                                && value.len() > 2
-                                && value.starts_with('"')
-                                && value.ends_with('"')
-                        );
-                    }
-                }
-                assert!(
-                    samples
-                        .insert(name.to_owned(), value.parse().expect("a number"))
-                        .is_none(),
-                    "duplicate sample: {line}"
-                );
-            }
-        }
-        samples
-    }
-
-    #[test]
-    fn renders_counted_values() {
-        let metrics = Metrics::new();
-        let open = metrics.connection(Direction::Inbound);
-        drop(metrics.connection(Direction::Inbound));
-        metrics.request(Direction::Outbound, Protocol::Http2, StatusCode::NOT_FOUND);
-        metrics.failure(Direction::Outbound, &Failure::NoEndpoint("a/b".into()));
-        metrics.opaque(Direction::Inbound, 10, 20);
-        let samples = parse(&metrics.render());
-        let sample = |name: &str| samples[&format!("diy_mesh_proxy_{name}")];
-        assert_eq!(sample("connections_total{direction=\"inbound\"}"), 2.0);
-        assert_eq!(sample("connections_open{direction=\"inbound\"}"), 1.0);
-        assert_eq!(
-            sample("requests_total{direction=\"outbound\",protocol=\"http2\",class=\"4xx\"}"),
-            1.0
-        );
-        assert_eq!(
-            sample("requests_total{direction=\"outbound\",protocol=\"http1\",class=\"4xx\"}"),
-            0.0
-        );
-        assert_eq!(
-            sample("failures_total{direction=\"outbound\",code=\"no-endpoint\"}"),
-            1.0
-        );
-        assert_eq!(
-            sample("opaque_bytes_total{direction=\"inbound\",way=\"received\"}"),
-            20.0
-        );
-        assert!(
-            sample("resident_memory_bytes") > 100_000.0 && sample("start_time_seconds") > 1.7e9
-        );
-        drop(open);
-        let samples = parse(&metrics.render());
-        assert_eq!(
-            samples["diy_mesh_proxy_connections_open{direction=\"inbound\"}"],
-            0.0
-        );
-    }
-
-    #[test]
-    fn omits_unknown_times_until_they_are_recorded() {
-        let metrics = Metrics::new();
-        let names = [
-            "diy_mesh_proxy_certificate_end_time_seconds",
-            "diy_mesh_proxy_discovery_last_message_age_seconds",
-        ];
-        let samples = parse(&metrics.render());
-        assert!(names.iter().all(|name| !samples.contains_key(*name)));
-        metrics
-            .identity
-            .issued(UNIX_EPOCH + Duration::from_secs(2_000_000_000));
-        metrics.discovery.message_received();
-        let samples = parse(&metrics.render());
-        assert_eq!(samples[names[0]], 2e9);
-        assert!(samples[names[1]] < 60.0);
-    }
-
-    #[test]
-    fn every_failure_code_is_a_label() {
-        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 1));
-        let failures = [
-            Failure::NoEndpoint(String::new()),
-            Failure::UnknownPort {
-                service: String::new(),
-                port: 1,
-                ports: Arc::new([]),
-            },
-            Failure::NoRoute(String::new()),
-            Failure::InvalidBackend(String::new()),
-            Failure::InvalidRoutes {
-                service: String::new(),
-                reason: String::new(),
-            },
-            Failure::FaultInjected {
-                name: "".into(),
-                status: StatusCode::SERVICE_UNAVAILABLE,
-            },
-            Failure::Withheld(String::new()),
-            Failure::Connect {
-                address,
-                source: Arc::new(std::io::ErrorKind::Other.into()),
-            },
-            Failure::ConnectTimeout(address),
-            Failure::UpstreamClosed {
-                address,
-                reason: String::new(),
-            },
-            Failure::UpstreamMalformed {
-                address,
-                reason: String::new(),
-            },
-            Failure::RateLimited(Exceeded {
-                name: "".into(),
-                scope: crate::limit::Scope::Service,
-                retry_after: Duration::ZERO,
-            }),
-            Failure::BadRequest(""),
-            Failure::HeadersTooLarge(0),
-            Failure::RequestTimeout,
-            Failure::Overloaded(""),
-            Failure::UpstreamOverloaded(address),
-            Failure::CircuitOpen {
-                service: String::new(),
-                policy: String::new(),
-            },
-            Failure::RetriedStatus {
-                address,
-                status: 503,
-            },
-            Failure::NoCertificate(address),
-            Failure::Handshake {
-                address,
-                reason: String::new(),
-            },
-            Failure::MtlsRequired,
-            Failure::ConnectNotAllowed,
-            Failure::Timeout(crate::deadline::Limit::Exchange),
-            Failure::Loop(address),
-        ];
-        assert_eq!(
-            failures.each_ref().map(Failure::code),
-            FAILURE_CODES[..FAILURE_CODES.len() - 1]
-        );
-    }
-
-    #[test]
-    fn names_of_policies_are_bounded() {
-        let metrics = Metrics::new();
-        for number in 0..2 * MAX_NAMES {
-            let name = format!("TrafficPolicy shop/{number}");
-            metrics.fault(FaultKind::Abort, &name);
-            metrics.fault(FaultKind::Abort, "TrafficPolicy shop/0");
-        }
-        let text = metrics.render();
-        let sample = |policy: &str, count: usize| {
-            let labels = format!("{{kind=\"abort\",policy=\"{policy}\"}}");
-            let line = format!("diy_mesh_proxy_faults_total{labels} {count}\n");
-            assert!(text.contains(&line), "{line}: {text}");
-        };
-        sample("TrafficPolicy shop/0", 2 * MAX_NAMES + 1);
-        sample("TrafficPolicy shop/99", 1);
-        sample(OTHER, MAX_NAMES);
-        assert!(!text.contains("shop/100"), "{text}");
-    }
-}
+mod tests;

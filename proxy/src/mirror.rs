@@ -43,7 +43,7 @@ impl MirrorResult {
 
 /// The head of a request that is copied.
 #[derive(Clone, Debug)]
-pub enum Head {
+pub enum CopiedHead {
     /// As it was written for the next hop.
     Http1 {
         /// Up to the empty line.
@@ -59,7 +59,7 @@ pub enum Head {
 
 /// A copy that is collected while its request passes.
 pub struct Mirror {
-    head: Head,
+    head: CopiedHead,
     body: BytesMut,
     backends: Vec<Arc<str>>,
     flow: Rc<Flow>,
@@ -69,7 +69,7 @@ pub struct Mirror {
 
 impl Mirror {
     /// Begins a copy for each of these backends. None if there are too many.
-    pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: Head) -> Option<Box<Self>> {
+    pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: CopiedHead) -> Option<Box<Self>> {
         let slot = flow.worker.mirrors.clone().try_acquire_owned().ok();
         let mut memory = flow.charge();
         let slot = slot.filter(|_| memory.try_grow(MAX_REPLAY));
@@ -118,14 +118,13 @@ impl Mirror {
     }
 }
 
-async fn send(flow: &Rc<Flow>, name: &Arc<str>, head: Head, body: Bytes) -> MirrorResult {
+async fn send(flow: &Flow, name: &Arc<str>, head: CopiedHead, body: Bytes) -> MirrorResult {
     let backend = flow.worker.destinations.backend(name).await;
     let mut attempts = Attempts::default();
     attempts.exchange_deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
     let mut copy = Copy {
         head,
         body,
-        flow: flow.clone(),
         attempts,
     };
     match forward(&mut copy, flow, &backend).await {
@@ -139,9 +138,8 @@ async fn send(flow: &Rc<Flow>, name: &Arc<str>, head: Head, body: Bytes) -> Mirr
 
 /// A copy for one backend.
 struct Copy {
-    head: Head,
+    head: CopiedHead,
     body: Bytes,
-    flow: Rc<Flow>,
     attempts: Attempts,
 }
 
@@ -156,10 +154,10 @@ impl Forward for Copy {
         &mut self.attempts
     }
 
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
-        let (body, flow, attempts) = (&self.body, &self.flow, &mut self.attempts);
+    async fn attempt(&mut self, flow: &Flow, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
+        let (body, attempts) = (&self.body, &mut self.attempts);
         match &self.head {
-            Head::Http1 {
+            CopiedHead::Http1 {
                 head,
                 method,
                 chunked,
@@ -167,7 +165,7 @@ impl Forward for Copy {
                 let message = http1::mirror::message(head, body, *chunked);
                 http1::mirror::attempt(&message, method, attempts, flow, endpoint).await
             }
-            Head::Http2(parts) => {
+            CopiedHead::Http2(parts) => {
                 http2::mirror::attempt(parts, body, attempts, flow, endpoint).await
             }
         }

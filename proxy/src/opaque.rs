@@ -15,7 +15,7 @@ use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::io::Io;
 use crate::record::ConnectionRecord;
-use crate::tls::{Alpn, Tls};
+use crate::tls::Alpn;
 
 /// A new connection to an endpoint, which counts as in flight there.
 pub struct Dialed {
@@ -73,7 +73,6 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
     let backend = flow.connection_backend().await?;
     let mut dial = Dial {
         alpn,
-        tls: &flow.worker.tls,
         attempts: Attempts::default(),
     };
     dial.attempts.preference = backend.preference(None, flow.peer);
@@ -99,13 +98,12 @@ pub async fn pool(
     }
 }
 
-struct Dial<'a> {
+struct Dial {
     alpn: Alpn,
-    tls: &'a Tls,
     attempts: Attempts,
 }
 
-impl Forward for Dial<'_> {
+impl Forward for Dial {
     type Outcome = Upstream;
 
     fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
@@ -116,8 +114,12 @@ impl Forward for Dial<'_> {
         &mut self.attempts
     }
 
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Upstream, AttemptError> {
-        let dialer = self.attempts.dialer(self.tls);
+    async fn attempt(
+        &mut self,
+        flow: &Flow,
+        endpoint: &Rc<Endpoint>,
+    ) -> Result<Upstream, AttemptError> {
+        let dialer = self.attempts.dialer(&flow.worker.tls);
         let dialed = endpoint.pool().opaque(dialer, self.alpn).await;
         let upstream = dialed.map_err(AttemptError::connect)?;
         self.attempts.opened();

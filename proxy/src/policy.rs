@@ -5,7 +5,6 @@ use std::rc::Rc;
 
 use diy_mesh_proto::Identity;
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
-use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, is_same_name};
 
 use crate::error::Failure;
 use crate::http::view::RequestView;
@@ -70,21 +69,6 @@ impl Policy {
         }
         Ok(())
     }
-}
-
-/// Whether some server reads this field as `X-Called-By`, which only the proxy may set.
-pub fn is_called_by(name: &[u8]) -> bool {
-    is_same_name(name, CALLED_BY.as_bytes())
-}
-
-/// Whether some server reads this field of a request as one that only the proxy may set.
-pub fn is_reserved_in_requests(name: &[u8]) -> bool {
-    is_called_by(name) || is_same_name(name, PREVIOUS_ATTEMPTS.as_bytes())
-}
-
-/// Whether some server reads this field as `x-mesh-error`, which only a proxy may set.
-pub fn is_mesh_error(name: &[u8]) -> bool {
-    is_same_name(name, MESH_ERROR.as_bytes())
 }
 
 #[cfg(test)]
@@ -155,29 +139,5 @@ mod tests {
                 "the app may ask others for one"
             );
         }
-    }
-
-    #[test]
-    fn called_by_is_recognized_in_every_spelling() {
-        for name in [
-            "X-Called-By",
-            "x-called-by",
-            "X_CALLED_BY",
-            "x-Called_by",
-            "X.Called.By",
-            "x!called~by",
-        ] {
-            assert!(is_called_by(name.as_bytes()), "{name}");
-        }
-        for name in [
-            "X-Called-Bye",
-            "X-Called",
-            "XXCalled-By",
-            "X-Called-B-",
-            "X--Called-By",
-        ] {
-            assert!(!is_called_by(name.as_bytes()), "{name}");
-        }
-        assert!(is_mesh_error(b"X.Mesh_Error") && !is_mesh_error(b"x-mesh-errors"));
     }
 }

@@ -13,16 +13,15 @@ use diy_mesh_proto::Identity;
 use http::StatusCode;
 
 use crate::balance::{Backend, Preference};
-use crate::connect::Remote;
-use crate::dump::{Direction, ExchangeDump};
+use crate::dump::{self, Direction, ExchangeDump};
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::Attempts;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
-use crate::metrics::Protocol;
-use crate::mirror::{self, Mirror};
+use crate::metrics::HttpVersion;
+use crate::mirror::{CopiedHead, Mirror};
 use crate::route::fault::{FaultKind, Injection};
 use crate::route::{Answer, Route, Routes, Rule};
 
@@ -38,7 +37,7 @@ pub struct ExchangeRecord {
     unrouted: Option<Arc<Rule>>,
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
-    protocol: Protocol,
+    version: HttpVersion,
     started: Instant,
     status: Option<StatusCode>,
     sent: u64,
@@ -51,14 +50,14 @@ pub struct ExchangeRecord {
 
 impl ExchangeRecord {
     /// An exchange that begins now.
-    pub fn new(flow: &Rc<Flow>, protocol: Protocol) -> Self {
+    pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
         Self {
             flow: flow.clone(),
             attempts: Attempts::default(),
             route: None,
             unrouted: None,
             mirror: None,
-            protocol,
+            version,
             started: Instant::now(),
             status: None,
             sent: 0,
@@ -110,7 +109,7 @@ impl ExchangeRecord {
             let flow = self.flow.clone();
             let count = |kind| flow.worker.metrics.fault(kind, &name);
             self.fault = Some(name.clone());
-            self.dump(|dump| dump.fault(&name, delay));
+            self.dump(|dump| dump.fault = Some((name.to_string(), delay)));
             if let Some(delay) = delay {
                 count(FaultKind::Delay);
                 let mut timer = self.attempts.exchange_deadline.timer();
@@ -169,20 +168,20 @@ impl ExchangeRecord {
         }
     }
 
-    fn dump(&mut self, fill: impl FnOnce(&mut ExchangeDump)) {
+    fn dump(&mut self, fill: impl FnOnce(&mut dump::Record)) {
         if let Some(dump) = &mut self.dump {
-            fill(dump);
+            dump.fill(fill);
         }
     }
 
     /// The request's head, with the changes that the proxy makes to it.
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
-        self.dump(|dump| dump.request(request, edits));
+        self.dump(|dump| dump.request_head(request, edits));
     }
 
     /// Begins a copy of the request, with the head that was prepared for the next hop, if its route
     /// has a mirror. Another protocol is not copied.
-    pub fn mirror(&mut self, request: &RequestView<'_>, head: impl FnOnce() -> mirror::Head) {
+    pub fn mirror(&mut self, request: &RequestView<'_>, head: impl FnOnce() -> CopiedHead) {
         let Some(route) = &self.route else { return };
         let backends = route.mirrors();
         if !backends.is_empty() && !request.upgrade && !request.is_connect() {
@@ -201,18 +200,20 @@ impl ExchangeRecord {
     pub fn request_body(&mut self, data: &[u8]) {
         self.sent += data.len() as u64;
         self.mirror.take_if(|mirror| !mirror.body(data));
-        self.dump(|dump| dump.request_body(data));
+        if let Some(dump) = &mut self.dump {
+            dump.request_body(data);
+        }
     }
 
     /// The request's trailers.
     pub fn request_trailers(&mut self, trailers: &dyn Fields) {
-        self.dump(|dump| dump.request_trailers(trailers));
+        self.dump(|dump| dump.request.set_trailers(trailers));
     }
 
     /// The request was sent to its end.
     pub fn request_end(&mut self) {
         self.send_mirror();
-        self.dump(ExchangeDump::request_end);
+        self.dump(|dump| dump.request.ended = true);
     }
 
     /// A response has begun.
@@ -223,7 +224,9 @@ impl ExchangeRecord {
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.received += data.len() as u64;
-        self.dump(|dump| dump.response_body(data));
+        if let Some(dump) = &mut self.dump {
+            dump.response_body(data);
+        }
     }
 
     /// The head of the response that the client gets, with the changes that the proxy makes to it.
@@ -237,17 +240,17 @@ impl ExchangeRecord {
     ) {
         self.status = Some(status);
         self.dump_remote();
-        self.dump(|dump| dump.response(status, reason, fields, edits));
+        self.dump(|dump| dump.response_head(status, reason, fields, edits));
     }
 
     /// The response's trailers.
     pub fn response_trailers(&mut self, trailers: &dyn Fields) {
-        self.dump(|dump| dump.response_trailers(trailers));
+        self.dump(|dump| dump.response.set_trailers(trailers));
     }
 
     /// The response was sent to its end.
     pub fn response_end(&mut self) {
-        self.dump(ExchangeDump::response_end);
+        self.dump(|dump| dump.response.ended = true);
     }
 
     /// The proxy replies itself.
@@ -271,7 +274,7 @@ impl ExchangeRecord {
         let reply = LocalReply::from(&failure);
         self.status = Some(reply.status);
         self.fail(&failure);
-        self.dump(|dump| dump.failure(&failure));
+        self.dump(|dump| dump.failure = Some((failure.code(), failure.to_string())));
         reply
     }
 
@@ -281,37 +284,41 @@ impl ExchangeRecord {
         report(&self.flow, failure, false);
     }
 
-    /// Adds the other side of the proxy to the dump: an inbound caller, or an outbound endpoint.
+    /// Adds the rule, and the other side of the proxy, to the dump: an inbound caller, or an outbound
+    /// endpoint.
     fn dump_remote(&mut self) {
         let Some(mut dump) = self.dump.take() else {
             return;
         };
-        if let Some((rule, backend)) = self.rule() {
-            dump.route(rule, backend);
-        }
-        match (self.flow.direction, self.attempts.endpoint()) {
-            (Direction::Inbound, _) => dump.remote(None, self.flow.called_by()),
-            (Direction::Outbound, Some(endpoint)) => {
-                let Remote {
-                    address, identity, ..
-                } = &endpoint.pool().remote;
-                dump.remote(Some(*address), identity.as_ref().map(Identity::as_str));
+        dump.fill(|dump| {
+            if let Some((rule, backend)) = self.rule() {
+                dump.route = Some((rule.to_owned(), backend.map(str::to_owned)));
             }
-            (Direction::Outbound, None) => {}
-        }
+            match (self.flow.direction, self.attempts.endpoint()) {
+                (Direction::Inbound, _) => {
+                    dump.identity = self.flow.called_by().map(str::to_owned);
+                }
+                (Direction::Outbound, Some(endpoint)) => {
+                    let remote = &endpoint.pool().remote;
+                    dump.endpoint = Some(remote.address);
+                    dump.identity = remote.identity.as_ref().map(Identity::to_string);
+                }
+                (Direction::Outbound, None) => {}
+            }
+        });
         self.dump = Some(dump);
     }
 
     /// The exchange ended early.
     pub fn cut_off(&mut self, reason: &str) {
-        self.dump(|dump| dump.cut_off(reason));
+        self.dump(|dump| dump.cut_off = Some(reason.to_owned()));
     }
 
     /// The connection became a tunnel, which carried so many bytes.
     pub fn tunnel(&mut self, sent: u64, received: u64) {
         self.sent += sent;
         self.received += received;
-        self.dump(|dump| dump.upgraded(sent, received));
+        self.dump(|dump| dump.upgraded = Some((sent, received)));
     }
 }
 
@@ -326,7 +333,7 @@ impl Drop for ExchangeRecord {
             ..
         } = &*self.flow;
         if let Some(status) = self.status {
-            worker.metrics.request(*direction, self.protocol, status);
+            worker.metrics.request(*direction, self.version, status);
         }
         tracing::trace!(
             direction = direction.name(),

@@ -1,7 +1,6 @@
 //! The timeouts of connections: their flags and defaults, and the detection of idle connections.
 //! `metrics.rs` counts each timeout that fires.
 
-use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -82,28 +81,20 @@ pub enum TimeoutKind {
 }
 
 impl TimeoutKind {
-    /// All kinds, in the order of their discriminants.
-    pub const ALL: [Self; 7] = [
-        Self::Http1Idle,
-        Self::Http2Idle,
-        Self::OpaqueIdle,
-        Self::RequestHead,
-        Self::TlsHandshake,
-        Self::Detect,
-        Self::SilentClient,
+    /// The values of the label `kind`, in the order of the discriminants.
+    pub const NAMES: [&str; 7] = [
+        "http1-idle",
+        "http2-idle",
+        "opaque-idle",
+        "request-head",
+        "tls-handshake",
+        "detect",
+        "silent-client",
     ];
 
-    /// The value of the label `kind`.
+    /// The value of the label.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Http1Idle => "http1-idle",
-            Self::Http2Idle => "http2-idle",
-            Self::OpaqueIdle => "opaque-idle",
-            Self::RequestHead => "request-head",
-            Self::TlsHandshake => "tls-handshake",
-            Self::Detect => "detect",
-            Self::SilentClient => "silent-client",
-        }
+        Self::NAMES[self as usize]
     }
 }
 
@@ -155,14 +146,6 @@ impl IdleTimer {
             return Poll::Pending;
         }
         self.poll(cx)
-    }
-}
-
-impl fmt::Debug for IdleTimer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IdleTimer")
-            .field("timeout", &self.timeout)
-            .finish_non_exhaustive()
     }
 }
 

@@ -1,5 +1,5 @@
-//! One worker thread, and what its connections share. Workers share nothing but the
-//! configuration, the metrics and the dump queue.
+//! One worker thread, and what its connections share. Workers share the configuration, the metrics,
+//! the dump queue, and what discovery knows.
 
 use std::cell::{Cell, Ref, RefCell};
 use std::hash::{BuildHasher, RandomState};
@@ -15,7 +15,6 @@ use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::account::Budget;
-use crate::balance::{Avoided, Backend, Endpoint, Preference};
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
@@ -213,22 +212,6 @@ impl Worker {
         Ref::map(self.policy.borrow(), |policy| &**policy)
     }
 
-    /// Step 6: the endpoint for a request.
-    pub fn pick(
-        &self,
-        backend: &Backend,
-        preference: Preference,
-        avoided: &Avoided,
-    ) -> Result<Rc<Endpoint>, Failure> {
-        let (policy, rng) = (self.policy(), &mut self.rng.borrow_mut());
-        let picked = backend.pick_for(preference, avoided, &policy.zone, rng)?;
-        let zone = &picked.info.zone;
-        if !zone.is_empty() && !policy.zone.is_empty() {
-            self.metrics.zone(*zone == policy.zone);
-        }
-        Ok(picked)
-    }
-
     /// The memory for the buffers of one direction.
     pub fn memory(&self, direction: Direction) -> &Budgets {
         match direction {
@@ -295,28 +278,27 @@ impl Drop for Open {
 }
 
 #[cfg(test)]
-impl WorkerContext {
-    /// The inputs of a worker in a test, with additional arguments and without discovery.
-    pub fn for_a_test(arguments: &str) -> Self {
-        use clap::Parser as _;
-        let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
-        let config = Config::parse_from(format!("{usual}{arguments}").split(' '));
-        Self {
-            config: Arc::new(config.check().unwrap()),
-            dumps: Dumps::off(),
-            metrics: Metrics::new(),
-            discovery: Discovery::off(),
-            credentials: crate::identity::none(),
-            limit: 1000,
-            memory: 64 * 1024 * 1024,
-            drain: CancellationToken::new(),
-        }
-    }
-}
-
-#[cfg(test)]
 mod tests {
     use super::*;
+
+    impl WorkerContext {
+        /// The inputs of a worker in a test, with additional arguments and without discovery.
+        pub fn for_a_test(arguments: &str) -> Self {
+            use clap::Parser as _;
+            let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
+            let config = Config::parse_from(format!("{usual}{arguments}").split(' '));
+            Self {
+                config: Arc::new(config.check().unwrap()),
+                dumps: Dumps::off(),
+                metrics: Metrics::new(),
+                discovery: Discovery::off(),
+                credentials: crate::identity::none(),
+                limit: 1000,
+                memory: 64 * 1024 * 1024,
+                drain: CancellationToken::new(),
+            }
+        }
+    }
 
     #[tokio::test]
     async fn policy_of_the_controller_replaces_that_of_the_arguments() {

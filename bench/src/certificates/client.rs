@@ -84,7 +84,8 @@ pub fn control(controller: &str, token_file: Option<PathBuf>, roots: &Path) -> R
         roots_file: roots.to_path_buf(),
         trust: Trust::default(),
     };
-    Control::new(controller, token_file, Some(tls)).context("reach the controller")
+    let url = controller.parse().context("the controller's URL")?;
+    Ok(Control::new(url, token_file, Some(tls)))
 }
 
 /// Sends one request on a new connection.

@@ -46,6 +46,11 @@ pub(super) trait CatalogObject {
 
     /// Converts the object. Identities are in this trust domain.
     fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError>;
+
+    /// The paths of the unknown fields of a spec that is not parsed with the object.
+    fn unknown_fields_of_spec(&self) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 impl CatalogObject for core::Service {

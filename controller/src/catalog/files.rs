@@ -41,7 +41,7 @@ pub async fn run(
         if files.is_current {
             Kind::ALL
                 .into_iter()
-                .for_each(|kind| freshness.confirm(kind));
+                .for_each(|kind| freshness.confirm(kind, 0));
         }
     }
 }
@@ -128,19 +128,27 @@ impl Files {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
             Err(error) => return Err(format!("cannot read the file: {error}")),
         };
-        let parsed = match String::from_utf8(bytes) {
-            Ok(text) => manifest::parse(&text, &self.trust_domain).map_err(|e| e.to_string()),
-            Err(error) => Err(format!("it is not UTF-8 text: {error}")),
-        };
+        let objects = self.parse(bytes);
         let file = self.files.entry(path.to_owned()).or_insert(File {
             stamp: stamp.clone(),
             objects: Vec::new(),
         });
         file.stamp = stamp;
-        let objects = parsed?;
+        let objects = objects?;
         let changed = file.objects != objects;
         file.objects = objects;
         Ok(changed)
+    }
+
+    /// The objects of a file. Unknown fields are errors, as in strict field validation.
+    fn parse(&self, bytes: Vec<u8>) -> Result<Vec<Object>, String> {
+        let text = String::from_utf8(bytes);
+        let text = text.map_err(|error| format!("it is not UTF-8 text: {error}"))?;
+        let parsed = manifest::parse(&text, &self.trust_domain).map_err(|e| e.to_string())?;
+        match parsed.unknown_fields.is_empty() {
+            true => Ok(parsed.objects),
+            false => Err(parsed.unknown_fields.join("; ")),
+        }
     }
 
     /// Merges the objects of all files, and returns the changes.
@@ -319,5 +327,28 @@ mod tests {
         assert_eq!(say(files.scan()), [""; 0]);
         std::fs::rename(dir.path().join("away"), &folder).unwrap();
         assert_eq!(say(files.scan()), [""; 0]);
+    }
+
+    #[test]
+    fn file_with_an_unknown_field_keeps_its_last_valid_content() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "a.yaml", &service("a", "10.0.0.1"));
+        let mut files = Files::new(dir.path().to_owned(), "cluster.local");
+        files.scan();
+        let route = "apiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\n\
+                     metadata: {name: web}\nspec: {rules: [{backendRef: [{name: a, port: 80}]}]}\n";
+        write(dir.path(), "b.yaml", route);
+        write(dir.path(), "c.yaml", &service("c", "10.0.0.3"));
+        assert_eq!(say(files.scan()), ["apply default/c"]);
+        let path = dir.path().join("b.yaml").display().to_string();
+        let field = "HTTPRoute default/web: unknown field \"spec.rules[0].backendRef\"";
+        let expected = BTreeSet::from([format!("{path}: {field}")]);
+        assert_eq!(files.errors, expected);
+        write(
+            dir.path(),
+            "b.yaml",
+            &route.replace("backendRef", "backendRefs"),
+        );
+        assert_eq!(say(files.scan()), ["apply default/web"]);
     }
 }

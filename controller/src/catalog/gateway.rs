@@ -10,13 +10,17 @@ use std::marker::PhantomData;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client, Resource};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::convert::{CatalogObject, ConvertError, key};
+use super::manifest::with_unknown_fields;
 use crate::index::object::{Kind, Object};
 use crate::policy;
+use crate::policy::spec::TrafficPolicySpec;
 use crate::routes::model::Grant;
-use crate::routes::{parse, spec};
+use crate::routes::parse;
+use crate::routes::spec::{self, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, TcpMatch};
 
 pub(super) const GROUP: &str = "gateway.networking.k8s.io";
 
@@ -37,6 +41,8 @@ pub(super) trait GatewayKind: Clone + std::fmt::Debug + Send + Sync + 'static {
     const PLURAL: &'static str;
     /// The versions that have all fields that are read, the preferred one first.
     const VERSIONS: &'static [&'static str];
+    /// All fields of the spec.
+    type Spec: DeserializeOwned;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError>;
 }
@@ -61,6 +67,7 @@ impl GatewayKind for HttpRoute {
     const KIND: Kind = Kind::HttpRoute;
     const PLURAL: &'static str = "httproutes";
     const VERSIONS: &'static [&'static str] = &["v1"];
+    type Spec = RouteSpec<spec::Rule<HttpMatch>>;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         route(Self::KIND, metadata, spec)
@@ -71,6 +78,7 @@ impl GatewayKind for GrpcRoute {
     const KIND: Kind = Kind::GrpcRoute;
     const PLURAL: &'static str = "grpcroutes";
     const VERSIONS: &'static [&'static str] = &["v1"];
+    type Spec = RouteSpec<spec::Rule<GrpcMatch>>;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         route(Self::KIND, metadata, spec)
@@ -81,6 +89,7 @@ impl GatewayKind for TcpRoute {
     const KIND: Kind = Kind::TcpRoute;
     const PLURAL: &'static str = "tcproutes";
     const VERSIONS: &'static [&'static str] = &["v1alpha2"];
+    type Spec = RouteSpec<spec::Rule<TcpMatch>>;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         route(Self::KIND, metadata, spec)
@@ -91,9 +100,10 @@ impl GatewayKind for ReferenceGrant {
     const KIND: Kind = Kind::Grant;
     const PLURAL: &'static str = "referencegrants";
     const VERSIONS: &'static [&'static str] = &["v1", "v1beta1"];
+    type Spec = GrantSpec;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
-        let spec = spec::GrantSpec::deserialize(spec);
+        let spec = GrantSpec::deserialize(spec);
         let spec = spec.map_err(|error| ConvertError(format!("spec: {error}")))?;
         let kinds = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute];
         let from = spec.from.into_iter().filter_map(|from| {
@@ -119,6 +129,7 @@ impl GatewayKind for TrafficPolicy {
     const KIND: Kind = Kind::TrafficPolicy;
     const PLURAL: &'static str = "trafficpolicies";
     const VERSIONS: &'static [&'static str] = &[policy::VERSION];
+    type Spec = TrafficPolicySpec;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         let generation = metadata.generation.unwrap_or_default();
@@ -153,6 +164,13 @@ impl<K: GatewayKind> CatalogObject for GatewayObject<K> {
 
     fn convert(&self, _: &str) -> Result<Object, ConvertError> {
         K::convert(&self.metadata, &self.spec)
+    }
+
+    fn unknown_fields_of_spec(&self) -> Vec<String> {
+        // An error is a condition of the object, or an error of its conversion.
+        let (_, unknown) = with_unknown_fields::<K::Spec, _>(&self.spec);
+        let in_spec = unknown.into_iter().map(|field| format!("spec.{field}"));
+        in_spec.collect()
     }
 }
 

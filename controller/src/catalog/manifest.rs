@@ -5,9 +5,10 @@ use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
+use serde_ignored::Path;
 use serde_yaml_ng::{Error, Value};
 
-use super::convert::CatalogObject;
+use super::convert::{CatalogObject, ConvertError};
 use super::gateway::{
     self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TcpRoute, TrafficPolicy,
 };
@@ -53,9 +54,18 @@ struct List {
     items: Vec<Value>,
 }
 
-/// All objects of the catalog in a text, in their order.
-pub(crate) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, ManifestError> {
-    let mut objects = Vec::new();
+/// The content of a text.
+#[derive(Debug, Default)]
+pub(crate) struct Parsed {
+    /// All objects of the catalog, in their order.
+    pub objects: Vec<Object>,
+    /// Fields that their kinds do not have, such as misspelt ones, with the object.
+    pub unknown_fields: Vec<String>,
+}
+
+/// Parses a text. Identities are in the trust domain.
+pub(crate) fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
+    let mut parsed = Parsed::default();
     // Each document is parsed twice, first for its kind, so that errors of the second pass have a
     // line.
     let documents = || serde_yaml_ng::Deserializer::from_str(text);
@@ -81,90 +91,117 @@ pub(crate) fn parse(text: &str, trust_domain: &str) -> Result<Vec<Object>, Manif
         if meta.api_version == "v1" && meta.kind.ends_with("List") {
             let list = List::deserialize(second).map_err(at)?;
             for (position, item) in list.items.into_iter().enumerate() {
-                let object = list_item(item, &meta.kind, trust_domain);
-                let invalid = |reason| within(format!("items[{position}]: {reason}"));
-                objects.extend(object.map_err(invalid)?);
+                let added = parsed.add_item(item, &meta.kind, trust_domain);
+                added.map_err(|reason| within(format!("items[{position}]: {reason}")))?;
             }
         } else {
-            objects.extend(match object(&meta, second, trust_domain) {
-                Some(Ok(object)) => Some(object),
-                Some(Err(Invalid::Parse(error))) => return Err(at(error)),
-                Some(Err(Invalid::Convert(reason))) => {
-                    return Err(within(format!("{}: {reason}", meta.kind)));
-                }
-                None => None,
-            });
+            let added = parsed.add(&meta, second, trust_domain);
+            added.map_err(|error| match error {
+                Invalid::Parse(error) => at(error),
+                Invalid::Convert(reason) => within(format!("{}: {reason}", meta.kind)),
+            })?;
         }
     }
-    Ok(objects)
-}
-
-/// Parses an item. The items of a `PodList` need no kind; a `List` has items of any kind.
-fn list_item(item: Value, list: &str, trust_domain: &str) -> Result<Option<Object>, String> {
-    let text = |field: &str| item.get(field).and_then(Value::as_str).map(str::to_owned);
-    let kind = list.strip_suffix("List").unwrap_or_default();
-    let meta = TypeMeta {
-        api_version: text("apiVersion").unwrap_or_else(|| "v1".to_owned()),
-        kind: text("kind").unwrap_or_else(|| kind.to_owned()),
-    };
-    let object = object(&meta, item, trust_domain).transpose();
-    object.map_err(|error| match error {
-        Invalid::Parse(error) => format!("{}: {error}", meta.kind),
-        Invalid::Convert(reason) => format!("{}: {reason}", meta.kind),
-    })
+    Ok(parsed)
 }
 
 enum Invalid {
     Parse(Error),
-    Convert(String),
+    Convert(ConvertError),
 }
 
-/// Parses an object. `None`: the kind is not part of the catalog.
-fn object<'a>(
-    meta: &TypeMeta,
-    document: impl Deserializer<'a, Error = Error>,
-    trust_domain: &str,
-) -> Option<Result<Object, Invalid>> {
-    match (meta.api_version.as_str(), meta.kind.as_str()) {
-        ("v1", "Service") => Some(read::<Service>(document, trust_domain)),
-        ("v1", "Pod") => Some(read::<Pod>(document, trust_domain)),
-        ("v1", "Node") => Some(read::<Node>(document, trust_domain)),
-        ("discovery.k8s.io/v1", "EndpointSlice") => {
-            Some(read::<EndpointSlice>(document, trust_domain))
-        }
-        (version, kind) => {
-            let (group, _) = version.split_once('/')?;
-            match kind {
-                "TrafficPolicy" if group == policy::GROUP => {
-                    Some(read::<GatewayObject<TrafficPolicy>>(document, trust_domain))
-                }
-                "TrafficSplit" if group == smi::SPLIT_GROUP => {
-                    Some(read::<GatewayObject<TrafficSplit>>(document, trust_domain))
-                }
-                "HTTPRouteGroup" if group == smi::SPECS_GROUP => {
-                    Some(read::<GatewayObject<RouteGroup>>(document, trust_domain))
-                }
-                _ if group != gateway::GROUP => None,
-                "HTTPRoute" => Some(read::<GatewayObject<HttpRoute>>(document, trust_domain)),
-                "GRPCRoute" => Some(read::<GatewayObject<GrpcRoute>>(document, trust_domain)),
-                "TCPRoute" => Some(read::<GatewayObject<TcpRoute>>(document, trust_domain)),
-                "ReferenceGrant" => Some(read::<GatewayObject<ReferenceGrant>>(
-                    document,
-                    trust_domain,
-                )),
-                _ => None,
-            }
-        }
+impl Parsed {
+    /// Adds an item. The items of a `PodList` need no kind; a `List` has items of any kind.
+    fn add_item(&mut self, item: Value, list: &str, trust_domain: &str) -> Result<(), String> {
+        let text = |field: &str| item.get(field).and_then(Value::as_str).map(str::to_owned);
+        let kind = list.strip_suffix("List").unwrap_or_default();
+        let meta = TypeMeta {
+            api_version: text("apiVersion").unwrap_or_else(|| "v1".to_owned()),
+            kind: text("kind").unwrap_or_else(|| kind.to_owned()),
+        };
+        let added = self.add(&meta, item, trust_domain);
+        added.map_err(|error| match error {
+            Invalid::Parse(error) => format!("{}: {error}", meta.kind),
+            Invalid::Convert(reason) => format!("{}: {reason}", meta.kind),
+        })
+    }
+
+    /// Adds an object, unless its kind is not part of the catalog.
+    fn add<'a>(
+        &mut self,
+        meta: &TypeMeta,
+        document: impl Deserializer<'a, Error = Error>,
+        trust_domain: &str,
+    ) -> Result<(), Invalid> {
+        let version = &*meta.api_version;
+        let group = version.split_once('/').map_or(version, |(group, _)| group);
+        let read = match (group, &*meta.kind) {
+            ("v1", "Service") => read::<Service, _>,
+            ("v1", "Pod") => read::<Pod, _>,
+            ("v1", "Node") => read::<Node, _>,
+            (_, "EndpointSlice") if version == "discovery.k8s.io/v1" => read::<EndpointSlice, _>,
+            (policy::GROUP, "TrafficPolicy") => read::<GatewayObject<TrafficPolicy>, _>,
+            (smi::SPLIT_GROUP, "TrafficSplit") => read::<GatewayObject<TrafficSplit>, _>,
+            (smi::SPECS_GROUP, "HTTPRouteGroup") => read::<GatewayObject<RouteGroup>, _>,
+            (gateway::GROUP, "HTTPRoute") => read::<GatewayObject<HttpRoute>, _>,
+            (gateway::GROUP, "GRPCRoute") => read::<GatewayObject<GrpcRoute>, _>,
+            (gateway::GROUP, "TCPRoute") => read::<GatewayObject<TcpRoute>, _>,
+            (gateway::GROUP, "ReferenceGrant") => read::<GatewayObject<ReferenceGrant>, _>,
+            _ => return Ok(()),
+        };
+        let (object, fields) = read(document, trust_domain)?;
+        let unknown = |field| {
+            let (kind, key) = (object.kind(), object.key());
+            format!("{kind} {key}: unknown field {field:?}")
+        };
+        self.unknown_fields.extend(fields.into_iter().map(unknown));
+        self.objects.push(object);
+        Ok(())
     }
 }
 
-fn read<'a, T: CatalogObject + DeserializeOwned>(
-    document: impl Deserializer<'a, Error = Error>,
-    trust_domain: &str,
-) -> Result<Object, Invalid> {
-    let object = T::deserialize(document).map_err(Invalid::Parse)?;
-    let converted = object.convert(trust_domain);
-    converted.map_err(|error| Invalid::Convert(error.to_string()))
+/// Reads an object, and the paths of the unknown fields.
+fn read<'a, T, D>(document: D, trust_domain: &str) -> Result<(Object, Vec<String>), Invalid>
+where
+    T: CatalogObject + DeserializeOwned,
+    D: Deserializer<'a, Error = Error>,
+{
+    let (object, mut unknown) = with_unknown_fields::<T, _>(document);
+    let object = object.map_err(Invalid::Parse)?;
+    // The cluster that an object is from may have a later release, with other fields in the status.
+    unknown.retain(|field| {
+        let section = field.split('.').next();
+        !matches!(section, Some("apiVersion" | "kind" | "status"))
+    });
+    unknown.extend(object.unknown_fields_of_spec());
+    let converted = object.convert(trust_domain).map_err(Invalid::Convert)?;
+    Ok((converted, unknown))
+}
+
+/// Reads a value, and the paths of the fields that its type does not have.
+pub(super) fn with_unknown_fields<'a, T, D>(document: D) -> (Result<T, D::Error>, Vec<String>)
+where
+    T: Deserialize<'a>,
+    D: Deserializer<'a>,
+{
+    let mut unknown = Vec::new();
+    let value = serde_ignored::deserialize(document, |path| unknown.push(text(&path)));
+    (value, unknown)
+}
+
+/// A path such as `spec.rules[0].name`.
+fn text(path: &Path<'_>) -> String {
+    match path {
+        Path::Root => String::new(),
+        Path::Seq { parent, index } => format!("{}[{index}]", text(parent)),
+        Path::Map { parent, key } => match text(parent) {
+            parent if parent.is_empty() => key.clone(),
+            parent => format!("{parent}.{key}"),
+        },
+        Path::Some { parent }
+        | Path::NewtypeStruct { parent }
+        | Path::NewtypeVariant { parent } => text(parent),
+    }
 }
 
 /// The message of an error. The parser appends the position to some.
@@ -181,6 +218,7 @@ mod tests {
     fn names(text: &str) -> Vec<String> {
         parse(text, "cluster.local")
             .unwrap()
+            .objects
             .iter()
             .map(|object| format!("{} {}", object.kind(), object.key()))
             .collect()
@@ -249,5 +287,114 @@ mod tests {
                 .to_string(),
             "document 1: it has no kind; every object needs apiVersion and kind"
         );
+    }
+
+    fn unknown(text: &str) -> Vec<String> {
+        parse(text, "cluster.local").unwrap().unknown_fields
+    }
+
+    #[test]
+    fn unknown_fields_have_their_object_and_path() {
+        let route = |kind: &str, version: &str, spec: &str| {
+            unknown(&format!(
+                "apiVersion: {version}\nkind: {kind}\nmetadata: {{name: a, namespace: shop}}\nspec: {spec}\n"
+            ))
+        };
+        let field = |kind: &str, path: &str| [format!("{kind} shop/a: unknown field {path:?}")];
+        let gateway = "gateway.networking.k8s.io/v1";
+        for (kind, version, spec, path) in [
+            (
+                "Service",
+                "v1",
+                "{ports: [{port: 80, targetport: 81}]}",
+                "spec.ports[0].targetport",
+            ),
+            (
+                "Pod",
+                "v1",
+                "{containers: [], nodename: n}",
+                "spec.nodename",
+            ),
+            (
+                "HTTPRoute",
+                gateway,
+                "{rules: [{}, {backendRef: []}]}",
+                "spec.rules[1].backendRef",
+            ),
+            (
+                "HTTPRoute",
+                gateway,
+                "{parentRefs: [{name: a, sction: b}]}",
+                "spec.parentRefs[0].sction",
+            ),
+            (
+                "HTTPRoute",
+                gateway,
+                "{rules: [{backendRefs: [{name: a, prot: 80}]}]}",
+                "spec.rules[0].backendRefs[0].prot",
+            ),
+            (
+                "HTTPRoute",
+                gateway,
+                "{rules: [{filters: [{type: URLRewrite, urlRewrite: {host: a}}]}]}",
+                "spec.rules[0].filters[0].urlRewrite.host",
+            ),
+            (
+                "GRPCRoute",
+                gateway,
+                "{rules: [{matches: [{method: {servce: a}}]}]}",
+                "spec.rules[0].matches[0].method.servce",
+            ),
+            (
+                "ReferenceGrant",
+                gateway,
+                "{to: [{kinds: Service}]}",
+                "spec.to[0].kinds",
+            ),
+            (
+                "TrafficPolicy",
+                "diy-service-mesh.dev/v1alpha1",
+                "{timeouts: {reqest: 1s}}",
+                "spec.timeouts.reqest",
+            ),
+            (
+                "TrafficSplit",
+                "split.smi-spec.io/v1alpha4",
+                "{service: a, backends: [{service: b, weight: 1, x: 1}]}",
+                "spec.backends[0].x",
+            ),
+            (
+                "HTTPRouteGroup",
+                "specs.smi-spec.io/v1alpha4",
+                "{matches: [{name: m, path: /}]}",
+                "spec.matches[0].path",
+            ),
+        ] {
+            assert_eq!(route(kind, version, spec), field(kind, path));
+        }
+        let misplaced = "apiVersion: v1\nkind: List\nitems:\n- {apiVersion: v1, kind: Service, metadata: {name: a, label: {}}, sepc: {}}\n";
+        assert_eq!(
+            unknown(misplaced),
+            [
+                "Service default/a: unknown field \"metadata.label\"",
+                "Service default/a: unknown field \"sepc\""
+            ]
+        );
+    }
+
+    #[test]
+    fn fields_that_the_api_server_adds_or_the_mesh_does_not_need_are_known() {
+        let metadata = "{name: a, uid: u, generation: 1, resourceVersion: '7', creationTimestamp: '2026-11-22T09:00:00Z', annotations: {a: b}, ownerReferences: [{apiVersion: v1, kind: Pod, name: p, uid: u}], managedFields: [{manager: kubectl, operation: Update, fieldsType: FieldsV1, fieldsV1: {'f:spec': {'f:ports': {}}}}]}";
+        for object in [
+            "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: app, image: i, resources: {limits: {cpu: 1}}}]}\nstatus: {phase: Running, ofALaterRelease: 1}",
+            "apiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nspec: {useDefaultGateways: All, rules: [{filters: [{type: ExternalAuth, externalAuth: {protocol: HTTP}}]}]}\nstatus: {parents: []}",
+            "apiVersion: split.smi-spec.io/v1alpha4\nkind: TrafficSplit\nspec: {service: a, matches: [{kind: HTTPRouteGroup, name: g, apiGroup: specs.smi-spec.io}]}",
+            "apiVersion: specs.smi-spec.io/v1alpha4\nkind: HTTPRouteGroup\nspec: {matches: [{name: m}]}",
+        ] {
+            assert_eq!(
+                unknown(&format!("{object}\nmetadata: {metadata}\n")),
+                [""; 0]
+            );
+        }
     }
 }

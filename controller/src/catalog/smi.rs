@@ -20,6 +20,7 @@ impl GatewayKind for TrafficSplit {
     const PLURAL: &'static str = "trafficsplits";
     // Of the earlier ones, v1alpha2 has no matches.
     const VERSIONS: &'static [&'static str] = &[smi::VERSION, "v1alpha3", "v1alpha2"];
+    type Spec = smi::SplitSpec;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         let uid = metadata.uid.as_deref().unwrap_or_default();
@@ -33,6 +34,7 @@ impl GatewayKind for RouteGroup {
     const KIND: Kind = Kind::RouteGroup;
     const PLURAL: &'static str = "httproutegroups";
     const VERSIONS: &'static [&'static str] = &[smi::VERSION];
+    type Spec = smi::GroupSpec;
 
     fn convert(metadata: &ObjectMeta, spec: &Value) -> Result<Object, ConvertError> {
         let group = smi::group(key(metadata)?, spec);

@@ -6,6 +6,7 @@
 //! refuses that version; the list then replaces the previous one in a single change, so that no
 //! state in between is visible.
 
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::pin::pin;
 use std::time::Duration;
@@ -31,6 +32,8 @@ const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 const PAGE_SIZE: u32 = 500;
 /// Of optional kinds: a route may have 1 MiB.
 const OPTIONAL_PAGE_SIZE: u32 = 50;
+/// Invalid objects of a kind that the log names.
+const MAX_NAMED: usize = 100;
 /// The duration of a watch, in seconds. The API server ends it.
 const WATCH_SECONDS: u32 = 180;
 
@@ -96,6 +99,7 @@ where
         fields,
         context,
         version: None,
+        ignored: BTreeSet::new(),
         backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
     };
     tokio::select! {
@@ -115,6 +119,8 @@ struct Watch<'a, K> {
     context: Context<'a>,
     /// The version of the last event. `None`: the objects must be listed.
     version: Option<String>,
+    /// The invalid objects.
+    ignored: BTreeSet<Key>,
     backoff: Backoff,
 }
 
@@ -143,6 +149,7 @@ where
             false => PAGE_SIZE,
         });
         params.field_selector = self.fields.map(str::to_owned);
+        self.ignored.clear();
         let mut listed = Vec::new();
         let version = loop {
             let deadline = self.context.timing.list_timeout;
@@ -210,7 +217,10 @@ where
                     .map_or_else(|| deleted(&object), apply);
                 (Some(change), object.resource_version())
             }
-            WatchEvent::Deleted(object) => (Some(deleted(&object)), object.resource_version()),
+            WatchEvent::Deleted(object) => {
+                self.ignored.remove(&key(&object));
+                (Some(deleted(&object)), object.resource_version())
+            }
             WatchEvent::Bookmark(bookmark) => (None, Some(bookmark.metadata.resource_version)),
             WatchEvent::Error(status) => {
                 self.version = None;
@@ -280,7 +290,8 @@ where
     fn confirm(&mut self) {
         self.backoff.reset();
         (self.missing, self.is_unavailable) = (0, false);
-        self.context.freshness.confirm(K::KIND);
+        let freshness = self.context.freshness;
+        freshness.confirm(K::KIND, self.ignored.len());
     }
 
     async fn send(&self, change: Change, version: &str) -> Result<(), Error> {
@@ -290,22 +301,29 @@ where
         sent.map_err(|_| Error::Stopped)
     }
 
-    fn convert(&self, object: &K) -> Option<Object> {
-        let converted = object.convert(self.context.trust_domain);
-        if let Err(error) = &converted {
-            let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
-            tracing::warn!("{} {namespace}/{name} is ignored: {error}", K::KIND);
+    /// Converts an object. The log names an invalid one once, as long as it is invalid.
+    fn convert(&mut self, object: &K) -> Option<Object> {
+        let (key, converted) = (key(object), object.convert(self.context.trust_domain));
+        match &converted {
+            Ok(_) => drop(self.ignored.remove(&key)),
+            Err(error) => {
+                let is_named = self.ignored.len() < MAX_NAMED && !self.ignored.contains(&key);
+                if is_named {
+                    tracing::warn!("{} {key} is ignored: {error}", K::KIND);
+                }
+                self.ignored.insert(key);
+            }
         }
         converted.ok()
     }
 }
 
 fn deleted<K: CatalogObject + ResourceExt>(object: &K) -> Change {
-    Change::Delete(
-        Source::Kubernetes,
-        K::KIND,
-        Key::new(&object.namespace().unwrap_or_default(), &object.name_any()),
-    )
+    Change::Delete(Source::Kubernetes, K::KIND, key(object))
+}
+
+fn key(object: &impl ResourceExt) -> Key {
+    Key::new(&object.namespace().unwrap_or_default(), &object.name_any())
 }
 
 impl Error {
@@ -567,6 +585,23 @@ mod tests {
         server.events(&[event("BOOKMARK", bookmark), invalid]).await;
         assert_eq!(server.change().await, "delete Service shop/b");
         assert_eq!(server.hang().await, "watch=true&resourceVersion=91");
+    }
+
+    #[tokio::test]
+    async fn invalid_objects_are_counted_until_they_are_valid_or_deleted() {
+        let mut server = Server::start::<Service>().await;
+        let mut large = service("large", "10.0.0.1", "5");
+        large["spec"]["ports"] = (1..=1001).map(|port| json!({"port": port})).collect();
+        let invalid = service("b", "not an address", "6");
+        let listed = list("7", "", &[large.clone(), invalid]);
+        server.respond(200, listed).await;
+        assert_eq!(server.change().await, "reset Service []");
+        assert_eq!(server.freshness.ignored(), [(Kind::Service, 2)]);
+        let valid = event("MODIFIED", service("b", "10.0.0.2", "8"));
+        server.events(&[valid, event("DELETED", large)]).await;
+        assert_eq!(server.change().await, "apply shop/b");
+        assert_eq!(server.change().await, "delete Service shop/large");
+        assert_eq!(server.freshness.ignored(), [(Kind::Service, 0)]);
     }
 
     #[tokio::test]

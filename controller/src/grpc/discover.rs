@@ -219,6 +219,7 @@ mod tests {
     use crate::hub::Hub;
     use crate::index::object::Source;
     use crate::issuer::Issuer;
+    use crate::routes::testing::Log;
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
         proto::Subscribe {
@@ -268,28 +269,9 @@ mod tests {
         assert_eq!(status.code(), tonic::Code::Ok);
     }
 
-    /// A log that the test reads.
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl std::io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-
     #[test]
     fn rejections_of_a_hostile_proxy_are_one_short_line_of_the_log() {
         let log = Log::default();
-        let writer = log.clone();
-        let subscriber = tracing_subscriber::fmt()
-            .with_ansi(false)
-            .with_writer(move || writer.clone())
-            .finish();
         let caller = crate::authenticate::Caller {
             user: "system:serviceaccount:shop:web".into(),
             pod: None,
@@ -301,13 +283,13 @@ mod tests {
             r#type: 77,
             ..proto::Acknowledgement::default()
         };
-        tracing::subscriber::with_default(subscriber, || {
+        tracing::subscriber::with_default(log.subscriber(), || {
             let mut has_rejected = false;
             for _ in 0..1_000 {
                 acknowledge(&rejection, &mut has_rejected, &proxy, &metrics);
             }
         });
-        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let text = log.text();
         let mut control = text.chars().filter(|character| character.is_control());
         assert_eq!(
             (control.next(), control.next()),

@@ -1,8 +1,8 @@
-//! The clients that lack capabilities, and the conditions of the routes and policies that they do
-//! not apply.
+//! The conditions of the routes and policies that the proxies of pods do not apply: those of clients
+//! that lack capabilities, and those of pods with too many rate limits.
 //!
-//! Only these clients are registered: without them, nothing is done. A review takes the locks
-//! once per pod, and its work per pod is bounded by the quota of subscriptions.
+//! Without such clients and namespaces, nothing is done. A review takes the locks once per pod, and
+//! its work per pod is bounded by the quota of subscriptions, and by the Services of the namespace.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -13,6 +13,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use super::{Hub, Resources};
 use crate::authenticate::PodRef;
 use crate::index::enforcement::{Missing, Subject};
+use crate::index::object::Key;
 use crate::routes::enforcement::Pods;
 
 /// Time between two reviews.
@@ -45,17 +46,18 @@ impl Hub {
         }
     }
 
-    /// The routes and policies that connected proxies do not apply, with the pods of these proxies.
+    /// The routes and policies that proxies do not apply, with the pods of these proxies.
     async fn unenforced(&self) -> BTreeMap<Subject, Pods> {
-        let mut found: BTreeMap<Subject, Pods> = BTreeMap::new();
+        let mut found = BTreeMap::new();
         let clients = self.subscribers().with_missing();
         for (pod, streams) in clients {
-            for subject in self.not_applied(&pod, streams) {
-                let namespace = subject.key.namespace.clone();
-                let pods = found.entry(subject).or_default();
-                pods.add(&pod.key(), &namespace);
-            }
+            add(&mut found, self.not_applied(&pod, streams), &pod.key());
             // Streams and changes of the catalog come first.
+            tokio::task::yield_now().await;
+        }
+        let pods = self.index().pods_with_many_limits();
+        for pod in pods {
+            add(&mut found, self.index().omitted_limits(&pod), &pod);
             tokio::task::yield_now().await;
         }
         found
@@ -68,5 +70,12 @@ impl Hub {
             index.not_applied(pod, missing, used)
         });
         subjects.collect()
+    }
+}
+
+fn add(found: &mut BTreeMap<Subject, Pods>, subjects: BTreeSet<Subject>, pod: &Key) {
+    for subject in subjects {
+        let namespace = subject.key.namespace.clone();
+        found.entry(subject).or_default().add(pod, &namespace);
     }
 }

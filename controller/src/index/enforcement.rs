@@ -1,5 +1,5 @@
 //! The routes and policies that the proxy of a pod does not apply, because it is of an older release
-//! and lacks a capability. Pure.
+//! and lacks a capability, or because the pod has too many rate limits. Pure.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,7 +19,16 @@ pub struct Missing {
     pub policy: bool,
 }
 
-/// A route or a policy at one of its targets.
+/// Why a proxy does not apply an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Cause {
+    /// It lacks a capability.
+    Capability,
+    /// Its pod has as many rate limits as it can have.
+    RateLimits,
+}
+
+/// A route or a policy that is not applied at one of its targets.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Subject {
     /// The kind of the object.
@@ -28,6 +37,8 @@ pub struct Subject {
     pub key: Key,
     /// The Service or the namespace that it concerns.
     pub target: Target,
+    /// Why.
+    pub cause: Cause,
 }
 
 impl Index {
@@ -48,27 +59,46 @@ impl Index {
             return BTreeSet::new();
         };
         let mut subjects = BTreeSet::new();
-        let policies = |service: &Key, side| {
-            let sources = self.policies.sources(service, side).into_iter();
-            sources.map(|(key, target)| Subject {
-                kind: Kind::TrafficPolicy,
-                key,
-                target,
-            })
-        };
+        let cause = Cause::Capability;
         for (service, table) in used {
-            subjects.extend(policies(&service, Side::Clients));
+            subjects.extend(self.policies_of(&service, Side::Clients, cause));
             let table = table.filter(|_| missing.routes);
             let routes = table.iter().flat_map(|table| &table.routes);
             subjects.extend(routes.map(|(kind, key)| Subject {
                 kind: *kind,
                 key: key.clone(),
                 target: Target::Service(service.clone()),
+                cause,
             }));
         }
         for (service, _) in self.limiting(pod) {
-            subjects.extend(policies(&service.key, Side::Pods));
+            subjects.extend(self.policies_of(&service.key, Side::Pods, cause));
         }
         subjects
+    }
+
+    /// The policies with rate limits that a pod does not have, because they are too many.
+    pub fn omitted_limits(&self, pod: &Key) -> BTreeSet<Subject> {
+        let pod = self.pods.get(pod).into_iter();
+        let services = pod.flat_map(|pod| self.rate_limits(pod).1);
+        services
+            .flat_map(|service| self.policies_of(service, Side::Pods, Cause::RateLimits))
+            .collect()
+    }
+
+    /// The policies in force for a Service.
+    fn policies_of(
+        &self,
+        service: &Key,
+        side: Side,
+        cause: Cause,
+    ) -> impl Iterator<Item = Subject> + use<> {
+        let sources = self.policies.sources(service, side).into_iter();
+        sources.map(move |(key, target)| Subject {
+            kind: Kind::TrafficPolicy,
+            key,
+            target,
+            cause,
+        })
     }
 }

@@ -13,9 +13,14 @@ use super::{Index, Touched};
 
 /// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256
 /// limits with 1,000 regular expressions.
-const MAX_SERVICES: usize = 15;
+pub(crate) const MAX_SERVICES: usize = 15;
 /// The length of the limits of a pod in a message. Each pod has a copy. One Service has less.
-const MAX_BYTES: usize = 128 * 1024;
+pub(crate) const MAX_BYTES: usize = 128 * 1024;
+/// Pods of a namespace for which a review looks for limits beyond these bounds.
+const MAX_REVIEWED_PODS: usize = 100;
+/// At most the length of a port, and of the other fields that a limit gets for a pod.
+const PORT_BYTES: usize = 3;
+const FIELDS_BYTES: usize = 16;
 
 /// The Services with rate limits.
 #[derive(Debug, Default)]
@@ -106,36 +111,62 @@ impl Index {
         rounded(u32::try_from(ready).unwrap_or(u32::MAX))
     }
 
-    /// The Services whose limits a pod has, with their replicas.
-    pub(super) fn limiting(&self, pod: &Pod) -> impl Iterator<Item = (&Service, u32)> {
+    /// The Services with limits that select a pod, with their replicas: the oldest ones first.
+    pub(super) fn limiting(&self, pod: &Pod) -> Vec<(&Service, u32)> {
         let services = self.limits.of(&pod.key.namespace);
         let services = services.map(|(key, replicas)| (&self.services[key], *replicas));
         let mut services: Vec<_> = services
             .filter(|(service, _)| service.selects(pod))
             .collect();
         services.sort_by_key(|(service, _)| (service.created, &service.key));
-        services.into_iter().take(MAX_SERVICES)
+        services
     }
 
-    /// The limits of a pod.
-    pub(super) fn rate_limits(&self, pod: &Pod) -> Vec<proto::RateLimit> {
-        let limits = self.limiting(pod).map(|(service, replicas)| {
-            let limits = self.policies.rate_limits(&service.key);
-            let limits = limits.into_iter().flat_map(|limits| limits.iter());
+    /// The limits of a pod, and the Services whose limits it does not have, because they are too
+    /// many.
+    pub(super) fn rate_limits(&self, pod: &Pod) -> (Vec<proto::RateLimit>, Vec<&Key>) {
+        let (mut all, mut omitted, mut bytes) = (Vec::new(), Vec::new(), 0);
+        for (position, (service, replicas)) in self.limiting(pod).into_iter().enumerate() {
+            if position >= MAX_SERVICES || bytes > MAX_BYTES {
+                omitted.push(&service.key);
+                continue;
+            }
+            let limits = self.policies.rate_limits(&service.key).into_iter();
+            let limits = limits.flat_map(|limits| limits.iter());
             let ports = target_ports(service, pod);
             let of_pod = |limit: &proto::RateLimit| proto::RateLimit {
                 ports: ports.clone(),
                 replicas,
                 ..limit.clone()
             };
-            Vec::from_iter(limits.map(of_pod))
-        });
-        let mut bytes = 0;
-        let within_bounds = limits.take_while(|limits| {
+            let limits = Vec::from_iter(limits.map(of_pod));
             bytes += limits.iter().map(Message::encoded_len).sum::<usize>();
-            bytes <= MAX_BYTES
-        });
-        within_bounds.flatten().collect()
+            match bytes <= MAX_BYTES {
+                true => all.extend(limits),
+                false => omitted.push(&service.key),
+            }
+        }
+        (all, omitted)
+    }
+
+    /// Some pods of each namespace whose Services may have more limits than a pod can have.
+    pub fn pods_with_many_limits(&self) -> Vec<Key> {
+        let mut sizes: BTreeMap<&Arc<str>, (usize, usize)> = BTreeMap::new();
+        for key in self.limits.replicas.keys() {
+            let ports = self.services[key].ports.len() * PORT_BYTES;
+            let limits = self.policies.rate_limits(key).into_iter();
+            let limits = limits.flat_map(|limits| limits.iter());
+            let bytes = limits.map(|limit| limit.encoded_len() + ports + FIELDS_BYTES);
+            let (services, total) = sizes.entry(&key.namespace).or_default();
+            *services += 1;
+            *total += bytes.sum::<usize>();
+        }
+        sizes.retain(|_, (services, bytes)| *services > MAX_SERVICES || *bytes > MAX_BYTES);
+        let pods = sizes
+            .keys()
+            .filter_map(|namespace| self.meshed.get(*namespace));
+        let some = pods.flat_map(|pods| pods.iter().take(MAX_REVIEWED_PODS));
+        some.cloned().collect()
     }
 }
 

@@ -6,7 +6,7 @@
 
 pub mod enforcement;
 mod headless;
-mod limits;
+pub(crate) mod limits;
 pub mod locality;
 pub mod object;
 mod policies;

@@ -197,7 +197,7 @@ impl Index {
         let workload = Workload {
             inbound: pod.inbound.clone(),
             zone: client.zone.clone(),
-            rate_limits: self.rate_limits(pod),
+            rate_limits: self.rate_limits(pod).0,
         };
         let target = Target {
             kind: TargetKind::Workload(Box::new(workload)),

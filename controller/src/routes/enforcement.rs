@@ -1,5 +1,5 @@
 //! The condition `Enforced` of routes and policies: False while connected proxies of an older
-//! release do not apply them, else absent. Pure.
+//! release, or pods with too many rate limits, do not apply them, else absent. Pure.
 //!
 //! Any meshed pod can connect, disconnect and subscribe as it likes. Therefore a condition, once
 //! set, stays as it is for `HOLD_TIME`, and few of them change at a time. The names of pods are for
@@ -12,13 +12,15 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{Condition, RouteStatus};
-use crate::index::enforcement::Subject;
+use crate::index::enforcement::{Cause, Subject};
+use crate::index::limits::{MAX_BYTES, MAX_SERVICES};
 use crate::index::object::{Key, Kind};
 use crate::policy::Target;
 
 /// The type of the condition.
 pub const ENFORCED: &str = "diy-service-mesh.dev/Enforced";
 const PROXY_LACKS_CAPABILITY: &str = "ProxyLacksCapability";
+const TOO_MANY_RATE_LIMITS: &str = "TooManyRateLimits";
 /// Time that a condition stays after the last such proxy, and that its message stays at least.
 /// Streams end and begin again within this time.
 const HOLD_TIME: Duration = Duration::from_secs(300);
@@ -51,6 +53,14 @@ impl Pods {
 
     /// What the author of the object is told.
     fn message(&self, subject: &Subject) -> String {
+        if subject.cause == Cause::RateLimits {
+            return format!(
+                "rate limits of this policy do not apply to some pods, such as {}: a pod has those \
+                 of the {MAX_SERVICES} oldest Services that select it, at most {} KiB",
+                self.names.join(", "),
+                MAX_BYTES / 1024
+            );
+        }
         let count = |count: usize, of: &str| match count {
             1 => format!("1 pod of {of}"),
             _ => format!("{count} pods of {of}"),
@@ -136,19 +146,25 @@ impl Reports {
                 Some("Namespace") => Target::Namespace(status.key.namespace.clone()),
                 _ => Target::Service(parent.parent.key(&status.key)),
             };
-            let subject = Subject {
-                kind: status.kind,
-                key: status.key.clone(),
-                target,
-            };
-            parent
-                .conditions
-                .extend(self.0.get(&subject).map(|report| Condition {
+            let causes = [
+                (Cause::Capability, PROXY_LACKS_CAPABILITY),
+                (Cause::RateLimits, TOO_MANY_RATE_LIMITS),
+            ];
+            let condition = causes.into_iter().find_map(|(cause, reason)| {
+                let report = self.0.get(&Subject {
+                    kind: status.kind,
+                    key: status.key.clone(),
+                    target: target.clone(),
+                    cause,
+                })?;
+                Some(Condition {
                     kind: ENFORCED,
                     holds: false,
-                    reason: PROXY_LACKS_CAPABILITY,
+                    reason,
                     message: report.message.clone(),
-                }));
+                })
+            });
+            parent.conditions.extend(condition);
         }
     }
 }

@@ -18,7 +18,7 @@ pub mod smi;
 pub mod spec;
 pub mod status;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 pub mod writer;
 
 use std::sync::Arc;

@@ -266,8 +266,15 @@ fn backend(
             message: format!("{filters_at}: RequestRedirect and CORS are filters of rules only"),
         });
     }
+    let object = ObjectRef {
+        group: backend.group,
+        kind: backend.kind,
+        namespace: backend.namespace,
+        name: backend.name,
+        port: backend.port,
+    };
     Ok(Backend {
-        target: reference(backend.reference, &context.meta.key, at.to_owned()),
+        target: reference(object, &context.meta.key, at.to_owned()),
         weight,
         filters,
     })

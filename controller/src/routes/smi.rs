@@ -54,8 +54,9 @@ pub struct RouteGroup {
     bytes: usize,
 }
 
+/// The fields of a TrafficSplit.
 #[derive(Deserialize)]
-struct SplitSpec {
+pub struct SplitSpec {
     service: String,
     #[serde(default)]
     backends: Vec<BackendSpec>,
@@ -70,14 +71,18 @@ struct BackendSpec {
 }
 
 #[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct GroupReference {
+    #[serde(default, rename = "apiGroup")]
+    _api_group: Value,
     #[serde(default)]
     kind: String,
     name: String,
 }
 
+/// The fields of an HTTPRouteGroup.
 #[derive(Deserialize)]
-struct GroupSpec {
+pub struct GroupSpec {
     #[serde(default)]
     matches: Vec<GroupMatch>,
 }
@@ -85,6 +90,8 @@ struct GroupSpec {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct GroupMatch {
+    #[serde(default, rename = "name")]
+    _name: Value,
     path_regex: Option<String>,
     #[serde(default)]
     methods: Vec<String>,

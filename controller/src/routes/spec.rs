@@ -9,14 +9,17 @@ use serde_json::Value;
 
 use super::ParentReference;
 
-/// The parents and the rules of a route.
+/// The parents and the rules of a route. Without `R`, each rule is parsed on its own, for the
+/// position in errors.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
-pub struct RouteSpec {
+pub struct RouteSpec<R = Value> {
     pub parent_refs: Vec<ParentReference>,
     pub hostnames: Vec<String>,
-    /// Each is parsed on its own, for the position in errors. Absent: the default of the kind.
-    pub rules: Option<Vec<Value>>,
+    /// Absent: the default of the kind.
+    pub rules: Option<Vec<R>>,
+    /// Of Gateways.
+    pub use_default_gateways: Value,
 }
 
 /// A rule of a route. The kinds differ in their matches; a TCPRoute has a name and backends only.
@@ -107,8 +110,11 @@ pub struct CookieConfig {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct BackendRef {
-    #[serde(flatten)]
-    pub reference: ObjectRef,
+    pub group: Option<String>,
+    pub kind: Option<String>,
+    pub namespace: Option<String>,
+    pub name: String,
+    pub port: Option<u16>,
     pub weight: Option<u32>,
     pub filters: Vec<Filter>,
 }
@@ -135,6 +141,7 @@ pub struct Filter {
     pub url_rewrite: Option<Rewrite>,
     pub cors: Option<Cors>,
     pub extension_ref: Option<ObjectRef>,
+    pub external_auth: Value,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -5,7 +5,7 @@
 //! `RESYNC_INTERVAL` it compares all routes of the cluster. Each write is based on the resource
 //! version of the route that it has read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
@@ -154,6 +154,7 @@ impl Writer {
     /// Writes until it is dropped.
     async fn run(&self, mut statuses: Statuses) -> Infallible {
         let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
+        let mut forbidden = BTreeSet::new();
         let mut resync = Instant::now();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         loop {
@@ -192,15 +193,19 @@ impl Writer {
                     continue;
                 }
                 let Err(error) = self.reconcile(&route, status.as_ref()).await else {
+                    forbidden.remove(&route.0);
                     progress.succeeded(route, status.as_ref());
                     continue;
                 };
                 self.metrics.statuses_failed.inc();
                 let is_timeout = matches!(error, Error::Timeout);
                 let delay = progress.failed(&route, status.as_ref(), is_timeout);
-                tracing::warn!(
-                    "cannot write the status of {route}, retrying in {delay:?}: {error}"
-                );
+                // Without the permission, each object of the kind fails alike.
+                if !error.is(403) || forbidden.insert(route.0) {
+                    tracing::warn!(
+                        "cannot write the status of {route}, retrying in {delay:?}: {error}"
+                    );
+                }
             }
         }
     }

@@ -2,7 +2,7 @@
 //! must make no difference.
 
 use diy_mesh_proxy::detect::{
-    Protocol, RequestDetector, RequestLineDetector, Verdict, classify, classify_inbound,
+    Protocol, RequestDetector, RequestLineDetector, classify, classify_inbound,
     classify_inbound_opaque, guess, is_http2_server,
 };
 use diy_mesh_proxy::tls::{Hello, inspect};
@@ -10,21 +10,21 @@ use diy_mesh_proxy::tls::{Hello, inspect};
 /// The first bytes of a client, or of a server.
 pub fn detect(bytes: &[u8]) {
     for judge in [classify, classify_inbound, classify_inbound_opaque] {
-        crate::settles(bytes, Verdict::NeedMore, judge);
+        crate::settles(bytes, None, judge);
     }
     let (outbound, inbound) = (classify(bytes), classify_inbound(bytes));
     assert_ne!(
         outbound,
-        Verdict::Known(Protocol::MeshTls),
+        Some(Protocol::MeshTls),
         "only what comes in is looked at for it"
     );
     let expected = match inspect(bytes) {
-        Hello::Mesh => Verdict::Known(Protocol::MeshTls),
-        Hello::NeedMore => Verdict::NeedMore,
+        Hello::Mesh => Some(Protocol::MeshTls),
+        Hello::NeedMore => None,
         Hello::Foreign => outbound,
     };
     assert_eq!(inbound, expected);
-    if outbound == Verdict::NeedMore {
+    if outbound.is_none() {
         let guess = guess(bytes);
         assert!(
             matches!(guess, Protocol::Http1 | Protocol::Opaque),
@@ -38,22 +38,16 @@ pub fn detect(bytes: &[u8]) {
         );
         let early = detector.update(first);
         assert!(
-            early == outbound || early == Verdict::NeedMore && detector.update(rest) == outbound,
+            early == outbound || early.is_none() && detector.update(rest) == outbound,
             "{early:?}, then {outbound:?}"
         );
     }
     // One byte at a time, nothing is skipped.
     let mut by_byte = RequestDetector::default();
-    let reference = bytes
-        .iter()
-        .map(|byte| by_byte.update(&[*byte]))
-        .find(|verdict| *verdict != Verdict::NeedMore);
-    assert_eq!(
-        RequestDetector::default().update(bytes),
-        reference.unwrap_or(Verdict::NeedMore)
-    );
+    let reference = bytes.iter().find_map(|byte| by_byte.update(&[*byte]));
+    assert_eq!(RequestDetector::default().update(bytes), reference);
     assert!(
-        !is_http2_server(bytes) || outbound != Verdict::Known(Protocol::Http2),
+        !is_http2_server(bytes) || outbound != Some(Protocol::Http2),
         "a client's word and a server's"
     );
 }

@@ -24,8 +24,6 @@ pub struct Endpoint {
     pub info: Arc<EndpointInfo>,
     tag: OnceCell<Tag>,
     pool: RefCell<Rc<Pool>>,
-    /// Whether its proxy parses HTTP. Else its application gets all bytes.
-    pub is_opaque: bool,
     /// When discovery announced it. None: this proxy is not older.
     pub(super) joined_at: Option<Instant>,
     in_flight: Cell<u32>,
@@ -59,7 +57,6 @@ impl Endpoint {
         Self {
             address: pool.remote.address,
             pool: RefCell::new(pool.clone()),
-            is_opaque: info.opaque,
             info: info.clone(),
             tag: OnceCell::new(),
             joined_at,
@@ -169,11 +166,6 @@ impl Endpoint {
 }
 
 impl InFlight {
-    /// The endpoint of the request.
-    pub fn endpoint(&self) -> &Rc<Endpoint> {
-        &self.endpoint
-    }
-
     /// When the request started.
     pub fn started_at(&self) -> Instant {
         self.started_at
@@ -232,13 +224,6 @@ impl InFlight {
             Verdict::Success => {}
         }
         now
-    }
-
-    /// Records a success with this latency.
-    #[cfg(test)]
-    pub fn answered_after(mut self, latency: Duration) {
-        self.started_at = Instant::now() - latency;
-        self.answered(Verdict::Success);
     }
 
     /// Records a failure of the endpoint.
@@ -312,7 +297,7 @@ impl InFlight {
         );
         endpoint.latency.record_success(latency, now);
         let zone = &endpoint.info.zone;
-        endpoint.quarantine.record_latency(zone, latency, now);
+        endpoint.health.zones.record(zone, latency, now);
     }
 
     fn cancel_probe(&self, now: Instant) {
@@ -342,6 +327,14 @@ impl Drop for InFlight {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl InFlight {
+        /// Records a success with this latency.
+        pub fn answered_after(mut self, latency: Duration) {
+            self.started_at = Instant::now() - latency;
+            self.answered(Verdict::Success);
+        }
+    }
 
     use crate::connect::{Limits, Remote};
     use crate::discovery::EndpointInfo;

@@ -1,5 +1,5 @@
 //! What the endpoints of one backend have in common: the settings of outlier detection, the circuit
-//! breaker, and how changes are counted and logged.
+//! breaker, the preference of a zone, and how changes are counted and logged.
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
@@ -12,6 +12,7 @@ use diy_mesh_runtime::metrics::Active;
 use super::breaker::Breaker;
 use super::policy::BackendPolicy;
 use super::quarantine::{Cause, Siblings};
+use super::zone::ZonePreference;
 use crate::error::Failure;
 use crate::metrics::UpstreamMetrics;
 
@@ -19,6 +20,8 @@ use crate::metrics::UpstreamMetrics;
 pub(super) struct Health {
     /// The quarantines of its endpoints.
     pub siblings: Rc<Siblings>,
+    /// The preference of the own zone.
+    pub zones: ZonePreference,
     breaker: Breaker,
     labels: RefCell<Labels>,
     /// The circuit is counted while it is not closed.
@@ -43,6 +46,7 @@ impl Health {
         let now = Instant::now();
         Self {
             siblings: Rc::new(Siblings::new(now)),
+            zones: ZonePreference::default(),
             breaker: Breaker::new(now),
             labels: RefCell::default(),
             open: RefCell::default(),

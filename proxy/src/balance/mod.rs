@@ -1,6 +1,6 @@
 //! Step 6: load balancing. Selects an endpoint of the backend for each request. Each worker has its
-//! own balancers, so that selection takes no lock. Its only atomic operation checks for updates
-//! from discovery. This module opens no connections.
+//! own balancers, so that selection takes no lock, but for the session affinity of a Service. Its
+//! only atomic operation checks for updates from discovery. This module opens no connections.
 
 mod breaker;
 mod budget;
@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use crate::connect::Remote;
-use crate::connect::{Limits, OpenPool, Pools};
-use crate::discovery::{Affinity, AppProtocol, EndpointInfo, Resource, Target};
+use crate::connect::{Limits, OpenPool, Pools, Remote};
+use crate::detect::Protocol;
+use crate::discovery::{Affinity, EndpointInfo, Resource, Target};
 use crate::error::Failure;
 use crate::route::Routes;
 pub use breaker::BreakerSettings;
@@ -64,7 +64,7 @@ pub struct Backend {
 
 struct State {
     name: Rc<str>,
-    app_protocol: AppProtocol,
+    app_protocol: Option<Protocol>,
     /// Why there is no endpoint, if there is none.
     unavailable: Failure,
     /// Sorted by address, without duplicates.
@@ -140,8 +140,8 @@ impl Backend {
         self.state.borrow().policy.clone()
     }
 
-    /// The protocol that the endpoints or their Service declare.
-    pub fn app_protocol(&self) -> AppProtocol {
+    /// The protocol that the endpoints or their Service declare. None: it is detected.
+    pub fn app_protocol(&self) -> Option<Protocol> {
         self.apply_updates();
         self.state.borrow().app_protocol
     }
@@ -177,7 +177,7 @@ impl Backend {
         self.health.check_circuit(now)?;
         let state = self.state.borrow();
         self.compare_latencies(&state.members, now);
-        let zones = &self.health.siblings.zones;
+        let zones = &self.health.zones;
         let prefers = state.policy.balancing.prefer_zone;
         zones.set_zone(if prefers { zone } else { "" });
         let context = Context {
@@ -189,20 +189,6 @@ impl Backend {
         };
         let picked = state.pick(&context, rng).cloned();
         picked.ok_or_else(|| state.unavailable.clone())
-    }
-
-    /// Selects the endpoint for a request without a preference.
-    #[cfg(test)]
-    pub fn pick(
-        &self,
-        tried: &[SocketAddr],
-        rng: &mut fastrand::Rng,
-    ) -> Result<Rc<Endpoint>, Failure> {
-        let avoided = Avoided {
-            tried: tried.to_vec(),
-            ..Avoided::default()
-        };
-        self.pick_for(Preference::default(), &avoided, "", rng)
     }
 
     /// Whether the circuit is open: no attempt may begin.
@@ -270,15 +256,6 @@ impl Backend {
         members.iter().any(|member| matches(&member.endpoint))
     }
 
-    /// The endpoint with this address.
-    #[cfg(test)]
-    pub fn endpoint(&self, address: SocketAddr) -> Option<Rc<Endpoint>> {
-        let state = self.state.borrow();
-        let member = |member: &&Member| member.info.address == address;
-        let member = state.members.iter().find(member)?;
-        Some(member.endpoint.clone())
-    }
-
     /// Applies the latest update of discovery. Costs an atomic load if there is none. Remaining
     /// endpoints keep their state. Removed endpoints get no further requests.
     pub fn apply_updates(&self) {
@@ -314,33 +291,17 @@ impl State {
         pools: &Pools,
         health: &Rc<Health>,
     ) -> Self {
-        let (name, app_protocol, endpoints) = match target {
-            Target::Withheld | Target::Refused => {
-                (resource.to_string(), AppProtocol::Detect, Vec::new())
+        let name = match target.name() {
+            Some((namespace, name)) => format!("{namespace}/{name}"),
+            None => resource.to_string(),
+        };
+        let (app_protocol, endpoints) = match (target, resource) {
+            (Target::Service(service), _) => (service.app_protocol, service.usable().to_vec()),
+            (Target::Pod(pod), _) => (pod.app_protocol, vec![pod.endpoint.clone()]),
+            (Target::Unknown, Resource::Destination(address)) => {
+                (None, vec![Arc::new(EndpointInfo::bare(*address))])
             }
-            Target::UnknownPort(unknown) => (
-                format!("{}/{}", unknown.namespace, unknown.name),
-                AppProtocol::Detect,
-                Vec::new(),
-            ),
-            Target::Unknown => (
-                resource.to_string(),
-                AppProtocol::Detect,
-                match resource {
-                    Resource::Destination(address) => vec![Arc::new(EndpointInfo::bare(*address))],
-                    Resource::Backend(_) => Vec::new(),
-                },
-            ),
-            Target::Service(service) => (
-                format!("{}/{}", service.namespace, service.name),
-                service.app_protocol,
-                service.usable().to_vec(),
-            ),
-            Target::Pod(pod) => (
-                format!("{}/{}", pod.namespace, pod.name),
-                pod.app_protocol,
-                vec![pod.endpoint.clone()],
-            ),
+            _ => (None, Vec::new()),
         };
         let unavailable = match target {
             Target::Refused => Failure::Overloaded("too many destinations are in use"),
@@ -355,7 +316,7 @@ impl State {
         // The declaration of the endpoints overrides that of their Service.
         let opaque = !endpoints.is_empty() && endpoints.iter().all(|endpoint| endpoint.opaque);
         let app_protocol = if opaque {
-            AppProtocol::Opaque
+            Some(Protocol::Opaque)
         } else {
             app_protocol
         };
@@ -367,6 +328,10 @@ impl State {
             limits.connections = u32::MAX;
         }
         let members = merge(before, endpoints, pools, health, limits);
+        let service = match target {
+            Target::Service(service) => Some(service),
+            _ => None,
+        };
         Self {
             name: name.into(),
             app_protocol,
@@ -374,14 +339,8 @@ impl State {
             slow_start_since: slow_start(&members, policy.balancing.slow_start),
             policy,
             members,
-            affinity: match target {
-                Target::Service(service) => service.affinity.clone(),
-                _ => None,
-            },
-            table: match target {
-                Target::Service(service) => service.table.clone(),
-                _ => Arc::default(),
-            },
+            affinity: service.and_then(|service| service.affinity.clone()),
+            table: service.map_or_else(Arc::default, |service| service.table.clone()),
             routes: target.routes().cloned(),
             is_pod: matches!(target, Target::Pod(_)),
         }

@@ -19,8 +19,10 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
+use super::{Avoided, Backend, Endpoint, Member, Preference};
 use crate::destination::Destination;
-use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::error::Failure;
 use crate::identity::testing::{Authority, WEB};
 use crate::io::Io;
 use crate::tls::tests::{
@@ -30,6 +32,29 @@ use crate::tls::tests::{
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 const POST: &str =
     "POST / HTTP/1.1\r\nHost: cart\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+
+impl Backend {
+    /// Selects the endpoint for a request without a preference.
+    pub fn pick(
+        &self,
+        tried: &[SocketAddr],
+        rng: &mut fastrand::Rng,
+    ) -> Result<Rc<Endpoint>, Failure> {
+        let avoided = Avoided {
+            tried: tried.to_vec(),
+            ..Avoided::default()
+        };
+        self.pick_for(Preference::default(), &avoided, "", rng)
+    }
+
+    /// The endpoint with this address.
+    pub fn endpoint(&self, address: SocketAddr) -> Option<Rc<Endpoint>> {
+        let state = self.state.borrow();
+        let member = |member: &&Member| member.info.address == address;
+        let member = state.members.iter().find(member)?;
+        Some(member.endpoint.clone())
+    }
+}
 
 /// A caller, a Service, and the proxies of its endpoints.
 struct Service {
@@ -68,7 +93,7 @@ impl Service {
         let target = Target::Service(ServiceTarget {
             namespace: "shop".into(),
             name: "cart".into(),
-            app_protocol: AppProtocol::Detect,
+            app_protocol: None,
             endpoints: infos.into_iter().map(Arc::new).collect(),
             ..ServiceTarget::default()
         });

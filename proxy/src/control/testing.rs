@@ -127,6 +127,11 @@ impl FakeController {
         }
     }
 
+    /// Its URL, without TLS.
+    pub fn url(&self) -> http::Uri {
+        format!("http://{}", self.address).parse().expect("a URL")
+    }
+
     pub async fn stream(&mut self) -> FakeStream {
         soon(self.streams.recv())
             .await

@@ -18,7 +18,8 @@ use tokio::sync::OnceCell;
 
 use crate::balance::Backend;
 use crate::connect::Pools;
-use crate::discovery::{AppProtocol, Discovery, Resource};
+use crate::detect::Protocol;
+use crate::discovery::{Discovery, Resource};
 use crate::route::Routes;
 
 /// The maximum number of destinations of a worker, and of backends. Those above it are served, but
@@ -127,16 +128,6 @@ impl Destinations {
         self.destinations.evict_idle(now);
         self.backends.evict_idle(now);
         self.pools.evict_idle(now);
-    }
-
-    /// The number of destinations.
-    pub fn len(&self) -> usize {
-        self.destinations.entries.borrow().len()
-    }
-
-    /// Whether there is no destination.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Resolves again if discovery refused the subscription and others can be given up.
@@ -282,8 +273,8 @@ impl Destination {
         &self.backend
     }
 
-    /// The protocol that the endpoints or their Service declare.
-    pub fn app_protocol(&self) -> AppProtocol {
+    /// The protocol that the endpoints or their Service declare. None: it is detected.
+    pub fn app_protocol(&self) -> Option<Protocol> {
         self.backend.app_protocol()
     }
 

@@ -10,10 +10,21 @@ use crate::balance::OutlierSettings;
 use crate::balance::policy::BackendPolicy;
 use crate::connect::{Limits, Remote};
 use crate::control::testing::soon;
+use crate::detect::Protocol;
 use crate::discovery::{
     Affinity, EndpointInfo, PodTarget, Questions, ServiceTarget, Target, UnknownPort,
 };
 use crate::error::Failure;
+
+impl Destinations {
+    fn len(&self) -> usize {
+        self.destinations.entries.borrow().len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -30,7 +41,7 @@ fn service(endpoints: &[Arc<EndpointInfo>]) -> Arc<Target> {
     Arc::new(Target::Service(ServiceTarget {
         namespace,
         name,
-        app_protocol: AppProtocol::Http2,
+        app_protocol: Some(Protocol::Http2),
         endpoints: endpoints.to_vec(),
         ..ServiceTarget::default()
     }))
@@ -102,7 +113,7 @@ fn distributes_requests_evenly() {
             destination.app_protocol(),
             &*destination.name()
         ),
-        (3, AppProtocol::Http2, "shop/cart")
+        (3, Some(Protocol::Http2), "shop/cart")
     );
 }
 
@@ -389,13 +400,13 @@ fn unknown_destinations_and_pods_use_the_original_address() {
     );
     assert_eq!(
         (&*destination.name(), destination.app_protocol()),
-        ("10.96.0.7:80", AppProtocol::Detect)
+        ("10.96.0.7:80", None)
     );
     let (namespace, name) = ("shop".to_owned(), "cart-1".to_owned());
     let pod = PodTarget {
         namespace,
         name,
-        app_protocol: AppProtocol::Opaque,
+        app_protocol: Some(Protocol::Opaque),
         endpoint: info("10.96.0.7:80"),
         routes: None,
         policy: Arc::default(),
@@ -407,7 +418,7 @@ fn unknown_destinations_and_pods_use_the_original_address() {
     );
     assert_eq!(
         (destination.app_protocol(), &*destination.name()),
-        (AppProtocol::Opaque, "shop/cart-1")
+        (Some(Protocol::Opaque), "shop/cart-1")
     );
     // The last update stays in effect after the sender is dropped.
     drop(sender);
@@ -426,12 +437,16 @@ fn destination_is_opaque_if_all_endpoints_are() {
         watched_destination(service(&[opaque("10.0.0.1:80"), opaque("10.0.0.2:80")]));
     assert_eq!(
         destination.app_protocol(),
-        AppProtocol::Opaque,
+        Some(Protocol::Opaque),
         "the declaration of the Service is overridden"
     );
     for others in [vec![opaque("10.0.0.1:80"), info("10.0.0.2:80")], Vec::new()] {
         sender.send_replace(service(&others));
-        assert_eq!(destination.app_protocol(), AppProtocol::Http2, "{others:?}");
+        assert_eq!(
+            destination.app_protocol(),
+            Some(Protocol::Http2),
+            "{others:?}"
+        );
     }
 }
 

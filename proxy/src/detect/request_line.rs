@@ -1,6 +1,6 @@
 //! Recognition of HTTP request lines, as strict and as lenient servers parse them. Pure.
 
-use super::{Protocol, Verdict};
+use super::Protocol;
 
 /// An incremental detector of HTTP request lines. It inspects the first line of a connection that
 /// is not blank. The line is a request line if
@@ -38,10 +38,10 @@ const MAX_REQUEST_LINE: usize = 2 * 1024 * 1024;
 const VERSION: &[u8] = b"HTTP/";
 
 impl RequestLineDetector {
-    /// Inspects the next bytes of the connection. Returns the verdict on all bytes so far.
-    pub fn update(&mut self, mut bytes: &[u8]) -> Verdict {
+    /// Inspects the next bytes of the connection. Returns the protocol once all bytes so far
+    /// determine it.
+    pub fn update(&mut self, mut bytes: &[u8]) -> Option<Protocol> {
         self.advance(&mut bytes)
-            .map_or(Verdict::NeedMore, Verdict::Known)
     }
 
     /// Inspects `bytes` up to the byte that determines the protocol, and removes them.
@@ -179,14 +179,14 @@ enum FieldLine {
 }
 
 impl RequestDetector {
-    /// Inspects the next bytes of the connection. Returns the verdict on all bytes so far.
-    pub fn update(&mut self, mut bytes: &[u8]) -> Verdict {
+    /// Inspects the next bytes of the connection. Returns the protocol once all bytes so far
+    /// determine it.
+    pub fn update(&mut self, mut bytes: &[u8]) -> Option<Protocol> {
         let mut field = match self.field {
             Some(field) => field,
             None => match self.line.advance(&mut bytes) {
-                None => return Verdict::NeedMore,
                 Some(Protocol::Opaque) if self.line.is_simple_request() => FieldLine::Start,
-                Some(protocol) => return Verdict::Known(protocol),
+                result => return result,
             },
         };
         while !bytes.is_empty() {
@@ -201,16 +201,16 @@ impl RequestDetector {
             };
             bytes = rest;
             if self.length >= MAX_REQUEST_LINE {
-                return Verdict::Known(Protocol::Opaque);
+                return Some(Protocol::Opaque);
             }
             self.length = if *byte == b'\n' { 0 } else { self.length + 1 };
             field = match field.step(*byte) {
                 Ok(next) => next,
-                Err(protocol) => return Verdict::Known(protocol),
+                Err(protocol) => return Some(protocol),
             };
         }
         self.field = Some(field);
-        Verdict::NeedMore
+        None
     }
 }
 
@@ -352,18 +352,10 @@ mod tests {
     }
 
     /// The verdicts on the bytes at once, and byte by byte.
-    fn verdicts(bytes: &[u8]) -> [Verdict; 2] {
+    fn verdicts(bytes: &[u8]) -> [Option<Protocol>; 2] {
         let mut detector = RequestDetector::default();
-        let known = bytes
-            .iter()
-            .find_map(|byte| match detector.update(&[*byte]) {
-                Verdict::NeedMore => None,
-                verdict => Some(verdict),
-            });
-        [
-            RequestDetector::default().update(bytes),
-            known.unwrap_or(Verdict::NeedMore),
-        ]
+        let by_byte = bytes.iter().find_map(|byte| detector.update(&[*byte]));
+        [RequestDetector::default().update(bytes), by_byte]
     }
 
     #[test]
@@ -395,9 +387,9 @@ mod tests {
                 .collect();
             let [whole, by_byte] = verdicts(text.as_bytes());
             assert_eq!(whole, by_byte, "{text:?}");
-            let (mut detector, mut split) = (RequestDetector::default(), Verdict::NeedMore);
+            let (mut detector, mut split) = (RequestDetector::default(), None);
             let mut rest = text.as_bytes();
-            while !rest.is_empty() && split == Verdict::NeedMore {
+            while !rest.is_empty() && split.is_none() {
                 let (piece, after) = rest.split_at(rng.usize(1..=rest.len()));
                 (split, rest) = (detector.update(piece), after);
             }
@@ -407,7 +399,7 @@ mod tests {
 
     #[test]
     fn text_over_the_maximum_length_is_opaque() {
-        let opaque = Verdict::Known(Protocol::Opaque);
+        let opaque = Some(Protocol::Opaque);
         for text in [
             &b"two words "[..],
             b"word",
@@ -421,7 +413,7 @@ mod tests {
             let mut detector = RequestDetector::default();
             let mut verdict = detector.update(text);
             let mut length = 0;
-            while verdict == Verdict::NeedMore && length <= 2 * MAX_REQUEST_LINE {
+            while verdict.is_none() && length <= 2 * MAX_REQUEST_LINE {
                 // Without another line end.
                 let piece: Vec<u8> = piece.iter().map(|byte| (*byte).max(b' ')).collect();
                 verdict = detector.update(&piece);
@@ -445,7 +437,7 @@ mod tests {
             format!("{blank_lines}GET / HTTP/1.1\r\n"),
             format!("GET k\r\n{lines}X-Called-By: forged\r\n"),
         ] {
-            let http1 = Verdict::Known(Protocol::Http1);
+            let http1 = Some(Protocol::Http1);
             assert_eq!(RequestDetector::default().update(request.as_bytes()), http1);
         }
     }
@@ -459,7 +451,7 @@ mod tests {
             b"GET \xe9\r\nX-Called-By: forged\r\n",
             b"GET key\r\nno field\r\n X-Called-By : forged\r\n",
         ] {
-            let http1 = Verdict::Known(Protocol::Http1);
+            let http1 = Some(Protocol::Http1);
             assert_eq!(verdicts(bytes), [http1; 2], "{}", bytes.escape_ascii());
         }
     }
@@ -473,7 +465,7 @@ mod tests {
             b"GET key\r\n\r\nhost: a\r\n",
         ] {
             for verdict in verdicts(bytes) {
-                let http1 = Verdict::Known(Protocol::Http1);
+                let http1 = Some(Protocol::Http1);
                 assert_ne!(verdict, http1, "{}", bytes.escape_ascii());
             }
         }

@@ -2,15 +2,15 @@
 
 use super::*;
 
-const HTTP1: Verdict = Verdict::Known(Protocol::Http1);
-const OPAQUE: Verdict = Verdict::Known(Protocol::Opaque);
+const HTTP1: Option<Protocol> = Some(Protocol::Http1);
+const OPAQUE: Option<Protocol> = Some(Protocol::Opaque);
 
 #[test]
 fn detects_request_line_at_its_version() {
     let line = b"OPTIONS * HTTP/1.1\r\n";
     for length in 0..line.len() {
         let expected = if length < "OPTIONS * HTTP/".len() {
-            Verdict::NeedMore
+            None
         } else {
             HTTP1
         };
@@ -23,13 +23,9 @@ fn detects_request_line_at_its_version() {
 #[test]
 fn needs_the_complete_http2_preface() {
     for length in 0..HTTP2_PREFACE.len() {
-        assert_eq!(
-            classify(&HTTP2_PREFACE[..length]),
-            Verdict::NeedMore,
-            "{length}"
-        );
+        assert_eq!(classify(&HTTP2_PREFACE[..length]), None, "{length}");
     }
-    assert_eq!(classify(HTTP2_PREFACE), Verdict::Known(Protocol::Http2));
+    assert_eq!(classify(HTTP2_PREFACE), Some(Protocol::Http2));
 }
 
 #[test]
@@ -118,18 +114,9 @@ fn classifies_other_protocols_as_opaque() {
     for (name, bytes) in OTHER_PROTOCOLS {
         assert_ne!(classify(bytes), HTTP1, "{name}");
         assert_eq!(guess(bytes), Protocol::Opaque, "{name}");
-        let by_byte = bytes.iter().fold(
-            (RequestLineDetector::default(), Verdict::NeedMore),
-            |(mut line, verdict), byte| {
-                let verdict = if verdict == Verdict::NeedMore {
-                    line.update(&[*byte])
-                } else {
-                    verdict
-                };
-                (line, verdict)
-            },
-        );
-        assert_ne!(by_byte.1, HTTP1, "{name}, byte by byte");
+        let mut line = RequestLineDetector::default();
+        let by_byte = bytes.iter().find_map(|byte| line.update(&[*byte]));
+        assert_ne!(by_byte, HTTP1, "{name}, byte by byte");
         let has_line = bytes.contains(&b'\n');
         assert!(
             !has_line || classify(bytes) == OPAQUE,
@@ -204,7 +191,7 @@ fn never_classifies_request_for_lenient_server_as_opaque() {
         for length in 0..line.len() {
             let prefix = classify(&line[..length]);
             assert!(
-                matches!(prefix, Verdict::NeedMore | HTTP1),
+                matches!(prefix, None | HTTP1),
                 "{}: {prefix:?}",
                 line[..length].escape_ascii()
             );
@@ -222,7 +209,7 @@ fn recognizes_binary_protocols() {
     ] {
         assert_eq!(
             (classify(bytes), is_binary(bytes)),
-            (Verdict::NeedMore, true),
+            (None, true),
             "{bytes:?}"
         );
         assert_eq!(guess(bytes), Protocol::Opaque, "{bytes:?}");
@@ -260,7 +247,7 @@ fn request_line_detector_inspects_lines_of_any_length() {
         (b"/", OPAQUE),
     ] {
         let mut detector = RequestLineDetector::default();
-        assert_eq!(detector.update(&long), Verdict::NeedMore);
+        assert_eq!(detector.update(&long), None);
         assert_eq!(detector.update(end), verdict, "{end:?}");
     }
 }

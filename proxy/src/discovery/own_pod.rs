@@ -7,11 +7,9 @@ use std::time::Instant;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
-use diy_mesh_proto::mesh::v1::{
-    Acknowledgement, DiscoverRequest, ResourceType, Subscribe, Workload,
-};
+use diy_mesh_proto::mesh::v1::{Acknowledgement, ResourceType, Subscribe, Workload};
 use tokio::sync::watch;
-use tracing::{info, warn};
+use tracing::info;
 
 use super::limits;
 use crate::policy::Policy;
@@ -42,15 +40,12 @@ impl OwnPod {
     }
 
     /// The subscription on a new stream.
-    pub fn subscribe(&self) -> DiscoverRequest {
-        let subscribe = Subscribe {
+    pub fn subscribe(&self) -> Action {
+        Action::Subscribe(Subscribe {
             known_version: self.version.clone(),
             r#type: ResourceType::Self_.into(),
             ..Subscribe::default()
-        };
-        DiscoverRequest {
-            action: Some(Action::Subscribe(subscribe)),
-        }
+        })
     }
 
     /// Logs a configuration, unless only its rates have changed: replicas come and go.
@@ -66,36 +61,25 @@ impl OwnPod {
         }
     }
 
-    /// Applies a valid configuration; an invalid one leaves the previous one in force. Returns the
-    /// acknowledgement, and why the configuration is rejected.
-    pub fn apply(
-        &mut self,
-        workload: Workload,
-        version: String,
-    ) -> (DiscoverRequest, Option<String>) {
+    /// Applies a valid configuration; an invalid one leaves the previous one in force. The
+    /// acknowledgement contains why it is rejected.
+    pub fn apply(&mut self, workload: Workload, version: String) -> Acknowledgement {
         let earlier = self.policy.borrow().clone().unwrap_or_default();
         let rejection = match policy(&workload, &earlier, Instant::now()) {
             Ok(policy) => {
                 self.log(&policy);
                 self.policy.send_replace(Some(Arc::new(policy)));
                 self.version = version.clone();
-                None
+                String::new()
             }
-            Err(reason) => {
-                warn!("inbound configuration of this pod rejected: {reason}");
-                Some(reason)
-            }
+            Err(reason) => reason,
         };
-        let acknowledgement = Acknowledgement {
+        Acknowledgement {
             r#type: ResourceType::Self_.into(),
             version,
-            rejection: rejection.clone().unwrap_or_default(),
+            rejection,
             ..Acknowledgement::default()
-        };
-        let request = DiscoverRequest {
-            action: Some(Action::Acknowledgement(acknowledgement)),
-        };
-        (request, rejection)
+        }
     }
 }
 
@@ -153,11 +137,7 @@ mod tests {
         let (sender, receiver) = watch::channel(None);
         let mut own = OwnPod::new(sender);
         let mut apply = |workload, version: &str| {
-            let (request, rejection) = own.apply(workload, version.to_owned());
-            let Some(Action::Acknowledgement(acknowledgement)) = request.action else {
-                panic!("expected an acknowledgement");
-            };
-            assert_eq!(acknowledgement.rejection, rejection.unwrap_or_default());
+            let acknowledgement = own.apply(workload, version.to_owned());
             assert_eq!(acknowledgement.version, version);
             (own.is_configured(), acknowledgement.rejection)
         };
@@ -181,7 +161,7 @@ mod tests {
         let policy = receiver.borrow().clone().unwrap();
         assert!(policy.strict && policy.opaque_ports.contains(26) && !policy.allow_connect);
         assert_eq!(policy.zone, "eu-1a");
-        let Some(Action::Subscribe(subscribe)) = own.subscribe().action else {
+        let Action::Subscribe(subscribe) = own.subscribe() else {
             panic!("expected a subscription");
         };
         assert_eq!(subscribe.known_version, "2");

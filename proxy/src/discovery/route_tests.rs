@@ -85,7 +85,7 @@ impl Mesh {
     /// The routes are version 1.
     async fn new(routes: proto::Routes, backends: &[(&str, SocketAddr)]) -> Self {
         let mut fake = FakeController::start().await;
-        let control = Control::new(&format!("http://{}", fake.address), None, None).unwrap();
+        let control = Control::new(fake.url(), None, None);
         let (trust, none) = (Trust::default(), crate::identity::none());
         let (discovery, driver) = start(
             control,

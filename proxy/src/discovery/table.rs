@@ -10,7 +10,7 @@ use std::time::Duration;
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{
-    Acknowledgement, DiscoverRequest, DiscoverResponse, Endpoint, Snapshot, Subscribe, Unsubscribe,
+    Acknowledgement, DiscoverResponse, Endpoint, Snapshot, Subscribe, Unsubscribe,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -124,10 +124,7 @@ impl Table {
     }
 
     /// A receiver for `resource`, and the requests to send if it is new.
-    pub fn watch(
-        &mut self,
-        resource: impl Into<Resource>,
-    ) -> Result<(Watched, Vec<DiscoverRequest>), Full> {
+    pub fn watch(&mut self, resource: impl Into<Resource>) -> Result<(Watched, Vec<Action>), Full> {
         let resource = resource.into().canonical();
         if let Some(entry) = self.entries.get_mut(&resource) {
             entry.unused_since = None;
@@ -187,7 +184,7 @@ impl Table {
     /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep,
     /// which requires a stream: without one, they cannot be resubscribed and would become
     /// unreachable.
-    fn make_room(&mut self) -> Vec<DiscoverRequest> {
+    fn make_room(&mut self) -> Vec<Action> {
         let unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
         self.entries
             .extract_if(|_, entry| unneeded(entry))
@@ -264,7 +261,7 @@ impl Table {
 
     /// Requests to send on a new stream: a subscription for each destination, with the known
     /// version. Removes idle destinations.
-    pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
+    pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
         let resubscribe = |(resource, entry): (&Resource, &mut Entry)| {
@@ -279,7 +276,7 @@ impl Table {
     /// Removes destinations without receivers after `idle`, or at once if the table is full, and
     /// resubscribes to those out of sync. Requires an open stream: without one, known targets
     /// cannot be requested again.
-    pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<DiscoverRequest> {
+    pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
         let idle = if self.entries.len() < self.limit {
             idle
@@ -584,24 +581,19 @@ fn acknowledge(
     })
 }
 
-fn subscribe(resource: &Resource, entry: &Entry) -> DiscoverRequest {
-    let action = Action::Subscribe(Subscribe {
+fn subscribe(resource: &Resource, entry: &Entry) -> Action {
+    Action::Subscribe(Subscribe {
         name: resource.to_string(),
         known_version: entry.version.clone(),
         r#type: resource.kind().into(),
-    });
-    DiscoverRequest {
-        action: Some(action),
-    }
+    })
 }
 
-fn unsubscribe(resource: &Resource) -> DiscoverRequest {
-    DiscoverRequest {
-        action: Some(Action::Unsubscribe(Unsubscribe {
-            name: resource.to_string(),
-            r#type: resource.kind().into(),
-        })),
-    }
+fn unsubscribe(resource: &Resource) -> Action {
+    Action::Unsubscribe(Unsubscribe {
+        name: resource.to_string(),
+        r#type: resource.kind().into(),
+    })
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use super::resource::Resource;
 use super::subset::Subset;
 use crate::balance::maglev::LazyTable;
 use crate::balance::policy::BackendPolicy;
+use crate::detect::Protocol;
 use crate::route::Routes;
 
 /// Target of a destination: where its connections may go.
@@ -32,21 +33,6 @@ pub enum Target {
     Pod(PodTarget),
 }
 
-impl Target {
-    /// Whether connections require mutual TLS.
-    pub fn is_meshed(&self) -> bool {
-        match self {
-            Self::Unknown | Self::UnknownPort(_) => false,
-            Self::Withheld | Self::Refused => true,
-            Self::Service(service) => {
-                let mut all = service.endpoints.iter().chain(&service.draining);
-                all.any(|endpoint| endpoint.identity.is_some())
-            }
-            Self::Pod(pod) => pod.endpoint.identity.is_some(),
-        }
-    }
-}
-
 /// A port of a Service.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServiceTarget {
@@ -54,8 +40,8 @@ pub struct ServiceTarget {
     pub namespace: String,
     /// The Service's name.
     pub name: String,
-    /// Application protocol of the port.
-    pub app_protocol: AppProtocol,
+    /// The protocol of the port that the Service declares. None: it is detected.
+    pub app_protocol: Option<Protocol>,
     /// Ready endpoints, sorted by address, without duplicates.
     pub endpoints: Endpoints,
     /// Endpoints that terminate and still serve, sorted by address, without duplicates.
@@ -103,28 +89,14 @@ pub struct PodTarget {
     pub namespace: String,
     /// The pod's name.
     pub name: String,
-    /// Application protocol of the port.
-    pub app_protocol: AppProtocol,
+    /// The protocol of the port that the Service declares. None: it is detected.
+    pub app_protocol: Option<Protocol>,
     /// The only endpoint.
     pub endpoint: Arc<EndpointInfo>,
     /// The routes of HTTP requests to a headless Service of the pod. The pod stays the backend.
     pub routes: Option<Arc<Routes>>,
     /// How the pod is used: the policy of the headless Service.
     pub policy: Arc<BackendPolicy>,
-}
-
-/// Application protocol of a port, declared by its Service.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AppProtocol {
-    /// Undeclared, or HTTP of any version: detected from the first bytes.
-    #[default]
-    Detect,
-    /// HTTP/1.
-    Http1,
-    /// HTTP/2 in cleartext, with prior knowledge.
-    Http2,
-    /// Not parsed by the proxy. The server may send first.
-    Opaque,
 }
 
 /// One endpoint. Each announcement is a new `Arc`, even without changes.
@@ -143,6 +115,19 @@ pub struct EndpointInfo {
 }
 
 impl Target {
+    /// Whether connections require mutual TLS.
+    pub fn is_meshed(&self) -> bool {
+        match self {
+            Self::Unknown | Self::UnknownPort(_) => false,
+            Self::Withheld | Self::Refused => true,
+            Self::Service(service) => {
+                let mut all = service.endpoints.iter().chain(&service.draining);
+                all.any(|endpoint| endpoint.identity.is_some())
+            }
+            Self::Pod(pod) => pod.endpoint.identity.is_some(),
+        }
+    }
+
     /// The target of a resource that the controller does not know.
     pub(super) fn unknown(resource: &Resource) -> Self {
         match resource.service() {
@@ -214,11 +199,13 @@ impl Target {
         }
     }
 
-    fn name(&self) -> Option<(&str, &str)> {
+    /// Namespace and name of the Service or the pod.
+    pub fn name(&self) -> Option<(&str, &str)> {
         match self {
             Self::Service(service) => Some((&service.namespace, &service.name)),
+            Self::UnknownPort(unknown) => Some((&unknown.namespace, &unknown.name)),
             Self::Pod(pod) => Some((&pod.namespace, &pod.name)),
-            _ => None,
+            Self::Unknown | Self::Withheld | Self::Refused => None,
         }
     }
 
@@ -274,23 +261,22 @@ impl EndpointInfo {
     }
 }
 
-impl AppProtocol {
-    /// Parses `appProtocol` of a Service port: names of Kubernetes, IANA and other meshes.
-    pub fn parse(text: &str) -> Self {
-        let text = text.trim().to_ascii_lowercase();
-        match text.strip_prefix("kubernetes.io/").unwrap_or(&text) {
-            "h2c" | "http2" | "http/2" | "grpc" => Self::Http2,
-            "ws" | "http1" | "http/1" | "http/1.1" => Self::Http1,
-            // TLS of the application.
-            "https" | "wss" | "tls" | "ssl" | "grpcs" | "ldaps" | "imaps" | "pop3s" | "smtps"
-            | "submissions" | "amqps" | "mqtts" | "secure-mqtt" => Self::Opaque,
-            "tcp" | "opaque" | "redis" | "mysql" | "mariadb" | "postgres" | "postgresql"
-            | "mongo" | "mongodb" | "mssql" | "ms-sql-s" | "oracle" | "cassandra" | "memcache"
-            | "memcached" | "kafka" | "nats" | "amqp" | "rabbitmq" | "mqtt" | "zookeeper"
-            | "smtp" | "submission" | "imap" | "pop3" | "ftp" | "ssh" | "sftp" | "telnet"
-            | "ldap" | "nntp" | "irc" | "vnc" | "rfb" | "rsync" => Self::Opaque,
-            _ => Self::Detect,
-        }
+/// Parses `appProtocol` of a Service port: names of Kubernetes, IANA and other meshes. None if it
+/// declares nothing, or HTTP of any version.
+fn parse_app_protocol(text: &str) -> Option<Protocol> {
+    let text = text.trim().to_ascii_lowercase();
+    match text.strip_prefix("kubernetes.io/").unwrap_or(&text) {
+        "h2c" | "http2" | "http/2" | "grpc" => Some(Protocol::Http2),
+        "ws" | "http1" | "http/1" | "http/1.1" => Some(Protocol::Http1),
+        // TLS of the application.
+        "https" | "wss" | "tls" | "ssl" | "grpcs" | "ldaps" | "imaps" | "pop3s" | "smtps"
+        | "submissions" | "amqps" | "mqtts" | "secure-mqtt" => Some(Protocol::Opaque),
+        "tcp" | "opaque" | "redis" | "mysql" | "mariadb" | "postgres" | "postgresql" | "mongo"
+        | "mongodb" | "mssql" | "ms-sql-s" | "oracle" | "cassandra" | "memcache" | "memcached"
+        | "kafka" | "nats" | "amqp" | "rabbitmq" | "mqtt" | "zookeeper" | "smtp" | "submission"
+        | "imap" | "pop3" | "ftp" | "ssh" | "sftp" | "telnet" | "ldap" | "nntp" | "irc" | "vnc"
+        | "rfb" | "rsync" => Some(Protocol::Opaque),
+        _ => None,
     }
 }
 
@@ -303,7 +289,7 @@ pub(super) fn from_snapshot(
     report: &mut dyn FnMut(String),
 ) -> Result<Target, String> {
     let kind = snapshot.kind();
-    let app_protocol = AppProtocol::parse(&snapshot.app_protocol);
+    let app_protocol = parse_app_protocol(&snapshot.app_protocol);
     let Snapshot {
         namespace,
         name,
@@ -368,8 +354,50 @@ pub(super) fn from_snapshot(
     }
 }
 
-/// Applies a delta to a target. Reports and skips invalid parts: one invalid part does not prevent
-/// a removal. Fails if the delta does not apply to this kind of target.
+impl ServiceTarget {
+    /// Applies a delta. Reports and skips invalid parts: one invalid part does not prevent a
+    /// removal.
+    fn apply(&mut self, mut delta: Delta, max_endpoints: usize, report: &mut dyn FnMut(String)) {
+        let Self {
+            endpoints,
+            draining,
+            subset,
+            ..
+        } = self;
+        for address in delta.removed {
+            match address.parse::<SocketAddr>() {
+                // An unknown endpoint is already removed.
+                Ok(address) => {
+                    remove(endpoints, address);
+                    remove(draining, address);
+                }
+                Err(_) => report(format!(
+                    "removed endpoint {address:?}: expected ADDRESS:PORT"
+                )),
+            }
+        }
+        subset.retain(&mut delta.upserted);
+        subset.retain(&mut delta.draining);
+        for endpoint in delta.upserted {
+            if let Some(endpoint) = parse_endpoint(endpoint, report) {
+                remove(draining, endpoint.address);
+                upsert(endpoints, endpoint);
+            }
+        }
+        for endpoint in delta.draining {
+            if let Some(endpoint) = parse_endpoint(endpoint, report) {
+                remove(endpoints, endpoint.address);
+                upsert(draining, endpoint);
+            }
+        }
+        // A Service that grows slowly is not reduced at each change.
+        if endpoints.len() + draining.len() > 2 * max_endpoints {
+            subset.reduce(endpoints, draining, max_endpoints);
+        }
+    }
+}
+
+/// Applies a delta to a target. Fails if the delta does not apply to this kind of target.
 pub(super) fn with_delta(
     before: &Target,
     delta: Delta,
@@ -382,49 +410,7 @@ pub(super) fn with_delta(
                 table: Arc::default(),
                 ..service.clone()
             };
-            for address in delta.removed {
-                match address.parse::<SocketAddr>() {
-                    // An unknown endpoint is already removed.
-                    Ok(address) => {
-                        remove(&mut service.endpoints, address);
-                        remove(&mut service.draining, address);
-                    }
-                    Err(_) => report(format!(
-                        "removed endpoint {address:?}: expected ADDRESS:PORT"
-                    )),
-                }
-            }
-            let Delta {
-                mut upserted,
-                mut draining,
-                ..
-            } = delta;
-            service.subset.retain(&mut upserted);
-            service.subset.retain(&mut draining);
-            for endpoint in upserted
-                .into_iter()
-                .filter_map(|endpoint| parse_endpoint(endpoint, report))
-            {
-                remove(&mut service.draining, endpoint.address);
-                upsert(&mut service.endpoints, endpoint);
-            }
-            for endpoint in draining
-                .into_iter()
-                .filter_map(|endpoint| parse_endpoint(endpoint, report))
-            {
-                remove(&mut service.endpoints, endpoint.address);
-                upsert(&mut service.draining, endpoint);
-            }
-            // A Service that grows slowly is not reduced at each change.
-            if service.endpoints.len() + service.draining.len() > 2 * max_endpoints {
-                let ServiceTarget {
-                    endpoints,
-                    draining,
-                    subset,
-                    ..
-                } = &mut service;
-                subset.reduce(endpoints, draining, max_endpoints);
-            }
+            service.apply(delta, max_endpoints, report);
             Ok(Target::Service(service))
         }
         Target::Pod(pod) => {
@@ -532,7 +518,7 @@ mod tests {
     fn parses_app_protocol() {
         let cases = [
             (
-                AppProtocol::Detect,
+                None,
                 &[
                     "",
                     "http",
@@ -543,13 +529,16 @@ mod tests {
                     "quic",
                 ][..],
             ),
-            (AppProtocol::Http1, &["kubernetes.io/ws", "ws", "http/1.1"]),
             (
-                AppProtocol::Http2,
+                Some(Protocol::Http1),
+                &["kubernetes.io/ws", "ws", "http/1.1"],
+            ),
+            (
+                Some(Protocol::Http2),
                 &["kubernetes.io/h2c", "h2c", "grpc", "gRPC", "http2", " h2c "],
             ),
             (
-                AppProtocol::Opaque,
+                Some(Protocol::Opaque),
                 &[
                     "tcp",
                     "redis",
@@ -566,7 +555,7 @@ mod tests {
         ];
         for (expected, texts) in cases {
             for text in texts {
-                assert_eq!(AppProtocol::parse(text), expected, "{text:?}");
+                assert_eq!(parse_app_protocol(text), expected, "{text:?}");
             }
         }
     }

@@ -29,8 +29,8 @@ impl Running {
         token_file: Option<std::path::PathBuf>,
         timing: Timing,
     ) -> Self {
-        let control =
-            Control::new(&format!("http://{controller}"), token_file, None).expect("an address");
+        let url = format!("http://{controller}").parse().expect("a URL");
+        let control = Control::new(url, token_file, None);
         let metrics = DiscoveryMetrics::default();
         let (discovery, driver) = start_with(
             control,
@@ -523,8 +523,7 @@ async fn each_attempt_sends_the_current_token() {
 #[tokio::test]
 async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
     let controller = FakeController::start().await;
-    let control =
-        Control::new(&format!("http://{}", controller.address), None, None).expect("an address");
+    let control = Control::new(controller.url(), None, None);
     let (discovery, driver) = start_with(
         control,
         Trust::default(),

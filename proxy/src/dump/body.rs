@@ -5,7 +5,7 @@ pub(super) const MAX_BODY: usize = 4 * 1024;
 
 /// Recorded part of a body.
 #[derive(Default)]
-pub(super) struct Body {
+pub(crate) struct Body {
     keeps: bool,
     kept: Vec<u8>,
     total: u64,
@@ -54,7 +54,7 @@ impl Body {
     }
 
     /// Content to show. `encoding` is the value of Content-Encoding.
-    pub fn shown(&self, encoding: Option<&[u8]>) -> Shown<'_> {
+    pub(super) fn shown(&self, encoding: Option<&[u8]>) -> Shown<'_> {
         let total = self.total;
         if let Some(messages) = &self.messages {
             return Shown::Messages {

@@ -1,5 +1,5 @@
-//! Record of one exchange in bounded memory. The worker fills it and sends it to the writer on
-//! drop.
+//! What a dump shows of one exchange, in bounded memory. `record.rs` fills it; on drop it goes to
+//! the writer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -9,7 +9,6 @@ use http::{StatusCode, Version};
 
 use super::body::Body;
 use super::{ConnectionInfo, Message, Mode, Shared};
-use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::view::{self, RequestView};
 
@@ -18,19 +17,19 @@ const MAX_FIELDS: usize = 16 * 1024;
 /// Maximum size of a recorded start line.
 const MAX_START_LINE: usize = 4 * 1024;
 /// Age at which an open exchange is dumped, so that long-lived streams are visible.
-const MAX_OPEN_TIME: Duration = Duration::from_secs(10);
+pub(super) const MAX_OPEN_TIME: Duration = Duration::from_secs(10);
 
-/// Dump of one exchange, filled by the protocol implementations and written on drop. If request or
-/// response are incomplete by then, the dump reports that.
+/// Dump of one exchange, written on drop. If request or response are incomplete by then, the dump
+/// reports that.
 pub struct ExchangeDump {
     shared: Arc<Shared>,
     /// `None` after it is written.
     record: Option<Box<Record>>,
-    started: Instant,
+    pub(super) started: Instant,
 }
 
 /// Recorded data of an exchange.
-pub(super) struct Record {
+pub(crate) struct Record {
     pub time: SystemTime,
     pub duration: Duration,
     pub connection: ConnectionInfo,
@@ -58,7 +57,7 @@ pub(super) struct Record {
 
 /// A request or a response.
 #[derive(Default)]
-pub(super) struct Part {
+pub(crate) struct Part {
     /// Whether query strings are masked.
     pub masks_queries: bool,
     pub start_line: Vec<u8>,
@@ -70,7 +69,7 @@ pub(super) struct Part {
 
 /// Header or trailer fields in their original order.
 #[derive(Default)]
-pub(super) struct Fields {
+pub(crate) struct Fields {
     pub kept: Vec<(Vec<u8>, Vec<u8>)>,
     pub omitted: usize,
     size: usize,
@@ -107,36 +106,11 @@ impl ExchangeDump {
         }
     }
 
-    /// The record, until it is written.
-    fn fill(&mut self, fill: impl FnOnce(&mut Record)) {
+    /// Fills the record, until it is written.
+    pub(crate) fn fill(&mut self, fill: impl FnOnce(&mut Record)) {
         if let Some(record) = &mut self.record {
             fill(record);
         }
-    }
-
-    /// Records the head of a request as it is sent: fields in original order and case, after
-    /// `edits`.
-    pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
-        self.fill(|record| {
-            let http2 = request.version == Version::HTTP_2;
-            record.http2 = http2;
-            let authority = request.authority().unwrap_or(b"*");
-            // The target of CONNECT is an authority.
-            let target = match edits.target.unwrap_or(request.target) {
-                b"" => authority,
-                target => target,
-            };
-            let version = match http2 {
-                true => "HTTP/2".to_owned(),
-                false => format!("{:?}", request.version),
-            };
-            let line = [request.method, b" ", target, b" ", version.as_bytes()].concat();
-            let mut fields = pairs(request.head);
-            if http2 && request.header("host").is_none() && request.authority().is_some() {
-                fields.insert(0, (b"host", authority));
-            }
-            record.request.head(&line, edits.fields(fields.into_iter()));
-        });
     }
 
     /// Records bytes of the request body.
@@ -145,86 +119,10 @@ impl ExchangeDump {
         self.write_if_long_lived();
     }
 
-    /// Records the request trailers.
-    pub fn request_trailers(&mut self, fields: &dyn view::Fields) {
-        self.fill(|record| record.request.trailers.extend(pairs(fields)));
-    }
-
-    /// Records the end of the request.
-    pub fn request_end(&mut self) {
-        self.fill(|record| record.request.ended = true);
-    }
-
-    /// Records the head of a response. Replaces an interim response such as 100 Continue.
-    pub fn response(
-        &mut self,
-        status: StatusCode,
-        reason: &[u8],
-        fields: &dyn view::Fields,
-        edits: Edits<'_>,
-    ) {
-        self.fill(|record| {
-            let status = status.as_str().as_bytes();
-            let line = match record.http2 {
-                true => [b"HTTP/2 ", status].concat(),
-                false => [b"HTTP/1.1 ", status, b" ", reason].concat(),
-            };
-            let fields = edits.fields(pairs(fields).into_iter());
-            record.response.head(&line, fields);
-        });
-    }
-
     /// Records bytes of the response body.
     pub fn response_body(&mut self, bytes: &[u8]) {
         self.fill(|record| record.response.body.append(bytes));
         self.write_if_long_lived();
-    }
-
-    /// Records the response trailers.
-    pub fn response_trailers(&mut self, fields: &dyn view::Fields) {
-        self.fill(|record| record.response.trailers.extend(pairs(fields)));
-    }
-
-    /// Records the end of the response.
-    pub fn response_end(&mut self) {
-        self.fill(|record| record.response.ended = true);
-    }
-
-    /// Records the other side of the proxy: the endpoint of an outbound exchange, and the identity
-    /// of the endpoint or the caller.
-    pub fn remote(&mut self, endpoint: Option<SocketAddr>, identity: Option<&str>) {
-        self.fill(|record| {
-            record.endpoint = endpoint;
-            record.identity = identity.map(str::to_owned);
-        });
-    }
-
-    /// Records the route of the request, and the backend that it chose.
-    pub fn route(&mut self, route: &str, backend: Option<&str>) {
-        self.fill(|record| {
-            record.route = Some((route.to_owned(), backend.map(str::to_owned)));
-        });
-    }
-
-    /// Records the policy of a fault that is injected into the request, and the delay.
-    pub fn fault(&mut self, policy: &str, delay: Option<Duration>) {
-        self.fill(|record| record.fault = Some((policy.to_owned(), delay)));
-    }
-
-    /// Records the error that causes a response of the proxy itself.
-    pub fn failure(&mut self, failure: &Failure) {
-        self.fill(|record| record.failure = Some((failure.code(), failure.to_string())));
-    }
-
-    /// Records why the exchange is aborted.
-    pub fn cut_off(&mut self, reason: &str) {
-        self.fill(|record| record.cut_off = Some(reason.to_owned()));
-    }
-
-    /// Records the bytes that the client sent and received after a protocol upgrade (WebSocket,
-    /// CONNECT).
-    pub fn upgraded(&mut self, sent: u64, received: u64) {
-        self.fill(|record| record.upgraded = Some((sent, received)));
     }
 
     fn write_if_long_lived(&mut self) {
@@ -251,6 +149,44 @@ impl Drop for ExchangeDump {
 }
 
 impl Record {
+    /// The head of a request as it is sent: fields in original order and case, after `edits`.
+    pub fn request_head(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        self.http2 = request.version == Version::HTTP_2;
+        let authority = request.authority().unwrap_or(b"*");
+        // The target of CONNECT is an authority.
+        let target = match edits.target.unwrap_or(request.target) {
+            b"" => authority,
+            target => target,
+        };
+        let version = match self.http2 {
+            true => "HTTP/2".to_owned(),
+            false => format!("{:?}", request.version),
+        };
+        let line = [request.method, b" ", target, b" ", version.as_bytes()].concat();
+        let mut fields = pairs(request.head);
+        if self.http2 && request.header("host").is_none() && request.authority().is_some() {
+            fields.insert(0, (b"host", authority));
+        }
+        self.request.head(&line, edits.fields(fields.into_iter()));
+    }
+
+    /// The head of a response, after `edits`.
+    pub fn response_head(
+        &mut self,
+        status: StatusCode,
+        reason: &[u8],
+        fields: &dyn view::Fields,
+        edits: Edits<'_>,
+    ) {
+        let status = status.as_str().as_bytes();
+        let line = match self.http2 {
+            true => [b"HTTP/2 ", status].concat(),
+            false => [b"HTTP/1.1 ", status, b" ", reason].concat(),
+        };
+        let fields = edits.fields(pairs(fields).into_iter());
+        self.response.head(&line, fields);
+    }
+
     /// Why the exchange is incomplete; `None` if it is complete.
     pub fn incomplete(&self) -> Option<&str> {
         if self.open {
@@ -277,6 +213,11 @@ impl Record {
 }
 
 impl Part {
+    /// Records the trailers.
+    pub fn set_trailers(&mut self, fields: &dyn view::Fields) {
+        self.trailers.extend(pairs(fields));
+    }
+
     fn head<'a>(
         &mut self,
         start_line: &[u8],
@@ -328,41 +269,4 @@ fn pairs(fields: &dyn view::Fields) -> Vec<(&[u8], &[u8])> {
     let mut pairs = Vec::new();
     fields.visit(&mut |name, value| pairs.push((name, value)));
     pairs
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::dump::{Direction, Dumps};
-    use crate::http::view::testing::request;
-
-    #[test]
-    fn writes_long_lived_stream_once() {
-        let (dumps, output) = Dumps::recorded();
-        let address = "10.0.0.9:8080".parse().unwrap();
-        let mut dump = dumps
-            .exchange(&ConnectionInfo {
-                direction: Direction::Outbound,
-                peer: address,
-                destination: address,
-            })
-            .unwrap();
-        dump.request(&request("GET", "/watch"), Edits::default());
-        dump.request_end();
-        let fields = http::HeaderMap::new();
-        dump.response(StatusCode::OK, b"OK", &fields, Edits::default());
-        dump.response_body(b"first");
-        dump.started -= MAX_OPEN_TIME + Duration::from_secs(1);
-        dump.response_body(b", second");
-        dump.response_body(b", third");
-        dumps.flush(Duration::from_secs(20));
-        let written = output.lock().unwrap().clone();
-        assert!(
-            written.ends_with("first, second\n\n[still open; what follows is not shown]\n\n"),
-            "{written}"
-        );
-        drop(dump);
-        dumps.flush(Duration::from_secs(20));
-        assert_eq!(*output.lock().unwrap(), written, "written once");
-    }
 }

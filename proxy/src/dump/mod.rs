@@ -20,10 +20,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
-pub use exchange::ExchangeDump;
-
 use crate::metrics::Metrics;
-use exchange::Record;
+pub use exchange::ExchangeDump;
+pub(crate) use exchange::Record;
 
 /// Maximum number of dumped exchanges per second, over all workers.
 const MAX_DUMPS_PER_SECOND: u32 = 10;
@@ -62,12 +61,12 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// Name in metrics and JSON dumps.
+    /// The names in metrics and JSON dumps, in the order of the discriminants.
+    pub const NAMES: [&str; 2] = ["inbound", "outbound"];
+
+    /// The name in metrics and JSON dumps.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Inbound => "inbound",
-            Self::Outbound => "outbound",
-        }
+        Self::NAMES[self as usize]
     }
 }
 
@@ -154,35 +153,6 @@ impl Dumps {
     /// A handle without dumps.
     pub fn off() -> Self {
         Self { shared: None }
-    }
-
-    /// A handle that dumps to a string.
-    #[cfg(test)]
-    fn recorded() -> (Self, Arc<std::sync::Mutex<String>>) {
-        struct Output(Arc<std::sync::Mutex<String>>);
-        impl Write for Output {
-            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-                self.0
-                    .lock()
-                    .map_err(|_| io::ErrorKind::Other)?
-                    .push_str(&String::from_utf8_lossy(bytes));
-                Ok(bytes.len())
-            }
-
-            fn flush(&mut self) -> io::Result<()> {
-                Ok(())
-            }
-        }
-        let text = Arc::new(std::sync::Mutex::new(String::new()));
-        let config = DumpConfig {
-            mode: Mode::Full,
-            format: Format::Text,
-            out: Box::new(Output(text.clone())),
-        };
-        (
-            Self::start(config, Metrics::new()).expect("a thread can be started"),
-            text,
-        )
     }
 
     /// Dump of an exchange that starts now. `None` if dumps are off or the budget is exhausted.

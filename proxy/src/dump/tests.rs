@@ -75,7 +75,11 @@ fn header_map(fields: &[(&str, &str)]) -> HeaderMap {
 
 fn request(dump: &mut ExchangeDump, head: &'static str) {
     let head = RequestHead::parse(head.into()).unwrap();
-    dump.request(&head.view(), Edits::default());
+    dump.fill(|record| record.request_head(&head.view(), Edits::default()));
+}
+
+fn respond(dump: &mut ExchangeDump, status: StatusCode, reason: &[u8], fields: &dyn view::Fields) {
+    dump.fill(|record| record.response_head(status, reason, fields, Edits::default()));
 }
 
 fn hello(dump: &mut ExchangeDump) {
@@ -85,14 +89,14 @@ fn hello(dump: &mut ExchangeDump) {
          AUTHORIZATION: Bearer secret\r\n\r\n",
     );
     dump.request_body(b"ping");
-    dump.request_end();
+    dump.fill(|record| record.request.ended = true);
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nSet-Cookie: id=secret; Path=/\r\n\r\n";
     let head = ResponseHead::parse(head.into(), b"POST").unwrap();
-    dump.response(StatusCode::OK, head.reason(), &head, Edits::default());
+    respond(dump, StatusCode::OK, head.reason(), &head);
     dump.response_body(b"po");
     dump.response_body(b"ng\n");
-    dump.response_end();
+    dump.fill(|record| record.response.ended = true);
 }
 
 /// Output of one exchange.
@@ -153,16 +157,16 @@ fn renders_grpc_metadata_message_counts_and_status() {
             version: Version::HTTP_2,
             ..view::testing::request("POST", "/echo.v1.EchoService/Echo")
         };
-        dump.request(&request, Edits::default());
+        dump.fill(|record| record.request_head(&request, Edits::default()));
         dump.request_body(b"\0\0\0\0\x02hi");
-        dump.request_end();
+        dump.fill(|record| record.request.ended = true);
         let fields = [("content-type", "application/grpc")];
-        dump.response(StatusCode::OK, b"", &header_map(&fields), Edits::default());
+        respond(dump, StatusCode::OK, b"", &header_map(&fields));
         dump.response_body(b"\0\0\0\0\x02hi\0\0");
         dump.response_body(b"\0\0\x02ho");
         let trailers = [("grpc-status", "5"), ("grpc-message", "no such echo")];
-        dump.response_trailers(&header_map(&trailers));
-        dump.response_end();
+        dump.fill(|record| record.response.set_trailers(&header_map(&trailers)));
+        dump.fill(|record| record.response.ended = true);
     });
     assert_eq!(
         text,
@@ -178,7 +182,7 @@ fn renders_grpc_metadata_message_counts_and_status() {
 fn reports_aborted_exchange() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        dump.request_end();
+        dump.fill(|record| record.request.ended = true);
     });
     assert!(
         text.ends_with("GET / HTTP/1.1\nHost: a\n\n[cut off before the response began]\n\n"),
@@ -186,9 +190,9 @@ fn reports_aborted_exchange() {
     );
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        dump.request_end();
-        dump.response(StatusCode::OK, b"OK", &HeaderMap::new(), Edits::default());
-        dump.cut_off("the client\x1b went away");
+        dump.fill(|record| record.request.ended = true);
+        respond(dump, StatusCode::OK, b"OK", &HeaderMap::new());
+        dump.fill(|record| record.cut_off = Some("the client\x1b went away".to_owned()));
     });
     assert!(
         text.ends_with("HTTP/1.1 200 OK\n\n[the client\\x1b went away]\n\n"),
@@ -200,14 +204,10 @@ fn reports_aborted_exchange() {
 fn renders_failure_before_its_response() {
     let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        dump.failure(&Failure::NoEndpoint("shop/cart".into()));
+        let failure = Failure::NoEndpoint("shop/cart".into());
+        dump.fill(|record| record.failure = Some((failure.code(), failure.to_string())));
         let status = StatusCode::SERVICE_UNAVAILABLE;
-        dump.response(
-            status,
-            b"Service Unavailable",
-            &HeaderMap::new(),
-            Edits::default(),
-        );
+        respond(dump, status, b"Service Unavailable", &HeaderMap::new());
     });
     let end = "[answered by the proxy: no-endpoint: service shop/cart has no ready endpoint]\nHTTP/1.1 503 Service Unavailable\n\n";
     assert!(text.ends_with(end), "{text}");
@@ -217,7 +217,8 @@ fn renders_failure_before_its_response() {
 fn names_the_route_and_its_backend() {
     let routed = |dump: &mut ExchangeDump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        dump.route("HTTPRoute shop/web", Some("shop/web-v2:80"));
+        let (rule, backend) = ("HTTPRoute shop/web", "shop/web-v2:80");
+        dump.fill(|record| record.route = Some((rule.to_owned(), Some(backend.to_owned()))));
     };
     let text = written(Mode::Full, Format::Text, Direction::Outbound, routed);
     let line = "Outbound connection to 10.0.0.9:8080 by HTTPRoute shop/web to shop/web-v2:80\n";
@@ -244,7 +245,7 @@ fn names_the_policy_of_a_fault() {
     ] {
         let faulty = |dump: &mut ExchangeDump| {
             request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-            dump.fault("TrafficPolicy shop/web", delay);
+            dump.fill(|record| record.fault = Some(("TrafficPolicy shop/web".to_owned(), delay)));
         };
         let text = written(Mode::Full, Format::Text, Direction::Outbound, faulty);
         assert!(text.contains(line), "{text}");
@@ -260,12 +261,7 @@ fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = "v".repeat(1000);
         let fields: Vec<_> = (0..60).map(|_| ("name", &*value)).collect();
-        dump.response(
-            StatusCode::OK,
-            b"OK",
-            &header_map(&fields),
-            Edits::default(),
-        );
+        respond(dump, StatusCode::OK, b"OK", &header_map(&fields));
     });
     assert!(
         text.contains("[and 44 more]") && text.len() < 20_000,
@@ -295,7 +291,10 @@ fn json_names_endpoint_and_identity() {
     let identity = "spiffe://cluster.local/ns/shop/sa/cart";
     let line = written(Mode::Full, Format::Json, Direction::Outbound, |dump| {
         hello(dump);
-        dump.remote(Some(([10, 244, 0, 6], 8080).into()), Some(identity));
+        dump.fill(|record| {
+            record.endpoint = Some(([10, 244, 0, 6], 8080).into());
+            record.identity = Some(identity.to_owned());
+        });
     });
     let object: serde_json::Value = serde_json::from_str(&line).unwrap();
     assert_eq!(object["endpoint"], "10.244.0.6:8080");
@@ -432,4 +431,24 @@ fn off_mode_dumps_nothing() {
         (output.pieces().len(), metrics.dumps_suppressed.get()),
         (0, 0)
     );
+}
+
+#[test]
+fn writes_long_lived_stream_once() {
+    let (dumps, output, _) = start(Mode::Full, Format::Text);
+    let mut dump = dumps.exchange(&connection(Direction::Outbound)).unwrap();
+    request(&mut dump, "GET /watch HTTP/1.1\r\nHost: a\r\n\r\n");
+    dump.fill(|record| record.request.ended = true);
+    respond(&mut dump, StatusCode::OK, b"OK", &HeaderMap::new());
+    dump.response_body(b"first");
+    dump.started -= exchange::MAX_OPEN_TIME + Duration::from_secs(1);
+    dump.response_body(b", second");
+    dump.response_body(b", third");
+    dumps.flush(FLUSH_TIMEOUT);
+    let written = output.pieces();
+    let end = "first, second\n\n[still open; what follows is not shown]\n\n";
+    assert!(written.concat().ends_with(end), "{written:?}");
+    drop(dump);
+    dumps.flush(FLUSH_TIMEOUT);
+    assert_eq!(output.pieces(), written, "written once");
 }

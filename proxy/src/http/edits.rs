@@ -1,7 +1,7 @@
 //! Changes that the proxy makes to a head on its way: an overlay, which both versions of HTTP apply
 //! when they write the head. In HTTP/1 the other fields keep their case and order.
 
-pub use diy_mesh_proto::field::is_same_name;
+use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_name};
 use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -17,6 +17,21 @@ pub enum Edit<'a> {
     Add(&'a str, &'a str),
     /// The field is removed.
     Remove(&'a str),
+}
+
+/// The changes of a request's trailers: only the mesh sets these fields, and never there.
+pub const REQUEST_TRAILER_EDITS: [Edit<'static>; 2] = [
+    Edit::Own(CALLED_BY, None),
+    Edit::Own(PREVIOUS_ATTEMPTS, None),
+];
+
+/// The changes of a response's head and trailers: only a peer's proxy, which has authenticated,
+/// replies for the mesh.
+pub fn response_edits(from_proxy: bool) -> &'static [Edit<'static>] {
+    match from_proxy {
+        true => &[],
+        false => &[Edit::Own(MESH_ERROR, None)],
+    }
 }
 
 /// The changes of one head.
@@ -145,5 +160,33 @@ mod tests {
         assert_eq!(values("x-called-by"), ["me"]);
         assert_eq!(values("x-b"), ["2"]);
         assert_eq!(headers.len(), 4);
+    }
+
+    #[test]
+    fn called_by_is_recognized_in_every_spelling() {
+        let is_removed = |own: &str, name: &str| {
+            let edits = [Edit::Own(own, None)];
+            Edits::of(&edits).value(name.as_bytes(), b"").is_none()
+        };
+        for name in [
+            "X-Called-By",
+            "x-called-by",
+            "X_CALLED_BY",
+            "x-Called_by",
+            "X.Called.By",
+            "x!called~by",
+        ] {
+            assert!(is_removed(CALLED_BY, name), "{name}");
+        }
+        for name in [
+            "X-Called-Bye",
+            "X-Called",
+            "XXCalled-By",
+            "X-Called-B-",
+            "X--Called-By",
+        ] {
+            assert!(!is_removed(CALLED_BY, name), "{name}");
+        }
+        assert!(is_removed(MESH_ERROR, "X.Mesh_Error") && !is_removed(MESH_ERROR, "x-mesh-errors"));
     }
 }

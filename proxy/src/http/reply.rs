@@ -5,15 +5,15 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use bytes::Bytes;
+use diy_mesh_proto::field::MESH_ERROR;
 use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 
 use crate::error::Failure;
 
-/// The field that tells a caller that a proxy replied, and why.
-pub const X_MESH_ERROR: HeaderName = HeaderName::from_static("x-mesh-error");
+const X_MESH_ERROR: HeaderName = HeaderName::from_static(MESH_ERROR);
 /// The status of a gRPC call.
-pub const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// gRPC proposal A6.
 const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");

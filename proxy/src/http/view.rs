@@ -1,5 +1,8 @@
 //! A request as authorization and routing see it, in either version of HTTP, without a copy.
 
+#[cfg(test)]
+pub(crate) mod testing;
+
 use http::header::HOST;
 use http::request::Parts;
 use http::{HeaderMap, Version};
@@ -134,27 +137,6 @@ impl<'a> RequestView<'a> {
                 &rest[path..]
             }
             _ => self.target,
-        }
-    }
-}
-
-#[cfg(test)]
-pub(crate) mod testing {
-    use std::sync::LazyLock;
-
-    use http::Request;
-
-    use super::*;
-
-    /// A request without fields.
-    pub(crate) fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
-        static EMPTY: LazyLock<Parts> = LazyLock::new(|| Request::new(()).into_parts().0);
-        RequestView {
-            method: method.as_bytes(),
-            target: target.as_bytes(),
-            head: &*EMPTY,
-            version: Version::HTTP_11,
-            upgrade: false,
         }
     }
 }

@@ -18,8 +18,8 @@ use crate::balance::Endpoint;
 use crate::connect::{Slot, Upstream};
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry};
-use crate::http::edits::{Edit, Edits};
+use crate::forward::{AttemptError, Attempts, Forward, Replayable};
+use crate::http::edits::{Edits, response_edits};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::policy::PREVIOUS_ATTEMPTS;
@@ -44,8 +44,12 @@ impl Forward for Exchange<'_> {
         &mut self.record.attempts
     }
 
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
-        let (flow, began_at) = (self.record.flow.clone(), self.record.attempts.began_at());
+    async fn attempt(
+        &mut self,
+        flow: &Flow,
+        endpoint: &Rc<Endpoint>,
+    ) -> Result<Outcome, AttemptError> {
+        let began_at = self.record.attempts.began_at();
         self.end_passed_on = false;
         // 7. Connect.
         let dialer = self.record.attempts.dialer(&flow.worker.tls);
@@ -71,7 +75,7 @@ impl Forward for Exchange<'_> {
             is_idempotent: self.request.view().is_idempotent(),
             status: head.status,
         };
-        let answered_at = self.record.attempts.answered(verdict, request, &flow)?;
+        let answered_at = self.record.attempts.answered(verdict, request, flow)?;
         self.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
         let outcome = self
@@ -97,12 +101,7 @@ impl Exchange<'_> {
         endpoint: &Endpoint,
     ) -> Result<Option<ResponseHead>, AttemptError> {
         let address = endpoint.address;
-        let malformed = |reason: &str| {
-            AttemptError::last(Failure::UpstreamMalformed {
-                address,
-                reason: reason.to_owned(),
-            })
-        };
+        let malformed = |reason| AttemptError::malformed(address, reason);
         loop {
             let mut scanned = 0;
             let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut scanned)).await;
@@ -112,25 +111,15 @@ impl Exchange<'_> {
                 Err(Ended::Failed(failure)) => return Err(AttemptError::last(failure)),
                 Err(Ended::Malformed(reason)) => return Err(malformed(reason)),
                 Err(Ended::Upstream(reason)) => {
-                    let (acceptance, is_idempotent) = (
-                        upstream.io.acceptance(),
-                        self.request.view().is_idempotent(),
-                    );
+                    let acceptance = upstream.io.acceptance();
+                    let is_idempotent = self.request.view().is_idempotent();
                     let rejected =
                         AttemptError::handshake(address, &reason, acceptance, is_idempotent);
-                    if let Some(rejected) = rejected {
-                        return Err(rejected);
-                    }
                     // A pooled connection may be closed just when it is used.
-                    let untouched = upstream.reused && upstream.io.unread().is_empty();
-                    let safe = untouched && is_idempotent;
-                    let retry = if safe {
-                        Retry::AnyEndpoint
-                    } else {
-                        Retry::Never
-                    };
-                    let failure = Failure::UpstreamClosed { address, reason };
-                    return Err(AttemptError { failure, retry });
+                    let is_stale = upstream.reused && upstream.io.unread().is_empty();
+                    let is_safe = is_stale && is_idempotent;
+                    let closed = || AttemptError::closed(address, reason, is_safe);
+                    return Err(rejected.unwrap_or_else(closed));
                 }
             };
             let may_switch = self.request.connection.upgrade && self.upload.is_done();
@@ -143,7 +132,11 @@ impl Exchange<'_> {
                 return Ok(Some(head));
             }
             let mut out = BytesMut::new();
-            head.write(&mut out, Edits::of(own_edits(&upstream.io)), None);
+            head.write(
+                &mut out,
+                Edits::of(response_edits(upstream.io.is_secured())),
+                None,
+            );
             // The attempt may end here.
             self.in_interim = true;
             if self.client.write_all(&out).await.is_err() {
@@ -241,7 +234,7 @@ impl Exchange<'_> {
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
         let route = self.record.route.clone();
         let mut with_route = Vec::new();
-        let mut edits = own_edits(&upstream);
+        let mut edits = response_edits(upstream.is_secured());
         let session = route
             .as_ref()
             .and_then(|route| route.session_edit(endpoint));
@@ -341,16 +334,6 @@ impl Exchange<'_> {
             return Poll::Ready(Err(BodyError::Overloaded));
         }
         relayed
-    }
-}
-
-/// The changes of a response's head: only a peer's proxy, which has authenticated, replies for the
-/// mesh.
-fn own_edits(upstream: &Io) -> &'static [Edit<'static>] {
-    if upstream.is_secured() {
-        &[]
-    } else {
-        &[Edit::Own("x-mesh-error", None)]
     }
 }
 

@@ -6,13 +6,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
+use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_name};
 use thiserror::Error;
 use tokio::io::AsyncWrite;
 
-use super::head::Framing;
+use super::head::{Framing, put_field};
 use crate::http::replay::Replay;
 use crate::io::Io;
-use crate::policy::{is_mesh_error, is_reserved_in_requests};
 
 /// The maximum length of a chunk-size line with its extensions.
 const MAX_CHUNK_LINE: usize = 4096;
@@ -344,10 +344,7 @@ impl Decoder {
         let mut trailers = BytesMut::with_capacity(end);
         let permitted = |field: &&httparse::Header<'_>| !is_forbidden_in_trailers(field.name);
         for field in fields.iter().filter(permitted) {
-            trailers.extend_from_slice(field.name.as_bytes());
-            trailers.extend_from_slice(b": ");
-            trailers.extend_from_slice(field.value);
-            trailers.extend_from_slice(b"\r\n");
+            put_field(&mut trailers, field.name.as_bytes(), field.value);
         }
         *self = Self::Done;
         Ok(Decoded::Trailers(trailers))
@@ -379,8 +376,9 @@ fn is_forbidden_in_trailers(name: &str) -> bool {
     ]
     .iter()
     .any(|forbidden| name.eq_ignore_ascii_case(forbidden))
-        || is_reserved_in_requests(name.as_bytes())
-        || is_mesh_error(name.as_bytes())
+        || [CALLED_BY, PREVIOUS_ATTEMPTS, MESH_ERROR]
+            .iter()
+            .any(|own| is_same_name(name.as_bytes(), own.as_bytes()))
 }
 
 fn take(from: &mut BytesMut, at_most: u64) -> BytesMut {

@@ -13,7 +13,8 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use memchr::memmem;
 
-use self::fields::{Fields, put_field, span};
+pub(super) use self::fields::put_field;
+use self::fields::{Fields, span};
 use crate::authority;
 use crate::http::edits::Edits;
 use crate::http::view::{self, Fields as _, Head, RequestView};

@@ -9,7 +9,6 @@ use tokio::io::AsyncWriteExt;
 use super::body::Relay;
 use super::head::{Framing, ResponseHead, find_end};
 use crate::balance::Endpoint;
-use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
@@ -45,10 +44,7 @@ pub async fn attempt(
     if !upstream.reused {
         attempts.connected();
     }
-    let closed = |reason| {
-        let address = endpoint.address;
-        AttemptError::last(Failure::UpstreamClosed { address, reason })
-    };
+    let closed = |reason| AttemptError::closed(endpoint.address, reason, false);
     let io = &mut upstream.io;
     let written = async {
         io.write_all(message).await?;

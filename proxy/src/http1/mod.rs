@@ -30,8 +30,8 @@ use crate::forward::forward;
 use crate::http::edits::Edits;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
-use crate::metrics::Protocol;
-use crate::mirror::Head as Copied;
+use crate::metrics::HttpVersion;
+use crate::mirror::CopiedHead;
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
 use crate::timeouts::{IdleTimer, TimeoutKind};
@@ -61,7 +61,7 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
             Ok(Some(request)) => request,
             Ok(None) => return,
             Err(failure) => {
-                let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+                let mut record = ExchangeRecord::new(flow, HttpVersion::Http1);
                 reply(&mut client, &mut record, failure.into(), false, false).await;
                 drop(memory);
                 return linger(client).await;
@@ -188,7 +188,7 @@ impl<'a> Exchange<'a> {
         request: RequestHead,
         memory: &'a mut Charge,
     ) -> Self {
-        let mut record = ExchangeRecord::new(flow, Protocol::Http1);
+        let mut record = ExchangeRecord::new(flow, HttpVersion::Http1);
         record.attempts.previous = flow.previous_attempts(&request);
         let upload = Relay::with_replay(request.framing, BytesMut::new());
         Self {
@@ -211,11 +211,12 @@ impl<'a> Exchange<'a> {
         self.request.write(&mut head, edits);
         self.head_size = head.len();
         let chunked = self.request.framing == Framing::Chunked;
-        self.record.mirror(&self.request.view(), || Copied::Http1 {
-            head: Bytes::copy_from_slice(&head),
-            method: Bytes::copy_from_slice(self.request.method()),
-            chunked,
-        });
+        self.record
+            .mirror(&self.request.view(), || CopiedHead::Http1 {
+                head: Bytes::copy_from_slice(&head),
+                method: Bytes::copy_from_slice(self.request.method()),
+                chunked,
+            });
         self.upload = Relay::with_replay(self.request.framing, head);
     }
 
@@ -260,7 +261,7 @@ impl<'a> Exchange<'a> {
         if let Err(broken) = taken {
             return self.fail(request_failure(&broken)).await;
         }
-        // 4. Authorization, 6. balance, 7. connect, 8. serve: attempt.rs.
+        // 4. Authorization, 6. balance: forward.rs. 7. connect, 8. serve: attempt.rs.
         let backend = self.record.backend().clone();
         match forward(self, &flow, &backend).await {
             Ok(Outcome::After(after)) => after,

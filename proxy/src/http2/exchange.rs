@@ -25,14 +25,14 @@ use crate::connect::http2::Lease;
 use crate::dump::Direction;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Replayable, Retry, forward};
-use crate::http::edits::Edits;
+use crate::forward::{AttemptError, Attempts, Forward, Replayable, forward};
+use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
 use crate::io::Io;
-use crate::metrics::Protocol;
-use crate::mirror::Head as Copied;
-use crate::policy::{PREVIOUS_ATTEMPTS, is_mesh_error};
+use crate::metrics::HttpVersion;
+use crate::mirror::CopiedHead;
+use crate::policy::PREVIOUS_ATTEMPTS;
 use crate::record::ExchangeRecord;
 use crate::route::Answer;
 use crate::route::fields::FieldEdit;
@@ -54,7 +54,7 @@ pub(super) async fn carry(
     let mut memory = Charge::new(client.memory.account().clone());
     let admitted = memory.check_head(head_size);
     memory.set(STREAM_COST + head_size);
-    let mut record = ExchangeRecord::new(&client.flow, Protocol::Http2);
+    let mut record = ExchangeRecord::new(&client.flow, HttpVersion::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
     record.attempts.exchange_deadline = head::deadline(&parts);
     let mut ready = Some(admitted.map_err(Answer::from));
@@ -81,7 +81,7 @@ pub(super) async fn carry(
     }
     record.request(&head::view(&parts), Edits::default());
     if let Some(Ok(())) = ready {
-        let copied = || Copied::Http2(Box::new(parts.clone()));
+        let copied = || CopiedHead::Http2(Box::new(parts.clone()));
         record.mirror(&head::view(&parts), copied);
     }
     let mut exchange = Exchange {
@@ -179,8 +179,12 @@ impl Exchange {
     }
 
     /// Acquires a slot on a connection to the endpoint. None if the client cancels.
-    async fn connect(&mut self, endpoint: &Endpoint) -> Option<Result<Lease, Failure>> {
-        let worker = self.record.flow.worker.clone();
+    async fn connect(
+        &mut self,
+        flow: &Flow,
+        endpoint: &Endpoint,
+    ) -> Option<Result<Lease, Failure>> {
+        let worker = &flow.worker;
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
         let pool = endpoint.pool();
@@ -206,9 +210,8 @@ impl Exchange {
         while self.interim_left > 0 {
             match attempt.response.poll_informational(cx) {
                 Poll::Ready(Some(Ok(mut interim))) => {
-                    if !attempt.lease.is_secured() {
-                        head::remove(interim.headers_mut(), is_mesh_error);
-                    }
+                    let edits = response_edits(attempt.lease.is_secured());
+                    Edits::of(edits).apply(interim.headers_mut());
                     // An error means that the client has closed, which is detected below.
                     drop(self.respond.send_informational(interim));
                     self.interim_left -= 1;
@@ -349,20 +352,12 @@ impl Exchange {
         let unprocessed = error.is_remote() && (error.is_go_away() || refused);
         match error.reason() {
             Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Reset(code)),
-            Some(_) if error.is_library() => {
-                let failure = Failure::UpstreamMalformed { address, reason };
-                Err(AttemptError::last(failure))
-            }
+            Some(_) if error.is_library() => Err(AttemptError::malformed(address, reason)),
             _ => {
                 // The peer may close a pooled connection just when it is used.
-                let stale = reused && is_idempotent;
-                let failure = Failure::UpstreamClosed { address, reason };
-                let retry = if unprocessed || stale {
-                    Retry::AnyEndpoint
-                } else {
-                    Retry::Never
-                };
-                Err(AttemptError { failure, retry })
+                let is_stale = reused && is_idempotent;
+                let is_safe = unprocessed || is_stale;
+                Err(AttemptError::closed(address, reason, is_safe))
             }
         }
     }
@@ -435,9 +430,13 @@ impl Forward for Exchange {
         &mut self.record.attempts
     }
 
-    async fn attempt(&mut self, endpoint: &Rc<Endpoint>) -> Result<Outcome, AttemptError> {
+    async fn attempt(
+        &mut self,
+        flow: &Flow,
+        endpoint: &Rc<Endpoint>,
+    ) -> Result<Outcome, AttemptError> {
         // 7. Connect.
-        let lease = match self.connect(endpoint).await {
+        let lease = match self.connect(flow, endpoint).await {
             Some(Ok(lease)) => lease,
             Some(Err(failure)) => return Err(AttemptError::connect(failure)),
             None => return Ok(Outcome::Cancelled),
@@ -445,11 +444,9 @@ impl Forward for Exchange {
         if !lease.is_reused() {
             self.record.attempts.check_endpoint()?;
         }
-        let address = endpoint.address;
         if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
-            let reason = "it does not accept extended CONNECT requests".to_owned();
-            let failure = Failure::UpstreamMalformed { address, reason };
-            return Err(AttemptError::last(failure));
+            let reason = "it does not accept extended CONNECT requests";
+            return Err(AttemptError::malformed(endpoint.address, reason));
         }
         // 8. Serve.
         self.record.attempts.connected();
@@ -483,26 +480,18 @@ impl Forward for Exchange {
             }
         };
         if attempt.lease.supports_extended_connect() {
-            self.record
-                .flow
-                .destination
-                .supports_extended_connect
-                .set(true);
+            flow.destination.supports_extended_connect.set(true);
         }
         let (mut parts, body) = response.into_parts();
-        // Only a peer's proxy, which has authenticated, replies for the mesh.
         let is_peer = attempt.lease.is_secured();
-        if !is_peer {
-            head::remove(&mut parts.headers, is_mesh_error);
-        }
+        Edits::of(response_edits(is_peer)).apply(&mut parts.headers);
         let status = parts.status.as_u16();
         let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.parts.method.is_idempotent(),
-            status: parts.status.as_u16(),
+            status,
         };
-        let flow = &self.record.flow;
         self.record.attempts.answered(verdict, request, flow)?;
         self.upload.discard_replay();
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();

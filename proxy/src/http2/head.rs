@@ -100,16 +100,6 @@ fn rewrite(parts: &mut Parts, edits: Edits<'_>) {
     parts.uri = Uri::from_parts(uri).unwrap_or_default();
 }
 
-/// Removes the fields of heads and trailers that only the proxy may set, in every spelling.
-pub(super) fn remove(headers: &mut HeaderMap, is_ours: fn(&[u8]) -> bool) {
-    let forged: Vec<HeaderName> = headers
-        .keys()
-        .filter(|name| is_ours(name.as_str().as_bytes()))
-        .cloned()
-        .collect();
-    forged.iter().for_each(|name| drop(headers.remove(name)));
-}
-
 /// Whether failures are reported by `grpc-status`. gRPC-Web is plain HTTP.
 pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
     let kind = headers

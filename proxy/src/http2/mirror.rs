@@ -9,7 +9,6 @@ use http::request::Parts;
 
 use crate::balance::Endpoint;
 use crate::dump::Direction;
-use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
@@ -31,10 +30,8 @@ pub async fn attempt(
     let leased = pool.http2(memory.account(), dialer, expiry).await;
     let lease = leased.map_err(AttemptError::connect)?;
     attempts.connected();
-    let closed = |error: h2::Error| {
-        let (address, reason) = (endpoint.address, error.to_string());
-        AttemptError::last(Failure::UpstreamClosed { address, reason })
-    };
+    let closed =
+        |error: h2::Error| AttemptError::closed(endpoint.address, error.to_string(), false);
     let request = Request::from_parts(parts.clone(), ());
     let (response, mut stream) = lease.send(request, body.is_empty()).map_err(closed)?;
     if !body.is_empty() {

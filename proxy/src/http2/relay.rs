@@ -8,9 +8,8 @@ use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
 use http::HeaderMap;
 
-use super::head::remove;
+use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
 use crate::http::replay::Replay;
-use crate::policy::{is_mesh_error, is_reserved_in_requests};
 use crate::record::ExchangeRecord;
 
 /// The number of bytes that a relay passes to `h2` before it waits for flow-control capacity. Small
@@ -209,13 +208,14 @@ impl Relay {
     /// Removes the fields that only the mesh may set.
     fn prepare_trailers(&self, mut trailers: HeaderMap, record: &mut ExchangeRecord) -> HeaderMap {
         match self.message {
-            Message::Request => remove(&mut trailers, is_reserved_in_requests),
-            Message::Response { from_proxy: false } => remove(&mut trailers, is_mesh_error),
-            Message::Response { from_proxy: true } => {}
-        }
-        match self.message {
-            Message::Request => record.request_trailers(&trailers),
-            Message::Response { .. } => record.response_trailers(&trailers),
+            Message::Request => {
+                Edits::of(&REQUEST_TRAILER_EDITS).apply(&mut trailers);
+                record.request_trailers(&trailers);
+            }
+            Message::Response { from_proxy } => {
+                Edits::of(response_edits(from_proxy)).apply(&mut trailers);
+                record.response_trailers(&trailers);
+            }
         }
         trailers
     }

@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::connection::carry;
 use crate::destination::Destination;
-use crate::discovery::{AppProtocol, Discovery, EndpointInfo, PodTarget, Target};
+use crate::discovery::{Discovery, EndpointInfo, PodTarget, Target};
 use crate::dump::Direction;
 use crate::flow::Flow;
 use crate::identity::testing::{Authority, WEB};
@@ -216,7 +216,7 @@ impl Pair {
         let pod = PodTarget {
             namespace: "shop".into(),
             name: "cart-1".into(),
-            app_protocol: AppProtocol::Detect,
+            app_protocol: None,
             endpoint: Arc::new(endpoint),
             routes: None,
             policy: Arc::default(),
@@ -1174,7 +1174,7 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
         let pod = PodTarget {
             namespace: "shop".into(),
             name: "cart-1".into(),
-            app_protocol: AppProtocol::Detect,
+            app_protocol: None,
             endpoint,
             routes: None,
             policy: Arc::default(),

@@ -103,7 +103,9 @@ fn conditions(hub: &Hub) -> Vec<(String, String)> {
     });
     let own = conditions.filter(|(_, one)| one.kind == ENFORCED);
     own.map(|(object, one)| {
-        assert!(!one.holds && one.reason == "ProxyLacksCapability");
+        assert!(!one.holds);
+        let is_about_limits = one.message.starts_with("rate limits");
+        assert_eq!(one.reason == TOO_MANY_RATE_LIMITS, is_about_limits);
         (object, one.message)
     })
     .collect()
@@ -188,6 +190,47 @@ async fn policies_that_an_old_proxy_does_not_apply_say_so() {
     let _replica = stream(&hub, &Key::new("shop", "replica"), OLD, &[]);
     let expected = [of_namespace, "TrafficPolicy shop/p at web"];
     assert_eq!(objects(&hub).await, expected);
+}
+
+#[tokio::test]
+async fn policies_with_limits_that_a_pod_does_not_have_say_so() {
+    let hub = catalog();
+    let limits = || json!({"rateLimits": [{"name": "all", "requests": 7}]});
+    let services = (0..15).map(|age| Service {
+        created: age + 1,
+        ..service(&format!("s{age}"), &["10.96.0.9"])
+    });
+    apply(&hub, services.map(Object::Service));
+    let of = |name: &str, service: &str| {
+        let target = json!([{"group": "", "kind": "Service", "name": service}]);
+        Object::Policy(policy_for(name, 0, target, limits()))
+    };
+    apply(
+        &hub,
+        (0..15).map(|age| of(&format!("p{age}"), &format!("s{age}"))),
+    );
+    assert_eq!(objects(&hub).await, [""; 0], "15 Services");
+    let of_web = of("web", "web");
+    apply(&hub, [of_web]);
+    hub.review().await;
+    let message = "rate limits of this policy do not apply to some pods, such as replica: a pod has \
+        those of the 15 oldest Services that select it, at most 128 KiB";
+    let youngest = || "TrafficPolicy shop/p14 at s14".to_owned();
+    assert_eq!(conditions(&hub), [(youngest(), message.to_owned())]);
+    // A proxy of an older release has none of them, which is said first.
+    let _old = stream(&hub, &Key::new("shop", "replica"), OLD, &[]);
+    hub.review().await;
+    let all = conditions(&hub);
+    assert_eq!(all.len(), 16);
+    let old = all
+        .iter()
+        .find(|(object, _)| *object == youngest())
+        .unwrap();
+    assert!(
+        old.1.starts_with("proxies of an older release"),
+        "{}",
+        old.1
+    );
 }
 
 #[tokio::test]
@@ -351,6 +394,7 @@ async fn condition_is_written_and_is_removed_after_the_last_old_proxy() {
 fn found(names: &[&str], count: usize) -> BTreeMap<Subject, Pods> {
     let of = |name: &&str| {
         let subject = Subject {
+            cause: Cause::Capability,
             kind: KIND,
             key: Key::new("shop", name),
             target: Target::Service(Key::new("shop", "web")),

@@ -11,7 +11,7 @@ use super::*;
 use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
-use crate::routes::testing::{ApiServer, KIND, accepted, service, status};
+use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
 
@@ -268,6 +268,43 @@ async fn retries_a_rejected_write_and_does_not_delay_others() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     assert!(fixture.metrics.statuses_failed.get() - failed <= 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn missing_permission_for_a_kind_is_one_line_of_the_log_until_writes_succeed() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.subscriber());
+    let lines = || log.text().matches("cannot write the status of").count();
+    let server = server();
+    let names = Vec::from_iter((0..20).map(|number| format!("r-{number}")));
+    let set_permitted = |is_permitted: bool| {
+        for name in &names {
+            let code = (!is_permitted).then_some(403);
+            server.reject(&format!("{}/status", path(name)), code);
+        }
+    };
+    names
+        .iter()
+        .for_each(|name| server.put(&path(name), route(name)));
+    set_permitted(false);
+    let all = |generation| -> Vec<RouteStatus> {
+        let named = names.iter().map(|name| RouteStatus {
+            key: Key::new("shop", name),
+            ..desired(generation, true)
+        });
+        named.collect()
+    };
+    let fixture = Fixture::start(server.clone(), all(1));
+    fixture.calls().await;
+    assert!(fixture.metrics.statuses_failed.get() >= 20);
+    assert_eq!(lines(), 1, "{}", log.text());
+    set_permitted(true);
+    fixture.calls().await;
+    assert_eq!(fixture.metrics.statuses_written.get(), 20);
+    set_permitted(false);
+    fixture.set(all(2));
+    fixture.calls().await;
+    assert_eq!(lines(), 2, "{}", log.text());
 }
 
 #[tokio::test(start_paused = true)]

@@ -51,11 +51,11 @@ impl Pod {
             rate_limits,
             ..proto::Workload::default()
         };
-        let (_, rejection) = self.own.apply(workload, "1".to_owned());
-        if rejection.is_none() {
+        let rejection = self.own.apply(workload, "1".to_owned()).rejection;
+        if rejection.is_empty() {
             until(|| self.worker.policy().rate_limits.0.len() == count).await;
         }
-        rejection.unwrap_or_default()
+        rejection
     }
 
     async fn connect(&self, account: Option<&str>) -> TcpStream {

@@ -75,10 +75,10 @@ fn addresses(receiver: &watch::Receiver<Arc<Target>>) -> Vec<String> {
 }
 
 /// Sorted requests in short form: "+10.96.0.7:80@version", "-10.96.0.7:80".
-fn short(requests: impl IntoIterator<Item = DiscoverRequest>) -> Vec<String> {
+fn short(requests: impl IntoIterator<Item = Action>) -> Vec<String> {
     let mut texts: Vec<_> = requests
         .into_iter()
-        .map(|request| match request.action.expect("an action") {
+        .map(|request| match request {
             Action::Subscribe(subscribe) => {
                 format!("+{}@{}", subscribe.name, subscribe.known_version)
             }

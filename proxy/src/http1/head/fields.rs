@@ -148,7 +148,7 @@ impl Fields {
     }
 }
 
-pub(super) fn put_field(out: &mut BytesMut, name: &[u8], value: &[u8]) {
+pub(in crate::http1) fn put_field(out: &mut BytesMut, name: &[u8], value: &[u8]) {
     for part in [name, b": ", value, b"\r\n"] {
         out.extend_from_slice(part);
     }

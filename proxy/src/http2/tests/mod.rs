@@ -23,7 +23,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use crate::destination::Destination;
-use crate::discovery::{AppProtocol, Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::detect::Protocol;
+use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
 use crate::dump::{Direction, DumpConfig, Dumps, Format, Mode};
 use crate::flow::Flow;
 use crate::io::Io;
@@ -126,7 +127,7 @@ impl Mesh {
         let target = ServiceTarget {
             namespace: "shop".into(),
             name: "cart".into(),
-            app_protocol: AppProtocol::Http2,
+            app_protocol: Some(Protocol::Http2),
             endpoints,
             routes: routes.map(Arc::new),
             ..ServiceTarget::default()

@@ -1,0 +1,48 @@
+//! Discovery without a controller, for tests that answer themselves.
+
+use super::*;
+
+/// The main thread's end of the queue, for tests that respond themselves.
+pub(crate) struct Questions(mpsc::Receiver<WatchRequest>);
+
+impl Questions {
+    /// The resource of the next request, and a function that responds to it and returns the
+    /// sender of updates.
+    pub(crate) async fn next(
+        &mut self,
+    ) -> (
+        Resource,
+        impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>,
+    ) {
+        let WatchRequest { resource, response } = self.0.recv().await.expect("a handle exists");
+        (resource, move |target| {
+            let (sender, receiver) = watch::channel(target);
+            // The worker may have dropped the request.
+            let _ = response.send(Watched {
+                receiver,
+                settled: true,
+            });
+            sender
+        })
+    }
+}
+
+impl Discovery {
+    /// Discovery that receives nothing but the policy of this pod.
+    pub(crate) fn with_policy(policy: watch::Receiver<Option<Arc<Policy>>>) -> Self {
+        Self {
+            policy,
+            ..Self::off()
+        }
+    }
+
+    /// Discovery whose requests the test responds to.
+    pub(crate) fn by_hand() -> (Self, Questions) {
+        let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
+        let discovery = Self {
+            requests: Some(sender),
+            ..Self::off()
+        };
+        (discovery, Questions(requests))
+    }
+}

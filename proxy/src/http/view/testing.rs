@@ -1,0 +1,19 @@
+//! Requests for tests of what depends on their heads.
+
+use std::sync::LazyLock;
+
+use http::Request;
+
+use super::*;
+
+/// A request without fields.
+pub(crate) fn request<'a>(method: &'a str, target: &'a str) -> RequestView<'a> {
+    static EMPTY: LazyLock<Parts> = LazyLock::new(|| Request::new(()).into_parts().0);
+    RequestView {
+        method: method.as_bytes(),
+        target: target.as_bytes(),
+        head: &*EMPTY,
+        version: Version::HTTP_11,
+        upgrade: false,
+    }
+}
