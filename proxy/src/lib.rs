@@ -11,6 +11,7 @@
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core and
 //! takes no lock.
 
+pub mod account;
 pub mod authority;
 pub mod balance;
 mod batched;

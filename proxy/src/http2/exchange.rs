@@ -19,6 +19,7 @@ use http::{Method, Request, Response};
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{STREAM_COST, Stream};
+use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
 use crate::dump::Direction;
@@ -29,7 +30,6 @@ use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
 use crate::io::Io;
-use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
@@ -51,8 +51,8 @@ pub(super) async fn carry(
     let (mut parts, body) = request.into_parts();
     let malformed = head::malformed(&parts);
     let head_size = head::size(&parts);
-    let admitted = client.flow.check_head(head_size);
-    let mut memory = client.flow.charge();
+    let mut memory = Charge::new(client.memory.account().clone());
+    let admitted = memory.check_head(head_size);
     memory.set(STREAM_COST + head_size);
     let mut record = ExchangeRecord::new(&client.flow, HttpVersion::Http2);
     record.attempts.previous = client.flow.previous_attempts(&parts.headers);
@@ -188,7 +188,8 @@ impl Exchange {
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
         let pool = endpoint.pool();
-        let mut leasing = pin!(pool.http2(dialer, expiry));
+        let caller = self.client.memory.account();
+        let mut leasing = pin!(pool.http2(caller, dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
