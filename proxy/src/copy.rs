@@ -37,19 +37,22 @@ pub enum End {
     Http,
     /// A connection reached its maximum age.
     Expired,
+    /// No memory is left to the caller.
+    Overloaded,
 }
 
 /// Copies until both directions have ended, or either connection fails. The end of one direction is
 /// propagated as a half-close and does not end the other direction. If there is a `detector`, it
 /// inspects the client's bytes until they determine the protocol. HTTP ends the copy, and so does
 /// `expiry` when it completes. A connection that has not received everything up to the sender's end
-/// is reset when it is dropped. `charge` gets the size of the buffers when the copy waits.
+/// is reset when it is dropped. `charge` gets the size of the buffers when the copy waits, and ends
+/// the copy if it returns false.
 pub async fn bidirectional(
     client: &mut Io,
     upstream: &mut Io,
     detector: Option<RequestDetector>,
     expiry: &mut (impl Future<Output = ()> + Unpin),
-    charge: &mut impl FnMut(usize),
+    charge: &mut impl FnMut(usize) -> bool,
 ) -> Copied {
     let mut upload = Transfer {
         detector,
@@ -73,7 +76,9 @@ pub async fn bidirectional(
             (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => Poll::Ready(End::Complete),
             _ => {
                 let pending = upload.pending.capacity() + download.pending.capacity();
-                charge(client.buffered() + upstream.buffered() + pending);
+                if !charge(client.buffered() + upstream.buffered() + pending) {
+                    return Poll::Ready(End::Overloaded);
+                }
                 Pin::new(&mut *expiry).poll(cx).map(|()| End::Expired)
             }
         }
@@ -195,7 +200,10 @@ mod tests {
     }
 
     async fn copy(mut client: Io, mut server: Io) -> Copied {
-        bidirectional(&mut client, &mut server, None, &mut pending(), &mut |_| {}).await
+        bidirectional(&mut client, &mut server, None, &mut pending(), &mut |_| {
+            true
+        })
+        .await
     }
 
     #[tokio::test]

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use diy_mesh_proto::Identity;
 
+use crate::account::{Charge, Holder};
 use crate::balance::Backend;
 use crate::destination::Destination;
 use crate::detect::Protocol;
@@ -19,18 +20,15 @@ use crate::http::edits::Edit;
 use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
-use crate::memory::{Charge, PENDING_COST};
+use crate::memory::PENDING_COST;
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
 use crate::route::{Route, Routes, Service, Unrouted};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 use diy_mesh_runtime::shares::Share;
 
-/// The maximum size of a head while memory is short.
-const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
-const NO_MEMORY: &str = "its connections use the memory that they may use";
 
 /// Direction of a connection, as seen from the application.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -96,45 +94,37 @@ impl Flow {
         let slot = self.worker.pending.try_acquire(self.peer.ip());
         let failure = Failure::Overloaded("too many unauthenticated connections of one address");
         let slot = slot.ok_or(failure)?;
-        let mut memory = self.charge();
-        if !memory.try_grow(PENDING_COST) {
-            return Err(Failure::Overloaded(NO_MEMORY));
-        }
-        Ok(Some((slot, memory)))
-    }
-
-    /// An account of the buffers of this connection.
-    pub fn charge(&self) -> Charge {
-        Charge::new(&self.worker.memory(self.direction).buffers)
-    }
-
-    /// Fails if there is no memory for new work.
-    pub fn check_memory(&self) -> Result<(), Failure> {
-        match self.worker.memory(self.direction).buffers.is_exhausted() {
-            true => Err(Failure::Overloaded(NO_MEMORY)),
-            false => Ok(()),
-        }
-    }
-
-    /// Fails if there is no memory for a head of this size: under pressure, only for small ones.
-    pub fn check_head(&self, size: usize) -> Result<(), Failure> {
         let buffers = &self.worker.memory(self.direction).buffers;
-        if size > MAX_HEAD_UNDER_PRESSURE && buffers.is_under_pressure() {
-            return Err(Failure::Overloaded(NO_MEMORY));
+        let mut memory = Charge::new(buffers.account(Holder::Pending(self.peer.ip())));
+        match memory.try_grow(PENDING_COST) {
+            true => Ok(Some((slot, memory))),
+            false => Err(memory.exceeded()),
         }
-        self.check_memory()
     }
 
-    /// The slot of an inbound client of a known identity, or of none.
-    pub fn acquire_slot(&self) -> Result<Option<Share<Option<Rc<Identity>>>>, Failure> {
-        let caller = match &self.caller {
-            Caller::App => return Ok(None),
-            Caller::Unauthenticated => None,
-            Caller::Peer(identity) => Some(identity.clone()),
-        };
-        let slot = self.worker.callers.try_acquire(caller);
+    /// Who uses the memory and the slot of this connection.
+    pub fn holder(&self) -> Holder {
+        match &self.caller {
+            Caller::App => Holder::App,
+            Caller::Unauthenticated => Holder::Plaintext(self.peer.ip()),
+            Caller::Peer(identity) => Holder::Peer(identity.clone()),
+        }
+    }
+
+    /// A charge for the buffers of this connection.
+    pub fn charge(&self) -> Charge {
+        let buffers = &self.worker.memory(self.direction).buffers;
+        Charge::new(buffers.account(self.holder()))
+    }
+
+    /// The slot of an inbound client whose identity, or protocol, is known.
+    pub fn acquire_slot(&self) -> Result<Option<Charge>, Failure> {
+        if self.caller == Caller::App {
+            return Ok(None);
+        }
+        let mut slot = Charge::new(self.worker.callers.account(self.holder()));
         let failure = Failure::Overloaded("too many connections of one caller");
-        slot.ok_or(failure).map(Some)
+        slot.try_grow(1).then_some(Some(slot)).ok_or(failure)
     }
 
     /// Whether the client may have a connection to the application, whatever it carries.

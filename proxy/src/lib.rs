@@ -11,6 +11,7 @@
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core. It
 //! takes no lock but for rate limits and session affinity, which the workers share.
 
+pub mod account;
 pub mod authority;
 pub mod balance;
 mod batched;

@@ -1,13 +1,16 @@
 //! The memory that connections may use: the limit of the container, divided into connections and
-//! buffers, and an account of the buffers of one worker and direction.
+//! buffers.
 //!
-//! A task that runs may use more; what it holds while it waits is charged. Under pressure, reads
-//! become small and large heads are rejected. When the budget is exhausted, new work is rejected.
-//! Nothing here allocates or frees.
+//! A task that runs may use more; what it holds while it waits is charged to the account of its
+//! caller (`account.rs`). Under pressure, reads become small and large heads are rejected. When the
+//! budget is exhausted, or the caller has its share of it, new work is rejected. Nothing here
+//! allocates or frees these bytes.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+
+use crate::account::Budget;
 
 /// The budget of a machine without a limit is this fraction of its memory.
 const MACHINE_FRACTION: usize = 8;
@@ -122,109 +125,15 @@ impl Budgets {
     /// Divides `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
         Self {
-            buffers: Budget::new(bytes / 4 * 3),
-            windows: Budget::new(bytes / 4),
+            buffers: Budget::bytes(bytes / 4 * 3),
+            windows: Budget::bytes(bytes / 4),
         }
     }
 }
 
-/// A limited number of bytes.
-#[derive(Debug)]
-pub struct Budget {
-    limit: usize,
-    used: Cell<usize>,
-}
-
-impl Budget {
-    /// A budget of `limit` bytes.
-    pub fn new(limit: usize) -> Rc<Self> {
-        let used = Cell::new(0);
-        Rc::new(Self { limit, used })
-    }
-
-    /// Whether three quarters are used: large buffers are rejected.
-    pub fn is_under_pressure(&self) -> bool {
-        self.used.get() >= self.limit / 4 * 3
-    }
-
-    /// Whether all is used: new work is rejected.
-    pub fn is_exhausted(&self) -> bool {
-        self.used.get() >= self.limit
-    }
-
-    /// The limit.
-    pub fn limit(&self) -> usize {
-        self.limit
-    }
-
-    /// The charged bytes.
-    pub fn used(&self) -> usize {
-        self.used.get()
-    }
-
-    fn set(&self, used: usize) {
-        let before = self.is_under_pressure();
-        self.used.set(used);
-        match (before, self.is_under_pressure()) {
-            (false, true) => UNDER_PRESSURE.set(UNDER_PRESSURE.get() + 1),
-            (true, false) => UNDER_PRESSURE.set(UNDER_PRESSURE.get() - 1),
-            _ => {}
-        }
-    }
-}
-
-impl Drop for Budget {
-    fn drop(&mut self) {
-        self.set(0);
-    }
-}
-
-/// The bytes that a task holds while it waits, released on drop.
-#[derive(Debug)]
-pub struct Charge {
-    budget: Rc<Budget>,
-    bytes: usize,
-}
-
-impl Charge {
-    /// A charge of no bytes.
-    pub fn new(budget: &Rc<Budget>) -> Self {
-        let budget = budget.clone();
-        Self { budget, bytes: 0 }
-    }
-
-    /// Changes the charge.
-    pub fn set(&mut self, bytes: usize) {
-        if bytes != self.bytes {
-            self.budget.set(self.budget.used() - self.bytes + bytes);
-            self.bytes = bytes;
-        }
-    }
-
-    /// Increases the charge to `bytes`, unless the budget has less.
-    pub fn try_grow(&mut self, bytes: usize) -> bool {
-        let fits = self.budget.used() + bytes.saturating_sub(self.bytes) <= self.budget.limit;
-        if fits && bytes > self.bytes {
-            self.set(bytes);
-        }
-        fits
-    }
-
-    /// The charged bytes.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// The budget.
-    pub fn budget(&self) -> &Budget {
-        &self.budget
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        self.set(0);
-    }
+/// Counts a budget of this thread whose pressure begins (1) or ends (-1).
+pub(crate) fn count_pressure(change: isize) {
+    UNDER_PRESSURE.set(UNDER_PRESSURE.get().saturating_add_signed(change));
 }
 
 /// The size of one read: small while a budget of this thread is under pressure.
@@ -309,22 +218,5 @@ mod tests {
         let endpoints = (memory.max_endpoints(1), memory.max_endpoints(4));
         assert_eq!(endpoints, (39_475, 15_252));
         assert_eq!(Memory::new(0).limit(), 32 * MIB);
-    }
-
-    #[test]
-    fn charges_are_released_and_reads_become_small_under_pressure() {
-        let (budget, other) = (Budget::new(100), Budget::new(100));
-        let (mut one, mut two) = (Charge::new(&budget), Charge::new(&budget));
-        one.set(70);
-        assert!(!budget.is_under_pressure() && max_read(MIB) == MIB);
-        two.set(20);
-        assert!(budget.is_under_pressure() && !budget.is_exhausted());
-        assert_eq!((max_read(MIB), max_read(10)), (SMALL_READ, 10));
-        assert!(!two.try_grow(31) && two.try_grow(30));
-        assert!(budget.is_exhausted() && !other.is_exhausted());
-        one.set(10);
-        assert_eq!((budget.used(), max_read(MIB)), (40, MIB));
-        drop((one, two));
-        assert_eq!(budget.used(), 0);
     }
 }

@@ -11,13 +11,13 @@ use http::request::Parts;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_local;
 
+use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::deadline::{Deadline, Limit};
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::http::replay::MAX_REPLAY;
-use crate::memory::Charge;
 use crate::{http1, http2};
 
 /// The maximum number of requests of a worker whose copies are collected or sent.

@@ -36,9 +36,8 @@ pub async fn serve(
     detector: Option<RequestDetector>,
 ) {
     let mut record = ConnectionRecord::new(&flow);
-    let admitted = flow
-        .authorize_connection()
-        .and_then(|()| flow.check_memory());
+    let mut memory = flow.charge();
+    let admitted = flow.authorize_connection().and_then(|()| memory.check());
     let dialed = match (admitted, dialed) {
         (Err(refused), _) => Err(refused),
         (Ok(()), Some(dialed)) => Ok(dialed),
@@ -56,15 +55,16 @@ pub async fn serve(
         }
     };
     let mut end = flow.copy_end(&client, &upstream);
-    let mut memory = flow.charge();
-    let charge = &mut |bytes| memory.set(bytes);
+    let charge = &mut |bytes| memory.hold(bytes).is_ok();
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
     attempts.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
-    if copied.end == End::Http {
-        record.fail(&Failure::BadRequest(
+    match copied.end {
+        End::Http => record.fail(&Failure::BadRequest(
             "the client paused in the first line of an HTTP request",
-        ));
+        )),
+        End::Overloaded => record.fail(&memory.exceeded()),
+        End::Complete | End::Failed | End::Expired => {}
     }
 }
 

@@ -9,12 +9,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_proto::Identity;
 use diy_mesh_runtime::shares::{Share, Shares};
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::account::Budget;
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
@@ -110,9 +110,8 @@ pub struct Worker {
     /// Inbound connections whose caller is not authenticated and whose protocol is unknown, by
     /// address.
     pub pending: Arc<Shares<IpAddr>>,
-    /// The other inbound connections, by the caller's identity. Never by address: a gateway or a
-    /// node that translates addresses is one address of many callers.
-    pub callers: Arc<Shares<Option<Rc<Identity>>>>,
+    /// The other inbound connections, by caller.
+    pub callers: Rc<Budget>,
     /// Requests whose copies are collected or sent.
     pub mirrors: Arc<Semaphore>,
     inbound_memory: Budgets,
@@ -129,7 +128,7 @@ impl Worker {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
         // A quarter of the connections is for the other direction. Of the inbound ones, a quarter
-        // may be pending, and half may be of one caller.
+        // may be pending.
         let max_inbound = context.limit - context.limit / 4;
         let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
         let max_pending = max_pending.min((context.memory / 2 / PENDING_COST).max(1));
@@ -155,7 +154,7 @@ impl Worker {
             choices: RandomState::new(),
             drain: context.drain,
             open: Shares::new(context.limit, max_inbound),
-            callers: Shares::new(max_inbound, max_inbound / 2),
+            callers: Budget::slots(max_inbound),
             pending: Shares::new(max_pending, max_pending / 2),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             inbound_memory: Budgets::new(context.memory),

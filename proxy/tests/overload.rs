@@ -5,8 +5,8 @@
 mod support;
 
 use bytes::Bytes;
+use diy_mesh_proxy::account::{Budget, Charge, Holder};
 use diy_mesh_proxy::flow::Direction::{Inbound, Outbound};
-use diy_mesh_proxy::memory::{Budget, Charge};
 use support::{App, Mesh, answering_app, is_reset, listen, on_worker, read_until, until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -19,7 +19,7 @@ fn buffers(mesh: &Mesh) -> &std::rc::Rc<Budget> {
 
 /// Uses all of the memory for outbound buffers.
 fn exhaust(mesh: &Mesh) -> Charge {
-    let mut all = Charge::new(buffers(mesh));
+    let mut all = Charge::new(buffers(mesh).account(Holder::App));
     all.set(buffers(mesh).limit());
     all
 }
@@ -196,7 +196,7 @@ fn unfinished_heads_are_charged_and_released() {
         write(&mut client, &"a".repeat(20_000)).await;
         until(|| buffers(&mesh).used() >= 20_000).await;
         // Under pressure, only small heads may be unfinished.
-        let mut most = Charge::new(buffers(&mesh));
+        let mut most = Charge::new(buffers(&mesh).account(Holder::App));
         most.set(buffers(&mesh).limit() / 4 * 3);
         write(&mut client, "a").await;
         let reply = read_until(&mut client, "may use\n").await;
@@ -214,8 +214,9 @@ fn unfinished_heads_are_charged_and_released() {
 fn uploads_complete_without_memory_for_larger_windows() {
     on_worker(async {
         let (mesh, (listener, address)) = (Mesh::new(), listen().await);
-        let mut all = Charge::new(&mesh.worker.memory(Outbound).windows);
-        all.set(mesh.worker.memory(Outbound).windows.limit());
+        let windows = &mesh.worker.memory(Outbound).windows;
+        let mut all = Charge::new(windows.account(Holder::App));
+        all.set(windows.limit());
         tokio::task::spawn_local(async move {
             let mut app = h2::server::handshake(listener.accept().await.unwrap().0)
                 .await

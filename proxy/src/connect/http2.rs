@@ -1,6 +1,6 @@
-//! The HTTP/2 connections of one worker to one endpoint. Streams share a connection. A new
-//! connection is opened if the open ones have reached the peer's SETTINGS_MAX_CONCURRENT_STREAMS.
-//! Each connection has its own task.
+//! The HTTP/2 connections of one worker to one endpoint, inbound for the requests of one caller.
+//! Streams share a connection. A new connection is opened if the open ones have reached the peer's
+//! SETTINGS_MAX_CONCURRENT_STREAMS. Each connection has its own task.
 
 use std::cell::{Cell, RefCell};
 use std::pin::Pin;
@@ -17,6 +17,7 @@ use tokio::task::AbortHandle;
 
 use super::queue::{LimitKind, Limiter, Slot};
 use super::{Dialer, Remote};
+use crate::account::{Account, Charge};
 use crate::batched::Batched;
 use crate::error::Failure;
 use crate::io::Io;
@@ -34,6 +35,9 @@ pub const MAX_SEND_BUFFER: usize = 64 * 1024;
 /// The maximum number of streams that the proxy has reset and whose late frames it ignores.
 pub const MAX_LOCAL_RESETS: usize = 200;
 
+/// The memory of a connection besides that of its windows and streams.
+pub const CONNECTION_COST: usize = 16 * 1024;
+
 /// The maximum number of concurrent streams until the peer's SETTINGS frame arrives.
 const INITIAL_MAX_STREAMS: usize = 100;
 /// How long a connection without streams stays open.
@@ -45,6 +49,8 @@ const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 /// A worker's HTTP/2 connections to one endpoint.
 pub struct Connections {
     limiter: Rc<Limiter>,
+    /// The caller whose requests they carry. None: the pod's own application.
+    caller: Option<Rc<Account>>,
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
     /// Serializes dialing: concurrent requests share the connection, or the failure.
@@ -66,6 +72,8 @@ pub(super) struct Connection {
     /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
     task: AbortHandle,
+    /// Charged to the caller.
+    _memory: Option<Charge>,
 }
 
 /// The liveness of a connection, updated by [`Connections::maintain`].
@@ -88,9 +96,10 @@ pub struct Lease {
 }
 
 impl Connections {
-    pub(super) fn new(limiter: Rc<Limiter>) -> Self {
+    pub(super) fn new(limiter: Rc<Limiter>, caller: Option<Rc<Account>>) -> Self {
         Self {
             limiter,
+            caller,
             open: RefCell::default(),
             closed: Cell::new(false),
             dialing: Mutex::default(),
@@ -146,7 +155,8 @@ impl Connections {
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        let dialed = open(remote, dialer, expiry, &self.limiter).await;
+        let memory = self.caller.clone().map(Charge::new);
+        let dialed = open(remote, dialer, expiry, &self.limiter, memory).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -333,13 +343,20 @@ impl Drop for Lease {
 }
 
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
+/// Charges `memory`, if there is a caller that shares it with others.
 async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
     limiter: &Rc<Limiter>,
+    mut memory: Option<Charge>,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
+    if let Some(memory) = &mut memory
+        && !memory.try_grow(CONNECTION_COST)
+    {
+        return Err(memory.exceeded());
+    }
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
     io.count(limiter.count_connection());
     let is_secured = io.is_secured();
@@ -393,5 +410,6 @@ async fn open(
         lifetime,
         retired: Cell::new(false),
         task: task.abort_handle(),
+        _memory: memory,
     }))
 }

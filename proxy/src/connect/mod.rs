@@ -20,6 +20,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout_at;
 
 use self::http2::{Connections, Lease};
+use crate::account::{Account, Holder};
 use crate::discovery::EndpointInfo;
 use crate::error::Failure;
 use crate::io::Io;
@@ -120,8 +121,13 @@ pub struct Pool {
     /// Idle HTTP/1 connections, the most recently used last.
     http1: RefCell<Vec<Idle>>,
     limiter: Rc<Limiter>,
-    /// HTTP/2 connections.
+    /// HTTP/2 connections of the pod's own application.
     pub http2: Connections,
+    /// HTTP/2 connections to it, by caller. Callers that shared one would share its flow-control
+    /// window and its limit of streams, and each could use up both. Clients without mutual TLS share
+    /// theirs: each connection may hold a window, and addresses are many. The key is the address of
+    /// the account, which the connections keep: a name would cost a hash of all of it per request.
+    callers: RefCell<HashMap<*const Account, Rc<Connections>>>,
     closed: Cell<bool>,
 }
 
@@ -149,7 +155,8 @@ impl Pool {
         Self {
             remote,
             http1: RefCell::default(),
-            http2: Connections::new(limiter.clone()),
+            http2: Connections::new(limiter.clone(), None),
+            callers: RefCell::default(),
             limiter,
             closed: Cell::new(false),
         }
@@ -207,13 +214,39 @@ impl Pool {
     }
 
     /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
-    /// else on a new one. `expiry` tells when a new connection has to be reset.
+    /// else on a new one. `caller` sends the request. `expiry` tells when a new connection has to be
+    /// reset.
     pub async fn http2(
         &self,
+        caller: &Rc<Account>,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
-        self.http2.lease(&self.remote, dialer, expiry).await
+        let of_caller;
+        let connections = match caller.holder() {
+            Holder::App => &self.http2,
+            _ => {
+                of_caller = self.connections_of(caller.or_group());
+                &of_caller
+            }
+        };
+        connections.lease(&self.remote, dialer, expiry).await
+    }
+
+    fn connections_of(&self, caller: &Rc<Account>) -> Rc<Connections> {
+        let mut callers = self.callers.borrow_mut();
+        if let Some(known) = callers.get(&Rc::as_ptr(caller)) {
+            return known.clone();
+        }
+        // A limiter of its own: nothing that another caller does keeps its requests waiting.
+        let (limits, metrics) = (self.limiter.limits, self.limiter.metrics.clone());
+        let limiter = Limiter::new(limits, metrics);
+        let connections = Rc::new(Connections::new(limiter, Some(caller.clone())));
+        match self.closed.get() {
+            true => connections.close(),
+            false => drop(callers.insert(Rc::as_ptr(caller), connections.clone())),
+        }
+        connections
     }
 
     /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones.
@@ -240,6 +273,11 @@ impl Pool {
     /// HTTP/2 connections.
     pub fn evict_idle(&self, now: Instant) {
         self.http2.maintain(now);
+        self.callers.borrow_mut().retain(|_, connections| {
+            connections.maintain(now);
+            // A request may wait for a connection.
+            !connections.is_empty() || Rc::strong_count(connections) > 1
+        });
         let mut idle = self.http1.borrow_mut();
         idle.retain_mut(|Idle { io, since }| {
             now.saturating_duration_since(*since) <= IDLE_TIMEOUT
@@ -256,6 +294,8 @@ impl Pool {
         self.closed.set(true);
         self.http1.take();
         self.http2.close();
+        let callers = self.callers.take();
+        callers.values().for_each(|connections| connections.close());
     }
 }
 

@@ -90,7 +90,7 @@ pub(super) struct Limiter {
     waiting: Cell<u32>,
     /// By [`LimitKind`]. Most endpoints never reach a limit.
     released: OnceCell<Box<[Notify; LimitKind::NAMES.len()]>>,
-    metrics: Arc<UpstreamMetrics>,
+    pub metrics: Arc<UpstreamMetrics>,
 }
 
 impl Limiter {

@@ -29,6 +29,8 @@ pub(super) const MAX_PATTERNS: usize = 1000;
 
 /// Maximum number of attempts after the first one: more never help.
 const MAX_RETRIES: u32 = 10;
+/// Maximum time between two attempts. The timeout of the request may be longer, or there is none.
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Maximum length of the reason of a rejection, in characters.
 pub(super) const MAX_REASON: usize = 500;
 
@@ -280,7 +282,7 @@ fn parse_retry(retry: proto::RouteRetry) -> Result<Arc<RetryPolicy>, String> {
             .map(status)
             .collect::<Result<_, _>>()?,
         attempts: retry.attempts.min(MAX_RETRIES),
-        backoff: Duration::from_millis(retry.backoff),
+        backoff: Duration::from_millis(retry.backoff).min(MAX_BACKOFF),
     }))
 }
 
@@ -406,4 +408,24 @@ fn parse_cors(cors: proto::Cors) -> Result<Cors, String> {
         expose: cors.expose_headers,
         max_age: cors.max_age,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_between_attempts_is_bounded() {
+        for (milliseconds, expected) in [
+            (0, Duration::ZERO),
+            (25, Duration::from_millis(25)),
+            (u64::MAX, MAX_BACKOFF),
+        ] {
+            let retry = proto::RouteRetry {
+                backoff: milliseconds,
+                ..proto::RouteRetry::default()
+            };
+            assert_eq!(parse_retry(retry).unwrap().backoff, expected);
+        }
+    }
 }

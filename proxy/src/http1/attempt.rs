@@ -111,7 +111,7 @@ impl Exchange<'_> {
             let head = match received {
                 Ok(head) => head,
                 Err(Ended::Client) => return Ok(None),
-                Err(Ended::BadRequest(failure)) => return Err(AttemptError::last(failure)),
+                Err(Ended::Failed(failure)) => return Err(AttemptError::last(failure)),
                 Err(Ended::Malformed(reason)) => return Err(malformed(reason)),
                 Err(Ended::Upstream(reason)) => {
                     let acceptance = upstream.io.acceptance();
@@ -172,18 +172,18 @@ impl Exchange<'_> {
                 Poll::Pending => break,
             }
         }
-        self.charge(upstream, 0);
         if uploading.is_ready() {
-            ready!(self.poll_client_end(cx, upstream))?;
+            let _ = self.poll_client_end(cx, upstream)?;
         }
+        self.charge(upstream, 0).map_err(Ended::Failed)?;
         Poll::Pending
     }
 
     /// Charges what the exchange holds while it waits.
-    fn charge(&mut self, upstream: &Io, download: usize) {
+    fn charge(&mut self, upstream: &Io, download: usize) -> Result<(), Failure> {
         let connections = self.client.buffered() + upstream.buffered();
         let relays = self.upload.buffered() + download;
-        self.memory.set(self.head_size + connections + relays);
+        self.memory.hold(self.head_size + connections + relays)
     }
 
     /// Relays the request's body. An upstream that reads no more may have responded already: that
@@ -201,7 +201,7 @@ impl Exchange<'_> {
             Poll::Ready(Err(BodyError::SenderClosed | BodyError::SenderFailed(_))) => {
                 return Err(Ended::Client);
             }
-            Poll::Ready(Err(broken)) => return Err(Ended::BadRequest(request_failure(&broken))),
+            Poll::Ready(Err(broken)) => return Err(Ended::Failed(request_failure(&broken))),
         }
         Ok(Poll::Ready(()))
     }
@@ -322,9 +322,6 @@ impl Exchange<'_> {
         let record = &mut self.record;
         let seen = &mut |data: &[u8]| record.response_body(data);
         let relayed = download.poll(cx, upstream, self.client, seen);
-        if relayed.is_pending() {
-            self.charge(upstream, download.buffered());
-        }
         let client_is_gone = match &relayed {
             Poll::Pending if uploading.is_ready() => self.poll_client_end(cx, upstream).is_ready(),
             Poll::Ready(Err(BodyError::Write(_))) => true,
@@ -332,6 +329,12 @@ impl Exchange<'_> {
         };
         if client_is_gone {
             return Poll::Ready(Err(BodyError::ClientClosed));
+        }
+        if relayed.is_pending()
+            && let Err(failure) = self.charge(upstream, download.buffered())
+        {
+            self.record.fail(&failure);
+            return Poll::Ready(Err(BodyError::Overloaded));
         }
         relayed
     }
@@ -341,8 +344,8 @@ impl Exchange<'_> {
 enum Ended {
     /// The client closed.
     Client,
-    /// The request's body is malformed.
-    BadRequest(Failure),
+    /// The request's body is malformed, or no memory is left to the client.
+    Failed(Failure),
     /// The upstream closed.
     Upstream(String),
     /// The upstream's response is malformed.

@@ -36,6 +36,9 @@ pub enum BodyError {
     /// The encoding violates RFC 9112.
     #[error("the body is malformed: {0}")]
     Malformed(&'static str),
+    /// No memory is left to the caller.
+    #[error("the proxy is overloaded")]
+    Overloaded,
     /// A connection reached its maximum age.
     #[error("the connection reached its maximum age")]
     Expired,

@@ -22,6 +22,7 @@ use tokio::time::{timeout, timeout_at};
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
 use self::head::{Framing, MAX_HEAD, Refused, RequestHead, find_end};
+use crate::account::Charge;
 use crate::copy;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -29,7 +30,6 @@ use crate::forward::forward;
 use crate::http::edits::Edits;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
-use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::record::ExchangeRecord;
@@ -101,7 +101,7 @@ async fn read_request(
             .iter()
             .all(|byte| matches!(byte, b'\r' | b'\n'));
         if !idle {
-            flow.check_head(client.unread().len())?;
+            memory.check_head(client.unread().len())?;
             enlarge(client.unread());
         }
         memory.set(client.buffered());
@@ -244,7 +244,7 @@ impl<'a> Exchange<'a> {
         self.record.set_preference(&self.request.view());
         let route = self.record.route.clone();
         Route::edit_request(route.as_deref(), &own, |edits| self.write_head(edits));
-        if let Err(failure) = flow.check_head(self.head_size) {
+        if let Err(failure) = self.memory.check_head(self.head_size) {
             return self.fail(failure).await;
         }
         let record = &mut self.record;
@@ -269,7 +269,7 @@ impl<'a> Exchange<'a> {
     async fn tunnel(&mut self, mut upstream: Io) -> After {
         let flow = self.record.flow.clone();
         let mut end = flow.copy_end(self.client, &upstream);
-        let charge = &mut |bytes| self.memory.set(bytes);
+        let charge = &mut |bytes| self.memory.hold(bytes).is_ok();
         let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end, charge).await;
         self.record.tunnel(copied.sent, copied.received);
         After::Closed

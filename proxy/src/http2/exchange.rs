@@ -19,6 +19,7 @@ use http::{Method, Request, Response};
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{STREAM_COST, Stream};
+use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
 use crate::error::Failure;
@@ -28,7 +29,6 @@ use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
 use crate::io::Io;
-use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
@@ -50,9 +50,9 @@ pub(super) async fn carry(
     let (mut parts, body) = request.into_parts();
     let flow = &client.flow;
     let head_size = head::size(&parts);
+    let mut memory = Charge::new(client.memory.account().clone());
     let malformed = head::malformed(&parts).map(Failure::BadRequest);
-    let refused = flow.check_head(head_size).err().or(malformed);
-    let mut memory = flow.charge();
+    let refused = memory.check_head(head_size).err().or(malformed);
     memory.set(STREAM_COST + head_size);
     let mut record = ExchangeRecord::new(flow, HttpVersion::Http2);
     record.attempts.previous = flow.previous_attempts(&parts.headers);
@@ -180,7 +180,8 @@ impl Exchange {
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
         let pool = endpoint.pool();
-        let mut leasing = pin!(pool.http2(dialer, expiry));
+        let caller = self.client.memory.account();
+        let mut leasing = pin!(pool.http2(caller, dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),

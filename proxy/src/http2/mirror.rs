@@ -24,7 +24,9 @@ pub async fn attempt(
     let worker = &flow.worker;
     let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
     let dialer = attempts.dialer(&worker.tls);
-    let leased = endpoint.pool().http2(dialer, expiry).await;
+    let memory = flow.charge();
+    let pool = endpoint.pool();
+    let leased = pool.http2(memory.account(), dialer, expiry).await;
     let lease = leased.map_err(AttemptError::connect)?;
     attempts.connected();
     let closed =

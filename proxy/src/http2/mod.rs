@@ -24,15 +24,15 @@ use h2::Reason;
 use h2::server::{Builder, Connection};
 use tokio::time::timeout;
 
+use crate::account::Charge;
 use crate::batched::Batched;
 use crate::connect::http2::{
-    CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER, STREAM_WINDOW,
+    CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
+    STREAM_WINDOW,
 };
-use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
-use crate::memory::Charge;
 use crate::record::ConnectionRecord;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
@@ -51,8 +51,6 @@ const MAX_CONTROL_BYTES: u64 = 256 * 1024;
 /// The flow-control window of a connection that has no share of the memory for windows: the
 /// smallest one (RFC 9113, section 6.9.2).
 const MIN_CONNECTION_WINDOW: u32 = 65_535;
-/// The memory of a connection besides that of its windows and streams.
-const CONNECTION_COST: usize = 16 * 1024;
 /// The memory of a request and of its stream to the upstream, without their heads and bodies.
 const STREAM_COST: usize = 4 * 1024;
 /// The period in which [`MAX_CONTROL_BYTES`] count. Clients of quiet connections send PING frames
@@ -69,10 +67,11 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
     let mut memory = flow.charge();
     if !memory.try_grow(CONNECTION_COST) {
-        ConnectionRecord::new(&flow).fail(&Failure::Overloaded("too many HTTP/2 connections"));
+        ConnectionRecord::new(&flow).fail(&memory.exceeded());
         return io.reset_on_drop();
     }
-    let window = Charge::new(&flow.worker.memory(flow.direction).windows);
+    let windows = &flow.worker.memory(flow.direction).windows;
+    let window = Charge::new(windows.account(flow.holder()));
     let timeouts = flow.worker.config.timeouts;
     let handshake = io.drive(|cx| handshake.as_mut().poll(cx));
     let connection = match timeout(timeouts.request_head, handshake).await {
@@ -83,7 +82,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         Err(_) => return flow.count_timeout(TimeoutKind::RequestHead),
     };
     let drain = flow.worker.drain.clone();
-    let shared = Rc::new(Shared::new(flow));
+    let shared = Rc::new(Shared::new(flow, memory));
     let mut retire = pin!(drained_or(&drain, retires_at));
     let mut client = ClientConnection {
         connection,
@@ -210,7 +209,7 @@ impl ClientConnection {
     /// Increases the flow-control window with the number of streams while there is memory for it.
     fn resize_window(&mut self) {
         let streams = self.shared.open.get();
-        if streams == 0 && self.window.bytes() > 0 && self.window.budget().is_under_pressure() {
+        if streams == 0 && self.window.amount() > 0 && self.window.budget().is_under_pressure() {
             self.window.set(0);
             self.connection
                 .set_target_window_size(MIN_CONNECTION_WINDOW);
@@ -219,7 +218,7 @@ impl ClientConnection {
         let streams = streams.min(CONNECTION_WINDOW / STREAM_WINDOW);
         let wanted = streams.next_power_of_two() * STREAM_WINDOW;
         if streams > 0
-            && wanted as usize > self.window.bytes()
+            && wanted as usize > self.window.amount()
             && self.window.try_grow(wanted as usize)
         {
             self.connection.set_target_window_size(wanted);
@@ -268,6 +267,8 @@ impl End {
 /// The state that a client connection shares with its streams.
 struct Shared {
     flow: Rc<Flow>,
+    /// Charged for the connection. The streams share its account.
+    memory: Charge,
     /// The number of open streams.
     open: Cell<u32>,
     /// A stream was opened or polled since the last check for floods.
@@ -282,10 +283,11 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(flow: Rc<Flow>) -> Self {
+    fn new(flow: Rc<Flow>, memory: Charge) -> Self {
         let zero = || Cell::new(0);
         Self {
             flow,
+            memory,
             open: zero(),
             progress: Cell::new(false),
             second_start: Cell::new(Instant::now()),

@@ -7,18 +7,21 @@ use tokio::task::JoinSet;
 use super::*;
 
 /// An address of many callers, such as an ingress gateway.
-const GATEWAY: [u8; 4] = [127, 0, 0, 5];
-const FLOODER: [u8; 4] = [127, 0, 0, 6];
+pub(super) const GATEWAY: [u8; 4] = [127, 0, 0, 5];
+pub(super) const FLOODER: [u8; 4] = [127, 0, 0, 6];
+
+const ORDERS: &str = "spiffe://cluster.local/ns/shop/sa/orders";
 
 /// A busy machine takes seconds for thousands of handshakes.
 const PATIENT: &str = " --tls-handshake-timeout 100 --detect-timeout 100";
 
-/// An inbound proxy with `limit` connections, and a caller of it.
-struct Slots {
-    address: SocketAddr,
+/// An inbound proxy with `limit` connections, and two callers of it.
+pub(super) struct Slots {
+    pub(super) address: SocketAddr,
     inbound: Rc<Worker>,
     metrics: Arc<Metrics>,
-    caller: Rc<Worker>,
+    pub(super) caller: Rc<Worker>,
+    pub(super) other: Rc<Worker>,
 }
 
 impl Slots {
@@ -27,17 +30,29 @@ impl Slots {
     }
 
     async fn with(app: SocketAddr, limit: usize, arguments: &str) -> Self {
+        let memory = WorkerContext::for_a_test("").memory;
+        Self::with_memory(app, limit, memory, arguments).await
+    }
+
+    pub(super) async fn with_memory(
+        app: SocketAddr,
+        limit: usize,
+        memory: usize,
+        arguments: &str,
+    ) -> Self {
         let authority = Authority::new("root");
         let worker = |identity, arguments| {
             let credentials = credentials(&authority, identity, |_| {});
             let context = WorkerContext {
                 credentials: watch::channel(Some(credentials)).1,
                 limit,
+                memory,
                 ..WorkerContext::for_a_test(arguments)
             };
             (context.metrics.clone(), Worker::new(context))
         };
-        let ((metrics, inbound), (_, caller)) = (worker(CART, arguments), worker(WEB, PATIENT));
+        let (metrics, inbound) = worker(CART, arguments);
+        let [caller, other] = [WEB, ORDERS].map(|identity| worker(identity, PATIENT).1);
         let listener = crate::listener::bind([127, 0, 0, 2].into(), 0, DEADLINE).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let address = listener.local_addr().unwrap();
@@ -47,17 +62,18 @@ impl Slots {
             inbound,
             metrics,
             caller,
+            other,
         }
     }
 
-    async fn connect(&self, from: [u8; 4]) -> std::io::Result<TcpStream> {
+    pub(super) async fn connect(&self, from: [u8; 4]) -> std::io::Result<TcpStream> {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind((from, 0).into()).unwrap();
         socket.connect(self.address).await
     }
 
     /// One request over mutual TLS on a connection of its own.
-    async fn call(&self, from: [u8; 4]) -> Result<String, String> {
+    pub(super) async fn call(&self, from: [u8; 4]) -> Result<String, String> {
         let failed = |error: std::io::Error| error.to_string();
         let io = Io::new(self.connect(from).await.map_err(failed)?);
         let (cart, tls) = (CART.parse().unwrap(), &self.caller.tls);
@@ -71,7 +87,7 @@ impl Slots {
     }
 
     /// Connections that send these bytes and nothing else, without those that are reset.
-    async fn flood(&self, bytes: &[u8]) -> Vec<TcpStream> {
+    pub(super) async fn flood(&self, bytes: &[u8]) -> Vec<TcpStream> {
         let mut flood = Vec::new();
         for _ in 0..300 {
             if let Ok(mut stream) = self.connect(FLOODER).await
@@ -87,8 +103,14 @@ impl Slots {
     }
 
     fn rejected(&self) -> bool {
-        let name = "failures_total{direction=\"inbound\",code=\"overloaded\"} 0\n";
-        !self.metrics.render().contains(name)
+        self.rejections() > 0
+    }
+
+    pub(super) fn rejections(&self) -> usize {
+        let name = "failures_total{direction=\"inbound\",code=\"overloaded\"} ";
+        let page = self.metrics.render();
+        let value = page.split(name).nth(1).unwrap().lines().next();
+        value.unwrap().parse().unwrap()
     }
 }
 
@@ -163,6 +185,12 @@ fn flood_of_one_caller_leaves_slots_to_other_callers() {
         let _flood = slots.flood(b"\0\0\0\0").await;
         for _ in 0..3 {
             let answer = slots.call(FLOODER).await.expect("another caller");
+            assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+            let mut plaintext = slots.connect(GATEWAY).await.unwrap();
+            plaintext.write_all(GET.as_bytes()).await.unwrap();
+            let mut answer = String::new();
+            let read = plaintext.read_to_string(&mut answer).await;
+            read.expect("a client at another address");
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
         }
     });
