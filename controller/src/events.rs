@@ -14,8 +14,8 @@ use crate::authority::publish::PublishStatus;
 use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
 use crate::authority::store::kubernetes::SECRET;
-use crate::index::object::Kind;
-use crate::routes::{Condition, RouteStatus, smi};
+use crate::catalog::resource;
+use crate::routes::{Condition, RouteStatus};
 
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
 const MAX_PHASE_DURATION: u64 = 3600;
@@ -33,10 +33,7 @@ pub fn certificate_refused(events: &Events, pod: &PodRef, reason: &str) {
 pub fn route_not_accepted(events: &Events, route: &RouteStatus, condition: &Condition) {
     let object = ObjectReference {
         uid: Some(route.uid.to_string()).filter(|uid| !uid.is_empty()),
-        api_version: Some(match route.kind {
-            Kind::TrafficSplit => format!("{}/{}", smi::SPLIT_GROUP, smi::VERSION),
-            _ => "v1".into(),
-        }),
+        api_version: Some(resource(route.kind).api_version),
         ..reference(route.kind.name(), &route.key.namespace, &route.key.name)
     };
     let note = format!("{}: {}", condition.reason, condition.message);

@@ -249,7 +249,7 @@ fn action(filter: &Filter<String>) -> String {
         Filter::RequestHeaders(_) => "changes request headers".to_owned(),
         Filter::ResponseHeaders(_) => "changes response headers".to_owned(),
         Filter::Redirect(redirect) => format!("redirect {}", redirect.status),
-        Filter::Rewrite { .. } => "rewrite".to_owned(),
+        Filter::Rewrite(_) => "rewrite".to_owned(),
         Filter::Mirror {
             target,
             numerator,

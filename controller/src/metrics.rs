@@ -27,18 +27,7 @@ pub struct Metrics {
     pub discover_streams: Gauge,
     /// Open WatchServices streams.
     pub watch_streams: Gauge,
-    /// Snapshots sent.
-    pub snapshots: Counter,
-    /// Deltas sent.
-    pub deltas: Counter,
-    /// `Unchanged` messages sent.
-    pub unchanged: Counter,
-    /// `Unknown` messages sent.
-    pub unknown: Counter,
-    /// Sets of trust roots sent.
-    pub roots: Counter,
-    /// Inbound configurations sent.
-    pub workloads: Counter,
+    updates: [Counter; Sent::NAMES.len()],
     /// Updates that proxies use.
     pub acknowledged: Counter,
     /// Updates that proxies reject.
@@ -55,6 +44,35 @@ pub struct Metrics {
     pub statuses_failed: Counter,
     /// 1 while this replica writes the statuses of routes.
     pub status_leader: Gauge,
+}
+
+/// The kind of a message on a Discover stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sent {
+    /// The whole state of a destination or of a backend.
+    Snapshot,
+    /// A difference.
+    Delta,
+    /// The client has the state.
+    Unchanged,
+    /// There is no such target.
+    Unknown,
+    /// Trust roots.
+    Roots,
+    /// An inbound configuration.
+    Workload,
+}
+
+impl Sent {
+    /// The values of the label, in the order of the kinds.
+    const NAMES: [&str; 6] = [
+        "snapshot",
+        "delta",
+        "unchanged",
+        "unknown",
+        "roots",
+        "workload",
+    ];
 }
 
 impl Metrics {
@@ -78,20 +96,8 @@ impl Metrics {
             "rpc",
             ["Discover", "WatchServices"],
         );
-        let [snapshots, deltas, unchanged, unknown, roots, workloads] = register_family(
-            r,
-            "updates",
-            "Messages sent on Discover streams",
-            "kind",
-            [
-                "snapshot",
-                "delta",
-                "unchanged",
-                "unknown",
-                "roots",
-                "workload",
-            ],
-        );
+        let help = "Messages sent on Discover streams";
+        let updates = register_family(r, "updates", help, "kind", Sent::NAMES);
         let [acknowledged, rejected] = register_family(
             r,
             "acknowledgements",
@@ -128,12 +134,7 @@ impl Metrics {
             calls_unchecked,
             discover_streams,
             watch_streams,
-            snapshots,
-            deltas,
-            unchanged,
-            unknown,
-            roots,
-            workloads,
+            updates,
             acknowledged,
             rejected,
             certificates_issued,
@@ -143,6 +144,11 @@ impl Metrics {
             statuses_failed,
             status_leader,
         }
+    }
+
+    /// The messages of a kind.
+    pub fn updates(&self, kind: Sent) -> &Counter {
+        &self.updates[kind as usize]
     }
 
     /// All metrics in the OpenMetrics text format.
@@ -246,7 +252,7 @@ mod tests {
         let mut one = hub.watch_resources(None);
         one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
         let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));
-        metrics.deltas.inc_by(3);
+        metrics.updates(Sent::Delta).inc_by(3);
         let active = Active::new(&metrics.discover_streams);
         let text = metrics.render();
         for line in [

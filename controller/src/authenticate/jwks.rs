@@ -11,7 +11,7 @@ use jsonwebtoken::jwk::{Jwk, JwkSet, KeyAlgorithm};
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey, Validation};
 use serde::Deserialize;
 
-use super::{Accepted, AuthError, Caller, PodRef};
+use super::{Accepted, AuthError, Caller, PodRef, refused, wrong_audience};
 use crate::file::Stamp;
 
 /// The tolerated clock skew of the issuer, in seconds.
@@ -173,9 +173,7 @@ impl Jwks {
             }
             ErrorKind::ExpiredSignature => "it has expired".to_owned(),
             ErrorKind::ImmatureSignature => "it is not valid yet (nbf)".to_owned(),
-            ErrorKind::InvalidAudience => {
-                format!("its audience is not {:?}", diy_mesh_proto::TOKEN_AUDIENCE)
-            }
+            ErrorKind::InvalidAudience => wrong_audience(),
             ErrorKind::InvalidIssuer => format!(
                 "its issuer is not {:?}",
                 self.issuer.as_deref().unwrap_or_default()
@@ -223,10 +221,6 @@ fn usable(jwk: &Jwk) -> Option<Key> {
         algorithm,
         key,
     })
-}
-
-fn refused(reason: &str) -> AuthError {
-    AuthError::Refused(reason.into())
 }
 
 #[cfg(test)]

@@ -120,6 +120,14 @@ impl From<AuthError> for Status {
     }
 }
 
+fn refused(reason: &str) -> AuthError {
+    AuthError::Refused(reason.into())
+}
+
+fn wrong_audience() -> String {
+    format!("its audience is not {TOKEN_AUDIENCE:?}")
+}
+
 /// The result of a successful review.
 #[derive(Clone, Debug, PartialEq)]
 struct Accepted {
@@ -192,7 +200,7 @@ impl Authenticator {
     async fn check(&self, token: &str, address: Option<IpAddr>) -> Result<Caller, AuthError> {
         if token.len() > MAX_TOKEN_BYTES {
             let reason = format!("it is longer than {MAX_TOKEN_BYTES} bytes");
-            return Err(AuthError::Refused(reason.into()));
+            return Err(refused(&reason));
         }
         if let Verifier::TokenReview(_) = self.verifier {
             precheck::check(token, SystemTime::now())?;

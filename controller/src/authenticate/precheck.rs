@@ -9,7 +9,7 @@ use diy_mesh_proto::TOKEN_AUDIENCE;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::AuthError;
+use super::{AuthError, refused, wrong_audience};
 
 /// The tolerated difference to the clock of the API server.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
@@ -36,20 +36,18 @@ enum Audience {
 /// Refuses what is no JWT, tokens without a signature or with a symmetric one, without our
 /// audience, or expired.
 pub(super) fn check(token: &str, now: SystemTime) -> Result<(), AuthError> {
+    let wrong_audience = wrong_audience();
     let reason = match parse(token) {
         None => "it is not a JWT",
         Some((Header { alg }, _)) if alg.eq_ignore_ascii_case("none") => "it is not signed",
         Some((Header { alg }, _)) if alg.starts_with("HS") => {
             "its algorithm is symmetric, expected RS256, ES256 or another asymmetric one"
         }
-        Some((_, claims)) if !has_our_audience(&claims) => {
-            let reason = format!("its audience is not {TOKEN_AUDIENCE:?}");
-            return Err(AuthError::Refused(reason.into()));
-        }
+        Some((_, claims)) if !has_our_audience(&claims) => &wrong_audience,
         Some((_, claims)) if is_expired(&claims, now) => "it has expired",
         Some(_) => return Ok(()),
     };
-    Err(AuthError::Refused(reason.into()))
+    Err(refused(reason))
 }
 
 fn parse(token: &str) -> Option<(Header, Claims)> {

@@ -1,10 +1,11 @@
 //! Verification of tokens by the Kubernetes API server (TokenReview, audience `diy-service-mesh`).
 
+use diy_mesh_proto::TOKEN_AUDIENCE;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use kube::api::{Api, PostParams};
 use serde::Deserialize;
 
-use super::{Accepted, AuthError, Caller, PodRef};
+use super::{Accepted, AuthError, Caller, PodRef, refused, wrong_audience};
 
 /// Reviews tokens with the API server.
 pub struct TokenReviews {
@@ -22,7 +23,7 @@ impl TokenReviews {
     /// The sender of a token.
     pub(super) async fn review(&self, token: &str) -> Result<Accepted, AuthError> {
         let spec = TokenReviewSpec {
-            audiences: Some(vec![diy_mesh_proto::TOKEN_AUDIENCE.to_owned()]),
+            audiences: Some(vec![TOKEN_AUDIENCE.to_owned()]),
             token: Some(token.to_owned()),
         };
         let review = TokenReview {
@@ -44,45 +45,30 @@ impl TokenReviews {
 fn result(status: TokenReviewStatus, token: &str) -> Result<Accepted, AuthError> {
     if status.authenticated != Some(true) {
         let reason = status.error.filter(|error| !error.is_empty());
-        return Err(AuthError::Refused(
-            reason
-                .unwrap_or_else(|| "the API server rejects it".to_owned())
-                .into(),
+        return Err(refused(
+            reason.as_deref().unwrap_or("the API server rejects it"),
         ));
     }
-    if !status
-        .audiences
-        .iter()
-        .flatten()
-        .any(|audience| audience == diy_mesh_proto::TOKEN_AUDIENCE)
-    {
-        return Err(AuthError::Refused(
-            format!("its audience is not {:?}", diy_mesh_proto::TOKEN_AUDIENCE).into(),
-        ));
+    let mut audiences = status.audiences.iter().flatten();
+    if !audiences.any(|audience| audience == TOKEN_AUDIENCE) {
+        return Err(refused(&wrong_audience()));
     }
     let user = status.user.unwrap_or_default();
-    match user.username.as_deref().filter(|name| !name.is_empty()) {
-        Some(name) => {
-            let extra = |key| {
-                user.extra
-                    .as_ref()
-                    .and_then(|extra| extra.get(key))
-                    .and_then(|values| values.first())
-                    .map(String::as_str)
-            };
-            let caller = Caller {
-                user: name.into(),
-                pod: PodRef::of(name, extra(POD_NAME), extra(POD_UID)),
-            };
-            Ok(Accepted {
-                caller,
-                expires: expiry(token),
-            })
-        }
-        None => Err(AuthError::Refused(
-            "the API server returned no user name".into(),
-        )),
-    }
+    let Some(name) = user.username.as_deref().filter(|name| !name.is_empty()) else {
+        return Err(refused("the API server returned no user name"));
+    };
+    let extra = |key| {
+        let values = user.extra.as_ref()?.get(key)?;
+        values.first().map(String::as_str)
+    };
+    let caller = Caller {
+        user: name.into(),
+        pod: PodRef::of(name, extra(POD_NAME), extra(POD_UID)),
+    };
+    Ok(Accepted {
+        caller,
+        expires: expiry(token),
+    })
 }
 
 /// The pod that a token is bound to.

@@ -41,46 +41,35 @@ fn invalid(field: &str, value: impl fmt::Display, expected: &str) -> ConvertErro
 
 /// A Kubernetes object of the catalog.
 pub(super) trait CatalogObject {
-    /// The kind.
-    const KIND: Kind;
+    /// Converts the object, which has this kind. Identities are in this trust domain.
+    fn convert(&self, kind: Kind, trust_domain: &str) -> Result<Object, ConvertError>;
 
-    /// Converts the object. Identities are in this trust domain.
-    fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError>;
-
-    /// The paths of the unknown fields of a spec that is not parsed with the object.
-    fn unknown_fields_of_spec(&self) -> Vec<String> {
+    /// The paths of unknown fields that are not parsed with the object.
+    fn unknown_fields(&self, _: Kind) -> Vec<String> {
         Vec::new()
     }
 }
 
 impl CatalogObject for core::Service {
-    const KIND: Kind = Kind::Service;
-
-    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+    fn convert(&self, _: Kind, _: &str) -> Result<Object, ConvertError> {
         service(self).map(Object::Service)
     }
 }
 
 impl CatalogObject for discovery::EndpointSlice {
-    const KIND: Kind = Kind::Slice;
-
-    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+    fn convert(&self, _: Kind, _: &str) -> Result<Object, ConvertError> {
         slice(self).map(Object::Slice)
     }
 }
 
 impl CatalogObject for core::Pod {
-    const KIND: Kind = Kind::Pod;
-
-    fn convert(&self, trust_domain: &str) -> Result<Object, ConvertError> {
+    fn convert(&self, _: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
         pod(self, trust_domain).map(Object::Pod)
     }
 }
 
 impl CatalogObject for core::Node {
-    const KIND: Kind = Kind::Node;
-
-    fn convert(&self, _: &str) -> Result<Object, ConvertError> {
+    fn convert(&self, _: Kind, _: &str) -> Result<Object, ConvertError> {
         node(self).map(Object::Node)
     }
 }
@@ -102,7 +91,6 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
             String::new(),
         ),
     };
-    let created = object.metadata.creation_timestamp.as_ref();
     Ok(Service {
         key: key(&object.metadata)?,
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
@@ -111,7 +99,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         cluster_ips,
         external_ips,
         external_local: spec.external_traffic_policy.as_deref() == Some("Local"),
-        created: created.map_or(0, |time| time.0.as_second()),
+        created: created(&object.metadata),
         ports: ports.collect::<Result<_, _>>()?,
         external_name,
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
@@ -178,7 +166,6 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     let account = account.filter(|name| !name.is_empty()).unwrap_or("default");
     let identity = || format!("spiffe://{trust_domain}/ns/{}/sa/{account}", key.namespace).into();
     let injected = Injected::of(object);
-    let created = metadata.creation_timestamp.as_ref();
     Ok(Pod {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
         addresses: match is_finished || host_network {
@@ -187,7 +174,7 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
         },
         terminating: metadata.deletion_timestamp.is_some(),
         ready: !is_finished && is_ready(&status),
-        created: created.map_or(0, |time| time.0.as_second()),
+        created: created(metadata),
         node: spec
             .and_then(|spec| spec.node_name.as_deref())
             .unwrap_or_default()
@@ -230,6 +217,12 @@ pub(super) fn key(metadata: &ObjectMeta) -> Result<Key, ConvertError> {
         .as_deref()
         .filter(|name| !name.is_empty());
     Ok(Key::new(namespace.unwrap_or("default"), name))
+}
+
+/// The creation time in seconds since 1970, or 0.
+pub(super) fn created(metadata: &ObjectMeta) -> i64 {
+    let created = metadata.creation_timestamp.as_ref();
+    created.map_or(0, |time| time.0.as_second())
 }
 
 fn label<'a>(metadata: &'a ObjectMeta, name: &str) -> Option<&'a str> {

@@ -5,18 +5,16 @@
 //! and the required permissions and retries with back-off. Only the fields that the index needs are
 //! kept.
 
+use futures::future::join_all;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{Api, Client};
 use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
-use super::gateway::{
-    GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TcpRoute, TrafficPolicy,
-};
-use super::smi::{RouteGroup, TrafficSplit};
+use super::resources::{CUSTOM, apis};
 use super::watch::{Context, Timing, watch};
-use crate::index::object::Event;
+use crate::index::object::{Event, Kind};
 
 /// Sends the objects of the cluster, then changes, until the receiver is dropped.
 pub async fn run(
@@ -33,25 +31,15 @@ pub async fn run(
         changes: &changes,
         timing: Timing::default(),
     };
-    tokio::join!(
-        watch(vec![Api::<Service>::all(client.clone())], None, context),
-        watch(
-            vec![Api::<EndpointSlice>::all(client.clone())],
-            None,
-            context
-        ),
-        watch(vec![Api::<Pod>::all(client.clone())], running, context),
-        watch(vec![Api::<Node>::all(client.clone())], None, context),
-        watch(GatewayObject::<HttpRoute>::apis(&client), None, context),
-        watch(GatewayObject::<GrpcRoute>::apis(&client), None, context),
-        watch(GatewayObject::<TcpRoute>::apis(&client), None, context),
-        watch(
-            GatewayObject::<ReferenceGrant>::apis(&client),
-            None,
-            context
-        ),
-        watch(GatewayObject::<TrafficPolicy>::apis(&client), None, context),
-        watch(GatewayObject::<TrafficSplit>::apis(&client), None, context),
-        watch(GatewayObject::<RouteGroup>::apis(&client), None, context),
-    );
+    let core = async {
+        let client = || client.clone();
+        tokio::join!(
+            watch::<Service>(Kind::Service, vec![Api::all(client())], None, context),
+            watch::<EndpointSlice>(Kind::Slice, vec![Api::all(client())], None, context),
+            watch::<Pod>(Kind::Pod, vec![Api::all(client())], running, context),
+            watch::<Node>(Kind::Node, vec![Api::all(client())], None, context),
+        )
+    };
+    let custom = CUSTOM.map(|kind| watch(kind, apis(&client, kind), None, context));
+    tokio::join!(core, join_all(custom));
 }

@@ -3,19 +3,15 @@
 
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
+use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_ignored::Path;
 use serde_yaml_ng::{Error, Value};
 
 use super::convert::{CatalogObject, ConvertError};
-use super::gateway::{
-    self, GatewayObject, GrpcRoute, HttpRoute, ReferenceGrant, TcpRoute, TrafficPolicy,
-};
-use super::smi::{RouteGroup, TrafficSplit};
-use crate::index::object::Object;
-use crate::policy;
-use crate::routes::smi;
+use super::resources::{CUSTOM, resource};
+use crate::index::object::{Kind, Object};
 
 /// An error in a file, with its position.
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -133,23 +129,23 @@ impl Parsed {
         document: impl Deserializer<'a, Error = Error>,
         trust_domain: &str,
     ) -> Result<(), Invalid> {
-        let version = &*meta.api_version;
-        let group = version.split_once('/').map_or(version, |(group, _)| group);
-        let read = match (group, &*meta.kind) {
-            ("v1", "Service") => read::<Service, _>,
-            ("v1", "Pod") => read::<Pod, _>,
-            ("v1", "Node") => read::<Node, _>,
-            (_, "EndpointSlice") if version == "discovery.k8s.io/v1" => read::<EndpointSlice, _>,
-            (policy::GROUP, "TrafficPolicy") => read::<GatewayObject<TrafficPolicy>, _>,
-            (smi::SPLIT_GROUP, "TrafficSplit") => read::<GatewayObject<TrafficSplit>, _>,
-            (smi::SPECS_GROUP, "HTTPRouteGroup") => read::<GatewayObject<RouteGroup>, _>,
-            (gateway::GROUP, "HTTPRoute") => read::<GatewayObject<HttpRoute>, _>,
-            (gateway::GROUP, "GRPCRoute") => read::<GatewayObject<GrpcRoute>, _>,
-            (gateway::GROUP, "TCPRoute") => read::<GatewayObject<TcpRoute>, _>,
-            (gateway::GROUP, "ReferenceGrant") => read::<GatewayObject<ReferenceGrant>, _>,
-            _ => return Ok(()),
+        let version = meta.api_version.rsplit_once('/');
+        let (group, version) = version.unwrap_or(("", &meta.api_version));
+        let kind = Kind::ALL.into_iter().find(|kind| {
+            let is_version = version == "v1" || CUSTOM.contains(kind);
+            kind.name() == meta.kind && resource(*kind).group == group && is_version
+        });
+        let Some(kind) = kind else {
+            return Ok(());
         };
-        let (object, fields) = read(document, trust_domain)?;
+        let read = match kind {
+            Kind::Service => read::<Service, _>,
+            Kind::Slice => read::<EndpointSlice, _>,
+            Kind::Pod => read::<Pod, _>,
+            Kind::Node => read::<Node, _>,
+            _ => read::<DynamicObject, _>,
+        };
+        let (object, fields) = read(document, kind, trust_domain)?;
         let unknown = |field| {
             let (kind, key) = (object.kind(), object.key());
             format!("{kind} {key}: unknown field {field:?}")
@@ -161,21 +157,25 @@ impl Parsed {
 }
 
 /// Reads an object, and the paths of the unknown fields.
-fn read<'a, T, D>(document: D, trust_domain: &str) -> Result<(Object, Vec<String>), Invalid>
+fn read<'a, T, D>(
+    document: D,
+    kind: Kind,
+    trust_domain: &str,
+) -> Result<(Object, Vec<String>), Invalid>
 where
     T: CatalogObject + DeserializeOwned,
     D: Deserializer<'a, Error = Error>,
 {
     let (object, mut unknown) = with_unknown_fields::<T, _>(document);
     let object = object.map_err(Invalid::Parse)?;
+    unknown.extend(object.unknown_fields(kind));
     // The cluster that an object is from may have a later release, with other fields in the status.
     unknown.retain(|field| {
         let section = field.split('.').next();
         !matches!(section, Some("apiVersion" | "kind" | "status"))
     });
-    unknown.extend(object.unknown_fields_of_spec());
-    let converted = object.convert(trust_domain).map_err(Invalid::Convert)?;
-    Ok((converted, unknown))
+    let object = object.convert(kind, trust_domain);
+    Ok((object.map_err(Invalid::Convert)?, unknown))
 }
 
 /// Reads a value, and the paths of the fields that its type does not have.

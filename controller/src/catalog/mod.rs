@@ -6,11 +6,11 @@
 mod convert;
 pub mod files;
 pub mod freshness;
-mod gateway;
 mod injected;
 pub mod kubernetes;
 mod manifest;
-mod smi;
+mod resources;
 mod watch;
 
 pub(crate) use manifest::parse;
+pub(crate) use resources::resource;

@@ -22,9 +22,8 @@ use tokio::time::timeout;
 
 use super::convert::CatalogObject;
 use super::freshness::Freshness;
-use super::gateway;
+use super::resources::resource;
 use crate::index::object::{Change, Event, Key, Kind, Object, Source};
-use crate::routes::smi;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
@@ -88,11 +87,16 @@ enum Error {
 
 /// Sends all objects of a kind, then changes, until the receiver is dropped. `apis` are versions of
 /// the kind, of which the first one that is installed is used.
-pub(super) async fn watch<K>(apis: Vec<Api<K>>, fields: Option<&str>, context: Context<'_>)
-where
+pub(super) async fn watch<K>(
+    kind: Kind,
+    apis: Vec<Api<K>>,
+    fields: Option<&str>,
+    context: Context<'_>,
+) where
     K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
 {
     let mut watch = Watch {
+        kind,
         apis,
         missing: 0,
         is_unavailable: false,
@@ -109,6 +113,7 @@ where
 }
 
 struct Watch<'a, K> {
+    kind: Kind,
     /// The version in use comes first.
     apis: Vec<Api<K>>,
     /// Versions that are not installed, in a row.
@@ -144,7 +149,7 @@ where
 
     /// Lists all objects, in pages, and sends them as one change.
     async fn list(&mut self) -> Result<(), Error> {
-        let mut params = ListParams::default().limit(match K::KIND.is_optional() {
+        let mut params = ListParams::default().limit(match self.kind.is_optional() {
             true => OPTIONAL_PAGE_SIZE,
             false => PAGE_SIZE,
         });
@@ -166,7 +171,7 @@ where
         let version = version.filter(|version| !version.is_empty());
         let version = version.ok_or(Error::NoVersion)?;
         self.confirm();
-        let change = Change::Reset(Source::Kubernetes, K::KIND, listed);
+        let change = Change::Reset(Source::Kubernetes, self.kind, listed);
         let sent = self.send(change, &version).await;
         self.version = Some(version);
         sent
@@ -198,7 +203,10 @@ where
                 deadline: watch_timeout,
             })?;
             match event {
-                Some(event) => self.receive(event.map_err(Error::of::<K>)?).await?,
+                Some(event) => {
+                    self.receive(event.map_err(|error| self.error(error))?)
+                        .await?
+                }
                 None => break,
             }
         }
@@ -214,17 +222,17 @@ where
                 // An invalid object replaces its valid state.
                 let change = self
                     .convert(&object)
-                    .map_or_else(|| deleted(&object), apply);
+                    .map_or_else(|| self.deleted(&object), apply);
                 (Some(change), object.resource_version())
             }
             WatchEvent::Deleted(object) => {
                 self.ignored.remove(&key(&object));
-                (Some(deleted(&object)), object.resource_version())
+                (Some(self.deleted(&object)), object.resource_version())
             }
             WatchEvent::Bookmark(bookmark) => (None, Some(bookmark.metadata.resource_version)),
             WatchEvent::Error(status) => {
                 self.version = None;
-                return Err(Error::of::<K>(kube::Error::Api(status)));
+                return Err(self.error(kube::Error::Api(status)));
             }
         };
         self.confirm();
@@ -246,8 +254,18 @@ where
         work: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<T, Error> {
         match timeout(deadline, work).await {
-            Ok(result) => result.map_err(Error::of::<K>),
+            Ok(result) => result.map_err(|error| self.error(error)),
             Err(_) => Err(Error::Timeout { request, deadline }),
+        }
+    }
+
+    fn error(&self, error: kube::Error) -> Error {
+        match error {
+            kube::Error::Api(status) => Error::Status {
+                kind: self.kind,
+                status,
+            },
+            other => Error::Client(other),
         }
     }
 
@@ -262,24 +280,24 @@ where
         }
         self.missing = 0;
         let delay = self.backoff.next_delay();
-        let is_unavailable = K::KIND.is_optional() && error.is_unavailable();
+        let is_unavailable = self.kind.is_optional() && error.is_unavailable();
         // A kind that is not installed is no news after the first request.
         if is_unavailable && self.is_unavailable {
-            tracing::debug!("{} objects are still not available: {error}", K::KIND);
+            tracing::debug!("{} objects are still not available: {error}", self.kind);
         } else if is_unavailable {
             tracing::info!(
                 "{} objects are not available, and will be used once they are: {error}",
-                K::KIND
+                self.kind
             );
         } else {
             tracing::warn!(
                 "cannot watch {} objects, retrying in {delay:?}: {error}",
-                K::KIND
+                self.kind
             );
         }
         if is_unavailable {
             self.is_unavailable = true;
-            let unavailable = Change::Unavailable(Source::Kubernetes, K::KIND);
+            let unavailable = Change::Unavailable(Source::Kubernetes, self.kind);
             // If the receiver was dropped, the next request does not matter.
             let _ = self.context.changes.send(unavailable.into()).await;
         }
@@ -291,7 +309,7 @@ where
         self.backoff.reset();
         (self.missing, self.is_unavailable) = (0, false);
         let freshness = self.context.freshness;
-        freshness.confirm(K::KIND, self.ignored.len());
+        freshness.confirm(self.kind, self.ignored.len());
     }
 
     async fn send(&self, change: Change, version: &str) -> Result<(), Error> {
@@ -303,23 +321,26 @@ where
 
     /// Converts an object. The log names an invalid one once, as long as it is invalid.
     fn convert(&mut self, object: &K) -> Option<Object> {
-        let (key, converted) = (key(object), object.convert(self.context.trust_domain));
+        let (key, converted) = (
+            key(object),
+            object.convert(self.kind, self.context.trust_domain),
+        );
         match &converted {
             Ok(_) => drop(self.ignored.remove(&key)),
             Err(error) => {
                 let is_named = self.ignored.len() < MAX_NAMED && !self.ignored.contains(&key);
                 if is_named {
-                    tracing::warn!("{} {key} is ignored: {error}", K::KIND);
+                    tracing::warn!("{} {key} is ignored: {error}", self.kind);
                 }
                 self.ignored.insert(key);
             }
         }
         converted.ok()
     }
-}
 
-fn deleted<K: CatalogObject + ResourceExt>(object: &K) -> Change {
-    Change::Delete(Source::Kubernetes, K::KIND, key(object))
+    fn deleted(&self, object: &K) -> Change {
+        Change::Delete(Source::Kubernetes, self.kind, key(object))
+    }
 }
 
 fn key(object: &impl ResourceExt) -> Key {
@@ -327,16 +348,6 @@ fn key(object: &impl ResourceExt) -> Key {
 }
 
 impl Error {
-    fn of<K: CatalogObject>(error: kube::Error) -> Error {
-        match error {
-            kube::Error::Api(status) => Error::Status {
-                kind: K::KIND,
-                status,
-            },
-            other => Error::Client(other),
-        }
-    }
-
     /// Whether the API server refuses the version of a watch, or may do so: the version is too old
     /// or, after a restore, newer than the data, for which the API server waits. An overloaded API
     /// server gets no LIST.
@@ -364,22 +375,14 @@ fn explain_status(kind: &Kind, status: &Status) -> String {
     if status.code != 403 {
         return format!("{} (status {})", status.message, status.code);
     }
-    let (resource, group) = match kind {
-        Kind::Service => ("services", "the core group"),
-        Kind::Slice => ("endpointslices", "discovery.k8s.io"),
-        Kind::Pod => ("pods", "the core group"),
-        Kind::Node => ("nodes", "the core group"),
-        Kind::HttpRoute => ("httproutes", gateway::GROUP),
-        Kind::GrpcRoute => ("grpcroutes", gateway::GROUP),
-        Kind::TcpRoute => ("tcproutes", gateway::GROUP),
-        Kind::Grant => ("referencegrants", gateway::GROUP),
-        Kind::TrafficPolicy => ("trafficpolicies", crate::policy::GROUP),
-        Kind::TrafficSplit => ("trafficsplits", smi::SPLIT_GROUP),
-        Kind::RouteGroup => ("httproutegroups", smi::SPECS_GROUP),
+    let resource = resource(*kind);
+    let group = match &*resource.group {
+        "" => "the core group",
+        group => group,
     };
     format!(
-        "{}; the controller's ServiceAccount needs the verbs list and watch on {resource} of {group}, in all namespaces",
-        status.message
+        "{}; the controller's ServiceAccount needs the verbs list and watch on {} of {group}, in all namespaces",
+        status.message, resource.plural
     )
 }
 
@@ -391,7 +394,7 @@ mod tests {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::{TcpListener, TcpStream};
 
-    use super::super::gateway::{GatewayObject, HttpRoute, ReferenceGrant};
+    use super::super::resources::apis;
     use super::*;
 
     /// Longer than anything takes.
@@ -414,15 +417,15 @@ mod tests {
 
     impl Server {
         /// A server that a watch of `K` uses.
-        async fn start<K>() -> Server
+        async fn start<K>(kind: Kind) -> Server
         where
             K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
             K: Send + Sync + 'static,
         {
-            Server::start_with(|client| vec![Api::<K>::all(client)]).await
+            Server::start_with(kind, |client| vec![Api::<K>::all(client)]).await
         }
 
-        async fn start_with<K>(apis: impl FnOnce(Client) -> Vec<Api<K>>) -> Server
+        async fn start_with<K>(kind: Kind, apis: impl FnOnce(Client) -> Vec<Api<K>>) -> Server
         where
             K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
             K: Send + Sync + 'static,
@@ -441,7 +444,7 @@ mod tests {
                     changes: &sender,
                     timing: TIMING,
                 };
-                watch(apis, None, context).await;
+                watch(kind, apis, None, context).await;
             });
             Server {
                 listener,
@@ -551,7 +554,7 @@ mod tests {
 
     #[tokio::test]
     async fn abandons_requests_that_hang() {
-        let mut server = Server::start::<Service>().await;
+        let mut server = Server::start::<Service>(Kind::Service).await;
         assert_eq!(server.hang().await, "", "a LIST");
         let one = service("a", "10.0.0.1", "5");
         server.respond(200, list("7", "", &[one])).await;
@@ -572,7 +575,7 @@ mod tests {
 
     #[tokio::test]
     async fn lists_pages_and_resumes_after_a_bookmark() {
-        let mut server = Server::start::<Service>().await;
+        let mut server = Server::start::<Service>(Kind::Service).await;
         let (a, b) = (service("a", "10.0.0.1", "5"), service("b", "10.0.0.2", "6"));
         server.respond(200, list("7", "more", &[a])).await;
         let second = server.respond(200, list("7", "", &[b])).await;
@@ -589,7 +592,7 @@ mod tests {
 
     #[tokio::test]
     async fn invalid_objects_are_counted_until_they_are_valid_or_deleted() {
-        let mut server = Server::start::<Service>().await;
+        let mut server = Server::start::<Service>(Kind::Service).await;
         let mut large = service("large", "10.0.0.1", "5");
         large["spec"]["ports"] = (1..=1001).map(|port| json!({"port": port})).collect();
         let invalid = service("b", "not an address", "6");
@@ -606,7 +609,7 @@ mod tests {
 
     #[tokio::test]
     async fn lists_again_if_the_version_is_refused_but_not_while_the_server_is_overloaded() {
-        let mut server = Server::start::<Service>().await;
+        let mut server = Server::start::<Service>(Kind::Service).await;
         server.respond(200, list("7", "", &[])).await;
         assert_eq!(server.change().await, "reset Service []");
         let start = "watch=true&resourceVersion=7";
@@ -623,7 +626,7 @@ mod tests {
 
     #[tokio::test]
     async fn changes_have_the_version_of_their_event_if_it_is_an_integer() {
-        let mut server = Server::start::<Service>().await;
+        let mut server = Server::start::<Service>(Kind::Service).await;
         server.respond(200, list("7", "", &[])).await;
         assert_eq!(server.event().await, ("reset Service []".into(), Some(7)));
         let object = |version| service("a", "10.0.0.1", version);
@@ -637,12 +640,12 @@ mod tests {
     #[tokio::test]
     async fn kind_that_is_not_installed_or_not_permitted_is_unavailable_if_it_is_optional() {
         for code in [403, 404] {
-            let mut server = Server::start::<Node>().await;
+            let mut server = Server::start::<Node>(Kind::Node).await;
             server.respond(code, failure(code)).await;
             assert_eq!(server.change().await, "unavailable Node");
             server.respond(200, list("1", "", &[])).await;
             assert_eq!(server.change().await, "reset Node []");
-            let mut server = Server::start::<Service>().await;
+            let mut server = Server::start::<Service>(Kind::Service).await;
             server.respond(code, failure(code)).await;
             server.respond(200, list("1", "", &[])).await;
             assert_eq!(server.change().await, "reset Service []");
@@ -651,8 +654,8 @@ mod tests {
 
     #[tokio::test]
     async fn uses_the_version_that_is_installed_and_waits_until_one_is() {
-        let grants = |client: Client| GatewayObject::<ReferenceGrant>::apis(&client);
-        let mut server = Server::start_with(grants).await;
+        let grants = |client: Client| apis(&client, Kind::Grant);
+        let mut server = Server::start_with(Kind::Grant, grants).await;
         // Before all versions were tried, the kind is not unavailable.
         for _ in 0..2 {
             server.respond(404, failure(404)).await;
@@ -670,8 +673,8 @@ mod tests {
 
     #[tokio::test]
     async fn route_with_values_of_a_later_release_leaves_the_others_readable() {
-        let routes = |client: Client| GatewayObject::<HttpRoute>::apis(&client);
-        let mut server = Server::start_with(routes).await;
+        let routes = |client: Client| apis(&client, Kind::HttpRoute);
+        let mut server = Server::start_with(Kind::HttpRoute, routes).await;
         let route = |name: &str, rules: Value| {
             let parent = json!({"group": "", "kind": "Service", "name": "web"});
             json!({

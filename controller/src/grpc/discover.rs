@@ -17,11 +17,11 @@ use proto::discover_response::Update as Response;
 use tonic::{Status, Streaming};
 
 use super::frames;
-use super::subscriptions::{Announced, Sent, Subscriptions};
+use super::subscriptions::{Announced, Subscriptions};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::{Notifications, Resources};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Sent};
 use crate::proxies::{self, ConnectedGuard};
 use crate::quota::Quota;
 
@@ -88,10 +88,12 @@ fn next(
     // Roots first: without them, a proxy cannot verify endpoints. There are no further ones after
     // the end of the authority.
     if trust.has_changed().unwrap_or(false) {
-        metrics.roots.inc();
+        metrics.updates(Sent::Roots).inc();
         return Some(Ok(frames::encode(&roots(&trust.borrow_and_update()))));
     }
-    let frame = subscriptions.next_frame(|kind| count(kind, metrics));
+    let frame = subscriptions.next_frame(|kind| {
+        metrics.updates(kind).inc();
+    });
     frame.map(Ok)
 }
 
@@ -194,17 +196,6 @@ fn roots(trust: &Trust) -> proto::DiscoverResponse {
     }
 }
 
-fn count(kind: Sent, metrics: &Metrics) {
-    let counter = match kind {
-        Sent::Snapshot => &metrics.snapshots,
-        Sent::Delta => &metrics.deltas,
-        Sent::Unchanged => &metrics.unchanged,
-        Sent::Unknown => &metrics.unknown,
-        Sent::Workload => &metrics.workloads,
-    };
-    counter.inc();
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::SocketAddr;
@@ -257,13 +248,14 @@ mod tests {
             let text = format!("{:?}", response.update.unwrap()).to_lowercase();
             assert!(text.starts_with(kind), "{text}");
         }
-        assert_eq!((metrics.roots.get(), metrics.unknown.get()), (1, 1));
+        let sent = |kind| metrics.updates(kind).get();
+        assert_eq!((sent(Sent::Roots), sent(Sent::Unknown)), (1, 1));
         let newer = authority.borrow().clone();
         assert!(responses.next().now_or_never().is_none());
         authority.send_replace(newer);
         hub.wake_clients();
         assert!(responses.next().await.unwrap().is_ok());
-        assert_eq!(metrics.roots.get(), 2);
+        assert_eq!(sent(Sent::Roots), 2);
         subscriptions.end(Status::new(tonic::Code::Ok, ""));
         let status = responses.next().await.unwrap().unwrap_err();
         assert_eq!(status.code(), tonic::Code::Ok);

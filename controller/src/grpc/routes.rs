@@ -1,13 +1,10 @@
 //! Conversion of routes to messages. Pure.
 
 use diy_mesh_proto::mesh::v1 as proto;
-use proto::{field_match, path_match, path_modifier, route_filter};
+use proto::{field_match, path_match, route_filter};
 
 use crate::routes::attach::Table;
-use crate::routes::model::{
-    Backend, Filter, HeaderModifier, Match, PathMatch, PathModifier, Redirect, Retry, Rule,
-    ValueMatch,
-};
+use crate::routes::model::{Backend, Filter, HeaderModifier, Match, PathMatch, Rule, ValueMatch};
 
 /// The routes of a destination.
 pub(super) fn routes(table: &Table) -> proto::Routes {
@@ -50,18 +47,13 @@ fn field((name, value): &(String, ValueMatch)) -> proto::FieldMatch {
 }
 
 fn rule(rule: &Rule<String>) -> proto::RouteRule {
-    let retry = |retry: &Retry| proto::RouteRetry {
-        statuses: retry.statuses.clone(),
-        attempts: retry.attempts,
-        backoff: retry.backoff,
-    };
     proto::RouteRule {
         name: rule.name.clone(),
         backends: rule.backends.iter().map(backend).collect(),
         filters: rule.filters.iter().map(filter).collect(),
         request_timeout: rule.request_timeout.unwrap_or_default(),
         backend_request_timeout: rule.backend_request_timeout.unwrap_or_default(),
-        retry: rule.retry.as_ref().map(retry),
+        retry: rule.retry.clone(),
         to_destination: rule.to_destination,
         session_persistence: rule.session.clone(),
     }
@@ -80,11 +72,8 @@ fn filter(filter: &Filter<String>) -> proto::RouteFilter {
     let kind = match filter {
         Filter::RequestHeaders(modifier) => Kind::RequestHeaders(headers(modifier)),
         Filter::ResponseHeaders(modifier) => Kind::ResponseHeaders(headers(modifier)),
-        Filter::Redirect(redirect) => Kind::Redirect(self::redirect(redirect)),
-        Filter::Rewrite { hostname, path } => Kind::Rewrite(proto::UrlRewrite {
-            hostname: hostname.clone(),
-            path: path.as_ref().map(self::path),
-        }),
+        Filter::Redirect(redirect) => Kind::Redirect(redirect.clone()),
+        Filter::Rewrite(rewrite) => Kind::Rewrite(rewrite.clone()),
         Filter::Mirror {
             target,
             numerator,
@@ -94,14 +83,7 @@ fn filter(filter: &Filter<String>) -> proto::RouteFilter {
             numerator: *numerator,
             denominator: *denominator,
         }),
-        Filter::Cors(cors) => Kind::Cors(proto::Cors {
-            allow_origins: cors.allow_origins.clone(),
-            allow_credentials: cors.allow_credentials,
-            allow_methods: cors.allow_methods.clone(),
-            allow_headers: cors.allow_headers.clone(),
-            expose_headers: cors.expose_headers.clone(),
-            max_age: cors.max_age,
-        }),
+        Filter::Cors(cors) => Kind::Cors((**cors).clone()),
     };
     proto::RouteFilter { kind: Some(kind) }
 }
@@ -116,24 +98,5 @@ fn headers(modifier: &HeaderModifier) -> proto::HeaderModifier {
         set: fields(&modifier.set),
         add: fields(&modifier.add),
         remove: modifier.remove.clone(),
-    }
-}
-
-fn redirect(redirect: &Redirect) -> proto::Redirect {
-    proto::Redirect {
-        scheme: redirect.scheme.clone(),
-        hostname: redirect.hostname.clone(),
-        path: redirect.path.as_ref().map(path),
-        port: redirect.port.into(),
-        status: redirect.status,
-    }
-}
-
-fn path(path: &PathModifier) -> proto::PathModifier {
-    proto::PathModifier {
-        kind: Some(match path.clone() {
-            PathModifier::Full(path) => path_modifier::Kind::Full(path),
-            PathModifier::Prefix(path) => path_modifier::Kind::Prefix(path),
-        }),
     }
 }

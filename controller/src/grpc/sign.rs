@@ -234,10 +234,7 @@ enum PodCheck {
 
 impl PodCheck {
     fn new(index: &Index, pod: &PodRef, identity: &Identity, peer: Option<IpAddr>) -> PodCheck {
-        let key = Key {
-            namespace: pod.namespace.clone(),
-            name: pod.name.clone(),
-        };
+        let key = pod.key();
         let Some(known) = index.pod(&key).filter(|known| known.uid == pod.uid) else {
             return PodCheck::Unknown;
         };

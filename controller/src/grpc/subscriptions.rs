@@ -15,9 +15,10 @@ use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::hub::{Published, Resources};
-use crate::index::object::{Key, Resource};
+use crate::index::object::Resource;
 use crate::index::state::State;
 use crate::index::version::Version;
+use crate::metrics::Sent;
 use crate::quota::Quota;
 
 /// Endpoints in one message, about half a megabyte.
@@ -147,17 +148,7 @@ impl Subscriptions {
             Ok(ResourceType::Destination) => Resource::Destination(parse_destination(name)?),
             Ok(ResourceType::Backend) => parse_backend(name)?,
             Ok(ResourceType::Self_) => match &self.pod {
-                Some(PodRef {
-                    namespace,
-                    name,
-                    uid,
-                }) => Resource::Workload(
-                    Key {
-                        namespace: namespace.clone(),
-                        name: name.clone(),
-                    },
-                    uid.clone(),
-                ),
+                Some(pod) => Resource::Workload(pod.key(), pod.uid.clone()),
                 None => {
                     return Err(Status::failed_precondition(
                         "self: the token of this call is not bound to a pod",
@@ -299,16 +290,6 @@ fn whole(mut response: proto::DiscoverResponse, chunks: bool) -> Bytes {
             encoded.freeze()
         }
     }
-}
-
-/// The kind of a response, for the metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sent {
-    Snapshot,
-    Delta,
-    Unchanged,
-    Unknown,
-    Workload,
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use crate::authenticate::PodRef;
 use crate::index::enforcement::Missing;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
-use crate::index::{Index, Touched};
+use crate::index::{Index, Touched, link, unlink};
 use crate::routes::attach::Table;
 
 /// The notifications of a subscriber to resources.
@@ -61,7 +61,7 @@ impl Subscribers {
         let id = self.next_id();
         let queue: Arc<ResourceQueue> = Arc::default();
         if let Some(pod) = &pod {
-            self.clients_of_pod.entry(pod.key()).or_default().insert(id);
+            link(&mut self.clients_of_pod, &pod.key(), &id);
         }
         let client = Client {
             queue: queue.clone(),
@@ -81,13 +81,8 @@ impl Subscribers {
         for resource in &client.subscribed {
             self.forget(resource, id);
         }
-        if let Some(key) = client.pod.as_ref().map(PodRef::key)
-            && let Some(clients) = self.clients_of_pod.get_mut(&key)
-        {
-            clients.remove(&id);
-            if clients.is_empty() {
-                self.clients_of_pod.remove(&key);
-            }
+        if let Some(pod) = &client.pod {
+            unlink(&mut self.clients_of_pod, &pod.key(), &id);
         }
     }
 
@@ -200,8 +195,7 @@ impl Subscribers {
         let shared = known.map_or_else(|| Arc::new(resource.clone()), |(key, _)| key.clone());
         let watched = self.resources.entry(shared.clone()).or_default();
         if let Resource::Destination(address) = resource {
-            let same_port = self.destinations_on.entry(address.port()).or_default();
-            same_port.insert(*address);
+            link(&mut self.destinations_on, &address.port(), address);
         }
         let client = self.clients.get_mut(&id).expect("a client is removed last");
         let published = watched.add(index, resource, &client.location, resolved);
@@ -327,13 +321,8 @@ impl Subscribers {
             watched.subscribers.remove(&subscriber);
             if watched.subscribers.is_empty() {
                 self.resources.remove(resource);
-                if let Resource::Destination(address) = resource
-                    && let Some(same_port) = self.destinations_on.get_mut(&address.port())
-                {
-                    same_port.remove(address);
-                    if same_port.is_empty() {
-                        self.destinations_on.remove(&address.port());
-                    }
+                if let Resource::Destination(address) = resource {
+                    unlink(&mut self.destinations_on, &address.port(), address);
                 }
             }
         }

@@ -442,11 +442,17 @@ fn relink(
     touched.addresses.extend(old.into_iter().chain(new));
 }
 
-fn link<K: Clone + Eq + Hash, V: Clone + Ord>(map: &mut HashMap<K, BTreeSet<V>>, to: &K, key: &V) {
+/// Adds a reference.
+pub(crate) fn link<K: Clone + Eq + Hash, V: Clone + Ord>(
+    map: &mut HashMap<K, BTreeSet<V>>,
+    to: &K,
+    key: &V,
+) {
     map.entry(to.clone()).or_default().insert(key.clone());
 }
 
-fn unlink<K: Eq + Hash, V: Ord>(map: &mut HashMap<K, BTreeSet<V>>, from: &K, key: &V) {
+/// Removes a reference. Entries without references do not remain.
+pub(crate) fn unlink<K: Eq + Hash, V: Ord>(map: &mut HashMap<K, BTreeSet<V>>, from: &K, key: &V) {
     if let Some(keys) = map.get_mut(from) {
         keys.remove(key);
         if keys.is_empty() {

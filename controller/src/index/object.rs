@@ -305,7 +305,7 @@ pub struct ServicePort {
 }
 
 /// The target of a Service port.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Hash)]
 pub enum TargetPort {
     /// A number.
     Number(u16),

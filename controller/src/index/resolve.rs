@@ -199,16 +199,7 @@ impl Index {
             zone: client.zone.clone(),
             rate_limits: self.rate_limits(pod).0,
         };
-        let target = Target {
-            kind: TargetKind::Workload(Box::new(workload)),
-            key: pod.key.clone(),
-            app_protocol: String::new(),
-            session_affinity: 0,
-            endpoints: Vec::new(),
-            service: None,
-            routes: None,
-            policy: None,
-        };
+        let target = Target::new(TargetKind::Workload(Box::new(workload)), pod.key.clone());
         (pod.identity.is_some() && *pod.uid == *uid).then_some((scope, target))
     }
 
@@ -220,16 +211,8 @@ impl Index {
         }
         let tcp = |port: &&ServicePort| port.protocol == Transport::Tcp;
         let ports = service.ports.iter().filter(tcp).map(|port| port.port);
-        Some(Target {
-            kind: TargetKind::UnknownPort(ports.collect()),
-            key: service.key.clone(),
-            app_protocol: String::new(),
-            session_affinity: 0,
-            endpoints: Vec::new(),
-            service: None,
-            routes: None,
-            policy: None,
-        })
+        let kind = TargetKind::UnknownPort(ports.collect());
+        Some(Target::new(kind, service.key.clone()))
     }
 
     /// A pod by its own address. It has the routes of the oldest headless Service that selects it.
@@ -239,13 +222,7 @@ impl Index {
         let headless = headless.filter(|(at, ..)| *at == destination.port());
         let headless: Vec<_> = headless.map(|(_, service, port)| (service, port)).collect();
         let target = Target {
-            kind: TargetKind::Pod,
-            key: pod.key.clone(),
             app_protocol: headless_protocol(&headless),
-            session_affinity: 0,
-            service: None,
-            routes: None,
-            policy: None,
             endpoints: vec![Endpoint {
                 address: destination,
                 zone: pod.zone.clone(),
@@ -254,6 +231,7 @@ impl Index {
                 opaque: pod.is_opaque_at(destination.port()),
                 draining: false,
             }],
+            ..Target::new(TargetKind::Pod, pod.key.clone())
         };
         Some(match oldest(&headless) {
             None => everywhere(target),
@@ -355,14 +333,10 @@ fn headless_protocol(ports: &[(&Service, &ServicePort)]) -> String {
 
 fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint>) -> Target {
     Target {
-        kind: TargetKind::Service,
-        key: service.key.clone(),
         app_protocol: port.app_protocol.clone(),
         session_affinity: service.session_affinity,
         endpoints,
-        service: None,
-        routes: None,
-        policy: None,
+        ..Target::new(TargetKind::Service, service.key.clone())
     }
 }
 

@@ -14,9 +14,9 @@ use super::object::{Key, Kind, Service, Source};
 use super::policies::Policies;
 use super::store::{Replaced, Store};
 use super::{link, unlink};
-use crate::routes::attach::{Attachment, RouteId, Table, Unresolved, attach};
+use crate::routes::attach::{Attachment, RouteId, Table, attach};
 use crate::routes::canary::Canaries;
-use crate::routes::model::{Grant, Reference, Route};
+use crate::routes::model::{Grant, Reference, Rejection, Route};
 use crate::routes::smi::{RouteGroup, Split};
 use crate::routes::{
     BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
@@ -299,12 +299,10 @@ impl Routes {
         parent: &Key,
         route: &Route,
         reference: &Reference,
-    ) -> Result<String, Unresolved> {
+    ) -> Result<String, Rejection> {
         let (field, key) = (&reference.field, &reference.key);
-        let invalid = |reason, problem: String| {
-            let message = format!("{field}: {problem}");
-            Err(Unresolved { reason, message })
-        };
+        let invalid =
+            |reason, problem: String| Err(Rejection::new(reason, format!("{field}: {problem}")));
         if let Some(kind) = &reference.other_kind {
             return invalid(INVALID_KIND, format!("{kind} is not Service"));
         }

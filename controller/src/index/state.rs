@@ -106,6 +106,22 @@ pub enum Update {
     Nothing,
 }
 
+impl Target {
+    /// A target without endpoints, routes and policy.
+    pub fn new(kind: TargetKind, key: Key) -> Target {
+        Target {
+            kind,
+            key,
+            app_protocol: String::new(),
+            session_affinity: 0,
+            endpoints: Vec::new(),
+            service: None,
+            routes: None,
+            policy: None,
+        }
+    }
+}
+
 /// Equal versions mean equal states. Their positions may differ.
 impl PartialEq for State {
     fn eq(&self, other: &State) -> bool {
@@ -243,15 +259,10 @@ mod tests {
     }
 
     fn state(name: &str, endpoints: Vec<Endpoint>) -> State {
+        let key = Key::new("shop", name);
         State::new(Some(Target {
-            kind: TargetKind::Service,
-            key: Key::new("shop", name),
-            app_protocol: String::new(),
-            session_affinity: 0,
             endpoints,
-            service: None,
-            routes: None,
-            policy: None,
+            ..Target::new(TargetKind::Service, key)
         }))
     }
 

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::object::{Key, Pod, PodReference, Service, Slice, SliceEndpoint, TargetPort};
-use super::version::{Digest, Version};
+use super::object::{Key, Pod, PodReference, Service, Slice, SliceEndpoint};
+use super::version::{self, Version};
 
 /// Ports of one endpoint. A slice has up to 1,000 endpoints that share its ports, a view and its
 /// message do not.
@@ -23,7 +23,7 @@ pub struct ServiceView {
 }
 
 /// One endpoint of a Service.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Hash)]
 pub struct EndpointView {
     /// The addresses of both families.
     pub addresses: BTreeSet<IpAddr>,
@@ -42,18 +42,23 @@ pub struct EndpointView {
 }
 
 impl ServiceView {
-    /// A digest of the view.
+    /// A digest of what a message contains of the view.
     pub fn version(&self) -> Version {
-        let mut digest = Digest::new("view");
-        digest_service(&mut digest, &self.service);
-        for endpoint in &self.endpoints {
-            digest_endpoint(&mut digest, endpoint);
-        }
-        for (key, percent) in &self.canaries {
-            digest.text(&key.name);
-            digest.number((*percent).into());
-        }
-        digest.finish()
+        let service = &self.service;
+        let ports = service.ports.iter().map(|port| {
+            let protocols = (port.protocol, &port.app_protocol);
+            (&port.name, port.port, &port.target, protocols)
+        });
+        let ports = Vec::from_iter(ports);
+        let addresses = (&service.cluster_ips, &service.external_name);
+        let fields = (
+            &service.key,
+            addresses,
+            ports,
+            &self.endpoints,
+            &self.canaries,
+        );
+        version::of("view", &fields)
     }
 }
 
@@ -114,41 +119,5 @@ fn add(view: &mut EndpointView, endpoint: &SliceEndpoint, ready: bool, leaving: 
     }
     if let Some(pod) = &endpoint.pod {
         view.pod_name = pod.key.name.clone();
-    }
-}
-
-fn digest_service(digest: &mut Digest, service: &Service) {
-    digest.text(&service.key.namespace);
-    digest.text(&service.key.name);
-    digest.text(&service.external_name);
-    digest.number(service.cluster_ips.len() as u64);
-    service
-        .cluster_ips
-        .iter()
-        .for_each(|ip| digest.address(*ip));
-    digest.number(service.ports.len() as u64);
-    for port in &service.ports {
-        digest.text(&port.name);
-        digest.number(port.port.into());
-        match &port.target {
-            TargetPort::Number(number) => digest.number((*number).into()),
-            TargetPort::Name(name) => digest.text(name),
-        }
-        digest.text(port.protocol.name());
-        digest.text(&port.app_protocol);
-    }
-}
-
-fn digest_endpoint(digest: &mut Digest, endpoint: &EndpointView) {
-    digest.number(endpoint.addresses.len() as u64);
-    endpoint.addresses.iter().for_each(|ip| digest.address(*ip));
-    digest.number(u64::from(endpoint.ready) | u64::from(endpoint.terminating) << 1);
-    digest.text(&endpoint.pod_name);
-    digest.text(&endpoint.zone);
-    digest.text(endpoint.identity.as_deref().unwrap_or_default());
-    digest.number(endpoint.ports.len() as u64);
-    for (name, number) in &endpoint.ports {
-        digest.text(name);
-        digest.number((*number).into());
     }
 }

@@ -16,7 +16,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::index::object::{Key, ServicePort};
 use crate::routes::attach::Table;
-use crate::routes::model::{Backend, Match, Rejection, Retry, Rule};
+use crate::routes::model::{Backend, Match, Rejection, Rule};
 use crate::routes::{Condition, ParentReference};
 
 /// The API group.
@@ -91,7 +91,7 @@ pub enum Side {
 #[derive(Debug, Default, PartialEq)]
 pub struct RetrySettings {
     /// What is retried. `None`: the default of the proxy.
-    pub retry: Option<Retry>,
+    pub retry: Option<proto::RouteRetry>,
     /// The share of retries.
     pub budget: Option<proto::RetryBudget>,
 }
@@ -113,7 +113,7 @@ pub struct Requests {
     /// The name of the rule for requests that no route concerns.
     name: String,
     timeouts: [Option<u64>; 2],
-    retry: Option<Retry>,
+    retry: Option<proto::RouteRetry>,
     session: Option<proto::SessionPersistence>,
     /// Injected before rules apply.
     pub faults: Option<Arc<[proto::Fault]>>,

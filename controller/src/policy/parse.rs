@@ -143,10 +143,8 @@ fn read(spec: &Value) -> Result<TrafficPolicySpec, Rejection> {
             Some(format!("spec.{name}: {error}"))
         });
         let message = errors.next().unwrap_or_else(|| format!("spec: {error}"));
-        Rejection {
-            reason: UNSUPPORTED_VALUE,
-            message: message.chars().take(MAX_MESSAGE_CHARS).collect(),
-        }
+        let message = message.chars().take(MAX_MESSAGE_CHARS).collect();
+        Rejection::new(UNSUPPORTED_VALUE, message)
     })
 }
 
@@ -386,9 +384,9 @@ impl Total {
 fn within(field: &str, what: &str, count: usize, max: usize) -> Result<(), Rejection> {
     match count <= max {
         true => Ok(()),
-        false => Err(Rejection {
-            reason: UNSUPPORTED_VALUE,
-            message: format!("{field}: {count} {what} in the policy are more than {max}"),
-        }),
+        false => {
+            let message = format!("{field}: {count} {what} in the policy are more than {max}");
+            Err(Rejection::new(UNSUPPORTED_VALUE, message))
+        }
     }
 }

@@ -344,7 +344,7 @@ fn rules_keep_what_they_have_and_get_the_rest_from_the_policy() {
     assert_eq!(completed.session.as_ref().unwrap().cookie, "mesh-session");
     let own = Rule {
         request_timeout: Some(1_000),
-        retry: Some(Retry {
+        retry: Some(proto::RouteRetry {
             statuses: vec![],
             attempts: 0,
             backoff: 0,

@@ -8,7 +8,7 @@ use diy_mesh_proto::mesh::v1::Fault;
 use prost::Message;
 
 use super::matches;
-use super::model::{Backend, Match, ParsedRule, Reference, Route, Rule};
+use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
 use super::parse::shortened;
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
@@ -91,15 +91,6 @@ pub struct Attachment {
     pub conditions: HashMap<RouteId, BTreeMap<usize, Vec<Condition>>>,
 }
 
-/// Why a reference to a backend is invalid.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unresolved {
-    /// A reason of the specification.
-    pub reason: &'static str,
-    /// What is wrong.
-    pub message: String,
-}
-
 /// A route with the backends that it has at this Service.
 struct Candidate<'a> {
     route: &'a Route,
@@ -109,7 +100,7 @@ struct Candidate<'a> {
     is_surplus: bool,
     /// The rules, by the port of the Service for a split. Of other routes, for all ports.
     rules: BTreeMap<Option<u16>, Vec<Arc<Rule<String>>>>,
-    problems: Vec<Unresolved>,
+    problems: Vec<Rejection>,
     /// Whether the route applies, by port.
     verdicts: BTreeMap<u16, Verdict>,
 }
@@ -136,7 +127,7 @@ pub fn attach(
     service: Option<&Service>,
     mut routes: Vec<&Route>,
     requests: Option<&Requests>,
-    resolve: impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
+    resolve: impl Fn(&Route, &Reference) -> Result<String, Rejection>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
     let parent = service.filter(|service| service.external_name.is_empty());
@@ -195,7 +186,7 @@ fn candidate<'a>(
     is_surplus: bool,
     key: &Key,
     ports: &[u16],
-    resolve: &impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
+    resolve: &impl Fn(&Route, &Reference) -> Result<String, Rejection>,
 ) -> Candidate<'a> {
     let mut problems = Vec::new();
     let ports: Vec<Option<u16>> = match route.is_split() {
@@ -226,8 +217,8 @@ fn rule(
     parsed: &ParsedRule,
     parent: &Key,
     port: Option<u16>,
-    resolve: &impl Fn(&Route, &Reference) -> Result<String, Unresolved>,
-    problems: &mut Vec<Unresolved>,
+    resolve: &impl Fn(&Route, &Reference) -> Result<String, Rejection>,
+    problems: &mut Vec<Rejection>,
 ) -> Arc<Rule<String>> {
     let mut rule = parsed.rule.map(|reference| {
         let port = port.or(reference.port);
@@ -266,10 +257,8 @@ fn rule(
     if let Some(message) = &parsed.unknown_filter {
         // Requests must not pass without the filter.
         (rule.backends, rule.filters) = (vec![], vec![]);
-        problems.push(Unresolved {
-            reason: super::INVALID_KIND,
-            message: format!("{message}; requests of the rule fail"),
-        });
+        let message = format!("{message}; requests of the rule fail");
+        problems.push(Rejection::new(super::INVALID_KIND, message));
     }
     Arc::new(rule)
 }
@@ -388,12 +377,7 @@ impl Candidate<'_> {
         service: Option<&Service>,
         parent: &ParentReference,
     ) -> Condition {
-        let rejected = |reason, message| Condition {
-            kind: "Accepted",
-            holds: false,
-            reason,
-            message,
-        };
+        let rejected = |reason, message| Rejection::new(reason, message).condition();
         let Some(service) = service else {
             let message = format!("the Service {key} does not exist");
             return rejected(super::NO_MATCHING_PARENT, message);
@@ -403,7 +387,7 @@ impl Candidate<'_> {
             return rejected(UNSUPPORTED_VALUE, message);
         }
         if let Err(rejection) = &self.route.rules {
-            return rejected(rejection.reason, rejection.message.clone());
+            return rejection.condition();
         }
         if self.route.is_split() && service.is_headless {
             let message = format!("the Service {key} is headless: its clients select the pods");

@@ -6,10 +6,9 @@
 use std::sync::Arc;
 
 use diy_mesh_proto::field::is_reserved;
+use diy_mesh_proto::mesh::v1::{Cors, PathModifier, Redirect, UrlRewrite, path_modifier};
 
-use super::model::{
-    Cors, Filter, HeaderModifier, Match, PathMatch, PathModifier, Redirect, Reference, Rejection,
-};
+use super::model::{Filter, HeaderModifier, Match, PathMatch, Reference, Rejection};
 use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
 use super::{INCOMPATIBLE_FILTERS, matches, spec};
 use crate::index::object::Kind;
@@ -45,10 +44,8 @@ pub(super) fn parse(
         }
         filters.push(filter(spec, &at, context)?);
     }
-    let incompatible = |message: &str| Rejection {
-        reason: INCOMPATIBLE_FILTERS,
-        message: format!("{at}: {message}"),
-    };
+    let incompatible =
+        |message: &str| Rejection::new(INCOMPATIBLE_FILTERS, format!("{at}: {message}"));
     for (position, one) in filters.iter().enumerate() {
         let same = |other: &Filter<Reference>| {
             std::mem::discriminant(other) == std::mem::discriminant(one)
@@ -110,10 +107,10 @@ fn filter(
         "URLRewrite" if !is_grpc => {
             let spec = spec.url_rewrite.ok_or_else(|| missing("urlRewrite"))?;
             let at = format!("{at}.urlRewrite");
-            Ok(Filter::Rewrite {
+            Ok(Filter::Rewrite(UrlRewrite {
                 hostname: hostname(&spec.hostname, &at)?,
                 path: path_modifier(spec.path, &format!("{at}.path"), context)?,
-            })
+            }))
         }
         "CORS" if !is_grpc => {
             let spec = spec.cors.ok_or_else(|| missing("cors"))?;
@@ -223,18 +220,14 @@ fn redirect(spec: spec::Redirect, at: &str, context: &Context<'_>) -> Result<Red
     }
     let status = spec.status_code.unwrap_or(302);
     if !matches!(status, 301 | 302 | 303 | 307 | 308) {
-        let field = format!("{at}.statusCode");
-        return Err(unsupported(
-            &field,
-            &status.to_string(),
-            "301, 302, 303, 307 or 308",
-        ));
+        let (field, status) = (format!("{at}.statusCode"), status.to_string());
+        return Err(unsupported(&field, &status, "301, 302, 303, 307 or 308"));
     }
     Ok(Redirect {
         scheme,
         hostname: hostname(&spec.hostname, at)?,
         path: path_modifier(spec.path, &format!("{at}.path"), context)?,
-        port: spec.port.unwrap_or_default(),
+        port: spec.port.unwrap_or_default().into(),
         status,
     })
 }
@@ -257,32 +250,32 @@ fn path_modifier(
             false => Err(unsupported(&field, &value, "a path that begins with \"/\"")),
         }
     };
-    match &*spec.kind {
+    let kind = match &*spec.kind {
         "ReplaceFullPath" => {
             let mut full = path(spec.replace_full_path, "replaceFullPath")?;
             if full.is_empty() {
                 full.push('/');
             }
-            Ok(Some(PathModifier::Full(full)))
+            path_modifier::Kind::Full(full)
         }
         "ReplacePrefixMatch" => {
             let prefix = path(spec.replace_prefix_match, "replacePrefixMatch")?;
             let is_prefix = |one: &Arc<Match>| matches!(one.path, Some(PathMatch::Prefix(_)));
             match context.matches {
-                [one] if is_prefix(one) => Ok(Some(PathModifier::Prefix(prefix))),
-                _ => Err(unsupported(
-                    at,
-                    &spec.kind,
-                    "possible: the rule needs exactly one match, with the path type PathPrefix",
-                )),
+                [one] if is_prefix(one) => path_modifier::Kind::Prefix(prefix),
+                _ => {
+                    let expected =
+                        "possible: the rule needs exactly one match, with the path type PathPrefix";
+                    return Err(unsupported(at, &spec.kind, expected));
+                }
             }
         }
-        kind => Err(unsupported(
-            &format!("{at}.type"),
-            kind,
-            "a type of path modifier",
-        )),
-    }
+        kind => {
+            let field = format!("{at}.type");
+            return Err(unsupported(&field, kind, "a type of path modifier"));
+        }
+    };
+    Ok(Some(PathModifier { kind: Some(kind) }))
 }
 
 fn cors(spec: spec::Cors, at: &str) -> Result<Cors, Rejection> {

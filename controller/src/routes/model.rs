@@ -1,9 +1,10 @@
-//! Routes as values: what their objects say, checked, with their matches ranked. Plain values.
+//! Routes as values: what their objects say, checked, with their matches ranked. Plain values. Parts
+//! that are the same for proxies are messages of the contract with them.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::SessionPersistence;
+use diy_mesh_proto::mesh::v1::{Cors, Redirect, RouteRetry, SessionPersistence, UrlRewrite};
 
 use super::{Condition, ParentReference};
 use crate::index::object::{Key, Kind};
@@ -30,7 +31,7 @@ pub struct Route {
     pub bytes: usize,
 }
 
-/// Why a route is not accepted.
+/// Why a route, or a reference of it, is not accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Rejection {
@@ -114,7 +115,7 @@ pub struct Rule<B> {
     /// The timeout of one attempt in milliseconds. 0: none, whatever the policy.
     pub backend_request_timeout: Option<u64>,
     /// The conditions of retries.
-    pub retry: Option<Retry>,
+    pub retry: Option<RouteRetry>,
     /// The session of the requests.
     pub session: Option<SessionPersistence>,
     /// Requests go to the endpoints of the destination.
@@ -132,17 +133,6 @@ pub struct Backend<B> {
     pub filters: Vec<Filter<B>>,
 }
 
-/// The conditions of retries.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Retry {
-    /// The statuses that are retried.
-    pub statuses: Vec<u32>,
-    /// Attempts after the first one.
-    pub attempts: u32,
-    /// The time between attempts in milliseconds. 0: the default of the proxy.
-    pub backoff: u64,
-}
-
 /// A filter of a rule or of a backend. The tables of all parents of a route share its large parts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Filter<B> {
@@ -153,12 +143,7 @@ pub enum Filter<B> {
     /// Responds with a redirect.
     Redirect(Redirect),
     /// Changes host and path of the request.
-    Rewrite {
-        /// The host, or empty.
-        hostname: String,
-        /// The path.
-        path: Option<PathModifier>,
-    },
+    Rewrite(UrlRewrite),
     /// Sends a copy of a share of the requests.
     Mirror {
         /// The receiver.
@@ -181,47 +166,6 @@ pub struct HeaderModifier {
     pub add: Vec<(String, String)>,
     /// Removed.
     pub remove: Vec<String>,
-}
-
-/// A change of the path.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum PathModifier {
-    /// The whole path.
-    Full(String),
-    /// The prefix that the match of the rule has.
-    Prefix(String),
-}
-
-/// A redirect. What is empty or 0 stays as in the request.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Redirect {
-    /// "http", "https" or empty.
-    pub scheme: String,
-    /// The host, or empty.
-    pub hostname: String,
-    /// The path.
-    pub path: Option<PathModifier>,
-    /// The port, or 0.
-    pub port: u16,
-    /// The status.
-    pub status: u32,
-}
-
-/// Responses to requests of other origins.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Cors {
-    /// The origins, some with wildcards.
-    pub allow_origins: Vec<String>,
-    /// Whether requests may have credentials.
-    pub allow_credentials: bool,
-    /// The methods, or "*".
-    pub allow_methods: Vec<String>,
-    /// The headers of requests, or "*".
-    pub allow_headers: Vec<String>,
-    /// The headers of responses, or "*".
-    pub expose_headers: Vec<String>,
-    /// How long the response to a preflight request is valid, in seconds.
-    pub max_age: u32,
 }
 
 /// A reference to a backend.
@@ -272,6 +216,11 @@ impl Route {
 }
 
 impl Rejection {
+    /// A rejection for a reason of the specification.
+    pub fn new(reason: &'static str, message: String) -> Rejection {
+        Rejection { reason, message }
+    }
+
     /// The condition of the route.
     pub fn condition(&self) -> Condition {
         Condition {
@@ -330,10 +279,7 @@ fn map_filters<B, T>(
             Filter::RequestHeaders(modifier) => Filter::RequestHeaders(modifier.clone()),
             Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(modifier.clone()),
             Filter::Redirect(redirect) => Filter::Redirect(redirect.clone()),
-            Filter::Rewrite { hostname, path } => Filter::Rewrite {
-                hostname: hostname.clone(),
-                path: path.clone(),
-            },
+            Filter::Rewrite(rewrite) => Filter::Rewrite(rewrite.clone()),
             Filter::Mirror {
                 target: mirror,
                 numerator,

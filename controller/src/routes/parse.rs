@@ -5,18 +5,18 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::SessionPersistence;
+use diy_mesh_proto::mesh::v1::{RouteRetry, SessionPersistence};
 use diy_mesh_proto::policy::{self, Violation};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::filters::{self, is_token};
 use super::matches::{self, MatchSpec};
-use super::model::{Backend, ParsedRule, Reference, Rejection, Retry, Route, Rule};
+use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
 use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
-use super::{ParentReference, UNSUPPORTED_VALUE};
+use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind};
 
 /// The limits of the objects in Kubernetes, which hold for files too.
@@ -25,7 +25,7 @@ const MAX_PARENTS: usize = 32;
 const MAX_MATCHES: usize = 64;
 pub(super) const MAX_MATCHES_OF_ROUTE: usize = 128;
 /// Regular expressions of a route, which proxies compile.
-pub(super) const MAX_PATTERNS_OF_ROUTE: usize = 128;
+const MAX_PATTERNS_OF_ROUTE: usize = 128;
 pub(super) const MAX_WEIGHT: u32 = 1_000_000;
 /// More attempts would amplify an outage.
 const MAX_RETRY_ATTEMPTS: u32 = 10;
@@ -61,20 +61,18 @@ pub(super) fn shortened(error: &str) -> String {
 /// A rejection that names the field, its value and the expected value.
 pub(crate) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection {
     let shown: String = value.chars().take(MAX_SHOWN_CHARS).collect();
-    Rejection {
-        reason: UNSUPPORTED_VALUE,
-        message: format!("{field}: {shown:?} is not {expected}"),
-    }
+    let message = format!("{field}: {shown:?} is not {expected}");
+    Rejection::new(UNSUPPORTED_VALUE, message)
 }
 
 /// Rejects lists that are longer than Kubernetes permits.
 pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
     match list.len() <= max {
         true => Ok(()),
-        false => Err(Rejection {
-            reason: UNSUPPORTED_VALUE,
-            message: format!("{field}: {} entries are more than {max}", list.len()),
-        }),
+        false => {
+            let message = format!("{field}: {} entries are more than {max}", list.len());
+            Err(Rejection::new(UNSUPPORTED_VALUE, message))
+        }
     }
 }
 
@@ -146,10 +144,8 @@ fn tcp_rules(meta: &Meta, values: &[Value]) -> Result<Vec<Arc<ParsedRule>>, Reje
 }
 
 fn for_requests(what: &str) -> Rejection {
-    Rejection {
-        reason: UNSUPPORTED_VALUE,
-        message: format!("spec.rules[0]: {what} of a TCPRoute, which is for connections"),
-    }
+    let message = format!("spec.rules[0]: {what} of a TCPRoute, which is for connections");
+    Rejection::new(UNSUPPORTED_VALUE, message)
 }
 
 fn rules<M: MatchSpec + DeserializeOwned>(
@@ -161,25 +157,35 @@ fn rules<M: MatchSpec + DeserializeOwned>(
     for (position, value) in values.iter().enumerate() {
         let at = format!("spec.rules[{position}]");
         let read = serde_path_to_error::deserialize::<_, spec::Rule<M>>(value);
-        let parsed = read.map_err(|error| Rejection {
-            reason: UNSUPPORTED_VALUE,
-            message: shortened(&format!("{at}.{}: {}", error.path(), error.inner())),
+        let parsed = read.map_err(|error| {
+            let message = format!("{at}.{}: {}", error.path(), error.inner());
+            Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
         })?;
         rules.push(Arc::new(rule(meta, parsed, &at)?));
     }
     let all = rules.iter().flat_map(|rule| &rule.matches);
-    let count = all.clone().count();
-    let patterns: usize = all.map(|one| matches::patterns(one)).sum();
-    if count > MAX_MATCHES_OF_ROUTE || patterns > MAX_PATTERNS_OF_ROUTE {
-        return Err(Rejection {
-            reason: UNSUPPORTED_VALUE,
-            message: format!(
-                "spec.rules: {count} matches with {patterns} regular expressions are more than \
-                 {MAX_MATCHES_OF_ROUTE} and {MAX_PATTERNS_OF_ROUTE}"
-            ),
-        });
-    }
+    check_matches("spec.rules", all)?;
     Ok(rules)
+}
+
+/// Rejects more matches and regular expressions than a route may have.
+pub(super) fn check_matches<'a>(
+    field: &str,
+    all: impl Iterator<Item = &'a Arc<Match>>,
+) -> Result<(), Rejection> {
+    let (mut count, mut patterns) = (0, 0);
+    for one in all {
+        count += 1;
+        patterns += matches::patterns(one);
+    }
+    if count <= MAX_MATCHES_OF_ROUTE && patterns <= MAX_PATTERNS_OF_ROUTE {
+        return Ok(());
+    }
+    let message = format!(
+        "{field}: {count} matches with {patterns} regular expressions are more than \
+         {MAX_MATCHES_OF_ROUTE} and {MAX_PATTERNS_OF_ROUTE}"
+    );
+    Err(Rejection::new(UNSUPPORTED_VALUE, message))
 }
 
 fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<ParsedRule, Rejection> {
@@ -204,10 +210,8 @@ fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<Pars
     let filters = filters::parse(rule.filters, &filters_at, &context, &mut unknown_filter)?;
     let responds = filters.iter().any(filters::is_redirect);
     if responds && !rule.backend_refs.is_empty() {
-        return Err(Rejection {
-            reason: super::INCOMPATIBLE_FILTERS,
-            message: format!("{at}: a RequestRedirect excludes backendRefs"),
-        });
+        let message = format!("{at}: a RequestRedirect excludes backendRefs");
+        return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
     }
     let mut backends = Vec::new();
     for (position, backend_ref) in rule.backend_refs.into_iter().enumerate() {
@@ -261,10 +265,8 @@ fn backend(
     let filters_at = format!("{at}.filters");
     let filters = filters::parse(backend.filters, &filters_at, context, unknown_filter)?;
     if filters.iter().any(filters::is_response) {
-        return Err(Rejection {
-            reason: super::INCOMPATIBLE_FILTERS,
-            message: format!("{filters_at}: RequestRedirect and CORS are filters of rules only"),
-        });
+        let message = format!("{filters_at}: RequestRedirect and CORS are filters of rules only");
+        return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
     }
     let object = ObjectRef {
         group: backend.group,
@@ -321,15 +323,11 @@ pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2]
     Ok([request, backend_request])
 }
 
-pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
+pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<RouteRetry, Rejection> {
     bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
     if let Some(code) = retry.codes.iter().find(|code| !(400..600).contains(*code)) {
-        let field = format!("{at}.retry.codes");
-        return Err(unsupported(
-            &field,
-            &code.to_string(),
-            "a status from 400 to 599",
-        ));
+        let (field, code) = (format!("{at}.retry.codes"), code.to_string());
+        return Err(unsupported(&field, &code, "a status from 400 to 599"));
     }
     let attempts = retry.attempts.unwrap_or(DEFAULT_RETRY_ATTEMPTS);
     if attempts > MAX_RETRY_ATTEMPTS {
@@ -338,7 +336,7 @@ pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<Retry, Rejection> {
         return Err(unsupported(&field, &attempts.to_string(), &expected));
     }
     let backoff = retry.backoff.as_deref();
-    Ok(Retry {
+    Ok(RouteRetry {
         statuses: retry.codes,
         attempts,
         backoff: backoff.map_or(Ok(0), |value| {
@@ -371,11 +369,8 @@ pub(crate) fn session_persistence(
         None | Some("Cookie") => (name(DEFAULT_SESSION_COOKIE), String::new()),
         Some("Header") => (String::new(), name(DEFAULT_SESSION_HEADER)),
         Some(other) => {
-            return Err(unsupported(
-                &format!("{at}.type"),
-                other,
-                "Cookie or Header",
-            ));
+            let field = format!("{at}.type");
+            return Err(unsupported(&field, other, "Cookie or Header"));
         }
     };
     let session = SessionPersistence {

@@ -10,13 +10,13 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::matches::{self, MatchSpec};
+use super::matches::MatchSpec;
 use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
 use super::parse::{
-    MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_PATTERNS_OF_ROUTE, MAX_WEIGHT, Meta, bounded, unsupported,
+    MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, Meta, bounded, check_matches, unsupported,
 };
 use super::spec::{HttpMatch, ValueMatch};
-use super::{BACKEND_NOT_FOUND, ParentReference, UNSUPPORTED_VALUE};
+use super::{BACKEND_NOT_FOUND, ParentReference};
 use crate::index::object::Key;
 
 /// The API group of TrafficSplits.
@@ -200,24 +200,12 @@ impl Split {
         let mut matches = Vec::new();
         for key in &self.groups {
             let Some(group) = group(key) else {
-                return Err(Rejection {
-                    reason: BACKEND_NOT_FOUND,
-                    message: format!("spec.matches: the HTTPRouteGroup {key} does not exist"),
-                });
+                let message = format!("spec.matches: the HTTPRouteGroup {key} does not exist");
+                return Err(Rejection::new(BACKEND_NOT_FOUND, message));
             };
             matches.extend(group.matches.clone()?);
         }
-        let patterns: usize = matches.iter().map(|one| matches::patterns(one)).sum();
-        if matches.len() > MAX_MATCHES_OF_ROUTE || patterns > MAX_PATTERNS_OF_ROUTE {
-            return Err(Rejection {
-                reason: UNSUPPORTED_VALUE,
-                message: format!(
-                    "spec.matches: {} matches with {patterns} regular expressions are more than \
-                     {MAX_MATCHES_OF_ROUTE} and {MAX_PATTERNS_OF_ROUTE}",
-                    matches.len()
-                ),
-            });
-        }
+        check_matches("spec.matches", matches.iter())?;
         let name = &split.rule.name;
         let service = &self.route.parents[0].name;
         let others = vec![to(&self.key, service, 1, "spec.service")];

@@ -1,5 +1,6 @@
 //! Tables of what the specification says: parsing, ranking, merging, conditions.
 
+use diy_mesh_proto::mesh::v1::path_modifier;
 use serde_json::{Value, json};
 
 use super::attach::{Attachment, Table, attach};
@@ -801,10 +802,9 @@ fn empty_path_of_a_redirect_is_the_root() {
     let Filter::Redirect(redirect) = &rules[0].rule.filters[0] else {
         panic!("{rules:?}")
     };
-    assert_eq!(
-        redirect.path,
-        Some(super::model::PathModifier::Full("/".to_owned()))
-    );
+    let full = path_modifier::Kind::Full("/".to_owned());
+    let path = redirect.path.clone().unwrap();
+    assert_eq!(path.kind, Some(full));
 }
 
 #[test]
@@ -896,7 +896,7 @@ fn parents_of_a_route_do_not_multiply_its_memory() {
     let long = json!([{"backendRefs": [{"name": "a", "weight": "9".repeat(100_000)}]}]);
     for route in [unresolved, route("r", 0, long)] {
         let resolve = |_: &Route, reference: &Reference| {
-            Err(attach::Unresolved {
+            Err(super::model::Rejection {
                 reason: BACKEND_NOT_FOUND,
                 message: format!("{}: no {}", reference.field, reference.key),
             })
@@ -939,7 +939,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let service = web();
     let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
         "a" => Ok("shop/a:80".to_owned()),
-        _ => Err(attach::Unresolved {
+        _ => Err(super::model::Rejection {
             reason: BACKEND_NOT_FOUND,
             message: format!("{}: no b", reference.field),
         }),

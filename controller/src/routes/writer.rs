@@ -16,7 +16,7 @@ use diy_mesh_runtime::{Backoff, error_chain};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ListParams, PostParams};
-use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
+use kube::core::{ApiResource, DynamicObject};
 use kube::{Api, Client, ResourceExt};
 use tokio::sync::{Mutex, watch};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep_until, timeout};
@@ -28,9 +28,9 @@ use progress::Progress;
 
 use super::lease::{Election, LEASE};
 use super::{Condition, RouteStatus, report, status};
+use crate::catalog::resource;
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
-use crate::policy;
 
 /// Time between two comparisons of all routes with the cluster.
 const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
@@ -323,16 +323,6 @@ async fn request<T>(work: impl Future<Output = Result<T, kube::Error>>) -> Resul
         Ok(result) => Ok(result?),
         Err(_) => Err(Error::Timeout),
     }
-}
-
-/// The resource of a kind, in the version that the mesh reads.
-fn resource(kind: Kind) -> ApiResource {
-    let (group, version) = match kind {
-        Kind::TrafficPolicy => (policy::GROUP, policy::VERSION),
-        Kind::TcpRoute => ("gateway.networking.k8s.io", "v1alpha2"),
-        _ => ("gateway.networking.k8s.io", "v1"),
-    };
-    ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind.name()))
 }
 
 #[cfg(test)]

@@ -1,0 +1,146 @@
+//! The kinds of the catalog as resources of the API server, and the objects of custom resources:
+//! routes, grants and policies.
+//!
+//! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
+//! of objects if one has a value of a later release. So `spec` is parsed per object, in
+//! `crate::routes::parse`.
+
+use std::sync::Arc;
+
+use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
+use kube::{Api, Client};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::convert::{CatalogObject, ConvertError, created, key};
+use super::manifest::with_unknown_fields;
+use crate::index::object::{Key, Kind, Object};
+use crate::policy;
+use crate::policy::spec::TrafficPolicySpec;
+use crate::routes::model::Grant;
+use crate::routes::parse::{self, Meta};
+use crate::routes::smi::{self, GroupSpec, SplitSpec};
+use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch};
+
+const GATEWAY: &str = "gateway.networking.k8s.io";
+
+/// The kinds that are custom resources.
+pub(super) const CUSTOM: [Kind; 7] = [
+    Kind::HttpRoute,
+    Kind::GrpcRoute,
+    Kind::TcpRoute,
+    Kind::Grant,
+    Kind::TrafficPolicy,
+    Kind::TrafficSplit,
+    Kind::RouteGroup,
+];
+
+/// A kind in the versions that have all fields that are read, the preferred one first.
+pub(super) fn resources(kind: Kind) -> Vec<ApiResource> {
+    let (group, plural, versions): (_, _, &[_]) = match kind {
+        Kind::Service => ("", "services", &["v1"]),
+        Kind::Slice => ("discovery.k8s.io", "endpointslices", &["v1"]),
+        Kind::Pod => ("", "pods", &["v1"]),
+        Kind::Node => ("", "nodes", &["v1"]),
+        Kind::HttpRoute => (GATEWAY, "httproutes", &["v1"]),
+        Kind::GrpcRoute => (GATEWAY, "grpcroutes", &["v1"]),
+        // Of the experimental channel.
+        Kind::TcpRoute => (GATEWAY, "tcproutes", &["v1alpha2"]),
+        Kind::Grant => (GATEWAY, "referencegrants", &["v1", "v1beta1"]),
+        Kind::TrafficPolicy => (policy::GROUP, "trafficpolicies", &[policy::VERSION]),
+        Kind::TrafficSplit => {
+            // Of the earlier ones, v1alpha2 has no matches.
+            let versions = &[smi::VERSION, "v1alpha3", "v1alpha2"];
+            (smi::SPLIT_GROUP, "trafficsplits", versions)
+        }
+        Kind::RouteGroup => (smi::SPECS_GROUP, "httproutegroups", &[smi::VERSION]),
+    };
+    let resource = |version: &&str| {
+        let kind = GroupVersionKind::gvk(group, version, kind.name());
+        ApiResource::from_gvk_with_plural(&kind, plural)
+    };
+    versions.iter().map(resource).collect()
+}
+
+/// A kind in the version that the mesh prefers.
+pub(crate) fn resource(kind: Kind) -> ApiResource {
+    resources(kind).swap_remove(0)
+}
+
+/// The objects of a custom kind of all namespaces, by each version of the API.
+pub(super) fn apis(client: &Client, kind: Kind) -> Vec<Api<DynamicObject>> {
+    let resources = resources(kind);
+    let all = resources.iter();
+    all.map(|resource| Api::all_with(client.clone(), resource))
+        .collect()
+}
+
+impl CatalogObject for DynamicObject {
+    fn convert(&self, kind: Kind, _: &str) -> Result<Object, ConvertError> {
+        let (metadata, spec) = (&self.metadata, &self.data["spec"]);
+        let meta = Meta {
+            kind,
+            key: key(metadata)?,
+            generation: metadata.generation.unwrap_or_default(),
+            created: created(metadata),
+        };
+        let object = match kind {
+            Kind::Grant => grant(meta.key, spec).map(Object::Grant),
+            Kind::TrafficPolicy => {
+                let policy = policy::parse::policy(meta.key, meta.generation, meta.created, spec);
+                policy.map(Object::Policy)
+            }
+            Kind::TrafficSplit => {
+                let uid = metadata.uid.as_deref().unwrap_or_default();
+                smi::split(meta, uid, spec).map(Object::Split)
+            }
+            Kind::RouteGroup => smi::group(meta.key, spec).map(Object::RouteGroup),
+            _ => parse::route(meta, spec).map(Object::Route),
+        };
+        object.map_err(ConvertError)
+    }
+
+    fn unknown_fields(&self, kind: Kind) -> Vec<String> {
+        let spec = &self.data["spec"];
+        let of_spec = match kind {
+            Kind::HttpRoute => unknown::<RouteSpec<Rule<HttpMatch>>>(spec),
+            Kind::GrpcRoute => unknown::<RouteSpec<Rule<GrpcMatch>>>(spec),
+            Kind::TcpRoute => unknown::<RouteSpec<Rule<TcpMatch>>>(spec),
+            Kind::Grant => unknown::<GrantSpec>(spec),
+            Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
+            Kind::TrafficSplit => unknown::<SplitSpec>(spec),
+            Kind::RouteGroup => unknown::<GroupSpec>(spec),
+            Kind::Service | Kind::Slice | Kind::Pod | Kind::Node => Vec::new(),
+        };
+        let sections = self.data.as_object().into_iter().flatten();
+        let others = sections.filter(|(name, _)| *name != "spec");
+        let others = others.map(|(name, _)| name.clone());
+        let of_spec = of_spec.into_iter().map(|field| format!("spec.{field}"));
+        others.chain(of_spec).collect()
+    }
+}
+
+/// The unknown fields of a spec. An error is a condition of the object, or an error of its conversion.
+fn unknown<T: DeserializeOwned>(spec: &Value) -> Vec<String> {
+    with_unknown_fields::<T, _>(spec).1
+}
+
+fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
+    let spec = GrantSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+    let kinds = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute];
+    let from = spec.from.into_iter().filter_map(|from| {
+        let mut kinds = kinds.into_iter();
+        let kind = kinds.find(|kind| from.group == GATEWAY && from.kind == kind.name())?;
+        Some((kind, Arc::from(from.namespace)))
+    });
+    let to = spec.to.into_iter();
+    let to = to.filter(|to| to.group.is_empty() && to.kind == "Service");
+    let name = |name: String| Some(name).filter(|name| !name.is_empty());
+    let to = to.map(|to| to.name.and_then(name).map(Into::into));
+    Ok(Grant {
+        key,
+        from: from.collect(),
+        to: to.collect(),
+    })
+}
