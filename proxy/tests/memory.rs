@@ -7,8 +7,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -192,8 +196,35 @@ fn unfinished_heads_stay_within_the_memory_limit_and_their_memory_returns() {
     assert!(peak < LIMIT, "{} MiB were resident", peak / MIB);
 }
 
-/// An application that accepts all HTTP/2 requests and responds to none.
-fn accept_streams() {
+/// What an application that responds does.
+#[derive(Default)]
+struct Responses {
+    begun: AtomicUsize,
+    sent: AtomicUsize,
+}
+
+impl Responses {
+    /// Sends more than the proxy takes while the client does not read.
+    async fn send(&self, mut respond: h2::server::SendResponse<Bytes>) {
+        let Ok(mut stream) = respond.send_response(http::Response::new(()), false) else {
+            return;
+        };
+        self.begun.fetch_add(1, Relaxed);
+        loop {
+            stream.reserve_capacity(1024 * 1024);
+            let capacity = std::future::poll_fn(|cx| stream.poll_capacity(cx)).await;
+            let Some(Ok(capacity)) = capacity else { return };
+            self.sent.fetch_add(capacity, Relaxed);
+            if stream.send_data(vec![0; capacity].into(), false).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// An application that accepts `max_streams` HTTP/2 requests on each connection. Responds to none if
+/// there are no `responses`.
+fn accept_streams(max_streams: u32, responses: Option<&'static Responses>) {
     let listener = std::net::TcpListener::bind(SocketAddr::from(APP)).unwrap();
     listener.set_nonblocking(true).unwrap();
     let serve = async move {
@@ -201,12 +232,17 @@ fn accept_streams() {
         while let Ok((stream, _)) = listener.accept().await {
             tokio::task::spawn_local(async move {
                 // The proxy connects before it knows the protocol of a client.
-                let Ok(mut connection) = h2::server::handshake(stream).await else {
+                let mut builder = h2::server::Builder::new();
+                let handshake = builder.max_concurrent_streams(max_streams);
+                let Ok(mut connection) = handshake.handshake(stream).await else {
                     return;
                 };
                 let mut requests = Vec::new();
-                while let Some(Ok(request)) = connection.accept().await {
-                    requests.push(request);
+                while let Some(Ok((request, respond))) = connection.accept().await {
+                    match responses {
+                        None => requests.push((request, respond)),
+                        Some(all) => drop(tokio::task::spawn_local(all.send(respond))),
+                    }
                 }
             });
         }
@@ -242,15 +278,10 @@ const SETTINGS: u8 = 4;
 const PING: u8 = 6;
 const END_HEADERS: u8 = 4;
 
-#[test]
-fn streams_without_an_end_stay_within_the_memory_limit() {
-    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
-    if let Err(reason) = enter_namespace() {
-        return skip(&reason);
-    }
-    accept_streams();
-    let proxy = Proxy::start();
+const END_STREAM: u8 = 1;
+
+/// The bytes of a client that sends 250 requests, and a PING frame.
+fn requests(flags: u8, head: &[u8]) -> Vec<u8> {
     let frame = |kind, flags, stream: u32, payload: &[u8]| {
         let length = u8::try_from(payload.len()).unwrap();
         [
@@ -260,12 +291,58 @@ fn streams_without_an_end_stay_within_the_memory_limit() {
         ]
         .concat()
     };
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    bytes.extend(frame(SETTINGS, 0, 0, b""));
+    (0..250).for_each(|number| bytes.extend(frame(HEADERS, flags, 2 * number + 1, head)));
+    bytes.extend(frame(PING, 0, 0, &[0; 8]));
+    bytes
+}
+
+#[test]
+fn unread_responses_over_http2_stay_within_the_memory_limit() {
+    static RESPONSES: LazyLock<Responses> = LazyLock::new(Responses::default);
+    if let Err(reason) = enter_namespace() {
+        return skip(&reason);
+    }
+    accept_streams(100, Some(&RESPONSES));
+    let proxy = Proxy::start();
+    // GET / of http://a.
+    let attack = requests(END_HEADERS | END_STREAM, b"\x82\x84\x86\x41\x01a");
+    let accepted: Vec<_> = (0..12)
+        .filter_map(|number| {
+            let mut stream = connect(number).ok()?;
+            stream.write_all(&attack).ok()?;
+            is_acknowledged(&stream).then_some(stream)
+        })
+        .collect();
+    let begun = || RESPONSES.begun.load(Relaxed);
+    // The proxy serves other connections, and takes no more of these responses.
+    proxy.wait("the application cannot send more", || {
+        let sent = RESPONSES.sent.load(Relaxed);
+        for _ in 0..50 {
+            is_served();
+        }
+        begun() >= 300 && RESPONSES.sent.load(Relaxed) == sent
+    });
+    let (count, peak) = (accepted.len(), proxy.peak() / MIB);
+    assert!(
+        peak < LIMIT / MIB,
+        "{peak} MiB were resident for {} responses of {count} connections",
+        begun()
+    );
+}
+
+#[test]
+fn streams_without_an_end_stay_within_the_memory_limit() {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+    if let Err(reason) = enter_namespace() {
+        return skip(&reason);
+    }
+    accept_streams(u32::MAX, None);
+    let proxy = Proxy::start();
     // POST / of http://a, whose body does not follow.
-    let request = |stream| frame(HEADERS, END_HEADERS, stream, b"\x83\x84\x86\x41\x01a");
-    let mut attack = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    attack.extend(frame(SETTINGS, 0, 0, b""));
-    (0..250).for_each(|number| attack.extend(request(2 * number + 1)));
-    attack.extend(frame(PING, 0, 0, &[0; 8]));
+    let attack = requests(END_HEADERS, b"\x83\x84\x86\x41\x01a");
     // The memory of streams that have ended is used again.
     for _ in 0..4 {
         let accepted: Vec<_> = (0..300)

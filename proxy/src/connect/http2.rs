@@ -156,7 +156,13 @@ impl Connections {
             return Err(failure.clone());
         }
         let memory = self.caller.clone().map(Charge::new);
-        let dialed = open(remote, dialer, expiry, &self.limiter, memory).await;
+        // A caller with many connections gets little more for those after the first ones, or the
+        // responses that it does not read would fill the memory.
+        let window = match &self.caller {
+            Some(_) => (CONNECTION_WINDOW >> self.len().min(31)).max(STREAM_WINDOW),
+            None => CONNECTION_WINDOW,
+        };
+        let dialed = open(remote, dialer, expiry, &self.limiter, memory, window).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -350,6 +356,7 @@ async fn open(
     expiry: impl FnOnce(&Io) -> Expiry,
     limiter: &Rc<Limiter>,
     mut memory: Option<Charge>,
+    window: u32,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
     if let Some(memory) = &mut memory
@@ -367,7 +374,7 @@ async fn open(
         .enable_push(false)
         .initial_max_send_streams(INITIAL_MAX_STREAMS)
         .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(CONNECTION_WINDOW)
+        .initial_connection_window_size(window)
         .max_header_list_size(MAX_HEADER_LIST)
         .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
         .max_send_buffer_size(MAX_SEND_BUFFER)
