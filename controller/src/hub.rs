@@ -256,7 +256,8 @@ impl Hub {
         let index = self.index();
         let location = subscribers::location(&index, pod.as_ref());
         let (id, queue) = self.subscribers().add_client(pod, location);
-        Resources::new(self.clone(), id, queue)
+        let hub = self.clone();
+        Resources { hub, id, queue }
     }
 
     /// A subscriber to these Services, or to all if `names` is empty, with a pending notification
@@ -271,7 +272,12 @@ impl Hub {
                 .for_each(|key| queue.push(key, ())),
             false => names.iter().for_each(|name| queue.push(name.clone(), ())),
         }
-        Services::new(self.clone(), id, names.clone(), queue)
+        Services {
+            hub: self.clone(),
+            id,
+            names: names.clone(),
+            queue,
+        }
     }
 
     /// Wakes all subscribers to resources, to look for changes that are not in the catalog.

@@ -12,9 +12,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 
 use crate::detect::{Protocol, RequestDetector, detect};
-use crate::dump::Direction;
 use crate::error::Failure;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::io::Io;
 use crate::opaque;
 use crate::policy::Caller;

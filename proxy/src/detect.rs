@@ -90,13 +90,7 @@ pub async fn detect(
         return protocol;
     }
     let mut reading = Box::pin(detector.read(client, flow));
-    let mut dialing: Dialing = match dialed.take() {
-        Some(dialed) => Box::pin(ready(Ok(dialed))),
-        None => {
-            let flow = flow.clone();
-            Box::pin(async move { opaque::dial(&flow, Alpn::Detect).await })
-        }
-    };
+    let mut dialing = dial(flow, dialed.take());
     let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
         Poll::Ready(protocol) => Poll::Ready(First::Client(protocol)),
         Poll::Pending => {
@@ -150,6 +144,17 @@ pub async fn detect(
 
 /// A connection attempt.
 type Dialing = Pin<Box<dyn Future<Output = Result<Dialed, Failure>>>>;
+
+/// The connection that was dialed before, or a new one. The attempt may outlive detection.
+fn dial(flow: &Flow, dialed: Option<Dialed>) -> Dialing {
+    match dialed {
+        Some(dialed) => Box::pin(ready(Ok(dialed))),
+        None => {
+            let flow = flow.clone();
+            Box::pin(async move { opaque::dial(&flow, Alpn::Detect).await })
+        }
+    }
+}
 
 enum First {
     Client(Result<Protocol, Failure>),

@@ -160,9 +160,6 @@ pub enum Failure {
     /// A deadline passed before the end of the response.
     #[error("{}", timeout_message(*.0))]
     Timeout(Limit),
-    /// The destination is the proxy itself.
-    #[error("{0} is an address of the proxy: forwarding would loop")]
-    Loop(SocketAddr),
 }
 
 impl From<Exceeded> for Failure {
@@ -236,8 +233,7 @@ impl Failure {
             | Self::UpstreamClosed { .. }
             | Self::UpstreamMalformed { .. }
             | Self::RetriedStatus { .. }
-            | Self::Handshake { .. }
-            | Self::Loop(_) => StatusCode::BAD_GATEWAY,
+            | Self::Handshake { .. } => StatusCode::BAD_GATEWAY,
             Self::NoRoute(_) => StatusCode::NOT_FOUND,
             Self::InvalidBackend(_) | Self::InvalidRoutes { .. } => {
                 StatusCode::INTERNAL_SERVER_ERROR
@@ -343,7 +339,6 @@ impl Failure {
             Self::MtlsRequired => "mtls-required",
             Self::ConnectNotAllowed => "connect-not-allowed",
             Self::Timeout(_) => "timeout",
-            Self::Loop(_) => "loop",
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::account::{Charge, Holder};
 use crate::balance::Backend;
 use crate::destination::Destination;
 use crate::detect::Protocol;
-use crate::dump::{ConnectionInfo, Direction};
+use crate::dump::ConnectionInfo;
 use crate::error::Failure;
 use crate::http::edits::Edit;
 use crate::http::view::{Fields, RequestView};
@@ -29,6 +29,25 @@ use diy_mesh_runtime::shares::Share;
 
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
+
+/// Direction of a connection, as seen from the application.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// To the application of the pod.
+    Inbound,
+    /// From the application of the pod.
+    Outbound,
+}
+
+impl Direction {
+    /// The names in metrics and JSON dumps, in the order of the discriminants.
+    pub const NAMES: [&str; 2] = ["inbound", "outbound"];
+
+    /// The name in metrics and JSON dumps.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+}
 
 /// One connection on its way through the proxy.
 #[derive(Clone)]

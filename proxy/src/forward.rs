@@ -13,9 +13,8 @@ use std::time::{Duration, Instant};
 use crate::balance::{Avoided, Backend, Endpoint, InFlight, Preference};
 use crate::connect::Dialer;
 use crate::deadline::{Deadline, Limit};
-use crate::dump::Direction;
 use crate::error::Failure;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::route::RetryPolicy;
 use crate::tls::{Acceptance, Tls};
@@ -175,7 +174,7 @@ pub(crate) async fn forward<F: Forward>(
         };
         let failure = failure.with_policy(|| backend.policy().name.clone());
         request.attempts().fail(&failure, retry);
-        let retry = request.attempts().apply_policy(&failure, retry);
+        let retry = request.attempts().retry_of_route(&failure, retry);
         let begun = std::mem::replace(&mut now, tokio::time::Instant::now());
         if retry == Retry::OtherEndpoint {
             request.attempts().exclude(endpoint.address);
@@ -275,15 +274,13 @@ pub struct Attempts {
     last: Option<Rc<Endpoint>>,
 }
 
-/// What a request permits.
+/// Whether a request can be sent again.
 #[derive(Clone, Copy, Debug)]
 pub struct Replayable {
     /// All of its bytes that were sent are still there.
     pub is_kept: bool,
     /// Sending it twice has the effect of sending it once.
     pub is_idempotent: bool,
-    /// The status of its response.
-    pub status: u16,
 }
 
 impl Replayable {
@@ -291,7 +288,6 @@ impl Replayable {
     pub const ONCE: Self = Self {
         is_kept: false,
         is_idempotent: false,
-        status: 0,
     };
 }
 
@@ -377,6 +373,7 @@ impl Attempts {
     /// request, in place of the client this response.
     pub fn answered(
         &mut self,
+        status: u16,
         verdict: Verdict,
         request: Replayable,
         flow: &Flow,
@@ -398,14 +395,13 @@ impl Attempts {
                 Retryable::Idempotent => request.is_idempotent,
                 Retryable::All => true,
             };
-            if is_safe && request.is_kept && has_others && self.grant_retry(flow) {
+            if is_safe && request.is_kept && has_others && self.retries_overload(flow) {
                 return Err(AttemptError {
                     failure: Failure::UpstreamOverloaded(address),
                     retry: Retry::OtherEndpoint,
                 });
             }
         }
-        let status = request.status;
         if is_outbound && request.is_kept && self.retries_status(status, flow) {
             return Err(AttemptError {
                 failure: Failure::RetriedStatus { address, status },
@@ -442,7 +438,7 @@ impl Attempts {
 
     /// With a policy, a route asks for retries after closed connections and timeouts of attempts,
     /// whatever the request does.
-    fn apply_policy(&self, failure: &Failure, retry: Retry) -> Retry {
+    fn retry_of_route(&self, failure: &Failure, retry: Retry) -> Retry {
         let is_covered = matches!(
             failure,
             Failure::UpstreamClosed { .. } | Failure::Timeout(Limit::Attempt)
@@ -463,7 +459,7 @@ impl Attempts {
 
     /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
     /// retries are excluded.
-    fn grant_retry(&mut self, flow: &Flow) -> bool {
+    fn retries_overload(&mut self, flow: &Flow) -> bool {
         let before = (self.avoided.tried.len(), self.avoided.refusing);
         self.exclude(self.address());
         self.avoided.refusing = true;

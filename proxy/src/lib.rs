@@ -8,8 +8,8 @@
 //! way of `control.rs`; `probe.rs`; `dump/`, `metrics.rs`; and `error.rs`, the one map of failures.
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
-//! Each worker thread has its own listeners, pools and balancers: a request stays on one core and
-//! takes no lock.
+//! Each worker thread has its own listeners, pools and balancers: a request stays on one core. It
+//! takes no lock but for rate limits and session affinity, which the workers share.
 
 pub mod account;
 pub mod authority;

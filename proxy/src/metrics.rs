@@ -20,8 +20,8 @@ use tokio::sync::watch;
 
 use crate::balance::Cause;
 use crate::connect::LimitKind;
-use crate::dump::Direction;
 use crate::error::Failure;
+use crate::flow::Direction;
 use crate::forward::RetryDenial;
 use crate::limit::Exceeded;
 use crate::mirror::MirrorResult;
@@ -29,7 +29,7 @@ use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 26] = [
+const FAILURE_CODES: [&str; 25] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -54,7 +54,6 @@ const FAILURE_CODES: [&str; 26] = [
     "mtls-required",
     "connect-not-allowed",
     "timeout",
-    "loop",
     "other",
 ];
 /// Names of objects that have counters of their own.

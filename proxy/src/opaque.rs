@@ -76,10 +76,10 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
         attempts: Attempts::default(),
     };
     dial.attempts.preference = backend.preference(None, flow.peer);
-    let Upstream { io, slots, .. } = forward(&mut dial, flow, &backend).await?;
+    let Upstream { io, connection, .. } = forward(&mut dial, flow, &backend).await?;
     Ok(Dialed {
         upstream: io,
-        slot: slots.opaque(),
+        slot: connection,
         attempts: dial.attempts,
     })
 }

@@ -13,9 +13,9 @@ use diy_mesh_proto::Identity;
 use http::StatusCode;
 
 use crate::balance::{Backend, Preference};
-use crate::dump::{self, Direction, ExchangeDump};
+use crate::dump::{self, ExchangeDump};
 use crate::error::Failure;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::forward::Attempts;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;

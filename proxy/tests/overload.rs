@@ -6,7 +6,7 @@ mod support;
 
 use bytes::Bytes;
 use diy_mesh_proxy::account::{Budget, Charge, Holder};
-use diy_mesh_proxy::dump::Direction::{Inbound, Outbound};
+use diy_mesh_proxy::flow::Direction::{Inbound, Outbound};
 use support::{App, Mesh, answering_app, is_reset, listen, on_worker, read_until, until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

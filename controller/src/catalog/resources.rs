@@ -26,7 +26,7 @@ use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpM
 const GATEWAY: &str = "gateway.networking.k8s.io";
 
 /// The kinds that are custom resources.
-pub(super) const CUSTOM: [Kind; 7] = [
+pub(crate) const CUSTOM: [Kind; 7] = [
     Kind::HttpRoute,
     Kind::GrpcRoute,
     Kind::TcpRoute,

@@ -51,6 +51,7 @@ use crate::quota::{Counted, Quota, Quotas};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
+use name::parse_key;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
@@ -324,20 +325,11 @@ fn open_call<T>(request: &Request<T>) -> Result<Arc<Call>, Status> {
 }
 
 fn service_keys(names: &[String]) -> Result<BTreeSet<Key>, Status> {
-    names.iter().map(|name| service_key(name)).collect()
-}
-
-fn service_key(name: &str) -> Result<Key, Status> {
-    match name.split_once('/') {
-        Some((namespace, service))
-            if !namespace.is_empty() && !service.is_empty() && !service.contains('/') =>
-        {
-            Ok(Key::new(namespace, service))
-        }
-        _ => Err(Status::invalid_argument(format!(
-            "services: {name:?} is not NAMESPACE/NAME"
-        ))),
-    }
+    let parse = |name: &String| {
+        let error = || format!("services: {name:?} is not NAMESPACE/NAME");
+        parse_key(name).ok_or_else(|| Status::invalid_argument(error()))
+    };
+    names.iter().map(parse).collect()
 }
 
 #[cfg(test)]
@@ -352,9 +344,10 @@ mod tests {
 
     #[test]
     fn service_names_have_two_parts() {
-        assert_eq!(service_key("shop/web").unwrap(), Key::new("shop", "web"));
+        let web = BTreeSet::from([Key::new("shop", "web")]);
+        assert_eq!(service_keys(&["shop/web".to_owned()]).unwrap(), web);
         for name in ["", "web", "/web", "shop/", "a/b/c"] {
-            let status = service_key(name).unwrap_err();
+            let status = service_keys(&[name.to_owned()]).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
             let message = status.message();
             assert!(message.contains(&format!("{name:?}")), "{message}");

@@ -39,14 +39,19 @@ pub(super) fn parse_destination(destination: &str) -> Result<SocketAddr, Status>
     })
 }
 
+/// Parses NAMESPACE/NAME.
+pub(super) fn parse_key(text: &str) -> Option<Key> {
+    let (namespace, name) = text.split_once('/')?;
+    let is_valid = !namespace.is_empty() && !name.is_empty() && !name.contains('/');
+    is_valid.then(|| Key::new(namespace, name))
+}
+
 /// Parses the name of a backend.
 pub(super) fn parse_backend(name: &str) -> Result<Resource, Status> {
     let parse = || {
         let (service, port) = name.rsplit_once(':')?;
-        let (namespace, service) = service.split_once('/')?;
         let port = port.parse().ok().filter(|port| *port != 0)?;
-        let is_valid = !namespace.is_empty() && !service.is_empty() && !service.contains('/');
-        is_valid.then(|| Resource::Backend(Key::new(namespace, service), port))
+        Some(Resource::Backend(parse_key(service)?, port))
     };
     let is_bounded = name.len() <= MAX_BACKEND_BYTES;
     is_bounded.then(parse).flatten().ok_or_else(|| {

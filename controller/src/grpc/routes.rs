@@ -4,7 +4,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::{field_match, path_match, route_filter};
 
 use crate::routes::attach::Table;
-use crate::routes::model::{Backend, Filter, HeaderModifier, Match, PathMatch, Rule, ValueMatch};
+use crate::routes::model::{Backend, Filter, Match, PathMatch, Rule, ValueMatch};
 
 /// The routes of a destination.
 pub(super) fn routes(table: &Table) -> proto::Routes {
@@ -70,8 +70,8 @@ fn backend(backend: &Backend<String>) -> proto::RouteBackend {
 fn filter(filter: &Filter<String>) -> proto::RouteFilter {
     use route_filter::Kind;
     let kind = match filter {
-        Filter::RequestHeaders(modifier) => Kind::RequestHeaders(headers(modifier)),
-        Filter::ResponseHeaders(modifier) => Kind::ResponseHeaders(headers(modifier)),
+        Filter::RequestHeaders(modifier) => Kind::RequestHeaders((**modifier).clone()),
+        Filter::ResponseHeaders(modifier) => Kind::ResponseHeaders((**modifier).clone()),
         Filter::Redirect(redirect) => Kind::Redirect(redirect.clone()),
         Filter::Rewrite(rewrite) => Kind::Rewrite(rewrite.clone()),
         Filter::Mirror {
@@ -86,17 +86,4 @@ fn filter(filter: &Filter<String>) -> proto::RouteFilter {
         Filter::Cors(cors) => Kind::Cors((**cors).clone()),
     };
     proto::RouteFilter { kind: Some(kind) }
-}
-
-fn headers(modifier: &HeaderModifier) -> proto::HeaderModifier {
-    let fields = |fields: &[(String, String)]| {
-        let fields = fields.iter().cloned();
-        let fields = fields.map(|(name, value)| proto::header_modifier::Field { name, value });
-        fields.collect()
-    };
-    proto::HeaderModifier {
-        set: fields(&modifier.set),
-        add: fields(&modifier.add),
-        remove: modifier.remove.clone(),
-    }
 }

@@ -15,10 +15,6 @@ pub struct Resources {
 }
 
 impl Resources {
-    pub(super) fn new(hub: Hub, id: u64, queue: Arc<ResourceQueue>) -> Resources {
-        Resources { hub, id, queue }
-    }
-
     /// Adds a subscription, and a notification of its current state, even if it exists. Returns the
     /// resource as all subscribers share it.
     pub fn subscribe(&mut self, resource: &Resource) -> Arc<Resource> {

@@ -10,27 +10,13 @@ use crate::index::view::ServiceView;
 
 /// A subscriber to Services. Dropping it ends its subscriptions.
 pub struct Services {
-    hub: Hub,
-    id: u64,
-    names: BTreeSet<Key>,
-    queue: Arc<ServiceQueue>,
+    pub(super) hub: Hub,
+    pub(super) id: u64,
+    pub(super) names: BTreeSet<Key>,
+    pub(super) queue: Arc<ServiceQueue>,
 }
 
 impl Services {
-    pub(super) fn new(
-        hub: Hub,
-        id: u64,
-        names: BTreeSet<Key>,
-        queue: Arc<ServiceQueue>,
-    ) -> Services {
-        Services {
-            hub,
-            id,
-            names,
-            queue,
-        }
-    }
-
     /// Waits for a notification. Cancel-safe.
     pub async fn wait(&self) {
         self.queue.wait().await;

@@ -29,7 +29,7 @@ use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service,
 use policies::Policies;
 use position::{History, Position};
 use routes::Routes;
-use store::{Replaced, Store};
+use store::{Objects, Replaced, Store};
 use view::ServiceView;
 
 use crate::routes::RouteStatus;
@@ -90,7 +90,7 @@ impl Index {
             Change::Delete(source, kind, key) => self.remove(source, kind, &key, touched),
             Change::Reset(source, kind, objects) => {
                 let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
-                let mut deleted = self.keys_of(source, kind);
+                let mut deleted = self.objects(kind).keys_of(source);
                 deleted.retain(|key| !listed.contains(key));
                 for key in deleted {
                     self.remove(source, kind, &key, touched);
@@ -208,32 +208,20 @@ impl Index {
 
     /// The number of objects of a kind.
     pub fn count(&self, kind: Kind) -> usize {
-        match kind {
-            Kind::Service => self.services.len(),
-            Kind::Slice => self.slices.len(),
-            Kind::Pod => self.pods.len(),
-            Kind::Node => self.nodes.len(),
-            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => self.routes.of_kind(kind).len(),
-            Kind::Grant => self.routes.grants.len(),
-            Kind::TrafficSplit => self.routes.traffic_splits.len(),
-            Kind::RouteGroup => self.routes.route_groups.len(),
-            Kind::TrafficPolicy => self.policies.objects.len(),
-        }
+        self.objects(kind).len()
     }
 
-    fn keys_of(&self, source: Source, kind: Kind) -> Vec<Key> {
+    fn objects(&self, kind: Kind) -> &dyn Objects {
         match kind {
-            Kind::Service => self.services.keys_of(source),
-            Kind::Slice => self.slices.keys_of(source),
-            Kind::Pod => self.pods.keys_of(source),
-            Kind::Node => self.nodes.keys_of(source),
-            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
-                self.routes.of_kind(kind).keys_of(source)
-            }
-            Kind::Grant => self.routes.grants.keys_of(source),
-            Kind::TrafficSplit => self.routes.traffic_splits.keys_of(source),
-            Kind::RouteGroup => self.routes.route_groups.keys_of(source),
-            Kind::TrafficPolicy => self.policies.objects.keys_of(source),
+            Kind::Service => &self.services,
+            Kind::Slice => &self.slices,
+            Kind::Pod => &self.pods,
+            Kind::Node => &self.nodes,
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => self.routes.of_kind(kind),
+            Kind::Grant => &self.routes.grants,
+            Kind::TrafficSplit => &self.routes.traffic_splits,
+            Kind::RouteGroup => &self.routes.route_groups,
+            Kind::TrafficPolicy => &self.policies.objects,
         }
     }
 

@@ -28,6 +28,28 @@ impl<T> Default for Store<T> {
     }
 }
 
+/// The objects of one kind, of whatever type.
+pub(super) trait Objects {
+    fn len(&self) -> usize;
+
+    /// The keys of all objects of a source.
+    fn keys_of(&self, source: Source) -> Vec<Key>;
+}
+
+impl<T> Objects for Store<T> {
+    fn len(&self) -> usize {
+        self.objects.len()
+    }
+
+    fn keys_of(&self, source: Source) -> Vec<Key> {
+        let owned = self.objects.iter();
+        let owned = owned.filter_map(|(key, (owner, _))| (*owner == source).then_some(key));
+        let hidden = self.hidden.keys();
+        let hidden = hidden.filter_map(|(key, owner)| (*owner == source).then_some(key));
+        owned.chain(hidden).cloned().collect()
+    }
+}
+
 impl<T: Clone + PartialEq> Store<T> {
     pub fn get(&self, key: &Key) -> Option<&T> {
         self.objects.get(key).map(|(_, object)| object)
@@ -39,19 +61,6 @@ impl<T: Clone + PartialEq> Store<T> {
 
     pub fn values(&self) -> impl Iterator<Item = &T> {
         self.objects.values().map(|(_, object)| object)
-    }
-
-    pub fn len(&self) -> usize {
-        self.objects.len()
-    }
-
-    /// The keys of all objects of a source.
-    pub fn keys_of(&self, source: Source) -> Vec<Key> {
-        let owned = self.objects.iter();
-        let owned = owned.filter_map(|(key, (owner, _))| (*owner == source).then_some(key));
-        let hidden = self.hidden.keys();
-        let hidden = hidden.filter_map(|(key, owner)| (*owner == source).then_some(key));
-        owned.chain(hidden).cloned().collect()
     }
 
     /// Replaces the object of a source. `None` if the key has the same object as before.

@@ -293,11 +293,7 @@ impl Requests {
         }
         let rule = Arc::new(Rule {
             name: self.name.clone(),
-            backends: vec![Backend {
-                target: format!("{service}:{}", port.port),
-                weight: 1,
-                filters: vec![],
-            }],
+            backends: vec![Backend::new(format!("{service}:{}", port.port), 1)],
             to_destination: true,
             ..Rule::default()
         });

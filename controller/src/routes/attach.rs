@@ -247,11 +247,7 @@ fn rule(
             }
         }
         if rule.backends.iter().all(|backend| backend.weight == 0) {
-            rule.backends = vec![Backend {
-                target: parent,
-                weight: 1,
-                filters: Vec::new(),
-            }];
+            rule.backends = vec![Backend::new(parent, 1)];
         }
     }
     if let Some(message) = &parsed.unknown_filter {

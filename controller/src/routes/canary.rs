@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route};
 use super::parse::{REFERENCE_BYTES, RULE_BYTES};
 use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service};
@@ -43,26 +43,17 @@ impl Canaries {
     /// The route for all requests to the Service `key`, if it has canaries.
     pub fn route(&self, key: &Key) -> Option<Route> {
         let sum: u32 = self.accepted.iter().map(|(_, percent)| percent).sum();
-        let backend = |(key, weight): (&Key, u32)| Backend {
-            target: Reference {
-                other_kind: None,
-                key: key.clone(),
-                port: None,
-                field: format!("canary {key}"),
-            },
-            weight,
-            filters: Vec::new(),
+        let backend = |(key, weight): (&Key, u32)| {
+            Backend::new(
+                Reference::service(key.clone(), format!("canary {key}")),
+                weight,
+            )
         };
         let canaries = self.accepted.iter().map(|(key, percent)| (key, *percent));
         let backends = [(key, ALL_PERCENT - sum)].into_iter().chain(canaries);
-        let rule = ParsedRule {
-            matches: vec![Arc::new(Match::default())],
-            rule: Rule::new(
-                format!("canaries of {key}"),
-                backends.map(backend).collect(),
-            ),
-            unknown_filter: None,
-        };
+        let matches = vec![Arc::new(Match::default())];
+        let name = format!("canaries of {key}");
+        let rule = ParsedRule::new(matches, name, backends.map(backend).collect());
         let bytes = RULE_BYTES + rule.rule.backends.len() * REFERENCE_BYTES;
         (!self.accepted.is_empty()).then(|| Route {
             kind: Kind::Service,

@@ -6,9 +6,12 @@
 use std::sync::Arc;
 
 use diy_mesh_proto::field::is_reserved;
-use diy_mesh_proto::mesh::v1::{Cors, PathModifier, Redirect, UrlRewrite, path_modifier};
+use diy_mesh_proto::mesh::v1::header_modifier::Field;
+use diy_mesh_proto::mesh::v1::{
+    Cors, HeaderModifier, PathModifier, Redirect, UrlRewrite, path_modifier,
+};
 
-use super::model::{Filter, HeaderModifier, Match, PathMatch, Reference, Rejection};
+use super::model::{Filter, Match, PathMatch, Reference, Rejection};
 use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
 use super::{INCOMPATIBLE_FILTERS, matches, spec};
 use crate::index::object::Kind;
@@ -135,7 +138,7 @@ fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<Arc<HeaderMod
         add,
     };
     let fields = [&modifier.set, &modifier.add];
-    let names = fields.into_iter().flatten().map(|(name, _)| name);
+    let names = fields.into_iter().flatten().map(|field| &field.name);
     let names = names.chain(&modifier.remove);
     let mut names: Vec<String> = names.map(|name| name.to_ascii_lowercase()).collect();
     names.sort_unstable();
@@ -146,9 +149,9 @@ fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<Arc<HeaderMod
 }
 
 /// Of several fields with one name, the first one counts.
-fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<(String, String)>, Rejection> {
+fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<Field>, Rejection> {
     bounded(at, &specs, MAX_ITEMS)?;
-    let mut headers: Vec<(String, String)> = Vec::new();
+    let mut headers: Vec<Field> = Vec::new();
     for spec in specs {
         let name = modified(at, &spec.name)?;
         let is_text = |byte: u8| (b' '..=b'~').contains(&byte) || byte == b'\t';
@@ -157,11 +160,10 @@ fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<(String, String)>, 
         if !(spec.value.bytes().all(is_text) && is_trimmed && is_bounded) {
             return Err(unsupported(at, &spec.value, "the value of a header"));
         }
-        if headers
-            .iter()
-            .all(|(other, _)| !other.eq_ignore_ascii_case(&name))
-        {
-            headers.push((name, spec.value));
+        let is_same = |other: &Field| other.name.eq_ignore_ascii_case(&name);
+        if !headers.iter().any(is_same) {
+            let value = spec.value;
+            headers.push(Field { name, value });
         }
     }
     Ok(headers)

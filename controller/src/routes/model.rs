@@ -4,7 +4,9 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::{Cors, Redirect, RouteRetry, SessionPersistence, UrlRewrite};
+use diy_mesh_proto::mesh::v1::{
+    Cors, HeaderModifier, Redirect, RouteRetry, SessionPersistence, UrlRewrite,
+};
 
 use super::{Condition, ParentReference};
 use crate::index::object::{Key, Kind};
@@ -157,17 +159,6 @@ pub enum Filter<B> {
     Cors(Arc<Cors>),
 }
 
-/// Changes of headers.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct HeaderModifier {
-    /// Replaced.
-    pub set: Vec<(String, String)>,
-    /// Added.
-    pub add: Vec<(String, String)>,
-    /// Removed.
-    pub remove: Vec<String>,
-}
-
 /// A reference to a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Reference {
@@ -228,6 +219,44 @@ impl Rejection {
             holds: false,
             reason: self.reason,
             message: self.message.clone(),
+        }
+    }
+}
+
+impl Reference {
+    /// A reference to a Service, without a port.
+    pub fn service(key: Key, field: String) -> Reference {
+        Reference {
+            other_kind: None,
+            key,
+            port: None,
+            field,
+        }
+    }
+}
+
+impl<B> Backend<B> {
+    /// A backend without filters.
+    pub fn new(target: B, weight: u32) -> Backend<B> {
+        Backend {
+            target,
+            weight,
+            filters: Vec::new(),
+        }
+    }
+}
+
+impl ParsedRule {
+    /// A rule with nothing but backends.
+    pub fn new(
+        matches: Vec<Arc<Match>>,
+        name: String,
+        backends: Vec<Backend<Reference>>,
+    ) -> ParsedRule {
+        ParsedRule {
+            matches,
+            rule: Rule::new(name, backends),
+            unknown_filter: None,
         }
     }
 }

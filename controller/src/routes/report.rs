@@ -8,7 +8,7 @@ use std::fmt;
 use diy_mesh_control_plane::events::Events;
 
 use super::writer::{Route, Statuses};
-use super::{Condition, ParentReference, RouteStatus};
+use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::events;
 
 /// Lines about one change of a cluster. The Service of many TrafficSplits may come and go.
@@ -58,10 +58,7 @@ pub(super) fn announce(
     events: &Events,
 ) {
     for (route, status) in &current {
-        let old = known.get(route).map(|old| old.parents.as_slice());
-        let old = old.unwrap_or_default();
-        let new = status.parents.iter().filter(|parent| !old.contains(parent));
-        let conditions = new.flat_map(|parent| &parent.conditions);
+        let conditions = changed(known, route, status).flat_map(|parent| &parent.conditions);
         for condition in conditions.filter(|condition| !condition.holds) {
             events::route_not_accepted(events, status, condition);
         }
@@ -76,9 +73,7 @@ fn changes(
 ) -> Vec<(String, bool)> {
     let mut lines = Vec::new();
     for (route, status) in current {
-        let old = before.get(route).map(|old| old.parents.as_slice());
-        let old = old.unwrap_or_default();
-        for parent in status.parents.iter().filter(|parent| !old.contains(parent)) {
+        for parent in changed(before, route, status) {
             let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
             let is_error = parent.conditions.iter().any(|condition| !condition.holds);
             let line = format!(
@@ -90,6 +85,17 @@ fn changes(
         }
     }
     lines
+}
+
+/// The parents whose conditions have changed.
+fn changed<'a>(
+    before: &'a BTreeMap<Route, RouteStatus>,
+    route: &Route,
+    status: &'a RouteStatus,
+) -> impl Iterator<Item = &'a ParentStatus> + use<'a> {
+    let old = before.get(route).map(|old| old.parents.as_slice());
+    let old = old.unwrap_or_default();
+    status.parents.iter().filter(|parent| !old.contains(parent))
 }
 
 fn describe(condition: &Condition) -> String {

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::matches::MatchSpec;
-use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route};
 use super::parse::{
     MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, Meta, bounded, check_matches, unsupported,
 };
@@ -147,32 +147,12 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
         rank: Reverse([0, 0, 0, 0, 1]),
         ..Match::default()
     };
-    Ok(rule_of(vec![Arc::new(everything)], name, backends))
+    Ok(ParsedRule::new(vec![Arc::new(everything)], name, backends))
 }
 
 fn to(split: &Key, service: &str, weight: u32, field: &str) -> Backend<Reference> {
-    Backend {
-        target: Reference {
-            other_kind: None,
-            key: Key::new(&split.namespace, service),
-            port: None,
-            field: field.to_owned(),
-        },
-        weight,
-        filters: Vec::new(),
-    }
-}
-
-fn rule_of(
-    matches: Vec<Arc<Match>>,
-    name: String,
-    backends: Vec<Backend<Reference>>,
-) -> ParsedRule {
-    ParsedRule {
-        matches,
-        rule: Rule::new(name, backends),
-        unknown_filter: None,
-    }
+    let service = Key::new(&split.namespace, service);
+    Backend::new(Reference::service(service, field.to_owned()), weight)
 }
 
 impl Split {
@@ -210,8 +190,8 @@ impl Split {
         let service = &self.route.parents[0].name;
         let others = vec![to(&self.key, service, 1, "spec.service")];
         let everything = vec![Arc::new(Match::default())];
-        let split = rule_of(matches, name.clone(), split.rule.backends.clone());
-        let mut others = rule_of(everything, format!("{name}/unmatched"), others);
+        let split = ParsedRule::new(matches, name.clone(), split.rule.backends.clone());
+        let mut others = ParsedRule::new(everything, format!("{name}/unmatched"), others);
         others.rule.to_destination = true;
         Ok(vec![Arc::new(split), Arc::new(others)])
     }
@@ -285,6 +265,7 @@ mod tests {
     use crate::index::object::{Kind, Object, Resource};
     use crate::index::tests::{index, key, service};
     use crate::routes::attach::Table;
+    use crate::routes::model::Rule;
 
     fn meta(name: &str) -> Meta {
         Meta {

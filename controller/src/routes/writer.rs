@@ -13,12 +13,11 @@ use std::time::Duration;
 
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_runtime::{Backoff, error_chain};
-use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject};
-use kube::{Api, Client, ResourceExt};
-use tokio::sync::{Mutex, watch};
+use kube::{Api, Client, Resource, ResourceExt};
+use tokio::sync::watch;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -124,7 +123,6 @@ pub struct Writer {
     kinds: Vec<Kind>,
     metrics: Arc<Metrics>,
     events: Events,
-    pace: Mutex<Interval>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -140,14 +138,11 @@ enum Error {
 impl Writer {
     /// A writer for these kinds of routes. The others have no status, and get Events.
     pub fn new(client: Client, kinds: &[Kind], metrics: Arc<Metrics>, events: Events) -> Writer {
-        let mut pace = interval(WRITE_INTERVAL);
-        pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Writer {
             client,
             kinds: kinds.to_vec(),
             metrics,
             events,
-            pace: Mutex::new(pace),
         }
     }
 
@@ -155,6 +150,8 @@ impl Writer {
     async fn run(&self, mut statuses: Statuses) -> Infallible {
         let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
         let mut forbidden = BTreeSet::new();
+        let mut pace = interval(WRITE_INTERVAL);
+        pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut resync = Instant::now();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         loop {
@@ -192,7 +189,7 @@ impl Writer {
                 if progress.is_slow(&route.1.namespace) {
                     continue;
                 }
-                let Err(error) = self.reconcile(&route, status.as_ref()).await else {
+                let Err(error) = self.reconcile(&route, status.as_ref(), &mut pace).await else {
                     forbidden.remove(&route.0);
                     progress.succeeded(route, status.as_ref());
                     continue;
@@ -244,13 +241,18 @@ impl Writer {
     }
 
     /// Writes the status of a route, unless the cluster has it already.
-    async fn reconcile(&self, route: &Route, desired: Option<&RouteStatus>) -> Result<(), Error> {
+    async fn reconcile(
+        &self,
+        route: &Route,
+        desired: Option<&RouteStatus>,
+        pace: &mut Interval,
+    ) -> Result<(), Error> {
         let Route(kind, key) = route;
         let resource = resource(*kind);
         let api: Api<DynamicObject> =
             Api::namespaced_with(self.client.clone(), &key.namespace, &resource);
         for _ in 0..MAX_CONFLICTS {
-            self.pace.lock().await.tick().await;
+            pace.tick().await;
             let Some(mut current) = request(api.get_opt(&key.name)).await? else {
                 // Deleted, or its kind is not installed.
                 return Ok(());
@@ -282,14 +284,7 @@ impl Writer {
         resource: &ApiResource,
         status: Option<&RouteStatus>,
     ) {
-        let reference = ObjectReference {
-            api_version: Some(resource.api_version.clone()),
-            kind: Some(resource.kind.clone()),
-            namespace: object.namespace(),
-            name: Some(object.name_any()),
-            uid: object.uid(),
-            ..ObjectReference::default()
-        };
+        let reference = object.object_ref(resource);
         for parent in status.iter().flat_map(|status| &status.parents) {
             let conditions = parent.conditions.iter().filter(|one| !one.holds);
             for Condition {

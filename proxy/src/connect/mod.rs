@@ -137,21 +137,10 @@ pub struct Upstream {
     pub io: Io,
     /// It was idle in the pool, and the peer may have closed it.
     pub reused: bool,
-    /// Its slots among the connections and the requests of the endpoint, as long as both last.
-    pub slots: Slots,
-}
-
-/// The slots of a connection, and of the request on it.
-pub struct Slots {
-    connection: Option<Slot>,
+    /// Its slot among the connections of the endpoint, if these are limited.
+    pub connection: Option<Slot>,
+    /// The slot of the request on it.
     _request: Option<Slot>,
-}
-
-impl Slots {
-    /// The slot of a connection that carries no request any more.
-    pub fn opaque(self) -> Option<Slot> {
-        self.connection.filter(Slot::counts_opaque)
-    }
 }
 
 struct Idle {
@@ -182,11 +171,12 @@ impl Pool {
             Some(io) => (io, true),
             None => (self.dial(dialer, Alpn::Http1).await?, false),
         };
-        let slots = Slots {
+        Ok(Upstream {
+            io,
+            reused,
             connection: Some(connection),
             _request: Some(request),
-        };
-        Ok(Upstream { io, reused, slots })
+        })
     }
 
     /// A new connection for opaque bytes, which may become an HTTP/1 one. Waits while the endpoint
@@ -207,10 +197,8 @@ impl Pool {
         Ok(Upstream {
             io: self.dial(dialer, alpn).await?,
             reused: false,
-            slots: Slots {
-                connection,
-                _request: None,
-            },
+            connection,
+            _request: None,
         })
     }
 

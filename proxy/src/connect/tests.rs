@@ -192,7 +192,7 @@ async fn opaque_connections_count_for_the_limit_of_a_policy() {
         let connect = || pool.opaque(dialer, Alpn::Opaque);
         let exchange = pool.http1(dialer, Instant::now()).await.expect("one");
         pool.checkin_http1(exchange.io, Instant::now());
-        drop(exchange.slots);
+        drop((exchange.connection, exchange._request));
         let first = connect().await.expect("an idle connection does not count");
         assert_eq!((pool.idle_http1(), metrics.connections.get()), (1, 2));
         // The idle one makes space.
@@ -200,7 +200,7 @@ async fn opaque_connections_count_for_the_limit_of_a_policy() {
         assert_eq!(pool.idle_http1(), usize::from(!opaque));
         assert_eq!(connect().await.is_ok(), expected);
         // What was an upgrade keeps its slot.
-        let slot = second.slots.opaque();
+        let slot = second.connection.filter(Slot::counts_opaque);
         drop(second.io);
         assert_eq!(slot.is_some(), opaque);
         assert_eq!(connect().await.is_ok(), expected);

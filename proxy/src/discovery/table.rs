@@ -85,11 +85,16 @@ struct Entry {
     unused_since: Option<Instant>,
 }
 
-/// An older state of a replica of the controller that lags behind.
-struct Refused {
+/// A state of a resource, as a response has it.
+struct Received {
     target: Target,
     version: String,
     position: Position,
+}
+
+/// An older state of a replica of the controller that lags behind.
+struct Refused {
+    state: Received,
     since: Instant,
 }
 
@@ -322,7 +327,7 @@ impl Table {
         let is_due = |refused: &mut Refused| now.duration_since(refused.since) >= MAX_REFUSAL;
         let due = self.entries.iter_mut().filter_map(|(resource, entry)| {
             let refused = entry.refused.take_if(is_due)?;
-            entry.publish(refused.target, refused.version, refused.position);
+            entry.publish(refused.state);
             Some(resource.clone())
         });
         due.collect()
@@ -371,7 +376,8 @@ impl Entry {
     /// The number of endpoints that it holds.
     fn endpoints(&self) -> usize {
         let refused = self.refused.as_ref();
-        self.sender.borrow().endpoints() + refused.map_or(0, |refused| refused.target.endpoints())
+        self.sender.borrow().endpoints()
+            + refused.map_or(0, |refused| refused.state.target.endpoints())
     }
 
     fn apply(
@@ -382,45 +388,20 @@ impl Entry {
         now: Instant,
         report: &mut dyn FnMut(String),
     ) -> Option<Acknowledgement> {
-        let DiscoverResponse {
-            version,
-            update,
-            more,
-            position,
-            ..
-        } = response;
-        let position = Position::from(position);
-        let mut errors = 0;
-        let mut report_part = |error: String| {
-            errors += 1;
-            report(error);
-        };
-        let mut names_identity = false;
+        let (version, position) = (response.version, Position::from(response.position));
         let mut acknowledgement = None;
-        let next = match update {
+        let mut invalid_parts = 0;
+        let next = match response.update {
             Some(Update::Snapshot(snapshot)) => {
-                let (mut snapshot, subset) = self.append(snapshot, bounds);
-                if more {
+                let (snapshot, subset) = self.append(snapshot, bounds);
+                if response.more {
                     self.partial = Some((snapshot, subset));
                     return None;
                 }
-                let routes = snapshot.routes.take().map(routes::parse);
-                let policy = snapshot.policy.take().map(policy::parse);
-                let results = [
-                    routes.as_ref().map(|routes| routes.as_ref().err()),
-                    policy.as_ref().map(|policy| policy.as_ref().err()),
-                ];
-                acknowledgement = acknowledge(resource, &version, results);
-                self.is_rejected = results.into_iter().flatten().any(|one| one.is_some());
-                let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
-                let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
-                names_identity = endpoints.any(is_meshed);
-                let target = target::from_snapshot(resource, snapshot, subset, &mut report_part);
-                target.map(|target| {
-                    let before = self.sender.borrow();
-                    let target = target.with_routes(routes, &before);
-                    target.with_policy(policy, &before)
-                })
+                let (target, acknowledged) =
+                    self.read_snapshot(resource, &version, snapshot, subset, report);
+                acknowledgement = acknowledged;
+                target
             }
             // The replica may lag behind.
             Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
@@ -437,18 +418,18 @@ impl Entry {
             }
             Some(Update::Delta(delta)) => {
                 let before = match &self.refused {
-                    Some(refused) => Arc::new(refused.target.clone()),
+                    Some(refused) => Arc::new(refused.state.target.clone()),
                     None => self.sender.borrow().clone(),
                 };
-                let max = bounds.endpoints;
-                let next = target::with_delta(&before, delta, max, &mut report_part);
-                if errors > 0 {
-                    let next = next.unwrap_or_else(|_| Target::clone(&before));
-                    self.accept(next, version, position, now);
-                    self.mark_out_of_sync();
-                    return None;
+                let mut report_part = |error: String| {
+                    invalid_parts += 1;
+                    report(error);
+                };
+                let next = target::with_delta(&before, delta, bounds.endpoints, &mut report_part);
+                match invalid_parts {
+                    0 => next,
+                    _ => Ok(next.unwrap_or_else(|_| Target::clone(&before))),
                 }
-                next
             }
             // Sent by a newer controller.
             Some(Update::Roots(_) | Update::Workload(_)) | None => {
@@ -456,24 +437,65 @@ impl Entry {
                 return None;
             }
         };
-        if let Some(Acknowledgement { rejection, .. }) = &acknowledgement
-            && !rejection.is_empty()
-        {
-            report(format!("rejected: {rejection}"));
-        }
+        let is_in_sync = next.is_ok() && invalid_parts == 0;
         match next {
-            Ok(target) => self.accept(target, version, position, now),
-            Err(error) => {
-                report(error);
-                // The endpoint is meshed, and its identity is invalid.
-                if names_identity && !self.settled {
-                    self.meshed = true;
-                    self.sender.send_replace(Arc::new(Target::Withheld));
-                }
-                self.mark_out_of_sync();
+            Ok(target) => {
+                let state = Received {
+                    target,
+                    version,
+                    position,
+                };
+                self.accept(state, now);
             }
+            Err(error) => report(error),
+        }
+        if !is_in_sync {
+            self.mark_out_of_sync();
         }
         acknowledgement
+    }
+
+    /// The target of a complete snapshot, and the acknowledgement of its routes and its policy, if it
+    /// has any.
+    fn read_snapshot(
+        &mut self,
+        resource: &Resource,
+        version: &str,
+        mut snapshot: Snapshot,
+        subset: Subset,
+        report: &mut dyn FnMut(String),
+    ) -> (Result<Target, String>, Option<Acknowledgement>) {
+        let routes = snapshot.routes.take().map(routes::parse);
+        let policy = snapshot.policy.take().map(policy::parse);
+        let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
+        let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
+        let names_identity = endpoints.any(is_meshed);
+        let target = target::from_snapshot(resource, snapshot, subset, report);
+        let reasons = [error_of(&routes), error_of(&policy)];
+        let reasons: Vec<&str> = reasons.into_iter().flatten().collect();
+        self.is_rejected = !reasons.is_empty();
+        let rejection = reasons.join("; ");
+        if self.is_rejected {
+            report(format!("rejected: {rejection}"));
+        }
+        let has_any = routes.is_some() || policy.is_some();
+        let acknowledgement = has_any.then(|| Acknowledgement {
+            r#type: resource.kind().into(),
+            name: resource.to_string(),
+            version: version.to_owned(),
+            rejection,
+        });
+        if target.is_err() && names_identity && !self.settled {
+            // The endpoint is meshed, and its identity is invalid.
+            self.meshed = true;
+            self.sender.send_replace(Arc::new(Target::Withheld));
+        }
+        let before = self.sender.borrow();
+        let target = target.map(|target| {
+            let target = target.with_routes(routes, &before);
+            target.with_policy(policy, &before)
+        });
+        (target, acknowledgement)
     }
 
     /// Joins the messages of a snapshot, and keeps what is within the bounds.
@@ -503,22 +525,22 @@ impl Entry {
     }
 
     /// Publishes the state, unless the known one is newer.
-    fn accept(&mut self, target: Target, version: String, position: Position, now: Instant) {
-        if self.settled && position.is_older_than(&self.position) {
+    fn accept(&mut self, state: Received, now: Instant) {
+        if self.settled && state.position.is_older_than(&self.position) {
             let since = self.refused.take().map_or(now, |refused| refused.since);
             self.phase = Phase::Current;
-            self.refused = Some(Refused {
-                target,
-                version,
-                position,
-                since,
-            });
+            self.refused = Some(Refused { state, since });
         } else {
-            self.publish(target, version, position);
+            self.publish(state);
         }
     }
 
-    fn publish(&mut self, mut target: Target, version: String, position: Position) {
+    fn publish(&mut self, state: Received) {
+        let Received {
+            mut target,
+            version,
+            position,
+        } = state;
         target.inherit_affinity(&self.sender.borrow());
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
@@ -557,28 +579,9 @@ impl Entry {
     }
 }
 
-/// The acknowledgement of a snapshot's routes and policy, if it has any. Each result is the reason of
-/// a rejection.
-fn acknowledge(
-    resource: &Resource,
-    version: &str,
-    results: [Option<Option<&String>>; 2],
-) -> Option<Acknowledgement> {
-    if results.iter().all(Option::is_none) {
-        return None;
-    }
-    let reasons: Vec<&str> = results
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|reason| &**reason)
-        .collect();
-    Some(Acknowledgement {
-        r#type: resource.kind().into(),
-        name: resource.to_string(),
-        version: version.to_owned(),
-        rejection: reasons.join("; "),
-    })
+/// Why routes or a policy are invalid, if there are any.
+fn error_of<T>(parsed: &Option<Result<T, String>>) -> Option<&str> {
+    parsed.as_ref()?.as_ref().err().map(String::as_str)
 }
 
 fn subscribe(resource: &Resource, entry: &Entry) -> Action {

@@ -1,13 +1,15 @@
 //! JSON format of dumps, one object per line. Pure. Fields of an exchange:
 //!
-//! - `time` (start, RFC 3339), `direction` (`inbound`, `outbound`), `peer`, `destination` (address and port),
-//!   `endpoint` (outbound), `identity` (of the caller or the endpoint, if mutual TLS), `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
-//! - `route` and `backend`, if a route selected the backend; `fault`: `policy` and `delay_ms` (`null` without one) of an injected
-//!   fault
-//! - `request`, `response`: `start_line`, `headers` (pairs of name and value, in order), `headers_omitted`, `body` (text, where it
-//!   is text), `body_kind` (`text`, `binary`, `gzip`, ...), `body_bytes` (total length), `messages` (gRPC), `trailers`; `null`
-//!   if absent
-//! - `failure`: `code` and `message` of an error response of the proxy; `incomplete`: why the exchange is incomplete
+//! - `time` (start, RFC 3339), `direction` (`inbound`, `outbound`), `peer`, `destination` (address
+//!   and port), `endpoint` (outbound), `identity` (of the caller or the endpoint, if mutual TLS),
+//!   `protocol` (`http1`, `http2`, `tcp`), `duration_ms`
+//! - `route` and `backend`, if a route selected the backend; `fault`: `policy` and `delay_ms`
+//!   (`null` without one) of an injected fault
+//! - `request`, `response`: `start_line`, `headers` (pairs of name and value, in order),
+//!   `headers_omitted`, `body` (text, where it is text), `body_kind` (`text`, `binary`, `gzip`,
+//!   ...), `body_bytes` (total length), `messages` (gRPC), `trailers`; `null` if absent
+//! - `failure`: `code` and `message` of an error response of the proxy; `incomplete`: why the
+//!   exchange is incomplete
 //! - `upgraded`: `sent` and `received` bytes after a protocol upgrade
 //!
 //! An opaque connection (`protocol` `tcp`) has `sent` and `received` instead of request and

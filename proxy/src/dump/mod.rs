@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
+use crate::flow::Direction;
 use crate::metrics::Metrics;
 pub use exchange::ExchangeDump;
 pub(crate) use exchange::Record;
@@ -49,25 +50,6 @@ pub enum Format {
     Text,
     /// One JSON object per line
     Json,
-}
-
-/// Direction of a connection, as seen from the application.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// To the application of the pod.
-    Inbound,
-    /// From the application of the pod.
-    Outbound,
-}
-
-impl Direction {
-    /// The names in metrics and JSON dumps, in the order of the discriminants.
-    pub const NAMES: [&str; 2] = ["inbound", "outbound"];
-
-    /// The name in metrics and JSON dumps.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
-    }
 }
 
 /// Client connection of an exchange.

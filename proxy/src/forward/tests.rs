@@ -203,7 +203,9 @@ async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_
         is_kept: true,
         ..Replayable::ONCE
     };
-    let error = attempts.answered(overload, replayable, &flow).unwrap_err();
+    let error = attempts
+        .answered(429, overload, replayable, &flow)
+        .unwrap_err();
     assert_eq!(error.retry, Retry::OtherEndpoint);
     assert_eq!(attempts.avoided.tried, [address(0x0a00_0001)]);
     let picked = pick(&flow, backend, &attempts);

@@ -119,8 +119,7 @@ impl<'a> RequestView<'a> {
     }
 
     /// It asks for a tunnel whose bytes are not inspected. Methods are case-sensitive (RFC 9110,
-    /// section
-    /// 9.1), but not for every server.
+    /// section 9.1), but not for every server.
     pub fn is_connect(&self) -> bool {
         self.method.eq_ignore_ascii_case(b"CONNECT") && !self.upgrade
     }

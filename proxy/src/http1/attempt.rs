@@ -73,16 +73,19 @@ impl Forward for Exchange<'_> {
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.request.view().is_idempotent(),
-            status: head.status,
         };
-        let answered_at = self.record.attempts.answered(verdict, request, flow)?;
+        let attempts = &mut self.record.attempts;
+        let answered_at = attempts.answered(head.status, verdict, request, flow)?;
         self.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
         let outcome = self
             .relay_response(upstream.io, endpoint, head, keep_alive)
             .await;
         Ok(match outcome {
-            Outcome::Tunnel(io, _) => Outcome::Tunnel(io, upstream.slots.opaque()),
+            Outcome::Tunnel(io, _) => {
+                let slot = upstream.connection.filter(Slot::counts_opaque);
+                Outcome::Tunnel(io, slot)
+            }
             after => after,
         })
     }

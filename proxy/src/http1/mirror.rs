@@ -55,7 +55,7 @@ pub async fn attempt(
     let head = read(io, method).await.map_err(closed)?;
     let is_peer = io.is_secured();
     let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
-    let answered = attempts.answered(verdict, Replayable::ONCE, flow);
+    let answered = attempts.answered(head.status, verdict, Replayable::ONCE, flow);
     attempts.end();
     let answered_at = answered?;
     let reusable = head.connection.persists(head.version)

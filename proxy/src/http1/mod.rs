@@ -33,7 +33,7 @@ use crate::lifetime::{Lifetime, drained_or};
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::record::ExchangeRecord;
-use crate::route::Answer;
+use crate::route::{Answer, Route};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes. The allocator of the
@@ -242,14 +242,8 @@ impl<'a> Exchange<'a> {
             }
         }
         self.record.set_preference(&self.request.view());
-        match self.record.route.clone() {
-            None => self.write_head(Edits::of(&own)),
-            Some(route) => self.write_head(Edits {
-                fields: &route.request_edits(&own),
-                host: route.host(),
-                target: route.target(),
-            }),
-        }
+        let route = self.record.route.clone();
+        Route::edit_request(route.as_deref(), &own, |edits| self.write_head(edits));
         if let Err(failure) = self.memory.check_head(self.head_size) {
             return self.fail(failure).await;
         }

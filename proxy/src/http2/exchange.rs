@@ -22,9 +22,8 @@ use super::{STREAM_COST, Stream};
 use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::connect::http2::Lease;
-use crate::dump::Direction;
 use crate::error::Failure;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::forward::{AttemptError, Attempts, Forward, Replayable, forward};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
@@ -34,8 +33,8 @@ use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
 use crate::record::ExchangeRecord;
-use crate::route::Answer;
 use crate::route::fields::FieldEdit;
+use crate::route::{Answer, Route};
 use crate::tls::Acceptance;
 
 /// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
@@ -49,36 +48,29 @@ pub(super) async fn carry(
     client: Stream,
 ) {
     let (mut parts, body) = request.into_parts();
-    let malformed = head::malformed(&parts);
+    let flow = &client.flow;
     let head_size = head::size(&parts);
     let mut memory = Charge::new(client.memory.account().clone());
-    let admitted = memory.check_head(head_size);
+    let malformed = head::malformed(&parts).map(Failure::BadRequest);
+    let refused = memory.check_head(head_size).err().or(malformed);
     memory.set(STREAM_COST + head_size);
-    let mut record = ExchangeRecord::new(&client.flow, HttpVersion::Http2);
-    record.attempts.previous = client.flow.previous_attempts(&parts.headers);
+    let mut record = ExchangeRecord::new(flow, HttpVersion::Http2);
+    record.attempts.previous = flow.previous_attempts(&parts.headers);
     record.attempts.exchange_deadline = head::deadline(&parts);
-    let mut ready = Some(admitted.map_err(Answer::from));
-    if let (Some(Ok(())), Some(reason)) = (&ready, malformed) {
-        ready = Some(Err(Failure::BadRequest(reason).into()));
-    }
-    if let (Some(Ok(())), Some(routes)) = (&ready, client.flow.destination.routes()) {
-        // 5. Route. Boxed: most destinations have none.
-        let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
-        ready = Box::pin(record.route(&routes, &head::view(&parts), gone)).await;
-    }
-    record.set_preference(&head::view(&parts));
-    let own = client.flow.request_edits();
-    match record.route.clone() {
-        None => head::prepare(&mut parts, Edits::of(&own)),
-        Some(route) => {
-            let edits = Edits {
-                fields: &route.request_edits(&own),
-                host: route.host(),
-                target: route.target(),
-            };
-            head::prepare(&mut parts, edits);
+    // None: the client has reset the stream.
+    let ready: Option<Result<(), Answer>> = match (refused, flow.destination.routes()) {
+        (Some(failure), _) => Some(Err(failure.into())),
+        (None, None) => Some(Ok(())),
+        (None, Some(routes)) => {
+            // 5. Route. Boxed: most destinations have none.
+            let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
+            Box::pin(record.route(&routes, &head::view(&parts), gone)).await
         }
-    }
+    };
+    record.set_preference(&head::view(&parts));
+    let own = flow.request_edits();
+    let route = record.route.as_deref();
+    Route::edit_request(route, &own, |edits| head::prepare(&mut parts, edits));
     record.request(&head::view(&parts), Edits::default());
     if let Some(Ok(())) = ready {
         let copied = || CopiedHead::Http2(Box::new(parts.clone()));
@@ -490,9 +482,9 @@ impl Forward for Exchange {
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.parts.method.is_idempotent(),
-            status,
         };
-        self.record.attempts.answered(verdict, request, flow)?;
+        let attempts = &mut self.record.attempts;
+        attempts.answered(status, verdict, request, flow)?;
         self.upload.discard_replay();
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);

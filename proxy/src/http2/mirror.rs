@@ -8,8 +8,7 @@ use http::Request;
 use http::request::Parts;
 
 use crate::balance::Endpoint;
-use crate::dump::Direction;
-use crate::flow::Flow;
+use crate::flow::{Direction, Flow};
 use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
@@ -40,7 +39,7 @@ pub async fn attempt(
     let (head, body) = response.await.map_err(closed)?.into_parts();
     let (status, is_peer) = (head.status.as_u16(), lease.is_secured());
     let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
-    let answered = attempts.answered(verdict, Replayable::ONCE, flow);
+    let answered = attempts.answered(status, verdict, Replayable::ONCE, flow);
     let drained = drain(body).await.map_err(closed);
     attempts.end();
     answered.and(drained)

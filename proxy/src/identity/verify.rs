@@ -138,7 +138,7 @@ impl ServerVerifier {
         Arc::new(Self {
             roots,
             expected,
-            algorithms: algorithms(),
+            algorithms: aws_lc_rs::default_provider().signature_verification_algorithms,
         })
     }
 }
@@ -264,10 +264,6 @@ impl ClientCertVerifier for ClientVerifier {
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.chain.supported_verify_schemes()
     }
-}
-
-fn algorithms() -> WebPkiSupportedAlgorithms {
-    aws_lc_rs::default_provider().signature_verification_algorithms
 }
 
 /// TLS 1.2 is not offered, so rustls does not verify its signatures.

@@ -168,7 +168,6 @@ fn every_failure_code_is_a_label() {
         Failure::MtlsRequired,
         Failure::ConnectNotAllowed,
         Failure::Timeout(crate::deadline::Limit::Exchange),
-        Failure::Loop(address),
     ];
     assert_eq!(
         failures.each_ref().map(Failure::code),

@@ -1,6 +1,6 @@
 //! The match of a request: conditions on path, fields, query and method, and an index of them by
-//! path and header field. Paths, queries and values are compared as they were sent. Pure, and without allocation for
-//! usual requests.
+//! path and header field. Paths, queries and values are compared as they were sent. Pure, and
+//! without allocation for usual requests.
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};

@@ -20,7 +20,7 @@ use http::StatusCode;
 use crate::balance::{Backend, Endpoint};
 use crate::deadline::{Deadline, Limit};
 use crate::error::Failure;
-use crate::http::edits::Edit;
+use crate::http::edits::{Edit, Edits};
 use crate::http::reply::LocalReply;
 use crate::http::view::RequestView;
 pub use cors::{Cors, Origin};
@@ -377,20 +377,24 @@ impl Route {
         self.plan.rule.changes(self.plan.backend)
     }
 
-    /// The target that replaces that of the request.
-    pub fn target(&self) -> Option<&[u8]> {
-        self.plan.target.as_deref()
-    }
-
-    /// The host that replaces that of the request.
-    pub fn host(&self) -> Option<&str> {
-        self.changes().rewrite.host.as_deref()
-    }
-
-    /// The changes of the request's fields, after those of the mesh.
-    pub fn request_edits<'a>(&'a self, own: &[Edit<'a>]) -> Vec<Edit<'a>> {
-        let changes = self.changes().request.iter().map(FieldEdit::as_edit);
-        own.iter().copied().chain(changes).collect()
+    /// Passes the changes of a request's head to `write`: those of the mesh, then those of the route,
+    /// if there is one.
+    pub fn edit_request<'a, T>(
+        route: Option<&'a Self>,
+        own: &[Edit<'a>],
+        write: impl FnOnce(Edits<'_>) -> T,
+    ) -> T {
+        let Some(route) = route else {
+            return write(Edits::of(own));
+        };
+        let changes = route.changes();
+        let fields = changes.request.iter().map(FieldEdit::as_edit);
+        let fields: Vec<_> = own.iter().copied().chain(fields).collect();
+        write(Edits {
+            fields: &fields,
+            host: changes.rewrite.host.as_deref(),
+            target: route.plan.target.as_deref(),
+        })
     }
 
     /// The changes of the response's fields.

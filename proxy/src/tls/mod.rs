@@ -37,8 +37,8 @@ use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
 use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
-use crate::dump::Direction;
 use crate::error::Failure;
+use crate::flow::Direction;
 use crate::identity::{
     ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of,
 };
