@@ -254,7 +254,7 @@ impl RetryDenial {
 pub struct Attempts {
     /// Attempts so far, the current one included.
     pub count: u32,
-    /// Attempts of earlier hops, this request excluded that came from the last of them.
+    /// Attempts of earlier hops before the one with which this request came.
     pub previous: u32,
     /// The end of the whole exchange.
     pub exchange_deadline: Deadline,
@@ -369,8 +369,8 @@ impl Attempts {
         }
     }
 
-    /// The head of the response has arrived. Returns the time. Fails if another endpoint gets the
-    /// request, in place of the client this response.
+    /// The head of the response has arrived. Returns the time. Fails if another attempt begins: the
+    /// client does not get this response.
     pub fn answered(
         &mut self,
         status: u16,
@@ -411,6 +411,20 @@ impl Attempts {
         Ok(now)
     }
 
+    /// Whether another attempt begins after a response of an overloaded endpoint. It avoids all
+    /// endpoints that want no retries at this time.
+    fn retries_overload(&mut self, flow: &Flow) -> bool {
+        let before = (self.avoided.tried.len(), self.avoided.refusing);
+        self.exclude(self.address());
+        self.avoided.refusing = true;
+        self.is_granted = self.start_retry(flow);
+        if !self.is_granted {
+            self.avoided.tried.truncate(before.0);
+            self.avoided.refusing = before.1;
+        }
+        self.is_granted
+    }
+
     /// Whether the route asks for another attempt after this status, which then begins: on another
     /// endpoint while there is one that was not tried.
     fn retries_status(&mut self, status: u16, flow: &Flow) -> bool {
@@ -436,8 +450,8 @@ impl Attempts {
         policy.map_or(MAX_ATTEMPTS, |policy| policy.attempts + 1)
     }
 
-    /// With a policy, a route asks for retries after closed connections and timeouts of attempts,
-    /// whatever the request does.
+    /// Whether another attempt follows, given that it is safe as `retry` says: a route with a policy
+    /// asks for one after closed connections and timeouts of attempts, whatever the request does.
     fn retry_of_route(&self, failure: &Failure, retry: Retry) -> Retry {
         let is_covered = matches!(
             failure,
@@ -455,20 +469,6 @@ impl Attempts {
         let remaining = self.exchange_deadline.remaining();
         Some(remaining.map_or(backoff, |remaining| remaining.min(backoff)))
             .filter(|backoff| !backoff.is_zero())
-    }
-
-    /// Whether a request whose response has arrived is sent to another endpoint. Those that want no
-    /// retries are excluded.
-    fn retries_overload(&mut self, flow: &Flow) -> bool {
-        let before = (self.avoided.tried.len(), self.avoided.refusing);
-        self.exclude(self.address());
-        self.avoided.refusing = true;
-        self.is_granted = self.start_retry(flow);
-        if !self.is_granted {
-            self.avoided.tried.truncate(before.0);
-            self.avoided.refusing = before.1;
-        }
-        self.is_granted
     }
 
     /// Further attempts avoid this endpoint.
