@@ -66,19 +66,10 @@ impl Batched {
     }
 
     /// Reads and discards the peer's bytes for a short time, so that the peer receives the GOAWAY
-    /// frame: closing a socket with unread bytes resets the connection.
+    /// frame.
     pub async fn linger(&self) {
         let mut left = MAX_LINGER_BYTES;
-        let discarded = poll_fn(|cx| {
-            let inner = &mut *self.0.borrow_mut();
-            while left > 0 {
-                match ready!(inner.io.poll_read_with(cx, |bytes, _| bytes.len())) {
-                    Ok(read) if read > 0 => left = left.saturating_sub(read),
-                    _ => break,
-                }
-            }
-            Poll::Ready(())
-        });
+        let discarded = poll_fn(|cx| self.0.borrow_mut().io.poll_discard(cx, &mut left));
         // A peer that is still sending then receives a reset.
         let _ = timeout(LINGER_TIMEOUT, discarded).await;
     }

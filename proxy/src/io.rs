@@ -158,6 +158,18 @@ impl Io {
         Poll::Ready(Ok(consume(&unread, cx)))
     }
 
+    /// Reads and drops bytes until the end of the stream, an error, or `left` bytes: a socket that
+    /// is closed with unread bytes resets the connection.
+    pub fn poll_discard(&mut self, cx: &mut Context<'_>, left: &mut usize) -> Poll<()> {
+        while *left > 0 {
+            match ready!(self.poll_read_with(cx, |bytes, _| bytes.len())) {
+                Ok(read) if read > 0 => *left = left.saturating_sub(read),
+                _ => break,
+            }
+        }
+        Poll::Ready(())
+    }
+
     /// Whether an idle connection cannot carry another request: the peer closed it, reset it, or
     /// sent unexpected bytes. Needs no system call while the socket is not readable.
     pub fn is_stale(&mut self) -> bool {

@@ -7,8 +7,8 @@
 //! does not close connections.
 
 use std::cell::RefCell;
-use std::future::{Future, pending, poll_fn};
-use std::pin::{Pin, pin};
+use std::future::{Future, pending};
+use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -118,22 +118,15 @@ impl Future for Expiry {
 }
 
 /// Waits until a connection accepts no more exchanges: the proxy drains, or it is `at`.
-pub fn drained_or(drain: &CancellationToken, at: Option<Instant>) -> impl Future<Output = ()> {
-    // In a box: most connections have none.
-    let mut timer = at.map(|at| Box::pin(sleep_until(at.into())));
-    async move {
-        let mut drain = pin!(drain.cancelled());
-        poll_fn(|cx| {
-            let is_due = timer
-                .as_mut()
-                .is_some_and(|timer| timer.as_mut().poll(cx).is_ready());
-            if is_due {
-                Poll::Ready(())
-            } else {
-                drain.as_mut().poll(cx)
-            }
-        })
-        .await;
+pub async fn drained_or(drain: &CancellationToken, at: Option<Instant>) {
+    match at {
+        None => drain.cancelled().await,
+        Some(at) => tokio::select! {
+            biased;
+            () = drain.cancelled() => {}
+            // In a box: most connections have none.
+            () = Box::pin(sleep_until(at.into())) => {}
+        },
     }
 }
 

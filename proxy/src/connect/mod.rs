@@ -365,19 +365,15 @@ async fn connect(
     user_timeout: Duration,
     deadline: tokio::time::Instant,
 ) -> Result<Io, Failure> {
-    let stream = match timeout_at(deadline, TcpStream::connect(address)).await {
-        Ok(Ok(stream)) => stream,
-        Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => {
-            return Err(Failure::ConnectTimeout(address));
-        }
-        Ok(Err(source)) => {
-            return Err(Failure::Connect {
-                address,
-                source: Arc::new(source),
-            });
-        }
-        Err(_) => return Err(Failure::ConnectTimeout(address)),
-    };
+    let connected = timeout_at(deadline, TcpStream::connect(address)).await;
+    let connected = connected.unwrap_or_else(|elapsed| Err(elapsed.into()));
+    let stream = connected.map_err(|source| match source.kind() {
+        io::ErrorKind::TimedOut => Failure::ConnectTimeout(address),
+        _ => Failure::Connect {
+            address,
+            source: Arc::new(source),
+        },
+    })?;
     // A socket whose peer has gone already refuses options; the first read will tell.
     let _ = set_options(SockRef::from(&stream), user_timeout);
     Ok(Io::new(stream))

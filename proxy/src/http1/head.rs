@@ -366,28 +366,16 @@ fn absolute_form(target: &[u8]) -> Option<(&[u8], &[u8])> {
         .then_some((scheme, named))
 }
 
+/// Whether the parser has read the head to its end.
 fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> {
-    match parsed {
-        Ok(httparse::Status::Complete(read)) if read == length => Ok(()),
-        Ok(_) => Err(Refused::Malformed("a line of the head ends without CR LF")),
-        Err(httparse::Error::TooManyHeaders) => Err(Refused::TooLarge),
-        Err(httparse::Error::HeaderName) => {
-            Err(Refused::Malformed("a field's name is not a token"))
-        }
-        Err(httparse::Error::HeaderValue) => {
-            Err(Refused::Malformed("a field's value has a forbidden byte"))
-        }
-        Err(httparse::Error::NewLine) => {
-            Err(Refused::Malformed("a line of the head ends without CR LF"))
-        }
-        Err(httparse::Error::Version) => Err(Refused::Malformed(
-            "the version is not HTTP/1.0 or HTTP/1.1",
-        )),
-        Err(httparse::Error::Status) => Err(Refused::Malformed(
-            "the status is not a number from 100 to 999",
-        )),
-        Err(httparse::Error::Token) => {
-            Err(Refused::Malformed("the request line has a forbidden byte"))
-        }
-    }
+    Err(Refused::Malformed(match parsed {
+        Ok(httparse::Status::Complete(read)) if read == length => return Ok(()),
+        Err(httparse::Error::TooManyHeaders) => return Err(Refused::TooLarge),
+        Ok(_) | Err(httparse::Error::NewLine) => "a line of the head ends without CR LF",
+        Err(httparse::Error::HeaderName) => "a field's name is not a token",
+        Err(httparse::Error::HeaderValue) => "a field's value has a forbidden byte",
+        Err(httparse::Error::Version) => "the version is not HTTP/1.0 or HTTP/1.1",
+        Err(httparse::Error::Status) => "the status is not a number from 100 to 999",
+        Err(httparse::Error::Token) => "the request line has a forbidden byte",
+    }))
 }

@@ -351,16 +351,8 @@ async fn linger(mut client: Io) {
     if client.shutdown().await.is_err() {
         return;
     }
-    let drained = async {
-        let mut total = 0;
-        while total < MAX_LINGER {
-            client.unread().clear();
-            match poll_fn(|cx| client.poll_fill(cx)).await {
-                Ok(read) if read > 0 => total += read,
-                _ => break,
-            }
-        }
-    };
+    let mut left = MAX_LINGER;
+    let discarded = poll_fn(|cx| client.poll_discard(cx, &mut left));
     // A client that sends for longer gets the reset.
-    let _ = timeout(LINGER_TIMEOUT, drained).await;
+    let _ = timeout(LINGER_TIMEOUT, discarded).await;
 }

@@ -76,7 +76,9 @@ impl Fields {
             match name.len() {
                 4 if name.eq_ignore_ascii_case(b"host") => {
                     seen.hosts += 1;
-                    check_host(value)?;
+                    if !authority::is_text(value) {
+                        return Err(Refused::Malformed("the Host field is not a host"));
+                    }
                 }
                 7 if name.eq_ignore_ascii_case(b"upgrade") => upgrade |= !span.hop_by_hop,
                 10 if name.eq_ignore_ascii_case(b"connection") => {
@@ -279,14 +281,6 @@ fn parse_length(value: &[u8]) -> Result<u64, Refused> {
     digits
         .and_then(|text| text.parse().ok())
         .ok_or(Refused::Malformed("Content-Length is not a number"))
-}
-
-fn check_host(value: &[u8]) -> Result<(), Refused> {
-    if authority::is_text(value) {
-        Ok(())
-    } else {
-        Err(Refused::Malformed("the Host field is not a host"))
-    }
 }
 
 /// The range of `part` in `whole`. `part` must be a slice of it.
