@@ -16,6 +16,7 @@ pub mod catalog;
 pub mod config;
 pub mod events;
 pub mod explain;
+mod fields;
 pub mod file;
 pub mod grpc;
 pub mod hub;

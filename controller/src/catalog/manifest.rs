@@ -6,11 +6,11 @@ use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::core::DynamicObject;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
-use serde_ignored::Path;
 use serde_yaml_ng::{Error, Value};
 
 use super::convert::{CatalogObject, ConvertError};
 use super::resources::{CUSTOM, resource};
+use crate::fields::with_unknown_fields;
 use crate::index::object::{Kind, Object};
 
 /// An error in a file, with its position.
@@ -178,32 +178,6 @@ where
     Ok((object.map_err(Invalid::Convert)?, unknown))
 }
 
-/// Reads a value, and the paths of the fields that its type does not have.
-pub(super) fn with_unknown_fields<'a, T, D>(document: D) -> (Result<T, D::Error>, Vec<String>)
-where
-    T: Deserialize<'a>,
-    D: Deserializer<'a>,
-{
-    let mut unknown = Vec::new();
-    let value = serde_ignored::deserialize(document, |path| unknown.push(text(&path)));
-    (value, unknown)
-}
-
-/// A path such as `spec.rules[0].name`.
-fn text(path: &Path<'_>) -> String {
-    match path {
-        Path::Root => String::new(),
-        Path::Seq { parent, index } => format!("{}[{index}]", text(parent)),
-        Path::Map { parent, key } => match text(parent) {
-            parent if parent.is_empty() => key.clone(),
-            parent => format!("{parent}.{key}"),
-        },
-        Path::Some { parent }
-        | Path::NewtypeStruct { parent }
-        | Path::NewtypeVariant { parent } => text(parent),
-    }
-}
-
 /// The message of an error. The parser appends the position to some.
 fn without_position(error: &Error) -> String {
     let message = error.to_string();
@@ -356,6 +330,12 @@ mod tests {
                 "diy-service-mesh.dev/v1alpha1",
                 "{timeouts: {reqest: 1s}}",
                 "spec.timeouts.reqest",
+            ),
+            (
+                "TrafficPolicy",
+                "diy-service-mesh.dev/v1alpha1",
+                "{loadBalancing: {algoritm: RoundRobin}}",
+                "spec.loadBalancing.algoritm",
             ),
             (
                 "TrafficSplit",

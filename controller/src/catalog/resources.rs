@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::convert::{CatalogObject, ConvertError, created, key};
-use super::manifest::with_unknown_fields;
+use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
 use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;

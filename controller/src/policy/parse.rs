@@ -17,13 +17,14 @@ use serde_json::{Map, Value};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Policy, RetrySettings, Settings};
+use crate::fields::with_unknown_fields;
 use crate::grpc::routes::route_match;
 use crate::index::object::Key;
 use crate::routes::filters::{is_hostname, share};
 use crate::routes::matches::{self, MatchSpec};
 use crate::routes::model::Rejection;
 use crate::routes::parse::{
-    bounded, duration, retry, session_persistence, timeouts, unsupported, violates,
+    bounded, duration, retry, session_persistence, shortened, timeouts, unsupported, violates,
 };
 use crate::routes::spec::{Fraction, HttpMatch, Retry};
 use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
@@ -135,7 +136,12 @@ fn settings(key: &Key, spec: &Value) -> Result<Settings, Rejection> {
 
 /// Reads the fields. Errors of types name the section.
 fn read(spec: &Value) -> Result<TrafficPolicySpec, Rejection> {
-    TrafficPolicySpec::deserialize(spec).map_err(|error| {
+    let (read, unknown) = with_unknown_fields::<TrafficPolicySpec, _>(spec);
+    if let Some(field) = unknown.first() {
+        let message = format!("spec.{field}: unknown field");
+        return Err(Rejection::new(UNSUPPORTED_VALUE, shortened(&message)));
+    }
+    read.map_err(|error| {
         let sections = spec.as_object().into_iter().flatten();
         let mut errors = sections.filter_map(|(name, value)| {
             let section: Map<_, _> = [(name.clone(), value.clone())].into_iter().collect();

@@ -13,7 +13,7 @@ use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("required" = ["targetRefs"])))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct TrafficPolicySpec {
     /// Services of the namespace of the policy, or this namespace: all of its Services. Of several
     /// policies for one target, the oldest one applies.
@@ -72,7 +72,7 @@ pub struct TargetRef {
     "rule": "has(self.hash) == (has(self.algorithm) && self.algorithm == 'ConsistentHash')",
     "message": "hash is required for ConsistentHash, and for nothing else",
 }])))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct LoadBalancing {
     /// PeakEwma (default): the better of two random endpoints, by latency and requests in flight.
     /// LeastRequest: by requests in flight. RoundRobin: in turn. ConsistentHash: by a hash.
@@ -95,7 +95,7 @@ pub struct LoadBalancing {
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("minProperties" = 1, "maxProperties" = 1)))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Hash {
     /// The value of a header field.
     #[cfg_attr(test, schemars(regex(pattern = super::crd::NAME), length(max = 128)))]
@@ -110,13 +110,13 @@ pub struct Hash {
 /// The address of the client.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[serde(default, deny_unknown_fields)]
+#[serde(default)]
 pub struct Source {}
 
 /// Limits of each endpoint, in the proxy of each client. What exceeds them waits, or gets 503.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Connections {
     /// HTTP/1 connections, and connections that carry no HTTP.
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
@@ -138,7 +138,7 @@ pub struct Connections {
 /// When an endpoint gets no requests for a while, except a probing one then.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct OutlierDetection {
     /// Failures in a row: failed connections, gateway errors and responses with 5xx. 0: off.
     #[cfg_attr(test, schemars(range(max = 1000)))]
@@ -173,7 +173,7 @@ pub struct OutlierDetection {
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("required" = ["failurePercent"])))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct CircuitBreaker {
     /// The share of failed requests in an interval.
     #[cfg_attr(test, schemars(range(min = 1, max = 100)))]
@@ -192,7 +192,7 @@ pub struct CircuitBreaker {
 /// Retries of requests whose route says nothing about them.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Retry {
     /// Statuses that are retried, in addition to failed connections.
     #[cfg_attr(test, schemars(length(max = 64), inner(range(min = 400, max = 599))))]
@@ -210,7 +210,7 @@ pub struct Retry {
 /// Retries as a share of the requests, and retries that are permitted at any rate.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Budget {
     /// The share of retries.
     #[cfg_attr(test, schemars(range(max = 100)))]
@@ -224,7 +224,7 @@ pub struct Budget {
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("required" = ["name", "requests"])))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct RateLimit {
     /// The name, for logs and metrics.
     #[cfg_attr(
@@ -255,7 +255,7 @@ pub struct RateLimit {
 #[cfg_attr(test, schemars(extend("x-kubernetes-validations" = [{
     "rule": "has(self.delay) || has(self.abort)", "message": "expected delay, abort or both",
 }])))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Fault {
     /// One of these matches. Empty: every request.
     #[cfg_attr(test, schemars(with = "Vec<super::crd::Match>", length(max = 64)))]
@@ -273,7 +273,7 @@ pub struct Fault {
     "required" = ["duration"],
     "x-kubernetes-validations" = super::crd::one_share(),
 )))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Delay {
     /// The duration, from 1ms to 24h.
     #[cfg_attr(test, schemars(with = "super::crd::Limited"))]
@@ -293,7 +293,7 @@ pub struct Delay {
     "required" = ["status"],
     "x-kubernetes-validations" = super::crd::one_share(),
 )))]
-#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
+#[serde(default, rename_all = "camelCase")]
 pub struct Abort {
     /// The status. A gRPC call gets the status code that corresponds to it.
     #[cfg_attr(test, schemars(range(min = 400, max = 599)))]

@@ -54,7 +54,7 @@ pub struct Meta {
 }
 
 /// The start of an error, which may contain a value of any length.
-pub(super) fn shortened(error: &str) -> String {
+pub(crate) fn shortened(error: &str) -> String {
     error.chars().take(MAX_ERROR_CHARS).collect()
 }
 

@@ -1,0 +1,30 @@
+//! Fields of objects that their types do not have. Pure.
+
+use serde::{Deserialize, Deserializer};
+use serde_ignored::Path;
+
+/// Reads a value, and the paths of the fields that its type does not have.
+pub(crate) fn with_unknown_fields<'a, T, D>(document: D) -> (Result<T, D::Error>, Vec<String>)
+where
+    T: Deserialize<'a>,
+    D: Deserializer<'a>,
+{
+    let mut unknown = Vec::new();
+    let value = serde_ignored::deserialize(document, |path| unknown.push(text(&path)));
+    (value, unknown)
+}
+
+/// A path such as `spec.rules[0].name`.
+fn text(path: &Path<'_>) -> String {
+    match path {
+        Path::Root => String::new(),
+        Path::Seq { parent, index } => format!("{}[{index}]", text(parent)),
+        Path::Map { parent, key } => match text(parent) {
+            parent if parent.is_empty() => key.clone(),
+            parent => format!("{parent}.{key}"),
+        },
+        Path::Some { parent }
+        | Path::NewtypeStruct { parent }
+        | Path::NewtypeVariant { parent } => text(parent),
+    }
+}
