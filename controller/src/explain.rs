@@ -60,7 +60,7 @@ pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explan
             Ok(mut parsed) => {
                 for object in parsed.objects {
                     // Others are not written by hand, and a cluster may be of a later release.
-                    if catalog::CUSTOM.contains(&object.kind()) {
+                    if object.kind().is_custom() {
                         problems.append(&mut parsed.unknown_fields);
                     }
                     index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);

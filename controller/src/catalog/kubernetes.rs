@@ -12,7 +12,7 @@ use kube::{Api, Client};
 use tokio::sync::mpsc;
 
 use super::freshness::Freshness;
-use super::resources::{CUSTOM, apis};
+use super::resources::apis;
 use super::watch::{Context, Timing, watch};
 use crate::index::object::{Event, Kind};
 
@@ -40,6 +40,7 @@ pub async fn run(
             watch::<Node>(Kind::Node, vec![Api::all(client())], None, context),
         )
     };
-    let custom = CUSTOM.map(|kind| watch(kind, apis(&client, kind), None, context));
+    let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
+    let custom = custom.map(|kind| watch(kind, apis(&client, kind), None, context));
     tokio::join!(core, join_all(custom));
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer};
 use serde_yaml_ng::{Error, Value};
 
 use super::convert::{CatalogObject, ConvertError};
-use super::resources::{CUSTOM, resource};
+use super::resources::resource;
 use crate::fields::with_unknown_fields;
 use crate::index::object::{Kind, Object};
 
@@ -132,7 +132,7 @@ impl Parsed {
         let version = meta.api_version.rsplit_once('/');
         let (group, version) = version.unwrap_or(("", &meta.api_version));
         let kind = Kind::ALL.into_iter().find(|kind| {
-            let is_version = version == "v1" || CUSTOM.contains(kind);
+            let is_version = version == "v1" || kind.is_custom();
             kind.name() == meta.kind && resource(*kind).group == group && is_version
         });
         let Some(kind) = kind else {

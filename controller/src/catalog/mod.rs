@@ -13,4 +13,4 @@ mod resources;
 mod watch;
 
 pub(crate) use manifest::parse;
-pub(crate) use resources::{CUSTOM, resource};
+pub(crate) use resources::resource;

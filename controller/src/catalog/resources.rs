@@ -25,17 +25,6 @@ use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpM
 
 const GATEWAY: &str = "gateway.networking.k8s.io";
 
-/// The kinds that are custom resources.
-pub(crate) const CUSTOM: [Kind; 7] = [
-    Kind::HttpRoute,
-    Kind::GrpcRoute,
-    Kind::TcpRoute,
-    Kind::Grant,
-    Kind::TrafficPolicy,
-    Kind::TrafficSplit,
-    Kind::RouteGroup,
-];
-
 /// A kind in the versions that have all fields that are read, the preferred one first.
 pub(super) fn resources(kind: Kind) -> Vec<ApiResource> {
     let (group, plural, versions): (_, _, &[_]) = match kind {

@@ -59,6 +59,11 @@ impl Kind {
         !matches!(self, Kind::Service | Kind::Slice | Kind::Pod)
     }
 
+    /// Whether it is a custom resource.
+    pub fn is_custom(self) -> bool {
+        self.is_optional() && self != Kind::Node
+    }
+
     /// The name in Kubernetes.
     pub fn name(self) -> &'static str {
         match self {
