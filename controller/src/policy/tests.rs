@@ -92,6 +92,19 @@ fn every_section_is_parsed() {
 }
 
 #[test]
+fn condition_of_a_policy_with_a_megabyte_of_unknown_fields_is_short() {
+    let long = "x".repeat(1024 * 1024);
+    let many: serde_json::Map<_, _> = (0..100_000)
+        .map(|number| (format!("f{number}"), json!(0)))
+        .collect();
+    for connections in [json!({long: 0}), Value::Object(many)] {
+        let message = rejection(json!({"connections": connections}));
+        assert!(message.starts_with("spec.connections."), "{message:.100}");
+        assert!(message.len() <= 512, "{} bytes", message.len());
+    }
+}
+
+#[test]
 fn invalid_fields_are_named_with_their_value_and_the_expected_one() {
     let many = |count: usize, one: Value| vec![one; count];
     let big = many(16, json!({"name": "h", "value": "x".repeat(4096)}));
