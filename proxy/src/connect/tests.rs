@@ -3,6 +3,7 @@
 use super::*;
 use crate::account::Budget;
 use crate::lifetime::Lifetime;
+use crate::worker::{Worker, WorkerContext};
 
 use tokio::net::{TcpListener, TcpStream};
 
@@ -28,6 +29,20 @@ fn remote() -> Remote {
 
 fn pool() -> Pool {
     Pool::new(remote(), Limits::default(), Arc::default())
+}
+
+/// An endpoint that accepts connections.
+async fn listening() -> (TcpListener, Remote) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+    let address = listener.local_addr().expect("bound");
+    (listener, Remote::from(&EndpointInfo::bare(address)))
+}
+
+fn dialer(worker: &Worker, seconds: u64) -> Dialer<'_> {
+    Dialer {
+        tls: &worker.tls,
+        timeout: Duration::from_secs(seconds),
+    }
 }
 
 /// Connections and their far ends.
@@ -137,23 +152,15 @@ async fn closed_pool_keeps_no_connections() {
 
 #[tokio::test]
 async fn exchange_waits_for_a_connection_of_a_saturated_endpoint() {
-    let worker = crate::worker::Worker::new(crate::worker::WorkerContext::for_a_test(""));
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    let address = listener.local_addr().expect("bound");
-    let remote = Remote::from(&EndpointInfo::bare(address));
+    let worker = Worker::new(WorkerContext::for_a_test(""));
+    let (_listener, remote) = listening().await;
     let limits = Limits {
         connections: 2,
         waiting: 1,
         ..Limits::default()
     };
     let pool = Pool::new(remote, limits, Arc::default());
-    let connect = |seconds| {
-        let dialer = Dialer {
-            tls: &worker.tls,
-            timeout: Duration::from_secs(seconds),
-        };
-        pool.http1(dialer, Instant::now())
-    };
+    let connect = |seconds| pool.http1(dialer(&worker, seconds), Instant::now());
     let first = connect(5).await.expect("one of two");
     let _second = connect(5).await.expect("two of two");
     let (third, fourth, ()) = tokio::join!(connect(60), connect(60), async {
@@ -173,13 +180,9 @@ async fn exchange_waits_for_a_connection_of_a_saturated_endpoint() {
 
 #[tokio::test]
 async fn opaque_connections_count_for_the_limit_of_a_policy() {
-    let worker = crate::worker::Worker::new(crate::worker::WorkerContext::for_a_test(""));
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    let remote = Remote::from(&EndpointInfo::bare(listener.local_addr().expect("bound")));
-    let dialer = Dialer {
-        tls: &worker.tls,
-        timeout: Duration::from_secs(60),
-    };
+    let worker = Worker::new(WorkerContext::for_a_test(""));
+    let (_listener, remote) = listening().await;
+    let dialer = dialer(&worker, 60);
     let metrics: Arc<UpstreamMetrics> = Arc::default();
     for (opaque, expected) in [(true, false), (false, true)] {
         let limits = Limits {
@@ -213,13 +216,9 @@ async fn opaque_connections_count_for_the_limit_of_a_policy() {
 
 #[tokio::test]
 async fn requests_in_flight_are_limited_in_both_versions_of_http() {
-    let worker = crate::worker::Worker::new(crate::worker::WorkerContext::for_a_test(""));
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    let remote = Remote::from(&EndpointInfo::bare(listener.local_addr().expect("bound")));
-    let dialer = Dialer {
-        tls: &worker.tls,
-        timeout: Duration::from_secs(60),
-    };
+    let worker = Worker::new(WorkerContext::for_a_test(""));
+    let (_listener, remote) = listening().await;
+    let dialer = dialer(&worker, 60);
     let limits = Limits {
         requests: 1,
         waiting: 0,

@@ -48,10 +48,8 @@ impl Forward for Scripted {
 /// quarantined.
 async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, bool) {
     let request = Scripted {
-        attempts: Attempts::default(),
-        errors: errors.to_vec(),
         can_rewind,
-        hangs: false,
+        ..failing(errors.to_vec())
     };
     run(request).await
 }
@@ -96,9 +94,7 @@ async fn retries_only_what_is_safe_and_at_most_three_times() {
 async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
     let scripted = |attempts| Scripted {
         attempts,
-        errors: vec![Retry::AnyEndpoint],
-        can_rewind: true,
-        hangs: false,
+        ..failing(vec![Retry::AnyEndpoint])
     };
     let deadline = |seconds| Attempts {
         exchange_deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
@@ -146,6 +142,15 @@ fn failing(errors: Vec<Retry>) -> Scripted {
         errors,
         can_rewind: true,
         hangs: false,
+    }
+}
+
+/// A request whose attempts never end.
+fn hanging(attempts: Attempts) -> Scripted {
+    Scripted {
+        attempts,
+        hangs: true,
+        ..failing(Vec::new())
     }
 }
 
@@ -275,8 +280,8 @@ async fn open_circuit_ends_attempts_and_retries() {
         assert_eq!(denied, error == Retry::OtherEndpoint, "{metrics}");
     }
     // What a route retries is a failure too.
-    let hanging = || Scripted {
-        attempts: Attempts {
+    let retried = || {
+        hanging(Attempts {
             attempt_timeout: Some(Duration::from_secs(1)),
             policy: Some(Arc::new(RetryPolicy {
                 statuses: Vec::new(),
@@ -284,18 +289,14 @@ async fn open_circuit_ends_attempts_and_retries() {
                 backoff: Duration::ZERO,
             })),
             ..Attempts::default()
-        },
-        hangs: true,
-        ..failing(Vec::new())
+        })
     };
-    assert_eq!(fail_all(hanging, policy()).await.0, 20);
-    let slow = || Scripted {
-        attempts: Attempts {
+    assert_eq!(fail_all(retried, policy()).await.0, 20);
+    let slow = || {
+        hanging(Attempts {
             exchange_deadline: Deadline::after(Some(Duration::from_secs(1)), Limit::Exchange),
             ..Attempts::default()
-        },
-        hangs: true,
-        ..failing(Vec::new())
+        })
     };
     assert_eq!(fail_all(slow, policy()).await.0, 20);
 }
@@ -308,17 +309,12 @@ async fn attempts_together_take_no_longer_than_the_exchange() {
         attempts: 5,
         backoff: SECOND / 2,
     };
-    let request = Scripted {
-        attempts: Attempts {
-            exchange_deadline: Deadline::after(Some(4 * SECOND), Limit::Exchange),
-            attempt_timeout: Some(SECOND),
-            policy: Some(Arc::new(policy)),
-            ..Attempts::default()
-        },
-        errors: Vec::new(),
-        can_rewind: true,
-        hangs: true,
-    };
+    let request = hanging(Attempts {
+        exchange_deadline: Deadline::after(Some(4 * SECOND), Limit::Exchange),
+        attempt_timeout: Some(SECOND),
+        policy: Some(Arc::new(policy)),
+        ..Attempts::default()
+    });
     let began = tokio::time::Instant::now();
     let ended = run(request).await;
     assert_eq!(ended.0, Err("timeout".to_owned()));
@@ -334,16 +330,11 @@ async fn deadlines_of_exchange_and_attempt_end_it() {
         (Some(SECOND), None),
         (Some(2 * SECOND), Some(SECOND)),
     ] {
-        let request = Scripted {
-            attempts: Attempts {
-                exchange_deadline: Deadline::after(exchange, Limit::Exchange),
-                attempt_timeout: attempt,
-                ..Attempts::default()
-            },
-            errors: Vec::new(),
-            can_rewind: true,
-            hangs: true,
-        };
+        let request = hanging(Attempts {
+            exchange_deadline: Deadline::after(exchange, Limit::Exchange),
+            attempt_timeout: attempt,
+            ..Attempts::default()
+        });
         let began = tokio::time::Instant::now();
         let ended = run(request).await;
         assert_eq!(ended.0, Err("timeout".to_owned()));
