@@ -18,7 +18,7 @@ const PATIENT: &str = " --tls-handshake-timeout 100 --detect-timeout 100";
 /// An inbound proxy with `limit` connections, and two callers of it.
 pub(super) struct Slots {
     pub(super) address: SocketAddr,
-    inbound: Rc<Worker>,
+    pub(super) inbound: Rc<Worker>,
     metrics: Arc<Metrics>,
     pub(super) caller: Rc<Worker>,
     pub(super) other: Rc<Worker>,
@@ -70,6 +70,15 @@ impl Slots {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind((from, 0).into()).unwrap();
         socket.connect(self.address).await
+    }
+
+    /// One request without mutual TLS on a connection of its own.
+    pub(super) async fn call_without_tls(&self, from: [u8; 4]) -> std::io::Result<String> {
+        let mut stream = self.connect(from).await?;
+        stream.write_all(GET.as_bytes()).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok(answer)
     }
 
     /// One request over mutual TLS on a connection of its own.
@@ -186,11 +195,8 @@ fn flood_of_one_caller_leaves_slots_to_other_callers() {
         for _ in 0..3 {
             let answer = slots.call(FLOODER).await.expect("another caller");
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
-            let mut plaintext = slots.connect(GATEWAY).await.unwrap();
-            plaintext.write_all(GET.as_bytes()).await.unwrap();
-            let mut answer = String::new();
-            let read = plaintext.read_to_string(&mut answer).await;
-            read.expect("a client at another address");
+            let answer = slots.call_without_tls(GATEWAY).await;
+            let answer = answer.expect("a client at another address");
             assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
         }
     });
