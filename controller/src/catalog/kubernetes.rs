@@ -5,15 +5,20 @@
 //! and the required permissions and retries with back-off. Only the fields that the index needs are
 //! kept.
 
+use std::fmt::Debug;
+
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use kube::{Api, Client};
+use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
+use super::convert::CatalogObject;
+use super::definitions::watch_custom;
 use super::freshness::Freshness;
-use super::resources::apis;
-use super::watch::{Context, Timing, watch};
+use super::objects::{Context, Objects};
+use super::watch::{ALL, Selector, Timing};
 use crate::index::object::{Event, Kind};
 
 /// Sends the objects of the cluster, then changes, until the receiver is dropped.
@@ -24,7 +29,10 @@ pub async fn run(
     changes: mpsc::Sender<Event>,
 ) {
     // Finished pods own no address. The watch reports them as deleted.
-    let running = Some("status.phase!=Succeeded,status.phase!=Failed");
+    let running = Selector {
+        fields: Some("status.phase!=Succeeded,status.phase!=Failed"),
+        ..ALL
+    };
     let context = Context {
         trust_domain,
         freshness,
@@ -34,13 +42,25 @@ pub async fn run(
     let core = async {
         let client = || client.clone();
         tokio::join!(
-            watch::<Service>(Kind::Service, vec![Api::all(client())], None, context),
-            watch::<EndpointSlice>(Kind::Slice, vec![Api::all(client())], None, context),
-            watch::<Pod>(Kind::Pod, vec![Api::all(client())], running, context),
-            watch::<Node>(Kind::Node, vec![Api::all(client())], None, context),
+            watch::<Service>(Kind::Service, Api::all(client()), ALL, context),
+            watch::<EndpointSlice>(Kind::Slice, Api::all(client()), ALL, context),
+            watch::<Pod>(Kind::Pod, Api::all(client()), running, context),
+            watch::<Node>(Kind::Node, Api::all(client()), ALL, context),
         )
     };
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
-    let custom = custom.map(|kind| watch(kind, apis(&client, kind), None, context));
-    tokio::join!(core, join_all(custom));
+    let custom = custom.map(|kind| watch_custom(&client, kind, context));
+    tokio::select! {
+        _ = async { tokio::join!(core, join_all(custom)) } => {}
+        () = changes.closed() => {}
+    }
+}
+
+/// Sends all objects of a kind that every cluster has, then changes. Never ends.
+async fn watch<K>(kind: Kind, api: Api<K>, selector: Selector<'_>, context: Context<'_>)
+where
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
+{
+    let mut objects = Objects::new(kind, context);
+    objects.watch(vec![api], selector).await;
 }
