@@ -22,9 +22,11 @@ use tokio::process::{Child, Command};
 
 const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
-const UNUSED: [&str; 1] = [
+const UNUSED: [&str; 2] = [
     // A rotation changes the CA.
     "patch secrets",
+    // An invalid change of a valid route: watches have no events here.
+    "create controllerrevisions.apps",
 ];
 
 #[tokio::test]
@@ -283,6 +285,10 @@ impl Api {
             "metadata": {}, "spec": {"service": "none", "backends": []},
         });
         state.store(key, split);
+        // The route is valid: nothing needs its earlier state.
+        let key = ["apps", "controllerrevisions", MESH, "obsolete"].map(String::from);
+        let data = json!({"apiVersion": "v1", "kind": "HTTPRoute", "metadata": {"namespace": "shop", "name": "web"}, "spec": {}});
+        state.store(key, json!({"metadata": {}, "revision": 1, "data": data}));
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));
@@ -439,6 +445,10 @@ impl Objects {
                 let current = self.objects.get(&key).cloned();
                 match (verb, current) {
                     ("get", Some(object)) => (200, object),
+                    ("delete", Some(object)) => {
+                        self.objects.remove(&key);
+                        (200, object)
+                    }
                     ("patch", None) if query.contains("fieldManager") && main == "configmaps" => {
                         // Server-side apply creates the object, if that is permitted too.
                         self.calls.insert(Call {
@@ -508,6 +518,7 @@ fn parse(method: &str, path: &str, query: &str) -> Call {
         "POST" => "create",
         "PUT" => "update",
         "PATCH" => "patch",
+        "DELETE" => "delete",
         other => panic!("unexpected method {other}"),
     };
     name = name.or(selected);

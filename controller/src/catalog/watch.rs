@@ -36,6 +36,21 @@ const MAX_NAMED: usize = 100;
 /// The duration of a watch, in seconds. The API server ends it.
 const WATCH_SECONDS: u32 = 180;
 
+/// The objects of a kind that are watched.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Selector<'a> {
+    /// By their fields.
+    pub fields: Option<&'a str>,
+    /// By their labels.
+    pub labels: Option<&'a str>,
+}
+
+/// All objects.
+pub(super) const ALL: Selector<'_> = Selector {
+    fields: None,
+    labels: None,
+};
+
 /// The deadlines of requests, which tests shorten.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Timing {
@@ -90,7 +105,7 @@ enum Error {
 pub(super) async fn watch<K>(
     kind: Kind,
     apis: Vec<Api<K>>,
-    fields: Option<&str>,
+    selector: Selector<'_>,
     context: Context<'_>,
 ) where
     K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
@@ -100,7 +115,7 @@ pub(super) async fn watch<K>(
         apis,
         missing: 0,
         is_unavailable: false,
-        fields,
+        selector,
         context,
         version: None,
         ignored: BTreeSet::new(),
@@ -120,7 +135,7 @@ struct Watch<'a, K> {
     missing: usize,
     /// The kind is optional, and not installed or not permitted.
     is_unavailable: bool,
-    fields: Option<&'a str>,
+    selector: Selector<'a>,
     context: Context<'a>,
     /// The version of the last event. `None`: the objects must be listed.
     version: Option<String>,
@@ -153,7 +168,8 @@ where
             true => OPTIONAL_PAGE_SIZE,
             false => PAGE_SIZE,
         });
-        params.field_selector = self.fields.map(str::to_owned);
+        params.field_selector = self.selector.fields.map(str::to_owned);
+        params.label_selector = self.selector.labels.map(str::to_owned);
         self.ignored.clear();
         let mut listed = Vec::new();
         let version = loop {
@@ -180,7 +196,8 @@ where
     /// Sends the changes since `version` until the API server ends the watch.
     async fn follow(&mut self, version: &str) -> Result<(), Error> {
         let mut params = WatchParams::default().timeout(WATCH_SECONDS);
-        params.field_selector = self.fields.map(str::to_owned);
+        params.field_selector = self.selector.fields.map(str::to_owned);
+        params.label_selector = self.selector.labels.map(str::to_owned);
         let Timing {
             start_timeout,
             watch_timeout,
@@ -444,7 +461,7 @@ mod tests {
                     changes: &sender,
                     timing: TIMING,
                 };
-                watch(kind, apis, None, context).await;
+                watch(kind, apis, ALL, context).await;
             });
             Server {
                 listener,

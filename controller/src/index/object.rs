@@ -7,6 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use crate::last_valid::Revision;
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -36,11 +37,13 @@ pub enum Kind {
     TrafficSplit,
     /// An HTTPRouteGroup of SMI.
     RouteGroup,
+    /// A ControllerRevision with a state of one of the former.
+    Revision,
 }
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 11] = [
+    pub const ALL: [Kind; 12] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
@@ -52,6 +55,7 @@ impl Kind {
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
         Kind::RouteGroup,
+        Kind::Revision,
     ];
 
     /// Whether the mesh works without objects of this kind.
@@ -61,7 +65,12 @@ impl Kind {
 
     /// Whether it is a custom resource.
     pub fn is_custom(self) -> bool {
-        self.is_optional() && self != Kind::Node
+        self.is_optional() && !matches!(self, Kind::Node | Kind::Revision)
+    }
+
+    /// Whether the last valid state of an object stays in force while it is invalid.
+    pub fn can_fall_back(self) -> bool {
+        self.is_custom() && self != Kind::Grant
     }
 
     /// The name in Kubernetes.
@@ -78,6 +87,7 @@ impl Kind {
             Kind::TrafficPolicy => "TrafficPolicy",
             Kind::TrafficSplit => "TrafficSplit",
             Kind::RouteGroup => "HTTPRouteGroup",
+            Kind::Revision => "ControllerRevision",
         }
     }
 }
@@ -192,6 +202,8 @@ pub enum Object {
     RouteGroup(RouteGroup),
     /// A TrafficPolicy.
     Policy(Policy),
+    /// A stored state of an object.
+    Revision(Revision),
 }
 
 impl Object {
@@ -207,6 +219,7 @@ impl Object {
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
+            Object::Revision(_) => Kind::Revision,
         }
     }
 
@@ -222,6 +235,7 @@ impl Object {
             Object::Split(split) => &split.key,
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
+            Object::Revision(revision) => &revision.key,
         }
     }
 }
