@@ -15,6 +15,7 @@ use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
 use crate::authority::store::kubernetes::SECRET;
 use crate::catalog::resource;
+use crate::index::excess::APPLIES_TO_ALL_PORTS;
 use crate::routes::{Condition, RouteStatus};
 
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
@@ -29,7 +30,7 @@ pub fn certificate_refused(events: &Events, pod: &PodRef, reason: &str) {
     events.warn(object, "CertificateRefused", "SignCertificate", reason);
 }
 
-/// Queues an event about a condition of a route that does not hold.
+/// Queues an event about a condition of a route, or of the ports of a Service, that does not hold.
 pub fn route_not_accepted(events: &Events, route: &RouteStatus, condition: &Condition) {
     let object = ObjectReference {
         uid: Some(route.uid.to_string()).filter(|uid| !uid.is_empty()),
@@ -37,7 +38,11 @@ pub fn route_not_accepted(events: &Events, route: &RouteStatus, condition: &Cond
         ..reference(route.kind.name(), &route.key.namespace, &route.key.name)
     };
     let note = format!("{}: {}", condition.reason, condition.message);
-    events.warn(object, "RouteNotAccepted", "Route", &note);
+    let reason = match condition.kind {
+        APPLIES_TO_ALL_PORTS => condition.reason,
+        _ => "RouteNotAccepted",
+    };
+    events.warn(object, reason, "Route", &note);
 }
 
 fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {

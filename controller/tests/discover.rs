@@ -180,6 +180,26 @@ async fn unknown_port_of_a_service_is_sent_with_the_ports_of_the_service() {
     );
 }
 
+#[tokio::test]
+async fn port_over_the_limit_of_a_service_is_sent_with_the_limit() {
+    let ports: Vec<String> = (1..=1001)
+        .map(|port| format!("{{name: p{port}, port: {port}}}"))
+        .collect();
+    let wide = format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: wide, namespace: shop}}\n\
+         spec: {{clusterIP: 10.96.0.8, ports: [{}]}}\n",
+        ports.join(", ")
+    );
+    let sandbox = Sandbox::start(&[("wide.yaml", wide)]).await;
+    let mut discover = sandbox.client().await.discover().await;
+    discover.subscribe("10.96.0.8:1001", "").await;
+    let Some(Update::Snapshot(snapshot)) = discover.answer().await.unwrap().update else {
+        panic!("a snapshot comes first")
+    };
+    let unknown = (snapshot.unknown_port, snapshot.max_ports, &*snapshot.name);
+    assert_eq!(unknown, (true, 1000, "wide"));
+}
+
 /// The pod that the token of the tests is bound to.
 fn own_pod(uid: &str, arguments: &str) -> String {
     pod_manifest("web-1", "10.0.0.1")

@@ -1,13 +1,15 @@
 //! Limited resources that callers share: the memory for buffers, and the slots of connections. An
 //! account has what one holder uses. It limits a holder to a multiple of what is left, so each leaves
 //! a part of the rest to others. With a fixed share of a quarter, one attacker could use up all: it
-//! is three holders, with its identity, and with its address before and without authentication.
+//! is three holders, with its identity, and with its address before and without authentication. Names
+//! that one attacker can have many of are limited as a group too.
 //!
 //! Of one worker: nothing is shared between threads. A connection finds its account once.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::ptr;
 use std::rc::{Rc, Weak};
 
 use diy_mesh_proto::Identity;
@@ -16,8 +18,12 @@ use crate::error::Failure;
 use crate::memory::count_pressure;
 
 /// A holder gets no more once it uses this many times what is left. The first one gets two thirds, and
-/// the next one two thirds of the rest: 1/27 is left beside the three holders of an attacker.
+/// the next one two thirds of the rest: 1/27 is left beside the three groups of an attacker. A member
+/// may use this many times what is left to its group: alone 4/7, and it leaves 2/21 to the others.
 const MAX_SHARE: usize = 2;
+/// Once a group has its share, all but its largest member may together use one part in this many of
+/// what is left. Else an attacker with three names would leave nothing to others of its namespace.
+const GROUP_RESERVE: usize = 4;
 /// The maximum size of a head while memory is short.
 const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
 
@@ -35,6 +41,8 @@ pub enum Holder {
     Plaintext(IpAddr),
     /// A client that has not authenticated, and whose protocol is unknown.
     Pending(IpAddr),
+    /// All workloads of a namespace, with the trust domain: a tenant creates service accounts at will.
+    Namespace(Rc<str>),
     /// All clients without mutual TLS: a client with many addresses is one holder.
     AllPlaintext,
     /// All clients whose protocol is unknown.
@@ -45,9 +53,13 @@ impl Holder {
     /// The group that shares as one holder.
     fn group(&self) -> Option<Self> {
         match self {
+            Self::Peer(identity) => {
+                let namespace = format!("{}/{}", identity.trust_domain(), identity.namespace());
+                Some(Self::Namespace(namespace.into()))
+            }
             Self::Plaintext(_) => Some(Self::AllPlaintext),
             Self::Pending(_) => Some(Self::AllPending),
-            Self::App | Self::Peer(_) | Self::AllPlaintext | Self::AllPending => None,
+            Self::App | Self::Namespace(_) | Self::AllPlaintext | Self::AllPending => None,
         }
     }
 }
@@ -91,6 +103,7 @@ impl Budget {
                 holder: holder.clone(),
                 budget: self.clone(),
                 used: Cell::new(0),
+                largest: Cell::new((ptr::null(), 0)),
             });
             let entry = Rc::downgrade(&account);
             self.accounts.borrow_mut().insert(holder, entry);
@@ -118,6 +131,11 @@ impl Budget {
         self.used.get()
     }
 
+    /// What is left once `more` is used. None if it is too much.
+    fn left(&self, more: usize) -> Option<usize> {
+        self.limit.checked_sub(self.used().checked_add(more)?)
+    }
+
     fn set(&self, used: usize) {
         let before = self.is_under_pressure();
         self.used.set(used);
@@ -142,6 +160,8 @@ pub struct Account {
     group: Option<Rc<Account>>,
     budget: Rc<Budget>,
     used: Cell<usize>,
+    /// Of a group: the member that used the most when it last changed, and what it uses.
+    largest: Cell<(*const Account, usize)>,
 }
 
 impl Account {
@@ -150,9 +170,13 @@ impl Account {
         &self.holder
     }
 
-    /// The account of the group, if the holder belongs to one, else this one.
-    pub fn or_group(self: &Rc<Self>) -> &Rc<Self> {
-        self.group.as_ref().unwrap_or(self)
+    /// The account with the HTTP/2 connections to the application for this caller. A peer has its
+    /// own; clients without mutual TLS share theirs.
+    pub fn connection_holder(self: &Rc<Self>) -> &Rc<Self> {
+        match (&self.holder, &self.group) {
+            (Holder::Plaintext(_), Some(group)) => group,
+            _ => self,
+        }
     }
 
     /// Whether the holder may use `more`.
@@ -163,8 +187,8 @@ impl Account {
     /// What is left to the holder once it uses `more`. None if it is too much.
     fn left(&self, more: usize) -> Option<usize> {
         let left = match &self.group {
-            Some(group) => group.left(more)?,
-            None => (self.budget.limit).checked_sub(self.budget.used().checked_add(more)?)?,
+            Some(group) => (group.left(more)).or_else(|| group.left_in_reserve(more))?,
+            None => self.budget.left(more)?,
         };
         let used = self.used.get();
         if self.holder == Holder::App {
@@ -175,24 +199,46 @@ impl Account {
         share.checked_sub(used + more).or((used == 0).then_some(0))
     }
 
-    /// Whether work in progress may not grow: the last eighth is for others if the holder uses more
-    /// than a quarter.
+    /// What is left to all but the largest member of a group that has its share, once they use `more`.
+    fn left_in_reserve(&self, more: usize) -> Option<usize> {
+        let reserve = self.budget.left(more)? / GROUP_RESERVE;
+        reserve.checked_sub(self.used_by_rest() + more)
+    }
+
+    /// What all but the largest member of a group use.
+    fn used_by_rest(&self) -> usize {
+        self.used.get() - self.largest.get().1
+    }
+
+    /// Whether work in progress may not grow. The last eighth is for others if the holder uses more
+    /// than a quarter, or all but the largest member of its group do. The last eighth of the share of
+    /// the group is for its other members.
     fn must_yield(&self) -> bool {
-        let limit = self.budget.limit;
-        let (used, limit) = match &self.group {
-            Some(group) if group.must_yield() => return true,
-            Some(group) => (group.used.get(), limit / (MAX_SHARE + 1) * MAX_SHARE),
-            None => (self.budget.used(), limit),
-        };
-        self.holder != Holder::App && used >= limit / 8 * 7 && self.used.get() > limit / 4
+        if self.holder == Holder::App {
+            return false;
+        }
+        let is_reached = |used, limit| used >= limit / 8 * 7;
+        let (limit, used) = (self.budget.limit, self.used.get());
+        let by_rest = self.group.as_ref().map_or(0, |group| group.used_by_rest());
+        if is_reached(self.budget.used(), limit) && used.max(by_rest) > limit / 4 {
+            return true;
+        }
+        let share = limit / (MAX_SHARE + 1) * MAX_SHARE;
+        let in_group = |group: &Rc<Self>| is_reached(group.used.get(), share);
+        self.group.as_ref().is_some_and(in_group) && used > share / 4
     }
 
     fn change(&self, from: usize, to: usize) {
-        self.used.set(self.used.get() - from + to);
-        match &self.group {
-            Some(group) => group.change(from, to),
-            None => self.budget.set(self.budget.used() - from + to),
+        let used = self.used.get() - from + to;
+        self.used.set(used);
+        let Some(group) = &self.group else {
+            return self.budget.set(self.budget.used() - from + to);
+        };
+        let (largest, most) = group.largest.get();
+        if used > most || ptr::eq(self, largest) {
+            group.largest.set((self, used));
         }
+        group.change(from, to);
     }
 }
 
@@ -291,116 +337,4 @@ impl Drop for Charge {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::memory::max_read;
-
-    const MIB: usize = 1024 * 1024;
-
-    fn peer(name: usize) -> Holder {
-        let identity = format!("spiffe://cluster.local/ns/shop/sa/a{name}");
-        Holder::Peer(Rc::new(identity.parse().unwrap()))
-    }
-
-    fn address(last: u8) -> IpAddr {
-        [10, 0, 0, last].into()
-    }
-
-    /// Takes one at a time until the holder gets no more.
-    fn take(budget: &Rc<Budget>, holder: Holder) -> Charge {
-        let mut charge = Charge::new(budget.account(holder));
-        while charge.try_grow(charge.amount() + 1) {}
-        charge
-    }
-
-    #[test]
-    fn charges_are_released_and_reads_become_small_under_pressure() {
-        let (budget, other) = (Budget::bytes(100), Budget::bytes(100));
-        let charge = || Charge::new(budget.account(Holder::App));
-        let (mut one, mut two) = (charge(), charge());
-        one.set(70);
-        assert!(!budget.is_under_pressure() && max_read(MIB) == MIB);
-        two.set(20);
-        assert!(budget.is_under_pressure() && !budget.is_exhausted());
-        assert!(max_read(MIB) < MIB && max_read(10) == 10);
-        assert!(!two.try_grow(31) && two.try_grow(30));
-        assert!(budget.is_exhausted() && !other.is_exhausted());
-        one.set(10);
-        assert_eq!((budget.used(), max_read(MIB)), (40, MIB));
-        drop((one, two));
-        assert_eq!(budget.used(), 0);
-        assert!(budget.accounts.borrow().is_empty());
-        let slots = Budget::slots(1);
-        let slot = take(&slots, peer(0));
-        assert!(slots.is_exhausted() && max_read(MIB) == MIB);
-        drop(slot);
-    }
-
-    #[test]
-    fn holders_leave_some_to_others() {
-        let budget = Budget::slots(1000);
-        let first = take(&budget, peer(0));
-        assert_eq!(first.amount(), 666, "two thirds");
-        let held: Vec<_> = (1..6).map(|name| take(&budget, peer(name))).collect();
-        let amounts: Vec<_> = held.iter().map(Charge::amount).collect();
-        assert_eq!(amounts, [222, 74, 25, 8, 3]);
-        drop(first);
-        let sixth = take(&budget, peer(6));
-        assert!(sixth.amount() > 400, "{}", sixth.amount());
-    }
-
-    #[test]
-    fn attacker_with_three_names_leaves_some_to_others() {
-        let budget = Budget::slots(10_000);
-        let names = [
-            peer(0),
-            Holder::Plaintext(address(0)),
-            Holder::Pending(address(0)),
-        ];
-        let _attacker = names.map(|name| take(&budget, name));
-        let other = take(&budget, peer(1));
-        assert!(other.amount() > 250, "{}", other.amount());
-    }
-
-    #[test]
-    fn work_of_a_large_holder_does_not_grow_into_the_last_eighth() {
-        let budget = Budget::bytes(800);
-        let charge = |holder| Charge::new(budget.account(holder));
-        let (mut large, mut small) = (charge(peer(0)), charge(peer(1)));
-        assert!(large.hold(699).is_ok() && large.hold(700).is_err());
-        assert!(large.hold(700).is_ok(), "it does not grow");
-        assert!(small.hold(50).is_ok() && large.hold(600).is_ok());
-        drop((large, small));
-        // An address leaves some of two thirds to other addresses.
-        let [mut large, mut small] = [1, 2].map(|last| charge(Holder::Plaintext(address(last))));
-        assert!(large.hold(461).is_ok() && large.hold(462).is_err());
-        assert!(small.hold(50).is_ok() && large.hold(450).is_ok());
-        drop((large, small));
-        let mut app = charge(Holder::App);
-        assert!(app.hold(800).is_ok(), "there is no other holder");
-    }
-
-    #[test]
-    fn holder_without_anything_gets_the_last_slot() {
-        let budget = Budget::slots(1);
-        let only = take(&budget, Holder::Plaintext(address(1)));
-        assert_eq!((only.amount(), take(&budget, peer(0)).amount()), (1, 0));
-        drop(only);
-        assert_eq!(take(&budget, peer(0)).amount(), 1);
-    }
-
-    #[test]
-    fn client_with_many_addresses_is_one_holder() {
-        let budget = Budget::slots(10_000);
-        let addresses = (0..200).map(address);
-        let flood: Vec<_> = addresses
-            .map(|address| take(&budget, Holder::Plaintext(address)))
-            .collect();
-        assert_eq!(flood[0].amount(), 5714, "alone, an address gets 4/7");
-        assert!(flood[1].amount() > 500, "{}", flood[1].amount());
-        assert!(budget.used() <= 6667, "{}", budget.used());
-        let pending = take(&budget, Holder::Pending(address(0)));
-        let peer = take(&budget, peer(0));
-        assert!(pending.amount() > 1000 && peer.amount() > 200);
-    }
-}
+mod tests;

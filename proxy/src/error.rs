@@ -40,8 +40,8 @@ pub enum Failure {
         /// What is invalid.
         reason: String,
     },
-    /// The Service exists and does not have the port.
-    #[error("service {service} has no port {port}; it has {}", list(ports))]
+    /// The Service exists and does not have the port, or the mesh does not support it.
+    #[error("{}", unknown_port(service, *port, ports, *max_ports))]
     UnknownPort {
         /// Namespace and name of the Service.
         service: String,
@@ -49,6 +49,8 @@ pub enum Failure {
         port: u16,
         /// The TCP ports of the Service.
         ports: Arc<[u16]>,
+        /// Not 0: the Service has the port, but not among these first TCP ports.
+        max_ports: u32,
     },
     /// The destination is or may be meshed, and the controller has not sent its endpoints.
     #[error(
@@ -374,6 +376,19 @@ fn timeout_message(limit: Limit) -> &'static str {
     }
 }
 
+fn unknown_port(service: &str, port: u16, ports: &[u16], max_ports: u32) -> String {
+    match max_ports {
+        0 => format!(
+            "service {service} has no port {port}; it has {}",
+            list(ports)
+        ),
+        _ => format!(
+            "the mesh does not support port {port} of service {service}, only its first \
+             {max_ports} TCP ports; split the service"
+        ),
+    }
+}
+
 /// The ports in a message, at most eight of them.
 fn list(ports: &[u16]) -> String {
     let (shown, rest) = ports.split_at(ports.len().min(8));
@@ -395,6 +410,7 @@ mod tests {
             service: "shop/web".to_owned(),
             port: 99,
             ports: ports.into(),
+            max_ports: 0,
         };
         for (ports, message) in [
             (&[80][..], "service shop/web has no port 99; it has 80"),

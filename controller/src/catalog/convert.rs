@@ -13,6 +13,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::injected::Injected;
+use crate::index::excess;
 use crate::index::object::{
     Canary, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
     SliceEndpoint, SlicePort, TargetPort, Transport,
@@ -23,9 +24,8 @@ const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
 const CANARY_OF: &str = "diy-service-mesh/canary-of";
 const CANARY_WEIGHT: &str = "diy-service-mesh/canary-weight";
-/// Ports of a Service, and of a slice. Kubernetes permits 20,000 and more. States and tables are per
-/// port, so their size is the product of this number and that of routes, endpoints or clients.
-const MAX_PORTS: usize = 1000;
+/// Ports of a slice. Kubernetes rejects more.
+const MAX_SLICE_PORTS: usize = 20_000;
 /// The name of a zone in a slice. Longer ones are unknown: each state and each message with the
 /// endpoint has a copy.
 const MAX_ZONE_BYTES: usize = 253;
@@ -76,20 +76,16 @@ impl CatalogObject for core::Node {
 
 fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let spec = object.spec.clone().unwrap_or_default();
-    let ports = at_most_max("spec.ports", spec.ports.as_deref())?;
-    let ports = ports.iter().map(service_port);
+    let ports = spec.ports.iter().flatten().map(service_port);
+    let (ports, excess) = excess::split(ports.collect::<Result<_, _>>()?);
     let is_external = spec.type_.as_deref() == Some("ExternalName");
     let (cluster_ips, external_ips, external_name) = match is_external {
         true => (
             vec![],
             vec![],
-            spec.external_name.clone().unwrap_or_default(),
+            spec.external_name.as_deref().unwrap_or_default(),
         ),
-        false => (
-            cluster_ips(&spec)?,
-            external_ips(object, &spec)?,
-            String::new(),
-        ),
+        false => (cluster_ips(&spec)?, external_ips(object, &spec)?, ""),
     };
     Ok(Service {
         key: key(&object.metadata)?,
@@ -100,8 +96,9 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         external_ips,
         external_local: spec.external_traffic_policy.as_deref() == Some("Local"),
         created: created(&object.metadata),
-        ports: ports.collect::<Result<_, _>>()?,
-        external_name,
+        ports,
+        excess,
+        external_name: external_name.into(),
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
         session_affinity: session_affinity(&spec),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
@@ -146,11 +143,17 @@ fn slice(object: &discovery::EndpointSlice) -> Result<Slice, ConvertError> {
     let has_addresses = matches!(object.address_type.as_str(), "IPv4" | "IPv6");
     let endpoints = object.endpoints.iter().filter(|_| has_addresses);
     let endpoints = endpoints.filter_map(|endpoint| slice_endpoint(endpoint, &key.namespace));
-    let ports = at_most_max("ports", object.ports.as_deref())?;
-    let ports = ports.iter().filter_map(slice_port);
+    let listed = object.ports.as_deref().unwrap_or_default();
+    if listed.len() > MAX_SLICE_PORTS {
+        let expected = format!("at most {MAX_SLICE_PORTS} ports");
+        return Err(invalid("ports", listed.len(), &expected));
+    }
+    let ports = listed.iter().filter_map(slice_port);
+    let mut ports = ports.collect::<Result<Vec<_>, _>>()?;
+    ports.sort_by(|one, other| one.name.cmp(&other.name));
     Ok(Slice {
         service,
-        ports: ports.collect::<Result<_, _>>()?,
+        ports,
         endpoints: endpoints.collect::<Result<_, _>>()?,
         key,
     })
@@ -274,17 +277,6 @@ fn external_ips(
     let all = external.chain(vip).filter(|ip| !ip.is_empty());
     all.map(|ip| address("spec.externalIPs or status.loadBalancer.ingress", ip))
         .collect()
-}
-
-fn at_most_max<'a, T>(field: &str, ports: Option<&'a [T]>) -> Result<&'a [T], ConvertError> {
-    let ports = ports.unwrap_or_default();
-    match ports.len() <= MAX_PORTS {
-        true => Ok(ports),
-        false => Err(ConvertError(format!(
-            "{field}: {} entries are more than {MAX_PORTS}",
-            ports.len()
-        ))),
-    }
 }
 
 fn service_port(port: &core::ServicePort) -> Result<ServicePort, ConvertError> {
@@ -450,7 +442,7 @@ spec:
         ))
         .unwrap();
         assert!(external.cluster_ips.is_empty());
-        assert_eq!(external.external_name, "example.org");
+        assert_eq!(&*external.external_name, "example.org");
     }
 
     #[test]
@@ -703,23 +695,12 @@ spec:
             wrong_port.to_string(),
             "spec.ports.port: 70000 is not a port (1 to 65535)"
         );
-        let ports = |count: i32| (1..=count).map(|port| format!("{{port: {port}}}"));
-        let ports = |count| Vec::from_iter(ports(count)).join(", ");
-        let with = |count| {
-            format!(
-                "{{metadata: {{name: s}}, spec: {{ports: [{}]}}}}",
-                ports(count)
-            )
-        };
-        assert_eq!(service(&read(&with(1000))).unwrap().ports.len(), 1000);
-        let error = service(&read(&with(1001))).unwrap_err().to_string();
-        assert_eq!(error, "spec.ports: 1001 entries are more than 1000");
+        let ports = vec!["{port: 1}"; 20_001].join(", ");
         let with = format!(
-            "{{metadata: {{name: s}}, addressType: IPv4, endpoints: [], ports: [{}]}}",
-            ports(1001)
+            "{{metadata: {{name: s}}, addressType: IPv4, endpoints: [], ports: [{ports}]}}"
         );
         let error = slice(&read(&with)).unwrap_err().to_string();
-        assert_eq!(error, "ports: 1001 entries are more than 1000");
+        assert_eq!(error, "ports: 20001 is not at most 20000 ports");
         assert_eq!(
             pod(&read("{metadata: {}}"), "cluster.local")
                 .unwrap_err()

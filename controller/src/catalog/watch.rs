@@ -611,7 +611,7 @@ mod tests {
     async fn invalid_objects_are_counted_until_they_are_valid_or_deleted() {
         let mut server = Server::start::<Service>(Kind::Service).await;
         let mut large = service("large", "10.0.0.1", "5");
-        large["spec"]["ports"] = (1..=1001).map(|port| json!({"port": port})).collect();
+        large["spec"]["ports"] = json!([{"port": 70_000}]);
         let invalid = service("b", "not an address", "6");
         let listed = list("7", "", &[large.clone(), invalid]);
         server.respond(200, listed).await;

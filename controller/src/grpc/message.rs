@@ -4,6 +4,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_response::Update;
 
 use super::routes;
+use crate::index::excess::MAX_PORTS;
 use crate::index::object::{Key, Kind, ServicePort, TargetPort};
 use crate::index::position::Position;
 use crate::index::state::{Delta, Endpoint, State, TargetKind, Workload};
@@ -31,7 +32,7 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
         .collect();
     message.endpoints = view.endpoints.iter().map(service_endpoint).collect();
     message.canaries = view.canaries.iter().map(canary).collect();
-    message.external_name = view.service.external_name.clone();
+    message.external_name = view.service.external_name.to_string();
     message
 }
 
@@ -40,25 +41,32 @@ pub(super) fn whole(state: &State) -> Update {
     let Some(target) = &state.target else {
         return Update::Unknown(proto::Unknown {});
     };
-    let (kind, unknown_port, ports) = match &target.kind {
-        TargetKind::Workload(one) => return Update::Workload(workload(one)),
-        TargetKind::Service => (proto::snapshot::Kind::Service, false, &[][..]),
-        TargetKind::UnknownPort(ports) => (proto::snapshot::Kind::Service, true, ports.as_slice()),
-        TargetKind::Pod => (proto::snapshot::Kind::Pod, false, &[][..]),
-    };
-    Update::Snapshot(proto::Snapshot {
-        kind: kind.into(),
+    let mut snapshot = proto::Snapshot {
+        kind: proto::snapshot::Kind::Service.into(),
         namespace: target.key.namespace.to_string(),
         name: target.key.name.to_string(),
         app_protocol: target.app_protocol.clone(),
         endpoints: with_draining(&target.endpoints, false),
-        unknown_port,
-        ports: ports.iter().map(|port| (*port).into()).collect(),
         draining: with_draining(&target.endpoints, true),
         session_affinity_seconds: target.session_affinity,
         routes: target.routes.as_deref().map(routes::routes),
         policy: target.policy.as_deref().cloned(),
-    })
+        ..proto::Snapshot::default()
+    };
+    match &target.kind {
+        TargetKind::Workload(one) => return Update::Workload(workload(one)),
+        TargetKind::Service => {}
+        TargetKind::UnknownPort(ports) => {
+            snapshot.unknown_port = true;
+            snapshot.ports = ports.iter().map(|port| (*port).into()).collect();
+        }
+        TargetKind::ExcessPort => {
+            snapshot.unknown_port = true;
+            snapshot.max_ports = MAX_PORTS as u32;
+        }
+        TargetKind::Pod => snapshot.kind = proto::snapshot::Kind::Pod.into(),
+    }
+    Update::Snapshot(snapshot)
 }
 
 fn workload(workload: &Workload) -> proto::Workload {

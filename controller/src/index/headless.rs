@@ -72,13 +72,13 @@ impl Index {
             let service = slice.service.as_ref();
             let service = service.and_then(|key| self.services.get(key));
             let service = service.filter(|service| service.is_headless && service.selects(pod));
-            service.into_iter().flat_map(|service| {
-                let named = service.ports.iter().rev();
-                let named = named.filter(|port| port.protocol == Transport::Tcp);
-                let named: HashMap<_, _> = named.map(|port| (&port.name, port)).collect();
-                let ports = slice.ports.iter();
-                let ports = ports.filter(|at| at.protocol == Transport::Tcp);
-                ports.filter_map(move |at| Some((at.port, service, *named.get(&at.name)?)))
+            service.into_iter().flat_map(move |service| {
+                let ports = service.ports.iter();
+                let ports = ports.filter(|port| port.protocol == Transport::Tcp);
+                ports.flat_map(move |port| {
+                    let numbers = slice.tcp_ports(&port.name);
+                    numbers.map(move |at| (at, service, port))
+                })
             })
         })
     }

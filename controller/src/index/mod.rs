@@ -5,6 +5,7 @@
 //! change depends on the affected objects, not on the size of the cluster.
 
 pub mod enforcement;
+pub mod excess;
 mod headless;
 pub(crate) mod limits;
 pub mod locality;
@@ -24,6 +25,7 @@ use std::hash::Hash;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use excess::ExcessServices;
 use headless::Headless;
 use limits::Limits;
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
@@ -48,6 +50,7 @@ pub struct Index {
     limits: Limits,
     headless: Headless,
     revisions: Revisions,
+    excess: ExcessServices,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     /// The slices with an endpoint at an address that names no pod.
@@ -143,6 +146,7 @@ impl Index {
         let routes = self.routes.settle(&self.services, &self.policies);
         let is_settled = policies.is_none() && routes.is_none();
         let is_settled = !self.settle_headless() && is_settled;
+        let is_settled = !self.excess.settle() && is_settled;
         for key in routes.into_iter().flatten().chain(with_policies) {
             if let Some(service) = self.services.get(&key) {
                 touch_addresses(service, touched);
@@ -163,6 +167,7 @@ impl Index {
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
         let mut statuses = self.routes.statuses(&self.services);
         statuses.extend(self.policies.statuses(&self.services));
+        self.excess.add_statuses(&self.services, &mut statuses);
         let of_all = statuses.iter_mut();
         of_all.for_each(|status| self.add_older_services(status));
         statuses
@@ -310,6 +315,7 @@ impl Index {
             touched.node_ports.insert(port);
         }
         touched.services.insert(key.clone());
+        self.excess.set_service(key, old.as_ref(), new);
         self.routes.set_service(key, old.as_ref(), new);
         self.policies.set_service(key, new.is_some());
         self.limits.changed.insert(key.clone());

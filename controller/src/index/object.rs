@@ -7,6 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use super::excess::Excess;
 use crate::last_valid::Revision;
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
@@ -262,8 +263,10 @@ pub struct Service {
     pub created: i64,
     /// The ports in their order.
     pub ports: Vec<ServicePort>,
+    /// The TCP ports over the limit.
+    pub excess: Option<Box<Excess>>,
     /// The target of an ExternalName, or empty.
-    pub external_name: String,
+    pub external_name: Box<str>,
     /// Whether endpoints that are not ready count as ready.
     pub publish_not_ready: bool,
     /// Whether clients in the cluster use only endpoints on their own node.
@@ -290,11 +293,19 @@ impl Service {
         ports.find(|port| port.protocol == Transport::Tcp && matches(port))
     }
 
-    /// The TCP ports on each node.
+    /// Whether a TCP port is over the limit.
+    pub fn has_excess_port(&self, port: u16) -> bool {
+        let excess = self.excess.as_ref();
+        excess.is_some_and(|excess| excess.ports.binary_search(&port).is_ok())
+    }
+
+    /// The TCP ports on each node, also those over the limit.
     pub fn node_ports(&self) -> impl Iterator<Item = u16> {
         let ports = self.ports.iter();
         let tcp = ports.filter(|port| port.protocol == Transport::Tcp);
-        tcp.filter_map(|port| port.node_port)
+        let excess = self.excess.iter();
+        let excess = excess.flat_map(|excess| excess.node_ports.iter().copied());
+        tcp.filter_map(|port| port.node_port).chain(excess)
     }
 
     /// Whether the selector selects a pod.
@@ -361,10 +372,21 @@ pub struct Slice {
     pub key: Key,
     /// The Service, if the slice belongs to one.
     pub service: Option<Key>,
-    /// The ports of the endpoints.
+    /// The ports of the endpoints, ascending by name.
     pub ports: Vec<SlicePort>,
     /// The endpoints. Empty for a slice of host names.
     pub endpoints: Vec<SliceEndpoint>,
+}
+
+impl Slice {
+    /// The numbers of the TCP ports with a name.
+    pub fn tcp_ports(&self, name: &str) -> impl Iterator<Item = u16> {
+        let first = self.ports.partition_point(|port| *port.name < *name);
+        let named = self.ports[first..].iter();
+        let named = named.take_while(move |port| port.name == name);
+        let tcp = named.filter(|port| port.protocol == Transport::Tcp);
+        tcp.map(|port| port.port)
+    }
 }
 
 /// One port of an EndpointSlice.

@@ -57,7 +57,7 @@ impl Index {
     fn destination(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         self.service_target(address, client)
             .or_else(|| self.pod_target(address, client))
-            .or_else(|| self.unknown_port(address).map(everywhere))
+            .or_else(|| self.unknown_port(address))
             .or_else(|| match self.nodes_at.get(&address.ip()) {
                 Some(nodes) => self.node_port(nodes.first()?, address, client),
                 None => self.external(address, client),
@@ -77,11 +77,15 @@ impl Index {
         let services = self.services_outside.get(&address.ip())?.iter();
         let services = services.filter_map(|key| {
             let service = &self.services[key];
-            let port = service.tcp_port(|port| port.port == address.port())?;
-            Some((service, port))
+            let port = service.tcp_port(|port| port.port == address.port());
+            let has_port = port.is_some() || service.has_excess_port(address.port());
+            has_port.then_some((service, port))
         });
         let (service, port) =
             services.min_by_key(|(service, _)| (service.created, &service.key))?;
+        let Some(port) = port else {
+            return Some(excess_port(service));
+        };
         let candidates = self.endpoints(service, &port.name, address.is_ipv6());
         let (area, endpoints) = locality::select(candidates, false, client);
         let target = (area, service_target(service, port, endpoints));
@@ -99,7 +103,10 @@ impl Index {
         let services = self.services_on_nodes.get(&address.port())?.iter();
         let services = services.map(|key| &self.services[key]);
         let service = services.min_by_key(|service| (service.created, &service.key))?;
-        let port = service.tcp_port(|port| port.node_port == Some(address.port()))?;
+        let port = service.tcp_port(|port| port.node_port == Some(address.port()));
+        let Some(port) = port else {
+            return Some(excess_port(service));
+        };
         let candidates = self.endpoints(service, &port.name, address.is_ipv6());
         let on_node = Location {
             node: node.name.clone(),
@@ -204,15 +211,18 @@ impl Index {
     }
 
     /// The Service at a cluster IP, which does not have the port: no connection can succeed there.
-    fn unknown_port(&self, destination: SocketAddr) -> Option<Target> {
+    fn unknown_port(&self, destination: SocketAddr) -> Option<(Scope, Target)> {
         let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
         if !service.cluster_ips.contains(&destination.ip()) {
             return None;
         }
+        if service.has_excess_port(destination.port()) {
+            return Some(excess_port(service));
+        }
         let tcp = |port: &&ServicePort| port.protocol == Transport::Tcp;
         let ports = service.ports.iter().filter(tcp).map(|port| port.port);
         let kind = TargetKind::UnknownPort(ports.collect());
-        Some(Target::new(kind, service.key.clone()))
+        Some(everywhere(Target::new(kind, service.key.clone())))
     }
 
     /// A pod by its own address. It has the routes of the oldest headless Service that selects it.
@@ -251,11 +261,7 @@ impl Index {
     fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Candidate<'_>> {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
         for slice in self.slices_of(&service.key) {
-            let ports = slice
-                .ports
-                .iter()
-                .filter(|candidate| candidate.name == port && candidate.protocol == Transport::Tcp);
-            for number in ports.map(|port| port.port) {
+            for number in slice.tcp_ports(port) {
                 let endpoints = slice.endpoints.iter();
                 for endpoint in endpoints.filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
                     let address = SocketAddr::new(endpoint.address, number);
@@ -338,6 +344,12 @@ fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint
         endpoints,
         ..Target::new(TargetKind::Service, service.key.clone())
     }
+}
+
+/// A port of a Service over the limit. Without a target, its connections would pass through in
+/// plaintext, also to meshed pods.
+fn excess_port(service: &Service) -> (Scope, Target) {
+    everywhere(Target::new(TargetKind::ExcessPort, service.key.clone()))
 }
 
 /// A target that does not depend on the client.

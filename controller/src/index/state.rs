@@ -52,6 +52,8 @@ pub enum TargetKind {
     Service,
     /// A Service by its cluster IP that does not have the port, and the TCP ports that it has.
     UnknownPort(Vec<u16>),
+    /// A TCP port of a Service over the limit.
+    ExcessPort,
     /// A pod by its own IP.
     Pod,
     /// The inbound configuration of a pod.
@@ -192,6 +194,7 @@ fn version_of(target: Option<&Target>) -> Version {
     let mut digest = Digest::new(match target.kind {
         TargetKind::Service => "service",
         TargetKind::UnknownPort(_) => "unknown port",
+        TargetKind::ExcessPort => "excess port",
         TargetKind::Pod => "pod",
         TargetKind::Workload(_) => "workload",
     });

@@ -53,7 +53,8 @@ pub(crate) fn service(name: &str, ips: &[&str]) -> Service {
             port("admin", 9000, Transport::Tcp),
             port("dns", 53, Transport::Udp),
         ],
-        external_name: String::new(),
+        excess: None,
+        external_name: "".into(),
         publish_not_ready: false,
         local_only: false,
         session_affinity: 0,
@@ -73,11 +74,6 @@ pub(crate) fn api_service(uid: &str) -> Object {
 pub(crate) fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEndpoint>) -> Slice {
     let ports = vec![
         SlicePort {
-            name: "http".into(),
-            port,
-            protocol: Transport::Tcp,
-        },
-        SlicePort {
             name: "admin".into(),
             port: port + 1,
             protocol: Transport::Tcp,
@@ -86,6 +82,11 @@ pub(crate) fn slice(name: &str, service: &str, port: u16, endpoints: Vec<SliceEn
             name: "dns".into(),
             port: 5353,
             protocol: Transport::Udp,
+        },
+        SlicePort {
+            name: "http".into(),
+            port,
+            protocol: Transport::Tcp,
         },
     ];
     Slice {
@@ -787,7 +788,7 @@ fn pod_has_the_protocol_of_headless_services_that_select_it() {
 #[test]
 fn view_of_an_endpoint_has_few_ports() {
     let ports = (1..=1000).map(|port| SlicePort {
-        name: format!("p{port}"),
+        name: format!("p{port:04}"),
         port,
         protocol: Transport::Tcp,
     });
@@ -934,6 +935,11 @@ impl Chance {
                 let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
                 service.external_ips = self.some(&outside).into_iter().map(ip).collect();
                 service.ports[0].node_port = self.0.bool().then_some(30080);
+                if self.0.u8(..4) == 0 {
+                    let mut ports = vec![service.ports[0].clone(); excess::MAX_PORTS + 1];
+                    (ports[1000].port, ports[1000].node_port) = (30080, Some(30080));
+                    service.excess = excess::split(ports).1;
+                }
                 service.canary = (self.0.u8(..3) == 0).then(|| Canary {
                     of: self.one(&Self::SERVICES).into(),
                     weight: Ok([10, 60, 100][self.0.usize(..3)]),
@@ -1250,7 +1256,8 @@ fn states_and_versions_are_independent_of_the_history() {
                 + lived.policies.links()
                 + lived.limits.links()
                 + lived.headless.links()
-                + lived.revisions.links(),
+                + lived.revisions.links()
+                + lived.excess.links(),
         );
         assert_eq!(
             links,

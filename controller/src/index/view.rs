@@ -95,7 +95,8 @@ pub(super) fn of<'a>(
             view.ready |= service.publish_not_ready && known;
             let holder = pod.unwrap_or_else(|| holder(endpoint.address));
             let identity_at = |port| holder.and_then(|pod| pod.identity_at(port));
-            let identity = slice.ports.iter().find_map(|port| identity_at(port.port));
+            let mut ports = slice.ports.iter().take(MAX_ENDPOINT_PORTS);
+            let identity = ports.find_map(|port| identity_at(port.port));
             view.identity = view.identity.take().or(identity);
             let free = MAX_ENDPOINT_PORTS.saturating_sub(view.ports.len());
             let ports = slice.ports.iter().take(free);

@@ -47,7 +47,7 @@ pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteStatus {
-    /// HTTPRoute, GRPCRoute or TCPRoute. Of the canary annotations, Service.
+    /// HTTPRoute, GRPCRoute or TCPRoute. Of canary annotations and of too many ports, Service.
     pub kind: Kind,
     /// Its namespace and name.
     pub key: Key,

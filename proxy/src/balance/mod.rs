@@ -310,6 +310,7 @@ impl State {
                 service: name.clone(),
                 port: resource.port(),
                 ports: unknown.ports.as_slice().into(),
+                max_ports: unknown.max_ports,
             },
             _ => Failure::NoEndpoint(name.clone()),
         };

@@ -226,7 +226,7 @@ impl Pool {
         let connections = match caller.holder() {
             Holder::App => &self.http2,
             _ => {
-                of_caller = self.connections_of(caller.or_group());
+                of_caller = self.connections_of(caller.connection_holder());
                 &of_caller
             }
         };

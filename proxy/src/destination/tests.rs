@@ -270,12 +270,24 @@ fn error_names_unknown_port_and_withheld_destination() {
         namespace: "shop".to_owned(),
         name: "cart".to_owned(),
         ports: vec![8080],
+        max_ports: 0,
+    };
+    let excess = UnknownPort {
+        ports: vec![],
+        max_ports: 1000,
+        ..unknown.clone()
     };
     for (target, code, message) in [
         (
             Target::UnknownPort(unknown),
             "unknown-port",
             "service shop/cart has no port 80; it has 8080",
+        ),
+        (
+            Target::UnknownPort(excess),
+            "unknown-port",
+            "the mesh does not support port 80 of service shop/cart, only its first 1000 TCP \
+             ports; split the service",
         ),
         (
             Target::Withheld,

@@ -27,7 +27,7 @@ pub enum Target {
     Refused,
     /// A cluster IP of a Service: balanced over its endpoints.
     Service(ServiceTarget),
-    /// A cluster IP of a Service that does not have the port: unreachable.
+    /// An address of a Service that does not have the port: unreachable.
     UnknownPort(UnknownPort),
     /// An IP of a pod: connections go there.
     Pod(PodTarget),
@@ -80,6 +80,8 @@ pub struct UnknownPort {
     pub name: String,
     /// The TCP ports that it has.
     pub ports: Vec<u16>,
+    /// Not 0: it has the port, but not among these first TCP ports that the mesh supports.
+    pub max_ports: u32,
 }
 
 /// A port of a pod.
@@ -298,6 +300,7 @@ pub(super) fn from_snapshot(
         ports,
         draining,
         session_affinity_seconds,
+        max_ports,
         ..
     } = snapshot;
     match kind {
@@ -308,6 +311,7 @@ pub(super) fn from_snapshot(
                 .into_iter()
                 .filter_map(|port| port.try_into().ok())
                 .collect(),
+            max_ports,
         })),
         Kind::Service => {
             let endpoints = parse_endpoints(endpoints, report);

@@ -78,7 +78,9 @@ async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) 
 fn addresses(target: &Target) -> Vec<String> {
     match target {
         Target::Withheld => vec!["withheld".to_owned()],
-        Target::UnknownPort(unknown) => vec![format!("of {:?}", unknown.ports)],
+        Target::UnknownPort(unknown) => {
+            vec![format!("of {:?}, {}", unknown.ports, unknown.max_ports)]
+        }
         Target::Refused => vec!["refused".to_owned()],
         Target::Unknown => vec!["unknown".to_owned()],
         Target::Service(service) => service
@@ -203,13 +205,14 @@ async fn first_watch_waits_for_an_endpoint_until_the_timeout() {
 }
 
 /// A Service without the port of the destination.
-fn unknown_port(ports: &[u32]) -> Update {
+fn unknown_port(ports: &[u32], max_ports: u32) -> Update {
     let Update::Snapshot(snapshot) = service(&[]) else {
         unreachable!("a snapshot")
     };
     Update::Snapshot(proto::Snapshot {
         unknown_port: true,
         ports: ports.to_vec(),
+        max_ports,
         ..snapshot
     })
 }
@@ -222,11 +225,13 @@ async fn watch_of_unknown_port_does_not_wait_for_an_endpoint() {
     let watching = proxy.watch(CART);
     stream.request().await;
     stream
-        .respond(CART, "1", unknown_port(&[80, 443, 1 << 16]))
+        .respond(CART, "1", unknown_port(&[80, 443, 1 << 16], 0))
         .await;
     let mut receiver = soon(watching).await.expect("a response");
-    assert_eq!(addresses(&receiver.borrow()), ["of [80, 443]"]);
-    stream.respond(CART, "2", service(&["10.0.0.1:80"])).await;
+    assert_eq!(addresses(&receiver.borrow()), ["of [80, 443], 0"]);
+    stream.respond(CART, "2", unknown_port(&[], 1000)).await;
+    expect(&mut receiver, &["of [], 1000"]).await;
+    stream.respond(CART, "3", service(&["10.0.0.1:80"])).await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
 }
 

@@ -117,6 +117,7 @@ fn every_failure_code_is_a_label() {
             service: String::new(),
             port: 1,
             ports: Arc::new([]),
+            max_ports: 0,
         },
         Failure::NoRoute(String::new()),
         Failure::InvalidBackend(String::new()),

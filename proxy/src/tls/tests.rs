@@ -3,6 +3,7 @@
 
 mod callers;
 mod client_end;
+mod namespaces;
 mod slots;
 
 use std::cell::{Cell, RefCell};

@@ -223,7 +223,6 @@ fn of_two_ports_of_a_service_for_one_port_of_a_pod_the_first_one_decides() {
     web.ports.reverse();
     let mut same = of("web", &["a"]);
     same.ports.iter_mut().for_each(|port| port.port = 8080);
-    same.ports.reverse();
     let mut route = route("web", 0, json!([{}]));
     route.parents[0].port = Some(80);
     let index = index([

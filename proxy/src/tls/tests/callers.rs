@@ -15,13 +15,13 @@ const LARGE: usize = 1024 * 1024;
 
 /// What an application has got and sent.
 #[derive(Default)]
-struct Seen {
-    hanging: Cell<usize>,
-    sent: Cell<usize>,
+pub(super) struct Seen {
+    pub(super) hanging: Cell<usize>,
+    pub(super) sent: Cell<usize>,
 }
 
 /// An application that never responds to `/hang`, and with a large body to `/large`.
-async fn http2_app(max_streams: u32, seen: Rc<Seen>) -> SocketAddr {
+pub(super) async fn http2_app(max_streams: u32, seen: Rc<Seen>) -> SocketAddr {
     listening(async move |stream| {
         let mut builder = h2::server::Builder::new();
         let handshake = builder.max_concurrent_streams(max_streams);
@@ -61,7 +61,11 @@ async fn answer(
 }
 
 /// A connection over HTTP/2: with mutual TLS as this worker, or without.
-async fn connect(slots: &Slots, from: [u8; 4], caller: Option<&Rc<Worker>>) -> SendRequest<Bytes> {
+pub(super) async fn connect(
+    slots: &Slots,
+    from: [u8; 4],
+    caller: Option<&Rc<Worker>>,
+) -> SendRequest<Bytes> {
     let mut io = Io::new(slots.connect(from).await.unwrap());
     if let Some(caller) = caller {
         let (cart, alpn) = (CART.parse().unwrap(), super::super::Alpn::Http2);

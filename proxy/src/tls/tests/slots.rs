@@ -22,10 +22,11 @@ pub(super) struct Slots {
     metrics: Arc<Metrics>,
     pub(super) caller: Rc<Worker>,
     pub(super) other: Rc<Worker>,
+    authority: Authority,
 }
 
 impl Slots {
-    async fn new(limit: usize, arguments: &str) -> Self {
+    pub(super) async fn new(limit: usize, arguments: &str) -> Self {
         Self::with(app().await, limit, arguments).await
     }
 
@@ -41,18 +42,14 @@ impl Slots {
         arguments: &str,
     ) -> Self {
         let authority = Authority::new("root");
-        let worker = |identity, arguments| {
-            let credentials = credentials(&authority, identity, |_| {});
-            let context = WorkerContext {
-                credentials: watch::channel(Some(credentials)).1,
-                limit,
-                memory,
-                ..WorkerContext::for_a_test(arguments)
-            };
-            (context.metrics.clone(), Worker::new(context))
+        let context = WorkerContext {
+            limit,
+            memory,
+            ..context_of(&authority, CART, arguments)
         };
-        let (metrics, inbound) = worker(CART, arguments);
-        let [caller, other] = [WEB, ORDERS].map(|identity| worker(identity, PATIENT).1);
+        let (metrics, inbound) = (context.metrics.clone(), Worker::new(context));
+        let [caller, other] =
+            [WEB, ORDERS].map(|identity| Worker::new(context_of(&authority, identity, PATIENT)));
         let listener = crate::listener::bind([127, 0, 0, 2].into(), 0, DEADLINE).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let address = listener.local_addr().unwrap();
@@ -63,7 +60,13 @@ impl Slots {
             metrics,
             caller,
             other,
+            authority,
         }
+    }
+
+    /// Another caller.
+    pub(super) fn caller_as(&self, identity: &str) -> Rc<Worker> {
+        Worker::new(context_of(&self.authority, identity, PATIENT))
     }
 
     pub(super) async fn connect(&self, from: [u8; 4]) -> std::io::Result<TcpStream> {
@@ -120,6 +123,14 @@ impl Slots {
         let page = self.metrics.render();
         let value = page.split(name).nth(1).unwrap().lines().next();
         value.unwrap().parse().unwrap()
+    }
+}
+
+fn context_of(authority: &Authority, identity: &str, arguments: &str) -> WorkerContext {
+    let credentials = credentials(authority, identity, |_| {});
+    WorkerContext {
+        credentials: watch::channel(Some(credentials)).1,
+        ..WorkerContext::for_a_test(arguments)
     }
 }
 

@@ -1,0 +1,268 @@
+//! TCP ports of Services over the limit. States and tables are per port, so their size is the
+//! product of the number of ports and that of routes, endpoints or clients. Pure.
+//!
+//! A Service keeps its first ports. Of the others, it keeps only the numbers: clients that use them
+//! get an error, and never a connection in plaintext. Its author gets a condition.
+
+use std::collections::{BTreeSet, HashMap};
+
+use super::object::{Key, Kind, Service, ServicePort, Transport};
+use super::store::Store;
+use crate::routes::{Condition, ParentReference, ParentStatus, RouteStatus};
+
+/// Ports of a Service. Kubernetes permits more.
+pub const MAX_PORTS: usize = 1000;
+/// The condition of a Service with ports over the limit.
+pub const APPLIES_TO_ALL_PORTS: &str = "diy-service-mesh.dev/AppliesToAllPorts";
+const TOO_MANY_PORTS: &str = "TooManyPorts";
+
+/// The TCP ports of a Service over the limit, ascending.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Excess {
+    /// Never empty.
+    pub(super) ports: Box<[u16]>,
+    /// On each node.
+    pub(super) node_ports: Box<[u16]>,
+}
+
+/// Separates the ports over the limit. A Service with too many ports keeps only TCP ports: others
+/// are not redirected.
+pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Excess>>) {
+    if ports.len() > MAX_PORTS {
+        ports.retain(|port| port.protocol == Transport::Tcp);
+    }
+    let rest = ports.split_off(ports.len().min(MAX_PORTS));
+    let sorted = |ports: BTreeSet<u16>| ports.into_iter().collect();
+    let excess = || Excess {
+        ports: sorted(rest.iter().map(|port| port.port).collect()),
+        node_ports: sorted(rest.iter().filter_map(|port| port.node_port).collect()),
+    };
+    let excess = (!rest.is_empty()).then(|| Box::new(excess()));
+    (ports, excess)
+}
+
+/// The Services with ports over the limit.
+#[derive(Debug, Default)]
+pub(super) struct ExcessServices {
+    services: BTreeSet<Key>,
+    is_changed: bool,
+}
+
+impl ExcessServices {
+    /// Replaces a Service.
+    pub(super) fn set_service(&mut self, key: &Key, old: Option<&Service>, new: Option<&Service>) {
+        let condition = |service: Option<&Service>| service.and_then(condition);
+        self.is_changed |= condition(old) != condition(new);
+        match condition(new) {
+            Some(_) => self.services.insert(key.clone()),
+            None => self.services.remove(key),
+        };
+    }
+
+    /// Whether a condition may have changed since the last call.
+    pub(super) fn settle(&mut self) -> bool {
+        std::mem::take(&mut self.is_changed)
+    }
+
+    /// Adds the conditions of the Services. A Service may have a status as a canary already.
+    pub(super) fn add_statuses(&self, all: &Store<Service>, statuses: &mut Vec<RouteStatus>) {
+        let known = statuses.iter().enumerate();
+        let known = known.filter(|(_, status)| status.kind == Kind::Service);
+        let known: HashMap<Key, usize> = known.map(|(at, one)| (one.key.clone(), at)).collect();
+        for service in self.services.iter().filter_map(|key| all.get(key)) {
+            let parent = ParentStatus {
+                parent: ParentReference::service(&service.key.name),
+                conditions: condition(service).into_iter().collect(),
+            };
+            match known.get(&service.key) {
+                Some(at) => statuses[*at].parents.push(parent),
+                None => statuses.push(RouteStatus {
+                    kind: Kind::Service,
+                    key: service.key.clone(),
+                    uid: service.uid.clone(),
+                    generation: 0,
+                    parents: vec![parent],
+                }),
+            }
+        }
+    }
+
+    /// The number of references between objects.
+    #[cfg(test)]
+    pub(super) fn links(&self) -> usize {
+        self.services.len()
+    }
+}
+
+/// The condition of a Service with ports over the limit. An ExternalName has no ports for the mesh.
+fn condition(service: &Service) -> Option<Condition> {
+    let excess = service.excess.as_ref();
+    let ports = &excess.filter(|_| service.external_name.is_empty())?.ports;
+    Some(Condition {
+        kind: APPLIES_TO_ALL_PORTS,
+        holds: false,
+        reason: TOO_MANY_PORTS,
+        message: format!(
+            "the Service {} has {} TCP ports, and the mesh supports the first {MAX_PORTS}; \
+             connections to the others at its addresses fail (the lowest one is {}), and \
+             routes and policies do not apply to them; split the Service",
+            service.key,
+            MAX_PORTS + ports.len(),
+            ports[0],
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use super::super::locality::Location;
+    use super::super::object::{Canary, Change, Node, Object, Resource, Slice, SlicePort, Source};
+    use super::super::state::{State, TargetKind};
+    use super::super::tests::{endpoint, index, ip, key, pod, service, slice};
+    use super::super::{Index, Touched};
+    use super::*;
+
+    /// A Service with these TCP ports, each with a node port. Port N is at 10000 + N of its pods.
+    fn wide(name: &str, ports: impl Iterator<Item = u16>) -> Service {
+        let service = service(name, &["10.96.0.1"]);
+        let port = |number: u16| ServicePort {
+            name: format!("p{number}"),
+            port: number,
+            node_port: Some(30000 + number),
+            ..service.ports[0].clone()
+        };
+        let (ports, excess) = split(ports.map(port).collect());
+        Service {
+            ports,
+            excess,
+            external_ips: vec![ip("192.0.2.1")],
+            ..service
+        }
+    }
+
+    fn state(index: &Index, address: &str, port: u16) -> State {
+        let address = SocketAddr::new(ip(address), port);
+        let destination = Resource::Destination(address);
+        index.resolve(&destination, &Location::default()).1
+    }
+
+    #[test]
+    fn no_port_of_a_service_over_the_limit_passes_through_at_any_of_its_addresses() {
+        let node = Node {
+            key: Key::new("", "n1"),
+            addresses: vec![ip("10.1.0.1")],
+            zone: "".into(),
+        };
+        let index = index([
+            Object::Service(wide("web", 1..=1200)),
+            Object::Slice(slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])),
+            Object::Pod(pod("p", &["10.0.0.1"])),
+            Object::Node(node),
+        ]);
+        for (address, offset) in [("10.96.0.1", 0), ("192.0.2.1", 0), ("10.1.0.1", 30000)] {
+            for port in 1..=1200 {
+                let target = state(&index, address, offset + port).target;
+                let kind = target.map(|target| target.kind);
+                let expected = match port {
+                    ..=1000 => TargetKind::Service,
+                    _ => TargetKind::ExcessPort,
+                };
+                assert_eq!(kind, Some(expected), "{address} {port}");
+            }
+        }
+        let other = state(&index, "10.96.0.1", 1201).target.unwrap().kind;
+        assert!(matches!(other, TargetKind::UnknownPort(ports) if ports.len() == 1000));
+        assert_eq!(state(&index, "192.0.2.1", 1201).target, None);
+    }
+
+    #[test]
+    fn ports_within_the_limit_keep_their_endpoints_in_any_order_of_the_slice() {
+        let port = |number: u16| SlicePort {
+            name: format!("p{number}"),
+            port: 10000 + number,
+            protocol: Transport::Tcp,
+        };
+        let mut ports: Vec<SlicePort> = (1..=1200).rev().map(port).collect();
+        ports.sort_by(|one, other| one.name.cmp(&other.name));
+        let index = index([
+            Object::Service(wide("web", 1..=1200)),
+            Object::Slice(Slice {
+                ports,
+                ..slice("web-1", "web", 8080, vec![endpoint("10.0.0.1", "p")])
+            }),
+            Object::Pod(pod("p", &["10.0.0.1"])),
+        ]);
+        for number in 1..=1000 {
+            let target = state(&index, "10.96.0.1", number).target.unwrap();
+            let ports = target.endpoints.iter().map(|one| one.address.port());
+            assert_eq!(Vec::from_iter(ports), [10000 + number]);
+        }
+    }
+
+    #[test]
+    fn of_several_services_at_an_external_address_the_oldest_one_decides_over_the_limit_too() {
+        let old = wide("old", 1..=1001);
+        let mut young = wide("young", 1001..=1001);
+        young.cluster_ips = vec![ip("10.96.0.2")];
+        young.created = 1;
+        let both = [old, young].map(Object::Service);
+        let target = state(&index(both), "192.0.2.1", 1001).target.unwrap();
+        assert_eq!(
+            (target.kind, target.key),
+            (TargetKind::ExcessPort, key("old"))
+        );
+    }
+
+    #[test]
+    fn other_transports_do_not_count() {
+        let tcp = wide("web", 1..=1).ports.remove(0);
+        let udp = ServicePort {
+            protocol: Transport::Udp,
+            ..tcp.clone()
+        };
+        let all = vec![udp; 5000].into_iter().chain([tcp.clone()]);
+        assert_eq!(split(all.collect()), (vec![tcp], None));
+    }
+
+    /// The conditions that do not hold, by Service.
+    fn problems(index: &Index) -> Vec<String> {
+        let statuses = index.route_statuses().into_iter();
+        let problems = statuses.flat_map(|status| {
+            let conditions = status.parents.into_iter().flat_map(|one| one.conditions);
+            let failed = conditions.filter(|one| !one.holds);
+            let key = status.key;
+            failed.map(move |one| format!("{key} {} {}", one.reason, one.message))
+        });
+        problems.collect()
+    }
+
+    #[test]
+    fn author_is_told_the_limit_until_the_service_keeps_it() {
+        let mut canary = wide("web", 1..=1200);
+        canary.canary = Some(Canary {
+            of: "none".into(),
+            weight: Ok(1),
+        });
+        let mut index = index([Object::Service(canary)]);
+        let expected = [
+            "shop/web NoMatchingParent the Service shop/none does not exist",
+            "shop/web TooManyPorts the Service shop/web has 1200 TCP ports, and the mesh supports \
+             the first 1000; connections to the others at its addresses fail (the lowest one is \
+             1001), and routes and policies do not apply to them; split the Service",
+        ];
+        assert_eq!(problems(&index), expected);
+        let mut apply = |service| {
+            let change = Change::Apply(Source::Kubernetes, Object::Service(service));
+            index.change(change, &mut Touched::default());
+            let is_changed = index.settle(&mut Touched::default());
+            (is_changed, problems(&index).len())
+        };
+        assert_eq!(apply(wide("web", 1..=1200)), (true, 1));
+        let mut younger = wide("web", 1..=1200);
+        younger.created = 1;
+        assert_eq!(apply(younger), (false, 1));
+        assert_eq!(apply(wide("web", 1..=1000)), (true, 0));
+    }
+}
