@@ -24,9 +24,20 @@ const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
 const UNUSED: [&str; 2] = [
     // A rotation changes the CA.
-    "patch secrets",
+    "patch secrets diy-service-mesh-ca",
     // An invalid change of a valid route: watches have no events here.
     "create controllerrevisions.apps",
+];
+
+/// The custom kinds that are installed, and their versions.
+const DEFINITIONS: [(&str, &str); 7] = [
+    ("httproutes.gateway.networking.k8s.io", "v1"),
+    ("grpcroutes.gateway.networking.k8s.io", "v1"),
+    ("tcproutes.gateway.networking.k8s.io", "v1alpha2"),
+    ("referencegrants.gateway.networking.k8s.io", "v1"),
+    ("trafficpolicies.diy-service-mesh.dev", "v1alpha1"),
+    ("trafficsplits.split.smi-spec.io", "v1alpha4"),
+    ("httproutegroups.specs.smi-spec.io", "v1alpha4"),
 ];
 
 #[tokio::test]
@@ -60,7 +71,7 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
         let rules = rules.iter().flat_map(Rule::permissions);
         let is_used = |(rule, permission): &(&Rule, String)| {
             let mut calls = objects.calls.iter();
-            calls.any(|call| call.name() == *permission && rule.permits(call))
+            calls.any(|call| call.permission(rule) == *permission && rule.permits(call))
         };
         let unused = rules.filter(|one| !is_used(one));
         unused.map(|(_, name)| name).collect::<BTreeSet<_>>()
@@ -163,14 +174,17 @@ struct Call {
 }
 
 impl Call {
-    fn name(&self) -> String {
-        permission(self.verb, &self.resource, &self.group)
+    /// The permission, with the name of the object if the rule has names.
+    fn permission(&self, rule: &Rule) -> String {
+        let name = self.name.as_deref().filter(|_| !rule.names().is_empty());
+        permission(self.verb, &self.resource, &self.group, name)
     }
 }
 
-fn permission(verb: &str, resource: &str, group: &str) -> String {
+fn permission(verb: &str, resource: &str, group: &str, name: Option<&str>) -> String {
     let separator = if group.is_empty() { "" } else { "." };
-    format!("{verb} {resource}{separator}{group}")
+    let name = name.map(|name| format!(" {name}")).unwrap_or_default();
+    format!("{verb} {resource}{separator}{group}{name}")
 }
 
 /// A rule of the manifests, and the only namespace where it applies.
@@ -182,8 +196,9 @@ struct Rule {
 impl Rule {
     fn permits(&self, call: &Call) -> bool {
         let has = |list: &Option<Vec<String>>, text: &str| list.iter().flatten().any(|x| x == text);
-        let names = self.rule.resource_names.as_deref().unwrap_or_default();
-        let is_named = names.is_empty() || names.iter().any(|one| Some(one) == call.name.as_ref());
+        let mut names = self.names().iter();
+        let is_named =
+            names.len() == 0 || names.any(|one| Some(one.as_str()) == call.name.as_deref());
         let is_there = self.namespace.is_none() || self.namespace == call.namespace.as_deref();
         self.rule.verbs.iter().any(|verb| verb == call.verb)
             && has(&self.rule.api_groups, &call.group)
@@ -192,13 +207,23 @@ impl Rule {
             && is_there
     }
 
-    /// What the rule permits, as [`Call::name`].
+    fn names(&self) -> &[String] {
+        self.rule.resource_names.as_deref().unwrap_or_default()
+    }
+
+    /// What the rule permits, as [`Call::permission`].
     fn permissions(&self) -> Vec<(&Rule, String)> {
+        let mut names: Vec<_> = self.names().iter().map(|name| Some(&**name)).collect();
+        if names.is_empty() {
+            names.push(None);
+        }
         let mut all = Vec::new();
         for group in self.rule.api_groups.iter().flatten() {
             for resource in self.rule.resources.iter().flatten() {
-                let verbs = self.rule.verbs.iter();
-                all.extend(verbs.map(|verb| (self, permission(verb, resource, group))));
+                for verb in &self.rule.verbs {
+                    let names = names.iter();
+                    all.extend(names.map(|name| (self, permission(verb, resource, group, *name))));
+                }
             }
         }
         all
@@ -289,6 +314,19 @@ impl Api {
         let key = ["apps", "controllerrevisions", MESH, "obsolete"].map(String::from);
         let data = json!({"apiVersion": "v1", "kind": "HTTPRoute", "metadata": {"namespace": "shop", "name": "web"}, "spec": {}});
         state.store(key, json!({"metadata": {}, "revision": 1, "data": data}));
+        for (name, version) in DEFINITIONS {
+            let key = [
+                "apiextensions.k8s.io",
+                "customresourcedefinitions",
+                "",
+                name,
+            ];
+            let definition = json!({
+                "metadata": {}, "spec": {"versions": [{"name": version, "served": true}]},
+                "status": {"conditions": [{"type": "Established", "status": "True"}]},
+            });
+            state.store(key.map(String::from), definition);
+        }
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));

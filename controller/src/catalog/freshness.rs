@@ -24,6 +24,11 @@ impl Freshness {
         self.lock().insert(kind, (Instant::now(), ignored));
     }
 
+    /// The kind is not installed, and has no age.
+    pub fn remove(&self, kind: Kind) {
+        self.lock().remove(&kind);
+    }
+
     /// The age of each kind that was confirmed at least once.
     pub fn ages(&self) -> Vec<(Kind, Duration)> {
         let confirmed = self.lock();

@@ -5,16 +5,22 @@
 //! and the required permissions and retries with back-off. Only the fields that the index needs are
 //! kept.
 
+use std::fmt::Debug;
+
 use futures::future::join_all;
 use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
-use kube::{Api, Client};
+use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 
+use super::convert::CatalogObject;
+use super::definitions::watch_custom;
 use super::freshness::Freshness;
-use super::resources::{LAST_VALID_LABEL, apis};
-use super::watch::{ALL, Context, Selector, Timing, watch};
+use super::objects::{Context, Objects};
+use super::resources::LAST_VALID_LABEL;
+use super::watch::{ALL, Selector, Timing};
 use crate::index::object::{Event, Kind};
 
 /// Sends the objects of the cluster, then changes, until the receiver is dropped. `namespace` is that
@@ -29,11 +35,11 @@ pub async fn run(
     // Finished pods own no address. The watch reports them as deleted.
     let running = Selector {
         fields: Some("status.phase!=Succeeded,status.phase!=Failed"),
-        labels: None,
+        ..ALL
     };
     let last_valid = Selector {
-        fields: None,
         labels: Some(LAST_VALID_LABEL),
+        ..ALL
     };
     let context = Context {
         trust_domain,
@@ -45,14 +51,26 @@ pub async fn run(
         let client = || client.clone();
         let revisions: Api<ControllerRevision> = Api::namespaced(client(), namespace);
         tokio::join!(
-            watch::<Service>(Kind::Service, vec![Api::all(client())], ALL, context),
-            watch::<EndpointSlice>(Kind::Slice, vec![Api::all(client())], ALL, context),
-            watch::<Pod>(Kind::Pod, vec![Api::all(client())], running, context),
-            watch::<Node>(Kind::Node, vec![Api::all(client())], ALL, context),
-            watch(Kind::Revision, vec![revisions], last_valid, context),
+            watch::<Service>(Kind::Service, Api::all(client()), ALL, context),
+            watch::<EndpointSlice>(Kind::Slice, Api::all(client()), ALL, context),
+            watch::<Pod>(Kind::Pod, Api::all(client()), running, context),
+            watch::<Node>(Kind::Node, Api::all(client()), ALL, context),
+            watch(Kind::Revision, revisions, last_valid, context),
         )
     };
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
-    let custom = custom.map(|kind| watch(kind, apis(&client, kind), ALL, context));
-    tokio::join!(core, join_all(custom));
+    let custom = custom.map(|kind| watch_custom(&client, kind, context));
+    tokio::select! {
+        _ = async { tokio::join!(core, join_all(custom)) } => {}
+        () = changes.closed() => {}
+    }
+}
+
+/// Sends all objects of a kind that every cluster has, then changes. Never ends.
+async fn watch<K>(kind: Kind, api: Api<K>, selector: Selector<'_>, context: Context<'_>)
+where
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
+{
+    let mut objects = Objects::new(kind, context);
+    objects.watch(vec![api], selector).await;
 }

@@ -4,12 +4,16 @@
 //! all objects, then changes. It decides nothing.
 
 mod convert;
+pub mod definitions;
 pub mod files;
 pub mod freshness;
 mod injected;
 pub mod kubernetes;
 mod manifest;
+mod objects;
 mod resources;
+#[cfg(test)]
+mod testing;
 mod watch;
 
 pub(crate) use manifest::parse;

@@ -11,7 +11,6 @@ use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::runtime::RawExtension;
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
-use kube::{Api, Client};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -63,14 +62,6 @@ pub(super) fn resources(kind: Kind) -> Vec<ApiResource> {
 /// A kind in the version that the mesh prefers.
 pub(crate) fn resource(kind: Kind) -> ApiResource {
     resources(kind).swap_remove(0)
-}
-
-/// The objects of a custom kind of all namespaces, by each version of the API.
-pub(super) fn apis(client: &Client, kind: Kind) -> Vec<Api<DynamicObject>> {
-    let resources = resources(kind);
-    let all = resources.iter();
-    all.map(|resource| Api::all_with(client.clone(), resource))
-        .collect()
 }
 
 impl CatalogObject for DynamicObject {

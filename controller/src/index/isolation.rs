@@ -211,6 +211,8 @@ fn hostile(chance: &mut Chance, objects: &[Object]) -> Vec<Object> {
                         port
                     })
                     .collect(),
+                // No two Services of a cluster have the same node port.
+                excess: None,
                 ..service
             })),
             Object::Slice(mut slice) => {

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_controller::catalog::definitions::lacking_fields;
+use diy_mesh_controller::index::object::Kind;
 use serde_json::Value;
 
 use super::{Finding, count, facts::Facts, platform::is_below};
@@ -13,8 +15,6 @@ const INSTALL_ADVICE: &str = "install its standard channel, version 1.5 or newer
 pub(super) const PARTIAL_ADVICE: &str = "follow the messages of the conditions";
 /// The definitions that the mesh reads. Others are optional.
 const REQUIRED: [&str; 3] = ["HTTPRoute", "GRPCRoute", "ReferenceGrant"];
-/// Fields of rules that only the experimental channel has.
-const OPTIONAL_FIELDS: [&str; 2] = ["retry", "sessionPersistence"];
 
 /// The definitions of the Gateway API are complete and current, or not installed at all.
 pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
@@ -63,34 +63,18 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
         let text = format!("{text}: too old");
         return vec![Finding::warning(text, INSTALL_ADVICE)];
     }
-    let lacks = |name: &str| {
-        let fields = find(name).map(rule_fields).unwrap_or_default();
-        let lacks = OPTIONAL_FIELDS.into_iter();
-        let lacks: Vec<&str> = lacks.filter(|field| !fields.contains(*field)).collect();
-        (!lacks.is_empty()).then(|| format!("{name} without {}", lacks.join(", ")))
+    let lacks = |kind: Kind| {
+        let lacks = lacking_fields(kind, find(kind.name())?);
+        (!lacks.is_empty()).then(|| format!("{kind} without {}", lacks.join(", ")))
     };
-    let mut lacking = Vec::from_iter(lacks("HTTPRoute"));
+    let routes = [Kind::HttpRoute, Kind::GrpcRoute];
+    let mut lacking: Vec<String> = routes.into_iter().filter_map(lacks).collect();
     lacking.extend(find("TCPRoute").is_none().then(|| "no TCPRoute".to_owned()));
     let suffix = match lacking.is_empty() {
         true => String::new(),
         false => format!("; {}", lacking.join(", ")),
     };
     vec![Finding::ok(text + &suffix)]
-}
-
-/// The fields of rules in the schema of a definition.
-fn rule_fields(definition: &Value) -> BTreeSet<String> {
-    let versions = definition["spec"]["versions"].as_array();
-    let mut versions = versions.into_iter().flatten();
-    let Some(version) = versions.find(|version| version["name"] == "v1") else {
-        return BTreeSet::new();
-    };
-    let path = "/schema/openAPIV3Schema/properties/spec/properties/rules/items/properties";
-    let fields = version.pointer(path).and_then(Value::as_object);
-    fields
-        .into_iter()
-        .flat_map(|fields| fields.keys().cloned())
-        .collect()
 }
 
 /// The mesh has accepted the routes, and all of their references resolve.
@@ -159,7 +143,7 @@ mod tests {
                 "gateway.networking.k8s.io/bundle-version": version,
                 "gateway.networking.k8s.io/channel": channel,
             }},
-            "spec": {"names": {"kind": kind}, "versions": [{"name": "v1", "schema": {"openAPIV3Schema":
+            "spec": {"names": {"kind": kind}, "versions": [{"name": "v1", "served": true, "schema": {"openAPIV3Schema":
                 {"properties": {"spec": {"properties": {"rules": {"items": {"properties": fields}}}}}}}}]},
         })
     }
@@ -191,10 +175,18 @@ mod tests {
         assert_eq!(found.level, Level::Ok);
         assert_eq!(
             found.text,
-            "version v1.5.1, channel standard; HTTPRoute without retry, sessionPersistence, no TCPRoute"
+            "version v1.5.1, channel standard; HTTPRoute without retry, sessionPersistence, \
+             GRPCRoute without sessionPersistence, no TCPRoute"
         );
         let mut all: Vec<Value> = REQUIRED
-            .map(|kind| definition(kind, "v1.6.0", "experimental", &OPTIONAL_FIELDS))
+            .map(|kind| {
+                definition(
+                    kind,
+                    "v1.6.0",
+                    "experimental",
+                    &["retry", "sessionPersistence"],
+                )
+            })
             .into();
         all.push(definition("TCPRoute", "v1.6.0", "experimental", &[]));
         assert_eq!(finding(all).text, "version v1.6.0, channel experimental");

@@ -1,0 +1,303 @@
+//! The CustomResourceDefinitions of the custom kinds: which version of a kind is installed, and
+//! which of its optional fields. The objects of the kind are watched in that version, as soon as
+//! and as long as it is installed.
+//!
+//! Each kind has a watch of its own definition only, by name: the manifests permit no others. A
+//! definition that was never read, for example without this permission, tells nothing: the versions
+//! of its kind are then requested in turn until one is found.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as apiextensions;
+use kube::core::{ApiResource, DynamicObject, Object};
+use kube::{Api, Client};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::Value;
+use tokio::sync::watch::{self, Receiver, Sender};
+
+use super::convert::ConvertError;
+use super::objects::{Context, Objects};
+use super::resources::{resource, resources};
+use super::watch::{ALL, Selector, Sink, Target, Update, watch};
+use crate::index::object::Kind;
+
+/// The fields of rules that only some releases and channels of a definition have.
+fn optional_fields(kind: Kind) -> &'static [&'static str] {
+    match kind {
+        Kind::HttpRoute => &["retry", "sessionPersistence"],
+        Kind::GrpcRoute => &["sessionPersistence"],
+        _ => &[],
+    }
+}
+
+/// The optional fields of a kind that its definition lacks in the version that the mesh reads.
+pub fn lacking_fields(kind: Kind, definition: &Value) -> Vec<&'static str> {
+    let spec = Spec::deserialize(&definition["spec"]).unwrap_or_default();
+    match spec.version(kind) {
+        Some((_, version)) => version.lacking(kind),
+        None => optional_fields(kind).to_vec(),
+    }
+}
+
+/// Sends all objects of a custom kind, then changes, whenever the kind is installed. Never ends.
+pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'_>) {
+    let ApiResource { plural, group, .. } = resource(kind);
+    let name = format!("{plural}.{group}");
+    let definitions = ApiResource::erase::<apiextensions::CustomResourceDefinition>(&());
+    let selector = format!("metadata.name={name}");
+    let target = Target {
+        name: format!("{} {name}", definitions.kind),
+        apis: vec![Api::all_with(client.clone(), &definitions)],
+        selector: Selector {
+            fields: Some(&selector),
+            ..ALL
+        },
+        is_optional: true,
+        permission: format!(
+            "{} of {} with the name {name}",
+            definitions.plural, definitions.group
+        ),
+    };
+    let (versions, known) = watch::channel(None);
+    let mut definition = DefinitionSink {
+        kind,
+        installed: None,
+        versions,
+    };
+    tokio::join!(
+        watch(target, &mut definition, context.timing),
+        follow(client, kind, known, context)
+    );
+}
+
+/// The versions of a kind to request, in this order. None: the kind is not installed. `None`: its
+/// definition was not requested yet.
+type Versions = Option<Vec<ApiResource>>;
+
+/// Watches the objects in the known versions. Never ends.
+async fn follow(client: &Client, kind: Kind, mut known: Receiver<Versions>, context: Context<'_>) {
+    let api = |version: &ApiResource| Api::all_with(client.clone(), version);
+    let mut objects = Objects::<DynamicObject>::new(kind, context);
+    loop {
+        let versions = known.borrow_and_update().clone();
+        let until_they_change = async {
+            match versions.as_deref() {
+                None => {}
+                Some([]) => objects.remove().await,
+                Some(versions) => objects.watch(versions.iter().map(api).collect(), ALL).await,
+            }
+            std::future::pending().await
+        };
+        tokio::select! {
+            () = until_they_change => {}
+            changed = known.changed() => if changed.is_err() { return },
+        }
+    }
+}
+
+/// Receives the definition of a kind, and decides on the versions to request.
+struct DefinitionSink {
+    kind: Kind,
+    /// What the log says.
+    installed: Option<Installed>,
+    versions: Sender<Versions>,
+}
+
+impl Sink for DefinitionSink {
+    type Object = Definition;
+    type Item = Installed;
+
+    fn convert(&self, definition: &Definition) -> Result<Installed, ConvertError> {
+        Ok(Installed::of(self.kind, definition))
+    }
+
+    fn confirm(&mut self, _: usize) {}
+
+    async fn send(&mut self, update: Update<Installed>, _: Option<u64>) {
+        let installed = match update {
+            Update::Reset(mut listed) => listed.pop(),
+            Update::Apply(installed) => Some(installed),
+            Update::Delete(_) => None,
+        };
+        let installed = installed.unwrap_or(Installed::No);
+        if self.installed.as_ref() == Some(&installed) {
+            return;
+        }
+        let text = installed.describe(self.kind);
+        match installed {
+            Installed::Unsupported(_) => tracing::warn!("{text}"),
+            _ => tracing::info!("{text}"),
+        }
+        self.versions.send_if_modified(|versions| {
+            let now = Some(installed.versions());
+            std::mem::replace(versions, now.clone()) != now
+        });
+        self.installed = Some(installed);
+    }
+
+    async fn failed(&mut self, _: bool) {
+        self.versions.send_if_modified(|versions| {
+            let is_unknown = versions.is_none();
+            versions.get_or_insert_with(|| resources(self.kind));
+            is_unknown
+        });
+    }
+}
+
+/// Whether a kind is installed.
+#[derive(Clone, Debug, PartialEq)]
+enum Installed {
+    /// No definition.
+    No,
+    /// The API server does not serve the kind yet.
+    NotEstablished,
+    /// The definition has none of the versions that the mesh reads. These are served.
+    Unsupported(Vec<String>),
+    /// In this version, without these optional fields.
+    Yes(ApiResource, Vec<&'static str>),
+}
+
+impl Installed {
+    fn of(kind: Kind, definition: &Definition) -> Installed {
+        let conditions = definition.status.iter().flat_map(|one| &one.conditions);
+        let mut conditions = conditions.flatten();
+        if !conditions.any(|one| one.kind == "Established" && one.status == "True") {
+            return Installed::NotEstablished;
+        }
+        match definition.spec.version(kind) {
+            Some((resource, version)) => Installed::Yes(resource, version.lacking(kind)),
+            None => {
+                let served = definition.spec.served();
+                Installed::Unsupported(served.map(|version| version.name.clone()).collect())
+            }
+        }
+    }
+
+    /// The versions to request.
+    fn versions(&self) -> Vec<ApiResource> {
+        match self {
+            Installed::Yes(resource, _) => vec![resource.clone()],
+            _ => Vec::new(),
+        }
+    }
+
+    /// For the log.
+    fn describe(&self, kind: Kind) -> String {
+        match self {
+            Installed::No => format!("{kind} is not installed"),
+            Installed::NotEstablished => {
+                format!("{kind} is not installed: its definition is not established yet")
+            }
+            Installed::Unsupported(served) => {
+                let expected = resources(kind).into_iter();
+                let expected = expected.map(|resource| resource.version);
+                format!(
+                    "{kind} is not used: its definition serves {served:?}, expected one of {:?}",
+                    Vec::from_iter(expected)
+                )
+            }
+            Installed::Yes(resource, lacking) if lacking.is_empty() => {
+                format!("{kind} {} is installed", resource.version)
+            }
+            Installed::Yes(resource, lacking) => format!(
+                "{kind} {} is installed, without {}: TrafficPolicies have these fields",
+                resource.version,
+                lacking.join(" and ")
+            ),
+        }
+    }
+}
+
+/// A CustomResourceDefinition, of which the largest part is not read: its schemas have up to
+/// several hundred kilobytes.
+type Definition = Object<Spec, Status>;
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Spec {
+    versions: Vec<Version>,
+}
+
+impl Spec {
+    /// The version that the mesh reads.
+    fn version(&self, kind: Kind) -> Option<(ApiResource, &Version)> {
+        resources(kind).into_iter().find_map(|resource| {
+            let version = self.served().find(|one| one.name == resource.version)?;
+            Some((resource, version))
+        })
+    }
+
+    fn served(&self) -> impl Iterator<Item = &Version> {
+        self.versions.iter().filter(|version| version.served)
+    }
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Version {
+    name: String,
+    served: bool,
+    schema: Schema,
+}
+
+impl Version {
+    fn lacking(&self, kind: Kind) -> Vec<&'static str> {
+        let rules = &self.schema.root.properties.spec.properties.rules;
+        let fields = &rules.items.properties;
+        let optional = optional_fields(kind).iter().copied();
+        optional
+            .filter(|field| !fields.contains_key(*field))
+            .collect()
+    }
+}
+
+/// The path to the fields of rules.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Schema {
+    #[serde(rename = "openAPIV3Schema")]
+    root: Properties<Root>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Properties<T> {
+    properties: T,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Root {
+    spec: Properties<SpecFields>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct SpecFields {
+    rules: Rules,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Rules {
+    items: Properties<BTreeMap<String, IgnoredAny>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Status {
+    /// Null at first.
+    conditions: Option<Vec<Condition>>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Condition {
+    #[serde(rename = "type")]
+    kind: String,
+    status: String,
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,119 @@
+//! The objects of one kind, on their way from a watch to the index.
+
+use std::fmt::Debug;
+use std::marker::PhantomData;
+
+use kube::{Api, Resource};
+use serde::de::DeserializeOwned;
+use tokio::sync::mpsc;
+
+use super::convert::{CatalogObject, ConvertError};
+use super::freshness::Freshness;
+use super::resources::resource;
+use super::watch::{Selector, Sink, Target, Timing, Update, watch};
+use crate::index::object::{Change, Event, Kind, Object, Source};
+
+/// What the watches of a cluster share.
+#[derive(Clone, Copy)]
+pub(super) struct Context<'a> {
+    pub trust_domain: &'a str,
+    pub freshness: &'a Freshness,
+    pub changes: &'a mpsc::Sender<Event>,
+    pub timing: Timing,
+}
+
+/// The objects of a kind.
+pub(super) struct Objects<'a, K> {
+    kind: Kind,
+    context: Context<'a>,
+    /// The version of the last change, if there was one.
+    sent: Option<Option<u64>>,
+    object: PhantomData<fn() -> K>,
+}
+
+impl<'a, K> Objects<'a, K>
+where
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
+{
+    pub fn new(kind: Kind, context: Context<'a>) -> Self {
+        Self {
+            kind,
+            context,
+            sent: None,
+            object: PhantomData,
+        }
+    }
+
+    /// Sends all objects, then changes. `apis` are versions of the kind, of which the first one
+    /// that is installed is used. Never ends.
+    pub async fn watch(&mut self, apis: Vec<Api<K>>, selector: Selector<'_>) {
+        let (target, timing) = (self.target(apis, selector), self.context.timing);
+        watch(target, self, timing).await;
+    }
+
+    pub(super) fn target<'s>(&self, apis: Vec<Api<K>>, selector: Selector<'s>) -> Target<'s, K> {
+        let resource = resource(self.kind);
+        let group = match &*resource.group {
+            "" => "the core group",
+            group => group,
+        };
+        Target {
+            name: self.kind.to_string(),
+            apis,
+            selector,
+            is_optional: self.kind.is_optional(),
+            permission: format!("{} of {group}, in all namespaces", resource.plural),
+        }
+    }
+
+    /// The kind is not installed: it has no objects.
+    pub async fn remove(&mut self) {
+        self.context.freshness.remove(self.kind);
+        match self.sent {
+            // The position of the catalog does not change: its versions are those of this kind.
+            Some(version) => {
+                let change = Change::Reset(Source::Kubernetes, self.kind, Vec::new());
+                self.queue(Event { change, version }).await;
+            }
+            None => self.failed(true).await,
+        }
+    }
+
+    async fn queue(&self, event: Event) {
+        // An error means that the controller stops, and with it the watches.
+        let _ = self.context.changes.send(event).await;
+    }
+}
+
+impl<K> Sink for Objects<'_, K>
+where
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
+{
+    type Object = K;
+    type Item = Object;
+
+    fn convert(&self, object: &K) -> Result<Object, ConvertError> {
+        object.convert(self.kind, self.context.trust_domain)
+    }
+
+    fn confirm(&mut self, invalid: usize) {
+        self.context.freshness.confirm(self.kind, invalid);
+    }
+
+    async fn send(&mut self, update: Update<Object>, version: Option<u64>) {
+        self.sent = Some(version);
+        let change = match update {
+            Update::Reset(objects) => Change::Reset(Source::Kubernetes, self.kind, objects),
+            Update::Apply(object) => Change::Apply(Source::Kubernetes, object),
+            Update::Delete(key) => Change::Delete(Source::Kubernetes, self.kind, key),
+        };
+        self.queue(Event { change, version }).await;
+    }
+
+    async fn failed(&mut self, is_unavailable: bool) {
+        if is_unavailable {
+            let change = Change::Unavailable(Source::Kubernetes, self.kind);
+            self.queue(change.into()).await;
+        }
+    }
+}

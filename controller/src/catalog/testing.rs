@@ -1,0 +1,202 @@
+//! An API server whose responses the test writes.
+
+use std::time::Duration;
+
+use kube::{Client, Config};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+
+use super::freshness::Freshness;
+use super::objects::Context;
+use super::watch::Timing;
+use crate::index::object::{Change, Event};
+
+/// Longer than anything takes.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// What the watches of a [`Server`] need.
+pub struct Cluster {
+    pub client: Client,
+    changes: mpsc::Sender<Event>,
+    freshness: Freshness,
+    timing: Timing,
+}
+
+impl Cluster {
+    pub fn context(&self) -> Context<'_> {
+        Context {
+            trust_domain: "cluster.local",
+            freshness: &self.freshness,
+            changes: &self.changes,
+            timing: self.timing,
+        }
+    }
+}
+
+/// An API server whose responses the test writes.
+pub struct Server {
+    listener: TcpListener,
+    changes: mpsc::Receiver<Event>,
+    pub freshness: Freshness,
+    /// Requests that the test has not asked for yet.
+    early: Vec<(TcpStream, String)>,
+    /// Connections without a response, or with an unfinished one.
+    hanging: Vec<TcpStream>,
+}
+
+impl Server {
+    pub async fn start(timing: Timing) -> (Server, Cluster) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (sender, changes) = mpsc::channel(16);
+        let freshness = Freshness::default();
+        let cluster = Cluster {
+            client: Client::try_from(Config::new(url.parse().unwrap())).unwrap(),
+            changes: sender,
+            freshness: freshness.clone(),
+            timing,
+        };
+        let server = Server {
+            listener,
+            changes,
+            freshness,
+            early: Vec::new(),
+            hanging: Vec::new(),
+        };
+        (server, cluster)
+    }
+
+    /// The next request whose target contains a text: its connection, and its query without the
+    /// common parameters.
+    async fn request(&mut self, text: &str) -> (TcpStream, String) {
+        let is_it = |(_, target): &(TcpStream, String)| target.contains(text);
+        let (stream, target) = match self.early.iter().position(is_it) {
+            Some(position) => self.early.remove(position),
+            None => loop {
+                let request = self.accept().await;
+                match is_it(&request) {
+                    true => break request,
+                    false => self.early.push(request),
+                }
+            },
+        };
+        let (_, query) = target.split_once('?').unwrap();
+        let is_relevant = |part: &&str| {
+            ["watch=", "resourceVersion=", "continue="]
+                .iter()
+                .any(|name| part.starts_with(name))
+        };
+        let query: Vec<&str> = query.split('&').filter(is_relevant).collect();
+        (stream, query.join("&"))
+    }
+
+    /// The targets of requests that the test has not asked for.
+    pub fn early(&self) -> Vec<&str> {
+        self.early.iter().map(|(_, target)| &**target).collect()
+    }
+
+    async fn accept(&self) -> (TcpStream, String) {
+        let accepted = tokio::time::timeout(DEADLINE, self.listener.accept()).await;
+        let (stream, _) = accepted.expect("another request").unwrap();
+        let mut lines = BufReader::new(stream).lines();
+        let first = lines.next_line().await.unwrap().unwrap();
+        while !lines.next_line().await.unwrap().unwrap().is_empty() {}
+        let target = first.split(' ').nth(1).unwrap();
+        (lines.into_inner().into_inner(), target.to_owned())
+    }
+
+    /// Leaves the next request without a response.
+    pub async fn hang(&mut self) -> String {
+        self.hang_at("").await
+    }
+
+    /// Leaves the next request for a resource without a response.
+    pub async fn hang_at(&mut self, resource: &str) -> String {
+        let (stream, target) = self.request(resource).await;
+        self.hanging.push(stream);
+        target
+    }
+
+    /// Responds to the next request and closes its connection.
+    pub async fn respond(&mut self, status: u16, body: Value) -> String {
+        self.respond_at("", status, body).await
+    }
+
+    /// Responds to the next request for a resource and closes its connection.
+    pub async fn respond_at(&mut self, resource: &str, status: u16, body: Value) -> String {
+        let (mut stream, target) = self.request(resource).await;
+        let body = body.to_string();
+        let head = format!(
+            "HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\
+             Connection: close\r\n\r\n",
+            body.len()
+        );
+        stream.write_all((head + &body).as_bytes()).await.unwrap();
+        target
+    }
+
+    /// Responds to the next watch with events, and leaves it open.
+    pub async fn events(&mut self, events: &[Value]) -> String {
+        self.events_at("", events).await.1
+    }
+
+    /// Responds to the next watch of a resource with events, and leaves it open. Returns the number
+    /// of the watch, for more events.
+    pub async fn events_at(&mut self, resource: &str, events: &[Value]) -> (usize, String) {
+        let (mut stream, target) = self.request(resource).await;
+        let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n";
+        stream.write_all(head.as_bytes()).await.unwrap();
+        self.hanging.push(stream);
+        let watch = self.hanging.len() - 1;
+        self.more_events(watch, events).await;
+        (watch, target)
+    }
+
+    /// Sends events of a watch that is open.
+    pub async fn more_events(&mut self, watch: usize, events: &[Value]) {
+        let lines: String = events.iter().map(|event| format!("{event}\n")).collect();
+        let written = self.hanging[watch].write_all(lines.as_bytes()).await;
+        written.unwrap();
+    }
+
+    /// The next change in a few words.
+    pub async fn change(&mut self) -> String {
+        self.event().await.0
+    }
+
+    /// The next change in a few words, and its version.
+    pub async fn event(&mut self) -> (String, Option<u64>) {
+        let event = tokio::time::timeout(DEADLINE, self.changes.recv()).await;
+        let event = event.expect("another change").unwrap();
+        let text = match event.change {
+            Change::Apply(_, object) => format!("apply {}", object.key()),
+            Change::Delete(_, kind, key) => format!("delete {kind} {key}"),
+            Change::Reset(_, kind, objects) => {
+                let keys: Vec<String> = objects.iter().map(|one| one.key().to_string()).collect();
+                format!("reset {kind} [{}]", keys.join(" "))
+            }
+            Change::Unavailable(_, kind) => format!("unavailable {kind}"),
+        };
+        (text, event.version)
+    }
+}
+
+pub fn list(version: &str, token: &str, items: &[Value]) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "ServiceList", "items": items,
+        "metadata": {"resourceVersion": version, "continue": token},
+    })
+}
+
+pub fn event(type_: &str, object: Value) -> Value {
+    json!({"type": type_, "object": object})
+}
+
+pub fn failure(code: u16) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Status", "status": "Failure", "metadata": {},
+        "code": code, "message": "no", "reason": "Test",
+    })
+}

@@ -1,0 +1,209 @@
+//! Tests with an API server whose responses the test writes.
+
+use k8s_openapi::api::core::v1::{Node, Service};
+use kube::Client;
+use kube::core::DynamicObject;
+use serde_json::{Value, json};
+
+use super::super::convert::CatalogObject;
+use super::super::objects::Objects;
+use super::super::resources::resources;
+use super::super::testing::{Server, event, failure, list};
+use super::*;
+use crate::index::object::Kind;
+
+/// Requests that hang are abandoned soon; other requests that exceed this are repeated.
+const TIMING: Timing = Timing {
+    list_timeout: Duration::from_millis(500),
+    start_timeout: Duration::from_millis(500),
+    watch_timeout: Duration::from_secs(1),
+};
+
+/// A server that a watch of `K` uses.
+async fn start<K>(kind: Kind) -> Server
+where
+    K: CatalogObject + Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    K: Send + Sync + 'static,
+{
+    start_with(kind, |client| vec![Api::<K>::all(client)]).await
+}
+
+async fn start_with<K>(kind: Kind, apis: impl FnOnce(Client) -> Vec<Api<K>>) -> Server
+where
+    K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
+    K: Send + Sync + 'static,
+{
+    let (server, cluster) = Server::start(TIMING).await;
+    let apis = apis(cluster.client.clone());
+    tokio::spawn(async move {
+        let mut objects = Objects::<K>::new(kind, cluster.context());
+        objects.watch(apis, ALL).await;
+    });
+    server
+}
+
+/// The APIs of a custom kind.
+fn custom(kind: Kind) -> impl FnOnce(Client) -> Vec<Api<DynamicObject>> {
+    move |client| {
+        let versions = resources(kind).into_iter();
+        versions
+            .map(|version| Api::all_with(client.clone(), &version))
+            .collect()
+    }
+}
+
+fn service(name: &str, ip: &str, version: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service", "spec": {"clusterIP": ip},
+        "metadata": {"name": name, "namespace": "shop", "resourceVersion": version},
+    })
+}
+
+#[tokio::test]
+async fn abandons_requests_that_hang() {
+    let mut server = start::<Service>(Kind::Service).await;
+    assert_eq!(server.hang().await, "", "a LIST");
+    let one = service("a", "10.0.0.1", "5");
+    server.respond(200, list("7", "", &[one])).await;
+    assert_eq!(server.change().await, "reset Service [shop/a]");
+    assert_eq!(server.hang().await, "watch=true&resourceVersion=7");
+    let one = service("a", "10.0.0.1", "5");
+    assert_eq!(server.respond(200, list("7", "", &[one])).await, "");
+    assert_eq!(server.change().await, "reset Service [shop/a]");
+    let added = event("ADDED", service("b", "10.0.0.2", "8"));
+    server.events(&[added]).await;
+    assert_eq!(server.change().await, "apply shop/b");
+    // The watch hangs, and is abandoned too.
+    let deleted = event("DELETED", service("a", "10.0.0.1", "9"));
+    let resumed = server.events(&[deleted]).await;
+    assert_eq!(resumed, "watch=true&resourceVersion=8");
+    assert_eq!(server.change().await, "delete Service shop/a");
+}
+
+#[tokio::test]
+async fn lists_pages_and_resumes_after_a_bookmark() {
+    let mut server = start::<Service>(Kind::Service).await;
+    let (a, b) = (service("a", "10.0.0.1", "5"), service("b", "10.0.0.2", "6"));
+    server.respond(200, list("7", "more", &[a])).await;
+    let second = server.respond(200, list("7", "", &[b])).await;
+    assert_eq!(second, "continue=more");
+    assert_eq!(server.change().await, "reset Service [shop/a shop/b]");
+    assert_eq!(server.freshness.ages().len(), 1);
+    let bookmark =
+        json!({"apiVersion": "v1", "kind": "Service", "metadata": {"resourceVersion": "90"}});
+    let invalid = event("MODIFIED", service("b", "not an address", "91"));
+    server.events(&[event("BOOKMARK", bookmark), invalid]).await;
+    assert_eq!(server.change().await, "delete Service shop/b");
+    assert_eq!(server.hang().await, "watch=true&resourceVersion=91");
+}
+
+#[tokio::test]
+async fn invalid_objects_are_counted_until_they_are_valid_or_deleted() {
+    let mut server = start::<Service>(Kind::Service).await;
+    let mut large = service("large", "10.0.0.1", "5");
+    large["spec"]["ports"] = json!([{"port": 70_000}]);
+    let invalid = service("b", "not an address", "6");
+    let listed = list("7", "", &[large.clone(), invalid]);
+    server.respond(200, listed).await;
+    assert_eq!(server.change().await, "reset Service []");
+    assert_eq!(server.freshness.ignored(), [(Kind::Service, 2)]);
+    let valid = event("MODIFIED", service("b", "10.0.0.2", "8"));
+    server.events(&[valid, event("DELETED", large)]).await;
+    assert_eq!(server.change().await, "apply shop/b");
+    assert_eq!(server.change().await, "delete Service shop/large");
+    assert_eq!(server.freshness.ignored(), [(Kind::Service, 0)]);
+}
+
+#[tokio::test]
+async fn lists_again_if_the_version_is_refused_but_not_while_the_server_is_overloaded() {
+    let mut server = start::<Service>(Kind::Service).await;
+    server.respond(200, list("7", "", &[])).await;
+    assert_eq!(server.change().await, "reset Service []");
+    let start = "watch=true&resourceVersion=7";
+    assert_eq!(server.respond(500, failure(500)).await, start);
+    assert_eq!(server.respond(400, failure(400)).await, start);
+    assert_eq!(server.respond(200, list("3", "", &[])).await, "");
+    assert_eq!(server.change().await, "reset Service []");
+    let expired = event("ERROR", failure(410));
+    let resumed = server.events(&[expired]).await;
+    assert_eq!(resumed, "watch=true&resourceVersion=3");
+    assert_eq!(server.respond(200, list("4", "", &[])).await, "");
+    assert_eq!(server.change().await, "reset Service []");
+}
+
+#[tokio::test]
+async fn changes_have_the_version_of_their_event_if_it_is_an_integer() {
+    let mut server = start::<Service>(Kind::Service).await;
+    server.respond(200, list("7", "", &[])).await;
+    assert_eq!(server.event().await, ("reset Service []".into(), Some(7)));
+    let object = |version| service("a", "10.0.0.1", version);
+    let events = ["8", "9", "x-1"].map(|version| event("ADDED", object(version)));
+    server.events(&events).await;
+    for version in [Some(8), Some(9), None] {
+        assert_eq!(server.event().await, ("apply shop/a".into(), version));
+    }
+}
+
+#[tokio::test]
+async fn kind_that_is_not_installed_or_not_permitted_is_unavailable_if_it_is_optional() {
+    for code in [403, 404] {
+        let mut server = start::<Node>(Kind::Node).await;
+        server.respond(code, failure(code)).await;
+        assert_eq!(server.change().await, "unavailable Node");
+        server.respond(200, list("1", "", &[])).await;
+        assert_eq!(server.change().await, "reset Node []");
+        let mut server = start::<Service>(Kind::Service).await;
+        server.respond(code, failure(code)).await;
+        server.respond(200, list("1", "", &[])).await;
+        assert_eq!(server.change().await, "reset Service []");
+    }
+}
+
+#[tokio::test]
+async fn uses_the_version_that_is_installed_and_waits_until_one_is() {
+    let mut server = start_with(Kind::Grant, custom(Kind::Grant)).await;
+    // Before all versions were tried, the kind is not unavailable.
+    for _ in 0..2 {
+        server.respond(404, failure(404)).await;
+    }
+    assert_eq!(server.change().await, "unavailable ReferenceGrant");
+    server.respond(404, failure(404)).await;
+    let grant = json!({
+        "metadata": {"name": "g", "namespace": "shop", "resourceVersion": "5"},
+        "spec": {"from": [], "to": [{"group": "", "kind": "Service"}]},
+    });
+    server.respond(200, list("7", "", &[grant])).await;
+    assert_eq!(server.change().await, "reset ReferenceGrant [shop/g]");
+    assert_eq!(server.hang().await, "watch=true&resourceVersion=7");
+}
+
+#[tokio::test]
+async fn route_with_values_of_a_later_release_leaves_the_others_readable() {
+    let mut server = start_with(Kind::HttpRoute, custom(Kind::HttpRoute)).await;
+    let route = |name: &str, rules: Value| {
+        let parent = json!({"group": "", "kind": "Service", "name": "web"});
+        json!({
+            "metadata": {"name": name, "namespace": "shop", "resourceVersion": "5"},
+            "spec": {"parentRefs": [parent], "rules": rules},
+        })
+    };
+    let future = route("a", json!([{"filters": [{"type": "Future", "future": 1}]}]));
+    let unreadable = json!({
+        "metadata": {"name": "b", "namespace": "shop", "resourceVersion": "6"},
+        "spec": {"parentRefs": "none"},
+    });
+    let all = [future, unreadable, route("c", json!([{}]))];
+    server.respond(200, list("7", "", &all)).await;
+    assert_eq!(server.change().await, "reset HTTPRoute [shop/a shop/c]");
+}
+
+#[tokio::test]
+async fn names_missing_permissions() {
+    let (_server, cluster) = Server::start(TIMING).await;
+    let objects = Objects::<Service>::new(Kind::Slice, cluster.context());
+    let target = objects.target(Vec::new(), ALL);
+    let status = Status::failure("forbidden", "Forbidden").with_code(403);
+    let text = explain_status(&target.permission, &status);
+    let expected = "verbs list and watch on endpointslices of discovery.k8s.io, in all namespaces";
+    assert!(text.contains(expected), "{text}");
+}
