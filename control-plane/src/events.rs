@@ -1,5 +1,10 @@
 //! Kubernetes Events. Best effort: the log has all messages.
+//!
+//! Namespaces take turns: one with many events delays those of another one by one event for each of
+//! its own, and while the queue is full, only the namespaces with the most events lose some.
 
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use diy_mesh_runtime::error_chain;
@@ -16,18 +21,38 @@ const MAX_NOTE_BYTES: usize = 1000;
 const PUBLISH_INTERVAL: Duration = Duration::from_millis(200);
 const API_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The sender of events. Drops them while the queue is full, and without a publisher.
-#[derive(Clone, Debug)]
-pub struct Events(mpsc::Sender<(ObjectReference, Event)>);
+/// An event and its object.
+type Item = (ObjectReference, Event);
+
+/// The sender of events. Drops events without a publisher, and beyond the share of their namespace.
+#[derive(Clone)]
+pub struct Events {
+    queued: Arc<Mutex<Turns>>,
+    /// Full while the queue has events that its receiver does not know.
+    wake: mpsc::Sender<()>,
+}
 
 /// The queued events.
-pub type Queue = mpsc::Receiver<(ObjectReference, Event)>;
+pub struct Queue {
+    queued: Arc<Mutex<Turns>>,
+    wake: mpsc::Receiver<()>,
+}
+
+/// The events of each namespace that has some, in the order of their turns.
+#[derive(Default)]
+struct Turns(VecDeque<VecDeque<Item>>);
 
 impl Events {
     /// A sender and its queue.
     pub fn new() -> (Self, Queue) {
-        let (sender, queue) = mpsc::channel(MAX_QUEUED);
-        (Self(sender), queue)
+        let queued = Arc::<Mutex<Turns>>::default();
+        let (sender, receiver) = mpsc::channel(1);
+        let queue = Queue {
+            queued: queued.clone(),
+            wake: receiver,
+        };
+        let wake = sender;
+        (Self { queued, wake }, queue)
     }
 
     /// Queues a warning about an object. `action` is what failed.
@@ -39,8 +64,69 @@ impl Events {
             action: action.into(),
             secondary: None,
         };
-        let _ = self.0.try_send((object, event));
+        if !self.wake.is_closed() {
+            lock(&self.queued).push((object, event));
+            // If it is full, the receiver wakes up anyway.
+            let _ = self.wake.try_send(());
+        }
     }
+}
+
+impl Queue {
+    /// The next event. `None` after the last one, when all senders are dropped.
+    pub async fn recv(&mut self) -> Option<Item> {
+        loop {
+            if let Some(item) = self.try_recv() {
+                return Some(item);
+            }
+            self.wake.recv().await?;
+        }
+    }
+
+    /// The next event, if there is one.
+    pub fn try_recv(&mut self) -> Option<Item> {
+        lock(&self.queued).pop()
+    }
+}
+
+impl Turns {
+    /// Adds an event. If there are too many, drops the latest one of the namespace with the most.
+    fn push(&mut self, item: Item) {
+        let namespace = |items: &VecDeque<Item>| {
+            let first = items.front().map(|(object, _)| object.namespace.clone());
+            first.flatten()
+        };
+        let mut queues = self.0.iter_mut();
+        match queues.find(|items| namespace(items) == item.0.namespace) {
+            Some(items) => items.push_back(item),
+            None => self.0.push_back([item].into()),
+        }
+        let total: usize = self.0.iter().map(VecDeque::len).sum();
+        if total > MAX_QUEUED {
+            self.drop_latest_of_longest();
+        }
+    }
+
+    fn drop_latest_of_longest(&mut self) {
+        let longest = self.0.iter_mut().max_by_key(|items| items.len());
+        longest.and_then(VecDeque::pop_back);
+        self.0.retain(|items| !items.is_empty());
+    }
+
+    /// Takes an event of the next namespace.
+    fn pop(&mut self) -> Option<Item> {
+        let mut items = self.0.pop_front()?;
+        let item = items.pop_front();
+        if !items.is_empty() {
+            self.0.push_back(items);
+        }
+        item
+    }
+}
+
+/// Each update is complete before the lock is released, so the events are valid after a panic.
+fn lock(queued: &Mutex<Turns>) -> MutexGuard<'_, Turns> {
+    queued.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Publishes the queued events of a component until all senders are dropped.
@@ -66,6 +152,20 @@ pub async fn publish(client: Client, component: &str, mut queue: Queue) {
 mod tests {
     use super::*;
 
+    fn warn(events: &Events, namespace: &str, note: &str) {
+        let object = ObjectReference {
+            namespace: Some(namespace.into()),
+            ..ObjectReference::default()
+        };
+        events.warn(object, "Refused", "Sign", note);
+    }
+
+    /// The next event, as `NAMESPACE NOTE`.
+    fn next(queue: &mut Queue) -> Option<String> {
+        let (object, event) = queue.try_recv()?;
+        Some(format!("{} {}", object.namespace?, event.note?))
+    }
+
     #[test]
     fn shortens_notes_at_a_character_boundary() {
         let (events, mut queue) = Events::new();
@@ -77,5 +177,45 @@ mod tests {
         );
         let (_, event) = queue.try_recv().expect("an event");
         assert_eq!(event.note.map(|note| note.len()), Some(MAX_NOTE_BYTES));
+    }
+
+    #[test]
+    fn events_of_one_namespace_neither_delay_nor_hide_those_of_another() {
+        let (events, mut queue) = Events::new();
+        (0..10_000).for_each(|number| warn(&events, "noisy", &number.to_string()));
+        warn(&events, "shop", "first");
+        warn(&events, "shop", "second");
+        let order: Vec<String> = std::iter::from_fn(|| next(&mut queue)).collect();
+        assert_eq!(
+            order[..5],
+            ["noisy 0", "shop first", "noisy 1", "shop second", "noisy 2"]
+        );
+        assert_eq!(order.len(), MAX_QUEUED);
+    }
+
+    #[test]
+    fn namespaces_share_a_full_queue() {
+        let (events, mut queue) = Events::new();
+        let namespaces: Vec<String> = (0..32).map(|number| format!("n{number}")).collect();
+        for namespace in &namespaces {
+            (0..10).for_each(|number| warn(&events, namespace, &number.to_string()));
+        }
+        for expected in [0, 1] {
+            for _ in &namespaces {
+                let event = next(&mut queue).unwrap();
+                assert!(event.ends_with(&format!(" {expected}")), "{event}");
+            }
+        }
+        assert_eq!(next(&mut queue), None);
+    }
+
+    #[tokio::test]
+    async fn queue_ends_after_the_events_of_dropped_senders() {
+        let (events, mut queue) = Events::new();
+        warn(&events, "shop", "last");
+        warn(&events, "till", "last");
+        drop(events);
+        assert!(queue.recv().await.is_some() && queue.recv().await.is_some());
+        assert!(queue.recv().await.is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! The commands of `mesh`. The hidden commands belong to the sandbox: see `sandbox::enter`.
+//! The commands of `mesh`.
 
 pub mod check;
 pub mod demo;
@@ -6,29 +6,45 @@ pub mod identity;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
+mod suggestions;
 mod terminal;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{env, ffi::OsString, process::ExitCode};
 
+use crate::sandbox::internal::Internal;
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
-use tracing_subscriber::filter::Targets;
 
-use crate::sandbox::{enter, exec};
+/// Runs the command of this process's arguments. Exits if they are invalid.
+pub fn run() -> Result<ExitCode> {
+    let arguments = Vec::from_iter(env::args_os());
+    match arguments.get(1) {
+        Some(name) if Internal::is_name(name) => Internal::parse().run(),
+        _ => parse(&arguments)
+            .unwrap_or_else(|error| error.exit())
+            .command
+            .run(),
+    }
+}
+
+fn parse(arguments: &[OsString]) -> Result<Mesh, clap::Error> {
+    let parsed = Mesh::try_parse_from(arguments);
+    parsed.map_err(|error| suggestions::add(error, Mesh::command(), arguments))
+}
 
 /// DIY Service Mesh: the whole mesh, small enough to read, fast enough to run
 #[derive(Parser)]
 #[command(name = "mesh", version = VERSION)]
-pub struct Mesh {
+struct Mesh {
     /// The command.
     #[command(subcommand)]
-    pub command: Command,
+    command: Command,
 }
 
 /// A command and its arguments.
 #[derive(Subcommand)]
-pub enum Command {
+enum Command {
     /// Run the demo on this machine, without a cluster or Docker
     Demo(demo::Arguments),
     /// Check the mesh of a cluster and recommend actions
@@ -48,41 +64,11 @@ pub enum Command {
     },
     /// Print the version
     Version,
-    /// Create the namespaces of a sandbox
-    #[command(hide = true)]
-    SandboxNode(Programs),
-    /// Run process 1 of a sandbox
-    #[command(hide = true)]
-    SandboxInit(Programs),
-    /// Run the node of a sandbox
-    #[command(hide = true)]
-    SandboxAgent {
-        /// Directory of the programs that run in place of images
-        #[arg(long)]
-        programs: PathBuf,
-        /// Log filter
-        #[arg(long, env = "LOG", default_value = "warn")]
-        log: Targets,
-    },
-    /// Replace this process with the program of a container
-    #[command(hide = true)]
-    SandboxExec {
-        /// Path of the process specification
-        spec: PathBuf,
-    },
-}
-
-/// The arguments of the commands of the sandbox.
-#[derive(clap::Args)]
-pub struct Programs {
-    /// Directory of the programs that run in place of images
-    #[arg(long)]
-    programs: PathBuf,
 }
 
 impl Command {
     /// Runs the command.
-    pub fn run(self) -> Result<ExitCode> {
+    fn run(self) -> Result<ExitCode> {
         match self {
             Self::Demo(arguments) => demo::run(&arguments),
             Self::Check(arguments) => check::run(&arguments),
@@ -95,10 +81,6 @@ impl Command {
                 terminal::print(&format!("mesh {VERSION}\n"))?;
                 Ok(ExitCode::SUCCESS)
             }
-            Self::SandboxNode(Programs { programs }) => enter::node(&programs),
-            Self::SandboxInit(Programs { programs }) => enter::init(&programs),
-            Self::SandboxAgent { programs, log } => enter::agent(programs, log),
-            Self::SandboxExec { spec } => exec::run(&spec).map(|never| match never {}),
         }
     }
 }
@@ -108,14 +90,7 @@ pub const VERSION: &str = env!("MESH_VERSION");
 
 fn completions(shell: Shell) -> Result<ExitCode> {
     let mut script = Vec::new();
-    // clap_complete includes hidden commands.
-    let shown = |command: &&clap::Command| !command.is_hide_set();
-    let commands = Mesh::command();
-    let commands = commands.get_subcommands().filter(shown).cloned();
-    let mut mesh = clap::Command::new("mesh")
-        .version(VERSION)
-        .subcommands(commands);
-    clap_complete::generate(shell, &mut mesh, "mesh", &mut script);
+    clap_complete::generate(shell, &mut Mesh::command(), "mesh", &mut script);
     terminal::print(&String::from_utf8_lossy(&script))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -127,4 +102,56 @@ fn block_on<T>(future: impl Future<Output = T>) -> Result<T> {
         .build()
         .context("failed to start the runtime")?;
     Ok(runtime.block_on(future))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_is_valid() {
+        Mesh::command().debug_assert();
+        Internal::command().debug_assert();
+    }
+
+    /// The error of invalid arguments.
+    fn error(arguments: &[&str]) -> String {
+        let arguments = [&["mesh"], arguments].concat();
+        let arguments: Vec<OsString> = arguments.iter().map(Into::into).collect();
+        let error = parse(&arguments).err().expect("they are invalid");
+        error.to_string()
+    }
+
+    #[test]
+    fn errors_and_help_do_not_name_commands_of_the_sandbox() {
+        for arguments in [&["sandbox"][..], &["sandbox-nod"], &["--help"], &["help"]] {
+            let error = error(arguments);
+            assert!(!error.contains("sandbox-node"), "{error}");
+        }
+        assert!(Internal::is_name("sandbox-node".as_ref()));
+        assert!(!Internal::is_name("help".as_ref()));
+    }
+
+    #[test]
+    fn errors_suggest_similar_commands_and_flags() {
+        for (arguments, similar) in [
+            (&["demmo"][..], "'demo'"),
+            (&["demo", "--quite"], "'--quiet'"),
+            (&["demo", "--fro", "15"], "'--for'"),
+            (&["demo", "--fro=15"], "'--for'"),
+        ] {
+            let error = error(arguments);
+            let expected = format!("similar {} exists: {similar}", kind(arguments));
+            assert!(error.contains(&expected), "{error}");
+        }
+        let unrelated = error(&["demo", "--xyz"]);
+        assert!(!unrelated.contains("similar"), "{unrelated}");
+    }
+
+    fn kind(arguments: &[&str]) -> &'static str {
+        match arguments.len() {
+            1 => "subcommand",
+            _ => "argument",
+        }
+    }
 }

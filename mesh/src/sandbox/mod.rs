@@ -8,8 +8,9 @@
 //! creates. They communicate with the messages in `protocol`.
 
 mod client;
-pub mod enter;
-pub mod exec;
+mod enter;
+mod exec;
+pub(crate) mod internal;
 mod launch;
 pub mod manifest;
 pub mod node;

@@ -1,0 +1,65 @@
+//! The commands of the sandbox's own processes (see [`enter`]). They have a parser of their own:
+//! neither help nor suggestions nor completions of `mesh` name them.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{CommandFactory, Parser};
+use tracing_subscriber::filter::Targets;
+
+use super::{enter, exec};
+
+/// A command that only `mesh` runs.
+#[derive(Parser)]
+#[command(name = "mesh")]
+pub enum Internal {
+    /// Create the namespaces of a sandbox
+    #[command(name = "sandbox-node")]
+    Node(Programs),
+    /// Run process 1 of a sandbox
+    #[command(name = "sandbox-init")]
+    Init(Programs),
+    /// Run the node of a sandbox
+    #[command(name = "sandbox-agent")]
+    Agent {
+        /// Directory of the programs that run in place of images
+        #[arg(long)]
+        programs: PathBuf,
+        /// Log filter
+        #[arg(long, env = "LOG", default_value = "warn")]
+        log: Targets,
+    },
+    /// Replace this process with the program of a container
+    #[command(name = "sandbox-exec")]
+    Exec {
+        /// Path of the process specification
+        spec: PathBuf,
+    },
+}
+
+/// The arguments of the processes that start the node.
+#[derive(clap::Args)]
+pub struct Programs {
+    /// Directory of the programs that run in place of images
+    #[arg(long)]
+    programs: PathBuf,
+}
+
+impl Internal {
+    /// Whether this is the name of such a command.
+    pub fn is_name(argument: &OsStr) -> bool {
+        Self::command().find_subcommand(argument).is_some()
+    }
+
+    /// Runs the command.
+    pub fn run(self) -> Result<ExitCode> {
+        match self {
+            Self::Node(Programs { programs }) => enter::node(&programs),
+            Self::Init(Programs { programs }) => enter::init(&programs),
+            Self::Agent { programs, log } => enter::agent(programs, log),
+            Self::Exec { spec } => exec::run(&spec).map(|never| match never {}),
+        }
+    }
+}
