@@ -3,7 +3,8 @@
 //! The path of a change: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines
 //! the affected destinations, [`hub`] notifies their subscribers, [`grpc`] sends responses at the
 //! pace of each client. [`authenticate`] precedes every call. The controller stores only its
-//! certificate authority; all replicas respond alike.
+//! certificate authority and the last valid states of invalid objects ([`last_valid`]); all replicas
+//! respond alike.
 //!
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
@@ -21,6 +22,7 @@ pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
+pub mod last_valid;
 pub mod metrics;
 pub mod policy;
 pub mod proxies;
@@ -47,13 +49,14 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
+use index::Index;
 use index::object::{Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
 use routes::lease::{self, Election};
 use routes::report;
-use routes::writer::{self, Statuses, Writer};
+use routes::writer::{self, Revisions, Statuses, Writer};
 use serving::{Names, Serving};
 
 /// The kinds whose status the controller writes.
@@ -221,8 +224,12 @@ impl Controller {
             let (replica, timing) = (authority.status().replica, lease::Timing::default());
             let events = events.clone();
             let writer = Writer::new(client.clone(), &WITH_STATUS, metrics.clone(), events);
-            let election = Election::new(client, &config.pod_namespace, replica, timing);
-            (election, writer)
+            let due = hub.clone();
+            let due = move || due.read(Index::revision_writes);
+            let namespace = &config.pod_namespace;
+            let revisions = Revisions::new(client.clone(), namespace, due, hub.routes_changed());
+            let election = Election::new(client, namespace, replica, timing);
+            (election, writer, revisions)
         });
         let publish_statuses = async {
             tokio::select! {
@@ -230,8 +237,8 @@ impl Controller {
                 () = stopping.cancelled() => return,
             }
             match election {
-                Some((election, writer)) => {
-                    writer::run(election, writer, statuses, stopping.clone()).await;
+                Some((election, writer, revisions)) => {
+                    writer::run(election, writer, revisions, statuses, stopping.clone()).await;
                 }
                 None => tokio::select! {
                     never = report::log_changes(statuses) => match never {},
@@ -283,7 +290,9 @@ impl Controller {
             match config.catalog {
                 config::Storage::Kubernetes => {
                     let client = self.client.expect(CLIENT);
-                    catalog::kubernetes::run(client, &trust_domain, &freshness, sender).await
+                    let namespace = &config.pod_namespace;
+                    catalog::kubernetes::run(client, namespace, &trust_domain, &freshness, sender)
+                        .await
                 }
                 config::Storage::Files(folder) => {
                     catalog::files::run(folder, &trust_domain, &freshness, sender).await

@@ -20,7 +20,7 @@ use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
 use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
-use serde::{Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 use support::{DEADLINE, say};
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -41,6 +41,8 @@ async fn controller_serves_a_cluster_with_minimal_permissions() {
 
 async fn scenario(cluster: Cluster) {
     let mut controller = Controller::start(&cluster).await;
+    // Whatever the cluster has: the definitions can be read.
+    controller.until(" installed").await;
     controller.ready().await;
 
     // Tokens, as the API server sees them.
@@ -166,6 +168,18 @@ async fn scenario(cluster: Cluster) {
         .await;
 }
 
+/// The rule of the manifests for definitions, each by its name.
+fn definitions_rule() -> Value {
+    let manifest = include_str!("../../manifests/controller.yaml");
+    let documents = serde_yaml_ng::Deserializer::from_str(manifest);
+    let rules = documents.flat_map(|document| {
+        let object = Value::deserialize(document).unwrap();
+        object["rules"].as_array().cloned().unwrap_or_default()
+    });
+    let mut rules = rules.filter(|rule| rule["apiGroups"] == json!(["apiextensions.k8s.io"]));
+    rules.next().unwrap()
+}
+
 /// What a client is answered, once the API server has found the time to look at its token.
 async fn answered(client: &mut support::Client) -> Result<Vec<proto::Service>, tonic::Status> {
     let deadline = Instant::now() + DEADLINE;
@@ -219,6 +233,7 @@ impl Cluster {
             {"apiGroups": [""], "resources": ["services", "pods", "nodes"], "verbs": ["list", "watch"]},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
+            definitions_rule(),
         ]}));
         Api::<ClusterRole>::all(cluster.client.clone())
             .create(&all, &role)

@@ -26,8 +26,8 @@ pub(super) struct Context<'a> {
 pub(super) struct Objects<'a, K> {
     kind: Kind,
     context: Context<'a>,
-    /// The version of the last change, if there was one.
-    sent: Option<Option<u64>>,
+    /// The latest version since the list, if the objects were listed.
+    latest: Option<Option<u64>>,
     object: PhantomData<fn() -> K>,
 }
 
@@ -39,7 +39,7 @@ where
         Self {
             kind,
             context,
-            sent: None,
+            latest: None,
             object: PhantomData,
         }
     }
@@ -69,14 +69,13 @@ where
     /// The kind is not installed: it has no objects.
     pub async fn remove(&mut self) {
         self.context.freshness.remove(self.kind);
-        match self.sent {
-            // The position of the catalog does not change: its versions are those of this kind.
-            Some(version) => {
-                let change = Change::Reset(Source::Kubernetes, self.kind, Vec::new());
-                self.queue(Event { change, version }).await;
-            }
-            None => self.failed(true).await,
-        }
+        let change = match self.latest {
+            Some(_) => Change::Reset(Source::Kubernetes, self.kind, Vec::new()),
+            None => Change::Unavailable(Source::Kubernetes, self.kind),
+        };
+        // Versions of definitions are of another kind: the position of the catalog stays.
+        let version = self.latest.flatten();
+        self.queue(Event { change, version }).await;
     }
 
     async fn queue(&self, event: Event) {
@@ -101,7 +100,11 @@ where
     }
 
     async fn send(&mut self, update: Update<Object>, version: Option<u64>) {
-        self.sent = Some(version);
+        // Events may arrive in another order than their versions.
+        self.latest = Some(match &update {
+            Update::Reset(_) => version,
+            _ => version.max(self.latest.flatten()),
+        });
         let change = match update {
             Update::Reset(objects) => Change::Reset(Source::Kubernetes, self.kind, objects),
             Update::Apply(object) => Change::Apply(Source::Kubernetes, object),

@@ -110,16 +110,27 @@ async fn objects_are_watched_in_the_best_version_as_long_as_it_is_installed() {
     let listed = list("10", "", &[grant()]);
     server.respond_at("/v1/referencegrants?", 200, listed).await;
     assert_eq!(server.change().await, "reset ReferenceGrant [shop/g]");
-    let started = server.hang_at("/v1/referencegrants?").await;
+    let changed = |version| {
+        let mut grant = grant();
+        grant["metadata"]["resourceVersion"] = json!(version);
+        event("MODIFIED", grant)
+    };
+    let events = [changed("12"), changed("11")];
+    let (_, started) = server.events_at("/v1/referencegrants?", &events).await;
     assert_eq!(started, "watch=true&resourceVersion=10");
+    for version in [12, 11] {
+        let applied = ("apply shop/g".to_owned(), Some(version));
+        assert_eq!(server.event().await, applied);
+    }
     let ages = |server: &Server| server.freshness.ages().len();
     assert_eq!(ages(&server), 1);
 
     server
         .more_events(watch, &[event("DELETED", both.clone())])
         .await;
-    // Without a version, the catalog would have no position in the history of the cluster.
-    let removed = ("reset ReferenceGrant []".to_owned(), Some(10));
+    // Without a version, the catalog would have no position in the history of the cluster. With an
+    // earlier one, it would begin another history.
+    let removed = ("reset ReferenceGrant []".to_owned(), Some(12));
     assert_eq!(server.event().await, removed);
     assert_eq!(
         ages(&server),
