@@ -14,18 +14,19 @@ use crate::routes::attach::RouteId;
 use crate::routes::model::Rejection;
 use crate::routes::{Condition, PARTIALLY_INVALID, ParentReference, UNSUPPORTED_VALUE};
 
-/// The length of a spec that is kept. An invalid object whose former spec was longer has no effect.
-const MAX_SPEC_BYTES: usize = 128 * 1024;
+/// The length of a content that is kept. An invalid object whose former content was longer has no
+/// effect.
+const MAX_CONTENT_BYTES: usize = 128 * 1024;
 
 /// The state of an object that is in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
     /// The UID of the object, or empty.
     pub uid: Arc<str>,
-    /// The generation of the state.
+    /// The generation of the state. Of a Service, which has none, the resource version.
     pub generation: i64,
-    /// Its spec, unless it is too long.
-    pub spec: Option<Arc<str>>,
+    /// Its spec as JSON, unless it is too long. Of a Service, the annotations of a canary.
+    pub content: Option<Arc<str>>,
 }
 
 /// The latest state of an object, which is invalid.
@@ -42,8 +43,8 @@ pub trait FallBack: Sized {
     /// The object, if it has this type.
     fn of_object(object: &Object) -> Option<&Self>;
 
-    /// The state in force, or the latest one if none is.
-    fn origin(&self) -> &Origin;
+    /// The state in force, or the latest one if none is. `None`: nothing of the object can be invalid.
+    fn origin(&self) -> Option<&Origin>;
 
     /// Whether the latest state is invalid.
     fn is_invalid(&self) -> bool;
@@ -68,13 +69,14 @@ pub trait FallBack: Sized {
             return self;
         }
         // An object may have the name of a deleted one.
-        let uid = self.origin().uid.clone();
-        let is_usable = |former: &&Self| {
-            let Origin { uid: of, spec, .. } = former.origin();
-            former.is_in_force() && *of == uid && spec.is_some()
-        };
-        let formers = formers.into_iter().filter(is_usable);
-        if let Some(former) = formers.max_by_key(|former| former.origin().generation) {
+        let uid = self.origin().map(|origin| origin.uid.clone());
+        let formers = formers.into_iter().filter(|former| former.is_in_force());
+        let usable = formers.filter_map(|former| {
+            let origin = former.origin()?;
+            let is_usable = Some(&origin.uid) == uid.as_ref() && origin.content.is_some();
+            is_usable.then_some((origin.generation, former))
+        });
+        if let Some((_, former)) = usable.max_by_key(|(generation, _)| *generation) {
             self.fall_back(former);
         }
         self
@@ -83,17 +85,17 @@ pub trait FallBack: Sized {
 
 impl Origin {
     /// A state of the object with this UID.
-    pub fn new(uid: &str, generation: i64, spec: &str) -> Origin {
+    pub fn new(uid: &str, generation: i64, content: &str) -> Origin {
         Origin {
             uid: uid.into(),
             generation,
-            spec: (spec.len() <= MAX_SPEC_BYTES).then(|| spec.into()),
+            content: (content.len() <= MAX_CONTENT_BYTES).then(|| content.into()),
         }
     }
 
-    /// The spec, for a stored copy.
-    pub fn spec(&self) -> Option<Value> {
-        serde_json::from_str(self.spec.as_deref()?).ok()
+    /// The content, for a stored copy.
+    pub fn content(&self) -> Option<Value> {
+        serde_json::from_str(self.content.as_deref()?).ok()
     }
 }
 
@@ -120,9 +122,14 @@ impl Invalid {
             is_partial,
         } = &self.rejection;
         let generation = origin.generation;
+        let in_force = match generation {
+            // Objects from files have none.
+            0 => "the last valid state".to_owned(),
+            number => format!("generation {number}"),
+        };
         match accepted {
             Some(accepted) if accepted.holds && *is_partial => {
-                let message = format!("Fall Back to generation {generation}: {message}");
+                let message = format!("Fall Back to {in_force}: {message}");
                 let accepted = Condition {
                     generation: Some(generation),
                     ..accepted
@@ -131,7 +138,7 @@ impl Invalid {
                 vec![accepted, partial]
             }
             Some(accepted) if accepted.holds => {
-                let message = format!("{message}; generation {generation} stays in force");
+                let message = format!("{message}; {in_force} stays in force");
                 vec![Rejection::new(reason, message).condition()]
             }
             _ => vec![self.rejection.condition()],

@@ -3,7 +3,7 @@
 
 mod support;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
@@ -133,8 +133,9 @@ async fn canary_annotations_are_weights_and_invalid_ones_leave_the_service_alone
         assert_eq!(shares().await, [format!("canary {weight}")]);
     }
     sandbox.write("c.yaml", &canary("101"));
-    assert_eq!(backends(&mut discover).await, "no routes");
-    assert_eq!(shares().await, [""; 0]);
+    let problem = "diy-service-mesh/canary-weight: \"101\" is not an integer from 0 to 100";
+    let rejected = format!("{problem}; the share of 100% stays in force");
+    Log::of_process().line(&rejected).await;
     sandbox.write("c.yaml", &canary("20"));
     let expected = "shop/web:80=80 shop/canary:80=20";
     assert_eq!(backends(&mut discover).await, expected);
@@ -366,6 +367,7 @@ spec:
 "
         )
     };
+    let log = Log::of_process();
     let sandbox = Sandbox::start(&[("web.yaml", web(&["10.0.0.1"]))]).await;
     let mut discover = subscribed(&sandbox, "x").await;
     let snapshot = async |discover: &mut Discover, name: &str| loop {
@@ -409,15 +411,12 @@ spec:
         (max_requests(&of_backend), of_backend.routes),
         (Some(7), None)
     );
-    // An invalid policy does not apply, as an invalid route does not.
+    // After an invalid change, the last valid state stays in force, as that of a route does.
     sandbox.write("p.yaml", &policy("0"));
-    let third = snapshot(&mut discover, WEB).await;
-    assert_eq!((third.policy, third.routes), (None, None));
+    let problem = "spec.connections.maxRequests: \"0\" is not from 1 to 1000000";
+    let rejected = format!("{problem}; the last valid state stays in force");
+    log.line(&rejected).await;
     sandbox.write("p.yaml", &policy("8"));
-    assert_eq!(
-        max_requests(&snapshot(&mut discover, "shop/web:80").await),
-        None
-    );
     assert_eq!(
         max_requests(&snapshot(&mut discover, "shop/web:80").await),
         Some(8)
@@ -429,6 +428,17 @@ spec:
 struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
+    fn of_process() -> &'static Log {
+        static LOG: LazyLock<Log> = LazyLock::new(|| {
+            let log = Log::default();
+            let writer = log.clone();
+            let lines = tracing_subscriber::fmt().with_ansi(false);
+            lines.with_writer(move || writer.clone()).init();
+            log
+        });
+        &LOG
+    }
+
     async fn line(&self, text: &str) -> String {
         let poll = async {
             loop {
@@ -456,12 +466,7 @@ impl std::io::Write for Log {
 
 #[tokio::test]
 async fn conditions_tell_which_proxies_do_not_announce_that_they_apply_routes() {
-    let log = Log::default();
-    let writer = log.clone();
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(move || writer.clone())
-        .init();
+    let log = Log::of_process();
     // The pods of the tokens.
     let pod = |name: &str, uid: &str| {
         let pod = pod_manifest(name, &format!("10.0.1.{uid}"));

@@ -12,12 +12,15 @@ use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
+use serde_json::json;
+
 use super::injected::Injected;
 use crate::index::excess;
 use crate::index::object::{
     Canary, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
+use crate::last_valid::Origin;
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 /// The default of Kubernetes: three hours.
@@ -102,7 +105,7 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
         session_affinity: session_affinity(&spec),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
-        canary: canary(&object.metadata),
+        canary: canary(&object.metadata).map(Box::new),
     })
 }
 
@@ -120,7 +123,13 @@ fn canary(metadata: &ObjectMeta) -> Option<Canary> {
     let (of, weight) = (of.unwrap_or_default(), weight.unwrap_or_default());
     let invalid = |name, value, expected| Err(format!("{name}: {value:?} is not {expected}"));
     let percent = weight.parse().ok().filter(|percent| *percent <= 100);
+    let version = metadata.resource_version.as_deref();
+    let version = version.and_then(|version| version.parse().ok());
+    let uid = metadata.uid.as_deref().unwrap_or_default();
+    let annotations = json!({CANARY_OF: of, CANARY_WEIGHT: weight}).to_string();
     Some(Canary {
+        origin: Arc::new(Origin::new(uid, version.unwrap_or_default(), &annotations)),
+        invalid: None,
         of: of.into(),
         weight: match percent {
             _ if of.is_empty() || of.contains(['/', '.']) => {

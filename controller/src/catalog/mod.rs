@@ -17,6 +17,6 @@ mod testing;
 mod watch;
 
 pub(crate) use manifest::parse;
-#[cfg(test)]
-pub(crate) use resources::stored_revision;
 pub(crate) use resources::{resource, revision};
+#[cfg(test)]
+pub(crate) use resources::{service, stored_revision};

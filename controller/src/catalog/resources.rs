@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use k8s_openapi::api::apps::v1::ControllerRevision;
+use k8s_openapi::api::core::v1::Service;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::runtime::RawExtension;
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
@@ -103,17 +104,29 @@ impl CatalogObject for DynamicObject {
 impl CatalogObject for ControllerRevision {
     fn convert(&self, _: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
         let data = self.data.as_ref().map(|data| data.0.clone());
-        let object = DynamicObject::deserialize(data.unwrap_or_default());
-        let object = object.map_err(|error| ConvertError(format!("data: {error}")))?;
-        let name = object.types.as_ref().map(|types| types.kind.as_str());
+        let data = data.unwrap_or_default();
+        let name = data["kind"].as_str();
         let mut kinds = Kind::ALL.into_iter().filter(|kind| kind.can_fall_back());
         let kind = kinds.find(|kind| Some(kind.name()) == name);
         let kind = kind.ok_or_else(|| ConvertError(format!("data.kind: {name:?} is unknown")))?;
+        let object = match kind {
+            Kind::Service => convert_data::<Service>(kind, &data, trust_domain),
+            _ => convert_data::<DynamicObject>(kind, &data, trust_domain),
+        };
         Ok(Object::Revision(Revision {
             key: key(&self.metadata)?,
-            object: Box::new(object.convert(kind, trust_domain)?),
+            object: Box::new(object?),
         }))
     }
+}
+
+fn convert_data<T: CatalogObject + DeserializeOwned>(
+    kind: Kind,
+    data: &Value,
+    trust_domain: &str,
+) -> Result<Object, ConvertError> {
+    let object = T::deserialize(data).map_err(|error| ConvertError(format!("data: {error}")))?;
+    object.convert(kind, trust_domain)
 }
 
 /// The ControllerRevision with a state of an object. `None` if the state cannot be stored.
@@ -128,12 +141,20 @@ pub(crate) fn revision(
             uid, generation, ..
         },
     ) = (resource(*kind), origin);
-    let object = json!({
-        "apiVersion": resource.api_version, "kind": resource.kind, "spec": origin.spec()?,
-        "metadata": {
-            "namespace": *key.namespace, "name": *key.name, "uid": **uid, "generation": generation,
-        },
+    let mut object = json!({
+        "apiVersion": resource.api_version, "kind": resource.kind,
+        "metadata": {"namespace": *key.namespace, "name": *key.name, "uid": **uid},
     });
+    match kind {
+        Kind::Service => {
+            object["metadata"]["resourceVersion"] = generation.to_string().into();
+            object["metadata"]["annotations"] = origin.content()?;
+        }
+        _ => {
+            object["metadata"]["generation"] = (*generation).into();
+            object["spec"] = origin.content()?;
+        }
+    }
     let label = (LAST_VALID_LABEL.to_owned(), kind.name().to_owned());
     Some(ControllerRevision {
         metadata: ObjectMeta {
@@ -144,6 +165,12 @@ pub(crate) fn revision(
         data: Some(RawExtension(object)),
         revision: *generation,
     })
+}
+
+/// The object of the catalog for a Service.
+#[cfg(test)]
+pub(crate) fn service(object: Value) -> Object {
+    convert_data::<Service>(Kind::Service, &object, "cluster.local").unwrap()
 }
 
 /// The object of the catalog for a stored state.

@@ -116,6 +116,7 @@ fn condition(service: &Service) -> Option<Condition> {
 #[cfg(test)]
 mod tests {
     use std::net::SocketAddr;
+    use std::sync::Arc;
 
     use super::super::locality::Location;
     use super::super::object::{Canary, Change, Node, Object, Resource, Slice, SlicePort, Source};
@@ -241,10 +242,12 @@ mod tests {
     #[test]
     fn author_is_told_the_limit_until_the_service_keeps_it() {
         let mut canary = wide("web", 1..=1200);
-        canary.canary = Some(Canary {
+        canary.canary = Some(Box::new(Canary {
             of: "none".into(),
             weight: Ok(1),
-        });
+            origin: Arc::default(),
+            invalid: None,
+        }));
         let mut index = index([Object::Service(canary)]);
         let expected = [
             "shop/web NoMatchingParent the Service shop/none does not exist",

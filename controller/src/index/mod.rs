@@ -238,7 +238,11 @@ impl Index {
         let (kind, key) = (object.kind(), object.key().clone());
         let id = (kind, key.clone());
         match object {
-            Object::Service(service) => self.set_service(source, &key, Some(service), touched),
+            Object::Service(service) => {
+                let old = self.services.of_source(source, &key);
+                let service = self.revisions.restore(source, &id, service, old);
+                self.set_service(source, &key, Some(service), touched);
+            }
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
             Object::Node(node) => self.set_node(source, &key, Some(node), touched),

@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::excess::Excess;
-use crate::last_valid::Revision;
+use crate::last_valid::{FallBack, Origin, Revision};
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -69,9 +69,10 @@ impl Kind {
         self.is_optional() && !matches!(self, Kind::Node | Kind::Revision)
     }
 
-    /// Whether the last valid state of an object stays in force while it is invalid.
+    /// Whether the last valid state of an object stays in force while it is invalid. Of a Service, the
+    /// annotations of a canary.
     pub fn can_fall_back(self) -> bool {
-        self.is_custom() && self != Kind::Grant
+        self == Kind::Service || (self.is_custom() && self != Kind::Grant)
     }
 
     /// The name in Kubernetes.
@@ -274,7 +275,7 @@ pub struct Service {
     /// How long a client keeps its endpoint after a request, in seconds. 0: not at all.
     pub session_affinity: u32,
     /// The annotations that make the Service a canary of another one.
-    pub canary: Option<Canary>,
+    pub canary: Option<Box<Canary>>,
 }
 
 /// The share of a Service's requests that another Service of its namespace gets.
@@ -284,6 +285,41 @@ pub struct Canary {
     pub of: Arc<str>,
     /// The share in percent. An error names the annotation, its value and the expected value.
     pub weight: Result<u32, String>,
+    /// The state with these annotations.
+    pub origin: Arc<Origin>,
+    /// Why the latest ones are invalid, if these are earlier ones.
+    pub invalid: Option<String>,
+}
+
+impl FallBack for Service {
+    fn of_object(object: &Object) -> Option<&Service> {
+        match object {
+            Object::Service(one) => Some(one),
+            _ => None,
+        }
+    }
+
+    fn origin(&self) -> Option<&Origin> {
+        self.canary.as_ref().map(|canary| &*canary.origin)
+    }
+
+    fn is_invalid(&self) -> bool {
+        let canary = self.canary.as_ref();
+        canary.is_some_and(|canary| canary.weight.is_err() || canary.invalid.is_some())
+    }
+
+    fn is_in_force(&self) -> bool {
+        let canary = self.canary.as_ref();
+        canary.is_some_and(|canary| canary.weight.is_ok())
+    }
+
+    fn fall_back(&mut self, former: &Service) {
+        let latest = std::mem::replace(&mut self.canary, former.canary.clone());
+        let latest = latest.and_then(|latest| latest.weight.err().or(latest.invalid));
+        if let Some(canary) = &mut self.canary {
+            canary.invalid = latest;
+        }
+    }
 }
 
 impl Service {

@@ -84,6 +84,7 @@ impl Index {
             store.of_source(STORED, key).cloned().map(to_object)
         }
         match kind {
+            Kind::Service => object(&self.services, key, Object::Service),
             Kind::TrafficPolicy => object(&self.policies.objects, key, Object::Policy),
             Kind::TrafficSplit => object(&self.routes.traffic_splits, key, Object::Split),
             Kind::RouteGroup => object(&self.routes.route_groups, key, Object::RouteGroup),
@@ -98,9 +99,10 @@ impl Index {
             T: FallBack + Clone + PartialEq,
         {
             let object = store.of_source(STORED, key)?;
-            Some((object.origin(), object.has_fallen_back()))
+            Some((object.origin()?, object.has_fallen_back()))
         }
         match kind {
+            Kind::Service => state(&self.services, key),
             Kind::TrafficPolicy => state(&self.policies.objects, key),
             Kind::TrafficSplit => state(&self.routes.traffic_splits, key),
             Kind::RouteGroup => state(&self.routes.route_groups, key),
@@ -164,10 +166,11 @@ impl Index {
 
 fn origin_of(object: &Object) -> Option<&Origin> {
     match object {
-        Object::Route(route) => Some(route.origin()),
-        Object::Split(split) => Some(split.origin()),
-        Object::RouteGroup(group) => Some(group.origin()),
-        Object::Policy(policy) => Some(policy.origin()),
+        Object::Service(service) => service.origin(),
+        Object::Route(route) => route.origin(),
+        Object::Split(split) => split.origin(),
+        Object::RouteGroup(group) => group.origin(),
+        Object::Policy(policy) => policy.origin(),
         _ => None,
     }
 }

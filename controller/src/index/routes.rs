@@ -20,7 +20,7 @@ use crate::routes::model::{Grant, Reference, Rejection, Route};
 use crate::routes::smi::{RouteGroup, Split};
 use crate::routes::{
     BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
-    RouteStatus,
+    RouteStatus, UNSUPPORTED_VALUE,
 };
 
 /// The routes, by everything that they depend on.
@@ -395,7 +395,18 @@ impl Routes {
         let conditions = conditions.flat_map(|parent| parent.conditions.clone());
         let conditions: Vec<Condition> = conditions.collect();
         let accepted = canaries.accepted.iter();
-        let accepted = accepted.map(|(key, _)| (key, conditions.clone()));
+        let accepted = accepted.map(|(key, share)| {
+            let canary = services.get(key).and_then(|one| one.canary.as_ref());
+            let invalid = canary.and_then(|canary| canary.invalid.as_ref());
+            let conditions = match invalid {
+                None => conditions.clone(),
+                Some(error) => {
+                    let message = format!("{error}; the share of {share}% stays in force");
+                    vec![Rejection::new(UNSUPPORTED_VALUE, message).condition()]
+                }
+            };
+            (key, conditions)
+        });
         let rejected = canaries.rejected.iter();
         let rejected = rejected.map(|(key, rejection)| (key, vec![rejection.condition()]));
         let status = |(key, conditions): (&Key, Vec<Condition>)| RouteStatus {

@@ -940,9 +940,13 @@ impl Chance {
                     (ports[1000].port, ports[1000].node_port) = (30080, Some(30080));
                     service.excess = excess::split(ports).1;
                 }
-                service.canary = (self.0.u8(..3) == 0).then(|| Canary {
-                    of: self.one(&Self::SERVICES).into(),
-                    weight: Ok([10, 60, 100][self.0.usize(..3)]),
+                service.canary = (self.0.u8(..3) == 0).then(|| {
+                    Box::new(Canary {
+                        of: self.one(&Self::SERVICES).into(),
+                        weight: Ok([10, 60, 100][self.0.usize(..3)]),
+                        origin: Arc::default(),
+                        invalid: None,
+                    })
                 });
                 Object::Service(service)
             }
@@ -1077,7 +1081,7 @@ impl Chance {
         let source = [Source::Kubernetes, Source::Files][self.0.usize(..2)];
         let kind = self.kind();
         // The states of files are not stored.
-        let source = if kind.can_fall_back() {
+        let source = if kind.can_fall_back() && kind != Kind::Service {
             Source::Kubernetes
         } else {
             source

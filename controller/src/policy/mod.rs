@@ -210,8 +210,8 @@ impl FallBack for Policy {
         }
     }
 
-    fn origin(&self) -> &Origin {
-        &self.origin
+    fn origin(&self) -> Option<&Origin> {
+        Some(&self.origin)
     }
 
     fn is_invalid(&self) -> bool {

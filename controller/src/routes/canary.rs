@@ -1,6 +1,6 @@
 //! Canaries: Services with annotations that request a share of the requests of another one. Pure.
 //!
-//! An invalid canary gets no requests, and does not concern the others.
+//! After an invalid change, a canary keeps its last valid share. It does not concern the others.
 
 use std::sync::Arc;
 
@@ -127,10 +127,12 @@ mod tests {
     /// A canary of Service shop/`of`, created at a time.
     fn canary(name: &str, of: &str, weight: Result<u32, &str>, created: i64) -> Service {
         Service {
-            canary: Some(Canary {
+            canary: Some(Box::new(Canary {
                 of: of.into(),
                 weight: weight.map_err(str::to_owned),
-            }),
+                origin: Arc::default(),
+                invalid: None,
+            })),
             created,
             ..service(name, &["10.96.0.9"])
         }

@@ -227,8 +227,8 @@ impl FallBack for Route {
         }
     }
 
-    fn origin(&self) -> &Origin {
-        &self.origin
+    fn origin(&self) -> Option<&Origin> {
+        Some(&self.origin)
     }
 
     fn is_invalid(&self) -> bool {

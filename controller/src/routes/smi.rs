@@ -215,7 +215,7 @@ impl FallBack for Split {
         }
     }
 
-    fn origin(&self) -> &Origin {
+    fn origin(&self) -> Option<&Origin> {
         self.route.origin()
     }
 
@@ -241,8 +241,8 @@ impl FallBack for RouteGroup {
         }
     }
 
-    fn origin(&self) -> &Origin {
-        &self.origin
+    fn origin(&self) -> Option<&Origin> {
+        Some(&self.origin)
     }
 
     fn is_invalid(&self) -> bool {
@@ -512,7 +512,7 @@ mod tests {
         let field = "HTTPRouteGroup shop/insiders: spec.matches[0].path.value";
         assert!(problem.contains(field), "{problem}");
         assert!(
-            problem.ends_with("; generation 0 stays in force"),
+            problem.ends_with("; the last valid state stays in force"),
             "{problem}"
         );
     }

@@ -4,6 +4,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::catalog;
 use crate::index::locality::Location;
 use crate::index::object::{Change, Resource};
 use crate::index::tests::{empty, service, stored};
@@ -264,4 +265,45 @@ fn states_of_more_than_the_limits_are_not_kept() {
     }
     assert_eq!(store(&mut index).len(), MAX_REVISIONS);
     assert_eq!(store(&mut index), []);
+}
+
+/// Service `next` with these annotations.
+fn canary(version: &str, weight: &str) -> Object {
+    catalog::service(json!({
+        "metadata": {
+            "namespace": "shop", "name": "next", "uid": UID, "resourceVersion": version,
+            "annotations": {
+                "diy-service-mesh/canary-of": "web", "diy-service-mesh/canary-weight": weight,
+            },
+        },
+        "spec": {"clusterIP": "10.96.0.9", "ports": [{"port": 80}]},
+    }))
+}
+
+#[test]
+fn invalid_weight_of_a_canary_leaves_its_share_in_force() {
+    let next = Key::new("shop", "next");
+    let shares = |index: &Index| index.service(&Key::new("shop", "web")).unwrap().canaries;
+    let mut first = services();
+    apply(&mut first, canary("5", "20"));
+    apply(&mut first, canary("6", "2O"));
+    let revisions = store(&mut first);
+    assert_eq!(revisions.len(), 1);
+    let mut second = services();
+    for one in [vec![Change::Apply(STORED, canary("7", "2O"))], revisions].concat() {
+        change(&mut second, one);
+    }
+    for index in [&mut first, &mut second] {
+        assert_eq!(shares(index), [(next.clone(), 20)]);
+        let expected = "web Accepted=false None diy-service-mesh/canary-weight: \"2O\" is not an \
+                        integer from 0 to 100; the share of 20% stays in force";
+        assert_eq!(conditions(index), [expected]);
+        assert_eq!(store(index), []);
+        apply(index, canary("8", "30"));
+        assert_eq!(shares(index), [(next.clone(), 30)]);
+        assert_eq!(
+            conditions(index),
+            ["web Accepted=true None the route applies to shop/web"]
+        );
+    }
 }
