@@ -10,17 +10,18 @@ use std::time::Duration;
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{
-    Acknowledgement, DiscoverResponse, Endpoint, Snapshot, Subscribe, Unsubscribe,
+    Acknowledgement, DiscoverResponse, Snapshot, Subscribe, Unsubscribe,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::policy;
 use super::position::Position;
 use super::resource::Resource;
-use super::routes;
-use super::subset::Subset;
-use super::target::{self, Target};
+use super::target::Target;
+
+mod entry;
+
+use entry::{Bounds, Entry, Phase, Refused};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
@@ -29,8 +30,6 @@ const MAX_REMEMBERED: usize = 50_000;
 pub(super) const MAX_REFUSAL: Duration = Duration::from_secs(30);
 /// Endpoints that each Service may have, whatever the others have.
 const MIN_ENDPOINTS: usize = 64;
-/// A part of a Service with fewer endpoints is replaced by a new one.
-const MIN_PART: usize = 16;
 
 /// All subscribed resources, and which expired destinations were meshed.
 pub(super) struct Table {
@@ -65,48 +64,6 @@ pub(super) struct Watched {
 /// The table is full.
 #[derive(Debug)]
 pub(super) struct Full;
-
-struct Entry {
-    sender: watch::Sender<Arc<Target>>,
-    /// Version of the target in `sender`; empty if there is none to resume from.
-    version: String,
-    position: Position,
-    /// The state on the stream, if it is older than the target in `sender`.
-    refused: Option<Refused>,
-    phase: Phase,
-    /// The part of a snapshot in several messages that has arrived.
-    partial: Option<(Snapshot, Subset)>,
-    /// Whether the target is from the controller.
-    settled: bool,
-    /// Whether the latest target with endpoints was meshed.
-    meshed: bool,
-    /// The routes or the policy of the latest snapshot are invalid: earlier ones stay in force.
-    is_rejected: bool,
-    unused_since: Option<Instant>,
-}
-
-/// A state of a resource, as a response has it.
-struct Received {
-    target: Target,
-    version: String,
-    position: Position,
-}
-
-/// An older state of a replica of the controller that lags behind.
-struct Refused {
-    state: Received,
-    since: Instant,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum Phase {
-    /// Subscribed, or about to be on the next stream. The next response is not a delta.
-    Subscribed,
-    /// Deltas apply.
-    Current,
-    /// A response was invalid. The next sweep requests a snapshot.
-    OutOfSync,
-}
 
 impl Table {
     pub fn new(limit: usize, max_endpoints: usize) -> Self {
@@ -355,13 +312,6 @@ pub(super) struct Applied {
     pub kept: Option<(Resource, usize)>,
 }
 
-/// What the snapshot of a Service may take.
-#[derive(Clone, Copy)]
-struct Bounds {
-    endpoints: usize,
-    seed: u64,
-}
-
 impl WereMeshed {
     fn insert(&mut self, address: SocketAddr) {
         if self.addresses.len() < self.limit {
@@ -370,218 +320,6 @@ impl WereMeshed {
             self.is_incomplete = true;
         }
     }
-}
-
-impl Entry {
-    /// The number of endpoints that it holds.
-    fn endpoints(&self) -> usize {
-        let refused = self.refused.as_ref();
-        self.sender.borrow().endpoints()
-            + refused.map_or(0, |refused| refused.state.target.endpoints())
-    }
-
-    fn apply(
-        &mut self,
-        resource: &Resource,
-        response: DiscoverResponse,
-        bounds: Bounds,
-        now: Instant,
-        report: &mut dyn FnMut(String),
-    ) -> Option<Acknowledgement> {
-        let (version, position) = (response.version, Position::from(response.position));
-        let mut acknowledgement = None;
-        let mut invalid_parts = 0;
-        let next = match response.update {
-            Some(Update::Snapshot(snapshot)) => {
-                let (snapshot, subset) = self.append(snapshot, bounds);
-                if response.more {
-                    self.partial = Some((snapshot, subset));
-                    return None;
-                }
-                let (target, acknowledged) =
-                    self.read_snapshot(resource, &version, snapshot, subset, report);
-                acknowledgement = acknowledged;
-                target
-            }
-            // The replica may lag behind.
-            Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
-            Some(Update::Unknown(_)) => Ok(Target::unknown(resource)),
-            Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
-                self.phase = Phase::Current;
-                self.refused = None;
-                return None;
-            }
-            Some(Update::Unchanged(_)) => Err("unchanged, but no version is known".to_owned()),
-            Some(Update::Delta(_)) if self.phase == Phase::OutOfSync => return None,
-            Some(Update::Delta(_)) if self.phase == Phase::Subscribed => {
-                Err("delta before a snapshot".to_owned())
-            }
-            Some(Update::Delta(delta)) => {
-                let before = match &self.refused {
-                    Some(refused) => Arc::new(refused.state.target.clone()),
-                    None => self.sender.borrow().clone(),
-                };
-                let mut report_part = |error: String| {
-                    invalid_parts += 1;
-                    report(error);
-                };
-                let next = target::with_delta(&before, delta, bounds.endpoints, &mut report_part);
-                match invalid_parts {
-                    0 => next,
-                    _ => Ok(next.unwrap_or_else(|_| Target::clone(&before))),
-                }
-            }
-            // Sent by a newer controller.
-            Some(Update::Roots(_) | Update::Workload(_)) | None => {
-                report("unknown kind of response".to_owned());
-                return None;
-            }
-        };
-        let is_in_sync = next.is_ok() && invalid_parts == 0;
-        match next {
-            Ok(target) => {
-                let state = Received {
-                    target,
-                    version,
-                    position,
-                };
-                self.accept(state, now);
-            }
-            Err(error) => report(error),
-        }
-        if !is_in_sync {
-            self.mark_out_of_sync();
-        }
-        acknowledgement
-    }
-
-    /// The target of a complete snapshot, and the acknowledgement of its routes and its policy, if it
-    /// has any.
-    fn read_snapshot(
-        &mut self,
-        resource: &Resource,
-        version: &str,
-        mut snapshot: Snapshot,
-        subset: Subset,
-        report: &mut dyn FnMut(String),
-    ) -> (Result<Target, String>, Option<Acknowledgement>) {
-        let routes = snapshot.routes.take().map(routes::parse);
-        let policy = snapshot.policy.take().map(policy::parse);
-        let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
-        let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
-        let names_identity = endpoints.any(is_meshed);
-        let target = target::from_snapshot(resource, snapshot, subset, report);
-        let reasons = [error_of(&routes), error_of(&policy)];
-        let reasons: Vec<&str> = reasons.into_iter().flatten().collect();
-        self.is_rejected = !reasons.is_empty();
-        let rejection = reasons.join("; ");
-        if self.is_rejected {
-            report(format!("rejected: {rejection}"));
-        }
-        let has_any = routes.is_some() || policy.is_some();
-        let acknowledgement = has_any.then(|| Acknowledgement {
-            r#type: resource.kind().into(),
-            name: resource.to_string(),
-            version: version.to_owned(),
-            rejection,
-        });
-        if target.is_err() && names_identity && !self.settled {
-            // The endpoint is meshed, and its identity is invalid.
-            self.meshed = true;
-            self.sender.send_replace(Arc::new(Target::Withheld));
-        }
-        let before = self.sender.borrow();
-        let target = target.map(|target| {
-            let target = target.with_routes(routes, &before);
-            target.with_policy(policy, &before)
-        });
-        (target, acknowledgement)
-    }
-
-    /// Joins the messages of a snapshot, and keeps what is within the bounds.
-    fn append(&mut self, mut next: Snapshot, bounds: Bounds) -> (Snapshot, Subset) {
-        let (mut snapshot, mut subset) = match self.partial.take() {
-            Some((mut snapshot, subset)) => {
-                subset.retain(&mut next.endpoints);
-                subset.retain(&mut next.draining);
-                snapshot.endpoints.append(&mut next.endpoints);
-                snapshot.draining.append(&mut next.draining);
-                (snapshot, subset)
-            }
-            None => {
-                // All proxies hash to the same endpoints.
-                let is_hashed = policy::hashes(next.policy.as_ref());
-                let subset = Subset::new(if is_hashed { 0 } else { bounds.seed });
-                (next, subset)
-            }
-        };
-        let Snapshot {
-            endpoints,
-            draining,
-            ..
-        } = &mut snapshot;
-        subset.reduce(endpoints, draining, bounds.endpoints);
-        (snapshot, subset)
-    }
-
-    /// Publishes the state, unless the known one is newer.
-    fn accept(&mut self, state: Received, now: Instant) {
-        if self.settled && state.position.is_older_than(&self.position) {
-            let since = self.refused.take().map_or(now, |refused| refused.since);
-            self.phase = Phase::Current;
-            self.refused = Some(Refused { state, since });
-        } else {
-            self.publish(state);
-        }
-    }
-
-    fn publish(&mut self, state: Received) {
-        let Received {
-            mut target,
-            version,
-            position,
-        } = state;
-        target.inherit_affinity(&self.sender.borrow());
-        if !target.is_without_endpoint() {
-            self.meshed = target.is_meshed();
-        }
-        let is_short = target.part().is_some_and(|kept| kept < MIN_PART);
-        self.sender.send_replace(Arc::new(target));
-        // The next stream reports a rejection again.
-        self.version = if self.is_rejected {
-            String::new()
-        } else {
-            version
-        };
-        self.position = position;
-        self.refused = None;
-        self.phase = Phase::Current;
-        if is_short {
-            self.mark_out_of_sync();
-        }
-        self.settled = true;
-    }
-
-    /// Keeps the target until a snapshot arrives, for which no receiver waits.
-    fn mark_out_of_sync(&mut self) {
-        self.phase = Phase::OutOfSync;
-        self.partial = None;
-        self.refused = None;
-        self.version = String::new();
-        if !self.settled {
-            self.sender.send_modify(|_| {});
-        }
-    }
-
-    fn is_idle(&self, now: Instant, idle: Duration) -> bool {
-        self.unused_since
-            .is_some_and(|since| now.saturating_duration_since(since) >= idle)
-    }
-}
-
-/// Why routes or a policy are invalid, if there are any.
-fn error_of<T>(parsed: &Option<Result<T, String>>) -> Option<&str> {
-    parsed.as_ref()?.as_ref().err().map(String::as_str)
 }
 
 fn subscribe(resource: &Resource, entry: &Entry) -> Action {

@@ -3,7 +3,7 @@
 use super::*;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::snapshot::Kind;
-use diy_mesh_proto::mesh::v1::{Delta, Snapshot, Unchanged, Unknown};
+use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Unchanged, Unknown};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
