@@ -96,10 +96,12 @@ pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explan
         let own = status.parents.iter();
         let own = own.filter(|parent| parent.parent.key(&status.key) == *service);
         let conditions = own.flat_map(|parent| &parent.conditions);
-        problems.extend(conditions.filter(|one| !one.holds).map(|one| {
+        let conditions = conditions.filter(|one| one.is_problem());
+        problems.extend(conditions.map(|one| {
             let (kind, key) = (status.kind, &status.key);
+            let value = if one.holds { "True" } else { "False" };
             format!(
-                "{kind} {key}: {} is False, {}: {}",
+                "{kind} {key}: {} is {value}, {}: {}",
                 one.kind, one.reason, one.message
             )
         }));

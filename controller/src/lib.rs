@@ -3,7 +3,8 @@
 //! The path of a change: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines
 //! the affected destinations, [`hub`] notifies their subscribers, [`grpc`] sends responses at the
 //! pace of each client. [`authenticate`] precedes every call. The controller stores only its
-//! certificate authority; all replicas respond alike.
+//! certificate authority and the last valid states of invalid objects ([`last_valid`]); all replicas
+//! respond alike.
 //!
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
@@ -21,6 +22,7 @@ pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
+pub mod last_valid;
 pub mod metrics;
 pub mod policy;
 pub mod proxies;
@@ -47,13 +49,14 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
+use index::Index;
 use index::object::{Event, Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
 use routes::lease::{self, Election};
 use routes::report;
-use routes::writer::{self, Statuses, Writer};
+use routes::writer::{self, Revisions, Statuses, Writer};
 use serving::{Names, Serving};
 
 /// The kinds whose status the controller writes.
@@ -202,7 +205,8 @@ impl Controller {
             trust_domain.clone(),
         );
         let (events, queue) = Events::new();
-        let writer = status_writer(&config, &self.client, &self.authority, &metrics, &events);
+        let replica = self.authority.status().replica;
+        let writer = status_writer(&config, &self.client, &hub, replica, &metrics, &events);
         let statuses = publish_statuses(&hub, writer, &stopping);
         let mut statuses = pin!(statuses.fuse());
         let context = |trust| grpc::Context {
@@ -273,27 +277,31 @@ fn metrics(hub: &Hub, freshness: &Freshness, authority: &AuthorityHandle) -> Arc
 fn status_writer(
     config: &Config,
     client: &Option<kube::Client>,
-    authority: &AuthorityHandle,
+    hub: &Hub,
+    replica: String,
     metrics: &Arc<Metrics>,
     events: &Events,
-) -> Option<(Election, Writer)> {
+) -> Option<(Election, Writer, Revisions)> {
     let is_cluster = config.catalog == config::Storage::Kubernetes;
     let client = client.clone().filter(|_| is_cluster)?;
-    let (replica, timing) = (authority.status().replica, lease::Timing::default());
+    let (namespace, timing) = (&config.pod_namespace, lease::Timing::default());
     let writer = Writer::new(
         client.clone(),
         &WITH_STATUS,
         metrics.clone(),
         events.clone(),
     );
-    let election = Election::new(client, &config.pod_namespace, replica, timing);
-    Some((election, writer))
+    let due = hub.clone();
+    let due = move || due.read(Index::revision_writes);
+    let revisions = Revisions::new(client.clone(), namespace, due, hub.routes_changed());
+    let election = Election::new(client, namespace, replica, timing);
+    Some((election, writer, revisions))
 }
 
 /// Writes the statuses of routes, or logs them without a cluster, from the first synced catalog on.
 async fn publish_statuses(
     hub: &Hub,
-    writer: Option<(Election, Writer)>,
+    writer: Option<(Election, Writer, Revisions)>,
     stopping: &CancellationToken,
 ) {
     tokio::select! {
@@ -303,8 +311,8 @@ async fn publish_statuses(
     let (source, changed) = (hub.clone(), hub.routes_changed());
     let statuses = Statuses::new(move || source.route_statuses(), changed);
     match writer {
-        Some((election, writer)) => {
-            writer::run(election, writer, statuses, stopping.clone()).await;
+        Some((election, writer, revisions)) => {
+            writer::run(election, writer, revisions, statuses, stopping.clone()).await;
         }
         None => tokio::select! {
             never = report::log_changes(statuses) => match never {},
@@ -347,7 +355,8 @@ async fn watch_catalog(
     match &config.catalog {
         config::Storage::Kubernetes => {
             let client = client.clone().expect(CLIENT);
-            catalog::kubernetes::run(client, trust_domain, freshness, sender).await
+            let namespace = &config.pod_namespace;
+            catalog::kubernetes::run(client, namespace, trust_domain, freshness, sender).await
         }
         config::Storage::Files(folder) => {
             catalog::files::run(folder.clone(), trust_domain, freshness, sender).await

@@ -22,9 +22,11 @@ use tokio::process::{Child, Command};
 
 const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
-const UNUSED: [&str; 1] = [
+const UNUSED: [&str; 2] = [
     // A rotation changes the CA.
     "patch secrets diy-service-mesh-ca",
+    // An invalid change of a valid route: watches have no events here.
+    "create controllerrevisions.apps",
 ];
 
 /// The custom kinds that are installed, and their versions.
@@ -308,6 +310,10 @@ impl Api {
             "metadata": {}, "spec": {"service": "none", "backends": []},
         });
         state.store(key, split);
+        // The route is valid: nothing needs its earlier state.
+        let key = ["apps", "controllerrevisions", MESH, "obsolete"].map(String::from);
+        let data = json!({"apiVersion": "v1", "kind": "HTTPRoute", "metadata": {"namespace": "shop", "name": "web"}, "spec": {}});
+        state.store(key, json!({"metadata": {}, "revision": 1, "data": data}));
         for (name, version) in DEFINITIONS {
             let key = [
                 "apiextensions.k8s.io",
@@ -477,6 +483,10 @@ impl Objects {
                 let current = self.objects.get(&key).cloned();
                 match (verb, current) {
                     ("get", Some(object)) => (200, object),
+                    ("delete", Some(object)) => {
+                        self.objects.remove(&key);
+                        (200, object)
+                    }
                     ("patch", None) if query.contains("fieldManager") && main == "configmaps" => {
                         // Server-side apply creates the object, if that is permitted too.
                         self.calls.insert(Call {
@@ -546,6 +556,7 @@ fn parse(method: &str, path: &str, query: &str) -> Call {
         "POST" => "create",
         "PUT" => "update",
         "PATCH" => "patch",
+        "DELETE" => "delete",
         other => panic!("unexpected method {other}"),
     };
     name = name.or(selected);

@@ -170,15 +170,6 @@ impl Account {
         &self.holder
     }
 
-    /// The account with the HTTP/2 connections to the application for this caller. A peer has its
-    /// own; clients without mutual TLS share theirs.
-    pub fn connection_holder(self: &Rc<Self>) -> &Rc<Self> {
-        match (&self.holder, &self.group) {
-            (Holder::Plaintext(_), Some(group)) => group,
-            _ => self,
-        }
-    }
-
     /// Whether the holder may use `more`.
     fn has_left(&self, more: usize) -> bool {
         self.left(more).is_some()

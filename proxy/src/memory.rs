@@ -67,8 +67,8 @@ impl Memory {
     }
 
     /// The budget for the buffers of one direction in each of `workers` workers. Both directions
-    /// together use half of the memory. The last eighth is for the program, the kernel and the
-    /// fragmentation of the heap.
+    /// together use half of the memory. The last eighth is for windows of connections to the
+    /// application ([`Budgets`]), the program, the kernel and the fragmentation of the heap.
     pub fn buffers(self, workers: usize) -> usize {
         self.limit / 4 / workers.max(1)
     }
@@ -119,6 +119,8 @@ pub struct Budgets {
     /// For flow-control windows of HTTP/2 connections beyond the first stream's. Separate: a window
     /// that is granted may stay unused.
     pub windows: Rc<Budget>,
+    /// For those of HTTP/2 connections to the application, by the callers of the requests on them.
+    pub app_windows: Rc<Budget>,
 }
 
 impl Budgets {
@@ -127,6 +129,7 @@ impl Budgets {
         Self {
             buffers: Budget::bytes(bytes / 4 * 3),
             windows: Budget::bytes(bytes / 4),
+            app_windows: Budget::bytes(bytes / 4),
         }
     }
 }

@@ -1,11 +1,14 @@
 //! Invalid routes on a cluster: those that the API server stores get a condition that names the
-//! field, and do not disturb a valid route of the same Service.
+//! field, and do not disturb a valid route of the same Service. The last valid state of a route
+//! stays in force.
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::gateway_api::{apply_canary, install};
+use diy_mesh_tests::cluster::gateway_api::{ACCEPTED, apply_canary, install, wait_for_condition};
 use diy_mesh_tests::cluster::load::Load;
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, versions, wait_for};
+use diy_mesh_tests::cluster::{
+    MESH, Namespace, in_namespace, kubectl, rolled_out, versions, wait_for,
+};
 use serde_json::{Value, json};
 
 /// Kind, parent and rule of an invalid route, then type, reason and a part of the message of its
@@ -198,16 +201,9 @@ fn invalid_routes_get_a_condition_and_the_valid_one_stays_in_force() -> Result<(
         install()?;
         versions::start(namespace)?;
         apply_canary(namespace, 100)?;
-        let client = App {
-            endpoint: "http://web/hello",
-            interval_ms: "50",
-            ..App::http_client()
-        };
+        let client = client("client");
         let load = Load::start(namespace, client)?;
-        wait_for("version 2.0", || {
-            let logs = namespace.logs(client.name, client.program)?;
-            Ok(logs.contains("Version: 2.0").then_some(()))
-        })?;
+        wait_for_version_2(namespace, client.name)?;
         let first_version = |namespace: &Namespace| -> Result<usize> {
             let logs = namespace.logs(client.name, client.program)?;
             Ok(logs.matches("Version: 1.0").count())
@@ -227,6 +223,96 @@ fn invalid_routes_get_a_condition_and_the_valid_one_stays_in_force() -> Result<(
         );
         Ok(())
     })
+}
+
+/// The route sends all requests to version 2.0. Without it, half of them would reach version 1.0.
+#[test]
+fn last_valid_state_of_a_route_stays_in_force_after_a_restart_of_the_controllers() -> Result<()> {
+    in_namespace("last-valid", |namespace| {
+        install()?;
+        versions::start(namespace)?;
+        let valid = apply_canary(namespace, 100)?;
+        let load = Load::start(namespace, client("before"))?;
+        wait_for_version_2(namespace, "before")?;
+        let before = namespace.logs("before", "http-client")?;
+
+        patch(
+            namespace,
+            r#"[{"path": {"type": "RegularExpression", "value": "("}}]"#,
+        )?;
+        let rejected = ["Accepted", "False", UNSUPPORTED];
+        let route = wait_for_condition(namespace, "httproute", "web", rejected)?;
+        let message = &route["status"]["parents"][0]["conditions"][0]["message"];
+        let message = message.as_str().unwrap_or_default();
+        let in_force = format!(
+            "; generation {} stays in force",
+            valid["metadata"]["generation"]
+        );
+        ensure!(message.ends_with(&in_force), "{message}");
+        wait_for("a ControllerRevision", || {
+            Ok(revision(&route)?.then_some(()))
+        })?;
+
+        kubectl(&["rollout", "restart", "-n", MESH, "deployment/controller"])?;
+        rolled_out(MESH, "controller")?;
+        // The proxies of new clients know only what the new controllers send.
+        let after = Load::start(namespace, client("after"))?;
+        after.wait_for_responses()?;
+        for (name, load, before) in [("before", &load, &*before), ("after", &after, "")] {
+            load.expect_no_failure()?;
+            let logs = namespace.logs(name, "http-client")?;
+            let first_version = |logs: &str| logs.matches("Version: 1.0").count();
+            ensure!(
+                first_version(&logs) == first_version(before),
+                "{name}: {logs}"
+            );
+        }
+
+        patch(namespace, "[]")?;
+        wait_for_condition(namespace, "httproute", "web", ACCEPTED)?;
+        wait_for("no ControllerRevision", || {
+            Ok((!revision(&route)?).then_some(()))
+        })
+    })
+}
+
+fn client(name: &'static str) -> App<'static> {
+    App {
+        name,
+        endpoint: "http://web/hello",
+        interval_ms: "50",
+        ..App::http_client()
+    }
+}
+
+fn wait_for_version_2(namespace: &Namespace, client: &str) -> Result<()> {
+    wait_for("version 2.0", || {
+        let logs = namespace.logs(client, "http-client")?;
+        Ok(logs.contains("Version: 2.0").then_some(()))
+    })
+}
+
+/// Sets the matches of the first rule of HTTPRoute `web`.
+fn patch(namespace: &Namespace, matches: &str) -> Result<()> {
+    let patch =
+        format!(r#"[{{"op": "add", "path": "/spec/rules/0/matches", "value": {matches}}}]"#);
+    let arguments = ["patch", "httproute", "web", "--type=json", "-p", &patch];
+    namespace.kubectl(&arguments).map(drop)
+}
+
+/// Whether a state of the route is stored.
+fn revision(route: &Value) -> Result<bool> {
+    let labels = "--selector=diy-service-mesh.dev/last-valid=HTTPRoute";
+    let names = kubectl(&[
+        "get",
+        "controllerrevisions",
+        "-n",
+        MESH,
+        labels,
+        "-o",
+        "name",
+    ])?;
+    Ok(names.contains(route["metadata"]["uid"].as_str().context("a UID")?))
 }
 
 /// The routes of all cases, and the ExternalName that one of them names.

@@ -253,7 +253,8 @@ mod tests {
                 "reset ReferenceGrant 0",
                 "reset TrafficPolicy 0",
                 "reset TrafficSplit 0",
-                "reset HTTPRouteGroup 0"
+                "reset HTTPRouteGroup 0",
+                "reset ControllerRevision 0"
             ]
         );
         assert_eq!(say(files.scan()), [""; 0]);

@@ -17,4 +17,6 @@ mod testing;
 mod watch;
 
 pub(crate) use manifest::parse;
-pub(crate) use resources::resource;
+#[cfg(test)]
+pub(crate) use resources::stored_revision;
+pub(crate) use resources::{resource, revision};

@@ -1,5 +1,5 @@
 //! The kinds of the catalog as resources of the API server, and the objects of custom resources:
-//! routes, grants and policies.
+//! routes, grants and policies, with their stored states.
 //!
 //! The crate `gateway-api` is for an earlier version of `kube`, and its types reject the whole list
 //! of objects if one has a value of a later release. So `spec` is parsed per object, in
@@ -7,21 +7,28 @@
 
 use std::sync::Arc;
 
+use k8s_openapi::api::apps::v1::ControllerRevision;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::runtime::RawExtension;
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::convert::{CatalogObject, ConvertError, created, key};
 use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
+use crate::last_valid::{Origin, Revision};
 use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;
+use crate::routes::attach::RouteId;
 use crate::routes::model::Grant;
 use crate::routes::parse::{self, Meta};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
 use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch};
 
+/// The label of ControllerRevisions of the mesh. Its value is the kind of their objects.
+pub(crate) const LAST_VALID_LABEL: &str = "diy-service-mesh.dev/last-valid";
 const GATEWAY: &str = "gateway.networking.k8s.io";
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
@@ -43,6 +50,7 @@ pub(super) fn resources(kind: Kind) -> Vec<ApiResource> {
             (smi::SPLIT_GROUP, "trafficsplits", versions)
         }
         Kind::RouteGroup => (smi::SPECS_GROUP, "httproutegroups", &[smi::VERSION]),
+        Kind::Revision => ("apps", "controllerrevisions", &["v1"]),
     };
     let resource = |version: &&str| {
         let kind = GroupVersionKind::gvk(group, version, kind.name());
@@ -59,23 +67,14 @@ pub(crate) fn resource(kind: Kind) -> ApiResource {
 impl CatalogObject for DynamicObject {
     fn convert(&self, kind: Kind, _: &str) -> Result<Object, ConvertError> {
         let (metadata, spec) = (&self.metadata, &self.data["spec"]);
-        let meta = Meta {
-            kind,
-            key: key(metadata)?,
-            generation: metadata.generation.unwrap_or_default(),
-            created: created(metadata),
-        };
+        let uid = metadata.uid.as_deref().unwrap_or_default();
+        let state = (uid, metadata.generation.unwrap_or_default());
+        let meta = Meta::new(kind, key(metadata)?, created(metadata), state, spec);
         let object = match kind {
             Kind::Grant => grant(meta.key, spec).map(Object::Grant),
-            Kind::TrafficPolicy => {
-                let policy = policy::parse::policy(meta.key, meta.generation, meta.created, spec);
-                policy.map(Object::Policy)
-            }
-            Kind::TrafficSplit => {
-                let uid = metadata.uid.as_deref().unwrap_or_default();
-                smi::split(meta, uid, spec).map(Object::Split)
-            }
-            Kind::RouteGroup => smi::group(meta.key, spec).map(Object::RouteGroup),
+            Kind::TrafficPolicy => policy::parse::policy(meta, spec).map(Object::Policy),
+            Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
+            Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
             _ => parse::route(meta, spec).map(Object::Route),
         };
         object.map_err(ConvertError)
@@ -91,7 +90,7 @@ impl CatalogObject for DynamicObject {
             Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
             Kind::TrafficSplit => unknown::<SplitSpec>(spec),
             Kind::RouteGroup => unknown::<GroupSpec>(spec),
-            Kind::Service | Kind::Slice | Kind::Pod | Kind::Node => Vec::new(),
+            Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Revision => Vec::new(),
         };
         let sections = self.data.as_object().into_iter().flatten();
         let others = sections.filter(|(name, _)| *name != "spec");
@@ -99,6 +98,60 @@ impl CatalogObject for DynamicObject {
         let of_spec = of_spec.into_iter().map(|field| format!("spec.{field}"));
         others.chain(of_spec).collect()
     }
+}
+
+impl CatalogObject for ControllerRevision {
+    fn convert(&self, _: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
+        let data = self.data.as_ref().map(|data| data.0.clone());
+        let object = DynamicObject::deserialize(data.unwrap_or_default());
+        let object = object.map_err(|error| ConvertError(format!("data: {error}")))?;
+        let name = object.types.as_ref().map(|types| types.kind.as_str());
+        let mut kinds = Kind::ALL.into_iter().filter(|kind| kind.can_fall_back());
+        let kind = kinds.find(|kind| Some(kind.name()) == name);
+        let kind = kind.ok_or_else(|| ConvertError(format!("data.kind: {name:?} is unknown")))?;
+        Ok(Object::Revision(Revision {
+            key: key(&self.metadata)?,
+            object: Box::new(object.convert(kind, trust_domain)?),
+        }))
+    }
+}
+
+/// The ControllerRevision with a state of an object. `None` if the state cannot be stored.
+pub(crate) fn revision(
+    name: &str,
+    (kind, key): &RouteId,
+    origin: &Origin,
+) -> Option<ControllerRevision> {
+    let (
+        resource,
+        Origin {
+            uid, generation, ..
+        },
+    ) = (resource(*kind), origin);
+    let object = json!({
+        "apiVersion": resource.api_version, "kind": resource.kind, "spec": origin.spec()?,
+        "metadata": {
+            "namespace": *key.namespace, "name": *key.name, "uid": **uid, "generation": generation,
+        },
+    });
+    let label = (LAST_VALID_LABEL.to_owned(), kind.name().to_owned());
+    Some(ControllerRevision {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            labels: Some([label].into()),
+            ..ObjectMeta::default()
+        },
+        data: Some(RawExtension(object)),
+        revision: *generation,
+    })
+}
+
+/// The object of the catalog for a stored state.
+#[cfg(test)]
+pub(crate) fn stored_revision(stored: &Key, id: &RouteId, origin: &Origin) -> Object {
+    let mut revision = revision(&stored.name, id, origin).unwrap();
+    revision.metadata.namespace = Some(stored.namespace.to_string());
+    revision.convert(Kind::Revision, "cluster.local").unwrap()
 }
 
 /// The unknown fields of a spec. An error is a condition of the object, or an error of its conversion.

@@ -98,11 +98,11 @@ impl ExcessServices {
 fn condition(service: &Service) -> Option<Condition> {
     let excess = service.excess.as_ref();
     let ports = &excess.filter(|_| service.external_name.is_empty())?.ports;
-    Some(Condition {
-        kind: APPLIES_TO_ALL_PORTS,
-        holds: false,
-        reason: TOO_MANY_PORTS,
-        message: format!(
+    Some(Condition::new(
+        APPLIES_TO_ALL_PORTS,
+        false,
+        TOO_MANY_PORTS,
+        format!(
             "the Service {} has {} TCP ports, and the mesh supports the first {MAX_PORTS}; \
              connections to the others at its addresses fail (the lowest one is {}), and \
              routes and policies do not apply to them; split the Service",
@@ -110,7 +110,7 @@ fn condition(service: &Service) -> Option<Condition> {
             MAX_PORTS + ports.len(),
             ports[0],
         ),
-    })
+    ))
 }
 
 #[cfg(test)]

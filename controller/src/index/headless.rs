@@ -160,16 +160,18 @@ impl Index {
             true => format!(" (pods {})", shortened(pods.iter())),
             false => String::new(),
         };
-        (!pods.is_empty()).then(|| Condition {
-            kind: APPLIES_TO_ALL_PODS,
-            holds: false,
-            reason: OLDER_SERVICE,
-            message: format!(
-                "routes and policies of older headless Services apply to {} of the pods of \
+        (!pods.is_empty()).then(|| {
+            Condition::new(
+                APPLIES_TO_ALL_PODS,
+                false,
+                OLDER_SERVICE,
+                format!(
+                    "routes and policies of older headless Services apply to {} of the pods of \
                  {key}: {}{names}",
-                pods.len(),
-                shortened(services.iter())
-            ),
+                    pods.len(),
+                    shortened(services.iter())
+                ),
+            )
         })
     }
 }

@@ -17,7 +17,7 @@ const HOSTILE: &str = "other";
 fn cluster(chance: &mut Chance) -> Vec<Object> {
     let mut objects: Vec<Object> = Vec::new();
     for _ in 0..40 {
-        let kind = Kind::ALL[chance.0.usize(..Kind::ALL.len())];
+        let kind = chance.kind();
         let object = chance.object(kind);
         objects.retain(|other| !is_same(other, &object));
         objects.push(object);
@@ -101,6 +101,7 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             targets.flat_map(of_target).collect()
         }
         Object::Split(split) => [split.service()].into(),
+        Object::Revision(revision) => concerned(&revision.object, all),
         Object::RouteGroup(group) => {
             let splits = all.iter().filter_map(|object| match object {
                 Object::Split(split) => Some(split),
@@ -210,6 +211,8 @@ fn hostile(chance: &mut Chance, objects: &[Object]) -> Vec<Object> {
                         port
                     })
                     .collect(),
+                // No two Services of a cluster have the same node port.
+                excess: None,
                 ..service
             })),
             Object::Slice(mut slice) => {

@@ -13,6 +13,7 @@ pub mod object;
 mod policies;
 pub mod position;
 mod resolve;
+mod revisions;
 mod routes;
 pub mod state;
 mod store;
@@ -30,6 +31,7 @@ use limits::Limits;
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use policies::Policies;
 use position::{History, Position};
+use revisions::Revisions;
 use routes::Routes;
 use store::{Objects, Replaced, Store};
 use view::ServiceView;
@@ -47,6 +49,7 @@ pub struct Index {
     policies: Policies,
     limits: Limits,
     headless: Headless,
+    revisions: Revisions,
     excess: ExcessServices,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
@@ -227,24 +230,44 @@ impl Index {
             Kind::TrafficSplit => &self.routes.traffic_splits,
             Kind::RouteGroup => &self.routes.route_groups,
             Kind::TrafficPolicy => &self.policies.objects,
+            Kind::Revision => &self.revisions.objects,
         }
     }
 
     fn set(&mut self, source: Source, object: Object, touched: &mut Touched) {
-        let key = object.key().clone();
+        let (kind, key) = (object.kind(), object.key().clone());
+        let id = (kind, key.clone());
         match object {
             Object::Service(service) => self.set_service(source, &key, Some(service), touched),
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
             Object::Node(node) => self.set_node(source, &key, Some(node), touched),
             Object::Route(route) => {
-                self.routes.set_route(source, route.kind, &key, Some(route));
+                let old = self.routes.of_kind(kind).of_source(source, &key);
+                let route = self.revisions.restore(source, &id, route, old);
+                self.routes.set_route(source, kind, &key, Some(route));
             }
             Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
-            Object::Split(split) => self.routes.set_traffic_split(source, &key, Some(split)),
-            Object::RouteGroup(group) => self.routes.set_group(source, &key, Some(group)),
-            Object::Policy(policy) => self.policies.set(source, &key, Some(policy)),
+            Object::Split(split) => {
+                let old = self.routes.traffic_splits.of_source(source, &key);
+                let split = self.revisions.restore(source, &id, split, old);
+                self.routes.set_traffic_split(source, &key, Some(split));
+            }
+            Object::RouteGroup(group) => {
+                let old = self.routes.route_groups.of_source(source, &key);
+                let group = self.revisions.restore(source, &id, group, old);
+                self.routes.set_group(source, &key, Some(group));
+            }
+            Object::Policy(policy) => {
+                let old = self.policies.objects.of_source(source, &key);
+                let policy = self.revisions.restore(source, &id, policy, old);
+                self.policies.set(source, &key, Some(policy));
+            }
+            Object::Revision(revision) => {
+                self.set_revision(source, &key, Some(revision), touched);
+            }
         }
+        self.note_fallback(kind, &key);
     }
 
     fn remove(&mut self, source: Source, kind: Kind, key: &Key, touched: &mut Touched) {
@@ -260,7 +283,9 @@ impl Index {
             Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
             Kind::RouteGroup => self.routes.set_group(source, key, None),
             Kind::TrafficPolicy => self.policies.set(source, key, None),
+            Kind::Revision => self.set_revision(source, key, None, touched),
         }
+        self.note_fallback(kind, key);
     }
 
     fn set_service(

@@ -8,6 +8,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::excess::Excess;
+use crate::last_valid::Revision;
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -37,11 +38,13 @@ pub enum Kind {
     TrafficSplit,
     /// An HTTPRouteGroup of SMI.
     RouteGroup,
+    /// A ControllerRevision with a state of one of the former.
+    Revision,
 }
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 11] = [
+    pub const ALL: [Kind; 12] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
@@ -53,6 +56,7 @@ impl Kind {
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
         Kind::RouteGroup,
+        Kind::Revision,
     ];
 
     /// Whether the mesh works without objects of this kind.
@@ -62,7 +66,12 @@ impl Kind {
 
     /// Whether it is a custom resource.
     pub fn is_custom(self) -> bool {
-        self.is_optional() && self != Kind::Node
+        self.is_optional() && !matches!(self, Kind::Node | Kind::Revision)
+    }
+
+    /// Whether the last valid state of an object stays in force while it is invalid.
+    pub fn can_fall_back(self) -> bool {
+        self.is_custom() && self != Kind::Grant
     }
 
     /// The name in Kubernetes.
@@ -79,6 +88,7 @@ impl Kind {
             Kind::TrafficPolicy => "TrafficPolicy",
             Kind::TrafficSplit => "TrafficSplit",
             Kind::RouteGroup => "HTTPRouteGroup",
+            Kind::Revision => "ControllerRevision",
         }
     }
 }
@@ -193,6 +203,8 @@ pub enum Object {
     RouteGroup(RouteGroup),
     /// A TrafficPolicy.
     Policy(Policy),
+    /// A stored state of an object.
+    Revision(Revision),
 }
 
 impl Object {
@@ -208,6 +220,7 @@ impl Object {
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
+            Object::Revision(_) => Kind::Revision,
         }
     }
 
@@ -223,6 +236,7 @@ impl Object {
             Object::Split(split) => &split.key,
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
+            Object::Revision(revision) => &revision.key,
         }
     }
 }

@@ -192,7 +192,8 @@ impl Policies {
     }
 
     fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {
-        let targets = policy.targets().map(|(reference, target)| {
+        let targets = policy.written_targets().iter().map(|reference| {
+            let target = policy.target(reference);
             let exists = match &target {
                 Some(Target::Service(key)) => {
                     let service = services.get(key);
@@ -204,7 +205,7 @@ impl Policies {
             let applied = applied.unwrap_or(&policy.key);
             ParentStatus {
                 parent: reference.clone(),
-                conditions: vec![policy.condition(target.as_ref(), exists, applied)],
+                conditions: policy.conditions(reference, exists, applied),
             }
         });
         targets.collect()

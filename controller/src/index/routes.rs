@@ -348,7 +348,7 @@ impl Routes {
         let splits = splits.filter(|split| split.kind == Kind::TrafficSplit);
         let routes = self.http.values().chain(self.grpc.values());
         let routes = routes.chain(self.tcp.values()).chain(splits);
-        let statuses = routes.filter(|route| !route.parents.is_empty());
+        let statuses = routes.filter(|route| !route.written_parents().is_empty());
         let mut statuses: Vec<RouteStatus> = statuses.map(|route| self.status(route)).collect();
         statuses.extend(
             self.canaries
@@ -361,7 +361,7 @@ impl Routes {
 
     fn status(&self, route: &Route) -> RouteStatus {
         let id = (route.kind, route.key.clone());
-        let parents = route.parents.iter().enumerate();
+        let parents = route.written_parents().iter().enumerate();
         let parents = parents.filter_map(|(position, parent)| {
             let of_parent = self.attachments.get(&parent.key(&route.key))?;
             let attachment = of_parent.get(&route.key.namespace)?;
@@ -374,7 +374,7 @@ impl Routes {
             kind: route.kind,
             key: route.key.clone(),
             uid: match route.kind {
-                Kind::TrafficSplit => self.traffic_splits[&route.key].uid.clone(),
+                Kind::TrafficSplit => route.origin.uid.clone(),
                 _ => "".into(),
             },
             generation: route.generation,
@@ -430,6 +430,8 @@ impl Routes {
 
 fn groups_of(route: &Route) -> impl Iterator<Item = Group> {
     let parents = route.parents.iter();
+    let invalid = route.invalid.iter().flat_map(|invalid| &invalid.parents);
+    let parents = parents.chain(invalid);
     parents.map(|parent| (parent.key(&route.key), route.key.namespace.clone()))
 }
 

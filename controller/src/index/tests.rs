@@ -11,6 +11,8 @@ use super::object::{
 };
 use super::state::{Delta, Endpoint, State, Update};
 use super::*;
+use crate::catalog;
+use crate::last_valid::Write;
 use crate::policy::{self, Policy};
 use crate::routes::model::{Grant, Route};
 use crate::routes::parse::{self, Meta};
@@ -929,7 +931,7 @@ impl Chance {
                 service.local_only = self.0.u8(..4) == 0;
                 service.external_local = self.0.bool();
                 service.session_affinity = self.0.u32(..2);
-                service.created = self.0.i64(..2);
+                service.created = self.0.i64(0..2);
                 let outside = [&Self::CLUSTER_IPS[..], &Self::ADDRESSES, &["192.0.2.1"]].concat();
                 service.external_ips = self.some(&outside).into_iter().map(ip).collect();
                 service.ports[0].node_port = self.0.bool().then_some(30080);
@@ -957,7 +959,7 @@ impl Chance {
                 let addresses = self.some(&Self::ADDRESSES);
                 let mut pod = pod(self.one(&Self::PODS), &addresses);
                 pod.terminating = self.0.u8(..4) == 0;
-                pod.created = self.0.i64(..3);
+                pod.created = self.0.i64(0..3);
                 pod.identity = if self.0.bool() { pod.identity } else { None };
                 if self.0.u8(..4) == 0 {
                     pod.labels.clear();
@@ -972,7 +974,6 @@ impl Chance {
             }),
             Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => Object::Route(self.route(kind)),
             Kind::TrafficSplit => {
-                let meta = self.meta(kind);
                 let groups = self.some(&["g1", "g2"]).into_iter();
                 let groups = groups.map(|name| json!({"kind": "HTTPRouteGroup", "name": name}));
                 let groups: Vec<Value> = groups.collect();
@@ -985,13 +986,14 @@ impl Chance {
                 let backends: Vec<Value> = backends.collect();
                 let service = self.one(&Self::SERVICES);
                 let spec = json!({"service": service, "backends": backends, "matches": groups});
-                Object::Split(smi::split(meta, "", &spec).unwrap())
+                Object::Split(smi::split(self.meta(kind, &spec), &spec).unwrap())
             }
             Kind::RouteGroup => {
-                let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
                 let path = self.one(&["/a", "/b.*", "("]);
                 let spec = json!({"matches": [{"name": "m", "pathRegex": path, "methods": ["GET", "PUT"]}]});
-                Object::RouteGroup(smi::group(key, &spec).unwrap())
+                let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
+                let meta = self.meta(kind, &spec);
+                Object::RouteGroup(smi::group(Meta { key, ..meta }, &spec).unwrap())
             }
             Kind::Grant => Object::Grant(Grant {
                 key: Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"])),
@@ -999,6 +1001,7 @@ impl Chance {
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
             Kind::TrafficPolicy => Object::Policy(self.policy()),
+            Kind::Revision => unreachable!("the index asks for them"),
         }
     }
 
@@ -1027,21 +1030,18 @@ impl Chance {
             }
         }
         let key = Key::new(namespace, self.one(&["p1", "p2"]));
-        policy::parse::policy(key, self.0.i64(..3), self.0.i64(..2), &spec).unwrap()
+        let meta = self.meta(Kind::TrafficPolicy, &spec);
+        policy::parse::policy(Meta { key, ..meta }, &spec).unwrap()
     }
 
-    fn meta(&mut self, kind: Kind) -> Meta {
-        Meta {
-            kind,
-            key: Key::new(self.one(&Self::NAMESPACES), self.one(&["r1", "r2", "r3"])),
-            generation: self.0.i64(..3),
-            created: self.0.i64(..2),
-        }
+    fn meta(&mut self, kind: Kind, spec: &Value) -> Meta {
+        let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["r1", "r2", "r3"]));
+        let state = (self.one(&["1", "2"]), self.0.i64(0..3));
+        Meta::new(kind, key, self.0.i64(0..2), state, spec)
     }
 
     /// A route of either namespace, with parents and backends in `shop`.
     fn route(&mut self, kind: Kind) -> Route {
-        let meta = self.meta(kind);
         let parents = (0..2).map(|_| {
             json!({
                 "group": "", "kind": "Service", "namespace": "shop",
@@ -1063,12 +1063,25 @@ impl Chance {
                 "type": self.one(&["Exact", "RegularExpression"]),
             }]}],
         });
-        parse::route(meta, &json!({"parentRefs": parents, "rules": [rule]})).unwrap()
+        let spec = json!({"parentRefs": parents, "rules": [rule]});
+        parse::route(self.meta(kind, &spec), &spec).unwrap()
+    }
+
+    /// A kind of objects that users write.
+    pub(crate) fn kind(&mut self) -> Kind {
+        let kinds = &Kind::ALL[..Kind::ALL.len() - 1];
+        kinds[self.0.usize(..kinds.len())]
     }
 
     pub(crate) fn change(&mut self) -> Change {
         let source = [Source::Kubernetes, Source::Files][self.0.usize(..2)];
-        let kind = Kind::ALL[self.0.usize(..Kind::ALL.len())];
+        let kind = self.kind();
+        // The states of files are not stored.
+        let source = if kind.can_fall_back() {
+            Source::Kubernetes
+        } else {
+            source
+        };
         match self.0.u8(..10) {
             0 => {
                 let objects: BTreeMap<Key, Object> = (0..3)
@@ -1170,15 +1183,49 @@ fn list_of_one_source_keeps_the_objects_of_another() {
     assert_eq!(index.count(Kind::Pod), 0);
 }
 
+/// A cluster without objects.
+pub(super) fn empty() -> Index {
+    let mut index = Index::default();
+    for kind in Kind::ALL {
+        let event = Event {
+            change: Change::Reset(Source::Kubernetes, kind, vec![]),
+            version: Some(1),
+        };
+        index.apply_event(event, &mut Touched::default());
+    }
+    index
+}
+
+/// What the writer of ControllerRevisions does.
+pub(super) fn stored(index: &Index) -> Vec<Change> {
+    let write = |write: Write| {
+        let key = Key::new("mesh", &write.revision_name());
+        match write {
+            Write::Delete { .. } => Change::Delete(Source::Kubernetes, Kind::Revision, key),
+            Write::Create { id, origin } => {
+                let revision = catalog::stored_revision(&key, &id, &origin);
+                Change::Apply(Source::Kubernetes, revision)
+            }
+        }
+    };
+    index.revision_writes().into_iter().map(write).collect()
+}
+
 #[test]
 fn states_and_versions_are_independent_of_the_history() {
+    let mut restored = 0;
     for seed in 0..50 {
         let mut chance = Chance(fastrand::Rng::with_seed(seed));
-        let (mut lived, mut objects) = (Index::default(), BTreeMap::new());
+        let (mut lived, mut objects) = (empty(), BTreeMap::new());
         for step in 0..60 {
             let change = chance.change();
             remember(&mut objects, &change);
             lived.apply(change, &mut Touched::default());
+            for change in stored(&lived) {
+                remember(&mut objects, &change);
+                lived.apply(change, &mut Touched::default());
+            }
+            assert_eq!(stored(&lived), [], "seed {seed} step {step}");
             if step % 10 == 9 {
                 let all = objects.iter();
                 let mut shuffled: Vec<Change> = all
@@ -1190,6 +1237,7 @@ fn states_and_versions_are_independent_of_the_history() {
                     fresh.apply(change, &mut Touched::default());
                 }
                 assert_eq!(answers(&fresh), answers(&lived), "seed {seed} step {step}");
+                restored += lived.count(Kind::Revision);
             }
         }
         for (source, kind) in [Source::Kubernetes, Source::Files]
@@ -1208,6 +1256,7 @@ fn states_and_versions_are_independent_of_the_history() {
                 + lived.policies.links()
                 + lived.limits.links()
                 + lived.headless.links()
+                + lived.revisions.links()
                 + lived.excess.links(),
         );
         assert_eq!(
@@ -1216,6 +1265,7 @@ fn states_and_versions_are_independent_of_the_history() {
             "seed {seed}: nothing is left of what is gone"
         );
     }
+    assert!(restored > 50, "{restored} states were restored");
 }
 
 #[test]

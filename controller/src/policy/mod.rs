@@ -14,7 +14,8 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
-use crate::index::object::{Key, ServicePort};
+use crate::index::object::{Key, Object, ServicePort};
+use crate::last_valid::{FallBack, Invalid, Origin};
 use crate::routes::attach::Table;
 use crate::routes::model::{Backend, Match, Rejection, Rule};
 use crate::routes::{Condition, ParentReference};
@@ -42,6 +43,10 @@ pub struct Policy {
     pub targets: Vec<ParentReference>,
     /// The sections, or why the policy is not accepted.
     pub settings: Result<Arc<Settings>, Rejection>,
+    /// The state with these targets and sections.
+    pub origin: Arc<Origin>,
+    /// The latest state, if it is invalid and an earlier one is in force.
+    pub invalid: Option<Box<Invalid>>,
 }
 
 /// What a policy applies to.
@@ -141,24 +146,47 @@ impl Settings {
 impl Policy {
     /// The targets, with their references. `None`: something else, or of another namespace.
     pub fn targets(&self) -> impl Iterator<Item = (&ParentReference, Option<Target>)> {
+        let targets = self.targets.iter();
+        targets.map(|reference| (reference, self.target(reference)))
+    }
+
+    /// The targets as the author wrote them, which may differ from those in force.
+    pub fn written_targets(&self) -> &[ParentReference] {
+        let invalid = self.invalid.as_ref();
+        invalid.map_or(&self.targets, |invalid| &invalid.parents)
+    }
+
+    /// What a reference is to. `None`: something else, or of another namespace.
+    pub fn target(&self, reference: &ParentReference) -> Option<Target> {
         let namespace = &self.key.namespace;
-        self.targets.iter().map(move |one| {
-            let is_core = matches!(one.group.as_deref(), None | Some("" | "core"));
-            let target = match one.kind.as_deref().filter(|_| is_core) {
-                Some("Service") => Some(Target::Service(Key::new(namespace, &one.name))),
-                Some("Namespace") if *one.name == **namespace => {
-                    Some(Target::Namespace(namespace.clone()))
-                }
-                _ => None,
-            };
-            (one, target)
-        })
+        let is_core = matches!(reference.group.as_deref(), None | Some("" | "core"));
+        match reference.kind.as_deref().filter(|_| is_core)? {
+            "Service" => Some(Target::Service(Key::new(namespace, &reference.name))),
+            "Namespace" if *reference.name == **namespace => {
+                Some(Target::Namespace(namespace.clone()))
+            }
+            _ => None,
+        }
     }
 
     /// What the author is told about a target that the policy `applied` has.
-    pub fn condition(&self, target: Option<&Target>, exists: bool, applied: &Key) -> Condition {
+    pub fn conditions(
+        &self,
+        reference: &ParentReference,
+        exists: bool,
+        applied: &Key,
+    ) -> Vec<Condition> {
+        let accepted = self.accepted(self.target(reference).as_ref(), exists, applied);
+        let Some(invalid) = &self.invalid else {
+            return vec![accepted];
+        };
+        let is_in_force = self.targets.contains(reference);
+        invalid.conditions(&self.origin, is_in_force.then_some(accepted))
+    }
+
+    fn accepted(&self, target: Option<&Target>, exists: bool, applied: &Key) -> Condition {
         let (reason, message) = match (&self.settings, target) {
-            (Err(rejection), _) => (INVALID, rejection.message.clone()),
+            (Err(rejection), _) => return rejection.condition(),
             (Ok(_), None) => (INVALID, "it is no Service of the namespace".to_owned()),
             (Ok(_), Some(target)) if !exists => (
                 TARGET_NOT_FOUND,
@@ -170,12 +198,35 @@ impl Policy {
             ),
             (Ok(_), Some(target)) => ("Accepted", format!("the policy applies to the {target}")),
         };
-        Condition {
-            kind: "Accepted",
-            holds: reason == "Accepted",
-            reason,
-            message,
+        Condition::new("Accepted", reason == "Accepted", reason, message)
+    }
+}
+
+impl FallBack for Policy {
+    fn of_object(object: &Object) -> Option<&Policy> {
+        match object {
+            Object::Policy(one) => Some(one),
+            _ => None,
         }
+    }
+
+    fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    fn is_invalid(&self) -> bool {
+        self.settings.is_err() || self.invalid.is_some()
+    }
+
+    fn is_in_force(&self) -> bool {
+        self.settings.is_ok()
+    }
+
+    fn fall_back(&mut self, former: &Policy) {
+        let content = (&former.settings, &*former.targets);
+        let targets = &mut self.targets;
+        Invalid::replace(&mut self.settings, targets, &mut self.invalid, content);
+        self.origin.clone_from(&former.origin);
     }
 }
 

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
-use super::{Policy, RetrySettings, Settings};
+use super::{INVALID, Policy, RetrySettings, Settings};
 use crate::fields::with_unknown_fields;
 use crate::grpc::routes::route_match;
 use crate::index::object::Key;
@@ -24,7 +24,7 @@ use crate::routes::filters::{is_hostname, share};
 use crate::routes::matches::{self, MatchSpec};
 use crate::routes::model::Rejection;
 use crate::routes::parse::{
-    bounded, duration, retry, session_persistence, shortened, timeouts, unsupported, violates,
+    Meta, bounded, duration, retry, session_persistence, shortened, timeouts, unsupported, violates,
 };
 use crate::routes::spec::{Fraction, HttpMatch, Retry};
 use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
@@ -39,7 +39,7 @@ const MAX_MESSAGE_CHARS: usize = 500;
 const DEFAULT_WINDOW: &str = "1s";
 
 /// Parses a policy. An error: its targets are unknown, so that it has no status.
-pub fn policy(key: Key, generation: i64, created: i64, spec: &Value) -> Result<Policy, String> {
+pub fn policy(meta: Meta, spec: &Value) -> Result<Policy, String> {
     let targets = match spec.get("targetRefs") {
         None => Vec::new(),
         Some(value) => Vec::<TargetRef>::deserialize(value)
@@ -58,15 +58,21 @@ pub fn policy(key: Key, generation: i64, created: i64, spec: &Value) -> Result<P
         }
     }
     let mut policy = Policy {
-        settings: settings(&key, spec).map(Arc::new),
+        settings: settings(&meta.key, spec).map(Arc::new),
         targets: references,
-        key,
-        generation,
-        created,
+        key: meta.key,
+        generation: meta.origin.generation,
+        created: meta.created,
+        origin: meta.origin,
+        invalid: None,
     };
     if let Err(rejection) = check_targets(&policy, &targets) {
         policy.settings = Err(rejection);
     }
+    policy.settings = policy.settings.map_err(|rejection| Rejection {
+        reason: INVALID,
+        ..rejection
+    });
     Ok(policy)
 }
 

@@ -3,6 +3,8 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::index::object::Kind;
+use crate::routes::parse::Meta;
 
 /// A policy in `shop` for the Service `web`.
 pub(crate) fn policy(name: &str, created: i64, sections: Value) -> Policy {
@@ -14,7 +16,19 @@ pub(crate) fn policy_for(name: &str, created: i64, targets: Value, sections: Val
     let mut spec = json!({"targetRefs": targets});
     let sections = sections.as_object().unwrap().clone();
     spec.as_object_mut().unwrap().extend(sections);
-    parse::policy(Key::new("shop", name), 7, created, &spec).unwrap()
+    parsed(name, created, 7, &spec).unwrap()
+}
+
+/// A policy in this generation.
+pub(crate) fn parsed(
+    name: &str,
+    created: i64,
+    generation: i64,
+    spec: &Value,
+) -> Result<Policy, String> {
+    let key = Key::new("shop", name);
+    let meta = Meta::new(Kind::TrafficPolicy, key, created, ("", generation), spec);
+    parse::policy(meta, spec)
 }
 
 fn settings(sections: Value) -> Arc<Settings> {
@@ -307,9 +321,8 @@ fn targets_are_services_of_the_namespace_or_the_namespace() {
     ] {
         assert_eq!(of(targets), (count, expected.to_owned()));
     }
-    let key = || Key::new("shop", "p");
     let foreign = json!({"targetRefs": [{"kind": "Service", "name": "web", "namespace": "bank"}]});
-    let error = parse::policy(key(), 1, 0, &foreign).unwrap_err();
+    let error = parsed("p", 0, 1, &foreign).unwrap_err();
     assert!(error.contains("unknown field `namespace`"), "{error}");
 }
 

@@ -94,8 +94,10 @@ pub struct Attachment {
 /// A route with the backends that it has at this Service.
 struct Candidate<'a> {
     route: &'a Route,
-    /// The parents that are this Service, with their positions in the route.
-    parents: Vec<(usize, &'a ParentReference)>,
+    /// The parents that are this Service.
+    parents: Vec<&'a ParentReference>,
+    /// Those that the author wrote, with their positions in the route.
+    written: Vec<(usize, &'a ParentReference)>,
     /// Older routes exceed a limit without it.
     is_surplus: bool,
     /// The rules, by the port of the Service for a split. Of other routes, for all ports.
@@ -170,7 +172,7 @@ pub fn attach(
     }
     let conditions = candidates.iter().map(|candidate| {
         let route = candidate.route;
-        let of_parents = candidate.parents.iter();
+        let of_parents = candidate.written.iter();
         let conditions = of_parents
             .map(|(position, parent)| (*position, candidate.conditions(key, service, parent)));
         ((route.kind, route.key.clone()), conditions.collect())
@@ -198,12 +200,13 @@ fn candidate<'a>(
         let rules = parsed.map(|parsed| rule(route, parsed, key, port, resolve, &mut problems));
         (port, rules.collect())
     });
-    let parents = route.parents.iter().enumerate();
+    let is_this = |parent: &ParentReference| parent.key(&route.key) == *key;
+    let parents = route.parents.iter().filter(|parent| is_this(parent));
+    let written = route.written_parents().iter().enumerate();
     Candidate {
         rules: rules.collect(),
-        parents: parents
-            .filter(|(_, parent)| parent.key(&route.key) == *key)
-            .collect(),
+        parents: parents.collect(),
+        written: written.filter(|(_, parent)| is_this(parent)).collect(),
         route,
         is_surplus,
         problems,
@@ -346,7 +349,7 @@ impl Candidate<'_> {
         let mut parents = self.parents.iter();
         let has_pods_only = service.is_some_and(|service| service.is_headless);
         let has_effect = !(self.route.is_split() && has_pods_only);
-        self.route.rules.is_ok() && has_effect && parents.any(|(_, parent)| parent.selects(port))
+        self.route.rules.is_ok() && has_effect && parents.any(|parent| parent.selects(port))
     }
 
     fn rules_at(&self, port: u16) -> &[Arc<Rule<String>>] {
@@ -361,10 +364,17 @@ impl Candidate<'_> {
         parent: &ParentReference,
     ) -> Vec<Condition> {
         let accepted = self.accepted(key, service, parent);
-        match self.route.rules.is_ok() && !self.is_surplus {
-            true => vec![accepted, self.resolved_refs()],
-            false => vec![accepted],
+        let mut conditions = match &self.route.invalid {
+            None => vec![accepted],
+            Some(invalid) => {
+                let is_in_force = self.parents.contains(&parent);
+                invalid.conditions(&self.route.origin, is_in_force.then_some(accepted))
+            }
+        };
+        if self.route.rules.is_ok() && !self.is_surplus {
+            conditions.insert(1, self.resolved_refs());
         }
+        conditions
     }
 
     fn accepted(
@@ -401,12 +411,7 @@ impl Candidate<'_> {
             if service.is_headless && rules.any(|parsed| !parsed.rule.backends.is_empty()) {
                 message.push_str(BACKENDS_WITHOUT_EFFECT);
             }
-            return Condition {
-                kind: "Accepted",
-                holds: true,
-                reason: "Accepted",
-                message,
-            };
+            return Condition::new("Accepted", true, "Accepted", message);
         }
         match verdicts.first() {
             None => {
@@ -443,18 +448,18 @@ impl Candidate<'_> {
         let problems = self.problems.iter().take(MAX_PROBLEMS);
         let messages: Vec<&str> = problems.map(|problem| &*problem.message).collect();
         match self.problems.first() {
-            None => Condition {
-                kind: "ResolvedRefs",
-                holds: true,
-                reason: "ResolvedRefs",
-                message: "all backends exist".to_owned(),
-            },
-            Some(first) => Condition {
-                kind: "ResolvedRefs",
-                holds: false,
-                reason: first.reason,
-                message: shortened(&messages.join("; ")),
-            },
+            None => Condition::new(
+                "ResolvedRefs",
+                true,
+                "ResolvedRefs",
+                "all backends exist".to_owned(),
+            ),
+            Some(first) => Condition::new(
+                "ResolvedRefs",
+                false,
+                first.reason,
+                shortened(&messages.join("; ")),
+            ),
         }
     }
 }

@@ -62,6 +62,8 @@ impl Canaries {
             created: 0,
             parents: vec![ParentReference::service(&key.name)],
             rules: Ok(vec![Arc::new(rule)]),
+            origin: Arc::default(),
+            invalid: None,
             ignored: Vec::new(),
             bytes,
         })
@@ -76,7 +78,7 @@ fn share(
     sum: u32,
     older: usize,
 ) -> Result<u32, Rejection> {
-    let rejected = |reason, message| Err(Rejection { reason, message });
+    let rejected = |reason, message| Err(Rejection::new(reason, message));
     let annotations = canary.canary.as_ref();
     let percent = match annotations.map(|canary| canary.weight.clone()) {
         Some(Ok(percent)) => percent,

@@ -157,12 +157,12 @@ impl Reports {
                     target: target.clone(),
                     cause,
                 })?;
-                Some(Condition {
-                    kind: ENFORCED,
-                    holds: false,
+                Some(Condition::new(
+                    ENFORCED,
+                    false,
                     reason,
-                    message: report.message.clone(),
-                })
+                    report.message.clone(),
+                ))
             });
             parent.conditions.extend(condition);
         }

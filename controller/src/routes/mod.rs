@@ -32,6 +32,8 @@ pub(crate) const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
 const INCOMPATIBLE_FILTERS: &str = "IncompatibleFilters";
 const NO_MATCHING_PARENT: &str = "NoMatchingParent";
 const CONFLICTED: &str = "Conflicted";
+/// True while an earlier state of a route is in force.
+pub const PARTIALLY_INVALID: &str = "PartiallyInvalid";
 /// The condition of the mesh about headless Services: False while older ones decide at some pods.
 pub const APPLIES_TO_ALL_PODS: &str = "diy-service-mesh.dev/AppliesToAllPods";
 pub(crate) const OLDER_SERVICE: &str = "OlderService";
@@ -119,6 +121,26 @@ pub struct Condition {
     pub reason: &'static str,
     /// What is wrong, where, and what to do.
     pub message: String,
+    /// The generation that it describes. `None`: the latest one.
+    pub generation: Option<i64>,
+}
+
+impl Condition {
+    /// A condition of the latest generation.
+    pub fn new(kind: &'static str, holds: bool, reason: &'static str, message: String) -> Self {
+        Condition {
+            kind,
+            holds,
+            reason,
+            message,
+            generation: None,
+        }
+    }
+
+    /// Whether its author has to do something.
+    pub fn is_problem(&self) -> bool {
+        self.holds == (self.kind == PARTIALLY_INVALID)
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,8 @@ use diy_mesh_proto::mesh::v1::{
 };
 
 use super::{Condition, ParentReference};
-use crate::index::object::{Key, Kind};
+use crate::index::object::{Key, Kind, Object};
+use crate::last_valid::{FallBack, Invalid, Origin};
 
 /// A route with parents that are Services, or what has the same effect.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +28,10 @@ pub struct Route {
     pub parents: Vec<ParentReference>,
     /// The rules in their order, or why the route is not accepted.
     pub rules: Result<Vec<Arc<ParsedRule>>, Rejection>,
+    /// The state with these parents and rules.
+    pub origin: Arc<Origin>,
+    /// The latest state, if it is invalid and an earlier one is in force.
+    pub invalid: Option<Box<Invalid>>,
     /// Fields with a value that have no effect.
     pub ignored: Vec<&'static str>,
     /// At least the length of its part of a message.
@@ -41,6 +46,8 @@ pub struct Rejection {
     pub reason: &'static str,
     /// The field, its value and the expected value.
     pub message: String,
+    /// Whether other rules of the route are valid.
+    pub is_partial: bool,
 }
 
 /// A rule with references to its backends.
@@ -190,6 +197,12 @@ impl Route {
         matches!(self.kind, Kind::Service | Kind::TrafficSplit)
     }
 
+    /// The parents as the author wrote them, which may differ from those in force.
+    pub fn written_parents(&self) -> &[ParentReference] {
+        let invalid = self.invalid.as_ref();
+        invalid.map_or(&self.parents, |invalid| &invalid.parents)
+    }
+
     /// All references to backends, also of mirrors.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.rules.iter().flatten();
@@ -206,20 +219,53 @@ impl Route {
     }
 }
 
+impl FallBack for Route {
+    fn of_object(object: &Object) -> Option<&Route> {
+        match object {
+            Object::Route(one) => Some(one),
+            _ => None,
+        }
+    }
+
+    fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    fn is_invalid(&self) -> bool {
+        self.rules.is_err() || self.invalid.is_some()
+    }
+
+    fn is_in_force(&self) -> bool {
+        self.rules.is_ok()
+    }
+
+    fn fall_back(&mut self, former: &Route) {
+        let content = (&former.rules, &*former.parents);
+        Invalid::replace(
+            &mut self.rules,
+            &mut self.parents,
+            &mut self.invalid,
+            content,
+        );
+        self.origin.clone_from(&former.origin);
+        self.ignored.clone_from(&former.ignored);
+        self.bytes = former.bytes;
+    }
+}
+
 impl Rejection {
     /// A rejection for a reason of the specification.
     pub fn new(reason: &'static str, message: String) -> Rejection {
-        Rejection { reason, message }
+        Rejection {
+            reason,
+            message,
+            is_partial: false,
+        }
     }
 
     /// The condition of the route.
     pub fn condition(&self) -> Condition {
-        Condition {
-            kind: "Accepted",
-            holds: false,
-            reason: self.reason,
-            message: self.message.clone(),
-        }
+        Condition::new("Accepted", false, self.reason, self.message.clone())
     }
 }
 

@@ -18,6 +18,7 @@ use super::spec::{
 };
 use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind};
+use crate::last_valid::Origin;
 
 /// The limits of the objects in Kubernetes, which hold for files too.
 pub(super) const MAX_ITEMS: usize = 16;
@@ -41,16 +42,38 @@ const MAX_ERROR_CHARS: usize = 512;
 pub(super) const RULE_BYTES: usize = 512;
 pub(super) const REFERENCE_BYTES: usize = 160;
 
-/// The metadata of a route.
+/// The metadata of a route or of a policy.
 pub struct Meta {
     /// HTTPRoute, GRPCRoute or TCPRoute.
     pub kind: Kind,
     /// Namespace and name.
     pub key: Key,
-    /// The generation.
-    pub generation: i64,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
+    /// The UID, the generation and the spec.
+    pub origin: Arc<Origin>,
+    /// The length of the spec.
+    pub bytes: usize,
+}
+
+impl Meta {
+    /// The metadata of an object with this spec.
+    pub fn new(
+        kind: Kind,
+        key: Key,
+        created: i64,
+        (uid, generation): (&str, i64),
+        spec: &Value,
+    ) -> Meta {
+        let spec = spec.to_string();
+        Meta {
+            kind,
+            key,
+            created,
+            origin: Arc::new(Origin::new(uid, generation, &spec)),
+            bytes: spec.len(),
+        }
+    }
 }
 
 /// The start of an error, which may contain a value of any length.
@@ -105,16 +128,17 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let mut route = Route {
         kind: meta.kind,
         key: meta.key,
-        generation: meta.generation,
+        generation: meta.origin.generation,
         created: meta.created,
         parents,
         rules,
+        origin: meta.origin,
+        invalid: None,
         ignored: ignored.into_iter().collect(),
         bytes: 0,
     };
     let rules = route.rules.iter().flatten().count();
-    let own = spec.to_string().len();
-    route.bytes = own + rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
+    route.bytes = meta.bytes + rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
     Ok(route)
 }
 
@@ -153,15 +177,24 @@ fn rules<M: MatchSpec + DeserializeOwned>(
     values: &[Value],
 ) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
     bounded("spec.rules", values, MAX_ITEMS)?;
-    let mut rules = Vec::new();
+    let (mut rules, mut rejected) = (Vec::new(), None);
     for (position, value) in values.iter().enumerate() {
         let at = format!("spec.rules[{position}]");
         let read = serde_path_to_error::deserialize::<_, spec::Rule<M>>(value);
         let parsed = read.map_err(|error| {
             let message = format!("{at}.{}: {}", error.path(), error.inner());
             Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
-        })?;
-        rules.push(Arc::new(rule(meta, parsed, &at)?));
+        });
+        match parsed.and_then(|parsed| rule(meta, parsed, &at)) {
+            Ok(rule) => rules.push(Arc::new(rule)),
+            Err(rejection) => drop(rejected.get_or_insert(rejection)),
+        }
+    }
+    if let Some(first) = rejected {
+        return Err(Rejection {
+            is_partial: !rules.is_empty(),
+            ..first
+        });
     }
     let all = rules.iter().flat_map(|rule| &rule.matches);
     check_matches("spec.rules", all)?;

@@ -59,7 +59,7 @@ pub(super) fn announce(
 ) {
     for (route, status) in &current {
         let conditions = changed(known, route, status).flat_map(|parent| &parent.conditions);
-        for condition in conditions.filter(|condition| !condition.holds) {
+        for condition in conditions.filter(|condition| condition.is_problem()) {
             events::route_not_accepted(events, status, condition);
         }
     }
@@ -75,7 +75,7 @@ fn changes(
     for (route, status) in current {
         for parent in changed(before, route, status) {
             let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
-            let is_error = parent.conditions.iter().any(|condition| !condition.holds);
+            let is_error = parent.conditions.iter().any(Condition::is_problem);
             let line = format!(
                 "{route}, parent {}: {}",
                 parent.parent,
@@ -104,10 +104,12 @@ fn describe(condition: &Condition) -> String {
         holds,
         reason,
         message,
+        ..
     } = condition;
-    match holds {
-        true => format!("{kind}=True"),
-        false => format!("{kind}=False, {reason}: {message}"),
+    let status = if *holds { "True" } else { "False" };
+    match condition.is_problem() {
+        false => format!("{kind}={status}"),
+        true => format!("{kind}={status}, {reason}: {message}"),
     }
 }
 

@@ -17,7 +17,8 @@ use super::parse::{
 };
 use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
-use crate::index::object::Key;
+use crate::index::object::{Key, Object};
+use crate::last_valid::{FallBack, Invalid, Origin};
 
 /// The API group of TrafficSplits.
 pub const SPLIT_GROUP: &str = "split.smi-spec.io";
@@ -36,8 +37,6 @@ const ENTRY_BYTES: usize = 256;
 pub struct Split {
     /// Namespace and name.
     pub key: Key,
-    /// The UID, for Events.
-    pub uid: Arc<str>,
     /// The groups whose requests are split. Empty: all requests.
     pub groups: Vec<Key>,
     /// The route without the matches of these groups.
@@ -50,6 +49,8 @@ pub struct RouteGroup {
     /// Namespace and name.
     pub key: Key,
     matches: Result<Vec<Arc<Match>>, Rejection>,
+    origin: Arc<Origin>,
+    invalid: Option<Box<Invalid>>,
     /// At least the length of the matches in a message.
     bytes: usize,
 }
@@ -100,23 +101,24 @@ struct GroupMatch {
 }
 
 /// Parses a TrafficSplit. An error: its Service is unknown.
-pub fn split(meta: Meta, uid: &str, spec: &Value) -> Result<Split, String> {
+pub fn split(meta: Meta, spec: &Value) -> Result<Split, String> {
     let parsed = SplitSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
     let groups = parsed.matches.iter();
     let groups = groups.map(|one| Key::new(&meta.key.namespace, &one.name));
     let rule = rule(&meta, &parsed);
-    let bytes = 2 * spec.to_string().len() + (2 + parsed.backends.len()) * ENTRY_BYTES;
+    let bytes = 2 * meta.bytes + (2 + parsed.backends.len()) * ENTRY_BYTES;
     Ok(Split {
-        uid: uid.into(),
         groups: groups.collect(),
         key: meta.key.clone(),
         route: Route {
             kind: meta.kind,
             key: meta.key,
-            generation: meta.generation,
+            generation: meta.origin.generation,
             created: meta.created,
             parents: vec![ParentReference::service(&parsed.service)],
             rules: rule.map(|rule| vec![Arc::new(rule)]),
+            origin: meta.origin,
+            invalid: None,
             ignored: Vec::new(),
             bytes,
         },
@@ -166,8 +168,16 @@ impl Split {
         let mut route = self.route.clone();
         if let (Ok(rules), false) = (&self.route.rules, self.groups.is_empty()) {
             route.rules = self.with_groups(&rules[0], &group);
-            let groups = self.groups.iter().filter_map(group);
-            route.bytes += groups.map(|group| group.bytes).sum::<usize>();
+            let groups = self.groups.iter().filter_map(&group);
+            route.bytes += groups.clone().map(|group| group.bytes).sum::<usize>();
+            let mut invalid = groups.filter_map(|group| Some((group, group.invalid.as_ref()?)));
+            if let (None, Some((group, invalid))) = (&route.invalid, invalid.next()) {
+                route.origin.clone_from(&group.origin);
+                route.invalid = Some(Box::new(Invalid {
+                    rejection: invalid.rejection.clone(),
+                    parents: route.parents.clone(),
+                }));
+            }
         }
         route
     }
@@ -197,15 +207,71 @@ impl Split {
     }
 }
 
+impl FallBack for Split {
+    fn of_object(object: &Object) -> Option<&Split> {
+        match object {
+            Object::Split(one) => Some(one),
+            _ => None,
+        }
+    }
+
+    fn origin(&self) -> &Origin {
+        self.route.origin()
+    }
+
+    fn is_invalid(&self) -> bool {
+        self.route.is_invalid()
+    }
+
+    fn is_in_force(&self) -> bool {
+        self.route.is_in_force()
+    }
+
+    fn fall_back(&mut self, former: &Split) {
+        self.route.fall_back(&former.route);
+        self.groups.clone_from(&former.groups);
+    }
+}
+
+impl FallBack for RouteGroup {
+    fn of_object(object: &Object) -> Option<&RouteGroup> {
+        match object {
+            Object::RouteGroup(one) => Some(one),
+            _ => None,
+        }
+    }
+
+    fn origin(&self) -> &Origin {
+        &self.origin
+    }
+
+    fn is_invalid(&self) -> bool {
+        self.matches.is_err() || self.invalid.is_some()
+    }
+
+    fn is_in_force(&self) -> bool {
+        self.matches.is_ok()
+    }
+
+    fn fall_back(&mut self, former: &RouteGroup) {
+        let (matches, invalid) = (&mut self.matches, &mut self.invalid);
+        Invalid::replace(matches, &mut Vec::new(), invalid, (&former.matches, &[]));
+        self.origin.clone_from(&former.origin);
+        self.bytes = former.bytes;
+    }
+}
+
 /// Parses an HTTPRouteGroup.
-pub fn group(key: Key, spec: &Value) -> Result<RouteGroup, String> {
+pub fn group(meta: Meta, spec: &Value) -> Result<RouteGroup, String> {
     let parsed = GroupSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
-    let matches = group_matches(&key, &parsed);
+    let matches = group_matches(&meta.key, &parsed);
     let all = matches.iter().flatten();
     let bytes = all.map(|one| format!("{one:?}").len()).sum();
     Ok(RouteGroup {
-        key,
+        key: meta.key,
         matches,
+        origin: meta.origin,
+        invalid: None,
         bytes,
     })
 }
@@ -267,22 +333,15 @@ mod tests {
     use crate::routes::attach::Table;
     use crate::routes::model::Rule;
 
-    fn meta(name: &str) -> Meta {
-        Meta {
-            kind: Kind::TrafficSplit,
-            key: key(name),
-            generation: 0,
-            created: 0,
-        }
-    }
-
     fn split(name: &str, spec: Value) -> Object {
-        Object::Split(super::split(meta(name), "", &spec).unwrap())
+        let meta = Meta::new(Kind::TrafficSplit, key(name), 0, ("", 0), &spec);
+        Object::Split(super::split(meta, &spec).unwrap())
     }
 
     fn group(name: &str, matches: Value) -> Object {
         let spec = json!({"matches": matches});
-        Object::RouteGroup(super::group(key(name), &spec).unwrap())
+        let meta = Meta::new(Kind::RouteGroup, key(name), 0, ("", 0), &spec);
+        Object::RouteGroup(super::group(meta, &spec).unwrap())
     }
 
     fn services() -> Vec<Object> {
@@ -445,19 +504,25 @@ mod tests {
             &mut index,
             group("insiders", json!([{"name": "a", "pathRegex": "("}])),
         );
-        assert_eq!(table(&index, 80), ["-> shop/v1:80=1"]);
+        // The last valid matches stay in force.
+        assert_eq!(table(&index, 80)[..3], expected[..3]);
         let [problem] = &problems(&index)[..] else {
             panic!("one split is invalid")
         };
         let field = "HTTPRouteGroup shop/insiders: spec.matches[0].path.value";
         assert!(problem.contains(field), "{problem}");
+        assert!(
+            problem.ends_with("; generation 0 stays in force"),
+            "{problem}"
+        );
     }
 
     #[test]
     fn group_with_too_many_matches_is_rejected_before_they_are_made() {
         let group = |matches: &[Value]| {
             let spec = json!({"matches": matches});
-            super::group(key("g"), &spec).unwrap().matches
+            let meta = Meta::new(Kind::RouteGroup, key("g"), 0, ("", 0), &spec);
+            super::group(meta, &spec).unwrap().matches
         };
         let one = |methods: usize| json!({"name": "a", "methods": vec!["GET"; methods]});
         assert_eq!(group(&[one(16)]).map(|all| all.len()), Ok(16));

@@ -147,7 +147,8 @@ fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -
     let message = &new.message[..new.message.floor_char_boundary(MAX_MESSAGE_BYTES)];
     json!({
         "type": new.kind, "status": status, "reason": new.reason, "message": message,
-        "observedGeneration": generation, "lastTransitionTime": since.unwrap_or(now),
+        "observedGeneration": new.generation.unwrap_or(generation),
+        "lastTransitionTime": since.unwrap_or(now),
     })
 }
 

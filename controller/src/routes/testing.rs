@@ -154,6 +154,12 @@ impl Inner {
                 false => (201, self.store(&path, body)),
             };
         }
+        if method == Method::DELETE {
+            return match self.objects.remove(path) {
+                Some(object) => (200, object),
+                None => failure(404),
+            };
+        }
         let (path, is_status) = match path.strip_suffix("/status") {
             Some(path) => (path, true),
             None => (path, false),
@@ -228,16 +234,12 @@ pub(crate) fn service(name: &str, port: Option<u16>, conditions: Vec<Condition>)
 
 /// The condition Accepted.
 pub(crate) fn accepted(holds: bool) -> Condition {
-    Condition {
-        kind: "Accepted",
-        holds,
-        reason: if holds {
-            "Accepted"
-        } else {
-            "UnsupportedValue"
-        },
-        message: String::new(),
-    }
+    let reason = if holds {
+        "Accepted"
+    } else {
+        "UnsupportedValue"
+    };
+    Condition::new("Accepted", holds, reason, String::new())
 }
 
 /// A log that tests read.

@@ -27,12 +27,18 @@ pub(crate) fn route_of(
 }
 
 fn parse_in(kind: Kind, namespace: &str, name: &str, created: i64, spec: Value) -> Route {
-    let meta = Meta {
-        kind,
-        key: Key::new(namespace, name),
-        generation: 7,
-        created,
-    };
+    parse_state(kind, Key::new(namespace, name), created, ("", 7), spec)
+}
+
+/// A route with this UID in this generation.
+pub(crate) fn parse_state(
+    kind: Kind,
+    key: Key,
+    created: i64,
+    state: (&str, i64),
+    spec: Value,
+) -> Route {
+    let meta = Meta::new(kind, key, created, state, &spec);
     parse(meta, &spec).unwrap()
 }
 
@@ -746,6 +752,7 @@ fn invalid_objects_have_a_condition_that_names_the_field_and_disturb_no_others()
             holds,
             reason,
             message,
+            ..
         } = condition;
         assert_eq!(
             (*name, *holds, *reason),
@@ -898,6 +905,7 @@ fn parents_of_a_route_do_not_multiply_its_memory() {
     for route in [unresolved, route("r", 0, long)] {
         let resolve = |_: &Route, reference: &Reference| {
             Err(super::model::Rejection {
+                is_partial: false,
                 reason: BACKEND_NOT_FOUND,
                 message: format!("{}: no {}", reference.field, reference.key),
             })
@@ -941,6 +949,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
         "a" => Ok("shop/a:80".to_owned()),
         _ => Err(super::model::Rejection {
+            is_partial: false,
             reason: BACKEND_NOT_FOUND,
             message: format!("{}: no b", reference.field),
         }),

@@ -22,8 +22,10 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep_until, 
 use tokio_util::sync::CancellationToken;
 
 mod progress;
+mod revisions;
 
 use progress::Progress;
+pub use revisions::Revisions;
 
 use super::lease::{Election, LEASE};
 use super::{Condition, RouteStatus, report, status};
@@ -47,6 +49,7 @@ const MAX_CONFLICTS: usize = 10;
 pub async fn run(
     mut election: Election,
     writer: Writer,
+    revisions: Revisions,
     statuses: Statuses,
     stopping: CancellationToken,
 ) {
@@ -62,6 +65,7 @@ pub async fn run(
             () = election.keep() => {}
             () = stopping.cancelled() => {}
             never = writer.run(statuses.clone()) => match never {},
+            never = revisions.run() => match never {},
         }
         leader.set(0);
         if stopping.is_cancelled() {
@@ -286,15 +290,17 @@ impl Writer {
     ) {
         let reference = object.object_ref(resource);
         for parent in status.iter().flat_map(|status| &status.parents) {
-            let conditions = parent.conditions.iter().filter(|one| !one.holds);
+            let conditions = parent.conditions.iter().filter(|one| one.is_problem());
             for Condition {
                 kind,
+                holds,
                 reason,
                 message,
                 ..
             } in conditions
             {
-                let note = format!("{}: {kind} is False: {message}", parent.parent);
+                let status = if *holds { "True" } else { "False" };
+                let note = format!("{}: {kind} is {status}: {message}", parent.parent);
                 self.events.warn(reference.clone(), reason, "Attach", &note);
             }
         }

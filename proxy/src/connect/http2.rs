@@ -30,6 +30,9 @@ pub const MAX_HEADER_LIST: u32 = 64 * 1024;
 pub const STREAM_WINDOW: u32 = 256 * 1024;
 /// The largest flow-control window of a connection: 32 streams whose receivers do not read.
 pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
+/// The flow-control window of a connection that has no share of the memory for windows: the
+/// smallest one (RFC 9113, section 6.9.2).
+pub const MIN_CONNECTION_WINDOW: u32 = 65_535;
 /// The maximum number of unwritten bytes of one stream.
 pub const MAX_SEND_BUFFER: usize = 64 * 1024;
 /// The maximum number of streams that the proxy has reset and whose late frames it ignores.
@@ -50,13 +53,19 @@ const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 pub struct Connections {
     limiter: Rc<Limiter>,
     /// The caller whose requests they carry. None: the pod's own application.
-    caller: Option<Rc<Account>>,
+    caller: Option<CallerAccounts>,
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
     /// Serializes dialing: concurrent requests share the connection, or the failure.
     dialing: Mutex<()>,
     dials: Cell<u64>,
     last_failure: RefCell<Option<Failure>>,
+}
+
+/// What the connections of one caller are charged to.
+pub(super) struct CallerAccounts {
+    pub memory: Rc<Account>,
+    pub windows: Rc<Account>,
 }
 
 /// One connection. Its task ends when the last handle is dropped.
@@ -69,6 +78,7 @@ pub(super) struct Connection {
     reused: Cell<bool>,
     health: RefCell<Health>,
     lifetime: Option<Lifetime>,
+    blocked: Rc<Blocked>,
     /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
     task: AbortHandle,
@@ -91,12 +101,14 @@ struct Health {
 /// A slot for one stream on a connection. Released on drop.
 pub struct Lease {
     connection: Rc<Connection>,
+    /// [`Blocked`] counts the stream.
+    is_blocked: Cell<bool>,
     /// The request is in flight.
     _request: Slot,
 }
 
 impl Connections {
-    pub(super) fn new(limiter: Rc<Limiter>, caller: Option<Rc<Account>>) -> Self {
+    pub(super) fn new(limiter: Rc<Limiter>, caller: Option<CallerAccounts>) -> Self {
         Self {
             limiter,
             caller,
@@ -155,14 +167,7 @@ impl Connections {
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        let memory = self.caller.clone().map(Charge::new);
-        // A caller with many connections gets little more for those after the first ones, or the
-        // responses that it does not read would fill the memory.
-        let window = match &self.caller {
-            Some(_) => (CONNECTION_WINDOW >> self.len().min(31)).max(STREAM_WINDOW),
-            None => CONNECTION_WINDOW,
-        };
-        let dialed = open(remote, dialer, expiry, &self.limiter, memory, window).await;
+        let dialed = open(remote, dialer, expiry, &self.limiter, self.caller.as_ref()).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -294,7 +299,15 @@ impl Lease {
         connection.streams.set(connection.streams.get() + 1);
         Self {
             connection,
+            is_blocked: Cell::new(false),
             _request: request,
+        }
+    }
+
+    /// Counts a stream whose client does not read all at once: bytes wait for it.
+    pub fn record_blocked(&self) {
+        if !self.is_blocked.replace(true) {
+            self.connection.blocked.add();
         }
     }
 
@@ -340,6 +353,9 @@ impl Drop for Lease {
             .streams
             .set(self.connection.streams.get() - 1);
         self.connection.reused.set(true);
+        if self.is_blocked.get() {
+            self.connection.blocked.remove();
+        }
         let limiter = &self.connection.limiter;
         limiter.release(LimitKind::Http2Connections);
         if self.connection.streams.get() == 0 {
@@ -349,16 +365,21 @@ impl Drop for Lease {
 }
 
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
-/// Charges `memory`, if there is a caller that shares it with others.
+/// Charges the memory to the caller, if it shares this with others.
 async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
     limiter: &Rc<Limiter>,
-    mut memory: Option<Charge>,
-    window: u32,
+    caller: Option<&CallerAccounts>,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
+    let mut memory = caller.map(|caller| Charge::new(caller.memory.clone()));
+    let blocked = Rc::<Blocked>::default();
+    let mut window = caller.map(|caller| Window {
+        charge: Charge::new(caller.windows.clone()),
+        blocked: blocked.clone(),
+    });
     if let Some(memory) = &mut memory
         && !memory.try_grow(CONNECTION_COST)
     {
@@ -374,7 +395,10 @@ async fn open(
         .enable_push(false)
         .initial_max_send_streams(INITIAL_MAX_STREAMS)
         .initial_window_size(STREAM_WINDOW)
-        .initial_connection_window_size(window)
+        .initial_connection_window_size(match window {
+            Some(_) => MIN_CONNECTION_WINDOW,
+            None => CONNECTION_WINDOW,
+        })
         .max_header_list_size(MAX_HEADER_LIST)
         .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
         .max_send_buffer_size(MAX_SEND_BUFFER)
@@ -392,7 +416,13 @@ async fn open(
                     io.reset_on_drop();
                     Poll::Ready(Ok(()))
                 }
-                Poll::Pending => Pin::new(&mut connection).poll(cx),
+                Poll::Pending => {
+                    let resized = window.as_mut().and_then(|window| window.grow(cx));
+                    if let Some(size) = resized {
+                        connection.set_target_window_size(size);
+                    }
+                    Pin::new(&mut connection).poll(cx)
+                }
             });
             if let Err(error) = ended.await {
                 tracing::debug!(%address, "upstream connection failed: {error}");
@@ -415,8 +445,57 @@ async fn open(
         reused: Cell::new(false),
         health: RefCell::new(health),
         lifetime,
+        blocked,
         retired: Cell::new(false),
         task: task.abort_handle(),
         _memory: memory,
     }))
+}
+
+/// The flow-control window of a connection, charged to its caller. It grows with the number of
+/// blocked streams: each may hold the bytes of a window of its own. It never shrinks, because the
+/// peer may use what it was granted.
+struct Window {
+    charge: Charge,
+    blocked: Rc<Blocked>,
+}
+
+/// The open streams of a connection whose clients did not read all at once.
+#[derive(Default)]
+struct Blocked {
+    streams: Cell<u32>,
+    /// Wakes the task of the connection.
+    task: RefCell<Option<Waker>>,
+}
+
+impl Blocked {
+    fn add(&self) {
+        self.streams.set(self.streams.get() + 1);
+        if let Some(task) = &*self.task.borrow() {
+            task.wake_by_ref();
+        }
+    }
+
+    fn remove(&self) {
+        self.streams.set(self.streams.get() - 1);
+    }
+}
+
+impl Window {
+    /// The new size, if the window has to grow and the caller may use the memory for it. `cx` is
+    /// that of the connection's task.
+    fn grow(&mut self, cx: &Context<'_>) -> Option<u32> {
+        let task = &mut *self.blocked.task.borrow_mut();
+        match task {
+            Some(task) => task.clone_from(cx.waker()),
+            None => *task = Some(cx.waker().clone()),
+        }
+        let streams = (1 + self.blocked.streams.get()).min(CONNECTION_WINDOW / STREAM_WINDOW);
+        let wanted = streams.next_power_of_two() * STREAM_WINDOW;
+        let granted = self.charge.amount();
+        // A smaller one if the caller may not use as much.
+        std::iter::successors(Some(wanted), |size| Some(size / 2))
+            .take_while(|size| *size >= STREAM_WINDOW && *size as usize > granted)
+            .find(|size| self.charge.try_grow(*size as usize))
+    }
 }

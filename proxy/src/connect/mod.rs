@@ -19,8 +19,8 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 use tokio::time::timeout_at;
 
-use self::http2::{Connections, Lease};
-use crate::account::{Account, Holder};
+use self::http2::{CallerAccounts, Connections, Lease};
+use crate::account::{Account, Budget, Holder};
 use crate::discovery::EndpointInfo;
 use crate::error::Failure;
 use crate::io::Io;
@@ -124,9 +124,8 @@ pub struct Pool {
     /// HTTP/2 connections of the pod's own application.
     pub http2: Connections,
     /// HTTP/2 connections to it, by caller. Callers that shared one would share its flow-control
-    /// window and its limit of streams, and each could use up both. Clients without mutual TLS share
-    /// theirs: each connection may hold a window, and addresses are many. The key is the address of
-    /// the account, which the connections keep: a name would cost a hash of all of it per request.
+    /// window and its limit of streams, and each could use up both. The key is the address of the
+    /// account, which the connections keep: a name would cost a hash of all of it per request.
     callers: RefCell<HashMap<*const Account, Rc<Connections>>>,
     closed: Cell<bool>,
 }
@@ -214,11 +213,12 @@ impl Pool {
     }
 
     /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
-    /// else on a new one. `caller` sends the request. `expiry` tells when a new connection has to be
-    /// reset.
+    /// else on a new one. `caller` sends the request, and uses `windows`. `expiry` tells when a new
+    /// connection has to be reset.
     pub async fn http2(
         &self,
         caller: &Rc<Account>,
+        windows: &Rc<Budget>,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
@@ -226,14 +226,14 @@ impl Pool {
         let connections = match caller.holder() {
             Holder::App => &self.http2,
             _ => {
-                of_caller = self.connections_of(caller.connection_holder());
+                of_caller = self.connections_of(caller, windows);
                 &of_caller
             }
         };
         connections.lease(&self.remote, dialer, expiry).await
     }
 
-    fn connections_of(&self, caller: &Rc<Account>) -> Rc<Connections> {
+    fn connections_of(&self, caller: &Rc<Account>, windows: &Rc<Budget>) -> Rc<Connections> {
         let mut callers = self.callers.borrow_mut();
         if let Some(known) = callers.get(&Rc::as_ptr(caller)) {
             return known.clone();
@@ -241,7 +241,11 @@ impl Pool {
         // A limiter of its own: nothing that another caller does keeps its requests waiting.
         let (limits, metrics) = (self.limiter.limits, self.limiter.metrics.clone());
         let limiter = Limiter::new(limits, metrics);
-        let connections = Rc::new(Connections::new(limiter, Some(caller.clone())));
+        let accounts = CallerAccounts {
+            memory: caller.clone(),
+            windows: windows.account(caller.holder().clone()),
+        };
+        let connections = Rc::new(Connections::new(limiter, Some(accounts)));
         match self.closed.get() {
             true => connections.close(),
             false => drop(callers.insert(Rc::as_ptr(caller), connections.clone())),

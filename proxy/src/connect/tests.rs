@@ -227,7 +227,8 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
     let pool = Pool::new(remote, limits, Arc::default());
     let http1 = || pool.http1(dialer, Instant::now());
     let held = http1().await.expect("the first one");
-    let app = Budget::bytes(0).account(Holder::App);
+    let budget = Budget::bytes(0);
+    let app = budget.account(Holder::App);
     let rejected = Failure::EndpointLimit {
         address: pool.remote.address,
         limit: "maxRequests",
@@ -235,7 +236,7 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
     };
     let second = http1().await.err().map(|failure| failure.to_string());
     assert_eq!(second, Some(rejected.to_string()));
-    let stream = pool.http2(&app, dialer, |_| Expiry(None)).await;
+    let stream = pool.http2(&app, &budget, dialer, |_| Expiry(None)).await;
     let stream = stream.err().map(|failure| failure.to_string());
     assert_eq!(stream, Some(rejected.to_string()));
     drop(held);

@@ -181,7 +181,8 @@ impl Exchange {
         let dialer = self.record.attempts.dialer(&worker.tls);
         let pool = endpoint.pool();
         let caller = self.client.memory.account();
-        let mut leasing = pin!(pool.http2(caller, dialer, expiry));
+        let windows = &worker.memory(flow.direction).app_windows;
+        let mut leasing = pin!(pool.http2(caller, windows, dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
@@ -267,8 +268,7 @@ impl Exchange {
         };
         self.is_grpc = is_grpc;
         self.to_client = Some(to_client);
-        let relayed =
-            poll_fn(|cx| self.poll_relay(cx, &mut attempt.to_upstream, &mut download)).await;
+        let relayed = poll_fn(|cx| self.poll_relay(cx, &mut attempt, &mut download)).await;
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
@@ -294,10 +294,11 @@ impl Exchange {
     fn poll_relay(
         &mut self,
         cx: &mut Context<'_>,
-        to_upstream: &mut SendStream<Bytes>,
+        attempt: &mut Attempt,
         download: &mut Relay,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
+        let to_upstream = &mut attempt.to_upstream;
         if let Err(code) = self.poll_upload(cx, to_upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
@@ -309,6 +310,9 @@ impl Exchange {
                 }
                 // If the client has closed its stream, this returns the error code.
                 Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
+                    if download.is_blocked() {
+                        attempt.lease.record_blocked();
+                    }
                     return to_client
                         .poll_reset(cx)
                         .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));

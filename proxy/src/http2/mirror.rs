@@ -26,7 +26,8 @@ pub async fn attempt(
     let dialer = attempts.dialer(&worker.tls);
     let memory = flow.charge();
     let pool = endpoint.pool();
-    let leased = pool.http2(memory.account(), dialer, expiry).await;
+    let windows = &worker.memory(flow.direction).app_windows;
+    let leased = pool.http2(memory.account(), windows, dialer, expiry).await;
     let lease = leased.map_err(AttemptError::connect)?;
     attempts.connected();
     let closed =

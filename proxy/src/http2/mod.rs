@@ -28,7 +28,7 @@ use crate::account::Charge;
 use crate::batched::Batched;
 use crate::connect::http2::{
     CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
-    STREAM_WINDOW,
+    MIN_CONNECTION_WINDOW, STREAM_WINDOW,
 };
 use crate::flow::Flow;
 use crate::io::Io;
@@ -48,9 +48,6 @@ const MAX_RESETS_PER_SECOND: u32 = 400;
 /// The maximum number of bytes of control frames (PING, SETTINGS, PRIORITY and the like) in
 /// [`CONTROL_INTERVAL`] without progress on a stream.
 const MAX_CONTROL_BYTES: u64 = 256 * 1024;
-/// The flow-control window of a connection that has no share of the memory for windows: the
-/// smallest one (RFC 9113, section 6.9.2).
-const MIN_CONNECTION_WINDOW: u32 = 65_535;
 /// The memory of a request and of its stream to the upstream, without their heads and bodies.
 const STREAM_COST: usize = 4 * 1024;
 /// The period in which [`MAX_CONTROL_BYTES`] count. Clients of quiet connections send PING frames

@@ -83,6 +83,11 @@ impl Relay {
         self.complete || self.stopped
     }
 
+    /// Whether bytes wait for the receiver.
+    pub fn is_blocked(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
     /// Whether the complete body was sent.
     pub fn is_complete(&self) -> bool {
         self.complete

@@ -399,7 +399,9 @@ async fn only_the_holder_of_the_lease_writes_and_another_replica_follows_it() {
         // The sender is dropped: nothing changes.
         let statuses = Statuses::new(|| vec![desired(1, true)], watch::channel(()).1);
         let stopping = CancellationToken::new();
-        let running = tokio::spawn(run(election, writer, statuses, stopping.clone()));
+        let none = watch::channel(()).1;
+        let revisions = Revisions::new(server.client(), "mesh", Vec::new, none);
+        let running = tokio::spawn(run(election, writer, revisions, statuses, stopping.clone()));
         (metrics, stopping, running)
     };
     let (first, stop_first, first_running) = start("one");

@@ -78,7 +78,7 @@ pub(super) async fn connect(
 }
 
 /// Sends a request, whose response nobody reads yet.
-async fn send(client: &mut SendRequest<Bytes>, path: &str) -> ResponseFuture {
+pub(super) async fn send(client: &mut SendRequest<Bytes>, path: &str) -> ResponseFuture {
     let request = Request::get(format!("http://cart{path}")).body(()).unwrap();
     std::future::poll_fn(|cx| client.poll_ready(cx))
         .await
@@ -159,6 +159,18 @@ fn caller_that_leaves_returns_what_its_streams_used() {
         let least = accepted[0] - accepted[0] / 10;
         assert!(accepted.iter().all(|count| *count >= least), "{accepted:?}");
     });
+}
+
+pub(super) async fn wait_until_unchanged(value: impl Fn() -> usize) {
+    let (mut last, mut unchanged) = (value(), 0);
+    while unchanged < 500 {
+        tokio::task::yield_now().await;
+        unchanged = match value() == last {
+            true => unchanged + 1,
+            false => 0,
+        };
+        last = value();
+    }
 }
 
 /// An application that responds to `/large` when all of `count` requests have arrived, and counts
@@ -249,18 +261,22 @@ fn streams_of_one_caller_leave_connections_to_the_app_to_other_callers() {
 
 #[test]
 fn responses_that_one_caller_does_not_read_do_not_delay_those_of_others() {
-    on_worker(async {
-        let seen = Rc::<Seen>::default();
-        let app = http2_app(1000, seen.clone()).await;
-        let slots = Slots::with_memory(app, 200, 64 * 1024 * 1024, "").await;
-        let mut client = connect(&slots, FLOODER, Some(&slots.caller)).await;
-        let mut unread = Vec::new();
-        for _ in 0..40 {
-            unread.push(send(&mut client, "/large").await);
-        }
-        while seen.sent.get() < CONNECTION_WINDOW as usize {
-            tokio::task::yield_now().await;
-        }
-        assert_others_are_served(&slots).await;
-    });
+    for has_identity in [true, false] {
+        on_worker(async {
+            let seen = Rc::<Seen>::default();
+            let app = http2_app(1000, seen.clone()).await;
+            let slots = Slots::with_memory(app, 200, 64 * 1024 * 1024, "").await;
+            let caller = has_identity.then_some(&slots.caller);
+            let mut client = connect(&slots, FLOODER, caller).await;
+            let mut unread = Vec::new();
+            for _ in 0..40 {
+                unread.push(send(&mut client, "/large").await);
+            }
+            while seen.sent.get() < CONNECTION_WINDOW as usize {
+                tokio::task::yield_now().await;
+            }
+            wait_until_unchanged(|| seen.sent.get()).await;
+            assert_others_are_served(&slots).await;
+        });
+    }
 }

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use h2::client::{ResponseFuture, SendRequest};
 use http::Request;
 
-use super::callers::{Seen, connect, http2_app};
+use super::callers::{Seen, connect, http2_app, send, wait_until_unchanged};
 use super::slots::{FLOODER, GATEWAY, Slots};
 use super::*;
 use crate::account::Budget;
@@ -142,4 +142,46 @@ fn callers_of_one_namespace_leave_a_third_of_the_slots() {
             assert_shares(&slots.inbound.callers, by_tenant);
         }
     });
+}
+
+#[test]
+fn callers_of_one_namespace_leave_a_third_of_the_windows() {
+    on_worker_within(Duration::from_secs(60), async {
+        let seen = Rc::<Seen>::default();
+        let app = http2_app(1000, seen.clone()).await;
+        let slots = Slots::with_memory(app, 400, 32 * MIB, "").await;
+        let windows = &slots.inbound.memory(Direction::Inbound).app_windows;
+        let mut unread = Vec::new();
+        for caller in tenant(&slots, 50).iter().chain([&neighbor(&slots)]) {
+            let before = windows.used();
+            let mut client = connect(&slots, FLOODER, Some(caller)).await;
+            let responses: Vec<_> = request_large(&mut client, 20).await;
+            wait_until_unchanged(|| seen.sent.get()).await;
+            unread.push((client, responses, windows.used() - before));
+        }
+        let (by_neighbor, limit) = (unread[50].2, windows.limit());
+        let by_tenant = windows.used() - by_neighbor;
+        assert!(by_tenant > limit / 2, "{by_tenant} of {limit}");
+        assert!(by_tenant <= limit / 3 * 2, "{by_tenant} of {limit}");
+        assert!(by_neighbor >= MIB, "{by_neighbor} of {limit}");
+        // Beyond, each connection has 64 KiB in the proxy and in the client, and each stream 16 KiB.
+        let (sent, max) = (
+            seen.sent.get(),
+            windows.used() + 51 * (128 + 20 * 16) * 1024,
+        );
+        assert!(
+            sent <= max,
+            "{sent} bytes of responses, with {}",
+            windows.used()
+        );
+    });
+}
+
+/// Requests for large responses.
+async fn request_large(client: &mut SendRequest<Bytes>, count: usize) -> Vec<ResponseFuture> {
+    let mut responses = Vec::new();
+    for _ in 0..count {
+        responses.push(send(client, "/large").await);
+    }
+    responses
 }
