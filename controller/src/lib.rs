@@ -35,7 +35,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 
-use diy_mesh_control_plane::events::{Events, publish};
+use diy_mesh_control_plane::events::{Events, Queue, publish};
 use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
@@ -44,13 +44,13 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
-use authority::AuthorityHandle;
+use authority::{AuthorityHandle, TrustReceiver};
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
 use index::Index;
-use index::object::{Kind, Source};
+use index::object::{Event, Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
@@ -191,142 +191,199 @@ impl Controller {
 
     /// Serves until `shutdown`, then for a few seconds at most.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<(), Error> {
-        let Controller {
-            config,
-            hub,
-            proxies,
-            authority,
-            ..
-        } = self;
+        let Controller { config, hub, .. } = self;
         let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
-        let trust_domain: Arc<str> = config.trust_domain.into();
+        let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
-        let (counted, described) = (hub.clone(), authority.clone());
-        let watched = freshness.clone();
-        let metrics = Arc::new(Metrics::new(move |encoder| {
-            metrics::encode_counts(&counted, encoder)?;
-            metrics::encode_ages(&watched, encoder)?;
-            authority::status::encode_metrics(&described.status(), encoder)
-        }));
-        admin::add_conditions(&readiness, hub.clone(), &freshness, authority.clone());
+        let metrics = metrics(&hub, &freshness, &self.authority);
+        admin::add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
         let admin = admin::server(
             readiness.clone(),
             metrics.clone(),
-            authority.clone(),
-            proxies.clone(),
+            self.authority.clone(),
+            self.proxies.clone(),
             trust_domain.clone(),
         );
-        let (source, changed) = (hub.clone(), hub.routes_changed());
-        let statuses = Statuses::new(move || source.route_statuses(), changed);
-        let is_cluster = config.catalog == config::Storage::Kubernetes;
         let (events, queue) = Events::new();
-        let election = self.client.clone().filter(|_| is_cluster).map(|client| {
-            let (replica, timing) = (authority.status().replica, lease::Timing::default());
-            let events = events.clone();
-            let writer = Writer::new(client.clone(), &WITH_STATUS, metrics.clone(), events);
-            let due = hub.clone();
-            let due = move || due.read(Index::revision_writes);
-            let namespace = &config.pod_namespace;
-            let revisions = Revisions::new(client.clone(), namespace, due, hub.routes_changed());
-            let election = Election::new(client, namespace, replica, timing);
-            (election, writer, revisions)
-        });
-        let publish_statuses = async {
-            tokio::select! {
-                () = hub.synced() => {}
-                () = stopping.cancelled() => return,
-            }
-            match election {
-                Some((election, writer, revisions)) => {
-                    writer::run(election, writer, revisions, statuses, stopping.clone()).await;
-                }
-                None => tokio::select! {
-                    never = report::log_changes(statuses) => match never {},
-                    () = stopping.cancelled() => {}
-                },
-            }
+        let replica = self.authority.status().replica;
+        let writer = status_writer(&config, &self.client, &hub, replica, &metrics, &events);
+        let statuses = publish_statuses(&hub, writer, &stopping);
+        let mut statuses = pin!(statuses.fuse());
+        let context = |trust| grpc::Context {
+            hub: hub.clone(),
+            authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
+            trust,
+            proxies: self.proxies,
+            quotas: Quotas::default(),
+            trust_domain: trust_domain.clone(),
+            certificate_life: config.certificate_life,
+            metrics: metrics.clone(),
+            events: events.clone(),
+            stopping: stopping.clone(),
         };
-        let mut publish_statuses = pin!(publish_statuses.fuse());
-        let client = self.client.clone();
-        let publish_events = async {
-            if let Some(client) = client {
-                publish(client, "controller", queue).await;
-            }
-        };
+        let calls = serve_calls(
+            self.grpc.socket,
+            self.names,
+            &self.authority,
+            context,
+            &stopping,
+        );
+        let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
         let observe_authority = async {
             if config.ca == config::Storage::Kubernetes {
-                events::observe(authority.clone(), &config.pod_namespace, events.clone()).await;
+                let authority = self.authority.clone();
+                events::observe(authority, &config.pod_namespace, events.clone()).await;
             }
         };
-        let grpc = async {
-            let trust = tokio::select! {
-                trust = authority.loaded() => trust,
-                () = stopping.cancelled() => None,
-            };
-            let Some(trust) = trust.map(|trust| trust.subscribe()) else {
-                return Ok(());
-            };
-            let certificate_life = config.certificate_life;
-            let serving = Serving::new(trust.clone(), self.names, certificate_life)?;
-            let context = grpc::Context {
-                hub: hub.clone(),
-                authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
-                trust,
-                proxies,
-                quotas: Quotas::default(),
-                trust_domain: trust_domain.clone(),
-                certificate_life,
-                metrics,
-                events: events.clone(),
-                stopping: stopping.clone(),
-            };
-            tokio::select! {
-                () = grpc::serve(self.grpc.socket, serving.tls(), context) => Ok(()),
-                () = serving.renew() => Ok(()),
-            }
-        };
-        let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
-        let catalog = async {
-            match config.catalog {
-                config::Storage::Kubernetes => {
-                    let client = self.client.expect(CLIENT);
-                    let namespace = &config.pod_namespace;
-                    catalog::kubernetes::run(client, namespace, &trust_domain, &freshness, sender)
-                        .await
-                }
-                config::Storage::Files(folder) => {
-                    catalog::files::run(folder, &trust_domain, &freshness, sender).await
-                }
-            }
-        };
-        let follow = hub.follow(changes);
-        let synced = async {
-            hub.synced().await;
-            tracing::info!("the catalog is synced");
-        };
-        let signal = async {
-            shutdown.await;
-            tracing::info!("shutting down");
-            readiness.drain();
-            stopping.cancel();
+        let background = async {
+            tokio::join!(
+                watch_catalog(&config, &self.client, &trust_domain, &freshness, sender),
+                hub.follow(changes),
+                log_sync(&hub),
+                self.run_authority,
+                stop_after(shutdown, &readiness, &stopping),
+                publish_events(&self.client, queue),
+                observe_authority,
+                hub.review_enforcement(),
+                &mut statuses,
+            )
         };
         tracing::info!(grpc = %self.grpc.address, admin = %self.admin.address, "listening");
         let result = tokio::select! {
-            result = grpc => result,
+            result = calls => result,
             failed = admin.serve_on_thread(self.admin.socket) => match failed? {},
             // These run until the servers end.
-            _ = async { tokio::join!(
-                catalog, follow, synced, self.run_authority, signal, publish_events,
-                observe_authority, hub.review_enforcement(), &mut publish_statuses
-            ) } => Ok(()),
+            _ = background => Ok(()),
         };
         // Another replica does not wait for the Lease of this one.
-        if !publish_statuses.is_terminated() {
+        if !statuses.is_terminated() {
             stopping.cancel();
-            publish_statuses.await;
+            statuses.await;
         }
         result
     }
+}
+
+fn metrics(hub: &Hub, freshness: &Freshness, authority: &AuthorityHandle) -> Arc<Metrics> {
+    let (hub, freshness, authority) = (hub.clone(), freshness.clone(), authority.clone());
+    Arc::new(Metrics::new(move |encoder| {
+        metrics::encode_counts(&hub, encoder)?;
+        metrics::encode_ages(&freshness, encoder)?;
+        authority::status::encode_metrics(&authority.status(), encoder)
+    }))
+}
+
+/// The writer of statuses, and the election among the replicas. `None` without a cluster.
+fn status_writer(
+    config: &Config,
+    client: &Option<kube::Client>,
+    hub: &Hub,
+    replica: String,
+    metrics: &Arc<Metrics>,
+    events: &Events,
+) -> Option<(Election, Writer, Revisions)> {
+    let is_cluster = config.catalog == config::Storage::Kubernetes;
+    let client = client.clone().filter(|_| is_cluster)?;
+    let (namespace, timing) = (&config.pod_namespace, lease::Timing::default());
+    let writer = Writer::new(
+        client.clone(),
+        &WITH_STATUS,
+        metrics.clone(),
+        events.clone(),
+    );
+    let due = hub.clone();
+    let due = move || due.read(Index::revision_writes);
+    let revisions = Revisions::new(client.clone(), namespace, due, hub.routes_changed());
+    let election = Election::new(client, namespace, replica, timing);
+    Some((election, writer, revisions))
+}
+
+/// Writes the statuses of routes, or logs them without a cluster, from the first synced catalog on.
+async fn publish_statuses(
+    hub: &Hub,
+    writer: Option<(Election, Writer, Revisions)>,
+    stopping: &CancellationToken,
+) {
+    tokio::select! {
+        () = hub.synced() => {}
+        () = stopping.cancelled() => return,
+    }
+    let (source, changed) = (hub.clone(), hub.routes_changed());
+    let statuses = Statuses::new(move || source.route_statuses(), changed);
+    match writer {
+        Some((election, writer, revisions)) => {
+            writer::run(election, writer, revisions, statuses, stopping.clone()).await;
+        }
+        None => tokio::select! {
+            never = report::log_changes(statuses) => match never {},
+            () = stopping.cancelled() => {}
+        },
+    }
+}
+
+/// Serves the calls of proxies from the first loaded CA on.
+async fn serve_calls(
+    socket: TcpListener,
+    names: Names,
+    authority: &AuthorityHandle,
+    context: impl FnOnce(TrustReceiver) -> grpc::Context,
+    stopping: &CancellationToken,
+) -> Result<(), Error> {
+    let trust = tokio::select! {
+        trust = authority.loaded() => trust,
+        () = stopping.cancelled() => None,
+    };
+    let Some(trust) = trust.map(|trust| trust.subscribe()) else {
+        return Ok(());
+    };
+    let context = context(trust.clone());
+    let serving = Serving::new(trust, names, context.certificate_life)?;
+    tokio::select! {
+        () = grpc::serve(socket, serving.tls(), context) => Ok(()),
+        () = serving.renew() => Ok(()),
+    }
+}
+
+/// Sends the changes of the catalog to `sender`.
+async fn watch_catalog(
+    config: &Config,
+    client: &Option<kube::Client>,
+    trust_domain: &str,
+    freshness: &Freshness,
+    sender: mpsc::Sender<Event>,
+) {
+    match &config.catalog {
+        config::Storage::Kubernetes => {
+            let client = client.clone().expect(CLIENT);
+            let namespace = &config.pod_namespace;
+            catalog::kubernetes::run(client, namespace, trust_domain, freshness, sender).await
+        }
+        config::Storage::Files(folder) => {
+            catalog::files::run(folder.clone(), trust_domain, freshness, sender).await
+        }
+    }
+}
+
+async fn publish_events(client: &Option<kube::Client>, queue: Queue) {
+    if let Some(client) = client.clone() {
+        publish(client, "controller", queue).await;
+    }
+}
+
+async fn log_sync(hub: &Hub) {
+    hub.synced().await;
+    tracing::info!("the catalog is synced");
+}
+
+async fn stop_after(
+    shutdown: impl Future<Output = ()>,
+    readiness: &Readiness,
+    stopping: &CancellationToken,
+) {
+    shutdown.await;
+    tracing::info!("shutting down");
+    readiness.drain();
+    stopping.cancel();
 }
 
 /// The invariant of the client.
