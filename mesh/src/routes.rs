@@ -3,6 +3,7 @@
 //! server.
 
 use diy_mesh_controller::policy;
+use diy_mesh_controller::routes::PARTIALLY_INVALID;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, Client,
@@ -48,7 +49,8 @@ pub struct Parent {
     pub service: String,
     /// None: all ports.
     pub port: Option<u64>,
-    /// Those for the current generation of the route. Empty until the mesh has written them.
+    /// Those for the current generation of the route, or for the earlier one that is in force. Empty
+    /// until the mesh has written them.
     pub conditions: Vec<Condition>,
 }
 
@@ -74,6 +76,13 @@ pub struct Backend {
     pub target: String,
     /// The weight among the backends of the rule.
     pub weight: u64,
+}
+
+impl Condition {
+    /// "True" or "False".
+    pub fn status(&self) -> &'static str {
+        if self.holds { "True" } else { "False" }
+    }
 }
 
 impl Route {
@@ -128,11 +137,14 @@ impl Parent {
         }
     }
 
-    /// Conditions of the mesh itself that do not hold.
+    /// Conditions of the mesh itself that do not hold, and that an earlier state is in force.
     pub fn problems(&self) -> impl Iterator<Item = &Condition> {
         let domain = format!("{}/", policy::GROUP);
         let own = self.conditions.iter();
-        own.filter(move |one| one.kind.starts_with(&domain) && !one.holds)
+        own.filter(move |one| match &*one.kind {
+            PARTIALLY_INVALID => one.holds,
+            kind => kind.starts_with(&domain) && !one.holds,
+        })
     }
 
     /// The condition with this type.
@@ -156,8 +168,11 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
     let entry = entries
         .find(|entry| entry["controllerName"] == CONTROLLER_NAME && is_same(&entry["parentRef"]));
     let generation = object["metadata"]["generation"].as_i64();
-    let is_current = |condition: &&Value| condition["observedGeneration"].as_i64() >= generation;
-    let conditions = entry.map(|entry| list(&entry["conditions"]).filter(is_current));
+    let is_current = |condition: &Value| condition["observedGeneration"].as_i64() >= generation;
+    let conditions = list(entry.map_or(&Value::Null, |entry| &entry["conditions"]));
+    let mut current = conditions.clone().filter(|one| is_current(one));
+    let has_fallen_back = current.any(|one| one["type"] == PARTIALLY_INVALID);
+    let conditions = conditions.filter(|one| has_fallen_back || is_current(one));
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let condition = |condition: &Value| Condition {
         kind: text(&condition["type"]),
@@ -168,7 +183,7 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
     Parent {
         service: named(reference, namespace),
         port: reference["port"].as_u64(),
-        conditions: conditions.into_iter().flatten().map(condition).collect(),
+        conditions: conditions.map(condition).collect(),
     }
 }
 

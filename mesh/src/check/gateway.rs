@@ -93,7 +93,7 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
         }
         let describe = |one: &Condition| {
             let (kind, reason, message) = (&one.kind, &one.reason, &one.message);
-            format!("{title}: {kind} is False, {reason}: {message}")
+            format!("{title}: {kind} is {}, {reason}: {message}", one.status())
         };
         let requirements = ["Accepted", "ResolvedRefs"].into_iter();
         let requirements = requirements.filter_map(|kind| parent.condition(kind));
@@ -104,7 +104,7 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
     let text = "routes with errors: requests that they match fail, or the route has no effect";
     let advice = "correct the routes; mesh routes lists all conditions";
     findings.extend(Finding::problem(text, advice).if_any(invalid));
-    let text = "routes that do not apply everywhere";
+    let text = "routes that do not apply everywhere, or of which an earlier version applies";
     findings.extend(Finding::warning(text, PARTIAL_ADVICE).if_any(partial));
     let text = "routes whose current version no controller of the mesh has accepted or rejected";
     let advice = format!(
@@ -249,6 +249,17 @@ mod tests {
                         is False, ProxyLacksCapability: what to do";
         assert_eq!((partial[0].level, partial.len()), (Level::Warning, 1));
         assert_eq!(partial[0].details, [expected]);
+        let mut earlier = accepted.clone();
+        earlier["observedGeneration"] = json!(1);
+        let partial = condition("PartiallyInvalid", "True", "UnsupportedValue");
+        let fallen_back = &findings(json!([earlier, partial]));
+        let expected = "HTTPRoute shop/canary, parent shop/web:80: PartiallyInvalid is True, \
+                        UnsupportedValue: what to do";
+        assert_eq!(
+            (fallen_back[0].level, fallen_back.len()),
+            (Level::Warning, 1)
+        );
+        assert_eq!(fallen_back[0].details, [expected]);
         let pending = &findings(json!([]))[0];
         assert_eq!(pending.level, Level::Warning);
         assert_eq!(

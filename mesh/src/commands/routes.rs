@@ -234,10 +234,11 @@ fn table(routes: &[Route], colors: Colors) -> String {
         let problems = parents.flat_map(|parent| parent.problems().map(move |one| (parent, one)));
         for (parent, one) in problems {
             let line = format!(
-                "{}, parent {}: {} is False, {}: {}",
+                "{}, parent {}: {} is {}, {}: {}",
                 route.title(),
                 parent.title(),
                 one.kind,
+                one.status(),
                 one.reason,
                 one.message
             );
