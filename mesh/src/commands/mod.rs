@@ -6,10 +6,9 @@ pub mod identity;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
-mod suggestions;
 mod terminal;
 
-use std::{env, ffi::OsString, process::ExitCode};
+use std::{env, process::ExitCode};
 
 use crate::sandbox::internal::Internal;
 use anyhow::{Context, Result};
@@ -18,19 +17,10 @@ use clap_complete::Shell;
 
 /// Runs the command of this process's arguments. Exits if they are invalid.
 pub fn run() -> Result<ExitCode> {
-    let arguments = Vec::from_iter(env::args_os());
-    match arguments.get(1) {
-        Some(name) if Internal::is_name(name) => Internal::parse().run(),
-        _ => parse(&arguments)
-            .unwrap_or_else(|error| error.exit())
-            .command
-            .run(),
+    match env::args_os().nth(1) {
+        Some(name) if Internal::is_name(&name) => Internal::parse().run(),
+        _ => Mesh::parse().command.run(),
     }
-}
-
-fn parse(arguments: &[OsString]) -> Result<Mesh, clap::Error> {
-    let parsed = Mesh::try_parse_from(arguments);
-    parsed.map_err(|error| suggestions::add(error, Mesh::command(), arguments))
 }
 
 /// DIY Service Mesh: the whole mesh, small enough to read, fast enough to run
@@ -117,9 +107,8 @@ mod tests {
     /// The error of invalid arguments.
     fn error(arguments: &[&str]) -> String {
         let arguments = [&["mesh"], arguments].concat();
-        let arguments: Vec<OsString> = arguments.iter().map(Into::into).collect();
-        let error = parse(&arguments).err().expect("they are invalid");
-        error.to_string()
+        let error = Mesh::try_parse_from(arguments).err();
+        error.expect("they are invalid").to_string()
     }
 
     #[test]
@@ -137,8 +126,6 @@ mod tests {
         for (arguments, similar) in [
             (&["demmo"][..], "'demo'"),
             (&["demo", "--quite"], "'--quiet'"),
-            (&["demo", "--fro", "15"], "'--for'"),
-            (&["demo", "--fro=15"], "'--for'"),
         ] {
             let error = error(arguments);
             let expected = format!("similar {} exists: {similar}", kind(arguments));
