@@ -9,6 +9,7 @@ use crate::index::locality::Location;
 use crate::index::object::{Change, Resource};
 use crate::index::tests::{empty, service, stored};
 use crate::policy;
+use crate::routes::model::Grant;
 use crate::routes::parse::{self, Meta};
 
 const UID: &str = "5d1c";
@@ -306,4 +307,34 @@ fn invalid_weight_of_a_canary_leaves_its_share_in_force() {
             ["web Accepted=true None the route applies to shop/web"]
         );
     }
+}
+
+#[test]
+fn state_in_force_uses_a_backend_only_while_a_grant_permits_it() {
+    let mut index = services();
+    let mut store = service("store", &["10.96.0.9"]);
+    store.key = Key::new("data", "store");
+    apply(&mut index, Object::Service(store));
+    let grant = Grant {
+        key: Key::new("data", "g"),
+        from: vec![(Kind::HttpRoute, "shop".into())],
+        to: vec![None],
+    };
+    let deleted = Change::Delete(STORED, Kind::Grant, grant.key.clone());
+    apply(&mut index, Object::Grant(grant));
+    let backend = json!({"namespace": "data", "name": "store", "port": 80});
+    let mut valid = spec("web", &["/one"]);
+    valid["rules"][0]["backendRefs"] = json!([backend]);
+    apply(&mut index, parsed("r", (UID, 1), &valid));
+    apply(&mut index, route(2, &["("]));
+    let backends = |index: &Index| -> Vec<String> {
+        let destination = Resource::Destination(([10, 96, 0, 7], 80).into());
+        let (_, state) = index.resolve(&destination, &Location::default());
+        let rules = state.target.unwrap().routes.unwrap().rules.clone();
+        let backends = rules.iter().flat_map(|rule| rule.backends.clone());
+        backends.map(|backend| backend.target).collect()
+    };
+    assert_eq!(backends(&index), ["data/store:80"]);
+    change(&mut index, deleted);
+    assert_eq!(backends(&index), [""], "its requests fail");
 }
