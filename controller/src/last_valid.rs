@@ -38,24 +38,24 @@ pub struct Invalid {
     pub parents: Vec<ParentReference>,
 }
 
+/// Which state of an object is in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InForce {
+    /// The latest one, which is valid.
+    Latest,
+    /// An earlier one, because the latest one is invalid.
+    Earlier,
+    /// None: the latest one is invalid.
+    Nothing,
+}
+
 /// An object whose last valid state stays in force.
-pub trait FallBack: Sized {
-    /// The object, if it has this type.
-    fn of_object(object: &Object) -> Option<&Self>;
+pub trait FallBack: Sized + 'static {
+    /// Which state is in force.
+    fn in_force(&self) -> InForce;
 
     /// The state in force, or the latest one if none is. `None`: nothing of the object can be invalid.
     fn origin(&self) -> Option<&Origin>;
-
-    /// Whether the latest state is invalid.
-    fn is_invalid(&self) -> bool;
-
-    /// Whether a state is in force.
-    fn is_in_force(&self) -> bool;
-
-    /// Whether an earlier state is in force.
-    fn has_fallen_back(&self) -> bool {
-        self.is_invalid() && self.is_in_force()
-    }
 
     /// Uses the state of `former`. The latest one remains for conditions.
     fn fall_back(&mut self, former: &Self);
@@ -65,12 +65,13 @@ pub trait FallBack: Sized {
     where
         Self: 'a,
     {
-        if !self.is_invalid() {
+        if self.in_force() == InForce::Latest {
             return self;
         }
         // An object may have the name of a deleted one.
         let uid = self.origin().map(|origin| origin.uid.clone());
-        let formers = formers.into_iter().filter(|former| former.is_in_force());
+        let is_valid = |former: &&Self| former.in_force() != InForce::Nothing;
+        let formers = formers.into_iter().filter(is_valid);
         let usable = formers.filter_map(|former| {
             let origin = former.origin()?;
             let is_usable = Some(&origin.uid) == uid.as_ref() && origin.content.is_some();
@@ -80,6 +81,17 @@ pub trait FallBack: Sized {
             self.fall_back(former);
         }
         self
+    }
+}
+
+impl InForce {
+    /// Of an object with this content in force, unless it is rejected.
+    pub fn of<T>(content: &Result<T, Rejection>, invalid: &Option<Box<Invalid>>) -> InForce {
+        match (content, invalid) {
+            (Err(_), _) => InForce::Nothing,
+            (Ok(_), None) => InForce::Latest,
+            (Ok(_), Some(_)) => InForce::Earlier,
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The objects of the catalog, with the fields that determine destinations. Plain values without
 //! types of Kubernetes or gRPC.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -8,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::excess::Excess;
-use crate::last_valid::{FallBack, Origin, Revision};
+use crate::last_valid::{FallBack, InForce, Origin, Revision};
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -225,6 +226,23 @@ impl Object {
         }
     }
 
+    /// The object, if it has this type.
+    pub fn downcast<T: 'static>(&self) -> Option<&T> {
+        let object: &dyn Any = match self {
+            Object::Service(one) => one,
+            Object::Slice(one) => one,
+            Object::Pod(one) => one,
+            Object::Node(one) => one,
+            Object::Route(one) => one,
+            Object::Grant(one) => one,
+            Object::Split(one) => one,
+            Object::RouteGroup(one) => one,
+            Object::Policy(one) => one,
+            Object::Revision(one) => one,
+        };
+        object.downcast_ref()
+    }
+
     /// Namespace and name.
     pub fn key(&self) -> &Key {
         match self {
@@ -292,25 +310,16 @@ pub struct Canary {
 }
 
 impl FallBack for Service {
-    fn of_object(object: &Object) -> Option<&Service> {
-        match object {
-            Object::Service(one) => Some(one),
-            _ => None,
+    fn in_force(&self) -> InForce {
+        match &self.canary {
+            Some(canary) if canary.weight.is_err() => InForce::Nothing,
+            Some(canary) if canary.invalid.is_some() => InForce::Earlier,
+            _ => InForce::Latest,
         }
     }
 
     fn origin(&self) -> Option<&Origin> {
         self.canary.as_ref().map(|canary| &*canary.origin)
-    }
-
-    fn is_invalid(&self) -> bool {
-        let canary = self.canary.as_ref();
-        canary.is_some_and(|canary| canary.weight.is_err() || canary.invalid.is_some())
-    }
-
-    fn is_in_force(&self) -> bool {
-        let canary = self.canary.as_ref();
-        canary.is_some_and(|canary| canary.weight.is_ok())
     }
 
     fn fall_back(&mut self, former: &Service) {

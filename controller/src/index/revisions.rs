@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use super::object::{Key, Kind, Object, Source};
 use super::store::{Replaced, Store};
 use super::{Index, Touched, link, unlink};
-use crate::last_valid::{FallBack, Origin, Revision, Write};
+use crate::last_valid::{FallBack, InForce, Origin, Revision, Write};
 use crate::routes::attach::RouteId;
 
 /// The source of the objects whose states are stored.
@@ -34,7 +34,7 @@ impl Revisions {
     ) -> T {
         let stored = self.of_object.get(id).filter(|_| source == STORED);
         let stored = stored.into_iter().flatten();
-        let stored = stored.filter_map(|key| T::of_object(&self.objects[key].object));
+        let stored = stored.filter_map(|key| self.objects[key].object.downcast::<T>());
         new.with_last_valid(stored.chain(old))
     }
 
@@ -99,7 +99,7 @@ impl Index {
             T: FallBack + Clone + PartialEq,
         {
             let object = store.of_source(STORED, key)?;
-            Some((object.origin()?, object.has_fallen_back()))
+            Some((object.origin()?, object.in_force() == InForce::Earlier))
         }
         match kind {
             Kind::Service => state(&self.services, key),

@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
-use crate::index::object::{Key, Object, ServicePort};
-use crate::last_valid::{FallBack, Invalid, Origin};
+use crate::index::object::{Key, ServicePort};
+use crate::last_valid::{FallBack, InForce, Invalid, Origin};
 use crate::routes::attach::Table;
 use crate::routes::model::{Backend, Match, Rejection, Rule};
 use crate::routes::{Condition, ParentReference};
@@ -203,23 +203,12 @@ impl Policy {
 }
 
 impl FallBack for Policy {
-    fn of_object(object: &Object) -> Option<&Policy> {
-        match object {
-            Object::Policy(one) => Some(one),
-            _ => None,
-        }
+    fn in_force(&self) -> InForce {
+        InForce::of(&self.settings, &self.invalid)
     }
 
     fn origin(&self) -> Option<&Origin> {
         Some(&self.origin)
-    }
-
-    fn is_invalid(&self) -> bool {
-        self.settings.is_err() || self.invalid.is_some()
-    }
-
-    fn is_in_force(&self) -> bool {
-        self.settings.is_ok()
     }
 
     fn fall_back(&mut self, former: &Policy) {

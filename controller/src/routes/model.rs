@@ -9,8 +9,8 @@ use diy_mesh_proto::mesh::v1::{
 };
 
 use super::{Condition, ParentReference};
-use crate::index::object::{Key, Kind, Object};
-use crate::last_valid::{FallBack, Invalid, Origin};
+use crate::index::object::{Key, Kind};
+use crate::last_valid::{FallBack, InForce, Invalid, Origin};
 
 /// A route with parents that are Services, or what has the same effect.
 #[derive(Clone, Debug, PartialEq)]
@@ -220,23 +220,12 @@ impl Route {
 }
 
 impl FallBack for Route {
-    fn of_object(object: &Object) -> Option<&Route> {
-        match object {
-            Object::Route(one) => Some(one),
-            _ => None,
-        }
+    fn in_force(&self) -> InForce {
+        InForce::of(&self.rules, &self.invalid)
     }
 
     fn origin(&self) -> Option<&Origin> {
         Some(&self.origin)
-    }
-
-    fn is_invalid(&self) -> bool {
-        self.rules.is_err() || self.invalid.is_some()
-    }
-
-    fn is_in_force(&self) -> bool {
-        self.rules.is_ok()
     }
 
     fn fall_back(&mut self, former: &Route) {

@@ -17,8 +17,8 @@ use super::parse::{
 };
 use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
-use crate::index::object::{Key, Object};
-use crate::last_valid::{FallBack, Invalid, Origin};
+use crate::index::object::Key;
+use crate::last_valid::{FallBack, InForce, Invalid, Origin};
 
 /// The API group of TrafficSplits.
 pub const SPLIT_GROUP: &str = "split.smi-spec.io";
@@ -173,10 +173,9 @@ impl Split {
             let mut invalid = groups.filter_map(|group| Some((group, group.invalid.as_ref()?)));
             if let (None, Some((group, invalid))) = (&route.invalid, invalid.next()) {
                 route.origin.clone_from(&group.origin);
-                route.invalid = Some(Box::new(Invalid {
-                    rejection: invalid.rejection.clone(),
-                    parents: route.parents.clone(),
-                }));
+                let parents = route.parents.clone();
+                let rejection = invalid.rejection.clone();
+                route.invalid = Some(Box::new(Invalid { rejection, parents }));
             }
         }
         route
@@ -208,23 +207,12 @@ impl Split {
 }
 
 impl FallBack for Split {
-    fn of_object(object: &Object) -> Option<&Split> {
-        match object {
-            Object::Split(one) => Some(one),
-            _ => None,
-        }
+    fn in_force(&self) -> InForce {
+        self.route.in_force()
     }
 
     fn origin(&self) -> Option<&Origin> {
         self.route.origin()
-    }
-
-    fn is_invalid(&self) -> bool {
-        self.route.is_invalid()
-    }
-
-    fn is_in_force(&self) -> bool {
-        self.route.is_in_force()
     }
 
     fn fall_back(&mut self, former: &Split) {
@@ -234,23 +222,12 @@ impl FallBack for Split {
 }
 
 impl FallBack for RouteGroup {
-    fn of_object(object: &Object) -> Option<&RouteGroup> {
-        match object {
-            Object::RouteGroup(one) => Some(one),
-            _ => None,
-        }
+    fn in_force(&self) -> InForce {
+        InForce::of(&self.matches, &self.invalid)
     }
 
     fn origin(&self) -> Option<&Origin> {
         Some(&self.origin)
-    }
-
-    fn is_invalid(&self) -> bool {
-        self.matches.is_err() || self.invalid.is_some()
-    }
-
-    fn is_in_force(&self) -> bool {
-        self.matches.is_ok()
     }
 
     fn fall_back(&mut self, former: &RouteGroup) {
