@@ -21,6 +21,8 @@ use crate::index::object::{
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 use crate::last_valid::Origin;
+use crate::routes::filters::is_hostname;
+use crate::routes::parse::{shortened, unsupported};
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 /// The default of Kubernetes: three hours.
@@ -121,7 +123,8 @@ fn canary(metadata: &ObjectMeta) -> Option<Canary> {
     let (of, weight) = (annotation(CANARY_OF), annotation(CANARY_WEIGHT));
     of.or(weight)?;
     let (of, weight) = (of.unwrap_or_default(), weight.unwrap_or_default());
-    let invalid = |name, value, expected| Err(format!("{name}: {value:?} is not {expected}"));
+    // Logs and Events contain the error: an annotation may have 256 KiB.
+    let invalid = |name, value, expected| Err(unsupported(name, value, expected).message);
     let percent = weight.parse().ok().filter(|percent| *percent <= 100);
     let version = metadata.resource_version.as_deref();
     let version = version.and_then(|version| version.parse().ok());
@@ -130,9 +133,9 @@ fn canary(metadata: &ObjectMeta) -> Option<Canary> {
     Some(Canary {
         origin: Arc::new(Origin::new(uid, version.unwrap_or_default(), &annotations)),
         invalid: None,
-        of: of.into(),
+        of: shortened(of).into(),
         weight: match percent {
-            _ if of.is_empty() || of.contains(['/', '.']) => {
+            _ if !is_hostname(of) || of.contains('.') => {
                 invalid(CANARY_OF, of, "the name of a Service of the same namespace")
             }
             None => invalid(CANARY_WEIGHT, weight, "an integer from 0 to 100"),

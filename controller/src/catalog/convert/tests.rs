@@ -80,6 +80,14 @@ fn invalid_canary_annotations_are_errors_of_the_canary_only() {
         );
         assert_eq!(error(&annotations), format!("diy-service-mesh/{expected}"));
     }
+    let long = "a".repeat(200_000);
+    for (of, percent) in [(&*long, "1"), ("web", &*long)] {
+        let annotations = format!(
+            "diy-service-mesh/canary-of: '{of}', diy-service-mesh/canary-weight: '{percent}'"
+        );
+        assert!(error(&annotations).len() < 256);
+        assert!(canary(&annotations).unwrap().of.len() <= 512);
+    }
     let alone = error("diy-service-mesh/canary-weight: '1'");
     assert!(
         alone.starts_with("diy-service-mesh/canary-of: \"\""),

@@ -338,3 +338,23 @@ fn state_in_force_uses_a_backend_only_while_a_grant_permits_it() {
     change(&mut index, deleted);
     assert_eq!(backends(&index), [""], "its requests fail");
 }
+
+#[test]
+fn route_that_is_made_invalid_again_and_again_has_one_stored_state() {
+    let mut index = services();
+    for generation in 0..200 {
+        apply(&mut index, route(2 * generation + 1, &["/valid"]));
+        apply(&mut index, route(2 * generation + 2, &["("]));
+        store(&mut index);
+        assert_eq!(index.count(Kind::Revision), 1);
+        assert_eq!(store(&mut index), []);
+        assert_eq!(paths(&index, 7), in_force("/valid"));
+    }
+    let route = Change::Delete(STORED, Kind::HttpRoute, Key::new("shop", "r"));
+    change(&mut index, route);
+    store(&mut index);
+    assert_eq!(
+        (index.count(Kind::Revision), index.revisions.links()),
+        (0, 0)
+    );
+}
