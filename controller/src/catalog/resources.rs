@@ -103,15 +103,14 @@ impl CatalogObject for DynamicObject {
 
 impl CatalogObject for ControllerRevision {
     fn convert(&self, _: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
-        let data = self.data.as_ref().map(|data| data.0.clone());
-        let data = data.unwrap_or_default();
+        let data = self.data.as_ref().map_or(&Value::Null, |data| &data.0);
         let name = data["kind"].as_str();
         let mut kinds = Kind::ALL.into_iter().filter(|kind| kind.can_fall_back());
         let kind = kinds.find(|kind| Some(kind.name()) == name);
         let kind = kind.ok_or_else(|| ConvertError(format!("data.kind: {name:?} is unknown")))?;
         let object = match kind {
-            Kind::Service => convert_data::<Service>(kind, &data, trust_domain),
-            _ => convert_data::<DynamicObject>(kind, &data, trust_domain),
+            Kind::Service => convert_data::<Service>(kind, data, trust_domain),
+            _ => convert_data::<DynamicObject>(kind, data, trust_domain),
         };
         Ok(Object::Revision(Revision {
             key: key(&self.metadata)?,
@@ -135,12 +134,8 @@ pub(crate) fn revision(
     (kind, key): &RouteId,
     origin: &Origin,
 ) -> Option<ControllerRevision> {
-    let (
-        resource,
-        Origin {
-            uid, generation, ..
-        },
-    ) = (resource(*kind), origin);
+    let resource = resource(*kind);
+    let (uid, generation) = (&origin.uid, origin.generation);
     let mut object = json!({
         "apiVersion": resource.api_version, "kind": resource.kind,
         "metadata": {"namespace": *key.namespace, "name": *key.name, "uid": **uid},
@@ -151,7 +146,7 @@ pub(crate) fn revision(
             object["metadata"]["annotations"] = origin.content()?;
         }
         _ => {
-            object["metadata"]["generation"] = (*generation).into();
+            object["metadata"]["generation"] = generation.into();
             object["spec"] = origin.content()?;
         }
     }
@@ -163,7 +158,7 @@ pub(crate) fn revision(
             ..ObjectMeta::default()
         },
         data: Some(RawExtension(object)),
-        revision: *generation,
+        revision: generation,
     })
 }
 
