@@ -9,14 +9,41 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::index::object::{Key, Object};
+use crate::index::object::{Key, Kind, Object};
 use crate::routes::attach::RouteId;
 use crate::routes::model::Rejection;
+use crate::routes::parse::Meta;
 use crate::routes::{Condition, PARTIALLY_INVALID, ParentReference, UNSUPPORTED_VALUE};
 
 /// The length of a content that is kept. An invalid object whose former content was longer has no
 /// effect.
 const MAX_CONTENT_BYTES: usize = 128 * 1024;
+
+/// An object that is checked after the API server has stored it: a route, a split, a policy, or the
+/// annotations of a canary.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Checked<T> {
+    /// The kind. Of a canary, Service.
+    pub kind: Kind,
+    /// Namespace and name.
+    pub key: Key,
+    /// The generation, for conditions.
+    pub generation: i64,
+    /// The creation time in seconds since 1970, or 0.
+    pub created: i64,
+    /// The parents or targets of the state in force.
+    pub parents: Vec<ParentReference>,
+    /// What is in force, or why nothing is.
+    pub content: Result<T, Rejection>,
+    /// A field with a value that has no effect.
+    pub ignored: Option<&'static str>,
+    /// At least the length of its part of a message.
+    pub bytes: usize,
+    /// The state with these parents and this content.
+    pub origin: Arc<Origin>,
+    /// The latest state, if it is invalid and an earlier one is in force.
+    pub invalid: Option<Box<Invalid>>,
+}
 
 /// The state of an object that is in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -38,60 +65,109 @@ pub struct Invalid {
     pub parents: Vec<ParentReference>,
 }
 
-/// Which state of an object is in force.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InForce {
-    /// The latest one, which is valid.
-    Latest,
-    /// An earlier one, because the latest one is invalid.
-    Earlier,
-    /// None: the latest one is invalid.
-    Nothing,
-}
-
-/// An object whose last valid state stays in force.
-pub trait FallBack: Sized + 'static {
-    /// Which state is in force.
-    fn in_force(&self) -> InForce;
-
-    /// The state in force, or the latest one if none is. `None`: nothing of the object can be invalid.
-    fn origin(&self) -> Option<&Origin>;
-
-    /// Uses the state of `former`. The latest one remains for conditions.
-    fn fall_back(&mut self, former: &Self);
-
-    /// Falls back to the latest one of the former states, if the object is invalid.
-    fn with_last_valid<'a>(mut self, formers: impl IntoIterator<Item = &'a Self>) -> Self
-    where
-        Self: 'a,
-    {
-        if self.in_force() == InForce::Latest {
-            return self;
+impl<T> Checked<T> {
+    /// The latest state of an object.
+    pub fn new(meta: Meta, parents: Vec<ParentReference>, content: Result<T, Rejection>) -> Self {
+        Checked {
+            kind: meta.kind,
+            key: meta.key,
+            generation: meta.origin.generation,
+            created: meta.created,
+            parents,
+            content,
+            ignored: None,
+            bytes: meta.bytes,
+            origin: meta.origin,
+            invalid: None,
         }
-        // An object may have the name of a deleted one.
-        let uid = self.origin().map(|origin| origin.uid.clone());
-        let is_valid = |former: &&Self| former.in_force() != InForce::Nothing;
-        let formers = formers.into_iter().filter(is_valid);
-        let usable = formers.filter_map(|former| {
-            let origin = former.origin()?;
-            let is_usable = Some(&origin.uid) == uid.as_ref() && origin.content.is_some();
-            is_usable.then_some((origin.generation, former))
-        });
-        if let Some((_, former)) = usable.max_by_key(|(generation, _)| *generation) {
-            self.fall_back(former);
+    }
+
+    /// The object with the content that `convert` makes of its content.
+    pub fn and_then<U>(&self, convert: impl FnOnce(&T) -> Result<U, Rejection>) -> Checked<U> {
+        Checked {
+            kind: self.kind,
+            key: self.key.clone(),
+            generation: self.generation,
+            created: self.created,
+            parents: self.parents.clone(),
+            content: self
+                .content
+                .as_ref()
+                .map_err(Clone::clone)
+                .and_then(convert),
+            ignored: self.ignored,
+            bytes: self.bytes,
+            origin: self.origin.clone(),
+            invalid: self.invalid.clone(),
         }
-        self
+    }
+
+    /// The parents as the author wrote them, which may differ from those in force.
+    pub fn written_parents(&self) -> &[ParentReference] {
+        let invalid = self.invalid.as_ref();
+        invalid.map_or(&self.parents, |invalid| &invalid.parents)
+    }
+
+    /// The conditions at a parent, where the state in force is `accepted` if it has this parent.
+    pub fn conditions(&self, parent: &ParentReference, accepted: Condition) -> Vec<Condition> {
+        let Some(invalid) = &self.invalid else {
+            return vec![accepted];
+        };
+        let Rejection {
+            reason,
+            message,
+            is_partial,
+        } = &invalid.rejection;
+        if !accepted.holds || !self.parents.contains(parent) {
+            return vec![invalid.rejection.condition()];
+        }
+        let generation = self.origin.generation;
+        let in_force = match generation {
+            // Objects from files have none.
+            0 => "the last valid state".to_owned(),
+            number => format!("generation {number}"),
+        };
+        if !is_partial {
+            let message = format!("{message}; {in_force} stays in force");
+            return vec![Rejection::new(reason, message).condition()];
+        }
+        let message = format!("Fall Back to {in_force}: {message}");
+        let accepted = Condition {
+            generation: Some(generation),
+            ..accepted
+        };
+        let partial = Condition::new(PARTIALLY_INVALID, true, UNSUPPORTED_VALUE, message);
+        vec![accepted, partial]
     }
 }
 
-impl InForce {
-    /// Of an object with this content in force, unless it is rejected.
-    pub fn of<T>(content: &Result<T, Rejection>, invalid: &Option<Box<Invalid>>) -> InForce {
-        match (content, invalid) {
-            (Err(_), _) => InForce::Nothing,
-            (Ok(_), None) => InForce::Latest,
-            (Ok(_), Some(_)) => InForce::Earlier,
-        }
+impl<T: Clone> Checked<T> {
+    /// Falls back to the latest one of the former states, if the object is invalid.
+    pub fn fall_back<'a>(&mut self, formers: impl Iterator<Item = &'a Self>)
+    where
+        T: 'a,
+    {
+        let rejection = match (&self.content, &self.invalid) {
+            (Err(rejection), _) => Some(rejection.clone()),
+            (Ok(_), Some(_)) => None,
+            (Ok(_), None) => return,
+        };
+        // An object may have the name of a deleted one.
+        let usable = formers.filter(|former| {
+            let origin = &former.origin;
+            former.content.is_ok() && origin.uid == self.origin.uid && origin.content.is_some()
+        });
+        let Some(former) = usable.max_by_key(|former| former.origin.generation) else {
+            return;
+        };
+        let parents = std::mem::take(&mut self.parents);
+        let latest = rejection.map(|rejection| Box::new(Invalid { rejection, parents }));
+        *self = Checked {
+            generation: self.generation,
+            created: self.created,
+            invalid: latest.or(self.invalid.take()),
+            ..former.clone()
+        };
     }
 }
 
@@ -108,53 +184,6 @@ impl Origin {
     /// The content, for a stored copy.
     pub fn content(&self) -> Option<Value> {
         serde_json::from_str(self.content.as_deref()?).ok()
-    }
-}
-
-impl Invalid {
-    /// The latest state of an object, whose content is replaced by that of a former one.
-    pub fn replace<T: Clone>(
-        content: &mut Result<T, Rejection>,
-        parents: &mut Vec<ParentReference>,
-        invalid: &mut Option<Box<Invalid>>,
-        former: (&Result<T, Rejection>, &[ParentReference]),
-    ) {
-        let content = std::mem::replace(content, former.0.clone());
-        let parents = std::mem::replace(parents, former.1.to_vec());
-        if let Err(rejection) = content {
-            *invalid = Some(Box::new(Invalid { rejection, parents }));
-        }
-    }
-
-    /// The conditions at a parent, where the state in force is `accepted` if it has this parent.
-    pub fn conditions(&self, origin: &Origin, accepted: Option<Condition>) -> Vec<Condition> {
-        let Rejection {
-            reason,
-            message,
-            is_partial,
-        } = &self.rejection;
-        let generation = origin.generation;
-        let in_force = match generation {
-            // Objects from files have none.
-            0 => "the last valid state".to_owned(),
-            number => format!("generation {number}"),
-        };
-        match accepted {
-            Some(accepted) if accepted.holds && *is_partial => {
-                let message = format!("Fall Back to {in_force}: {message}");
-                let accepted = Condition {
-                    generation: Some(generation),
-                    ..accepted
-                };
-                let partial = Condition::new(PARTIALLY_INVALID, true, UNSUPPORTED_VALUE, message);
-                vec![accepted, partial]
-            }
-            Some(accepted) if accepted.holds => {
-                let message = format!("{message}; {in_force} stays in force");
-                vec![Rejection::new(reason, message).condition()]
-            }
-            _ => vec![self.rejection.condition()],
-        }
     }
 }
 

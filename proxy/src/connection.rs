@@ -109,20 +109,22 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
     let declared = flow.declared_protocol();
     let protocol = loop {
         // 3. Detect.
-        match detect(&mut client, &flow, declared, &mut dialed).await {
+        let detected = detect(&mut client, &flow, declared, &mut dialed);
+        match pending.unless_evicted(detected).await {
             Ok(Protocol::MeshTls) => {}
             Ok(protocol) => break protocol,
             Err(failure) => return refuse(client, flow, &failure),
         }
         // 4. Identity: the peer's certificate. Its ALPN cannot switch detection off: it counts only
         // where it leads to an HTTP parser.
-        let (secured, identity, alpn) = match flow.worker.tls.accept(client, flow.peer).await {
+        let accepted = flow.worker.tls.accept(client, flow.peer);
+        let (secured, identity, alpn) = match pending.unless_evicted(accepted).await {
             Ok(session) => session,
             Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),
         };
         client = secured;
         flow.caller = Caller::Peer(Rc::new(identity));
-        pending = None;
+        pending.release();
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,
             (None, Alpn::Http1) => break Protocol::Http1,
@@ -130,7 +132,7 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
             (None, Alpn::Opaque | Alpn::Detect) => {}
         }
     };
-    drop(pending);
+    pending.release();
     let _slot = match flow.acquire_slot() {
         Ok(slot) => slot,
         Err(failure) => return refuse(client, flow, &failure),

@@ -2,7 +2,7 @@
 //! caller.
 
 use std::future::{Future, poll_fn};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::Poll;
@@ -21,11 +21,11 @@ use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::PENDING_COST;
+use crate::pending::Pending;
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
 use crate::route::{Route, Routes, Service, Unrouted};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
-use diy_mesh_runtime::shares::Share;
 
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
@@ -85,11 +85,10 @@ impl Flow {
         }
     }
 
-    /// The slot and the memory of an inbound client until it has authenticated or its protocol is
-    /// known. Only the address tells such clients apart.
-    pub fn acquire_pending(&self) -> Result<Option<(Share<IpAddr>, Charge)>, Failure> {
+    /// What an inbound client holds until it has authenticated or its protocol is known.
+    pub fn acquire_pending(&self) -> Result<Pending, Failure> {
         if !matches!(self.caller, Caller::Unauthenticated) {
-            return Ok(None);
+            return Ok(Pending::default());
         }
         let slot = self.worker.pending.try_acquire(self.peer.ip());
         let failure = Failure::Overloaded("too many unauthenticated connections of one address");
@@ -97,7 +96,7 @@ impl Flow {
         let buffers = &self.worker.memory(self.direction).buffers;
         let mut memory = Charge::new(buffers.account(Holder::Pending(self.peer.ip())));
         match memory.try_grow(PENDING_COST) {
-            true => Ok(Some((slot, memory))),
+            true => Ok(Pending::new(slot, memory)),
             false => Err(memory.exceeded()),
         }
     }

@@ -4,7 +4,7 @@
 use std::cell::{Cell, Ref, RefCell};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,6 +28,7 @@ use crate::lifetime::{Expiry, Lifetimes};
 use crate::memory::{Budgets, PENDING_COST};
 use crate::metrics::Metrics;
 use crate::mirror::MAX_MIRRORS;
+use crate::pending::PendingSlots;
 use crate::policy::Policy;
 use crate::tls::Tls;
 
@@ -107,9 +108,8 @@ pub struct Worker {
     pub drain: CancellationToken,
     /// The open connections, by direction: neither keeps the other one out.
     open: Arc<Shares<Direction>>,
-    /// Inbound connections whose caller is not authenticated and whose protocol is unknown, by
-    /// address.
-    pub pending: Arc<Shares<IpAddr>>,
+    /// Inbound connections whose caller is not authenticated and whose protocol is unknown.
+    pub pending: Rc<PendingSlots>,
     /// The other inbound connections, by caller.
     pub callers: Rc<Budget>,
     /// Requests whose copies are collected or sent.
@@ -155,7 +155,7 @@ impl Worker {
             drain: context.drain,
             open: Shares::new(context.limit, max_inbound),
             callers: Budget::slots(max_inbound),
-            pending: Shares::new(max_pending, max_pending / 2),
+            pending: PendingSlots::new(max_pending),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             inbound_memory: Budgets::new(context.memory),
             outbound_memory: Budgets::new(context.memory),

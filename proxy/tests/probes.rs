@@ -11,7 +11,7 @@ use bytes::Bytes;
 use diy_mesh_proxy::probe::{KubeletProbe, Pod, add_routes};
 use diy_mesh_runtime::{Admin, Readiness};
 use rustls::pki_types::PrivatePkcs8KeyDer;
-use support::{listen, on_worker, read_all, read_until, write};
+use support::{closed_address, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
@@ -106,8 +106,7 @@ async fn accept_tls(listener: TcpListener, alpn: &[u8]) -> TlsStream<TcpStream> 
 #[test]
 fn dead_application_fails_every_kind_of_probe() {
     on_worker(async {
-        let (listener, dead) = listen().await;
-        drop(listener);
+        let dead = closed_address();
         for (action, more) in [
             ("tcpSocket", ""),
             ("grpc", ""),
@@ -411,8 +410,7 @@ fn hook_fails_without_a_response_and_succeeds_with_any_status() {
             seen.starts_with("GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1 "),
             "{seen}"
         );
-        let (listener, dead) = listen().await;
-        drop(listener);
+        let dead = closed_address();
         let admin = admin(&[hook(dead)]).await;
         assert_eq!(request(admin, "GET /probes/0").await, "");
     });

@@ -20,9 +20,9 @@ use crate::index::object::{
     Canary, Inbound, Key, Kind, Node, Object, Pod, PodReference, Service, ServicePort, Slice,
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
-use crate::last_valid::Origin;
+use crate::routes::ParentReference;
 use crate::routes::filters::is_hostname;
-use crate::routes::parse::{shortened, unsupported};
+use crate::routes::parse::{Meta, shortened, unsupported};
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
 /// The default of Kubernetes: three hours.
@@ -80,6 +80,7 @@ impl CatalogObject for core::Node {
 }
 
 fn service(object: &core::Service) -> Result<Service, ConvertError> {
+    let key = key(&object.metadata)?;
     let spec = object.spec.clone().unwrap_or_default();
     let ports = spec.ports.iter().flatten().map(service_port);
     let (ports, excess) = excess::split(ports.collect::<Result<_, _>>()?);
@@ -93,7 +94,6 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         false => (cluster_ips(&spec)?, external_ips(object, &spec)?, ""),
     };
     Ok(Service {
-        key: key(&object.metadata)?,
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
         is_headless: is_headless(&spec),
         selector: spec.selector.clone().unwrap_or_default(),
@@ -107,12 +107,13 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
         publish_not_ready: spec.publish_not_ready_addresses.unwrap_or(false),
         session_affinity: session_affinity(&spec),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
-        canary: canary(&object.metadata).map(Box::new),
+        canary: canary(&key, &object.metadata).map(Box::new),
+        key,
     })
 }
 
 /// An invalid annotation is reported, and does not make the Service invalid.
-fn canary(metadata: &ObjectMeta) -> Option<Canary> {
+fn canary(key: &Key, metadata: &ObjectMeta) -> Option<Canary> {
     let annotation = |name| {
         metadata
             .annotations
@@ -124,24 +125,29 @@ fn canary(metadata: &ObjectMeta) -> Option<Canary> {
     of.or(weight)?;
     let (of, weight) = (of.unwrap_or_default(), weight.unwrap_or_default());
     // Logs and Events contain the error: an annotation may have 256 KiB.
-    let invalid = |name, value, expected| Err(unsupported(name, value, expected).message);
+    let invalid = |name, value, expected| Err(unsupported(name, value, expected));
     let percent = weight.parse().ok().filter(|percent| *percent <= 100);
     let version = metadata.resource_version.as_deref();
     let version = version.and_then(|version| version.parse().ok());
     let uid = metadata.uid.as_deref().unwrap_or_default();
-    let annotations = json!({CANARY_OF: of, CANARY_WEIGHT: weight}).to_string();
-    Some(Canary {
-        origin: Arc::new(Origin::new(uid, version.unwrap_or_default(), &annotations)),
-        invalid: None,
-        of: shortened(of).into(),
-        weight: match percent {
-            _ if !is_hostname(of) || of.contains('.') => {
-                invalid(CANARY_OF, of, "the name of a Service of the same namespace")
-            }
-            None => invalid(CANARY_WEIGHT, weight, "an integer from 0 to 100"),
-            Some(percent) => Ok(percent),
-        },
-    })
+    let annotations = json!({CANARY_OF: of, CANARY_WEIGHT: weight});
+    let state = (uid, version.unwrap_or_default());
+    let meta = Meta::new(
+        Kind::Service,
+        key.clone(),
+        created(metadata),
+        state,
+        &annotations,
+    );
+    let share = match percent {
+        _ if !is_hostname(of) || of.contains('.') => {
+            invalid(CANARY_OF, of, "the name of a Service of the same namespace")
+        }
+        None => invalid(CANARY_WEIGHT, weight, "an integer from 0 to 100"),
+        Some(percent) => Ok(percent),
+    };
+    let parent = ParentReference::service(&shortened(of));
+    Some(Canary::new(meta, vec![parent], share))
 }
 
 /// Without the label with the name of its Service, a slice belongs to none. A slice of host names

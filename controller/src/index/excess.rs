@@ -115,15 +115,13 @@ fn condition(service: &Service) -> Option<Condition> {
 
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
-    use std::sync::Arc;
-
     use super::super::locality::Location;
-    use super::super::object::{Canary, Change, Node, Object, Resource, Slice, SlicePort, Source};
+    use super::super::object::{Change, Node, Object, Resource, Slice, SlicePort, Source};
     use super::super::state::{State, TargetKind};
     use super::super::tests::{endpoint, index, ip, key, pod, service, slice};
     use super::super::{Index, Touched};
     use super::*;
+    use std::net::SocketAddr;
 
     /// A Service with these TCP ports, each with a node port. Port N is at 10000 + N of its pods.
     fn wide(name: &str, ports: impl Iterator<Item = u16>) -> Service {
@@ -242,12 +240,7 @@ mod tests {
     #[test]
     fn author_is_told_the_limit_until_the_service_keeps_it() {
         let mut canary = wide("web", 1..=1200);
-        canary.canary = Some(Box::new(Canary {
-            of: "none".into(),
-            weight: Ok(1),
-            origin: Arc::default(),
-            invalid: None,
-        }));
+        canary.canary = Some(Box::new(crate::index::tests::canary("none", Ok(1))));
         let mut index = index([Object::Service(canary)]);
         let expected = [
             "shop/web NoMatchingParent the Service shop/none does not exist",

@@ -133,7 +133,7 @@ impl Index {
         let policy = self.policies.objects.get(key);
         let policy = policy.filter(|_| kind == Kind::TrafficPolicy);
         policy.is_none_or(|policy| {
-            let effective = Effective::of(policy.settings.as_deref().ok(), None);
+            let effective = Effective::of(policy.content.as_deref().ok(), None);
             effective.is_some_and(|one| one.concerns_clients())
         })
     }

@@ -100,20 +100,29 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             };
             targets.flat_map(of_target).collect()
         }
-        Object::Split(split) => [split.service()].into(),
+        Object::Split(split) => split
+            .parents
+            .iter()
+            .map(|parent| parent.key(&split.key))
+            .collect(),
         Object::Revision(revision) => concerned(&revision.object, all),
         Object::RouteGroup(group) => {
             let splits = all.iter().filter_map(|object| match object {
                 Object::Split(split) => Some(split),
                 _ => None,
             });
-            let splits = splits.filter(|split| split.groups.contains(&group.key));
-            splits.map(|split| split.service()).collect()
+            let splits = splits.filter(|split| {
+                let mut rule = split.content.iter();
+                rule.any(|rule| rule.groups.contains(&group.key))
+            });
+            splits
+                .flat_map(|split| split.parents.iter().map(|parent| parent.key(&split.key)))
+                .collect()
         }
         Object::Slice(slice) => slice.service.iter().cloned().collect(),
         Object::Service(service) => {
-            let canary = service.canary.iter();
-            let named = canary.map(|canary| Key::new(&service.key.namespace, &canary.of));
+            let parents = service.canary.iter().flat_map(|canary| &canary.parents);
+            let named = parents.map(|parent| parent.key(&service.key));
             // A canary has no canaries.
             named.chain([service.key.clone()]).collect()
         }

@@ -236,45 +236,48 @@ impl Index {
 
     fn set(&mut self, source: Source, object: Object, touched: &mut Touched) {
         let (kind, key) = (object.kind(), object.key().clone());
-        let id = (kind, key.clone());
+        self.revisions.forget(source, &(kind, key.clone()));
         match object {
-            Object::Service(service) => {
-                let old = self.services.of_source(source, &key);
-                let service = self.revisions.restore(source, &id, service, old);
+            Object::Service(mut service) => {
+                if let Some(canary) = &mut service.canary {
+                    let old = self.services.of_source(source, &key);
+                    let old = old.and_then(|old| old.canary.as_deref());
+                    self.revisions.restore(source, canary, old);
+                }
                 self.set_service(source, &key, Some(service), touched);
             }
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
             Object::Node(node) => self.set_node(source, &key, Some(node), touched),
-            Object::Route(route) => {
+            Object::Route(mut route) => {
                 let old = self.routes.of_kind(kind).of_source(source, &key);
-                let route = self.revisions.restore(source, &id, route, old);
+                self.revisions.restore(source, &mut route, old);
                 self.routes.set_route(source, kind, &key, Some(route));
             }
             Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
-            Object::Split(split) => {
+            Object::Split(mut split) => {
                 let old = self.routes.traffic_splits.of_source(source, &key);
-                let split = self.revisions.restore(source, &id, split, old);
+                self.revisions.restore(source, &mut split, old);
                 self.routes.set_traffic_split(source, &key, Some(split));
             }
-            Object::RouteGroup(group) => {
+            Object::RouteGroup(mut group) => {
                 let old = self.routes.route_groups.of_source(source, &key);
-                let group = self.revisions.restore(source, &id, group, old);
+                self.revisions.restore(source, &mut group, old);
                 self.routes.set_group(source, &key, Some(group));
             }
-            Object::Policy(policy) => {
+            Object::Policy(mut policy) => {
                 let old = self.policies.objects.of_source(source, &key);
-                let policy = self.revisions.restore(source, &id, policy, old);
+                self.revisions.restore(source, &mut policy, old);
                 self.policies.set(source, &key, Some(policy));
             }
             Object::Revision(revision) => {
                 self.set_revision(source, &key, Some(revision), touched);
             }
         }
-        self.note_fallback(kind, &key);
     }
 
     fn remove(&mut self, source: Source, kind: Kind, key: &Key, touched: &mut Touched) {
+        self.revisions.forget(source, &(kind, key.clone()));
         match kind {
             Kind::Service => self.set_service(source, key, None, touched),
             Kind::Slice => self.set_slice(source, key, None, touched),
@@ -289,7 +292,6 @@ impl Index {
             Kind::TrafficPolicy => self.policies.set(source, key, None),
             Kind::Revision => self.set_revision(source, key, None, touched),
         }
-        self.note_fallback(kind, key);
     }
 
     fn set_service(

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::excess::Excess;
-use crate::last_valid::{FallBack, InForce, Origin, Revision};
+use crate::last_valid::{Checked, Origin, Revision};
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -226,21 +226,29 @@ impl Object {
         }
     }
 
-    /// The object, if it has this type.
-    pub fn downcast<T: 'static>(&self) -> Option<&T> {
+    /// What can fall back, if its content has this type.
+    pub fn checked<T: 'static>(&self) -> Option<&Checked<T>> {
         let object: &dyn Any = match self {
-            Object::Service(one) => one,
-            Object::Slice(one) => one,
-            Object::Pod(one) => one,
-            Object::Node(one) => one,
-            Object::Route(one) => one,
-            Object::Grant(one) => one,
-            Object::Split(one) => one,
-            Object::RouteGroup(one) => one,
-            Object::Policy(one) => one,
-            Object::Revision(one) => one,
+            Object::Service(service) => service.canary.as_deref()?,
+            Object::Route(route) => route,
+            Object::Split(split) => split,
+            Object::RouteGroup(group) => group,
+            Object::Policy(policy) => policy,
+            _ => return None,
         };
         object.downcast_ref()
+    }
+
+    /// The state of what can fall back.
+    pub fn origin(&self) -> Option<&Arc<Origin>> {
+        match self {
+            Object::Service(service) => Some(&service.canary.as_ref()?.origin),
+            Object::Route(route) => Some(&route.origin),
+            Object::Split(split) => Some(&split.origin),
+            Object::RouteGroup(group) => Some(&group.origin),
+            Object::Policy(policy) => Some(&policy.origin),
+            _ => None,
+        }
     }
 
     /// Namespace and name.
@@ -296,40 +304,9 @@ pub struct Service {
     pub canary: Option<Box<Canary>>,
 }
 
-/// The share of a Service's requests that another Service of its namespace gets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Canary {
-    /// The name of the Service whose requests are shared, as its author wrote it.
-    pub of: Arc<str>,
-    /// The share in percent. An error names the annotation, its value and the expected value.
-    pub weight: Result<u32, String>,
-    /// The state with these annotations.
-    pub origin: Arc<Origin>,
-    /// Why the latest ones are invalid, if these are earlier ones.
-    pub invalid: Option<String>,
-}
-
-impl FallBack for Service {
-    fn in_force(&self) -> InForce {
-        match &self.canary {
-            Some(canary) if canary.weight.is_err() => InForce::Nothing,
-            Some(canary) if canary.invalid.is_some() => InForce::Earlier,
-            _ => InForce::Latest,
-        }
-    }
-
-    fn origin(&self) -> Option<&Origin> {
-        self.canary.as_ref().map(|canary| &*canary.origin)
-    }
-
-    fn fall_back(&mut self, former: &Service) {
-        let latest = std::mem::replace(&mut self.canary, former.canary.clone());
-        let latest = latest.and_then(|latest| latest.weight.err().or(latest.invalid));
-        if let Some(canary) = &mut self.canary {
-            canary.invalid = latest;
-        }
-    }
-}
+/// The annotations of a Service that request a share of the requests of its parent, another Service
+/// of its namespace. The content is the share in percent.
+pub type Canary = Checked<u32>;
 
 impl Service {
     /// The TCP port that `matches`. Only TCP is redirected: other transports have no destinations.

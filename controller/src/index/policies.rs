@@ -118,7 +118,7 @@ impl Policies {
     fn oldest(&self, target: &Target) -> Option<Key> {
         let policies = self.of_target.get(target).into_iter().flatten();
         let policies = policies.map(|key| &self.objects[key]);
-        let valid = policies.filter(|policy| policy.settings.is_ok());
+        let valid = policies.filter(|policy| policy.content.is_ok());
         let oldest = valid.min_by_key(|policy| (policy.created, &policy.key));
         oldest.map(|policy| policy.key.clone())
     }
@@ -172,7 +172,7 @@ impl Policies {
 
     fn settings(&self, target: &Target) -> Option<&Settings> {
         let policy = &self.objects[self.applied.get(target)?];
-        policy.settings.as_deref().ok()
+        policy.content.as_deref().ok()
     }
 
     /// The status of each policy.
@@ -192,7 +192,7 @@ impl Policies {
     }
 
     fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {
-        let targets = policy.written_targets().iter().map(|reference| {
+        let targets = policy.written_parents().iter().map(|reference| {
             let target = policy.target(reference);
             let exists = match &target {
                 Some(Target::Service(key)) => {
@@ -203,9 +203,10 @@ impl Policies {
             };
             let applied = target.as_ref().and_then(|target| self.applied.get(target));
             let applied = applied.unwrap_or(&policy.key);
+            let accepted = policy.accepted(target.as_ref(), exists, applied);
             ParentStatus {
                 parent: reference.clone(),
-                conditions: policy.conditions(reference, exists, applied),
+                conditions: policy.conditions(reference, accepted),
             }
         });
         targets.collect()

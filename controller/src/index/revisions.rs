@@ -1,12 +1,13 @@
 //! The last valid states of invalid objects: those that the index has seen, and those that are
 //! stored in the cluster, from before its start. Pure.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
 use super::object::{Key, Kind, Object, Source};
 use super::store::{Replaced, Store};
 use super::{Index, Touched, link, unlink};
-use crate::last_valid::{FallBack, InForce, Origin, Revision, Write};
+use crate::last_valid::{Checked, Origin, Revision, Write};
 use crate::routes::attach::RouteId;
 
 /// The source of the objects whose states are stored.
@@ -20,22 +21,34 @@ const MAX_REVISIONS: usize = 100;
 pub(super) struct Revisions {
     pub(super) objects: Store<Revision>,
     of_object: HashMap<RouteId, BTreeSet<Key>>,
-    fallen_back: BTreeSet<RouteId>,
+    /// The states of the objects that have fallen back to them.
+    fallen_back: BTreeMap<RouteId, Arc<Origin>>,
 }
 
 impl Revisions {
-    /// A new object, with the last valid state if it is invalid. `old` is that of the same source.
-    pub(super) fn restore<T: FallBack>(
-        &self,
+    /// Falls back to the last valid state, if a new object is invalid. `old` is that of the same
+    /// source.
+    pub(super) fn restore<T: Clone + 'static>(
+        &mut self,
         source: Source,
-        id: &RouteId,
-        new: T,
-        old: Option<&T>,
-    ) -> T {
-        let stored = self.of_object.get(id).filter(|_| source == STORED);
+        new: &mut Checked<T>,
+        old: Option<&Checked<T>>,
+    ) {
+        let id = (new.kind, new.key.clone());
+        let stored = self.of_object.get(&id).filter(|_| source == STORED);
         let stored = stored.into_iter().flatten();
-        let stored = stored.filter_map(|key| self.objects[key].object.downcast::<T>());
-        new.with_last_valid(stored.chain(old))
+        let stored = stored.filter_map(|key| self.objects[key].object.checked::<T>());
+        new.fall_back(stored.chain(old));
+        if new.invalid.is_some() && source == STORED {
+            self.fallen_back.insert(id, new.origin.clone());
+        }
+    }
+
+    /// An object has been deleted, or is replaced by a new one.
+    pub(super) fn forget(&mut self, source: Source, id: &RouteId) {
+        if source == STORED {
+            self.fallen_back.remove(id);
+        }
     }
 
     /// The number of references between objects.
@@ -92,35 +105,6 @@ impl Index {
         }
     }
 
-    /// The state of an object, and whether the object has fallen back to it.
-    fn state_of(&self, (kind, key): &RouteId) -> Option<(&Origin, bool)> {
-        fn state<'a, T>(store: &'a Store<T>, key: &Key) -> Option<(&'a Origin, bool)>
-        where
-            T: FallBack + Clone + PartialEq,
-        {
-            let object = store.of_source(STORED, key)?;
-            Some((object.origin()?, object.in_force() == InForce::Earlier))
-        }
-        match kind {
-            Kind::Service => state(&self.services, key),
-            Kind::TrafficPolicy => state(&self.policies.objects, key),
-            Kind::TrafficSplit => state(&self.routes.traffic_splits, key),
-            Kind::RouteGroup => state(&self.routes.route_groups, key),
-            kind => state(self.routes.of_kind(*kind), key),
-        }
-    }
-
-    /// Notes whether an object has fallen back.
-    pub(super) fn note_fallback(&mut self, kind: Kind, key: &Key) {
-        if kind.can_fall_back() {
-            let id = (kind, key.clone());
-            match self.state_of(&id) {
-                Some((_, true)) => self.revisions.fallen_back.insert(id),
-                _ => self.revisions.fallen_back.remove(&id),
-            };
-        }
-    }
-
     /// The states to store in the cluster, and those that are no longer needed.
     pub fn revision_writes(&self) -> Vec<Write> {
         let mut writes = Vec::new();
@@ -130,7 +114,8 @@ impl Index {
             if !self.history.has_listed(id.0) {
                 continue;
             }
-            match self.is_needed(&id, origin_of(&revision.object)) {
+            let needed = self.revisions.fallen_back.get(&id);
+            match needed.is_some() && needed == revision.object.origin() {
                 true => *stored.entry(&revision.object.key().namespace).or_default() += 1,
                 false => writes.push(Write::Delete {
                     revision: revision.key.clone(),
@@ -138,40 +123,20 @@ impl Index {
                 }),
             }
         }
-        for id in &self.revisions.fallen_back {
-            let Some((origin, _)) = self.state_of(id) else {
-                continue;
-            };
+        for (id, origin) in &self.revisions.fallen_back {
             let of_object = self.revisions.of_object.get(id).into_iter().flatten();
-            let mut of_object = of_object.map(|key| origin_of(&self.revisions.objects[key].object));
-            let is_stored = of_object.any(|one| Some(origin) == one);
+            let mut of_object = of_object.map(|key| self.revisions.objects[key].object.origin());
+            let is_stored = of_object.any(|one| one == Some(origin));
             let count = stored.entry(&id.1.namespace).or_default();
             if !is_stored && *count < MAX_REVISIONS {
                 *count += 1;
                 writes.push(Write::Create {
                     id: id.clone(),
-                    origin: origin.clone(),
+                    origin: (**origin).clone(),
                 });
             }
         }
         writes
-    }
-
-    /// Whether a stored state is the one that is in force while its object is invalid.
-    fn is_needed(&self, id: &RouteId, stored: Option<&Origin>) -> bool {
-        let in_force = self.state_of(id);
-        in_force.is_some_and(|(origin, has_fallen_back)| has_fallen_back && Some(origin) == stored)
-    }
-}
-
-fn origin_of(object: &Object) -> Option<&Origin> {
-    match object {
-        Object::Service(service) => service.origin(),
-        Object::Route(route) => route.origin(),
-        Object::Split(split) => split.origin(),
-        Object::RouteGroup(group) => group.origin(),
-        Object::Policy(policy) => policy.origin(),
-        _ => None,
     }
 }
 

@@ -14,6 +14,7 @@ use super::object::{Key, Kind, Service, Source};
 use super::policies::Policies;
 use super::store::{Replaced, Store};
 use super::{link, unlink};
+use crate::last_valid::Invalid;
 use crate::routes::attach::{Attachment, RouteId, Table, attach};
 use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Rejection, Route};
@@ -116,7 +117,10 @@ impl Routes {
         let Some(Replaced(old)) = self.traffic_splits.replace(source, key, new) else {
             return;
         };
-        let groups = |split: Option<&Split>| split.map_or(vec![], |split| split.groups.clone());
+        let groups = |split: Option<&Split>| {
+            let rule = split.and_then(|split| split.content.as_ref().ok());
+            rule.map_or(vec![], |rule| rule.groups.clone())
+        };
         for group in groups(old.as_ref()) {
             unlink(&mut self.of_route_group, &group, key);
         }
@@ -182,8 +186,8 @@ impl Routes {
         let groups = routes.flat_map(|id| self.groups_of_id(id));
         self.changed.extend(groups.collect::<Vec<_>>());
         let primary = |service: &Service| {
-            let canary = service.canary.as_ref()?;
-            Some(Key::new(&key.namespace, &canary.of))
+            let parent = service.canary.as_ref()?.parents.first()?;
+            Some(parent.key(key))
         };
         let (before, after) = (old.and_then(primary), new.and_then(primary));
         if let Some(primary) = &before {
@@ -397,11 +401,11 @@ impl Routes {
         let accepted = canaries.accepted.iter();
         let accepted = accepted.map(|(key, share)| {
             let canary = services.get(key).and_then(|one| one.canary.as_ref());
-            let invalid = canary.and_then(|canary| canary.invalid.as_ref());
+            let invalid = canary.and_then(|canary| canary.invalid.as_deref());
             let conditions = match invalid {
                 None => conditions.clone(),
-                Some(error) => {
-                    let message = format!("{error}; the share of {share}% stays in force");
+                Some(Invalid { rejection, .. }) => {
+                    let message = format!("{rejection}; the share of {share}% stays in force");
                     vec![Rejection::new(UNSUPPORTED_VALUE, message).condition()]
                 }
             };

@@ -14,9 +14,10 @@ use super::*;
 use crate::catalog;
 use crate::last_valid::Write;
 use crate::policy::{self, Policy};
-use crate::routes::model::{Grant, Route};
+use crate::routes::model::{Grant, Rejection, Route};
 use crate::routes::parse::{self, Meta};
 use crate::routes::smi;
+use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
 
 pub(crate) fn key(name: &str) -> Key {
     Key::new("shop", name)
@@ -60,6 +61,13 @@ pub(crate) fn service(name: &str, ips: &[&str]) -> Service {
         session_affinity: 0,
         canary: None,
     }
+}
+
+/// The annotations of a canary of Service `of`.
+pub(crate) fn canary(of: &str, weight: Result<u32, &str>) -> Canary {
+    let meta = Meta::new(Kind::Service, key("canary"), 0, ("", 0), &Value::Null);
+    let weight = weight.map_err(|message| Rejection::new(UNSUPPORTED_VALUE, message.to_owned()));
+    Canary::new(meta, vec![ParentReference::service(of)], weight)
 }
 
 /// The Service of the Kubernetes API, whose UID identifies the cluster.
@@ -941,12 +949,8 @@ impl Chance {
                     service.excess = excess::split(ports).1;
                 }
                 service.canary = (self.0.u8(..3) == 0).then(|| {
-                    Box::new(Canary {
-                        of: self.one(&Self::SERVICES).into(),
-                        weight: Ok([10, 60, 100][self.0.usize(..3)]),
-                        origin: Arc::default(),
-                        invalid: None,
-                    })
+                    let weight = Ok([10, 60, 100][self.0.usize(..3)]);
+                    Box::new(canary(self.one(&Self::SERVICES), weight))
                 });
                 Object::Service(service)
             }

@@ -15,9 +15,9 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::index::object::{Key, ServicePort};
-use crate::last_valid::{FallBack, InForce, Invalid, Origin};
+use crate::last_valid::Checked;
 use crate::routes::attach::Table;
-use crate::routes::model::{Backend, Match, Rejection, Rule};
+use crate::routes::model::{Backend, Match, Rule};
 use crate::routes::{Condition, ParentReference};
 
 /// The API group.
@@ -30,24 +30,8 @@ const INVALID: &str = "Invalid";
 const CONFLICTED: &str = "Conflicted";
 const TARGET_NOT_FOUND: &str = "TargetNotFound";
 
-/// A TrafficPolicy.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Policy {
-    /// Namespace and name.
-    pub key: Key,
-    /// The generation, for conditions.
-    pub generation: i64,
-    /// The creation time in seconds since 1970, or 0.
-    pub created: i64,
-    /// The targets as the policy has them.
-    pub targets: Vec<ParentReference>,
-    /// The sections, or why the policy is not accepted.
-    pub settings: Result<Arc<Settings>, Rejection>,
-    /// The state with these targets and sections.
-    pub origin: Arc<Origin>,
-    /// The latest state, if it is invalid and an earlier one is in force.
-    pub invalid: Option<Box<Invalid>>,
-}
+/// A TrafficPolicy. Its parents are the targets.
+pub type Policy = Checked<Arc<Settings>>;
 
 /// What a policy applies to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -146,14 +130,8 @@ impl Settings {
 impl Policy {
     /// The targets, with their references. `None`: something else, or of another namespace.
     pub fn targets(&self) -> impl Iterator<Item = (&ParentReference, Option<Target>)> {
-        let targets = self.targets.iter();
+        let targets = self.parents.iter();
         targets.map(|reference| (reference, self.target(reference)))
-    }
-
-    /// The targets as the author wrote them, which may differ from those in force.
-    pub fn written_targets(&self) -> &[ParentReference] {
-        let invalid = self.invalid.as_ref();
-        invalid.map_or(&self.targets, |invalid| &invalid.parents)
     }
 
     /// What a reference is to. `None`: something else, or of another namespace.
@@ -169,23 +147,9 @@ impl Policy {
         }
     }
 
-    /// What the author is told about a target that the policy `applied` has.
-    pub fn conditions(
-        &self,
-        reference: &ParentReference,
-        exists: bool,
-        applied: &Key,
-    ) -> Vec<Condition> {
-        let accepted = self.accepted(self.target(reference).as_ref(), exists, applied);
-        let Some(invalid) = &self.invalid else {
-            return vec![accepted];
-        };
-        let is_in_force = self.targets.contains(reference);
-        invalid.conditions(&self.origin, is_in_force.then_some(accepted))
-    }
-
-    fn accepted(&self, target: Option<&Target>, exists: bool, applied: &Key) -> Condition {
-        let (reason, message) = match (&self.settings, target) {
+    /// The condition at a target that the policy `applied` has.
+    pub fn accepted(&self, target: Option<&Target>, exists: bool, applied: &Key) -> Condition {
+        let (reason, message) = match (&self.content, target) {
             (Err(rejection), _) => return rejection.condition(),
             (Ok(_), None) => (INVALID, "it is no Service of the namespace".to_owned()),
             (Ok(_), Some(target)) if !exists => (
@@ -199,23 +163,6 @@ impl Policy {
             (Ok(_), Some(target)) => ("Accepted", format!("the policy applies to the {target}")),
         };
         Condition::new("Accepted", reason == "Accepted", reason, message)
-    }
-}
-
-impl FallBack for Policy {
-    fn in_force(&self) -> InForce {
-        InForce::of(&self.settings, &self.invalid)
-    }
-
-    fn origin(&self) -> Option<&Origin> {
-        Some(&self.origin)
-    }
-
-    fn fall_back(&mut self, former: &Policy) {
-        let content = (&former.settings, &*former.targets);
-        let targets = &mut self.targets;
-        Invalid::replace(&mut self.settings, targets, &mut self.invalid, content);
-        self.origin.clone_from(&former.origin);
     }
 }
 

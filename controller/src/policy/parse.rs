@@ -57,19 +57,12 @@ pub fn policy(meta: Meta, spec: &Value) -> Result<Policy, String> {
             references.push(reference);
         }
     }
-    let mut policy = Policy {
-        settings: settings(&meta.key, spec).map(Arc::new),
-        targets: references,
-        key: meta.key,
-        generation: meta.origin.generation,
-        created: meta.created,
-        origin: meta.origin,
-        invalid: None,
-    };
+    let settings = settings(&meta.key, spec).map(Arc::new);
+    let mut policy = Policy::new(meta, references, settings);
     if let Err(rejection) = check_targets(&policy, &targets) {
-        policy.settings = Err(rejection);
+        policy.content = Err(rejection);
     }
-    policy.settings = policy.settings.map_err(|rejection| Rejection {
+    policy.content = policy.content.map_err(|rejection| Rejection {
         reason: INVALID,
         ..rejection
     });
@@ -92,7 +85,7 @@ fn check_targets(policy: &Policy, written: &[TargetRef]) -> Result<(), Rejection
             ));
         }
     }
-    match policy.targets.len() == written.len() {
+    match policy.parents.len() == written.len() {
         true => Ok(()),
         false => Err(unsupported(field, "", "a list without duplicates")),
     }

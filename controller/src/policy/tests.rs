@@ -32,11 +32,11 @@ pub(crate) fn parsed(
 }
 
 fn settings(sections: Value) -> Arc<Settings> {
-    policy("p", 0, sections).settings.unwrap()
+    policy("p", 0, sections).content.unwrap()
 }
 
 fn rejection(sections: Value) -> String {
-    let settings = policy("p", 0, sections).settings;
+    let settings = policy("p", 0, sections).content;
     settings.map_or_else(|rejection| rejection.message, |_| "valid".into())
 }
 
@@ -281,8 +281,8 @@ fn large_policies_are_rejected_whatever_their_parts_are() {
 fn targets_are_services_of_the_namespace_or_the_namespace() {
     let of = |targets: Value| {
         let policy = policy_for("p", 0, targets, json!({}));
-        let message = policy.settings.err().map(|rejection| rejection.message);
-        (policy.targets.len(), message.unwrap_or_default())
+        let message = policy.content.err().map(|rejection| rejection.message);
+        (policy.parents.len(), message.unwrap_or_default())
     };
     let service = |name: &str| json!({"group": "", "kind": "Service", "name": name});
     let namespace = |name: &str| json!({"group": "", "kind": "Namespace", "name": name});

@@ -196,7 +196,7 @@ fn candidate<'a>(
         false => vec![None],
     };
     let rules = ports.into_iter().map(|port| {
-        let parsed = route.rules.iter().flatten().filter(|_| !is_surplus);
+        let parsed = route.content.iter().flatten().filter(|_| !is_surplus);
         let rules = parsed.map(|parsed| rule(route, parsed, key, port, resolve, &mut problems));
         (port, rules.collect())
     });
@@ -290,7 +290,7 @@ fn merge(
     let (mut patterns, mut bytes, mut routes) = (0, 0, Vec::new());
     for position in selected {
         let candidate = &candidates[*position];
-        let parsed = candidate.route.rules.iter().flatten();
+        let parsed = candidate.route.content.iter().flatten();
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
         let own_matches = own.clone().count();
         let own_patterns: usize = own.map(|one| matches::patterns(one)).sum();
@@ -349,7 +349,7 @@ impl Candidate<'_> {
         let mut parents = self.parents.iter();
         let has_pods_only = service.is_some_and(|service| service.is_headless);
         let has_effect = !(self.route.is_split() && has_pods_only);
-        self.route.rules.is_ok() && has_effect && parents.any(|parent| parent.selects(port))
+        self.route.content.is_ok() && has_effect && parents.any(|parent| parent.selects(port))
     }
 
     fn rules_at(&self, port: u16) -> &[Arc<Rule<String>>] {
@@ -364,14 +364,8 @@ impl Candidate<'_> {
         parent: &ParentReference,
     ) -> Vec<Condition> {
         let accepted = self.accepted(key, service, parent);
-        let mut conditions = match &self.route.invalid {
-            None => vec![accepted],
-            Some(invalid) => {
-                let is_in_force = self.parents.contains(&parent);
-                invalid.conditions(&self.route.origin, is_in_force.then_some(accepted))
-            }
-        };
-        if self.route.rules.is_ok() && !self.is_surplus {
+        let mut conditions = self.route.conditions(parent, accepted);
+        if self.route.content.is_ok() && !self.is_surplus {
             conditions.insert(1, self.resolved_refs());
         }
         conditions
@@ -392,7 +386,7 @@ impl Candidate<'_> {
             let message = format!("the Service {key} is an ExternalName, which has no routes");
             return rejected(UNSUPPORTED_VALUE, message);
         }
-        if let Err(rejection) = &self.route.rules {
+        if let Err(rejection) = &self.route.content {
             return rejection.condition();
         }
         if self.route.is_split() && service.is_headless {
@@ -407,7 +401,7 @@ impl Candidate<'_> {
             let ignored = self.route.ignored.iter();
             let ignored = ignored.map(|field| format!("; {field} has no effect in a mesh"));
             let mut message = format!("the route applies to {key}{}", ignored.collect::<String>());
-            let mut rules = self.route.rules.iter().flatten();
+            let mut rules = self.route.content.iter().flatten();
             if service.is_headless && rules.any(|parsed| !parsed.rule.backends.is_empty()) {
                 message.push_str(BACKENDS_WITHOUT_EFFECT);
             }

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route};
-use super::parse::{REFERENCE_BYTES, RULE_BYTES};
+use super::parse::{Meta, REFERENCE_BYTES, RULE_BYTES};
 use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service};
 
@@ -55,18 +55,21 @@ impl Canaries {
         let name = format!("canaries of {key}");
         let rule = ParsedRule::new(matches, name, backends.map(backend).collect());
         let bytes = RULE_BYTES + rule.rule.backends.len() * REFERENCE_BYTES;
-        (!self.accepted.is_empty()).then(|| Route {
+        let meta = Meta {
             kind: Kind::Service,
             key: key.clone(),
-            generation: 0,
             created: 0,
-            parents: vec![ParentReference::service(&key.name)],
-            rules: Ok(vec![Arc::new(rule)]),
             origin: Arc::default(),
-            invalid: None,
-            ignored: Vec::new(),
             bytes,
-        })
+        };
+        let route = || {
+            Route::new(
+                meta,
+                vec![ParentReference::service(&key.name)],
+                Ok(vec![Arc::new(rule)]),
+            )
+        };
+        (!self.accepted.is_empty()).then(route)
     }
 }
 
@@ -79,10 +82,8 @@ fn share(
     older: usize,
 ) -> Result<u32, Rejection> {
     let rejected = |reason, message| Err(Rejection::new(reason, message));
-    let annotations = canary.canary.as_ref();
-    let percent = match annotations.map(|canary| canary.weight.clone()) {
-        Some(Ok(percent)) => percent,
-        Some(Err(message)) => return rejected(UNSUPPORTED_VALUE, message),
+    let percent = match &canary.canary {
+        Some(canary) => canary.content.clone()?,
         None => 0,
     };
     let Some(primary) = primary else {
@@ -120,19 +121,14 @@ mod tests {
     use super::*;
     use crate::index::Index;
     use crate::index::locality::Location;
-    use crate::index::object::{Canary, Object, Resource, ServicePort};
+    use crate::index::object::{Object, Resource, ServicePort};
     use crate::index::tests::{index, key, service};
     use crate::routes::tests::route;
 
     /// A canary of Service shop/`of`, created at a time.
     fn canary(name: &str, of: &str, weight: Result<u32, &str>, created: i64) -> Service {
         Service {
-            canary: Some(Box::new(Canary {
-                of: of.into(),
-                weight: weight.map_err(str::to_owned),
-                origin: Arc::default(),
-                invalid: None,
-            })),
+            canary: Some(Box::new(crate::index::tests::canary(of, weight))),
             created,
             ..service(name, &["10.96.0.9"])
         }

@@ -8,35 +8,14 @@ use diy_mesh_proto::mesh::v1::{
     Cors, HeaderModifier, Redirect, RouteRetry, SessionPersistence, UrlRewrite,
 };
 
-use super::{Condition, ParentReference};
+use super::Condition;
 use crate::index::object::{Key, Kind};
-use crate::last_valid::{FallBack, InForce, Invalid, Origin};
+use crate::last_valid::Checked;
 
-/// A route with parents that are Services, or what has the same effect.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Route {
-    /// HTTPRoute, GRPCRoute, TCPRoute or TrafficSplit. Service: the canaries of the Service with this
-    /// key.
-    pub kind: Kind,
-    /// Namespace and name.
-    pub key: Key,
-    /// The generation, for conditions.
-    pub generation: i64,
-    /// The creation time in seconds since 1970, or 0.
-    pub created: i64,
-    /// The parents that are Services.
-    pub parents: Vec<ParentReference>,
-    /// The rules in their order, or why the route is not accepted.
-    pub rules: Result<Vec<Arc<ParsedRule>>, Rejection>,
-    /// The state with these parents and rules.
-    pub origin: Arc<Origin>,
-    /// The latest state, if it is invalid and an earlier one is in force.
-    pub invalid: Option<Box<Invalid>>,
-    /// Fields with a value that have no effect.
-    pub ignored: Vec<&'static str>,
-    /// At least the length of its part of a message.
-    pub bytes: usize,
-}
+/// A route with parents that are Services, or what has the same effect: an HTTPRoute, a GRPCRoute, a
+/// TCPRoute or a TrafficSplit. Of kind Service: the canaries of the Service with its key. Its content
+/// is the rules in their order.
+pub type Route = Checked<Vec<Arc<ParsedRule>>>;
 
 /// Why a route, or a reference of it, is not accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -197,15 +176,9 @@ impl Route {
         matches!(self.kind, Kind::Service | Kind::TrafficSplit)
     }
 
-    /// The parents as the author wrote them, which may differ from those in force.
-    pub fn written_parents(&self) -> &[ParentReference] {
-        let invalid = self.invalid.as_ref();
-        invalid.map_or(&self.parents, |invalid| &invalid.parents)
-    }
-
     /// All references to backends, also of mirrors.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
-        let rules = self.rules.iter().flatten();
+        let rules = self.content.iter().flatten();
         rules.flat_map(|parsed| {
             let backends = parsed.rule.backends.iter();
             let filters = backends.clone().flat_map(|backend| &backend.filters);
@@ -216,29 +189,6 @@ impl Route {
             });
             backends.map(|backend| &backend.target).chain(mirrors)
         })
-    }
-}
-
-impl FallBack for Route {
-    fn in_force(&self) -> InForce {
-        InForce::of(&self.rules, &self.invalid)
-    }
-
-    fn origin(&self) -> Option<&Origin> {
-        Some(&self.origin)
-    }
-
-    fn fall_back(&mut self, former: &Route) {
-        let content = (&former.rules, &*former.parents);
-        Invalid::replace(
-            &mut self.rules,
-            &mut self.parents,
-            &mut self.invalid,
-            content,
-        );
-        self.origin.clone_from(&former.origin);
-        self.ignored.clone_from(&former.ignored);
-        self.bytes = former.bytes;
     }
 }
 

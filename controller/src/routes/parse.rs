@@ -125,20 +125,10 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
             rules::<HttpMatch>(&meta, values.unwrap_or(&default))
         }
     };
-    let mut route = Route {
-        kind: meta.kind,
-        key: meta.key,
-        generation: meta.origin.generation,
-        created: meta.created,
-        parents,
-        rules,
-        origin: meta.origin,
-        invalid: None,
-        ignored: ignored.into_iter().collect(),
-        bytes: 0,
-    };
-    let rules = route.rules.iter().flatten().count();
-    route.bytes = meta.bytes + rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
+    let mut route = Route::new(meta, parents, rules);
+    route.ignored = ignored;
+    let rules = route.content.iter().flatten().count();
+    route.bytes += rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
     Ok(route)
 }
 

@@ -18,7 +18,7 @@ use super::parse::{
 use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
 use crate::index::object::Key;
-use crate::last_valid::{FallBack, InForce, Invalid, Origin};
+use crate::last_valid::{Checked, Invalid};
 
 /// The API group of TrafficSplits.
 pub const SPLIT_GROUP: &str = "split.smi-spec.io";
@@ -32,28 +32,20 @@ const MAX_ENTRIES: usize = 64;
 /// At least the length of the message for an entry that its object does not contain.
 const ENTRY_BYTES: usize = 256;
 
-/// A TrafficSplit.
+/// A TrafficSplit. Its parent is the Service.
+pub type Split = Checked<SplitRule>;
+
+/// The rule of a TrafficSplit.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Split {
-    /// Namespace and name.
-    pub key: Key,
+pub struct SplitRule {
     /// The groups whose requests are split. Empty: all requests.
     pub groups: Vec<Key>,
-    /// The route without the matches of these groups.
-    route: Route,
+    /// The rule without the matches of these groups.
+    rule: Arc<ParsedRule>,
 }
 
 /// An HTTPRouteGroup: conditions on requests.
-#[derive(Clone, Debug, PartialEq)]
-pub struct RouteGroup {
-    /// Namespace and name.
-    pub key: Key,
-    matches: Result<Vec<Arc<Match>>, Rejection>,
-    origin: Arc<Origin>,
-    invalid: Option<Box<Invalid>>,
-    /// At least the length of the matches in a message.
-    bytes: usize,
-}
+pub type RouteGroup = Checked<Vec<Arc<Match>>>;
 
 /// The fields of a TrafficSplit.
 #[derive(Deserialize)]
@@ -105,23 +97,15 @@ pub fn split(meta: Meta, spec: &Value) -> Result<Split, String> {
     let parsed = SplitSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
     let groups = parsed.matches.iter();
     let groups = groups.map(|one| Key::new(&meta.key.namespace, &one.name));
-    let rule = rule(&meta, &parsed);
+    let rule = rule(&meta, &parsed).map(|rule| SplitRule {
+        groups: groups.collect(),
+        rule: Arc::new(rule),
+    });
+    let parent = ParentReference::service(&parsed.service);
     let bytes = 2 * meta.bytes + (2 + parsed.backends.len()) * ENTRY_BYTES;
     Ok(Split {
-        groups: groups.collect(),
-        key: meta.key.clone(),
-        route: Route {
-            kind: meta.kind,
-            key: meta.key,
-            generation: meta.origin.generation,
-            created: meta.created,
-            parents: vec![ParentReference::service(&parsed.service)],
-            rules: rule.map(|rule| vec![Arc::new(rule)]),
-            origin: meta.origin,
-            invalid: None,
-            ignored: Vec::new(),
-            bytes,
-        },
+        bytes,
+        ..Split::new(meta, vec![parent], rule)
     })
 }
 
@@ -158,83 +142,48 @@ fn to(split: &Key, service: &str, weight: u32, field: &str) -> Backend<Reference
 }
 
 impl Split {
-    /// The Service whose requests are split.
-    pub fn service(&self) -> Key {
-        self.route.parents[0].key(&self.key)
-    }
-
     /// The route, with the matches of its groups.
     pub fn route<'a>(&self, group: impl Fn(&Key) -> Option<&'a RouteGroup>) -> Route {
-        let mut route = self.route.clone();
-        if let (Ok(rules), false) = (&self.route.rules, self.groups.is_empty()) {
-            route.rules = self.with_groups(&rules[0], &group);
-            let groups = self.groups.iter().filter_map(&group);
-            route.bytes += groups.clone().map(|group| group.bytes).sum::<usize>();
-            let mut invalid = groups.filter_map(|group| Some((group, group.invalid.as_ref()?)));
-            if let (None, Some((group, invalid))) = (&route.invalid, invalid.next()) {
-                route.origin.clone_from(&group.origin);
-                let parents = route.parents.clone();
-                let rejection = invalid.rejection.clone();
-                route.invalid = Some(Box::new(Invalid { rejection, parents }));
-            }
+        let mut route = self.and_then(|split| match split.groups.is_empty() {
+            true => Ok(vec![split.rule.clone()]),
+            false => self.with_groups(split, &group),
+        });
+        let groups = self.content.iter().flat_map(|split| &split.groups);
+        let groups = groups.filter_map(&group);
+        route.bytes += groups.clone().map(|group| group.bytes).sum::<usize>();
+        let mut invalid = groups.filter_map(|group| Some((group, group.invalid.as_ref()?)));
+        if let (None, Some((group, invalid))) = (&route.invalid, invalid.next()) {
+            route.origin.clone_from(&group.origin);
+            let parents = route.parents.clone();
+            let rejection = invalid.rejection.clone();
+            route.invalid = Some(Box::new(Invalid { rejection, parents }));
         }
         route
     }
 
     fn with_groups<'a>(
         &self,
-        split: &ParsedRule,
+        split: &SplitRule,
         group: &impl Fn(&Key) -> Option<&'a RouteGroup>,
     ) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
         let mut matches = Vec::new();
-        for key in &self.groups {
+        for key in &split.groups {
             let Some(group) = group(key) else {
                 let message = format!("spec.matches: the HTTPRouteGroup {key} does not exist");
                 return Err(Rejection::new(BACKEND_NOT_FOUND, message));
             };
-            matches.extend(group.matches.clone()?);
+            matches.extend(group.content.clone()?);
         }
         check_matches("spec.matches", matches.iter())?;
-        let name = &split.rule.name;
-        let service = &self.route.parents[0].name;
+        let rule = &split.rule.rule;
+        let name = &rule.name;
+        let service = &self.parents[0].name;
         let others = vec![to(&self.key, service, 1, "spec.service")];
         let everything = vec![Arc::new(Match::default())];
-        let split = ParsedRule::new(matches, name.clone(), split.rule.backends.clone());
+        let split = ParsedRule::new(matches, name.clone(), rule.backends.clone());
         let mut others = ParsedRule::new(everything, format!("{name}/unmatched"), others);
         others.rule.to_destination = true;
         Ok(vec![Arc::new(split), Arc::new(others)])
-    }
-}
-
-impl FallBack for Split {
-    fn in_force(&self) -> InForce {
-        self.route.in_force()
-    }
-
-    fn origin(&self) -> Option<&Origin> {
-        self.route.origin()
-    }
-
-    fn fall_back(&mut self, former: &Split) {
-        self.route.fall_back(&former.route);
-        self.groups.clone_from(&former.groups);
-    }
-}
-
-impl FallBack for RouteGroup {
-    fn in_force(&self) -> InForce {
-        InForce::of(&self.matches, &self.invalid)
-    }
-
-    fn origin(&self) -> Option<&Origin> {
-        Some(&self.origin)
-    }
-
-    fn fall_back(&mut self, former: &RouteGroup) {
-        let (matches, invalid) = (&mut self.matches, &mut self.invalid);
-        Invalid::replace(matches, &mut Vec::new(), invalid, (&former.matches, &[]));
-        self.origin.clone_from(&former.origin);
-        self.bytes = former.bytes;
     }
 }
 
@@ -245,11 +194,8 @@ pub fn group(meta: Meta, spec: &Value) -> Result<RouteGroup, String> {
     let all = matches.iter().flatten();
     let bytes = all.map(|one| format!("{one:?}").len()).sum();
     Ok(RouteGroup {
-        key: meta.key,
-        matches,
-        origin: meta.origin,
-        invalid: None,
         bytes,
+        ..RouteGroup::new(meta, vec![], matches)
     })
 }
 
@@ -499,7 +445,7 @@ mod tests {
         let group = |matches: &[Value]| {
             let spec = json!({"matches": matches});
             let meta = Meta::new(Kind::RouteGroup, key("g"), 0, ("", 0), &spec);
-            super::group(meta, &spec).unwrap().matches
+            super::group(meta, &spec).unwrap().content
         };
         let one = |methods: usize| json!({"name": "a", "methods": vec!["GET"; methods]});
         assert_eq!(group(&[one(16)]).map(|all| all.len()), Ok(16));

@@ -143,15 +143,20 @@ impl Inner {
                 None => failure(404),
             };
         }
+        let path = &match method == Method::POST {
+            true => {
+                let name = body["metadata"]["name"].as_str().expect("a name");
+                format!("{path}/{name}")
+            }
+            false => path.to_owned(),
+        };
         if let Some(status) = self.rejected.get(path) {
             return failure(*status);
         }
         if method == Method::POST {
-            let name = body["metadata"]["name"].as_str().expect("a name");
-            let path = format!("{path}/{name}");
-            return match self.objects.contains_key(&path) {
+            return match self.objects.contains_key(path) {
                 true => failure(409),
-                false => (201, self.store(&path, body)),
+                false => (201, self.store(path, body)),
             };
         }
         if method == Method::DELETE {
@@ -162,7 +167,7 @@ impl Inner {
         }
         let (path, is_status) = match path.strip_suffix("/status") {
             Some(path) => (path, true),
-            None => (path, false),
+            None => (path.as_str(), false),
         };
         if let Some(change) = self.conflicts.remove(path) {
             let mut object = self.objects[path].clone();

@@ -571,7 +571,7 @@ fn rejections_name_the_field_and_its_value() {
         ),
     ];
     for (rules, expected) in cases {
-        let rejection = route("r", 0, rules.clone()).rules.unwrap_err();
+        let rejection = route("r", 0, rules.clone()).content.unwrap_err();
         assert_eq!(rejection.reason, UNSUPPORTED_VALUE, "{rules}");
         assert!(rejection.message.contains(expected), "{rejection}");
         assert!(rejection.message.chars().count() < 400, "{rejection}");
@@ -777,7 +777,7 @@ fn incompatible_filters_reject_a_route() {
         json!({"backendRefs": [{"name": "a", "port": 80, "filters": [redirect]}]}),
         json!({"backendRefs": [{"name": "a", "port": 80, "filters": [{"type": "CORS", "cors": {}}]}]}),
     ] {
-        let rejection = route("r", 0, json!([rule])).rules.unwrap_err();
+        let rejection = route("r", 0, json!([rule])).content.unwrap_err();
         assert_eq!(rejection.reason, INCOMPATIBLE_FILTERS, "{rule}");
     }
 }
@@ -787,7 +787,9 @@ fn reserved_headers_are_recognized_in_every_spelling() {
     let accepts = |name: &str| {
         let modifier = json!({"remove": [name]});
         let filter = json!({"type": "RequestHeaderModifier", "requestHeaderModifier": modifier});
-        route("r", 0, json!([{"filters": [filter]}])).rules.is_ok()
+        route("r", 0, json!([{"filters": [filter]}]))
+            .content
+            .is_ok()
     };
     assert!(accepts("x-own") && accepts("X-Called"));
     for name in [
@@ -806,7 +808,9 @@ fn reserved_headers_are_recognized_in_every_spelling() {
 fn empty_path_of_a_redirect_is_the_root() {
     let path = json!({"type": "ReplaceFullPath", "replaceFullPath": ""});
     let filter = json!({"type": "RequestRedirect", "requestRedirect": {"path": path}});
-    let rules = route("r", 0, json!([{"filters": [filter]}])).rules.unwrap();
+    let rules = route("r", 0, json!([{"filters": [filter]}]))
+        .content
+        .unwrap();
     let Filter::Redirect(redirect) = &rules[0].rule.filters[0] else {
         panic!("{rules:?}")
     };
@@ -820,7 +824,7 @@ fn prefix_is_replaced_only_if_the_rule_has_one_prefix() {
     let replace = json!({"type": "URLRewrite", "urlRewrite": {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/x"}}});
     let is_valid = |matches: Value| {
         route("r", 0, json!([{"matches": matches, "filters": [replace]}]))
-            .rules
+            .content
             .is_ok()
     };
     assert!(is_valid(json!([prefix("/a")])) && is_valid(json!([])));
@@ -855,7 +859,7 @@ fn grpc_routes_have_fewer_filters_and_matches_of_their_own() {
         ),
     ] {
         let route = route_of(Kind::GrpcRoute, "shop", "r", 0, json!([rule]));
-        let rejection = route.rules.unwrap_err();
+        let rejection = route.content.unwrap_err();
         assert!(rejection.message.contains(expected), "{rejection}");
     }
 }
@@ -865,7 +869,7 @@ fn durations_are_those_of_gep_2257() {
     let request = |text: &str| {
         let rules = json!([{"timeouts": {"request": text}}]);
         route("r", 0, rules)
-            .rules
+            .content
             .ok()
             .map(|rules| rules[0].rule.request_timeout)
     };

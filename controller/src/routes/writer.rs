@@ -1,11 +1,11 @@
 //! The writer of `status.parents`. It writes on the replica that holds the Lease.
 //!
 //! Level-triggered: after each change it writes the routes whose conditions differ from those that
-//! it has written, one of each namespace in turn (`progress.rs`). At its start and every
+//! it has written, one of each namespace in turn (`schedule.rs`). At its start and every
 //! `RESYNC_INTERVAL` it compares all routes of the cluster. Each write is based on the resource
 //! version of the route that it has read.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 mod progress;
 mod revisions;
+mod schedule;
 
 use progress::Progress;
 pub use revisions::Revisions;
@@ -105,9 +106,14 @@ impl Statuses {
 
     /// Waits for a change. Never returns after the last one.
     pub(super) async fn changed(&mut self) {
-        if self.changed.changed().await.is_err() {
-            std::future::pending().await
-        }
+        change(&mut self.changed).await
+    }
+}
+
+/// Waits for a change. Never returns after the last one.
+async fn change(changed: &mut watch::Receiver<()>) {
+    if changed.changed().await.is_err() {
+        std::future::pending().await
     }
 }
 
@@ -153,7 +159,6 @@ impl Writer {
     /// Writes until it is dropped.
     async fn run(&self, mut statuses: Statuses) -> Infallible {
         let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
-        let mut forbidden = BTreeSet::new();
         let mut pace = interval(WRITE_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut resync = Instant::now();
@@ -186,27 +191,25 @@ impl Writer {
             if batch.is_empty() {
                 tokio::select! {
                     () = statuses.changed() => {}
-                    () = sleep_until(progress.next_retry().unwrap_or(resync).min(resync)) => {}
+                    () = sleep_until(progress.schedule.next_retry().unwrap_or(resync).min(resync)) => {}
                 }
             }
             for (status, route) in batch {
-                if progress.is_slow(&route.1.namespace) {
+                if progress.schedule.is_slow(&route.1.namespace) {
                     continue;
                 }
                 let Err(error) = self.reconcile(&route, status.as_ref(), &mut pace).await else {
-                    forbidden.remove(&route.0);
                     progress.succeeded(route, status.as_ref());
                     continue;
                 };
                 self.metrics.statuses_failed.inc();
-                let is_timeout = matches!(error, Error::Timeout);
-                let delay = progress.failed(&route, status.as_ref(), is_timeout);
-                // Without the permission, each object of the kind fails alike.
-                if !error.is(403) || forbidden.insert(route.0) {
+                let (delay, should_log) = progress.schedule.fail(&route, &error);
+                if should_log {
                     tracing::warn!(
                         "cannot write the status of {route}, retrying in {delay:?}: {error}"
                     );
                 }
+                progress.differs(route, status.as_ref());
             }
         }
     }

@@ -59,11 +59,11 @@ fn invalid_canary_annotations_are_errors_of_the_canary_only() {
         let yaml = format!("{{metadata: {{name: web-v2, annotations: {{{annotations}}}}}}}");
         service(&read(&yaml)).unwrap().canary
     };
-    let error = |annotations: &str| canary(annotations).unwrap().weight.unwrap_err();
+    let error = |annotations: &str| canary(annotations).unwrap().content.unwrap_err().message;
     assert_eq!(canary("other: x"), None);
     let valid = canary("diy-service-mesh/canary-of: web, diy-service-mesh/canary-weight: '10'");
     let valid = valid.unwrap();
-    assert_eq!((&*valid.of, valid.weight), ("web", Ok(10)));
+    assert_eq!((&*valid.parents[0].name, valid.content), ("web", Ok(10)));
     let name = "is not the name of a Service of the same namespace";
     let weight = "is not an integer from 0 to 100";
     for (of, percent, expected) in [
@@ -86,7 +86,7 @@ fn invalid_canary_annotations_are_errors_of_the_canary_only() {
             "diy-service-mesh/canary-of: '{of}', diy-service-mesh/canary-weight: '{percent}'"
         );
         assert!(error(&annotations).len() < 256);
-        assert!(canary(&annotations).unwrap().of.len() <= 512);
+        assert!(canary(&annotations).unwrap().parents[0].name.len() <= 512);
     }
     let alone = error("diy-service-mesh/canary-weight: '1'");
     assert!(

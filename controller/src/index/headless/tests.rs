@@ -197,7 +197,7 @@ fn policies_of_a_younger_headless_service_get_the_condition_unless_they_concern_
     assert_eq!(older(&index), []);
     let of = |target: serde_json::Value, settings| {
         let mut policy = policy("next", 0, settings);
-        policy.targets = vec![serde_json::from_value(target).unwrap()];
+        policy.parents = vec![serde_json::from_value(target).unwrap()];
         Object::Policy(policy)
     };
     let to_next = || json!({"group": "", "kind": "Service", "name": "next"});

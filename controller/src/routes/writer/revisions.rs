@@ -2,22 +2,21 @@
 //! replica that starts later reads them. Written on the replica that holds the Lease.
 //!
 //! Level-triggered: after each change, the index says what is missing and what is obsolete.
-//! Namespaces take turns.
+//! Namespaces take turns (`schedule.rs`).
 
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
-use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
-use diy_mesh_runtime::Backoff;
 use k8s_openapi::api::apps::v1::ControllerRevision;
 use kube::api::{DeleteParams, PostParams};
 use kube::{Api, Client};
 use tokio::sync::watch;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
-use super::{Error, MAX_RETRY_INTERVAL, MIN_RETRY_INTERVAL, WRITE_INTERVAL, request};
+use super::schedule::Schedule;
+use super::{Error, Route, WRITE_INTERVAL, change, request};
 use crate::catalog::revision;
 use crate::last_valid::Write;
 
@@ -50,45 +49,57 @@ impl Revisions {
     pub(super) async fn run(&self) -> Infallible {
         let mut changed = self.changed.clone();
         let mut written: HashMap<String, Instant> = HashMap::new();
-        let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+        let mut schedule = Schedule::default();
         let mut pace = interval(WRITE_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             changed.mark_unchanged();
             written.retain(|_, at| at.elapsed() < CONFIRM_TIMEOUT);
-            let due = (self.due)().into_iter();
-            let due = due.map(|write| (write.revision_name(), write));
-            let due = due.filter(|(name, _)| !written.contains_key(name));
-            let turns: BTreeMap<_, _> = due
-                .map(|(name, write)| (write.id().1.namespace.clone(), (name, write)))
-                .collect();
-            if turns.is_empty() {
-                let change = async {
-                    if changed.changed().await.is_err() {
-                        pending().await
-                    }
-                };
-                let _ = timeout(CONFIRM_TIMEOUT, change).await;
+            let mut due = self.due(&written);
+            let batch = schedule.next_batch(&due.keys().collect());
+            if batch.is_empty() {
+                let confirm = Instant::now() + CONFIRM_TIMEOUT;
+                tokio::select! {
+                    () = change(&mut changed) => {}
+                    () = sleep_until(schedule.next_retry().unwrap_or(confirm).min(confirm)) => {}
+                }
             }
-            for (name, write) in turns.into_values() {
+            for object in batch {
+                let Some((name, write)) = due.remove(&object) else {
+                    continue;
+                };
+                if schedule.is_slow(&object.1.namespace) {
+                    continue;
+                }
                 pace.tick().await;
-                match self.write(&name, &write).await {
-                    Ok(()) => {
-                        backoff.reset();
-                        written.insert(name, Instant::now());
-                    }
-                    Err(error) => {
-                        let (delay, (kind, key)) = (backoff.next_delay(), write.id());
-                        tracing::warn!(
-                            "cannot write ControllerRevision {name} of {kind} {key}, retrying in \
-                             {delay:?}: {error}; without it, the last valid state of the {kind} is \
-                             not in force after a restart of the controllers"
-                        );
-                        tokio::time::sleep(delay).await;
-                    }
+                let Err(error) = self.write(&name, &write).await else {
+                    schedule.succeeded(&object);
+                    written.insert(name, Instant::now());
+                    continue;
+                };
+                let (delay, should_log) = schedule.fail(&object, &error);
+                if should_log {
+                    let kind = object.0;
+                    tracing::warn!(
+                        "cannot write ControllerRevision {name} of {object}, retrying in \
+                         {delay:?}: {error}; without it, the last valid state of the {kind} is \
+                         not in force after a restart of the controllers"
+                    );
                 }
             }
         }
+    }
+
+    /// One write for each object, with the name of its ControllerRevision.
+    fn due(&self, written: &HashMap<String, Instant>) -> BTreeMap<Route, (String, Write)> {
+        let writes = (self.due)().into_iter();
+        let named = writes.map(|write| (write.revision_name(), write));
+        let due = named.filter(|(name, _)| !written.contains_key(name));
+        let of_objects = due.map(|(name, write)| {
+            let (kind, key) = write.id().clone();
+            (Route(kind, key), (name, write))
+        });
+        of_objects.collect()
     }
 
     async fn write(&self, name: &str, write: &Write) -> Result<(), Error> {
@@ -113,6 +124,7 @@ mod tests {
     use std::sync::Mutex;
 
     use serde_json::json;
+    use tokio::time::timeout;
 
     use super::*;
     use crate::index::object::{Key, Kind};
@@ -123,14 +135,14 @@ mod tests {
 
     fn create(namespace: &str, uid: &str) -> Write {
         Write::Create {
-            id: (Kind::HttpRoute, Key::new(namespace, "web")),
+            id: (Kind::HttpRoute, Key::new(namespace, uid)),
             origin: Origin::new(uid, 3, r#"{"rules":[]}"#),
         }
     }
 
     fn delete(uid: &str) -> Write {
         Write::Delete {
-            id: (Kind::HttpRoute, Key::new("shop", "web")),
+            id: (Kind::HttpRoute, Key::new("shop", uid)),
             revision: Key::new("mesh", &format!("httproute-{uid}-3")),
         }
     }
@@ -144,6 +156,15 @@ mod tests {
         let revisions = Revisions::new(server.client(), "mesh", read, notified);
         tokio::spawn(async move { revisions.run().await });
         (due, changed)
+    }
+
+    async fn until_stored(server: &ApiServer, uid: &str) {
+        let poll = async {
+            while server.get(&format!("{PATH}/httproute-{uid}-3")).is_none() {
+                tokio::time::sleep(WRITE_INTERVAL).await;
+            }
+        };
+        timeout(Duration::from_secs(120), poll).await.unwrap();
     }
 
     async fn settle() {
@@ -164,7 +185,7 @@ mod tests {
         assert_eq!(stored["metadata"]["labels"], labels);
         let expected = json!({
             "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
-            "metadata": {"namespace": "shop", "name": "web", "uid": "a", "generation": 3},
+            "metadata": {"namespace": "shop", "name": "a", "uid": "a", "generation": 3},
             "spec": {"rules": []},
         });
         assert_eq!(stored["data"], expected);
@@ -187,19 +208,36 @@ mod tests {
         let (due, changed) = start(&server);
         let many = (0..50).map(|number| create("many", &format!("m{number:02}")));
         *due.lock().unwrap() = many.chain([create("shop", "one")]).collect();
-        server.fail_all(Some(500));
         changed.send_replace(());
+        until_stored(&server, "one").await;
+        assert!(server.take_calls().len() <= 2, "after one of the others");
+        server.fail_all(Some(500));
+        due.lock().unwrap().push(create("shop", "two"));
         settle().await;
         server.fail_all(None);
-        server.take_calls();
-        let first = async {
-            while server.get(&format!("{PATH}/httproute-one-3")).is_none() {
-                tokio::time::sleep(WRITE_INTERVAL).await;
-            }
+        until_stored(&server, "m49").await;
+        until_stored(&server, "two").await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn rejected_state_delays_those_of_no_other_object() {
+        let server = ApiServer::default();
+        let (due, changed) = start(&server);
+        server.reject(&format!("{PATH}/httproute-bad-3"), Some(403));
+        let bad = create("shop", "bad");
+        *due.lock().unwrap() = vec![bad.clone()];
+        changed.send_replace(());
+        tokio::time::sleep(10 * crate::routes::writer::MAX_RETRY_INTERVAL).await;
+        let attempts = server.take_calls().len();
+        assert!((10..=20).contains(&attempts), "{attempts} with a back-off");
+        let good = [create("shop", "a"), create("other", "b")];
+        *due.lock().unwrap() = good.into_iter().chain([bad]).collect();
+        changed.send_replace(());
+        let stored = async {
+            until_stored(&server, "a").await;
+            until_stored(&server, "b").await;
         };
-        timeout(Duration::from_secs(120), first).await.unwrap();
-        assert!(server.take_calls().len() <= 2, "after one of the others");
-        tokio::time::sleep(Duration::from_secs(120)).await;
-        assert!(server.get(&format!("{PATH}/httproute-m49-3")).is_some());
+        let stored = timeout(10 * WRITE_INTERVAL, stored).await;
+        stored.expect("a rejected write delays no other one");
     }
 }

@@ -100,16 +100,21 @@ impl Slots {
 
     /// Connections that send these bytes and nothing else, without those that are reset.
     pub(super) async fn flood(&self, bytes: &[u8]) -> Vec<TcpStream> {
+        let flood = self.flood_from(FLOODER, 300, bytes).await;
+        while !self.rejected() {
+            tokio::task::yield_now().await;
+        }
+        flood
+    }
+
+    async fn flood_from(&self, from: [u8; 4], count: usize, bytes: &[u8]) -> Vec<TcpStream> {
         let mut flood = Vec::new();
-        for _ in 0..300 {
-            if let Ok(mut stream) = self.connect(FLOODER).await
+        for _ in 0..count {
+            if let Ok(mut stream) = self.connect(from).await
                 && stream.write_all(bytes).await.is_ok()
             {
                 flood.push(stream);
             }
-        }
-        while !self.rejected() {
-            tokio::task::yield_now().await;
         }
         flood
     }
@@ -186,9 +191,12 @@ fn flood_of_unauthenticated_connections_leaves_slots_to_other_addresses() {
             (" --inbound strict", b""),
         ] {
             let slots = Slots::new(200, arguments).await;
-            let _flood = slots.flood(bytes).await;
+            let mut floods = vec![slots.flood(bytes).await];
             let pending = slots.inbound.pending.in_use();
-            assert_eq!(pending, 18, "half of the pending connections");
+            assert_eq!(pending, 37, "all slots of pending connections");
+            for host in 10..18 {
+                floods.push(slots.flood_from([127, 0, 0, host], 60, bytes).await);
+            }
             for _ in 0..3 {
                 let answer = slots.call(GATEWAY).await.expect("another address");
                 assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
