@@ -81,22 +81,12 @@ impl Cluster {
         let server = config.cluster_url.to_string();
         let client =
             Client::try_from(config).map_err(|error| ConnectError::Context(error_chain(&error)))?;
-        let version = match tokio::time::timeout(CONNECT_TIMEOUT, client.apiserver_version()).await
-        {
-            Ok(Ok(version)) => version,
-            Ok(Err(error)) => {
-                return Err(ConnectError::Unreachable {
-                    server,
-                    error: error_chain(&error),
-                });
-            }
-            Err(_) => {
-                return Err(ConnectError::Unreachable {
-                    server,
-                    error: format!("timed out after {} s", CONNECT_TIMEOUT.as_secs()),
-                });
-            }
+        let version = tokio::time::timeout(CONNECT_TIMEOUT, client.apiserver_version()).await;
+        let version = match version {
+            Ok(version) => version.map_err(|error| error_chain(&error)),
+            Err(_) => Err(format!("timed out after {} s", CONNECT_TIMEOUT.as_secs())),
         };
+        let version = version.map_err(|error| ConnectError::Unreachable { server, error })?;
         Ok(Self {
             client,
             namespace: arguments.namespace.clone(),

@@ -117,11 +117,6 @@ impl Route {
     pub fn title(&self) -> String {
         format!("{} {}/{}", self.kind, self.namespace, self.name)
     }
-
-    /// The route as JSON.
-    pub fn json(&self) -> Value {
-        json!(self)
-    }
 }
 
 fn with_backends<S: Serializer>(rules: &[Vec<Backend>], serializer: S) -> Result<S::Ok, S::Error> {

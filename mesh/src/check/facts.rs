@@ -233,16 +233,11 @@ async fn dry_run(cluster: &Cluster) -> Fact<DryRun> {
         "spec": {"containers": [{"name": "check", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},
     });
     let pod = serde_json::from_value(pod).map_err(|error| error.to_string())?;
-    match api
-        .create(
-            &PostParams {
-                dry_run: true,
-                ..PostParams::default()
-            },
-            &pod,
-        )
-        .await
-    {
+    let dry_run = PostParams {
+        dry_run: true,
+        ..PostParams::default()
+    };
+    match api.create(&dry_run, &pod).await {
         Ok(pod) if super::pods::is_injected(&pod) => Ok(DryRun::Injected),
         Ok(_) => Ok(DryRun::NotInjected),
         Err(kube::Error::Api(status))

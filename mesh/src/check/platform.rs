@@ -27,15 +27,8 @@ pub(super) fn kubernetes(facts: &Facts) -> Findings<'_> {
     }
     let versions = facts.nodes.as_ref().map(|nodes| {
         let version = |node: &k8s_openapi::api::core::v1::Node| {
-            Some((
-                node.metadata.name.clone()?,
-                node.status
-                    .as_ref()?
-                    .node_info
-                    .as_ref()?
-                    .kubelet_version
-                    .clone(),
-            ))
+            let info = node.status.as_ref()?.node_info.as_ref()?;
+            Some((node.metadata.name.clone()?, info.kubelet_version.clone()))
         };
         nodes.iter().filter_map(version).collect::<Vec<_>>()
     });

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use diy_mesh_controller::explain::{Explanation, Row, explain};
 use diy_mesh_controller::index::object::Key;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
@@ -62,7 +62,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let text = if arguments.services.is_empty() {
         let routes = routes(arguments)?;
         match arguments.output {
-            Output::Json => format!("{:#}\n", routes.iter().map(Route::json).collect::<Value>()),
+            Output::Json => format!("{:#}\n", json!(routes)),
             Output::Text => table(&routes, colors),
         }
     } else {
@@ -93,13 +93,8 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
     };
     let namespace = arguments.namespace.as_ref();
     routes.retain(|route| namespace.is_none_or(|namespace| *namespace == route.namespace));
-    routes.sort_by_key(|route| {
-        (
-            route.namespace.clone(),
-            route.name.clone(),
-            route.kind.clone(),
-        )
-    });
+    let key = |route: &Route| [&route.namespace, &route.name, &route.kind].map(String::clone);
+    routes.sort_by_key(key);
     Ok(routes)
 }
 
@@ -374,7 +369,7 @@ PORT  REQUESTS             BACKEND                        WEIGHT  FROM          
     #[test]
     fn json_has_services_conditions_and_backends() {
         let conditions = json!([testing::condition("Accepted", "True", "Accepted")]);
-        let value = Route::read(&route(conditions)).unwrap().json();
+        let value = json!(Route::read(&route(conditions)).unwrap());
         assert_eq!(value["parents"][0]["service"], "shop/web");
         assert_eq!(value["parents"][0]["conditions"][0]["status"], true);
         assert_eq!(value["rules"][0]["backends"][1]["weight"], 10);
