@@ -5,7 +5,8 @@
 mod support;
 
 use support::{
-    App, Mesh, listen, on_worker, on_worker_without_waiting, read_all, read_until, write,
+    App, Mesh, closed_address, listen, on_worker, on_worker_without_waiting, read_all, read_until,
+    write,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -314,8 +315,7 @@ fn retries_body_that_arrives_in_pieces_if_it_is_short() {
 #[test]
 fn replies_502_without_listener_and_keeps_connection() {
     on_worker(async {
-        let (server, address) = listen().await;
-        drop(server);
+        let address = closed_address();
         let mut client = Mesh::new().connect_to(address).await;
         for _ in 0..2 {
             write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
@@ -486,8 +486,7 @@ fn draining_proxy_completes_exchange_and_closes_connections() {
 #[test]
 fn counts_local_reply_as_request() {
     on_worker(async {
-        let (server, address) = listen().await;
-        drop(server);
+        let address = closed_address();
         let mesh = Mesh::new();
         let mut client = mesh.connect_to(address).await;
         write(

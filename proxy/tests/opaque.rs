@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use diy_mesh_proxy::destination::Destination;
-use support::{App, Mesh, listen, on_worker, read_all, read_until, write};
+use support::{App, Mesh, closed_address, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 #[test]
@@ -160,8 +160,7 @@ fn slow_http_client_uses_dialed_connection() {
 #[test]
 fn resets_client_if_upstream_refuses_connection() {
     on_worker(async {
-        let (server, address) = listen().await;
-        drop(server);
+        let address = closed_address();
         let mut client = Mesh::new().connect_to(address).await;
         let error = client.read_u8().await.unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
@@ -171,8 +170,7 @@ fn resets_client_if_upstream_refuses_connection() {
 #[test]
 fn replies_502_to_slow_http_client() {
     on_worker(async {
-        let (server, address) = listen().await;
-        drop(server);
+        let address = closed_address();
         let mut client = Mesh::new().connect_to(address).await;
         // Longer than the timeout after which the proxy dials.
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;

@@ -11,7 +11,9 @@ use bytes::Bytes;
 use diy_mesh_proxy::probe::{KubeletProbe, Pod, add_routes};
 use diy_mesh_runtime::{Admin, Readiness};
 use rustls::pki_types::PrivatePkcs8KeyDer;
-use support::{listen, on_worker, read_all, read_until, write};
+use support::{
+    closed_address, jump, listen, on_worker, on_worker_with_jumps, read_all, read_until, write,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
@@ -22,6 +24,9 @@ use tonic_health::ServingStatus;
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
 /// A port of the proxy in these tests.
 const PROXY_PORT: u16 = 4001;
+
+/// Longer than the timeout of a test.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The address of an admin server with these probes.
 async fn admin(probes: &[String]) -> SocketAddr {
@@ -36,9 +41,19 @@ async fn admin(probes: &[String]) -> SocketAddr {
     address
 }
 
+/// A probe of an application that responds.
 fn probe(action: &str, app: SocketAddr, more: &str) -> String {
-    let port = app.port();
-    format!(r#"{{"{action}":{{"port":{port}{more}}},"timeoutSeconds":1}}"#)
+    probe_with_timeout(action, app, more, PROBE_TIMEOUT)
+}
+
+/// A probe of an application that does not respond.
+fn timed_out_probe(action: &str, app: SocketAddr, more: &str) -> String {
+    probe_with_timeout(action, app, more, Duration::from_secs(1))
+}
+
+fn probe_with_timeout(action: &str, app: SocketAddr, more: &str, timeout: Duration) -> String {
+    let (port, seconds) = (app.port(), timeout.as_secs());
+    format!(r#"{{"{action}":{{"port":{port}{more}}},"timeoutSeconds":{seconds}}}"#)
 }
 
 fn hook(app: SocketAddr) -> String {
@@ -106,8 +121,7 @@ async fn accept_tls(listener: TcpListener, alpn: &[u8]) -> TlsStream<TcpStream> 
 #[test]
 fn dead_application_fails_every_kind_of_probe() {
     on_worker(async {
-        let (listener, dead) = listen().await;
-        drop(listener);
+        let dead = closed_address();
         for (action, more) in [
             ("tcpSocket", ""),
             ("grpc", ""),
@@ -271,7 +285,7 @@ fn https_probe_accepts_any_certificate_and_either_http_version() {
 
         // The application does not use TLS.
         let (address, _requests) = self::app(["HTTP/1.1 400 x\r\n\r\n".to_owned()]).await;
-        let (status, body) = perform(probe("httpGet", address, https)).await;
+        let (status, body) = perform(timed_out_probe("httpGet", address, https)).await;
         assert_eq!(status, 504, "{body}");
     });
 }
@@ -313,7 +327,7 @@ fn silent_application_fails_with_a_timeout() {
     on_worker(async {
         let (_listener, address) = listen().await;
         for action in ["httpGet", "grpc"] {
-            let answer = perform(probe(action, address, "")).await;
+            let answer = perform(timed_out_probe(action, address, "")).await;
             assert_eq!(answer, (504, "no response within 1s\n".to_owned()));
         }
     });
@@ -322,24 +336,24 @@ fn silent_application_fails_with_a_timeout() {
 /// Otherwise a hanging application would collect one connection a period.
 #[test]
 fn probe_that_timed_out_closes_its_connection() {
-    on_worker(async {
+    on_worker_with_jumps(async {
         for action in ["httpGet", "grpc"] {
             let (listener, address) = listen().await;
             let app = async {
                 let (mut stream, _) = listener.accept().await.unwrap();
-                let mut sent = Vec::new();
-                let _ = stream.read_to_end(&mut sent).await;
-                sent
+                stream.read_u8().await.unwrap();
+                jump(PROBE_TIMEOUT).await;
+                let _ = stream.read_to_end(&mut Vec::new()).await;
             };
-            let (answer, sent) = tokio::join!(perform(probe(action, address, "")), app);
+            let (answer, ()) = tokio::join!(perform(probe(action, address, "")), app);
             assert_eq!(answer.0, 504, "{action}");
-            assert!(!sent.is_empty(), "{action}");
         }
         let (listener, address) = listen().await;
         let app = async {
             let stream = accept_tls(listener, b"h2").await;
             let mut connection = h2::server::handshake(stream).await.unwrap();
             let pending = connection.accept().await.unwrap().unwrap();
+            jump(PROBE_TIMEOUT).await;
             assert!(!matches!(connection.accept().await, Some(Ok(_))));
             drop(pending);
         };
@@ -411,8 +425,7 @@ fn hook_fails_without_a_response_and_succeeds_with_any_status() {
             seen.starts_with("GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1 "),
             "{seen}"
         );
-        let (listener, dead) = listen().await;
-        drop(listener);
+        let dead = closed_address();
         let admin = admin(&[hook(dead)]).await;
         assert_eq!(request(admin, "GET /probes/0").await, "");
     });

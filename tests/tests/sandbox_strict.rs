@@ -32,7 +32,7 @@ spec:
 #[test]
 fn strict_namespace_accepts_only_meshed_clients_and_its_probes_succeed() {
     let http = "startupProbe: {httpGet: {port: web, path: /hello}, periodSeconds: 1, failureThreshold: 60},
-        livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1}, readinessProbe: {tcpSocket: {port: 8080}},
+        livenessProbe: {httpGet: {port: web, path: '/hello?probe=1'}, periodSeconds: 1, timeoutSeconds: 20}, readinessProbe: {tcpSocket: {port: 8080}},
         lifecycle: {preStop: {httpGet: {port: web, path: hello}}}";
     let objects = [
         "apiVersion: v1\nkind: Namespace\nmetadata: {name: bank, labels: {diy-service-mesh/inject: enabled, diy-service-mesh/inbound: strict}}\n---",

@@ -12,6 +12,7 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 use http::{HeaderValue, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -26,7 +27,8 @@ use crate::error::Failure;
 use crate::identity::testing::{Authority, WEB};
 use crate::io::Io;
 use crate::tls::tests::{
-    CART, Side, app, credentials, credentials_that_trust, exchange, listening, on_worker,
+    CART, Side, app, closed_address, credentials, credentials_that_trust, exchange, listening,
+    on_worker,
 };
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
@@ -132,12 +134,6 @@ fn meshed(address: SocketAddr) -> EndpointInfo {
         identity: Some(CART.parse().expect("an identity")),
         ..EndpointInfo::bare(address)
     }
-}
-
-/// An address without a listener.
-async fn closed_address() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
-    listener.local_addr().expect("bound")
 }
 
 /// An application that closes each connection when the first byte of a request arrives.
@@ -272,18 +268,23 @@ fn fast_failures_do_not_attract_concurrent_requests() {
 #[test]
 fn retries_on_another_endpoint_if_the_peer_proxy_cannot_connect() {
     on_worker(async {
-        let service = Service::new(&[closed_address().await, app().await]).await;
-        for _ in 0..20 {
+        let service = Service::new(&[closed_address(), app().await]).await;
+        let refused = || service.failures(0, "connect-failed");
+        let (mut calls, begun) = (0, Instant::now());
+        while calls < 20 || refused() == 0 {
+            calls += 1;
             let answer = service.call(POST).await;
             assert!(
                 answer.starts_with("HTTP/1.1 200 ") && !answer.contains("x-mesh-error"),
                 "{answer}"
             );
         }
-        let refused = service.failures(0, "connect-failed");
+        // The endpoint is tried again after a quarantine of 1 s, 2 s, 4 s and so on.
+        let quarantines = (begun.elapsed().as_secs() + 1).ilog2();
         assert!(
-            (1..=2).contains(&refused),
-            "tries the unavailable endpoint, then avoids it: {refused}"
+            refused() <= 1 + u64::from(quarantines),
+            "tries the unavailable endpoint, then avoids it: {} of {calls}",
+            refused()
         );
     });
 }
@@ -316,7 +317,7 @@ fn silent_address(held: &mut Vec<socket2::Socket>) -> SocketAddr {
 #[test]
 fn answer_names_all_endpoints_that_refuse_connections() {
     on_worker(async {
-        let service = Service::new(&[closed_address().await, closed_address().await]).await;
+        let service = Service::new(&[closed_address(), closed_address()]).await;
         for _ in 0..3 {
             let answer = service.call(POST).await;
             assert!(
@@ -327,7 +328,7 @@ fn answer_names_all_endpoints_that_refuse_connections() {
             );
         }
         // Two pods without a mesh, with a wrong targetPort.
-        let port = closed_address().await.port();
+        let port = closed_address().port();
         let pods = [[127, 0, 0, 3], [127, 0, 0, 4]].map(|ip| EndpointInfo::bare((ip, port).into()));
         let service = Service::with(&Authority::new("root"), pods.into()).await;
         let expected =
@@ -481,7 +482,7 @@ async fn opaque_failures(service: &Service) -> usize {
 fn opaque_endpoint_that_closes_without_an_answer_loses_its_traffic() {
     on_worker(async {
         let closing = listening(async |stream| drop(stream)).await;
-        for failing in [closing, closed_address().await] {
+        for failing in [closing, closed_address()] {
             let service = Service::new(&[failing, greeting_app().await]).await;
             let failures = opaque_failures(&service).await;
             assert!((1..=5).contains(&failures), "{failures} of 40 failed");

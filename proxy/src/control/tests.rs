@@ -16,6 +16,7 @@ use crate::discovery::{self, Discovery};
 use crate::identity::testing::{Authority, WEB, token};
 use crate::identity::{self, CurrentCredentials, Trust};
 use crate::metrics::{DiscoveryMetrics, IdentityMetrics};
+use crate::tls::tests::closed_address;
 
 const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
 const WEB_USER: &str = "system:serviceaccount:shop:web";
@@ -82,9 +83,7 @@ async fn reads_token_file_on_each_call() {
 
 #[tokio::test]
 async fn reports_address_of_unavailable_controller() {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("loopback");
-    let address = format!("http://{}", listener.local_addr().expect("bound"));
-    drop(listener);
+    let address = format!("http://{}", closed_address());
     let control = Control::new(address.parse().expect("a URL"), None, None);
     let error = control.discover(tokio_stream::empty()).await;
     let text = error.expect_err("no listener").to_string();
@@ -259,7 +258,8 @@ async fn reports_each_renewed_certificate_to_the_controller() {
     let mut controller = FakeController::start_tls(LOOPBACK.into(), &authority, CONTROLLER).await;
     controller.sign(Some(Signing {
         authority: authority.clone(),
-        lifetime: Duration::from_secs(3),
+        // The renewal has a fifth of it.
+        lifetime: Duration::from_secs(10),
         roots_version: "1",
     }));
     let mut proxy = Proxy::start(controller.address, &mounted);
@@ -306,7 +306,9 @@ async fn follows_root_rotation_and_reports_status_on_a_new_stream() {
         Arc::new(Authority::new("new")),
     );
     let mounted = Mounted::new(&old, &token(WEB_USER));
-    let mut controller = FakeController::start_tls(LOOPBACK.into(), &old, CONTROLLER).await;
+    // An address of this test alone: no other test gets the port meanwhile.
+    let alone = ([127, 0, 1, 3], 0).into();
+    let mut controller = FakeController::start_tls(alone, &old, CONTROLLER).await;
     let signing = Signing {
         authority: old.clone(),
         lifetime: Duration::from_secs(3600),

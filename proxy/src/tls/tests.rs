@@ -18,7 +18,7 @@ use rustls::RootCertStore;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::sign::CertifiedKey;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -52,6 +52,23 @@ fn on_worker_within<F: Future<Output = ()>>(deadline: Duration, test: F) {
             .await
             .expect("the test took too long")
     });
+}
+
+/// Stops the time of all timers until the result is dropped, so that none fires early on a slow
+/// machine. Only `advance` changes it.
+pub(crate) fn freeze() -> impl Drop {
+    struct Frozen(Option<std::sync::mpsc::Sender<()>>);
+    impl Drop for Frozen {
+        fn drop(&mut self) {
+            self.0.take();
+            tokio::time::resume();
+        }
+    }
+    let (hold, held) = std::sync::mpsc::channel();
+    tokio::time::pause();
+    // tokio does not advance paused time on its own while a blocking task runs.
+    tokio::task::spawn_blocking(move || held.recv_timeout(DEADLINE));
+    Frozen(Some(hold))
 }
 
 /// Credentials of a workload, by this authority.
@@ -378,6 +395,15 @@ pub(crate) async fn app() -> SocketAddr {
         }
     })
     .await
+}
+
+/// An address that refuses connections. Its port stays bound, so that no other test gets it.
+pub(crate) fn closed_address() -> SocketAddr {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let address = socket.local_addr().unwrap();
+    std::mem::forget(socket);
+    address
 }
 
 /// An application that serves each connection with `carry`.
@@ -720,8 +746,13 @@ fn resets_opaque_connection_at_the_maximum_age() {
 fn accepts_late_client_hello_of_server_first_protocol() {
     on_worker(async {
         let pair = Pair::usual(speaks_first(b"220 mail.example").await).await;
+        let frozen = freeze();
         let late = TcpStream::connect(pair.address).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        // The proxy accepts the connection, and waits for the first bytes.
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        tokio::time::advance(Duration::from_millis(20)).await;
         let begun = pair
             .outbound
             .worker
@@ -733,6 +764,7 @@ fn accepts_late_client_hello_of_server_first_protocol() {
                 super::Alpn::Opaque,
             )
             .await;
+        drop(frozen);
         let mut greeting = [0; 16];
         begun.unwrap().0.read_exact(&mut greeting).await.unwrap();
         assert_eq!(&greeting, b"220 mail.example");

@@ -22,7 +22,7 @@ use diy_mesh_proxy::policy::Caller;
 use diy_mesh_proxy::timeouts::TimeoutKind;
 use diy_mesh_proxy::worker::{Worker, WorkerContext};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 /// The timeout of a test.
@@ -223,6 +223,15 @@ pub async fn listen() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     (listener, address)
+}
+
+/// An address that refuses connections. Its port stays bound, so that no other test gets it.
+pub fn closed_address() -> SocketAddr {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let address = socket.local_addr().unwrap();
+    std::mem::forget(socket);
+    address
 }
 
 /// An app for client-first protocols.

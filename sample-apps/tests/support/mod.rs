@@ -5,6 +5,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -139,14 +140,19 @@ pub fn run(program: &str, args: &[&str], variables: &[(&str, &str)]) -> (i32, St
     )
 }
 
-/// Returns a port that was free at the time of the call.
+/// A port that no other test gets, even while nothing listens on it: below the ephemeral ports of
+/// the kernel.
 pub fn free_port() -> u16 {
-    TcpListener::bind("[::]:0")
-        .or_else(|_| TcpListener::bind("0.0.0.0:0"))
-        .expect("a free port")
-        .local_addr()
-        .expect("bound")
-        .port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    // Test programs may run at the same time.
+    let first = 20_000 + (std::process::id() % 100) as u16 * 100;
+    let is_free = |port: &u16| {
+        TcpListener::bind(("::", *port))
+            .or_else(|_| TcpListener::bind(("0.0.0.0", *port)))
+            .is_ok()
+    };
+    let ports = std::iter::repeat_with(|| first + NEXT.fetch_add(1, Ordering::Relaxed) % 100);
+    ports.take(100).find(is_free).expect("a free port")
 }
 
 fn command(program: &str, variables: &[(&str, &str)]) -> Command {

@@ -163,7 +163,7 @@ fn proxy_does_not_retry_what_an_earlier_hop_has_retried() {
                 respond.send_reset(Reason::REFUSED_STREAM);
             }
         });
-        let service = Service::new(&[closed_address().await, refusing.await]).await;
+        let service = Service::new(&[closed_address(), refusing.await]).await;
         assert_eq!(http2_failures(&service).await, 100);
         assert!(denied(&service, 1) > 0);
     });

@@ -136,7 +136,7 @@ fn marks_grpc_status_of_proxy_with_mesh_error() {
             (Code::NotFound, "no echo")
         );
         assert!(!status.metadata().contains_key("x-mesh-error"));
-        let mut client = client_through(&mesh, closed_address().await).await;
+        let mut client = client_through(&mesh, closed_address()).await;
         let status = client.echo(EchoRequest::default()).await.unwrap_err();
         assert_eq!(
             (

@@ -17,24 +17,32 @@ fn within(timeout: &str) -> Request<()> {
 #[test]
 fn call_ends_at_the_deadline_of_the_caller() {
     on_worker(async {
-        let reset = Rc::new(Cell::new(None));
+        let (arrived, reset) = (Rc::new(Cell::new(false)), Rc::new(Cell::new(None)));
         let address = app({
-            let reset = reset.clone();
+            let (arrived, reset) = (arrived.clone(), reset.clone());
             move |_, mut respond| {
-                let reset = reset.clone();
+                let (arrived, reset) = (arrived.clone(), reset.clone());
                 async move {
+                    arrived.set(true);
                     reset.set(poll_fn(|cx| respond.poll_reset(cx)).await.ok());
                 }
             }
         })
         .await;
         let mesh = Mesh::new();
+        let _frozen = freeze();
+        let timeout = Duration::from_millis(50);
         for client in [
             mesh.client_of(address).await,
             mesh.inbound_client(address).await,
         ] {
             let mut client = client;
-            let (response, _) = call(&mut client, within("50m")).await.unwrap();
+            let expire = async {
+                until(|| arrived.take()).await;
+                tokio::time::advance(2 * timeout).await;
+            };
+            let (response, ()) = tokio::join!(call(&mut client, within("50m")), expire);
+            let (response, _) = response.unwrap();
             assert_local_reply(&response, 200, "timeout");
             assert_eq!(response.headers()["grpc-status"], "4");
             until(|| reset.take() == Some(Reason::CANCEL)).await;
@@ -48,7 +56,10 @@ fn call_ends_at_the_deadline_of_the_caller() {
         })
         .await;
         let mut client = mesh.client_of(address).await;
-        let (_, trailers) = call(&mut client, within("50m")).await.unwrap();
+        let (response, _) = client.send_request(within("50m"), true).unwrap();
+        let response = response.await.unwrap();
+        tokio::time::advance(2 * timeout).await;
+        let (_, trailers) = read(response).await.unwrap();
         assert_eq!(trailers.unwrap()["grpc-status"], "4");
     });
 }

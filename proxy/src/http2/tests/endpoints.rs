@@ -315,12 +315,8 @@ fn retries_only_idempotent_requests_on_closed_pooled_connection() {
 #[test]
 fn tries_another_endpoint_after_refused_connection() {
     on_worker(async {
-        let (mesh, destination) = Mesh::with_service(&[
-            named_app("one").await,
-            closed_address().await,
-            closed_address().await,
-        ])
-        .await;
+        let (mesh, destination) =
+            Mesh::with_service(&[named_app("one").await, closed_address(), closed_address()]).await;
         let mut client = mesh.client(&destination).await;
         for _ in 0..20 {
             let (response, _) = call_with(&mut client, grpc("/"), b"x").await.unwrap();
@@ -333,7 +329,7 @@ fn tries_another_endpoint_after_refused_connection() {
 fn replies_with_connect_failed_without_listener() {
     on_worker(async {
         let mesh = Mesh::new();
-        let mut client = mesh.client_of(closed_address().await).await;
+        let mut client = mesh.client_of(closed_address()).await;
         let (response, _) = call(&mut client, get("/")).await.unwrap();
         assert_local_reply(&response, 502, "connect-failed");
         let (response, _) = call(&mut client, Request::head("http://app/").body(()).unwrap())

@@ -214,7 +214,7 @@ fn closes_connection_on_settings_flood() {
 fn sends_goaway_on_control_frame_flood() {
     on_worker(async {
         let mesh = Mesh::new();
-        let mut raw = Raw::connect(&mesh, closed_address().await).await;
+        let mut raw = Raw::connect(&mesh, closed_address()).await;
         // PRIORITY frames, slightly more than the limit.
         let priorities = frame(2, 0, 1, &[0; 5])
             .repeat(usize::try_from(super::super::MAX_CONTROL_BYTES).unwrap() / 14 + 1);
@@ -366,7 +366,7 @@ fn rejects_invalid_preface() {
     on_worker(async {
         let mesh = Mesh::new();
         let mut stream = mesh
-            .dial(&Rc::new(Destination::fixed(closed_address().await)))
+            .dial(&Rc::new(Destination::fixed(closed_address())))
             .await;
         stream
             .write_all(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n")

@@ -32,6 +32,7 @@ use crate::metrics::Metrics;
 use crate::policy::Caller;
 use crate::route::matching::Match;
 use crate::route::{RetryPolicy, Routes, Rule};
+use crate::tls::tests::{closed_address, freeze};
 use crate::worker::{Worker, WorkerContext};
 
 /// The timeout of a test.
@@ -276,15 +277,6 @@ async fn echo(request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
     }
 }
 
-/// An address without a listener.
-async fn closed_address() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0")
-        .await
-        .unwrap()
-        .local_addr()
-        .unwrap()
-}
-
 fn get(path: &str) -> Request<()> {
     Request::get(format!("http://app{path}")).body(()).unwrap()
 }
@@ -356,7 +348,7 @@ async fn reset_of(stream: &mut SendStream<Bytes>) -> Reason {
 /// Waits for a condition.
 async fn until(mut condition: impl FnMut() -> bool) {
     while !condition() {
-        tokio::time::sleep(Duration::from_millis(1)).await;
+        tokio::task::yield_now().await;
     }
 }
 
