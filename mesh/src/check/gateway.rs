@@ -6,7 +6,7 @@ use diy_mesh_controller::catalog::definitions::lacking_fields;
 use diy_mesh_controller::index::object::Kind;
 use serde_json::Value;
 
-use super::{Finding, count, facts::Facts, platform::is_below};
+use super::{Finding, Findings, count, facts::Facts, or_ok, platform::is_below};
 use crate::routes::{Condition, GROUP, Route};
 
 /// The first version with the resources that the mesh reads.
@@ -17,11 +17,8 @@ pub(super) const PARTIAL_ADVICE: &str = "follow the messages of the conditions";
 const REQUIRED: [&str; 3] = ["HTTPRoute", "GRPCRoute", "ReferenceGrant"];
 
 /// The definitions of the Gateway API are complete and current, or not installed at all.
-pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
-    let definitions = match &facts.gateway_api {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(definitions) => definitions,
-    };
+pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
+    let definitions = facts.gateway_api.as_ref()?;
     let kind = |definition: &Value| definition["spec"]["names"]["kind"].clone();
     let find = |name: &str| definitions.iter().find(|one| kind(one) == name);
     let missing: Vec<&str> = REQUIRED
@@ -31,11 +28,11 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
     if missing.len() == REQUIRED.len() {
         let text =
             "not installed: the cluster has no HTTPRoutes and GRPCRoutes, and the mesh needs none";
-        return vec![Finding::ok(text)];
+        return Ok(vec![Finding::ok(text)]);
     }
     if !missing.is_empty() {
         let text = format!("{} is not installed", missing.join(", "));
-        return vec![Finding::warning(text, INSTALL_ADVICE)];
+        return Ok(vec![Finding::warning(text, INSTALL_ADVICE)]);
     }
     let annotations = |name: &str| -> BTreeSet<String> {
         let read = |one: &Value| {
@@ -54,14 +51,14 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
     if versions.len() > 1 || channels.len() > 1 {
         let text = format!("{text}: the definitions are of different releases");
         let advice = "install all definitions of one release and channel";
-        return vec![Finding::warning(text, advice)];
+        return Ok(vec![Finding::warning(text, advice)]);
     }
     if versions
         .iter()
         .any(|version| is_below(version, MIN_VERSION))
     {
         let text = format!("{text}: too old");
-        return vec![Finding::warning(text, INSTALL_ADVICE)];
+        return Ok(vec![Finding::warning(text, INSTALL_ADVICE)]);
     }
     let lacks = |kind: Kind| {
         let lacks = lacking_fields(kind, find(kind.name())?);
@@ -74,16 +71,15 @@ pub(super) fn definitions(facts: &Facts) -> Vec<Finding> {
         true => String::new(),
         false => format!("; {}", lacking.join(", ")),
     };
-    vec![Finding::ok(text + &suffix)]
+    Ok(vec![Finding::ok(text + &suffix)])
 }
 
 /// The mesh has accepted the routes, and all of their references resolve.
-pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
-    let routes = match &facts.routes {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(routes) if routes.is_empty() => return Vec::new(),
-        Ok(routes) => routes,
-    };
+pub(super) fn routes(facts: &Facts) -> Findings<'_> {
+    let routes = facts.routes.as_ref()?;
+    if routes.is_empty() {
+        return Ok(Vec::new());
+    }
     let (mut invalid, mut partial, mut pending) = (Vec::new(), Vec::new(), Vec::new());
     for (route, parent) in parents(routes) {
         let title = format!("{}, parent {}", route.title(), parent.title());
@@ -100,23 +96,19 @@ pub(super) fn routes(facts: &Facts) -> Vec<Finding> {
         invalid.extend(requirements.filter(|one| !one.holds).map(describe));
         partial.extend(parent.problems().map(describe));
     }
-    let mut findings = Vec::new();
     let text = "routes with errors: requests that they match fail, or the route has no effect";
     let advice = "correct the routes; mesh routes lists all conditions";
-    findings.extend(Finding::problem(text, advice).if_any(invalid));
+    let invalid = Finding::problem(text, advice).if_any(invalid);
     let text = "routes that do not apply everywhere, or of which an earlier version applies";
-    findings.extend(Finding::warning(text, PARTIAL_ADVICE).if_any(partial));
+    let partial = Finding::warning(text, PARTIAL_ADVICE).if_any(partial);
     let text = "routes whose current version no controller of the mesh has accepted or rejected";
     let advice = format!(
         "if this persists, see the log of the controllers: kubectl logs -n {} -l app=controller",
         facts.namespace
     );
-    findings.extend(Finding::warning(text, advice).if_any(pending));
-    if findings.is_empty() {
-        let text = format!("{} accepted", count(routes.len(), "route is", "routes are"));
-        findings.push(Finding::ok(text));
-    }
-    findings
+    let pending = Finding::warning(text, advice).if_any(pending);
+    let text = format!("{} accepted", count(routes.len(), "route is", "routes are"));
+    Ok(or_ok([invalid, partial, pending], text))
 }
 
 fn parents(routes: &[Route]) -> impl Iterator<Item = (&Route, &crate::routes::Parent)> {
@@ -153,7 +145,7 @@ mod tests {
             gateway_api: Ok(definitions),
             ..unknown_facts()
         };
-        super::definitions(&facts).remove(0)
+        super::definitions(&facts).unwrap().remove(0)
     }
 
     fn standard(version: &str) -> Vec<Value> {
@@ -218,6 +210,7 @@ mod tests {
                 routes: Ok(routes),
                 ..unknown_facts()
             })
+            .unwrap()
         };
         let accepted = condition("Accepted", "True", "Accepted");
         let ok = findings(json!([

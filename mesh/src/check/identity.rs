@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use k8s_openapi::api::core::v1::ConfigMap;
 
-use super::{Finding, certificates, count, facts::Facts, pods};
+use super::{Finding, Findings, certificates, count, facts::Facts, or_ok, pods};
 use crate::{
     identity::status::{
         Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, is_steady, issued_at,
@@ -20,11 +20,8 @@ const MAX_PHASE_DURATION: u64 = 60 * 60;
 const MAX_CLOCK_SKEW_MS: i64 = 5 * 60 * 1000;
 
 /// A certificate authority exists and does not expire soon.
-pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
-    let mesh = match &facts.identity {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(mesh) => mesh,
-    };
+pub(super) fn authority(facts: &Facts) -> Findings<'_> {
+    let mesh = facts.identity.as_ref()?;
     let mut findings = Vec::new();
     let describe = |(name, reason): (&String, &String)| format!("{name}: {reason}");
     let text = "the certificate authority cannot be read or used";
@@ -63,7 +60,7 @@ pub(super) fn authority(facts: &Facts) -> Vec<Finding> {
             }
         }
     }
-    findings
+    Ok(findings)
 }
 
 fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> {
@@ -97,16 +94,14 @@ fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> 
 }
 
 /// A root rotation makes progress.
-pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
-    let Ok(mesh) = &facts.identity else {
-        return Vec::new();
+pub(super) fn rotation(facts: &Facts) -> Findings<'_> {
+    let mesh = match &facts.identity {
+        Ok(mesh) if mesh.issuer.is_some() => mesh,
+        _ => return Ok(Vec::new()),
     };
     let rotation = &mesh.rotation;
-    if mesh.issuer.is_none() {
-        return Vec::new();
-    }
     if is_steady(rotation) {
-        return vec![Finding::ok(describe_phase(rotation))];
+        return Ok(vec![Finding::ok(describe_phase(rotation))]);
     }
     let elapsed = facts.now.saturating_sub(rotation.since);
     let text = format!(
@@ -116,22 +111,19 @@ pub(super) fn rotation(facts: &Facts) -> Vec<Finding> {
         describe_phase(rotation)
     );
     if elapsed < MAX_PHASE_DURATION || rotation.waiting.is_empty() {
-        return vec![Finding::ok(text)];
+        return Ok(vec![Finding::ok(text)]);
     }
     let advice = "see the logs of the listed pods (kubectl logs -c proxy), or return to the previous root with `mesh rotate-root --abandon`";
     let waiting = rotation
         .waiting
         .iter()
         .map(|item| format!("waiting for {item}"));
-    vec![Finding::warning(text, advice).with_details(waiting)]
+    Ok(vec![Finding::warning(text, advice).with_details(waiting)])
 }
 
 /// Every namespace with meshed pods contains the current trust roots.
-pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
-    let (pods, maps) = match (&facts.pods, &facts.roots) {
-        (Ok(pods), Ok(maps)) => (pods, maps),
-        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(reason)],
-    };
+pub(super) fn roots(facts: &Facts) -> Findings<'_> {
+    let (pods, maps) = (facts.pods.as_ref()?, facts.roots.as_ref()?);
     let published: BTreeMap<&str, &ConfigMap> = maps
         .iter()
         .filter_map(|map| Some((map.metadata.namespace.as_deref()?, map)))
@@ -154,27 +146,21 @@ pub(super) fn roots(facts: &Facts) -> Vec<Finding> {
             (Some(_), _) => {}
         }
     }
-    let mut findings = Vec::new();
     let advice = "the controller writes it: see its log (kubectl logs -n service-mesh deployment/controller)";
     let text = format!("without ConfigMap {ROOTS_CONFIG_MAP}: new meshed pods do not start there");
     let finding = Finding::problem(text, advice);
-    findings.extend(finding.about(missing, "namespace", "namespaces"));
+    let missing = finding.about(missing, "namespace", "namespaces");
     let text = format!(
         "whose ConfigMap {ROOTS_CONFIG_MAP} lacks a current root: new meshed pods do not start there"
     );
     let finding = Finding::problem(text, advice);
-    findings.extend(finding.about(outdated, "namespace", "namespaces"));
-    if let (Err(reason), true) = (&facts.identity, findings.is_empty()) {
-        findings.push(Finding::unknown(reason));
+    let outdated = finding.about(outdated, "namespace", "namespaces");
+    if missing.is_none() && outdated.is_none() {
+        facts.identity.as_ref()?;
     }
-    if findings.is_empty() {
-        let text = format!(
-            "{} with meshed pods, all with the current roots",
-            count(needed.len(), "namespace", "namespaces")
-        );
-        findings.push(Finding::ok(text));
-    }
-    findings
+    let namespaces = count(needed.len(), "namespace", "namespaces");
+    let text = format!("{namespaces} with meshed pods, all with the current roots");
+    Ok(or_ok([missing, outdated], text))
 }
 
 fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
@@ -206,9 +192,9 @@ fn is_untrusted(mesh: &Mesh, issuer: &str) -> bool {
 }
 
 /// Every ready proxy is connected to a controller and has a valid certificate of a trusted root.
-pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
+pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
     let Ok(mesh) = &facts.identity else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let (mut expired, mut overdue, mut pending) = (Vec::new(), Vec::new(), Vec::new());
     let mut untrusted = Vec::new();
@@ -259,29 +245,20 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             findings.extend(finding.about(disconnected, "proxy is", "proxies are"));
         }
     }
-    if findings.is_empty() {
-        let suffix = if pending.is_empty() {
-            String::new()
-        } else {
-            format!(", {} pending", pending.len())
-        };
-        let valid = mesh.workloads.len() - pending.len();
-        findings.push(Finding::ok(format!(
-            "{} valid{suffix}",
-            count(
-                valid,
-                "workload's certificate is",
-                "workloads' certificates are"
-            )
-        )));
-    }
-    findings
+    let suffix = match pending.len() {
+        0 => String::new(),
+        number => format!(", {number} pending"),
+    };
+    let (one, many) = ("workload's certificate is", "workloads' certificates are");
+    let valid = count(mesh.workloads.len() - pending.len(), one, many);
+    let text = format!("{valid} valid{suffix}");
+    Ok(or_ok(findings.into_iter().map(Some), text))
 }
 
 /// The clocks of proxies and controllers are synchronized.
-pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
+pub(super) fn clocks(facts: &Facts) -> Findings<'_> {
     let Ok(mesh) = &facts.identity else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let skewed: Vec<_> = mesh
         .workloads
@@ -289,9 +266,8 @@ pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
         .filter(|workload| workload.clock_skew_ms.abs() > CLOCK_SKEW_WARNING_MS)
         .collect();
     if skewed.is_empty() {
-        return vec![Finding::ok(
-            "the clocks of proxies and controllers are synchronized",
-        )];
+        let text = "the clocks of proxies and controllers are synchronized";
+        return Ok(vec![Finding::ok(text)]);
     }
     let details = skewed.iter().map(|workload| {
         let direction = if workload.clock_skew_ms > 0 {
@@ -322,7 +298,7 @@ pub(super) fn clocks(facts: &Facts) -> Vec<Finding> {
     } else {
         Finding::warning(text, advice)
     };
-    vec![finding.with_details(details)]
+    Ok(vec![finding.with_details(details)])
 }
 
 #[cfg(test)]
@@ -382,7 +358,7 @@ mod tests {
 
     #[test]
     fn warns_before_the_authority_expires() {
-        let level_of = |left| level(&authority(&facts(left, workload(3_600, 0))));
+        let level_of = |left| level(&authority(&facts(left, workload(3_600, 0))).unwrap());
         assert_eq!(
             (level_of(300), level_of(100), level_of(0)),
             (Level::Ok, Level::Warning, Level::Problem)
@@ -392,13 +368,13 @@ mod tests {
             "controller-1".into(),
             "Secret a/b: tls.key is not the key of tls.crt".into(),
         );
-        assert_eq!(level(&authority(&broken)), Level::Problem);
+        assert_eq!(level(&authority(&broken).unwrap()), Level::Problem);
     }
 
     #[test]
     fn warns_of_a_stalled_rotation() {
         let mut facts = facts(300, workload(3_600, 0));
-        assert_eq!(level(&rotation(&facts)), Level::Ok);
+        assert_eq!(level(&rotation(&facts).unwrap()), Level::Ok);
         let waiting = vec!["shop/till to trust the current roots".to_owned()];
         facts.identity.as_mut().unwrap().rotation = Rotation {
             phase: "announcing".into(),
@@ -406,9 +382,9 @@ mod tests {
             waiting,
             ..Rotation::default()
         };
-        assert_eq!(level(&rotation(&facts)), Level::Ok);
+        assert_eq!(level(&rotation(&facts).unwrap()), Level::Ok);
         facts.identity.as_mut().unwrap().rotation.since = NOW - 7_200;
-        let finding = &rotation(&facts)[0];
+        let finding = &rotation(&facts).unwrap()[0];
         assert_eq!(
             (finding.level, finding.details.as_slice()),
             (
@@ -420,7 +396,7 @@ mod tests {
 
     #[test]
     fn reports_expired_and_overdue_certificates_and_disconnected_proxies() {
-        let level_of = |workload| level(&workloads(&facts(300, workload)));
+        let level_of = |workload| level(&workloads(&facts(300, workload)).unwrap());
         assert_eq!(
             (
                 level_of(workload(40_000, 0)),
@@ -431,7 +407,7 @@ mod tests {
         );
         let mut disconnected = facts(300, workload(40_000, 0));
         disconnected.identity.as_mut().unwrap().workloads.clear();
-        let finding = &workloads(&disconnected)[0];
+        let finding = &workloads(&disconnected).unwrap()[0];
         assert_eq!(
             (finding.level, finding.details.as_slice()),
             (Level::Warning, &["shop/till".to_owned()][..])
@@ -448,7 +424,7 @@ mod tests {
         let mesh = facts.identity.as_mut().unwrap();
         mesh.roots[0].id = "root".into();
         mesh.issuer.as_mut().unwrap().id = "root".into();
-        let finding = &workloads(&facts)[0];
+        let finding = &workloads(&facts).unwrap()[0];
         assert_eq!(
             (finding.level, finding.details.as_slice()),
             (Level::Problem, &["shop/till".to_owned()][..])
@@ -458,12 +434,12 @@ mod tests {
         let mut former = mesh.roots[0].clone();
         former.id = "former".into();
         mesh.roots.push(former);
-        assert_eq!(level(&workloads(&facts)), Level::Ok);
+        assert_eq!(level(&workloads(&facts).unwrap()), Level::Ok);
     }
 
     #[test]
     fn reports_clock_skew() {
-        let level_of = |skew| level(&clocks(&facts(300, workload(40_000, skew))));
+        let level_of = |skew| level(&clocks(&facts(300, workload(40_000, skew))).unwrap());
         assert_eq!(
             (level_of(-500), level_of(-60_000), level_of(400_000)),
             (Level::Ok, Level::Warning, Level::Problem)
@@ -514,6 +490,8 @@ mod tests {
     }
 
     fn roots_finding(facts: &Facts) -> Finding {
-        super::roots(facts).remove(0)
+        let findings = super::roots(facts);
+        let unknown = |reason: &String| vec![super::Finding::unknown(reason)];
+        findings.unwrap_or_else(unknown).remove(0)
     }
 }

@@ -104,7 +104,19 @@ impl Finding {
     }
 }
 
-type Check = fn(&Facts) -> Vec<Finding>;
+/// The findings of a check, or why a fact that it needs is unknown.
+type Findings<'a> = Result<Vec<Finding>, &'a String>;
+
+type Check = fn(&Facts) -> Findings<'_>;
+
+/// The findings that there are, or that all is well.
+fn or_ok(findings: impl IntoIterator<Item = Option<Finding>>, text: String) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = findings.into_iter().flatten().collect();
+    if findings.is_empty() {
+        findings.push(Finding::ok(text));
+    }
+    findings
+}
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
@@ -134,8 +146,10 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("clocks", identity::clocks),
     ];
     let findings = checks.map(|(check, find)| {
-        let findings = find(facts).into_iter();
-        findings.map(move |finding| Finding { check, ..finding })
+        let findings = find(facts).unwrap_or_else(|reason| vec![Finding::unknown(reason)]);
+        findings
+            .into_iter()
+            .map(move |finding| Finding { check, ..finding })
     });
     findings.into_iter().flatten().collect()
 }

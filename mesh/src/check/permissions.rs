@@ -13,8 +13,9 @@ use kube::{Api, api::PostParams};
 use serde_json::{Value, json};
 
 use super::{
-    Finding, count,
+    Finding, Findings, count,
     facts::{Fact, Facts},
+    or_ok,
 };
 use crate::{
     cluster::{self, Cluster},
@@ -62,30 +63,19 @@ impl std::fmt::Display for Permission {
 }
 
 /// The service accounts of the mesh have the permissions that they need.
-pub(super) fn permissions(facts: &Facts) -> Vec<Finding> {
-    vec![match &facts.permissions {
-        Err(reason) => Finding::unknown(reason),
-        Ok(permissions) => {
-            let missing: Vec<String> = permissions
-                .iter()
-                .filter(|(_, allowed)| !allowed)
-                .map(|(permission, _)| permission.to_string())
-                .collect();
-            if missing.is_empty() {
-                Finding::ok(format!(
-                    "the service accounts of the mesh have {}",
-                    count(permissions.len(), "permission", "permissions")
-                ))
-            } else {
-                let text = format!(
-                    "the service accounts of the mesh lack {}",
-                    count(missing.len(), "permission", "permissions")
-                );
-                let advice = "restore the roles of manifests/controller.yaml and manifests/injector.yaml: kubectl apply -k manifests";
-                Finding::problem(text, advice).with_details(missing)
-            }
-        }
-    }]
+pub(super) fn permissions(facts: &Facts) -> Findings<'_> {
+    let permissions = facts.permissions.as_ref()?;
+    let missing = permissions.iter().filter(|(_, allowed)| !allowed);
+    let missing: Vec<String> = missing
+        .map(|(permission, _)| permission.to_string())
+        .collect();
+    let accounts = "the service accounts of the mesh";
+    let number = |number| count(number, "permission", "permissions");
+    let text = format!("{accounts} lack {}", number(missing.len()));
+    let advice = "restore the roles of manifests/controller.yaml and manifests/injector.yaml: kubectl apply -k manifests";
+    let missing = Finding::problem(text, advice).if_any(missing);
+    let text = format!("{accounts} have {}", number(permissions.len()));
+    Ok(or_ok([missing], text))
 }
 
 /// Reviews all needed permissions with the API server.
@@ -225,8 +215,11 @@ mod tests {
             permissions: Ok(vec![(permission("controller", "list", "pods"), allowed)]),
             ..unknown_facts()
         };
-        assert_eq!(super::permissions(&facts(true))[0].level, Level::Ok);
-        let finding = &super::permissions(&facts(false))[0];
+        assert_eq!(
+            super::permissions(&facts(true)).unwrap()[0].level,
+            Level::Ok
+        );
+        let finding = &super::permissions(&facts(false)).unwrap()[0];
         assert_eq!(finding.level, Level::Problem);
         assert_eq!(
             finding.details,

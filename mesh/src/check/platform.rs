@@ -8,14 +8,14 @@ use k8s_openapi::api::{
 };
 use kube::ResourceExt;
 
-use super::{Finding, count, facts::Facts, pods};
+use super::{Finding, Findings, count, facts::Facts, or_ok, pods};
 
 /// The first version that enables native sidecars by default.
 const MIN_VERSION: (u32, u32) = (1, 29);
 const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies are native sidecars, which older versions do not support";
 
 /// The API server and the kubelets support native sidecars.
-pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
+pub(super) fn kubernetes(facts: &Facts) -> Findings<'_> {
     let server = &facts.version.git_version;
     let mut findings = Vec::new();
     let version = format!("{}.{}", facts.version.major, facts.version.minor);
@@ -50,14 +50,12 @@ pub(super) fn kubernetes(facts: &Facts) -> Vec<Finding> {
             let finding = Finding::problem("with a kubelet that is too old", UPGRADE_ADVICE);
             findings.extend(finding.about(old, "node", "nodes"));
             if findings.is_empty() {
-                return vec![Finding::ok(format!(
-                    "Kubernetes {server}, {}",
-                    count(nodes.len(), "node", "nodes")
-                ))];
+                let nodes = count(nodes.len(), "node", "nodes");
+                findings.push(Finding::ok(format!("Kubernetes {server}, {nodes}")));
             }
         }
     }
-    findings
+    Ok(findings)
 }
 
 /// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `minimum`. An invalid version is
@@ -71,28 +69,24 @@ pub(super) fn is_below(version: &str, minimum: (u32, u32)) -> bool {
 }
 
 /// The controller is available.
-pub(super) fn controller(facts: &Facts) -> Vec<Finding> {
+pub(super) fn controller(facts: &Facts) -> Findings<'_> {
     let effect = "proxies receive no certificates and no endpoint changes; they continue with the last known state";
-    vec![component(facts, "controller", effect)]
+    component(facts, "controller", effect)
 }
 
 /// The injector is available.
-pub(super) fn injector(facts: &Facts) -> Vec<Finding> {
+pub(super) fn injector(facts: &Facts) -> Findings<'_> {
     let effect = "pods that request injection cannot be created";
-    vec![component(facts, "injector", effect)]
+    component(facts, "injector", effect)
 }
 
-fn component(facts: &Facts, name: &str, effect: &str) -> Finding {
-    let deployments = match &facts.deployments {
-        Ok(deployments) => deployments,
-        Err(reason) => return Finding::unknown(reason),
-    };
+fn component<'a>(facts: &'a Facts, name: &str, effect: &str) -> Findings<'a> {
     let namespace = &facts.namespace;
-    let Some(deployment) = find(deployments, name) else {
-        return Finding::problem(
-            format!("Deployment {namespace}/{name} not found"),
-            "install the mesh (kubectl apply -k manifests), or set its namespace with --namespace",
-        );
+    let Some(deployment) = find(facts.deployments.as_ref()?, name) else {
+        let text = format!("Deployment {namespace}/{name} not found");
+        let advice =
+            "install the mesh (kubectl apply -k manifests), or set its namespace with --namespace";
+        return Ok(vec![Finding::problem(text, advice)]);
     };
     let spec = deployment.spec.as_ref();
     let desired = spec.and_then(|spec| spec.replicas).unwrap_or(1);
@@ -102,17 +96,17 @@ fn component(facts: &Facts, name: &str, effect: &str) -> Finding {
     if desired == 0 {
         let text = format!("Deployment {namespace}/{name} is scaled to 0 replicas: {effect}");
         let advice = format!("kubectl scale -n {namespace} deployment/{name} --replicas=2");
-        return Finding::problem(text, advice);
+        return Ok(vec![Finding::problem(text, advice)]);
     }
     let text = format!("{available} of {desired} replicas are available");
     let advice = format!(
         "kubectl describe -n {namespace} deployment/{name}; kubectl logs -n {namespace} deployment/{name}"
     );
-    match available {
+    Ok(vec![match available {
         0 => Finding::problem(format!("{text}: {effect}"), advice),
         _ if available < desired => Finding::warning(text, advice),
         _ => Finding::ok(text),
-    }
+    }])
 }
 
 fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment> {
@@ -122,10 +116,8 @@ fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment>
 }
 
 /// All components have one version, and running proxies have the image that new pods receive.
-pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
-    let Ok(deployments) = &facts.deployments else {
-        return Vec::new();
-    };
+pub(super) fn versions(facts: &Facts) -> Findings<'_> {
+    let deployments = facts.deployments.as_deref().unwrap_or_default();
     let spec = |name: &str| {
         let deployment = find(deployments, name)?;
         deployment.spec.as_ref()?.template.spec.as_ref()
@@ -133,7 +125,7 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     let container = |name: &str| spec(name)?.containers.first();
     let (Some(controller), Some(injector)) = (container("controller"), container("injector"))
     else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let init = spec("injector").and_then(|spec| spec.init_containers.as_ref());
     let init = init.into_iter().flatten();
@@ -150,13 +142,9 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
     let mut findings = Vec::new();
     if images.iter().any(|image| tag(image) != tag(images[0])) {
         let text = "controller, injector and the proxies of new pods have different versions";
-        findings.push(
-            Finding::warning(
-                text,
-                "complete the upgrade: apply the manifests of one version",
-            )
-            .with_details(images.map(str::to_owned)),
-        );
+        let advice = "complete the upgrade: apply the manifests of one version";
+        let finding = Finding::warning(text, advice);
+        findings.push(finding.with_details(images.map(str::to_owned)));
     }
     match &facts.pods {
         Err(reason) => findings.push(Finding::unknown(reason)),
@@ -175,22 +163,12 @@ pub(super) fn versions(facts: &Facts) -> Vec<Finding> {
                 format!("{version}: {}", count(*number, "proxy", "proxies"))
             });
             let text = "the running proxies have different versions";
-            findings.push(
-                Finding::warning(
-                    text,
-                    "restart the workloads with older proxies: kubectl rollout restart",
-                )
-                .with_details(details),
-            );
+            let advice = "restart the workloads with older proxies: kubectl rollout restart";
+            findings.push(Finding::warning(text, advice).with_details(details));
         }
     }
-    if findings.is_empty() {
-        findings.push(Finding::ok(format!(
-            "all components have one version ({})",
-            tag(images[0])
-        )));
-    }
-    findings
+    let text = format!("all components have one version ({})", tag(images[0]));
+    Ok(or_ok(findings.into_iter().map(Some), text))
 }
 
 fn outdated_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
@@ -272,7 +250,8 @@ mod tests {
         let findings = kubernetes(&Facts {
             nodes: Ok(vec![node("a", "v1.34.0"), node("b", "v1.27.1")]),
             ..unknown_facts()
-        });
+        })
+        .unwrap();
         assert_eq!(
             (findings[0].level, findings[0].details.as_slice()),
             (Level::Problem, &["b: v1.27.1".to_owned()][..])
@@ -280,14 +259,15 @@ mod tests {
         let findings = kubernetes(&Facts {
             nodes: Ok(vec![node("a", "v1.34.0")]),
             ..unknown_facts()
-        });
+        })
+        .unwrap();
         assert_eq!(findings, [Finding::ok("Kubernetes v1.34.1, 1 node")]);
     }
 
     #[test]
     fn reports_unavailable_components() {
         let levels = |facts: &Facts| {
-            let findings = [controller(facts), injector(facts)].concat();
+            let findings = [controller(facts).unwrap(), injector(facts).unwrap()].concat();
             findings
                 .iter()
                 .map(|finding| finding.level)
@@ -299,7 +279,7 @@ mod tests {
         let mut facts = with_components(0, "");
         let deployment = &mut facts.deployments.as_mut().unwrap()[0];
         deployment.spec.as_mut().unwrap().replicas = Some(0);
-        let scaled = &controller(&facts)[0];
+        let scaled = &controller(&facts).unwrap()[0];
         assert!(
             scaled.level == Level::Problem && scaled.text.contains("is scaled to 0 replicas"),
             "{scaled:?}"
@@ -307,7 +287,8 @@ mod tests {
         let missing = controller(&Facts {
             deployments: Ok(Vec::new()),
             ..unknown_facts()
-        });
+        })
+        .unwrap();
         assert!(
             missing[0]
                 .text
@@ -320,6 +301,7 @@ mod tests {
     fn warns_of_different_versions() {
         let levels = |proxy: &str| {
             versions(&with_components(2, proxy))
+                .unwrap()
                 .iter()
                 .map(|finding| finding.level)
                 .collect::<Vec<_>>()
@@ -338,6 +320,6 @@ mod tests {
         pod.init_containers = Some(vec![object(
             json!({"name": "proxy-image", "image": "diy-sm-proxy:1.0"}),
         )]);
-        assert_eq!(versions(&facts)[0].level, Level::Ok);
+        assert_eq!(versions(&facts).unwrap()[0].level, Level::Ok);
     }
 }

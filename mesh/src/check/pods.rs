@@ -6,7 +6,7 @@ use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
 use kube::ResourceExt;
 
-use super::{Finding, count, facts::Facts};
+use super::{Finding, Findings, count, facts::Facts, or_ok};
 use crate::time::{format_duration, format_relative};
 
 /// The namespaces that the webhook excludes, in addition to the namespace of the mesh.
@@ -88,11 +88,8 @@ pub(super) fn enabled(namespaces: &[Namespace]) -> BTreeSet<String> {
 }
 
 /// Pods that request injection have a proxy.
-pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
-    let (pods, namespaces) = match (&facts.pods, &facts.namespaces) {
-        (Ok(pods), Ok(namespaces)) => (pods, namespaces),
-        (Err(reason), _) | (_, Err(reason)) => return vec![Finding::unknown(reason)],
-    };
+pub(super) fn injected(facts: &Facts) -> Findings<'_> {
+    let (pods, namespaces) = (facts.pods.as_ref()?, facts.namespaces.as_ref()?);
     let enabled = enabled(namespaces);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
     for pod in pods
@@ -119,24 +116,19 @@ pub(super) fn injected(facts: &Facts) -> Vec<Finding> {
             Some(_) => {}
         }
     }
-    let mut findings = Vec::new();
     let text = "injection: the request or the webhook is newer than the pod";
     let advice = "recreate them: kubectl rollout restart (delete and create single pods)";
     let (one, many) = (
         "pod without a proxy requests",
         "pods without a proxy request",
     );
-    findings.extend(Finding::problem(text, advice).about(missing, one, many));
+    let missing = Finding::problem(text, advice).about(missing, one, many);
     let advice = format!("remove the annotation {INJECT}");
     let finding = Finding::warning("injection and cannot have a proxy", advice);
-    findings.extend(finding.about(unsupported, "pod requests", "pods request"));
-    if findings.is_empty() {
-        findings.push(Finding::ok(format!(
-            "{} a proxy, and no other pod requests one",
-            count(meshed(pods).count(), "pod has", "pods have")
-        )));
-    }
-    findings
+    let unsupported = finding.about(unsupported, "pod requests", "pods request");
+    let have = count(meshed(pods).count(), "pod has", "pods have");
+    let text = format!("{have} a proxy, and no other pod requests one");
+    Ok(or_ok([missing, unsupported], text))
 }
 
 fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
@@ -154,9 +146,9 @@ fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
 }
 
 /// Proxies are ready, and have not restarted.
-pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
+pub(super) fn proxies(facts: &Facts) -> Findings<'_> {
     let Ok(pods) = &facts.pods else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let not_ready: Vec<String> = meshed(pods)
         .filter_map(|pod| {
@@ -170,18 +162,11 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
         })
         .collect();
     let ready = meshed(pods).filter(|pod| is_proxy_ready(pod)).count();
-    let mut findings = Vec::new();
-    if not_ready.is_empty() {
-        let text = format!("{} ready", count(ready, "proxy is", "proxies are"));
-        findings.push(Finding::ok(text));
-    } else {
-        let text = format!(
-            "{} not ready",
-            count(not_ready.len(), "proxy is", "proxies are")
-        );
-        let advice = "see the log of the proxy (kubectl logs -n NAMESPACE POD -c proxy) and the events of the pod (kubectl describe)";
-        findings.push(Finding::problem(text, advice).with_details(not_ready));
-    }
+    let advice = "see the log of the proxy (kubectl logs -n NAMESPACE POD -c proxy) and the events of the pod (kubectl describe)";
+    let finding = Finding::problem("not ready", advice);
+    let not_ready = finding.about(not_ready, "proxy is", "proxies are");
+    let text = format!("{} ready", count(ready, "proxy is", "proxies are"));
+    let mut findings = or_ok([not_ready], text);
     let restarted: Vec<String> = meshed(pods)
         .filter_map(|pod| Some(format!("{}: {}", name(pod), restarts(pod, facts.now)?)))
         .collect();
@@ -192,7 +177,7 @@ pub(super) fn proxies(facts: &Facts) -> Vec<Finding> {
     let advice = "see the log before the restart: kubectl logs -n NAMESPACE POD -c proxy --previous; OOMKilled: increase diy-service-mesh/proxy-memory-limit";
     let finding = Finding::warning(text, advice);
     findings.extend(finding.about(restarted, "proxy has", "proxies have"));
-    findings
+    Ok(findings)
 }
 
 /// The pods whose proxies run and are not ready, although they are old enough.
@@ -289,7 +274,7 @@ mod tests {
             ]
         };
         let missing = |labels: Value| {
-            let findings = injected(&facts(pods(), labels));
+            let findings = injected(&facts(pods(), labels)).unwrap();
             (findings[0].level, findings[0].details.clone())
         };
         assert_eq!(
@@ -311,10 +296,13 @@ mod tests {
         host.spec.as_mut().unwrap().host_network = Some(true);
         let mut done = pod("done", json!({INJECT: "true"}));
         done.status.as_mut().unwrap().phase = Some("Succeeded".into());
-        let findings = injected(&facts(vec![host, done], json!({})));
+        let findings = injected(&facts(vec![host, done], json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
         assert_eq!(findings[0].details, ["shop/host: it uses the host network"]);
-        assert_eq!(injected(&facts(vec![], json!({})))[0].level, Level::Ok);
+        assert_eq!(
+            injected(&facts(vec![], json!({}))).unwrap()[0].level,
+            Level::Ok
+        );
     }
 
     #[test]
@@ -325,7 +313,8 @@ mod tests {
         let findings = proxies(&Facts {
             ready_pages: BTreeMap::from([("shop/p".to_owned(), page)]),
             ..facts(vec![meshed_pod("p", status)], json!({}))
-        });
+        })
+        .unwrap();
         assert_eq!(
             findings[0].details,
             [
@@ -340,7 +329,7 @@ mod tests {
             let mut status = ready();
             status["restartCount"] = json!(3);
             status["lastState"] = json!({"terminated": {"exitCode": 137, "reason": "OOMKilled", "finishedAt": finished}});
-            proxies(&facts(vec![meshed_pod("p", status)], json!({})))
+            proxies(&facts(vec![meshed_pod("p", status)], json!({}))).unwrap()
         };
         // NOW is 2027-01-15T08:00:00Z.
         let findings = restarted("2027-01-15T07:00:00Z");

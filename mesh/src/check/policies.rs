@@ -9,7 +9,7 @@ use tokio::join;
 
 use super::facts::{Fact, Facts};
 use super::gateway::PARTIAL_ADVICE;
-use super::{Finding, count};
+use super::{Finding, Findings, count, or_ok};
 use crate::routes::{self, CONTROLLER_NAME};
 
 /// The definition of this version.
@@ -29,22 +29,22 @@ pub(super) async fn read(client: &Client) -> (Fact<Option<Value>>, Fact<Vec<Valu
 }
 
 /// The definition is installed, and has the fields of this version.
-pub(super) fn definition(facts: &Facts) -> Vec<Finding> {
-    let installed = match &facts.policy_definition {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(None) => {
-            let text = "not installed: the cluster has no TrafficPolicies";
-            return vec![Finding::warning(text, ADVICE)];
-        }
-        Ok(Some(installed)) => fields(installed),
+pub(super) fn definition(facts: &Facts) -> Findings<'_> {
+    let Some(installed) = facts.policy_definition.as_ref()? else {
+        let text = "not installed: the cluster has no TrafficPolicies";
+        return Ok(vec![Finding::warning(text, ADVICE)]);
     };
     let own = serde_yaml_ng::from_str(DEFINITION).expect("a test compares the embedded definition");
-    let missing: Vec<String> = fields(&own).difference(&installed).cloned().collect();
+    let missing: Vec<String> = fields(&own)
+        .difference(&fields(installed))
+        .cloned()
+        .collect();
     if missing.is_empty() {
-        return vec![Finding::ok("installed, with all fields of this version")];
+        let text = "installed, with all fields of this version";
+        return Ok(vec![Finding::ok(text)]);
     }
     let text = "the installed definition lacks fields of this version, which the API server drops";
-    vec![Finding::warning(text, ADVICE).with_details(missing)]
+    Ok(vec![Finding::warning(text, ADVICE).with_details(missing)])
 }
 
 /// The paths of all fields of this version.
@@ -75,34 +75,28 @@ fn collect(schema: &Value, path: &str, paths: &mut BTreeSet<String>) {
 }
 
 /// The mesh has accepted the policies.
-pub(super) fn policies(facts: &Facts) -> Vec<Finding> {
-    let policies = match &facts.policies {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(policies) if policies.is_empty() => return Vec::new(),
-        Ok(policies) => policies,
-    };
+pub(super) fn policies(facts: &Facts) -> Findings<'_> {
+    let policies = facts.policies.as_ref()?;
+    if policies.is_empty() {
+        return Ok(Vec::new());
+    }
     let all = policies.iter().map(problems);
     let (rejected, partial): (Vec<_>, Vec<_>) = all.unzip();
-    let mut findings = Vec::new();
     let text = "policies that have no effect on a target, or that no controller has read yet";
     let advice = format!(
         "correct the policies; if nothing has read them, see the log of the controllers: kubectl \
          logs -n {} -l app=controller",
         facts.namespace
     );
-    let rejected = rejected.into_iter().flatten();
-    findings.extend(Finding::warning(text, advice).if_any(rejected));
+    let rejected = Finding::warning(text, advice).if_any(rejected.concat());
     let text = "policies that do not apply everywhere";
-    let partial = partial.into_iter().flatten();
-    findings.extend(Finding::warning(text, PARTIAL_ADVICE).if_any(partial));
-    if findings.is_empty() {
-        findings.push(Finding::ok(count(
-            policies.len(),
-            "policy is accepted",
-            "policies are accepted",
-        )));
-    }
-    findings
+    let partial = Finding::warning(text, PARTIAL_ADVICE).if_any(partial.concat());
+    let text = count(
+        policies.len(),
+        "policy is accepted",
+        "policies are accepted",
+    );
+    Ok(or_ok([rejected, partial], text))
 }
 
 /// What the mesh says about the targets of a policy that it does not accept, and about those where
@@ -165,7 +159,7 @@ mod tests {
             policy_definition: Ok(installed),
             ..unknown_facts()
         };
-        definition(&facts).remove(0)
+        definition(&facts).unwrap().remove(0)
     }
 
     #[test]
@@ -207,7 +201,7 @@ mod tests {
                 policies: Ok(vec![policy]),
                 ..unknown_facts()
             };
-            policies(&facts).remove(0)
+            policies(&facts).unwrap().remove(0)
         };
         let typed = |kind: &str, generation: i64, status: &str| {
             json!({"type": kind, "status": status, "reason": "Conflicted",

@@ -5,25 +5,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::ResourceExt;
 
-use super::{Finding, count, facts::Facts, pods, workloads::Workload};
+use super::{Finding, Findings, count, facts::Facts, or_ok, pods, workloads::Workload};
 
 type Labels = BTreeMap<String, String>;
 
 /// The Services of the mesh select its components, and Services in namespaces with meshed pods
 /// select pods or the template of a workload, which may be scaled to zero.
-pub(super) fn services(facts: &Facts) -> Vec<Finding> {
-    let (services, pods, workloads) = match (&facts.services, &facts.pods, &facts.workloads) {
-        (Ok(services), Ok(pods), Ok(workloads)) => (services, pods, workloads),
-        (Err(reason), _, _) | (_, Err(reason), _) | (_, _, Err(reason)) => {
-            return vec![Finding::unknown(reason)];
-        }
-    };
-    let mut findings = Vec::new();
+pub(super) fn services(facts: &Facts) -> Findings<'_> {
+    let services = facts.services.as_ref()?;
+    let (pods, workloads) = (facts.pods.as_ref()?, facts.workloads.as_ref()?);
     let broken = broken_components(facts, services);
     let text = "not select the pods of its Deployment: proxies and the API server cannot connect to it; connected proxies stay connected";
     let (one, many) = ("Service of the mesh does", "Services of the mesh do");
-    let finding = Finding::problem(text, "kubectl apply -k manifests");
-    findings.extend(finding.about(broken, one, many));
+    let broken = Finding::problem(text, "kubectl apply -k manifests").about(broken, one, many);
     let meshed: BTreeSet<String> = pods::meshed(pods)
         .filter_map(ResourceExt::namespace)
         .collect();
@@ -42,15 +36,10 @@ pub(super) fn services(facts: &Facts) -> Vec<Finding> {
     let text = "no pod and no workload: requests fail with no-endpoint";
     let advice = "correct spec.selector of the Service, or the labels of the pods";
     let finding = Finding::problem(text, advice);
-    findings.extend(finding.about(unmatched, "Service selects", "Services select"));
-    if findings.is_empty() {
-        let text = format!(
-            "{} in namespaces with meshed pods, no selector without a match",
-            count(number, "Service", "Services")
-        );
-        findings.push(Finding::ok(text));
-    }
-    findings
+    let unmatched = finding.about(unmatched, "Service selects", "Services select");
+    let number = count(number, "Service", "Services");
+    let text = format!("{number} in namespaces with meshed pods, no selector without a match");
+    Ok(or_ok([broken, unmatched], text))
 }
 
 /// The Services of controller and injector that do not exist or select other pods.
@@ -214,6 +203,6 @@ mod tests {
     }
 
     fn services_of(facts: &Facts) -> Vec<Finding> {
-        super::services(facts)
+        super::services(facts).unwrap()
     }
 }

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::ResourceExt;
 
 use super::{
-    Finding, count,
+    Finding, Findings, count,
     facts::Facts,
     pods::{
         annotation, argument, enabled, init_container, is_active, is_injected, meshed, name, proxy,
@@ -14,7 +14,7 @@ use super::{
 };
 
 /// The labels of namespaces and the annotations of pods are known, valid and in effect.
-pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
+pub(super) fn labels_and_annotations(facts: &Facts) -> Findings<'_> {
     let mut findings = Vec::new();
     if let Ok(namespaces) = &facts.namespaces {
         findings.extend(invalid_labels(namespaces));
@@ -26,7 +26,7 @@ pub(super) fn labels_and_annotations(facts: &Facts) -> Vec<Finding> {
             findings.extend(ineffective_annotations(pods, namespaces));
         }
     }
-    findings
+    Ok(findings)
 }
 
 fn invalid_labels(namespaces: &[Namespace]) -> Option<Finding> {
@@ -113,20 +113,18 @@ fn warning(details: impl Iterator<Item = String>, what: &str, advice: &str) -> O
 }
 
 /// What unauthenticated callers reach in strict pods.
-pub(super) fn strict(facts: &Facts) -> Vec<Finding> {
-    let Ok(pods) = &facts.pods else {
-        return Vec::new();
-    };
+pub(super) fn strict(facts: &Facts) -> Findings<'_> {
+    let pods = facts.pods.as_deref().unwrap_or_default();
     let strict: Vec<&Pod> = meshed(pods).filter(|pod| is_strict(pod)).collect();
     if strict.is_empty() {
-        return Vec::new();
+        return Ok(Vec::new());
     }
     let text = format!(
         "{} callers outside the mesh, except for the proxy's admin port and these exemptions",
         count(strict.len(), "strict pod rejects", "strict pods reject")
     );
     let exemptions = strict.into_iter().filter_map(exemptions);
-    vec![Finding::ok(text).with_details(exemptions)]
+    Ok(vec![Finding::ok(text).with_details(exemptions)])
 }
 
 fn is_strict(pod: &Pod) -> bool {
@@ -167,7 +165,7 @@ mod tests {
         let findings = labels_and_annotations(&facts(
             vec![pod("p", json!({INJECT: "enabled"}))],
             json!({INJECT: "true", INBOUND: "Strict", "diy-service-mesh/inbund": "strict", "app": "x"}),
-        ));
+        )).unwrap();
         assert_eq!(
             findings
                 .iter()
@@ -184,6 +182,7 @@ mod tests {
                 vec![],
                 json!({INJECT: "enabled", INBOUND: "strict"})
             ))
+            .unwrap()
             .is_empty()
         );
     }
@@ -194,7 +193,7 @@ mod tests {
         typo.annotations_mut()
             .insert("diy-service-mesh/inbund".into(), "strict".into());
         let pods = vec![typo, meshed_pod("right", ready())];
-        let findings = labels_and_annotations(&facts(pods, json!({})));
+        let findings = labels_and_annotations(&facts(pods, json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
         assert_eq!(findings[0].details, ["shop/typo: diy-service-mesh/inbund"]);
     }
@@ -207,11 +206,11 @@ mod tests {
                 pod("excluded", json!({INBOUND: "strict", INJECT: "false"})),
             ]
         };
-        let findings = labels_and_annotations(&facts(pods(), json!({})));
+        let findings = labels_and_annotations(&facts(pods(), json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
         assert_eq!(findings[0].details, [format!("shop/p: {INBOUND}")]);
         let enabled = facts(pods(), json!({INJECT: "enabled"}));
-        assert_eq!(labels_and_annotations(&enabled), []);
+        assert_eq!(labels_and_annotations(&enabled).unwrap(), []);
     }
 
     #[test]
@@ -236,7 +235,7 @@ mod tests {
             ),
             pod("permissive", json!(["--inbound=permissive"])),
         ];
-        let findings = strict(&facts(pods, json!({})));
+        let findings = strict(&facts(pods, json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Ok));
         assert_eq!(
             findings[0].details,
@@ -245,7 +244,7 @@ mod tests {
             ]
         );
         assert_eq!(
-            strict(&facts(vec![meshed_pod("p", ready())], json!({}))),
+            strict(&facts(vec![meshed_pod("p", ready())], json!({}))).unwrap(),
             []
         );
     }

@@ -3,25 +3,22 @@
 use k8s_openapi::api::admissionregistration::v1::MutatingWebhook;
 
 use super::{
-    Finding, certificates, count,
+    Finding, Findings, certificates, count,
     facts::{DryRun, Facts, WEBHOOK},
+    or_ok,
 };
 use crate::{sandbox::manifest, time::format_duration};
 
 const CA_BUNDLE_ADVICE: &str = "the injector repairs it within a minute; otherwise see its log";
 
 /// The webhook configuration exists and matches the embedded manifests.
-pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
-    let webhooks = match &facts.webhook {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(None) => {
-            let text = format!(
-                "MutatingWebhookConfiguration {WEBHOOK} not found: new pods receive no proxy"
-            );
-            return vec![Finding::problem(text, "kubectl apply -k manifests")];
-        }
-        Ok(Some(configuration)) => configuration.webhooks.as_deref().unwrap_or_default(),
+pub(super) fn configuration(facts: &Facts) -> Findings<'_> {
+    let Some(configuration) = facts.webhook.as_ref()? else {
+        let text =
+            format!("MutatingWebhookConfiguration {WEBHOOK} not found: new pods receive no proxy");
+        return Ok(vec![Finding::problem(text, "kubectl apply -k manifests")]);
     };
+    let webhooks = configuration.webhooks.as_deref().unwrap_or_default();
     let expected = expected();
     let mut differences = Vec::new();
     for entry in &expected {
@@ -39,21 +36,13 @@ pub(super) fn configuration(facts: &Facts) -> Vec<Finding> {
             Some(_) => {}
         }
     }
-    vec![if differences.is_empty() {
-        Finding::ok(format!(
-            "{} in {WEBHOOK}",
-            count(webhooks.len(), "entry", "entries")
-        ))
-    } else {
-        let text = format!(
-            "{WEBHOOK} differs from the manifests of this version: injection can differ from the documentation"
-        );
-        Finding::warning(
-            text,
-            "apply the manifests of the running version: kubectl apply -k manifests",
-        )
-        .with_details(differences)
-    }]
+    let text = format!(
+        "{WEBHOOK} differs from the manifests of this version: injection can differ from the documentation"
+    );
+    let advice = "apply the manifests of the running version: kubectl apply -k manifests";
+    let differs = Finding::warning(text, advice).if_any(differences);
+    let entries = count(webhooks.len(), "entry", "entries");
+    Ok(or_ok([differs], format!("{entries} in {WEBHOOK}")))
 }
 
 /// The webhooks of the embedded manifests.
@@ -101,9 +90,9 @@ fn significant_fields(webhook: &MutatingWebhook, namespace: &str) -> String {
 }
 
 /// The API server can verify the serving certificate of the injector.
-pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
+pub(super) fn ca_bundle(facts: &Facts) -> Findings<'_> {
     let Ok(Some(configuration)) = &facts.webhook else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let bundle = |webhook: &MutatingWebhook| {
         webhook
@@ -124,26 +113,25 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
     let empty = invalid(&|bundle| certificates::read(bundle).is_empty());
     if !empty.is_empty() {
         let text = "caBundle contains no certificate: the API server cannot verify the injector";
-        return vec![Finding::problem(text, CA_BUNDLE_ADVICE).with_details(empty)];
+        return Ok(vec![
+            Finding::problem(text, CA_BUNDLE_ADVICE).with_details(empty),
+        ]);
     }
-    let serving = match &facts.serving {
-        Err(reason) => return vec![Finding::unknown(reason)],
-        Ok(None) => {
-            let text = format!(
-                "Secret {}/diy-service-mesh-injector-tls with the serving certificate of the injector not found",
-                facts.namespace
-            );
-            return vec![Finding::problem(
-                text,
-                "the injector creates it at startup: see its log",
-            )];
-        }
-        Ok(Some(serving)) => serving.as_bytes(),
+    let Some(serving) = facts.serving.as_ref()? else {
+        let text = format!(
+            "Secret {}/diy-service-mesh-injector-tls with the serving certificate of the injector not found",
+            facts.namespace
+        );
+        let advice = "the injector creates it at startup: see its log";
+        return Ok(vec![Finding::problem(text, advice)]);
     };
+    let serving = serving.as_bytes();
     let mismatched = invalid(&|bundle| !certificates::signed_by(serving, bundle));
     if !mismatched.is_empty() {
         let text = "caBundle does not match the serving certificate of the injector: pods that request injection cannot be created";
-        return vec![Finding::problem(text, CA_BUNDLE_ADVICE).with_details(mismatched)];
+        return Ok(vec![
+            Finding::problem(text, CA_BUNDLE_ADVICE).with_details(mismatched),
+        ]);
     }
     let lifetime_and_remaining = certificates::validity(serving).map(|(not_before, not_after)| {
         (
@@ -151,7 +139,7 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
             not_after.saturating_sub(facts.now),
         )
     });
-    vec![match lifetime_and_remaining {
+    Ok(vec![match lifetime_and_remaining {
         Some((_, 0)) => Finding::problem(
             "the serving certificate of the injector has expired",
             "the injector renews it while it runs: see its log",
@@ -171,21 +159,18 @@ pub(super) fn ca_bundle(facts: &Facts) -> Vec<Finding> {
             "the serving certificate of the injector cannot be parsed",
             "delete Secret diy-service-mesh-injector-tls: the injector creates it again",
         ),
-    }]
+    }])
 }
 
 /// A pod that requests injection receives a proxy in a dry run.
-pub(super) fn injection(facts: &Facts) -> Vec<Finding> {
-    vec![match &facts.dry_run {
-        Err(reason) => Finding::unknown(reason),
-        Ok(DryRun::Injected) => {
-            Finding::ok("a pod that requests injection receives a proxy (dry run)")
-        }
-        Ok(DryRun::NotInjected) => Finding::problem(
+pub(super) fn injection(facts: &Facts) -> Findings<'_> {
+    Ok(vec![match facts.dry_run.as_ref()? {
+        DryRun::Injected => Finding::ok("a pod that requests injection receives a proxy (dry run)"),
+        DryRun::NotInjected => Finding::problem(
             "a pod that requests injection receives no proxy (dry run)",
             "see the webhook check; restore the webhook with kubectl apply -k manifests",
         ),
-        Ok(DryRun::Failed(message)) => Finding::problem(
+        DryRun::Failed(message) => Finding::problem(
             format!(
                 "the API server failed to call the injector, so pods that request injection cannot be created: {message}"
             ),
@@ -200,7 +185,7 @@ pub(super) fn injection(facts: &Facts) -> Vec<Finding> {
                 )
             },
         ),
-    }]
+    }])
 }
 
 #[cfg(test)]
@@ -245,14 +230,14 @@ mod tests {
     #[test]
     fn requires_a_ca_bundle_that_verifies_the_serving_certificate() {
         let ((ca, leaf), (other, _)) = (ca_and_leaf(), ca_and_leaf());
-        let level = |bundle: Option<&str>| ca_bundle(&facts(bundle, &leaf))[0].level;
+        let level = |bundle: Option<&str>| ca_bundle(&facts(bundle, &leaf)).unwrap()[0].level;
         assert_eq!(level(Some(&ca)), Level::Ok);
         assert_eq!(level(Some(&format!("{other}{ca}"))), Level::Ok);
         assert_eq!(
             (level(Some(&other)), level(Some("x")), level(None)),
             (Level::Problem, Level::Problem, Level::Problem)
         );
-        let finding = &ca_bundle(&facts(Some(&other), &leaf))[0];
+        let finding = &ca_bundle(&facts(Some(&other), &leaf)).unwrap()[0];
         assert!(
             finding.text.contains("does not match") && finding.details.len() == expected().len(),
             "{finding:?}"
@@ -262,7 +247,7 @@ mod tests {
     #[test]
     fn reports_differences_from_the_embedded_webhooks() {
         let mut facts = facts(None, "");
-        assert_eq!(configuration(&facts)[0].level, Level::Ok);
+        assert_eq!(configuration(&facts).unwrap()[0].level, Level::Ok);
         let webhooks = facts
             .webhook
             .as_mut()
@@ -274,12 +259,13 @@ mod tests {
             .unwrap();
         webhooks.remove(0);
         webhooks[0].failure_policy = Some("Ignore".into());
-        assert_eq!(configuration(&facts)[0].details.len(), 2);
+        assert_eq!(configuration(&facts).unwrap()[0].details.len(), 2);
         assert_eq!(
             configuration(&Facts {
                 webhook: Ok(None),
                 ..unknown_facts()
-            })[0]
+            })
+            .unwrap()[0]
                 .level,
             Level::Problem
         );
@@ -300,6 +286,7 @@ mod tests {
             dry_run: Ok(dry_run),
             ..unknown_facts()
         })
+        .unwrap()
         .remove(0)
     }
 }

@@ -15,9 +15,9 @@ use k8s_openapi::{
 use kube::{Api, api::ListParams};
 
 use super::{
-    Finding, count,
+    Finding, Findings, count,
     facts::{self, Fact, Facts},
-    pods,
+    or_ok, pods,
 };
 use crate::cluster::Cluster;
 
@@ -167,19 +167,18 @@ impl Workload {
 
 /// Workloads that request injection can create their pods, and their own metadata contains no
 /// settings of pods.
-pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
-    let workloads = match &facts.workloads {
-        Ok(workloads) => workloads,
-        Err(reason) => return vec![Finding::unknown(reason)],
-    };
+pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
+    let workloads = facts.workloads.as_ref()?;
     let enabled = facts
         .namespaces
         .as_deref()
         .map(pods::enabled)
         .unwrap_or_default();
-    let failed: Vec<String> = workloads
+    let requesting = workloads
         .iter()
-        .filter(|workload| workload.requests_injection(&enabled))
+        .filter(|workload| workload.requests_injection(&enabled));
+    let requested = requesting.clone().count();
+    let failed: Vec<String> = requesting
         .filter_map(|workload| Some(workload.describe(workload.failure.as_deref()?)))
         .collect();
     let misplaced: Vec<String> = workloads
@@ -189,25 +188,21 @@ pub(super) fn workloads(facts: &Facts) -> Vec<Finding> {
             Some(workload.describe(name))
         })
         .collect();
-    let mut findings = Vec::new();
     let advice = "remove the cause in the message; Kubernetes then retries";
-    let finding = Finding::problem("injection and cannot create pods", advice);
-    findings.extend(finding.about(failed, "workload requests", "workloads request"));
+    let failed = Finding::problem("injection and cannot create pods", advice).about(
+        failed,
+        "workload requests",
+        "workloads request",
+    );
     let text = "a setting of pods in its own metadata, where it has no effect";
-    let finding = Finding::warning(text, "move it to spec.template.metadata.annotations");
-    findings.extend(finding.about(misplaced, "workload has", "workloads have"));
-    if findings.is_empty() {
-        let requested = workloads
-            .iter()
-            .filter(|workload| workload.requests_injection(&enabled))
-            .count();
-        let text = format!(
-            "{} injection, and can create pods",
-            count(requested, "workload requests", "workloads request")
-        );
-        findings.push(Finding::ok(text));
-    }
-    findings
+    let misplaced = Finding::warning(text, "move it to spec.template.metadata.annotations").about(
+        misplaced,
+        "workload has",
+        "workloads have",
+    );
+    let requested = count(requested, "workload requests", "workloads request");
+    let text = format!("{requested} injection, and can create pods");
+    Ok(or_ok([failed, misplaced], text))
 }
 
 #[cfg(test)]
@@ -227,6 +222,7 @@ mod tests {
             workloads: Ok(vec![workload.expect("a complete object")]),
             ..unknown_facts()
         })
+        .unwrap()
     }
 
     fn template(inject: &str) -> Value {
@@ -324,6 +320,7 @@ mod tests {
             workloads: Ok(job(item, std::slice::from_ref(event)).into_iter().collect()),
             ..unknown_facts()
         })
+        .unwrap()
     }
 
     #[test]
