@@ -315,6 +315,15 @@ pub fn metric(sandbox: &Sandbox, pod: &PodView, name: &str) -> u64 {
     line.parse().expect("the value is a number")
 }
 
+/// Waits until the proxy of a pod with the container `shell` has no outbound connection. Its metrics
+/// then contain all exchanges: it counts the last one of a connection after the response.
+pub fn wait_for_idle_proxy(sandbox: &Sandbox, pod: &PodView) {
+    let deadline = Instant::now() + READY_TIMEOUT;
+    while metric(sandbox, pod, "connections_open{direction=\"outbound\"}") > 0 {
+        assert!(Instant::now() < deadline, "a connection stays open");
+    }
+}
+
 /// Runs `mesh` in the pod of a ready controller, with the URLs of all ready controllers.
 pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
     let mut controllers = sandbox.view().pods_of("service-mesh", "controller");

@@ -8,7 +8,8 @@ use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::routes::traffic_policy;
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, get, metric, request_until, requests, run, shell, single_pod, with_mesh,
+    MESHED, READY_TIMEOUT, get, metric, request_until, requests, run, shell, single_pod,
+    wait_for_idle_proxy, with_mesh,
 };
 
 /// Service `web` in namespace `shop`, which selects the pods of this group.
@@ -223,9 +224,11 @@ fn outage_adds_at_most_the_budget_of_the_policy() {
         assert!(Instant::now() < deadline, "the policy is not in force");
         statuses(&sandbox, &client, 10);
     }
+    wait_for_idle_proxy(&sandbox, &client);
     let before = metric(&sandbox, &client, retries);
     let [_, failed] = statuses(&sandbox, &client, 1000);
     assert_eq!(failed, 1000);
+    wait_for_idle_proxy(&sandbox, &client);
     let retries = metric(&sandbox, &client, retries) - before;
     assert!((1..=100 + 1).contains(&retries), "{retries} retries");
 }

@@ -7,7 +7,7 @@ use diy_mesh::sandbox::Sandbox;
 use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::routes::traffic_policy;
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, get, metric, requests, shell, single_pod, with_mesh,
+    MESHED, READY_TIMEOUT, get, metric, requests, shell, single_pod, wait_for_idle_proxy, with_mesh,
 };
 
 /// A failing endpoint stays quarantined for the rest of the test.
@@ -121,6 +121,7 @@ fn requests_stay_in_the_zone_of_the_client_while_it_has_endpoints() {
                 metric(&sandbox, client, &name)
             })
         };
+        wait_for_idle_proxy(&sandbox, client);
         let before = metrics();
         let found = zones(&sandbox, client);
         assert_eq!(found[0] + found[1], 500, "all requests succeed");

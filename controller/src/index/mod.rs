@@ -305,13 +305,10 @@ impl Index {
             return;
         };
         let new = self.services.get(key);
-        let ips = |service: Option<&Service>| service.map_or(vec![], |one| one.cluster_ips.clone());
-        let (before, after) = (ips(old.as_ref()), ips(new));
-        relink(&mut self.services_at, key, before, after, touched);
-        let ips =
-            |service: Option<&Service>| service.map_or(vec![], |one| one.external_ips.clone());
-        let (before, after) = (ips(old.as_ref()), ips(new));
-        relink(&mut self.services_outside, key, before, after, touched);
+        let (map, before) = (&mut self.services_at, old.as_ref());
+        relink(map, key, before, new, |one| &one.cluster_ips, touched);
+        let map = &mut self.services_outside;
+        relink(map, key, before, new, |one| &one.external_ips, touched);
         for port in old.iter().flat_map(Service::node_ports) {
             unlink(&mut self.services_on_nodes, &port, key);
             touched.node_ports.insert(port);
@@ -393,10 +390,8 @@ impl Index {
         if self.slices_of_pod.contains_key(key) {
             self.headless.changed.insert(key.clone());
         }
-        let ips = |pod: Option<&Pod>| pod.map_or(vec![], |pod| pod.addresses.clone());
-        let (before, after) = (ips(old.as_ref()), ips(new));
-        let bare = before.iter().chain(&after);
-        let bare = bare.filter_map(|ip| self.slices_at.get(ip)).flatten();
+        let addresses = old.iter().chain(new).flat_map(|pod| &pod.addresses);
+        let bare = addresses.filter_map(|ip| self.slices_at.get(ip)).flatten();
         for slice in self
             .slices_of_pod
             .get(key)
@@ -406,7 +401,8 @@ impl Index {
         {
             self.touch_service_of(&self.slices[slice], touched);
         }
-        relink(&mut self.pods_at, key, before, after, touched);
+        let (map, old) = (&mut self.pods_at, old.as_ref());
+        relink(map, key, old, new, |pod| &pod.addresses, touched);
     }
 
     /// Adds the Service of a slice and its addresses.
@@ -428,9 +424,8 @@ impl Index {
         let Some(Replaced(old)) = self.nodes.replace(source, key, new) else {
             return;
         };
-        let ips = |node: Option<&Node>| node.map_or(vec![], |node| node.addresses.clone());
-        let (before, after) = (ips(old.as_ref()), ips(self.nodes.get(key)));
-        relink(&mut self.nodes_at, key, before, after, touched);
+        let (map, old, new) = (&mut self.nodes_at, old.as_ref(), self.nodes.get(key));
+        relink(map, key, old, new, |node| &node.addresses, touched);
         touched.nodes.insert(key.name.clone());
     }
 }
@@ -455,16 +450,21 @@ fn bare_addresses(slice: &Slice) -> impl Iterator<Item = IpAddr> {
 }
 
 /// Moves an object from its old to its new addresses, which are all affected.
-fn relink(
+fn relink<T>(
     map: &mut HashMap<IpAddr, BTreeSet<Key>>,
     key: &Key,
-    old: Vec<IpAddr>,
-    new: Vec<IpAddr>,
+    old: Option<&T>,
+    new: Option<&T>,
+    addresses: fn(&T) -> &[IpAddr],
     touched: &mut Touched,
 ) {
+    let (old, new) = (
+        old.map_or(&[][..], addresses),
+        new.map_or(&[][..], addresses),
+    );
     old.iter().for_each(|ip| unlink(map, ip, key));
     new.iter().for_each(|ip| link(map, ip, key));
-    touched.addresses.extend(old.into_iter().chain(new));
+    touched.addresses.extend(old.iter().chain(new));
 }
 
 /// Adds a reference.

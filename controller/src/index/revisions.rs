@@ -89,20 +89,15 @@ impl Index {
 
     /// An object whose states are stored.
     fn object(&self, (kind, key): &RouteId) -> Option<Object> {
-        fn object<T: Clone + PartialEq>(
-            store: &Store<T>,
-            key: &Key,
-            to_object: fn(T) -> Object,
-        ) -> Option<Object> {
-            store.of_source(STORED, key).cloned().map(to_object)
-        }
-        match kind {
-            Kind::Service => object(&self.services, key, Object::Service),
-            Kind::TrafficPolicy => object(&self.policies.objects, key, Object::Policy),
-            Kind::TrafficSplit => object(&self.routes.traffic_splits, key, Object::Split),
-            Kind::RouteGroup => object(&self.routes.route_groups, key, Object::RouteGroup),
-            kind => object(self.routes.of_kind(*kind), key, Object::Route),
-        }
+        let (policies, routes) = (&self.policies.objects, &self.routes);
+        let (splits, groups) = (&routes.traffic_splits, &routes.route_groups);
+        Some(match kind {
+            Kind::Service => Object::Service(self.services.of_source(STORED, key)?.clone()),
+            Kind::TrafficPolicy => Object::Policy(policies.of_source(STORED, key)?.clone()),
+            Kind::TrafficSplit => Object::Split(splits.of_source(STORED, key)?.clone()),
+            Kind::RouteGroup => Object::RouteGroup(groups.of_source(STORED, key)?.clone()),
+            kind => Object::Route(routes.of_kind(*kind).of_source(STORED, key)?.clone()),
+        })
     }
 
     /// The states to store in the cluster, and those that are no longer needed.

@@ -80,50 +80,49 @@ fn filter(
     at: &str,
     context: &Context<'_>,
 ) -> Result<Filter<Reference>, Rejection> {
-    let missing = |field: &str| unsupported(&format!("{at}.{field}"), "", "set");
     let is_grpc = context.meta.kind == Kind::GrpcRoute;
     match &*spec.kind {
         "RequestHeaderModifier" => {
-            let field = format!("{at}.requestHeaderModifier");
-            let spec = spec.request_header_modifier;
-            let spec = spec.ok_or_else(|| missing("requestHeaderModifier"))?;
-            Ok(Filter::RequestHeaders(header_modifier(spec, &field)?))
+            let modifier = spec.request_header_modifier;
+            let (spec, at) = required(at, "requestHeaderModifier", modifier)?;
+            header_modifier(spec, &at).map(Filter::RequestHeaders)
         }
         "ResponseHeaderModifier" => {
-            let field = format!("{at}.responseHeaderModifier");
-            let spec = spec.response_header_modifier;
-            let spec = spec.ok_or_else(|| missing("responseHeaderModifier"))?;
-            Ok(Filter::ResponseHeaders(header_modifier(spec, &field)?))
+            let modifier = spec.response_header_modifier;
+            let (spec, at) = required(at, "responseHeaderModifier", modifier)?;
+            header_modifier(spec, &at).map(Filter::ResponseHeaders)
         }
         "RequestMirror" => {
-            let spec = spec
-                .request_mirror
-                .ok_or_else(|| missing("requestMirror"))?;
-            mirror(spec, &format!("{at}.requestMirror"), context)
+            let (spec, at) = required(at, "requestMirror", spec.request_mirror)?;
+            mirror(spec, &at, context)
         }
         "RequestRedirect" if !is_grpc => {
-            let spec = spec
-                .request_redirect
-                .ok_or_else(|| missing("requestRedirect"))?;
-            redirect(spec, &format!("{at}.requestRedirect"), context).map(Filter::Redirect)
+            let (spec, at) = required(at, "requestRedirect", spec.request_redirect)?;
+            redirect(spec, &at, context).map(Filter::Redirect)
         }
         "URLRewrite" if !is_grpc => {
-            let spec = spec.url_rewrite.ok_or_else(|| missing("urlRewrite"))?;
-            let at = format!("{at}.urlRewrite");
+            let (spec, at) = required(at, "urlRewrite", spec.url_rewrite)?;
             Ok(Filter::Rewrite(UrlRewrite {
                 hostname: hostname(&spec.hostname, &at)?,
                 path: path_modifier(spec.path, &format!("{at}.path"), context)?,
             }))
         }
         "CORS" if !is_grpc => {
-            let spec = spec.cors.ok_or_else(|| missing("cors"))?;
-            cors(spec, &format!("{at}.cors")).map(|cors| Filter::Cors(Arc::new(cors)))
+            let (spec, at) = required(at, "cors", spec.cors)?;
+            cors(spec, &at).map(|cors| Filter::Cors(Arc::new(cors)))
         }
         kind => {
             let expected = format!("a type of filter of {}", context.meta.kind);
             Err(unsupported(&format!("{at}.type"), kind, &expected))
         }
     }
+}
+
+/// The value of a field, and its path.
+fn required<T>(at: &str, name: &str, value: Option<T>) -> Result<(T, String), Rejection> {
+    let field = format!("{at}.{name}");
+    let value = value.ok_or_else(|| unsupported(&field, "", "set"))?;
+    Ok((value, field))
 }
 
 fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<Arc<HeaderModifier>, Rejection> {
@@ -243,8 +242,7 @@ fn path_modifier(
         return Ok(None);
     };
     let path = |value: Option<String>, name: &str| {
-        let field = format!("{at}.{name}");
-        let value = value.ok_or_else(|| unsupported(&field, "", "set"))?;
+        let (value, field) = required(at, name, value)?;
         let is_absolute = value.is_empty() || value.starts_with('/');
         let is_bounded = value.len() <= MAX_PATH_BYTES;
         match is_absolute && is_bounded && matches::is_path_text(&value) {

@@ -18,7 +18,7 @@ const MAX_LINES: usize = 100;
 pub async fn log_changes(mut statuses: Statuses) -> Infallible {
     let mut logged = BTreeMap::new();
     loop {
-        log(&mut logged, statuses.current(), usize::MAX);
+        log(&mut logged, statuses.by_route(), usize::MAX);
         statuses.changed().await;
     }
 }

@@ -76,44 +76,49 @@ pub async fn run(
     }
 }
 
-/// The statuses of all routes, and a notification after each change.
+/// What the cluster is to contain, and a notification after each change.
 #[derive(Clone)]
-pub struct Statuses {
-    current: Arc<dyn Fn() -> Vec<RouteStatus> + Send + Sync>,
+pub struct Desired<T> {
+    current: Arc<dyn Fn() -> Vec<T> + Send + Sync>,
     changed: watch::Receiver<()>,
 }
 
-impl Statuses {
-    /// Statuses that `current` returns, and that `changed` announces.
+/// The statuses of all routes.
+pub type Statuses = Desired<RouteStatus>;
+
+impl<T> Desired<T> {
+    /// What `current` returns, and `changed` announces.
     pub fn new(
-        current: impl Fn() -> Vec<RouteStatus> + Send + Sync + 'static,
+        current: impl Fn() -> Vec<T> + Send + Sync + 'static,
         changed: watch::Receiver<()>,
-    ) -> Statuses {
-        Statuses {
+    ) -> Desired<T> {
+        Desired {
             current: Arc::new(current),
             changed,
         }
     }
 
-    /// The current statuses by route. Marks them as seen.
-    pub(super) fn current(&mut self) -> BTreeMap<Route, RouteStatus> {
+    /// What is desired now. Marks it as seen.
+    fn current(&mut self) -> Vec<T> {
         self.changed.mark_unchanged();
-        let statuses = (self.current)().into_iter();
-        statuses
-            .map(|status| (Route(status.kind, status.key.clone()), status))
-            .collect()
+        (self.current)()
     }
 
     /// Waits for a change. Never returns after the last one.
     pub(super) async fn changed(&mut self) {
-        change(&mut self.changed).await
+        if self.changed.changed().await.is_err() {
+            std::future::pending().await
+        }
     }
 }
 
-/// Waits for a change. Never returns after the last one.
-async fn change(changed: &mut watch::Receiver<()>) {
-    if changed.changed().await.is_err() {
-        std::future::pending().await
+impl Statuses {
+    /// The current statuses by route. Marks them as seen.
+    pub(super) fn by_route(&mut self) -> BTreeMap<Route, RouteStatus> {
+        let statuses = self.current().into_iter();
+        statuses
+            .map(|status| (Route(status.kind, status.key.clone()), status))
+            .collect()
     }
 }
 
@@ -164,7 +169,7 @@ impl Writer {
         let mut resync = Instant::now();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         loop {
-            let current = statuses.current().into_iter();
+            let current = statuses.by_route().into_iter();
             let has_status = |(route, _): &(Route, RouteStatus)| self.kinds.contains(&route.0);
             let (mut desired, others): (BTreeMap<_, _>, _) = current.partition(has_status);
             report::announce(&mut announced, others, &self.events);

@@ -6,7 +6,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::apps::v1::ControllerRevision;
@@ -16,7 +15,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
 use super::schedule::Schedule;
-use super::{Error, Route, WRITE_INTERVAL, change, request};
+use super::{Desired, Error, Route, WRITE_INTERVAL, request};
 use crate::catalog::revision;
 use crate::last_valid::Write;
 
@@ -26,8 +25,7 @@ const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
 /// Writes the revisions of a cluster.
 pub struct Revisions {
     api: Api<ControllerRevision>,
-    due: Arc<dyn Fn() -> Vec<Write> + Send + Sync>,
-    changed: watch::Receiver<()>,
+    due: Desired<Write>,
 }
 
 impl Revisions {
@@ -40,27 +38,25 @@ impl Revisions {
     ) -> Revisions {
         Revisions {
             api: Api::namespaced(client, namespace),
-            due: Arc::new(due),
-            changed,
+            due: Desired::new(due, changed),
         }
     }
 
     /// Writes until it is dropped.
     pub(super) async fn run(&self) -> Infallible {
-        let mut changed = self.changed.clone();
+        let mut desired = self.due.clone();
         let mut written: HashMap<String, Instant> = HashMap::new();
         let mut schedule = Schedule::default();
         let mut pace = interval(WRITE_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            changed.mark_unchanged();
             written.retain(|_, at| at.elapsed() < CONFIRM_TIMEOUT);
-            let mut due = self.due(&written);
+            let mut due = by_object(desired.current(), &written);
             let batch = schedule.next_batch(&due.keys().collect());
             if batch.is_empty() {
                 let confirm = Instant::now() + CONFIRM_TIMEOUT;
                 tokio::select! {
-                    () = change(&mut changed) => {}
+                    () = desired.changed() => {}
                     () = sleep_until(schedule.next_retry().unwrap_or(confirm).min(confirm)) => {}
                 }
             }
@@ -90,18 +86,6 @@ impl Revisions {
         }
     }
 
-    /// One write for each object, with the name of its ControllerRevision.
-    fn due(&self, written: &HashMap<String, Instant>) -> BTreeMap<Route, (String, Write)> {
-        let writes = (self.due)().into_iter();
-        let named = writes.map(|write| (write.revision_name(), write));
-        let due = named.filter(|(name, _)| !written.contains_key(name));
-        let of_objects = due.map(|(name, write)| {
-            let (kind, key) = write.id().clone();
-            (Route(kind, key), (name, write))
-        });
-        of_objects.collect()
-    }
-
     async fn write(&self, name: &str, write: &Write) -> Result<(), Error> {
         let (create, delete) = (PostParams::default(), DeleteParams::default());
         let written = match write {
@@ -119,9 +103,24 @@ impl Revisions {
     }
 }
 
+/// One write for each object that is not written yet, with the name of its ControllerRevision.
+fn by_object(
+    writes: Vec<Write>,
+    written: &HashMap<String, Instant>,
+) -> BTreeMap<Route, (String, Write)> {
+    let writes = writes.into_iter();
+    let named = writes.map(|write| (write.revision_name(), write));
+    let due = named.filter(|(name, _)| !written.contains_key(name));
+    let of_objects = due.map(|(name, write)| {
+        let (kind, key) = write.id().clone();
+        (Route(kind, key), (name, write))
+    });
+    of_objects.collect()
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
 
     use serde_json::json;
     use tokio::time::timeout;
