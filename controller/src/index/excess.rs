@@ -115,13 +115,14 @@ fn condition(service: &Service) -> Option<Condition> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use super::super::locality::Location;
     use super::super::object::{Change, Node, Object, Resource, Slice, SlicePort, Source};
     use super::super::state::{State, TargetKind};
     use super::super::tests::{endpoint, index, ip, key, pod, service, slice};
     use super::super::{Index, Touched};
     use super::*;
-    use std::net::SocketAddr;
 
     /// A Service with these TCP ports, each with a node port. Port N is at 10000 + N of its pods.
     fn wide(name: &str, ports: impl Iterator<Item = u16>) -> Service {

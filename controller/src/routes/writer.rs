@@ -196,7 +196,7 @@ impl Writer {
             if batch.is_empty() {
                 tokio::select! {
                     () = statuses.changed() => {}
-                    () = sleep_until(progress.schedule.next_retry().unwrap_or(resync).min(resync)) => {}
+                    () = sleep_until(progress.schedule.next_retry(resync)) => {}
                 }
             }
             for (status, route) in batch {

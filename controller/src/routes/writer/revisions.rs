@@ -57,7 +57,7 @@ impl Revisions {
                 let confirm = Instant::now() + CONFIRM_TIMEOUT;
                 tokio::select! {
                     () = desired.changed() => {}
-                    () = sleep_until(schedule.next_retry().unwrap_or(confirm).min(confirm)) => {}
+                    () = sleep_until(schedule.next_retry(confirm)) => {}
                 }
             }
             for object in batch {

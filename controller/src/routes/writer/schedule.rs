@@ -57,9 +57,9 @@ impl Schedule {
         self.turns.take(due.into_iter(), MAX_BATCH)
     }
 
-    /// The time of the next attempt to write an object that waits.
-    pub(super) fn next_retry(&self) -> Option<Instant> {
-        self.next_retry
+    /// The time of the next attempt to write an object that waits, `latest` at the latest.
+    pub(super) fn next_retry(&self, latest: Instant) -> Instant {
+        self.next_retry.map_or(latest, |retry| retry.min(latest))
     }
 
     /// Whether the writes of a namespace time out, so that further ones would delay other namespaces.
