@@ -270,12 +270,22 @@ fn states_of_more_than_the_limits_are_not_kept() {
 
 /// Service `next` with these annotations.
 fn canary(version: &str, weight: &str) -> Object {
+    canary_of("web", version, weight)
+}
+
+fn canary_of(of: &str, version: &str, weight: &str) -> Object {
+    let annotations = json!({
+        "diy-service-mesh/canary-of": of, "diy-service-mesh/canary-weight": weight,
+    });
+    annotated(version, annotations)
+}
+
+/// Service `next` with annotations.
+fn annotated(version: &str, annotations: Value) -> Object {
     catalog::service(json!({
         "metadata": {
             "namespace": "shop", "name": "next", "uid": UID, "resourceVersion": version,
-            "annotations": {
-                "diy-service-mesh/canary-of": "web", "diy-service-mesh/canary-weight": weight,
-            },
+            "annotations": annotations,
         },
         "spec": {"clusterIP": "10.96.0.9", "ports": [{"port": 80}]},
     }))
@@ -306,6 +316,50 @@ fn invalid_weight_of_a_canary_leaves_its_share_in_force() {
             conditions(index),
             ["web Accepted=true None the route applies to shop/web"]
         );
+    }
+}
+
+#[test]
+fn invalid_canary_takes_requests_of_no_other_service_than_before() {
+    let next = Key::new("shop", "next");
+    let shares = |index: &Index, name| index.service(&Key::new("shop", name)).unwrap().canaries;
+    let mut index = services();
+    apply(&mut index, canary("5", "20"));
+    // The share of `web` stays in force, and neither the new name nor an invalid one gets it.
+    for (version, of, weight) in [("6", "api", "101"), ("7", "api/web", "20"), ("8", "", "20")] {
+        apply(&mut index, canary_of(of, version, weight));
+        assert_eq!(shares(&index, "web"), [(next.clone(), 20)], "{of:?}");
+        assert_eq!(shares(&index, "api"), []);
+        store(&mut index);
+        assert_eq!(index.count(Kind::Revision), 1);
+    }
+    apply(&mut index, canary_of("api", "9", "30"));
+    assert_eq!(shares(&index, "web"), []);
+    assert_eq!(shares(&index, "api"), [(next, 30)]);
+}
+
+#[test]
+fn canary_without_its_annotations_leaves_nothing_behind() {
+    let web = Key::new("shop", "web");
+    let removed = |version: &str| vec![annotated(version, json!({}))];
+    for now in [removed("7"), vec![]] {
+        let mut index = services();
+        apply(&mut index, canary("5", "20"));
+        apply(&mut index, canary("6", "2O"));
+        store(&mut index);
+        assert_eq!(index.count(Kind::Revision), 1);
+        let others = [("web", "10.96.0.7"), ("api", "10.96.0.8")];
+        let others = others.map(|(name, ip)| Object::Service(service(name, &[ip])));
+        let all = others.into_iter().chain(now).collect();
+        change(&mut index, Change::Reset(STORED, Kind::Service, all));
+        store(&mut index);
+        let left = (index.count(Kind::Revision), index.revisions.links());
+        assert_eq!(left, (0, 0));
+        assert!(index.revisions.fallen_back.is_empty());
+        // An invalid one of the same Service does not restore the share.
+        apply(&mut index, canary("9", "2O"));
+        assert_eq!(index.service(&web).unwrap().canaries, []);
+        assert_eq!(store(&mut index), []);
     }
 }
 

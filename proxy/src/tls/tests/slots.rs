@@ -5,6 +5,7 @@ use tokio::net::TcpSocket;
 use tokio::task::JoinSet;
 
 use super::*;
+use crate::memory::PENDING_COST;
 
 /// An address of many callers, such as an ingress gateway.
 pub(super) const GATEWAY: [u8; 4] = [127, 0, 0, 5];
@@ -124,7 +125,14 @@ impl Slots {
     }
 
     pub(super) fn rejections(&self) -> usize {
-        let name = "failures_total{direction=\"inbound\",code=\"overloaded\"} ";
+        self.metric("failures_total{direction=\"inbound\",code=\"overloaded\"} ")
+    }
+
+    fn open_connections(&self) -> usize {
+        self.metric("connections_open{direction=\"inbound\"} ")
+    }
+
+    fn metric(&self, name: &str) -> usize {
         let page = self.metrics.render();
         let value = page.split(name).nth(1).unwrap().lines().next();
         value.unwrap().parse().unwrap()
@@ -202,6 +210,35 @@ fn flood_of_unauthenticated_connections_leaves_slots_to_other_addresses() {
                 assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
             }
         }
+    });
+}
+
+#[test]
+fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
+    on_worker(async {
+        let slots = Slots::new(200, "").await;
+        let mut silent = slots.connect(GATEWAY).await.unwrap();
+        while slots.inbound.pending.in_use() == 0 {
+            tokio::task::yield_now().await;
+        }
+        // The flooding clients never close their ends.
+        let mut floods = vec![slots.flood(b"").await];
+        for host in 10..18 {
+            floods.push(slots.flood_from([127, 0, 0, host], 60, b"").await);
+        }
+        let buffers = &slots.inbound.memory(Direction::Inbound).buffers;
+        while slots.open_connections() > 37 || buffers.used() > 37 * PENDING_COST {
+            tokio::task::yield_now().await;
+        }
+        silent.write_all(GET.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        silent.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+        drop((floods, silent));
+        while slots.open_connections() > 0 || slots.inbound.pending.in_use() > 0 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(buffers.used(), 0);
     });
 }
 
