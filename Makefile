@@ -70,7 +70,8 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@kubectl wait --for=condition=Established --timeout=60s crd/trafficpolicies.diy-service-mesh.dev
 	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@cargo build --bins # the command line tests run these programs
-	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) cargo test --workspace --test 'cluster_*' -- --nocapture
+	@E2E=1 cargo test --workspace --test cluster -- --nocapture
+	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) cargo test --workspace --test cluster_serial -- --nocapture --test-threads=1
 
 conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD='docker build', or IMAGE=PROGRAM)
 	@mkdir -p $(TARGET_DIR)/conformance

@@ -1,4 +1,5 @@
-//! Access to a Kubernetes cluster through kubectl for the tests in `tests/tests/cluster_*.rs`.
+//! Access to a Kubernetes cluster through kubectl for the tests in `tests/tests/cluster/` and
+//! `tests/tests/cluster_serial/`.
 //!
 //! The tests use the cluster of KUBECONFIG and run only under `make e2e` (E2E=1), which requires
 //! the images on the cluster. Otherwise they are skipped. Each test has its own namespace. Any kind

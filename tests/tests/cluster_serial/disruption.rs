@@ -1,7 +1,4 @@
-//! Outages of mesh components on a cluster. The tests run one at a time because they share the
-//! mesh.
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+//! Outages of mesh components on a cluster.
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::outage::InjectorOutage;
@@ -10,7 +7,6 @@ use diy_mesh_tests::cluster::{MESH, Namespace, in_namespace, kubectl, wait_for, 
 
 #[test]
 fn injector_outage_blocks_only_meshed_pods() -> Result<()> {
-    let _guard = exclusive();
     in_namespace("no-injector", |namespace| {
         let outage = InjectorOutage::start()?;
         let plain = App {
@@ -43,7 +39,6 @@ fn injector_outage_blocks_only_meshed_pods() -> Result<()> {
 
 #[test]
 fn controller_restart_fails_no_request() -> Result<()> {
-    let _guard = exclusive();
     in_namespace("no-controller", |namespace| {
         let (server, clients) = (
             App {
@@ -92,9 +87,4 @@ fn replica_failure(namespace: &Namespace) -> Result<Option<String>> {
         &format!("jsonpath={condition}"),
     ])?;
     Ok((!message.is_empty()).then_some(message))
-}
-
-fn exclusive() -> MutexGuard<'static, ()> {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,5 @@
 //! TrafficPolicies in a sandbox: circuit breaker, limits with a queue, outlier detection, and the
 //! retry budget in an outage.
-#![allow(clippy::unwrap_used)]
 
 use std::time::Instant;
 

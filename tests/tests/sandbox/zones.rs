@@ -1,5 +1,4 @@
 //! Zones in a sandbox: Nodes, the pods on them, and a TrafficPolicy that prefers the client's zone.
-#![allow(clippy::unwrap_used)]
 
 use std::time::Instant;
 

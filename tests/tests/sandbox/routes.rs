@@ -1,5 +1,4 @@
 //! Routes in a sandbox: weights, matches, errors, grants, and routes of the client's namespace.
-#![allow(clippy::unwrap_used)]
 
 use std::time::Instant;
 

@@ -1,6 +1,5 @@
 //! Routes of connections without HTTP in a sandbox: weights of TCPRoutes and of TrafficSplits, a
 //! server that speaks first, invalid backends, and HTTP on the same port.
-#![allow(clippy::unwrap_used)]
 
 use std::time::Instant;
 

@@ -2,8 +2,6 @@
 //! fails while roots are replaced, rotations are abandoned, and controllers restart or crash.
 //! `controller/tests` tests the rotation in detail, `sandbox_commands` the commands.
 
-#![allow(missing_docs, clippy::unwrap_used)]
-
 use std::{
     collections::{BTreeMap, BTreeSet},
     thread,

@@ -1,8 +1,6 @@
 //! Probes of injected pods in a sandbox: a dead application makes its pod unready, for every kind of
 //! probe and in every mode.
 
-#![allow(missing_docs, clippy::unwrap_used)]
-
 use diy_mesh::sandbox::View;
 use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, shell, with_mesh};
 

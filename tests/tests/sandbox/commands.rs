@@ -1,8 +1,6 @@
 //! `mesh identity`, `mesh rotate-root` and `mesh services` in a sandbox: their output matches the
 //! state of the mesh, and the new root is in use everywhere when `mesh rotate-root` completes.
 
-#![allow(missing_docs, clippy::unwrap_used)]
-
 use std::{
     process::Command,
     thread,

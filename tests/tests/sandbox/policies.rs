@@ -1,5 +1,4 @@
 //! Rate limits and faults of TrafficPolicies in a sandbox.
-#![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
 

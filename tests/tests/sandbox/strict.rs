@@ -1,8 +1,6 @@
 //! A namespace with the labels `inbound: strict` and `inject: enabled`: all kinds of probes
 //! succeed, unmeshed clients are rejected, and the annotation `permissive` overrides the label.
 
-#![allow(missing_docs, clippy::unwrap_used)]
-
 use diy_mesh_tests::sandbox::{MESHED, get, post, shell, single_pod, wait_for_line, with_mesh};
 
 /// Deployment and Service; `probes` are fields of the container.

@@ -1,5 +1,4 @@
 //! TrafficSplits and HTTPRouteGroups of the Service Mesh Interface in a sandbox.
-#![allow(clippy::unwrap_used)]
 
 use std::time::Instant;
 

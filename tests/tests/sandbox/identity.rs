@@ -1,6 +1,5 @@
 //! Mutual TLS in a sandbox: encrypted traffic between meshed pods, client identities, and strict
 //! pods.
-#![allow(missing_docs, clippy::unwrap_used)]
 
 use diy_mesh::sandbox::{Sandbox, protocol::PodView};
 use diy_mesh_tests::sandbox::{

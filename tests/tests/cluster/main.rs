@@ -1,0 +1,13 @@
+//! Tests on the cluster of KUBECONFIG that use the mesh and do not change it. They run side by side,
+//! each in its own namespace.
+
+mod admission;
+mod invalid_routes;
+mod policies;
+mod probes;
+mod retries;
+mod routes;
+mod smi;
+mod traffic;
+mod traffic_shift;
+mod walkthrough;

@@ -1,0 +1,8 @@
+//! Tests on the cluster of KUBECONFIG that stop, break, replace or remove the mesh, or require that no
+//! other pod has a problem. They run one at a time (`--test-threads=1`).
+
+mod check;
+mod disruption;
+mod faults;
+mod releases;
+mod uninstall;

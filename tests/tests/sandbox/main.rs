@@ -1,0 +1,23 @@
+//! End-to-end tests in sandboxes: pods are network namespaces and processes. One program, so that the
+//! tests run side by side: each sandbox has its own namespaces, and its addresses, ports and files are
+//! local to them.
+
+#![allow(clippy::unwrap_used)]
+
+mod basics;
+mod cleanup;
+mod commands;
+mod connections;
+mod identity;
+mod lifecycle;
+mod policies;
+mod probes;
+mod resilience;
+mod rootless;
+mod rotation;
+mod routes;
+mod smi;
+mod strict;
+mod traffic;
+mod walkthrough;
+mod zones;
