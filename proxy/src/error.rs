@@ -11,6 +11,7 @@ use thiserror::Error;
 
 use crate::deadline::Limit;
 use crate::limit::Exceeded;
+use crate::route::matching::{MAX_JUDGED, RequestPart};
 
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
@@ -102,6 +103,13 @@ pub enum Failure {
     /// The request's header section exceeds the limit.
     #[error("the header section is over {0} bytes")]
     HeadersTooLarge(usize),
+    /// The expressions of routes, faults or rate limits would judge too many bytes of the request.
+    #[error(
+        "{} is too large: the expressions of routes and rate limits judge at most {MAX_JUDGED} bytes \
+         of a request, and a byte counts for each expression",
+        part_name(*.0)
+    )]
+    TooLargeToMatch(RequestPart),
     /// The client did not send the complete request head within the timeout.
     #[error("timed out before the complete request head arrived")]
     RequestTimeout,
@@ -162,12 +170,6 @@ pub enum Failure {
     /// A deadline passed before the end of the response.
     #[error("{}", timeout_message(*.0))]
     Timeout(Limit),
-}
-
-impl From<Exceeded> for Failure {
-    fn from(exceeded: Exceeded) -> Self {
-        Self::RateLimited(exceeded)
-    }
 }
 
 impl Failure {
@@ -245,7 +247,10 @@ impl Failure {
             Self::ConnectTimeout(_) | Self::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
             Self::BadRequest(_) => StatusCode::BAD_REQUEST,
-            Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Self::TooLargeToMatch(RequestPart::Target) => StatusCode::URI_TOO_LONG,
+            Self::HeadersTooLarge(_) | Self::TooLargeToMatch(RequestPart::Fields) => {
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+            }
             Self::RequestTimeout => StatusCode::REQUEST_TIMEOUT,
         }
     }
@@ -262,6 +267,7 @@ impl Failure {
             Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
             // RESOURCE_EXHAUSTED
             Self::HeadersTooLarge(_)
+            | Self::TooLargeToMatch(_)
             | Self::Overloaded(_)
             | Self::UpstreamOverloaded(_)
             | Self::EndpointLimit { .. }
@@ -331,6 +337,7 @@ impl Failure {
             Self::RateLimited(_) => "rate-limited",
             Self::BadRequest(_) => "bad-request",
             Self::HeadersTooLarge(_) => "headers-too-large",
+            Self::TooLargeToMatch(_) => "too-large-to-match",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
             Self::UpstreamOverloaded(_) | Self::EndpointLimit { .. } => "upstream-overloaded",
@@ -342,6 +349,14 @@ impl Failure {
             Self::ConnectNotAllowed => "connect-not-allowed",
             Self::Timeout(_) => "timeout",
         }
+    }
+}
+
+/// A part of a request, in a message.
+fn part_name(part: RequestPart) -> &'static str {
+    match part {
+        RequestPart::Target => "the path or the query",
+        RequestPart::Fields => "the header section",
     }
 }
 

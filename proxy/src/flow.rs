@@ -23,6 +23,7 @@ use crate::lifetime::Expiry;
 use crate::memory::PENDING_COST;
 use crate::pending::Pending;
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
+use crate::route::matching::MatchInput;
 use crate::route::{Route, Routes, Service, Unrouted};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
@@ -139,28 +140,26 @@ impl Flow {
             return Ok(());
         }
         let (port, caller) = (self.destination.address.port(), self.caller.identity());
+        let input = MatchInput::new(*request);
         let taken = policy
             .rate_limits
-            .take(port, caller, request, Instant::now());
-        taken.map_err(|exceeded| {
-            self.worker.metrics.rate_limited(&exceeded);
-            exceeded.into()
-        })
+            .take(port, caller, &input, Instant::now());
+        if let Err(Failure::RateLimited(exceeded)) = &taken {
+            self.worker.metrics.rate_limited(exceeded);
+        }
+        taken
     }
 
     /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for
     /// the first response of discovery about a new backend.
-    pub async fn route(
-        &self,
-        routes: &Routes,
-        request: &RequestView<'_>,
-    ) -> Result<Route, Unrouted> {
+    pub async fn route(&self, routes: &Routes, request: MatchInput<'_>) -> Result<Route, Unrouted> {
         let service = Service {
             name: &self.destination.name(),
             is_pod: self.destination.backend().is_pod(),
             address: self.destination.address,
         };
-        let plan = routes.plan(request, &service, &mut self.worker.rng.borrow_mut())?;
+        let plan = routes.plan(&request, &service, &mut self.worker.rng.borrow_mut())?;
+        drop(request);
         let backend = match plan.backend() {
             Some(name) => self.worker.destinations.backend(name).await,
             None => self.destination.backend().clone(),

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_proto::Identity;
 
-use crate::http::view::RequestView;
+use crate::error::Failure;
 use crate::ports::PortSet;
-use crate::route::matching::Matches;
+use crate::route::matching::{MatchInput, Matches};
 
 /// Callers of a limit that have buckets of their own. Further ones share a bucket.
 const MAX_CALLERS: usize = 4096;
@@ -88,27 +88,24 @@ impl RateLimits {
         &self,
         port: u16,
         caller: Option<&Identity>,
-        request: &RequestView<'_>,
+        request: &MatchInput<'_>,
         now: Instant,
-    ) -> Result<(), Exceeded> {
-        let concerns =
-            |limit: &&Arc<RateLimit>| limit.ports.contains(port) && limit.matches.holds(request);
-        for (index, limit) in self.0.iter().enumerate() {
-            if !concerns(&limit) {
-                continue;
+    ) -> Result<(), Failure> {
+        let mut taken = Vec::new();
+        for limit in self.0.iter().filter(|limit| limit.ports.contains(port)) {
+            let refused = match limit.matches.holds(request) {
+                Ok(false) => continue,
+                Ok(true) => limit.take(caller, now).err().map(Failure::RateLimited),
+                Err(part) => Some(Failure::TooLargeToMatch(part)),
+            };
+            if let Some(refused) = refused {
+                let put_back = |limit: &RateLimit| {
+                    limit.buckets.put_back(limit.scope, caller, limit.rate);
+                };
+                taken.into_iter().for_each(put_back);
+                return Err(refused);
             }
-            let RateLimit { scope, rate, .. } = **limit;
-            if let Err(retry_after) = limit.buckets.take(scope, caller, rate, now) {
-                for taken in self.0[..index].iter().filter(concerns) {
-                    taken.buckets.put_back(taken.scope, caller, taken.rate);
-                }
-                let name = limit.name.clone();
-                return Err(Exceeded {
-                    name,
-                    scope,
-                    retry_after,
-                });
-            }
+            taken.push(&**limit);
         }
         Ok(())
     }
@@ -122,6 +119,18 @@ impl RateLimits {
             .nth(nth);
         let new = || Arc::new(Buckets::new(now));
         earlier.map_or_else(new, |limit| limit.buckets.clone())
+    }
+}
+
+impl RateLimit {
+    /// Takes a token for a request that the limit counts.
+    fn take(&self, caller: Option<&Identity>, now: Instant) -> Result<(), Exceeded> {
+        let taken = self.buckets.take(self.scope, caller, self.rate, now);
+        taken.map_err(|retry_after| Exceeded {
+            name: self.name.clone(),
+            scope: self.scope,
+            retry_after,
+        })
     }
 }
 
@@ -251,8 +260,10 @@ impl Buckets {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::view::RequestView;
     use crate::http::view::testing::request;
-    use crate::route::matching::{Match, PathMatch};
+    use crate::route::matching::{FieldMatch, Match, PathMatch, RequestPart, ValueMatch};
+    use diy_mesh_proto::pattern::Pattern;
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -267,6 +278,10 @@ mod tests {
         })
     }
 
+    fn get(target: &str) -> MatchInput<'_> {
+        MatchInput::new(request("GET", target))
+    }
+
     fn one(scope: Scope, rate: Rate) -> RateLimits {
         RateLimits(vec![limit("a", scope, rate, &RateLimits::default())])
     }
@@ -277,12 +292,12 @@ mod tests {
 
     /// Requests until one is refused, and the time that it has to wait.
     fn drain(limits: &RateLimits, caller: Option<&Identity>, now: Instant) -> (usize, Duration) {
-        let get = request("GET", "/");
+        let get = get("/");
         let mut taken = 0;
         loop {
             match limits.take(80, caller, &get, now) {
                 Ok(()) => taken += 1,
-                Err(exceeded) => return (taken, exceeded.retry_after),
+                Err(failure) => return (taken, failure.retry_after().expect("exceeded")),
             }
         }
     }
@@ -327,7 +342,7 @@ mod tests {
         ] {
             let limits = one(Scope::Service, Rate::new(requests, window, burst, replicas));
             for now in [start, start + 1000 * day] {
-                let get = request("GET", "/");
+                let get = get("/");
                 let _ = limits.take(80, None, &get, now);
             }
         }
@@ -350,7 +365,7 @@ mod tests {
     fn rotation_of_identities_resets_no_bucket() {
         let limits = one(Scope::Caller, Rate::new(2, 10 * SECOND, 2, 1));
         let start = Instant::now();
-        let get = request("GET", "/");
+        let get = get("/");
         assert_eq!(drain(&limits, Some(&caller(0)), start).0, 2);
         for number in 1..2 * MAX_CALLERS {
             let _ = limits.take(80, Some(&caller(number)), &get, start);
@@ -409,14 +424,77 @@ mod tests {
             limit("b", Scope::Service, rate(1), &none),
         ]);
         let now = Instant::now();
-        let (web, get) = (caller(0), request("GET", "/"));
+        let (web, get) = (caller(0), get("/"));
         assert!(limits.take(80, Some(&web), &get, now).is_ok());
         for _ in 0..10 {
-            let exceeded = limits.take(80, Some(&web), &get, now).unwrap_err();
+            let refused = limits.take(80, Some(&web), &get, now);
+            let Err(Failure::RateLimited(exceeded)) = refused else {
+                panic!("{refused:?}");
+            };
             assert_eq!((&*exceeded.name, exceeded.scope), ("b", Scope::Service));
         }
         limits.0.pop();
         assert_eq!(drain(&limits, Some(&web), now).0, 2);
+    }
+
+    /// A limit of the requests whose field `x-a` matches.
+    fn by_field(name: &str, expression: &str, requests: u64) -> Arc<RateLimit> {
+        let value = ValueMatch::Regex(Pattern::parse(expression).unwrap());
+        let headers = vec![FieldMatch {
+            name: "x-a".to_owned(),
+            value,
+        }];
+        let rate = Rate::new(requests, SECOND, requests, 1);
+        let limit = limit(name, Scope::Service, rate, &RateLimits::default());
+        Arc::new(RateLimit {
+            matches: Matches::new(vec![Match {
+                headers,
+                ..Match::default()
+            }]),
+            ..Arc::try_unwrap(limit).unwrap()
+        })
+    }
+
+    #[test]
+    fn refused_request_is_matched_once() {
+        let limits = RateLimits(vec![by_field("a", "1*", 3), by_field("b", "[1]*", 1)]);
+        let head = http::Request::get("/").header("x-a", "1111");
+        let head = head.body(()).unwrap().into_parts().0;
+        let now = Instant::now();
+        for is_taken in [true, false, false] {
+            let input = MatchInput::new(RequestView {
+                head: &head,
+                ..request("GET", "/")
+            });
+            assert_eq!(limits.take(80, None, &input, now).is_ok(), is_taken);
+            assert_eq!(input.judged(), 8);
+        }
+    }
+
+    #[test]
+    fn request_too_large_to_match_takes_no_token() {
+        let all = limit(
+            "all",
+            Scope::Service,
+            Rate::new(1, SECOND, 1, 1),
+            &RateLimits::default(),
+        );
+        let expensive = (0..20).map(|_| by_field("b", "2*", 1));
+        let limits = RateLimits([all].into_iter().chain(expensive).collect());
+        let now = Instant::now();
+        let large = http::Request::get("/").header("x-a", "1".repeat(60_000));
+        let large = large.body(()).unwrap().into_parts().0;
+        for _ in 0..3 {
+            let input = MatchInput::new(RequestView {
+                head: &large,
+                ..request("GET", "/")
+            });
+            let refused = limits.take(80, None, &input, now);
+            let is_fields =
+                |failure| matches!(failure, Failure::TooLargeToMatch(RequestPart::Fields));
+            assert!(refused.is_err_and(is_fields));
+        }
+        assert!(limits.take(80, None, &get("/"), now).is_ok());
     }
 
     #[test]
@@ -436,7 +514,7 @@ mod tests {
             .unwrap()
         })]);
         let now = Instant::now();
-        let take = |port, path| limits.take(port, None, &request("GET", path), now).is_ok();
+        let take = |port, path| limits.take(port, None, &get(path), now).is_ok();
         assert!(take(80, "/a/b") && !take(81, "/a"));
         assert!(take(82, "/a") && take(80, "/b"));
     }

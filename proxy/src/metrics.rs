@@ -29,7 +29,7 @@ use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 25] = [
+const FAILURE_CODES: [&str; 26] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -44,6 +44,7 @@ const FAILURE_CODES: [&str; 25] = [
     "rate-limited",
     "bad-request",
     "headers-too-large",
+    "too-large-to-match",
     "request-timeout",
     "overloaded",
     "upstream-overloaded",

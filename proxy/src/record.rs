@@ -23,6 +23,7 @@ use crate::http::view::{Fields, RequestView};
 use crate::metrics::HttpVersion;
 use crate::mirror::{CopiedHead, Mirror};
 use crate::route::fault::{FaultKind, Injection};
+use crate::route::matching::MatchInput;
 use crate::route::{Answer, Route, Routes, Rule};
 
 /// One request and its response.
@@ -76,8 +77,13 @@ impl ExchangeRecord {
         request: &RequestView<'_>,
         poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
     ) -> Option<Result<(), Answer>> {
-        let faults = routes.faults(request, &mut self.flow.worker.rng.borrow_mut());
-        let routed = self.flow.route(routes, request).await;
+        let input = MatchInput::new(*request);
+        let faults = routes.faults(&input, &mut self.flow.worker.rng.borrow_mut());
+        let faults = match faults {
+            Ok(faults) => faults,
+            Err(failure) => return Some(Err(failure.into())),
+        };
+        let routed = self.flow.route(routes, input).await;
         let routed = match routed {
             Ok(route) => {
                 let earlier = self.attempts.exchange_deadline;

@@ -197,7 +197,7 @@ mod tests {
                 scope: crate::limit::Scope::Service,
                 retry_after: Duration::from_nanos(nanos),
             };
-            let reply = LocalReply::from(&Failure::from(exceeded));
+            let reply = LocalReply::from(&Failure::RateLimited(exceeded));
             let (head, _) = reply.http2(false);
             assert_eq!(head.status(), StatusCode::TOO_MANY_REQUESTS);
             assert_eq!(head.headers()[RETRY_AFTER], seconds);

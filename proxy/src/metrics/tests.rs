@@ -150,6 +150,7 @@ fn every_failure_code_is_a_label() {
         }),
         Failure::BadRequest(""),
         Failure::HeadersTooLarge(0),
+        Failure::TooLargeToMatch(crate::route::matching::RequestPart::Fields),
         Failure::RequestTimeout,
         Failure::Overloaded(""),
         Failure::UpstreamOverloaded(address),

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 
-use super::matching::Matches;
-use crate::http::view::RequestView;
+use super::matching::{MatchInput, Matches, RequestPart};
 
 /// A fault of the requests that it matches.
 #[derive(Debug)]
@@ -68,14 +67,18 @@ impl FaultKind {
     }
 }
 
-/// What happens to a request, in order: at most the last one aborts it.
+/// What happens to a request, in order: at most the last one aborts it. Fails if a part of the
+/// request is too large to match.
 pub fn draw(
     faults: &[Fault],
-    request: &RequestView<'_>,
+    request: &MatchInput<'_>,
     rng: &mut fastrand::Rng,
-) -> Vec<Injection> {
+) -> Result<Vec<Injection>, RequestPart> {
     let mut drawn = Vec::new();
-    for fault in faults.iter().filter(|fault| fault.matches.holds(request)) {
+    for fault in faults {
+        if !fault.matches.holds(request)? {
+            continue;
+        }
         let delay = fault.delay.filter(|(_, share)| share.is_drawn(rng));
         let abort = fault.abort.filter(|(_, share)| share.is_drawn(rng));
         if delay.is_some() || abort.is_some() {
@@ -89,7 +92,7 @@ pub fn draw(
             break;
         }
     }
-    drawn
+    Ok(drawn)
 }
 
 #[cfg(test)]
@@ -97,6 +100,10 @@ mod tests {
     use super::*;
     use crate::http::view::testing::request;
     use crate::route::matching::{Match, PathMatch};
+
+    fn get(target: &str) -> MatchInput<'_> {
+        MatchInput::new(request("GET", target))
+    }
 
     fn share(numerator: u32, denominator: u32) -> Share {
         Share {
@@ -131,7 +138,7 @@ mod tests {
         ];
         let (mut delays, mut aborts, mut both) = (0, 0, 0);
         for _ in 0..10_000 {
-            let drawn = draw(&faults, &request("GET", "/a/b"), &mut rng);
+            let drawn = draw(&faults, &get("/a/b"), &mut rng).unwrap();
             let (last, others) = drawn.split_last().unwrap();
             assert!(last.abort.is_some() && others.iter().all(|one| one.abort.is_none()));
             let first = drawn.first().filter(|first| *first.name == *"/a");
@@ -149,7 +156,7 @@ mod tests {
         assert!(delays.abs_diff(2500) < 260, "{delays} of 10000 delayed");
         assert!(aborts.abs_diff(1000) < 180, "{aborts} of 10000 aborted");
         assert!(both.abs_diff(250) < 96, "{both} of 10000 both");
-        assert!(draw(&faults[..2], &request("GET", "/b"), &mut rng).is_empty());
-        assert!(draw(&[], &request("GET", "/"), &mut rng).is_empty());
+        assert!(draw(&faults[..2], &get("/b"), &mut rng).unwrap().is_empty());
+        assert!(draw(&[], &get("/"), &mut rng).unwrap().is_empty());
     }
 }

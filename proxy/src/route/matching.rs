@@ -1,8 +1,13 @@
 //! The match of a request: conditions on path, fields, query and method, and an index of them by
-//! path and header field. Paths, queries and values are compared as they were sent. Pure, and
-//! without allocation for usual requests.
+//! path and header field. Paths, queries and values are compared as they were sent. Pure. The time
+//! for one request is bounded: expressions judge at most [`MAX_JUDGED`] bytes of it.
+
+#[cfg(test)]
+mod tests;
 
 use std::borrow::Cow;
+use std::cell::{Cell, OnceCell};
+use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap};
 
 use diy_mesh_proto::pattern::Pattern;
@@ -60,20 +65,6 @@ impl PathMatch {
     }
 }
 
-/// Whether an expression matches a whole value, which has to be text.
-fn matches(pattern: &Pattern, value: &[u8]) -> bool {
-    std::str::from_utf8(value).is_ok_and(|value| pattern.matches(value))
-}
-
-impl ValueMatch {
-    fn is_match(&self, value: &[u8]) -> bool {
-        match self {
-            Self::Exact(exact) => exact.as_bytes() == value,
-            Self::Regex(pattern) => matches(pattern, value),
-        }
-    }
-}
-
 impl Match {
     /// The length of the path's prefix that selected the rule.
     pub fn prefix_len(&self) -> Option<usize> {
@@ -84,21 +75,128 @@ impl Match {
         }
     }
 
-    /// Whether the conditions hold, given that an exact path or a prefix does.
-    fn holds(&self, request: &RequestView<'_>, path: &[u8]) -> bool {
-        let has_path = match &self.path {
-            Some(PathMatch::Regex(pattern)) => matches(pattern, path),
-            _ => true,
+    /// Whether the conditions hold, given that an exact path or a prefix does. Expressions judge only
+    /// requests for which all other conditions hold.
+    fn holds(&self, input: &MatchInput<'_>) -> Result<bool, RequestPart> {
+        let has_method = |method: &String| method.as_bytes() == input.request.method;
+        let may_hold = self.method.as_ref().is_none_or(has_method)
+            && (self.headers.iter()).all(|field| field.may_match(input.header(&field.name)))
+            && (self.query.iter()).all(|field| field.may_match(input.parameter(&field.name)));
+        if !may_hold {
+            return Ok(false);
+        }
+        let path = match &self.path {
+            Some(PathMatch::Regex(pattern)) => Some((pattern, input.path, RequestPart::Target)),
+            _ => None,
         };
-        let has_method = |method: &String| method.as_bytes() == request.method;
-        has_path
-            && self.method.as_ref().is_none_or(has_method)
-            && self.headers.iter().all(|field| {
-                header(request, &field.name).is_some_and(|value| field.value.is_match(&value))
-            })
-            && self.query.iter().all(|field| {
-                parameter(request, &field.name).is_some_and(|value| field.value.is_match(value))
-            })
+        let headers = (self.headers.iter())
+            .filter_map(|field| Some((field.pattern()?, input.header(&field.name)?)))
+            .map(|(pattern, value)| (pattern, value, RequestPart::Fields));
+        let query = (self.query.iter())
+            .filter_map(|field| Some((field.pattern()?, input.parameter(&field.name)?)))
+            .map(|(pattern, value)| (pattern, value, RequestPart::Target));
+        for (pattern, value, part) in path.into_iter().chain(headers).chain(query) {
+            if !input.judge(pattern, value, part)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+impl FieldMatch {
+    /// Whether a value may match: not without a value, nor with another one than the exact one.
+    fn may_match(&self, value: Option<&[u8]>) -> bool {
+        value.is_some_and(|value| match &self.value {
+            ValueMatch::Exact(exact) => exact.as_bytes() == value,
+            ValueMatch::Regex(_) => true,
+        })
+    }
+
+    fn pattern(&self) -> Option<&Pattern> {
+        match &self.value {
+            ValueMatch::Exact(_) => None,
+            ValueMatch::Regex(pattern) => Some(pattern),
+        }
+    }
+}
+
+/// The maximum number of bytes that expressions judge of one request. A byte counts for each
+/// expression that judges it.
+pub const MAX_JUDGED: usize = 1024 * 1024;
+
+/// A part of a request's head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestPart {
+    /// The path and the query.
+    Target,
+    /// The header fields.
+    Fields,
+}
+
+/// A request in the form in which its conditions are compared, for all stages that match it.
+pub struct MatchInput<'a> {
+    /// The request.
+    pub request: RequestView<'a>,
+    path: &'a [u8],
+    fields: OnceCell<ByName<'a, Cow<'a, [u8]>>>,
+    parameters: OnceCell<ByName<'a, &'a [u8]>>,
+    judged: Cell<usize>,
+}
+
+/// Values in the order of their names.
+type ByName<'a, V> = Vec<(&'a [u8], V)>;
+
+impl<'a> MatchInput<'a> {
+    /// A request of which no expression has judged anything.
+    pub fn new(request: RequestView<'a>) -> Self {
+        Self {
+            path: path(&request),
+            request,
+            fields: OnceCell::new(),
+            parameters: OnceCell::new(),
+            judged: Cell::new(0),
+        }
+    }
+
+    /// The bytes that expressions have judged.
+    #[cfg(test)]
+    pub fn judged(&self) -> usize {
+        self.judged.get()
+    }
+
+    /// Whether an expression matches a whole value, which has to be text. Fails if the expressions
+    /// would judge more than [`MAX_JUDGED`] bytes.
+    fn judge(
+        &self,
+        pattern: &Pattern,
+        value: &[u8],
+        part: RequestPart,
+    ) -> Result<bool, RequestPart> {
+        let judged = self.judged.get() + value.len();
+        if judged > MAX_JUDGED {
+            return Err(part);
+        }
+        self.judged.set(judged);
+        Ok(std::str::from_utf8(value).is_ok_and(|value| pattern.matches(value)))
+    }
+
+    /// The value of a field. Several fields of one name count as one, joined by a comma (RFC 9110,
+    /// section 5.3), or a semicolon for Cookie (RFC 9113, section 8.2.3).
+    fn header(&self, name: &str) -> Option<&[u8]> {
+        if name.eq_ignore_ascii_case("host") {
+            return self.request.authority();
+        }
+        let fields = self.fields.get_or_init(|| joined_fields(&self.request));
+        let found = fields.binary_search_by(|(field, _)| compare_names(field, name.as_bytes()));
+        found.ok().map(|at| &*fields[at].1)
+    }
+
+    /// The first query parameter with this name.
+    fn parameter(&self, name: &str) -> Option<&'a [u8]> {
+        let parameters = self.parameters.get_or_init(|| parameters(&self.request));
+        let found = parameters.binary_search_by_key(&name.as_bytes(), |(name, _)| name);
+        found.ok().map(|at| parameters[at].1)
     }
 }
 
@@ -110,37 +208,53 @@ pub fn path<'a>(request: &RequestView<'a>) -> &'a [u8] {
     }
 }
 
-/// The value of a field. Several fields of one name count as one, joined by a comma (RFC 9110, section
-/// 5.3), or a semicolon for Cookie (RFC 9113, section 8.2.3).
-fn header<'a>(request: &RequestView<'a>, name: &str) -> Option<Cow<'a, [u8]>> {
-    if name.eq_ignore_ascii_case("host") {
-        return request.authority().map(Cow::Borrowed);
-    }
-    let separator: &[u8] = match name.eq_ignore_ascii_case("cookie") {
-        true => b"; ",
-        false => b",",
-    };
-    let mut joined: Option<Cow<'a, [u8]>> = None;
-    request.head.visit(&mut |field, value| {
-        if field.eq_ignore_ascii_case(name.as_bytes()) {
-            joined = Some(match joined.take() {
-                None => Cow::Borrowed(value),
-                Some(before) => Cow::Owned([&before, separator, value].concat()),
-            });
+/// The fields in the order of their names, each name once.
+fn joined_fields<'a>(request: &RequestView<'a>) -> ByName<'a, Cow<'a, [u8]>> {
+    let mut fields = Vec::new();
+    request
+        .head
+        .visit(&mut |name, value| fields.push((name, value)));
+    // Stable: values of one name stay in order.
+    fields.sort_by(|(one, _), (other, _)| compare_names(one, other));
+    let runs = fields.chunk_by(|(one, _), (other, _)| one.eq_ignore_ascii_case(other));
+    let join = |run: &[(&'a [u8], &'a [u8])]| match run {
+        [(name, value)] => (*name, Cow::Borrowed(*value)),
+        _ => {
+            let name = run[0].0;
+            let separator: &[u8] = match name.eq_ignore_ascii_case(b"cookie") {
+                true => b"; ",
+                false => b",",
+            };
+            let values: Vec<_> = run.iter().map(|(_, value)| *value).collect();
+            (name, Cow::Owned(values.join(separator)))
         }
-    });
-    joined
+    };
+    runs.map(join).collect()
 }
 
-/// The first query parameter with this name.
-fn parameter<'a>(request: &RequestView<'a>, name: &str) -> Option<&'a [u8]> {
-    let parameters = request.query()?.split(|byte| *byte == b'&');
-    let mut parameters = parameters.map(|pair| match memchr::memchr(b'=', pair) {
+/// An order of names without case. Most names differ in their length.
+fn compare_names(one: &[u8], other: &[u8]) -> Ordering {
+    let by_length = one.len().cmp(&other.len());
+    by_length.then_with(|| {
+        let one = one.iter().map(u8::to_ascii_lowercase);
+        one.cmp(other.iter().map(u8::to_ascii_lowercase))
+    })
+}
+
+/// The query parameters in the order of their names, the first one of each name.
+fn parameters<'a>(request: &RequestView<'a>) -> ByName<'a, &'a [u8]> {
+    let Some(query) = request.query() else {
+        return Vec::new();
+    };
+    let pairs = query.split(|byte| *byte == b'&');
+    let pairs = pairs.map(|pair| match memchr::memchr(b'=', pair) {
         Some(at) => (&pair[..at], &pair[at + 1..]),
         None => (pair, &b""[..]),
     });
-    let (_, value) = parameters.find(|(key, _)| *key == name.as_bytes())?;
-    Some(value)
+    let mut parameters: Vec<_> = pairs.collect();
+    parameters.sort_by_key(|(name, _)| *name);
+    parameters.dedup_by_key(|(name, _)| *name);
+    parameters
 }
 
 /// The requests that one of several matches selects. Without matches, these are all.
@@ -157,9 +271,9 @@ impl Matches {
         Self { matches, index }
     }
 
-    /// Whether they select a request.
-    pub fn holds(&self, request: &RequestView<'_>) -> bool {
-        self.matches.is_empty() || self.index.select(&self.matches, request).is_some()
+    /// Whether they select a request. Fails if a part of it is too large for their expressions.
+    pub fn holds(&self, input: &MatchInput<'_>) -> Result<bool, RequestPart> {
+        Ok(self.matches.is_empty() || self.index.select(&self.matches, input)?.is_some())
     }
 }
 
@@ -202,13 +316,17 @@ impl Positions {
     }
 
     /// Calls `consider` with the lists that contain a match of the request, if there is one.
-    fn visit(&self, request: &RequestView<'_>, consider: &mut impl FnMut(&[usize])) {
-        consider(&self.others);
+    fn visit(
+        &self,
+        input: &MatchInput<'_>,
+        consider: &mut impl FnMut(&[usize]) -> Result<(), RequestPart>,
+    ) -> Result<(), RequestPart> {
         for (name, values) in &self.by_header {
-            if let Some(list) = header(request, name).and_then(|value| values.get(&*value)) {
-                consider(list);
+            if let Some(list) = input.header(name).and_then(|value| values.get(value)) {
+                consider(list)?;
             }
         }
+        consider(&self.others)
     }
 }
 
@@ -236,9 +354,13 @@ impl Index {
         index
     }
 
-    /// The first match of a request.
-    pub fn select(&self, matches: &[Match], request: &RequestView<'_>) -> Option<usize> {
-        let path = path(request);
+    /// The first match of a request. Fails if a part of it is too large for the expressions.
+    pub fn select(
+        &self,
+        matches: &[Match],
+        input: &MatchInput<'_>,
+    ) -> Result<Option<usize>, RequestPart> {
+        let path = input.path;
         let mut first = None;
         let mut consider = |list: &[usize]| {
             let earlier = list
@@ -246,23 +368,25 @@ impl Index {
                 .copied()
                 .take_while(|at| first.is_none_or(|first| *at < first));
             for at in earlier {
-                if matches[at].holds(request, path) {
+                if matches[at].holds(input)? {
                     first = Some(at);
                     break;
                 }
             }
+            Ok(())
         };
         if let Some(positions) = self.exact.get(path) {
-            positions.visit(request, &mut consider);
+            positions.visit(input, &mut consider)?;
         }
         for length in self.lengths.range(..=path.len()) {
             let is_element = *length == 0 || path.get(*length).is_none_or(|byte| *byte == b'/');
-            let positions = self.prefixes.get(&path[..*length]);
-            if let Some(positions) = positions.filter(|_| is_element) {
-                positions.visit(request, &mut consider);
+            if let Some(positions) =
+                (is_element.then(|| &path[..*length])).and_then(|prefix| self.prefixes.get(prefix))
+            {
+                positions.visit(input, &mut consider)?;
             }
         }
-        self.others.visit(request, &mut consider);
-        first
+        self.others.visit(input, &mut consider)?;
+        Ok(first)
     }
 }

@@ -26,7 +26,7 @@ use crate::http::view::RequestView;
 pub use cors::{Cors, Origin};
 use fault::{Fault, Injection};
 use fields::FieldEdit;
-use matching::{Index, Match};
+use matching::{Index, Match, MatchInput};
 use session::{Session, SessionPersistence, Tag};
 use url::{Redirect, Rewrite};
 
@@ -215,8 +215,12 @@ impl Routes {
     }
 
     /// The faults of a request.
-    pub fn faults(&self, request: &RequestView<'_>, rng: &mut fastrand::Rng) -> Vec<Injection> {
-        fault::draw(&self.faults, request, rng)
+    pub fn faults(
+        &self,
+        request: &MatchInput<'_>,
+        rng: &mut fastrand::Rng,
+    ) -> Result<Vec<Injection>, Failure> {
+        fault::draw(&self.faults, request, rng).map_err(Failure::TooLargeToMatch)
     }
 
     /// Whether requests fail.
@@ -227,7 +231,7 @@ impl Routes {
     /// The way of a request to `service`. A pod stays the backend.
     pub fn plan(
         &self,
-        request: &RequestView<'_>,
+        request: &MatchInput<'_>,
         service: &Service<'_>,
         rng: &mut fastrand::Rng,
     ) -> Result<Plan, Unrouted> {
@@ -237,11 +241,12 @@ impl Routes {
             return Err(Failure::InvalidRoutes { service, reason }.into());
         }
         let selected = self.index.select(&self.matches, request);
+        let selected = selected.map_err(Failure::TooLargeToMatch)?;
         let Some(selected) = selected.map(|at| &self.matches[at]) else {
             return Err(Failure::NoRoute(service.name.to_owned()).into());
         };
         let rule = &self.rules[selected.rule];
-        let plan = rule.plan(request, selected, service, rng);
+        let plan = rule.plan(&request.request, selected, service, rng);
         plan.map_err(|answer| Unrouted {
             rule: Some(rule.clone()),
             answer,

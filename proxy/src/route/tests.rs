@@ -42,7 +42,8 @@ fn field(name: &str, value: &str) -> FieldMatch {
 
 /// The index of the first match.
 fn select(matches: &[Match], request: &RequestView<'_>) -> Option<usize> {
-    Index::new(matches).select(matches, request)
+    let input = MatchInput::new(*request);
+    Index::new(matches).select(matches, &input).unwrap()
 }
 
 fn head(fields: &[(&str, &str)]) -> Parts {
@@ -271,7 +272,7 @@ fn shares(weights: &[(&str, u32)], times: usize) -> BTreeMap<String, usize> {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut shares = BTreeMap::new();
     for _ in 0..times {
-        let planned = routes.plan(&request("GET", "/"), &service(), &mut rng);
+        let planned = routes.plan(&MatchInput::new(request("GET", "/")), &service(), &mut rng);
         let chosen = match planned.map_err(|unrouted| unrouted.answer) {
             Ok(plan) => plan.backend().expect("a backend").to_string(),
             Err(Answer::Failure(failure)) => failure.code().to_owned(),
@@ -329,7 +330,7 @@ fn mirrors_are_drawn_by_their_shares() {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut copies = BTreeMap::new();
     for _ in 0..10_000 {
-        let plan = routes.plan(&request("GET", "/"), &service(), &mut rng);
+        let plan = routes.plan(&MatchInput::new(request("GET", "/")), &service(), &mut rng);
         for name in plan.unwrap().mirrors {
             *copies.entry(name.to_string()).or_default() += 1;
         }
@@ -347,7 +348,11 @@ fn requests_without_a_way_fail() {
     let rule = || Arc::new(Rule::default());
     let routes = Routes::new(vec![exact("/a")], vec![rule()]);
     let fail = |routes: &Routes, service: Service<'_>, target| {
-        let planned = routes.plan(&request("GET", target), &service, &mut rng());
+        let planned = routes.plan(
+            &MatchInput::new(request("GET", target)),
+            &service,
+            &mut rng(),
+        );
         match planned.map_err(|unrouted| unrouted.answer) {
             Err(Answer::Failure(failure)) => {
                 let (status, grpc) = (failure.status().as_u16(), failure.grpc_status());
@@ -373,7 +378,7 @@ fn requests_without_a_way_fail() {
         ..service()
     };
     let plan = routes
-        .plan(&request("GET", "/a"), &pod, &mut rng())
+        .plan(&MatchInput::new(request("GET", "/a")), &pod, &mut rng())
         .unwrap();
     assert_eq!(plan.backend(), None);
     assert_eq!(fail(&routes, pod, "/b").0, "no-route");
@@ -385,6 +390,10 @@ fn requests_without_a_way_fail() {
     };
     let matches = vec![prefix("/")];
     let to_destination = Routes::new(matches, vec![Arc::new(rule)]);
-    let plan = to_destination.plan(&request("GET", "/"), &service(), &mut rng());
+    let plan = to_destination.plan(
+        &MatchInput::new(request("GET", "/")),
+        &service(),
+        &mut rng(),
+    );
     assert_eq!(plan.expect("a way").backend(), None);
 }

@@ -9,6 +9,7 @@ use proto::workload::InboundMode;
 use super::super::own_pod::OwnPod;
 use super::*;
 use crate::limit::RateLimits;
+use crate::route::matching::MatchInput;
 
 /// The pod of an application, to which callers have connections.
 struct Pod {
@@ -248,7 +249,7 @@ fn one_policy_of_two_services_has_a_bucket_for_each() {
     let parse = |earlier| super::super::limits::parse(&both, earlier, now).unwrap();
     let none = RateLimits::default();
     let first = parse(&none);
-    let get = crate::http::view::testing::request("GET", "/");
+    let get = MatchInput::new(crate::http::view::testing::request("GET", "/"));
     assert!(first.take(80, None, &get, now).is_ok());
     let second = parse(&first);
     assert!(second.take(80, None, &get, now).is_err());
