@@ -1,6 +1,6 @@
 //! Step 3: protocol detection from the first bytes of the client or of the server. While the client
 //! is silent, the proxy connects to the upstream, so that server-first protocols (SMTP, MySQL, SSH)
-//! are not delayed. The rules ([`classify`] and below) are pure functions of the bytes.
+//! are not delayed. The rules ([`Detector`] and below) are pure, and inspect each byte once.
 
 mod request_line;
 #[cfg(test)]
@@ -72,12 +72,13 @@ pub async fn detect(
     dialed: &mut Option<Dialed>,
 ) -> Result<Protocol, Failure> {
     // Another proxy sends first. The proxy terminates its TLS on opaque ports too.
-    let (detector, first_timeout) = match (&flow.caller, declared) {
-        (Caller::Unauthenticated, Some(_)) => (INBOUND_OPAQUE, PEER_FIRST_TIMEOUT),
-        (Caller::Unauthenticated, None) => (INBOUND, PEER_FIRST_TIMEOUT),
+    let (rules, first_timeout) = match (&flow.caller, declared) {
+        (Caller::Unauthenticated, Some(_)) => (Rules::InboundOpaque, PEER_FIRST_TIMEOUT),
+        (Caller::Unauthenticated, None) => (Rules::Inbound, PEER_FIRST_TIMEOUT),
         (_, Some(protocol)) => return Ok(protocol),
-        (_, None) => (CLIENT, CLIENT_FIRST_TIMEOUT),
+        (_, None) => (Rules::Inner, CLIENT_FIRST_TIMEOUT),
     };
+    let mut detector = Detector::new(rules);
     if let Err(refused) = flow.authorize_connection() {
         // The application gets no connection for a client that has to authenticate first.
         let protocol = timeout(UNAUTHENTICATED_TIMEOUT, detector.read(client, flow)).await;
@@ -162,27 +163,41 @@ enum First {
     Connected(Result<Box<Dialed>, Failure>),
 }
 
-/// The detection rules for the client's bytes.
-#[derive(Clone, Copy)]
-struct Detector {
-    classify: fn(&[u8]) -> Option<Protocol>,
-    /// The protocol of an unfinished first line.
-    guess: fn(&[u8]) -> Protocol,
+/// The protocols that the client's bytes may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rules {
+    /// Those of the application, or inside mesh TLS.
+    Inner,
+    /// Also mesh TLS: the client may be another proxy.
+    Inbound,
+    /// On a port that the pod declares opaque: everything except mesh TLS is opaque.
+    InboundOpaque,
 }
 
-const CLIENT: Detector = Detector { classify, guess };
-const INBOUND: Detector = Detector {
-    classify: classify_inbound,
-    guess,
-};
-const INBOUND_OPAQUE: Detector = Detector {
-    classify: classify_inbound_opaque,
-    guess: |_| Protocol::Opaque,
-};
+/// The detection of one client's protocol, while its first bytes arrive.
+#[derive(Debug)]
+pub struct Detector {
+    rules: Rules,
+    line: RequestLineDetector,
+    /// The number of bytes that `line` has inspected.
+    inspected: usize,
+    /// They contain a control character that does not occur in text.
+    is_binary: bool,
+}
 
 impl Detector {
+    /// A detector that has no bytes yet.
+    pub fn new(rules: Rules) -> Self {
+        Self {
+            rules,
+            line: RequestLineDetector::default(),
+            inspected: 0,
+            is_binary: false,
+        }
+    }
+
     /// Reads until the bytes determine the protocol. They stay unread in `client`.
-    async fn read(self, client: &mut Io, flow: &Flow) -> Result<Protocol, Failure> {
+    async fn read(&mut self, client: &mut Io, flow: &Flow) -> Result<Protocol, Failure> {
         let mut deadline = None;
         loop {
             let filled = if client.unread().is_empty() {
@@ -191,7 +206,7 @@ impl Detector {
                 // One deadline for all bytes: a byte now and then does not extend it.
                 let now = Instant::now();
                 let deadline = *deadline.get_or_insert(now + flow.worker.config.timeouts.detect);
-                let pause = now + pause_timeout(client.unread());
+                let pause = now + self.pause_timeout(client.unread());
                 let filled = timeout_at(deadline.min(pause), poll_fn(|cx| client.poll_fill(cx)));
                 let filled = filled.await;
                 if filled.is_err() && deadline <= pause {
@@ -201,7 +216,7 @@ impl Detector {
             };
             match filled {
                 // After a half-close without a byte the server may still have something to send.
-                Err(_) | Ok(Ok(0)) => return Ok((self.guess)(client.unread())),
+                Err(_) | Ok(Ok(0)) => return Ok(self.guess(client.unread())),
                 Ok(Ok(_)) => {}
                 Ok(Err(error)) => {
                     tracing::debug!("the client closed during protocol detection: {error}");
@@ -209,74 +224,73 @@ impl Detector {
                     return Err(Failure::BadRequest(reason));
                 }
             }
-            if let Some(protocol) = (self.classify)(client.unread()) {
+            if let Some(protocol) = self.update(client.unread()) {
                 return Ok(protocol);
             }
         }
     }
-}
 
-/// How long the client may pause after these bytes. A prefix of a request line may be a complete
-/// message of another protocol, in particular if it is binary. A prefix of a ClientHello is not.
-fn pause_timeout(begun: &[u8]) -> Duration {
-    match tls::inspect(begun) {
-        Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
-        _ if is_binary(begun) => Duration::ZERO,
-        _ => PAUSE_TIMEOUT,
+    /// Recognizes HTTP/2 by its preface and HTTP/1 by its request line. All other bytes are opaque. A
+    /// line that a lenient server might parse as a request line is HTTP, so that no request reaches
+    /// an application unparsed. The strict parser then rejects the malformed ones. None while the
+    /// bytes are a prefix of more than one protocol. `bytes` are those of earlier calls, and more.
+    pub fn update(&mut self, bytes: &[u8]) -> Option<Protocol> {
+        if self.rules != Rules::Inner {
+            match tls::inspect(bytes) {
+                Hello::Mesh => return Some(Protocol::MeshTls),
+                Hello::NeedMore => return None,
+                Hello::Foreign if self.rules == Rules::InboundOpaque => {
+                    return Some(Protocol::Opaque);
+                }
+                Hello::Foreign => {}
+            }
+        }
+        if bytes.starts_with(HTTP2_PREFACE) {
+            return Some(Protocol::Http2);
+        }
+        if HTTP2_PREFACE.starts_with(bytes) {
+            return None;
+        }
+        let line = &bytes[..bytes.len().min(MAX_FIRST_LINE)];
+        match self.inspect(line) {
+            None if line.len() == MAX_FIRST_LINE => Some(self.guess(line)),
+            known => known,
+        }
     }
-}
 
-/// Recognizes HTTP/2 by its preface and HTTP/1 by its request line. All other bytes are opaque. A
-/// line that a lenient server might parse as a request line is HTTP, so that no request reaches an
-/// application unparsed. The strict parser then rejects the malformed ones. None while the bytes are
-/// a prefix of more than one protocol.
-pub fn classify(bytes: &[u8]) -> Option<Protocol> {
-    if bytes.starts_with(HTTP2_PREFACE) {
-        return Some(Protocol::Http2);
+    /// The protocol of an incomplete first line after which the client pauses. A method with the
+    /// start of a target is HTTP/1: the HTTP parser replies to the incomplete request. All other
+    /// bytes are opaque and are forwarded, while a [`RequestDetector`] inspects the rest of the line.
+    pub fn guess(&mut self, bytes: &[u8]) -> Protocol {
+        match self.inspect(bytes) {
+            _ if self.rules == Rules::InboundOpaque => Protocol::Opaque,
+            Some(protocol) => protocol,
+            None if self.line.is_method_and_target() => Protocol::Http1,
+            None => Protocol::Opaque,
+        }
     }
-    if HTTP2_PREFACE.starts_with(bytes) {
-        return None;
-    }
-    let line = &bytes[..bytes.len().min(MAX_FIRST_LINE)];
-    match RequestLineDetector::default().update(line) {
-        None if line.len() == MAX_FIRST_LINE => Some(guess(line)),
-        known => known,
-    }
-}
 
-/// Like [`classify`], for an inbound connection, whose client may be another proxy.
-pub fn classify_inbound(bytes: &[u8]) -> Option<Protocol> {
-    match tls::inspect(bytes) {
-        Hello::Mesh => Some(Protocol::MeshTls),
-        Hello::NeedMore => None,
-        Hello::Foreign => classify(bytes),
+    /// Inspects the bytes that are new.
+    fn inspect(&mut self, bytes: &[u8]) -> Option<Protocol> {
+        let new = bytes.get(self.inspected..)?;
+        self.inspected = bytes.len();
+        self.is_binary |= is_binary(new);
+        self.line.update(new)
     }
-}
 
-/// Like [`classify_inbound`], for a port that the pod declares opaque: everything except mesh TLS
-/// is opaque.
-pub fn classify_inbound_opaque(bytes: &[u8]) -> Option<Protocol> {
-    match tls::inspect(bytes) {
-        Hello::Mesh => Some(Protocol::MeshTls),
-        Hello::NeedMore => None,
-        Hello::Foreign => Some(Protocol::Opaque),
-    }
-}
-
-/// The protocol of an incomplete first line after which the client pauses. A method with the start
-/// of a target is HTTP/1: the HTTP parser replies to the incomplete request. All other bytes are
-/// opaque and are forwarded, while a [`RequestDetector`] inspects the rest of the line.
-pub fn guess(bytes: &[u8]) -> Protocol {
-    let mut line = RequestLineDetector::default();
-    match line.update(bytes) {
-        Some(protocol) => protocol,
-        None if line.is_method_and_target() => Protocol::Http1,
-        None => Protocol::Opaque,
+    /// How long the client may pause after these bytes. A prefix of a request line may be a complete
+    /// message of another protocol, in particular if it is binary. A prefix of a ClientHello is not.
+    fn pause_timeout(&self, begun: &[u8]) -> Duration {
+        match tls::inspect(begun) {
+            Hello::NeedMore => CLIENT_HELLO_TIMEOUT,
+            _ if self.is_binary => Duration::ZERO,
+            _ => PAUSE_TIMEOUT,
+        }
     }
 }
 
 /// Whether the bytes contain a control character that does not occur in text.
-pub fn is_binary(bytes: &[u8]) -> bool {
+fn is_binary(bytes: &[u8]) -> bool {
     bytes
         .iter()
         .any(|byte| byte.is_ascii_control() && !is_separator(byte))

@@ -2,17 +2,29 @@
 //! must make no difference.
 
 use diy_mesh_proxy::detect::{
-    Protocol, RequestDetector, RequestLineDetector, classify, classify_inbound,
-    classify_inbound_opaque, guess, is_http2_server,
+    Detector, Protocol, RequestDetector, RequestLineDetector, Rules, is_http2_server,
 };
 use diy_mesh_proxy::tls::{Hello, inspect};
 
 /// The first bytes of a client, or of a server.
 pub fn detect(bytes: &[u8]) {
-    for judge in [classify, classify_inbound, classify_inbound_opaque] {
-        crate::settles(bytes, None, judge);
+    let classify = |rules, bytes: &[u8]| Detector::new(rules).update(bytes);
+    for rules in [Rules::Inner, Rules::Inbound, Rules::InboundOpaque] {
+        crate::settles(bytes, None, |bytes| classify(rules, bytes));
+        let mut growing = Detector::new(rules);
+        let growing =
+            (0..=bytes.len().min(2048)).find_map(|length| growing.update(&bytes[..length]));
+        let beginning = &bytes[..bytes.len().min(2048)];
+        assert_eq!(
+            growing,
+            classify(rules, beginning),
+            "byte by byte, and at once"
+        );
     }
-    let (outbound, inbound) = (classify(bytes), classify_inbound(bytes));
+    let (outbound, inbound) = (
+        classify(Rules::Inner, bytes),
+        classify(Rules::Inbound, bytes),
+    );
     assert_ne!(
         outbound,
         Some(Protocol::MeshTls),
@@ -25,7 +37,7 @@ pub fn detect(bytes: &[u8]) {
     };
     assert_eq!(inbound, expected);
     if outbound.is_none() {
-        let guess = guess(bytes);
+        let guess = Detector::new(Rules::Inner).guess(bytes);
         assert!(
             matches!(guess, Protocol::Http1 | Protocol::Opaque),
             "{guess:?}"

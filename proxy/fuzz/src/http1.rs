@@ -5,7 +5,7 @@ use bytes::{Bytes, BytesMut};
 use diy_mesh_proxy::http::edits::{Edit, Edits};
 use diy_mesh_proxy::http1::body::Relay;
 use diy_mesh_proxy::http1::head::{
-    Framing, MAX_HEAD, RequestHead, ResponseHead, Version, find_end,
+    Framing, HeadSearch, MAX_HEAD, RequestHead, ResponseHead, Version,
 };
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
@@ -18,10 +18,10 @@ const MOST_WAITING: usize = 16 * 1024;
 
 /// The head of a request, or of a response.
 pub fn head(bytes: &[u8]) {
-    let found = find_end(bytes, &mut 0);
-    let mut scanned = 0;
+    let found = HeadSearch::default().find_end(bytes);
+    let mut search = HeadSearch::default();
     let by_pieces = (0..=bytes.len())
-        .map(|length| find_end(&bytes[..length], &mut scanned))
+        .map(|length| search.find_end(&bytes[..length]))
         .find(|found| *found != Ok(None));
     let by_pieces = by_pieces.unwrap_or(Ok(None));
     assert_eq!(by_pieces.ok(), found.ok(), "byte by byte, and at once");
@@ -149,7 +149,11 @@ fn is_over_a_limit(out: &[u8]) -> bool {
 /// What was written is one head, with nothing in it that a more careless reader takes for a line's
 /// end.
 fn one_head(out: &BytesMut) -> Bytes {
-    assert_eq!(find_end(out, &mut 0), Ok(Some(out.len())), "{out:?}");
+    assert_eq!(
+        HeadSearch::default().find_end(out),
+        Ok(Some(out.len())),
+        "{out:?}"
+    );
     let ends = out.windows(2).filter(|pair| pair == b"\r\n").count();
     let alone = out
         .iter()
@@ -228,7 +232,7 @@ fn chunked(bytes: &[u8]) {
     assert_eq!(trailers.is_some(), whole.ended, "its end is the end");
     if let Some(trailers) = trailers {
         assert_eq!(
-            find_end(&[b"x\r\n", trailers].concat(), &mut 0),
+            HeadSearch::default().find_end(&[b"x\r\n", trailers].concat()),
             Ok(Some(3 + trailers.len())),
             "one end"
         );

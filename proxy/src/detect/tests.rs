@@ -5,6 +5,52 @@ use super::*;
 const HTTP1: Option<Protocol> = Some(Protocol::Http1);
 const OPAQUE: Option<Protocol> = Some(Protocol::Opaque);
 
+fn classify(bytes: &[u8]) -> Option<Protocol> {
+    Detector::new(Rules::Inner).update(bytes)
+}
+
+fn guess(bytes: &[u8]) -> Protocol {
+    Detector::new(Rules::Inner).guess(bytes)
+}
+
+#[test]
+fn inspects_each_byte_once() {
+    for rules in [Rules::Inner, Rules::Inbound] {
+        for (first, rest, expected) in [
+            (&b"GET /aaaaaaaa"[..], &b" HTTP/1.1\r\n"[..], HTTP1),
+            (b"\r\n\r\n\r\n\r\nGET", b" / HTTP/1.1\r\n", HTTP1),
+            (b"hello this", b" is no request\n", OPAQUE),
+        ] {
+            let mut detector = Detector::new(rules);
+            assert_eq!(detector.update(first), None);
+            // Another line in place of the bytes that were inspected changes nothing.
+            let other = if expected == HTTP1 { b'\0' } else { b'/' };
+            let mut bytes = vec![other; first.len()];
+            for byte in rest {
+                assert_eq!(detector.pause_timeout(&bytes), PAUSE_TIMEOUT);
+                bytes.push(*byte);
+                let known = detector.update(&bytes);
+                assert!(known.is_none() || known == expected, "{known:?}");
+                if known.is_some() {
+                    break;
+                }
+            }
+            assert_eq!(detector.inspected, bytes.len());
+        }
+    }
+}
+
+#[test]
+fn verdict_on_growing_bytes_is_that_on_all() {
+    for (name, bytes) in OTHER_PROTOCOLS {
+        for rules in [Rules::Inner, Rules::Inbound, Rules::InboundOpaque] {
+            let mut growing = Detector::new(rules);
+            let verdict = (1..=bytes.len()).find_map(|length| growing.update(&bytes[..length]));
+            assert_eq!(verdict, Detector::new(rules).update(bytes), "{name}");
+        }
+    }
+}
+
 #[test]
 fn detects_request_line_at_its_version() {
     let line = b"OPTIONS * HTTP/1.1\r\n";

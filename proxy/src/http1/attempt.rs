@@ -12,7 +12,7 @@ use http::StatusCode;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
-use super::head::{Framing, Refused, ResponseHead, Version, find_end};
+use super::head::{Framing, HeadSearch, Refused, ResponseHead, Version};
 use super::{After, Exchange, MAX_PIPELINED};
 use crate::balance::Endpoint;
 use crate::connect::{Slot, Upstream};
@@ -106,8 +106,8 @@ impl Exchange<'_> {
         let address = endpoint.address;
         let malformed = |reason| AttemptError::malformed(address, reason);
         loop {
-            let mut scanned = 0;
-            let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut scanned)).await;
+            let mut search = HeadSearch::default();
+            let received = poll_fn(|cx| self.poll_head(cx, &mut upstream.io, &mut search)).await;
             let head = match received {
                 Ok(head) => head,
                 Err(Ended::Client) => return Ok(None),
@@ -153,11 +153,11 @@ impl Exchange<'_> {
         &mut self,
         cx: &mut Context<'_>,
         upstream: &mut Io,
-        scanned: &mut usize,
+        search: &mut HeadSearch,
     ) -> Poll<Result<ResponseHead, Ended>> {
         let uploading = self.poll_upload(cx, upstream)?;
         loop {
-            if let Some(end) = find_end(upstream.unread(), scanned)? {
+            if let Some(end) = search.find_end(upstream.unread())? {
                 let raw = upstream.unread().split_to(end).freeze();
                 return Poll::Ready(Ok(ResponseHead::parse(raw, self.request.method())?));
             }

@@ -113,27 +113,50 @@ impl Connection {
     }
 }
 
-/// The end of the head at the start of `buf`, if it is complete. `scanned` is how far earlier calls
-/// searched: a peer that sends byte by byte costs no more than one that sends at once.
-pub fn find_end(buf: &[u8], scanned: &mut usize) -> Result<Option<usize>, Refused> {
-    let blank = buf
-        .iter()
-        .take_while(|byte| matches!(byte, b'\r' | b'\n'))
-        .count();
-    let from = scanned.saturating_sub(3).max(blank);
-    let end = memmem::find(&buf[from.min(buf.len())..], b"\r\n\r\n").map(|at| from + at + 4);
-    if memmem::find(&buf[from.min(buf.len())..end.unwrap_or(buf.len())], b"\n\n").is_some() {
-        return Err(Refused::Malformed("a line of the head ends without CR LF"));
+/// The search for the end of a head. It searches each byte once: a peer that sends byte by byte
+/// costs no more than one that sends at once.
+#[derive(Debug, Default)]
+pub struct HeadSearch {
+    /// The number of bytes of blank lines before the head.
+    blank: usize,
+    searched: usize,
+}
+
+impl HeadSearch {
+    /// The end of the head at the start of `bytes`, if it is complete. `bytes` are those of earlier
+    /// calls, and more.
+    pub fn find_end(&mut self, bytes: &[u8]) -> Result<Option<usize>, Refused> {
+        if self.is_blank() {
+            let is_blank = |byte: &&u8| matches!(byte, b'\r' | b'\n');
+            self.blank += bytes[self.blank..].iter().take_while(is_blank).count();
+            self.searched = self.blank;
+        }
+        let from = std::mem::replace(&mut self.searched, bytes.len());
+        let mut end = None;
+        for at in memchr::memchr_iter(b'\n', &bytes[from..]).map(|at| from + at) {
+            match bytes[self.blank..at] {
+                [.., b'\n'] => {
+                    return Err(Refused::Malformed("a line of the head ends without CR LF"));
+                }
+                [.., b'\r', b'\n', b'\r'] => end = Some(at + 1),
+                _ => continue,
+            }
+            break;
+        }
+        match end.unwrap_or(bytes.len()) > MAX_HEAD {
+            true => Err(Refused::TooLarge),
+            false => Ok(end),
+        }
     }
-    if end.unwrap_or(buf.len()) > MAX_HEAD {
-        return Err(Refused::TooLarge);
+
+    /// Whether no head has begun: there are blank lines at most.
+    pub fn is_blank(&self) -> bool {
+        self.blank == self.searched
     }
-    *scanned = buf.len();
-    Ok(end)
 }
 
 impl RequestHead {
-    /// Parses a complete head, as delimited by [`find_end`].
+    /// Parses a complete head, as delimited by [`HeadSearch`].
     pub fn parse(raw: Bytes) -> Result<Self, Refused> {
         let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
         let mut parsed = httparse::Request::new(&mut storage);
@@ -249,7 +272,7 @@ impl RequestHead {
 }
 
 impl ResponseHead {
-    /// Parses a complete head, as delimited by [`find_end`], of a response to a request with this
+    /// Parses a complete head, as delimited by [`HeadSearch`], of a response to a request with this
     /// method.
     pub fn parse(raw: Bytes, method: &[u8]) -> Result<Self, Refused> {
         let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];

@@ -7,7 +7,7 @@ use bytes::BytesMut;
 use tokio::io::AsyncWriteExt;
 
 use super::body::Relay;
-use super::head::{Framing, ResponseHead, find_end};
+use super::head::{Framing, HeadSearch, ResponseHead};
 use crate::balance::Endpoint;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Replayable};
@@ -70,12 +70,12 @@ pub async fn attempt(
 
 /// Reads the response to its end. Returns its head.
 async fn read(io: &mut Io, method: &[u8]) -> Result<ResponseHead, String> {
-    let mut scanned = 0;
+    let mut search = HeadSearch::default();
     let head = loop {
-        let end = find_end(io.unread(), &mut scanned).map_err(|_| "malformed head")?;
+        let end = search.find_end(io.unread()).map_err(|_| "malformed head")?;
         if let Some(end) = end {
             let raw = io.unread().split_to(end).freeze();
-            scanned = 0;
+            search = HeadSearch::default();
             match ResponseHead::parse(raw, method) {
                 Ok(head) if head.is_interim() => continue,
                 Ok(head) => break head,

@@ -21,7 +21,7 @@ use tokio::time::{timeout, timeout_at};
 
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
-use self::head::{Framing, MAX_HEAD, Refused, RequestHead, find_end};
+use self::head::{Framing, HeadSearch, MAX_HEAD, Refused, RequestHead};
 use crate::account::Charge;
 use crate::copy;
 use crate::error::Failure;
@@ -89,17 +89,14 @@ async fn read_request(
     idle_timer: &mut IdleTimer,
     memory: &mut Charge,
 ) -> Result<Option<RequestHead>, Failure> {
-    let mut scanned = 0;
+    let mut search = HeadSearch::default();
     let mut deadline = None;
     loop {
-        if let Some(end) = find_end(client.unread(), &mut scanned).map_err(Failure::from)? {
+        if let Some(end) = search.find_end(client.unread())? {
             let raw = client.unread().split_to(end).freeze();
             return RequestHead::parse(raw).map(Some).map_err(Failure::from);
         }
-        let idle = client
-            .unread()
-            .iter()
-            .all(|byte| matches!(byte, b'\r' | b'\n'));
+        let idle = search.is_blank();
         if !idle {
             memory.check_head(client.unread().len())?;
             enlarge(client.unread());

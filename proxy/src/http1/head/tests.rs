@@ -362,25 +362,58 @@ fn rejects_status_below_100() {
 
 #[test]
 fn finds_complete_head_and_rejects_endless_one() {
-    let mut scanned = 0;
-    assert_eq!(
-        find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r", &mut scanned),
-        Ok(None)
-    );
-    assert_eq!(
-        find_end(b"GET / HTTP/1.1\r\nHost: a\r\n\r\nrest", &mut scanned),
-        Ok(Some(27))
-    );
-    assert_eq!(
-        find_end(b"\r\n\r\nGET / HTTP/1.1\r\n\r\n", &mut 0),
-        Ok(Some(22))
-    );
-    assert_eq!(
-        find_end(b"GET / HTTP/1.1\n\n", &mut 0),
-        Err(Refused::Malformed("a line of the head ends without CR LF"))
-    );
-    assert_eq!(
-        find_end(&vec![b'a'; MAX_HEAD + 1], &mut 0),
-        Err(Refused::TooLarge)
-    );
+    let find_end = |bytes: &[u8]| HeadSearch::default().find_end(bytes);
+    let malformed = Err(Refused::Malformed("a line of the head ends without CR LF"));
+    for (bytes, expected) in [
+        (&b"GET / HTTP/1.1\r\nHost: a\r\n\r"[..], Ok(None)),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nrest\n\n", Ok(Some(27))),
+        (b"\r\n\r\nGET / HTTP/1.1\r\n\r\n", Ok(Some(22))),
+        (b"\r\n\r\n\r\n", Ok(None)),
+        (b"\n\nGET / HTTP/1.1\r\n\r\n", Ok(Some(20))),
+        (b"GET / HTTP/1.1\n\n", malformed),
+        (b"GET / HTTP/1.1\r\n\nHost", malformed),
+        (b"GET / HTTP/1.1\n\r\n", Ok(None)),
+        (&[b'a'; MAX_HEAD], Ok(None)),
+        (&[b'a'; MAX_HEAD + 1], Err(Refused::TooLarge)),
+        (&[b'\n'; MAX_HEAD + 1], Err(Refused::TooLarge)),
+    ] {
+        let shown = &bytes[..bytes.len().min(40)];
+        assert_eq!(find_end(bytes), expected, "{}", shown.escape_ascii());
+        let mut search = HeadSearch::default();
+        let mut growing = (0..=bytes.len()).map(|length| search.find_end(&bytes[..length]));
+        let found = growing.find(|found| *found != Ok(None));
+        assert_eq!(
+            found.unwrap_or(Ok(None)),
+            expected,
+            "{}",
+            shown.escape_ascii()
+        );
+    }
+}
+
+#[test]
+fn searches_each_byte_of_a_head_once() {
+    let mut search = HeadSearch::default();
+    let head = b"GET / HTTP/1.1\r\nHost: a\r\n";
+    assert_eq!(search.find_end(head), Ok(None));
+    // Line ends in place of the bytes that were searched, other than those before the next one,
+    // change nothing.
+    let mut bytes = vec![b'\n'; head.len()];
+    bytes[head.len() - 3..].copy_from_slice(b"a\r\n");
+    bytes.extend_from_slice(b"\r");
+    assert_eq!(search.find_end(&bytes), Ok(None));
+    bytes.extend_from_slice(b"\nrest");
+    assert_eq!(search.find_end(&bytes), Ok(Some(head.len() + 2)));
+
+    let mut search = HeadSearch::default();
+    let mut bytes = Vec::new();
+    for _ in 0..1000 {
+        bytes.extend_from_slice(b"\r\n");
+        assert_eq!(search.find_end(&bytes), Ok(None));
+        assert!(search.is_blank());
+        bytes.fill(b'a');
+    }
+    bytes.extend_from_slice(b"GET");
+    assert_eq!(search.find_end(&bytes), Ok(None));
+    assert_eq!((search.is_blank(), search.blank), (false, 2000));
 }
