@@ -61,17 +61,20 @@ pub struct Observation {
 }
 
 impl Observation {
-    /// The conditions for trust of all proxies in the current roots.
-    pub fn not_acknowledged(&self, absent_count: bool, namespaces_count: bool) -> Vec<String> {
+    /// The conditions for trust of all proxies in the current roots: whether proxies, connected or
+    /// absent, still count, and whether namespaces do.
+    pub fn not_acknowledged(&self, proxies_count: bool, namespaces_count: bool) -> Vec<String> {
         let mut waiting = self.outdated_replicas();
         for report in self.current() {
             if namespaces_count {
                 waiting.extend(conditions(&report.namespaces, "to hold the current roots"));
             }
-            let proxies = &report.not_acknowledged;
-            waiting.extend(conditions(proxies, "to trust the current roots"));
+            if proxies_count {
+                let proxies = &report.not_acknowledged;
+                waiting.extend(conditions(proxies, "to trust the current roots"));
+            }
         }
-        if absent_count {
+        if proxies_count {
             waiting.extend(self.absent_pods());
         }
         waiting

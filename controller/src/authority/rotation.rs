@@ -75,10 +75,12 @@ impl RotationPolicy {
             }
             Phase::Steady => (Vec::new(), None),
             Phase::Announcing | Phase::Adopting => {
-                // A proxy that was absent for the lifetime of a leaf starts with the new roots.
-                let absent_count = now < since + self.leaf_life + SKEW;
+                // A proxy that was absent for the lifetime of a leaf starts with the new roots. One
+                // that is connected and does not acknowledge must not hold the rotation for longer:
+                // a tenant could keep a stolen key in use.
+                let proxies_count = now < since + self.leaf_life + SKEW;
                 let namespaces_count = now < since + NAMESPACE_TIMEOUT;
-                let mut waiting = observed.not_acknowledged(absent_count, namespaces_count);
+                let mut waiting = observed.not_acknowledged(proxies_count, namespaces_count);
                 if let Ok(left) = (since + self.settle).duration_since(now)
                     && waiting.is_empty()
                     && !left.is_zero()
