@@ -63,6 +63,24 @@ fn network_policies_allow_the_ports_of_the_control_plane() {
 }
 
 #[test]
+fn requests_of_the_control_plane_have_a_concurrency_limit_of_their_own() {
+    let all = embedded().objects().unwrap();
+    let of_kind = |kind: &str| all.iter().find(|object| object["kind"] == kind).unwrap();
+    let level = of_kind("PriorityLevelConfiguration");
+    assert_eq!(level["spec"]["type"], "Limited");
+    let spec = &of_kind("FlowSchema")["spec"];
+    let selected = &spec["priorityLevelConfiguration"]["name"];
+    assert_eq!(selected, &level["metadata"]["name"]);
+    // The schema of Kubernetes for all service accounts has 9000.
+    assert!(spec["matchingPrecedence"].as_u64().unwrap() < 9000);
+    let subjects = spec["rules"][0]["subjects"].as_array().unwrap();
+    let subjects = subjects.iter().map(|one| one["serviceAccount"].clone());
+    let accounts = objects(&all, "ServiceAccount").into_iter();
+    let accounts = accounts.map(|(name, _)| json!({"name": name, "namespace": "service-mesh"}));
+    assert_eq!(subjects.collect::<Vec<_>>(), accounts.collect::<Vec<_>>());
+}
+
+#[test]
 fn load_and_drains_do_not_stop_the_control_plane() {
     let all = embedded().objects().unwrap();
     let class = all.iter().find(|object| object["kind"] == "PriorityClass");

@@ -105,6 +105,8 @@ impl Objects {
             | "NetworkPolicy"
             | "PodDisruptionBudget"
             | "PriorityClass"
+            | "PriorityLevelConfiguration"
+            | "FlowSchema"
             | "CustomResourceDefinition" => {}
             _ => {
                 let version = value["apiVersion"].as_str().unwrap_or_default();
