@@ -1,16 +1,17 @@
 //! The probes and lifecycle hooks that the proxy performs for the kubelet. Pure.
 //!
 //! The proxy accepts each connection to the pod, so that a TCP probe would succeed without an
-//! application, and a strict proxy rejects the kubelet, which has no identity in the mesh. These
-//! probes become `httpGet` of `/probes/INDEX` on the admin port, and the originals become values of
-//! the proxy's `--kubelet-probe`. A pod that is reviewed again gets its originals back first, so
-//! that containers of other webhooks and other ports of the proxy make no difference.
+//! application. A strict proxy rejects the kubelet, which has no identity in the mesh, and rate
+//! limits, faults and overload concern all requests that pass a proxy. The probes of each meshed
+//! pod therefore become `httpGet` of `/probes/INDEX` on the admin port, and the originals become
+//! values of the proxy's `--kubelet-probe`. A pod that is reviewed again gets its originals back
+//! first, so that containers of other webhooks and other ports of the proxy make no difference.
 
 use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use crate::annotations::{Options, STRICT};
+use crate::annotations::Options;
 use crate::containers::{ADMIN_PORT_FLAG, Ports};
 use crate::pod::{list, name_of};
 
@@ -124,7 +125,7 @@ impl<'a> Rewriter<'a> {
         action.insert("httpGet".to_owned(), get);
     }
 
-    /// The kind and the port of a probe that the proxy has to perform.
+    /// The kind and the port of a probe that the proxy performs.
     fn proxied(
         &self,
         action: &Map<String, Value>,
@@ -137,18 +138,15 @@ impl<'a> Rewriter<'a> {
         let (Some(kind), None) = (kinds.next(), kinds.next()) else {
             return None;
         };
-        let target = &action[kind];
-        let is_strict = self.options.inbound == Some(STRICT);
-        let is_https = || target.get("scheme").and_then(Value::as_str) == Some("HTTPS");
-        let is_needed = match kind {
-            "httpGet" if is_hook => is_strict,
-            "httpGet" => is_strict || is_https(),
+        let is_supported = match kind {
+            "httpGet" => true,
             "tcpSocket" | "grpc" => !is_hook,
             _ => false,
         };
+        let target = &action[kind];
         let port = port(target, container)?;
         let bypasses = self.options.skips_inbound(port) || self.ports.contains(port);
-        (is_needed && is_pod(target) && !bypasses).then_some((kind, port))
+        (is_supported && is_pod(target) && !bypasses).then_some((kind, port))
     }
 }
 
@@ -203,16 +201,8 @@ fn unescape_dollar(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::annotations::PERMISSIVE;
 
     const PORTS: Ports = Ports::DEFAULT;
-
-    fn options(inbound: &'static str) -> Options {
-        Options {
-            inbound: Some(inbound),
-            ..Options::default()
-        }
-    }
 
     /// The rewritten container and the originals.
     fn rewrite(container: &Value, options: &Options) -> (Value, Vec<Value>) {
@@ -238,7 +228,7 @@ mod tests {
             "livenessProbe": {"grpc": {"port": 9000, "service": "x"}, "timeoutSeconds": 3},
             "readinessProbe": {"httpGet": {"path": "/", "port": "8443", "scheme": "HTTPS"}, "timeoutSeconds": 0},
         });
-        let (rewritten, originals) = rewrite(&container, &options(PERMISSIVE));
+        let (rewritten, originals) = rewrite(&container, &Options::default());
         assert_eq!(
             rewritten["startupProbe"],
             json!({"httpGet": admin(0), "failureThreshold": 30})
@@ -258,17 +248,13 @@ mod tests {
     }
 
     #[test]
-    fn strict_pods_need_http_probes_and_hooks_too() {
+    fn rewrites_http_probes_and_hooks() {
         let get = json!({"httpGet": {"path": "/$(A)", "port": 80, "httpHeaders": [{"name": "A", "value": "$$"}]}});
         let container = json!({
             "name": "a", "livenessProbe": get,
             "lifecycle": {"preStop": get, "postStart": {"exec": {"command": ["x"]}}},
         });
-        assert_eq!(
-            rewrite(&container, &options(PERMISSIVE)),
-            (container.clone(), Vec::new())
-        );
-        let (rewritten, originals) = rewrite(&container, &options(STRICT));
+        let (rewritten, originals) = rewrite(&container, &Options::default());
         let lifecycle =
             json!({"preStop": {"httpGet": admin(1)}, "postStart": {"exec": {"command": ["x"]}}});
         assert_eq!(rewritten["lifecycle"], lifecycle);
@@ -281,7 +267,7 @@ mod tests {
     fn keeps_probes_that_do_not_pass_the_proxy_and_invalid_ones() {
         let options = Options {
             skip_inbound_ports: Some("25,8000-8999".into()),
-            ..options(STRICT)
+            ..Options::default()
         };
         for probe in [
             json!({"tcpSocket": {"port": 25}}),
@@ -311,9 +297,9 @@ mod tests {
     fn restores_the_originals_of_an_earlier_injection() {
         let probe = json!({"tcpSocket": {"port": 80}, "timeoutSeconds": 2, "periodSeconds": 5});
         let get = json!({"httpGet": {"path": "/$(A)", "port": 81}});
-        let strict = options(STRICT);
+        let options = Options::default();
         let first = json!({"livenessProbe": probe, "lifecycle": {"preStop": get}});
-        let mut rewriter = Rewriter::new(&strict, PORTS, Previous::default());
+        let mut rewriter = Rewriter::new(&options, PORTS, Previous::default());
         let once = rewriter.rewrite(&first);
         let mut arguments = vec!["--admin-port=4001".to_owned()];
         arguments.extend(rewriter.arguments.clone());
@@ -324,7 +310,7 @@ mod tests {
             admin: 4002,
             ..PORTS
         };
-        let mut again = Rewriter::new(&strict, ports, Previous::of(&proxy));
+        let mut again = Rewriter::new(&options, ports, Previous::of(&proxy));
         again.rewrite(&json!({"readinessProbe": {"tcpSocket": {"port": 4001}}}));
         let twice = again.rewrite(&once);
         assert_eq!(
@@ -335,9 +321,12 @@ mod tests {
         );
         assert_eq!(again.arguments[1..], rewriter.arguments);
 
-        // It is permissive now: the hook of the pod's owner comes back.
-        let permissive = options(PERMISSIVE);
-        let mut again = Rewriter::new(&permissive, PORTS, Previous::of(&proxy));
+        // The port of the hook bypasses the proxy now: the original comes back.
+        let skipped = Options {
+            skip_inbound_ports: Some("81".into()),
+            ..Options::default()
+        };
+        let mut again = Rewriter::new(&skipped, PORTS, Previous::of(&proxy));
         assert_eq!(again.rewrite(&once)["lifecycle"]["preStop"], get);
         assert_eq!(again.arguments, rewriter.arguments[..1]);
     }

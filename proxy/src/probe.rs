@@ -1,8 +1,8 @@
 //! The kubelet's network probes and lifecycle hooks of the pod. The kubelet cannot perform them
-//! through the proxy: a listener accepts connections whether the application does or not, and a
-//! strict pod rejects callers without mesh TLS. The injector therefore rewrites them to
-//! `/probes/INDEX` on the admin port, and passes the originals to the proxy, which performs them
-//! here as the kubelet would.
+//! through the proxy: a listener accepts connections whether the application does or not, a strict
+//! pod rejects callers without mesh TLS, and rate limits, faults and overload concern every request.
+//! The injector therefore rewrites them to `/probes/INDEX` on the admin port, and passes the
+//! originals to the proxy, which performs them here as the kubelet would.
 //!
 //! A request contains nothing but an index. It cannot make the proxy call anything else than what
 //! the pod's manifest declares, at the pod's own address.
@@ -143,6 +143,8 @@ impl Prober {
             Err(_) if self.probe.is_hook() => None,
             Err(error) => {
                 let status = match *error {
+                    // The kubelet's event contains the status only.
+                    ProbeError::Status(status) if status.as_u16() >= 400 => status,
                     ProbeError::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
                     _ => StatusCode::SERVICE_UNAVAILABLE,
                 };

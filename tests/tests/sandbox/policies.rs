@@ -106,6 +106,36 @@ fn replicas_share_a_limit() {
 }
 
 #[test]
+fn a_limit_under_load_holds_for_two_replicas_and_fails_no_probe() {
+    let probes = "readinessProbe: {httpGet: {path: /hello, port: 8080}, periodSeconds: 1}
+          livenessProbe: {httpGet: {path: /hello, port: 8080}, periodSeconds: 2}
+          startupProbe:";
+    let servers = servers("shop").replace("startupProbe:", probes);
+    let Some(sandbox) = with_mesh(&format!("{servers}---{}", shell(MESHED))) else {
+        return;
+    };
+    sandbox.scale("shop", "web-v1", 2).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+    let client = single_pod(&sandbox, "clients", "shell");
+    let limits = "rateLimits: [{name: all, requests: 100, window: 5s, per: Service}]";
+    sandbox.apply(&traffic_policy(limits)).unwrap();
+    until(&sandbox, &client, SERVICE, 80, "x-mesh-error: rate-limited");
+    let send = || requests(&sandbox, &client, "/hello", 200);
+    // Uses up what both replicas have left.
+    send();
+    let (begun, mut passed) = (Instant::now(), 0);
+    while begun.elapsed() < Duration::from_secs(20) {
+        passed += count(&send(), "200");
+        for pod in sandbox.view().pods_of("shop", "web-v1") {
+            assert!(pod.ready && pod.restarts() == 0, "{pod:?}");
+        }
+    }
+    let expected = begun.elapsed().as_secs_f64() * 20.0;
+    let share = passed as f64 / expected;
+    assert!((0.95..=1.05).contains(&share), "{passed} of {expected}");
+}
+
+#[test]
 fn faults_concern_their_share_of_the_matching_requests() {
     let Some((sandbox, [client, _])) = mesh() else {
         return;
