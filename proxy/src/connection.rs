@@ -117,7 +117,10 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
         }
         // 4. Identity: the peer's certificate. Its ALPN cannot switch detection off: it counts only
         // where it leads to an HTTP parser.
-        let accepted = flow.worker.tls.accept(client, flow.peer);
+        let accepted = flow
+            .worker
+            .tls
+            .accept(client, flow.peer, flow.pending_charge());
         let (secured, identity, alpn) = match pending.unless_evicted(accepted).await {
             Ok(session) => session,
             Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),

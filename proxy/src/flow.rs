@@ -94,12 +94,17 @@ impl Flow {
         let slot = self.worker.pending.try_acquire(self.peer.ip());
         let failure = Failure::Overloaded("too many unauthenticated connections of one address");
         let slot = slot.ok_or(failure)?;
-        let buffers = &self.worker.memory(self.direction).buffers;
-        let mut memory = Charge::new(buffers.account(Holder::Pending(self.peer.ip())));
+        let mut memory = self.pending_charge();
         match memory.try_grow(PENDING_COST) {
             true => Ok(Pending::new(slot, memory)),
             false => Err(memory.exceeded()),
         }
+    }
+
+    /// A charge for what an inbound client holds until it has authenticated.
+    pub fn pending_charge(&self) -> Charge {
+        let buffers = &self.worker.memory(self.direction).buffers;
+        Charge::new(buffers.account(Holder::Pending(self.peer.ip())))
     }
 
     /// Who uses the memory and the slot of this connection.

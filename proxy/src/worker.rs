@@ -14,7 +14,7 @@ use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::account::Budget;
+use crate::account::{Budget, Holder};
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
@@ -132,11 +132,13 @@ impl Worker {
         let max_inbound = context.limit - context.limit / 4;
         let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
         let max_pending = max_pending.min((context.memory / 2 / PENDING_COST).max(1));
+        let outbound_memory = Budgets::new(context.memory);
         let tls = Tls::new(
             context.credentials,
             lifetimes,
             context.config.timeouts,
             context.metrics.clone(),
+            outbound_memory.buffers.account(Holder::App),
         );
         let workers = u32::try_from(context.config.workers).unwrap_or(u32::MAX);
         let metrics = context.metrics.clone();
@@ -158,7 +160,7 @@ impl Worker {
             pending: PendingSlots::new(max_pending),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             inbound_memory: Budgets::new(context.memory),
-            outbound_memory: Budgets::new(context.memory),
+            outbound_memory,
             warned_at: Cell::new(None),
             idle: Notify::new(),
         })

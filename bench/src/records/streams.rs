@@ -11,7 +11,11 @@ use std::{
 };
 
 use bytes::BytesMut;
-use diy_mesh_proxy::{io::Io, tls::Handshake};
+use diy_mesh_proxy::{
+    account::{Budget, Charge, Holder},
+    io::Io,
+    tls::Handshake,
+};
 use rustls::{
     ClientConfig, ServerConfig,
     client::UnbufferedClientConnection,
@@ -51,17 +55,21 @@ pub trait Stream: Sized + 'static {
     async fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
 }
 
+fn memory() -> Charge {
+    Charge::new(Budget::bytes(1 << 30).account(Holder::App))
+}
+
 /// The proxy's own records.
 impl Stream for Io {
     async fn connect(tcp: TcpStream, config: Arc<ClientConfig>) -> io::Result<Self> {
         let connection = UnbufferedClientConnection::new(config, server_name());
-        let handshake = Handshake::client(connection.map_err(io::Error::other)?);
+        let handshake = Handshake::client(connection.map_err(io::Error::other)?, memory());
         Ok(Io::new(tcp).secure(handshake).await?.0)
     }
 
     async fn accept(tcp: TcpStream, config: Arc<ServerConfig>) -> io::Result<Self> {
         let connection = UnbufferedServerConnection::new(config).map_err(io::Error::other)?;
-        let handshake = Handshake::server(connection, BytesMut::new());
+        let handshake = Handshake::server(connection, BytesMut::new(), memory());
         Ok(Io::new(tcp).secure(handshake).await?.0)
     }
 

@@ -405,7 +405,7 @@ async fn closing_peer(authority: &Authority) -> EndpointInfo {
             let (stream, peer) = listener.accept().await.expect("a connection");
             let mut io = Io::new(stream);
             poll_fn(|cx| io.poll_fill(cx)).await.expect("a ClientHello");
-            drop(side.worker.tls.accept(io, peer).await);
+            drop(side.accept(io, peer).await);
         }
     });
     meshed(address)

@@ -17,6 +17,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::session::{Buffered, Kernel, Session};
+use crate::account::Charge;
+
+/// The maximum input of a handshake. rustls accepts messages of 64 KiB, and keeps their records until
+/// a message is complete: with a record for each byte of it, these would be a thousand times as large.
+const MAX_INPUT: usize = 96 * 1024;
 
 /// The outcome of a handshake.
 pub struct Negotiated {
@@ -57,6 +62,10 @@ pub struct Handshake {
     outgoing: BytesMut,
     /// Whether the peer has sent close_notify.
     peer_closed: bool,
+    /// The number of bytes that the peer has sent.
+    received: usize,
+    /// Charged for what the handshake holds.
+    memory: Charge,
 }
 
 enum Connection {
@@ -76,17 +85,23 @@ enum State {
 
 impl Handshake {
     /// A handshake of a client.
-    pub fn client(connection: UnbufferedClientConnection) -> Self {
-        Self::new(Connection::Client(connection), BytesMut::new())
+    pub fn client(connection: UnbufferedClientConnection, memory: Charge) -> Self {
+        Self::new(Connection::Client(connection), BytesMut::new(), memory)
     }
 
     /// A handshake of a server. `incoming` is the input read so far.
-    pub fn server(connection: UnbufferedServerConnection, incoming: BytesMut) -> Self {
-        Self::new(Connection::Server(connection), incoming)
+    pub fn server(
+        connection: UnbufferedServerConnection,
+        incoming: BytesMut,
+        memory: Charge,
+    ) -> Self {
+        Self::new(Connection::Server(connection), incoming, memory)
     }
 
-    fn new(connection: Connection, incoming: BytesMut) -> Self {
+    fn new(connection: Connection, incoming: BytesMut, memory: Charge) -> Self {
         Self {
+            received: incoming.len(),
+            memory,
             connection,
             incoming,
             outgoing: BytesMut::new(),
@@ -108,6 +123,8 @@ impl Handshake {
             incoming,
             outgoing,
             peer_closed,
+            memory: _memory,
+            ..
         } = self;
         let negotiated = connection.negotiated();
         let (secrets, kernel) = match connection {
@@ -157,6 +174,7 @@ impl Handshake {
                 State::Closed => return Poll::Ready(Err(unexpected_eof())),
                 State::Handshaking => {}
             }
+            self.check_memory()?;
             ready!(self.poll_flush(cx, stream))?;
             let mut piece = [0; 4096];
             let mut buf = ReadBuf::new(&mut piece);
@@ -164,8 +182,27 @@ impl Handshake {
             if buf.filled().is_empty() {
                 return Poll::Ready(Err(unexpected_eof()));
             }
+            self.received += buf.filled().len();
             self.incoming.extend_from_slice(buf.filled());
         }
+    }
+
+    /// Charges what the handshake holds while it waits: the buffers, and the messages that rustls
+    /// keeps.
+    fn check_memory(&mut self) -> io::Result<()> {
+        let Self {
+            incoming,
+            outgoing,
+            received,
+            memory,
+            ..
+        } = self;
+        if *received > MAX_INPUT {
+            let reason = format!("the peer sent more than {MAX_INPUT} bytes in the TLS handshake");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        }
+        let held = *received + incoming.capacity() + outgoing.capacity();
+        memory.hold(held).map_err(io::Error::other)
     }
 
     fn poll_flush(&mut self, cx: &mut Context<'_>, stream: &mut TcpStream) -> Poll<io::Result<()>> {

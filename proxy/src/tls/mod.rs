@@ -37,6 +37,7 @@ use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
 use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
+use crate::account::{Account, Charge};
 use crate::error::Failure;
 use crate::flow::Direction;
 use crate::identity::{
@@ -94,6 +95,8 @@ pub struct Tls {
     lifetimes: Lifetimes,
     timeouts: Timeouts,
     metrics: Arc<Metrics>,
+    /// Charged for client handshakes.
+    memory: Rc<Account>,
     configs: RefCell<Option<Rc<Configs>>>,
 }
 
@@ -105,18 +108,21 @@ struct Configs {
 }
 
 impl Tls {
-    /// Uses the current value of `credentials` for each connection.
+    /// Uses the current value of `credentials` for each connection. Client handshakes are those of
+    /// the pod's own application, whose account `memory` is.
     pub fn new(
         credentials: CurrentCredentials,
         lifetimes: Lifetimes,
         timeouts: Timeouts,
         metrics: Arc<Metrics>,
+        memory: Rc<Account>,
     ) -> Self {
         Self {
             credentials,
             lifetimes,
             timeouts,
             metrics,
+            memory,
             configs: RefCell::new(None),
         }
     }
@@ -167,17 +173,19 @@ impl Tls {
         let name = ServerName::IpAddress(address.ip().into());
         let connection = UnbufferedClientConnection::new(config, name)
             .map_err(|error| failed(error.to_string()))?;
-        self.run_handshake(io, Handshake::client(connection), Direction::Outbound)
+        let handshake = Handshake::client(connection, Charge::new(self.memory.clone()));
+        self.run_handshake(io, handshake, Direction::Outbound)
             .await
-            .map_err(|error| failed(error.to_string()))
+            .map_err(|error| overload_or(error, |error| failed(error.to_string())))
     }
 
-    /// Runs the server handshake. The ClientHello is unread in `io`. Returns the identity of the
-    /// peer and the ALPN protocol.
+    /// Runs the server handshake, which is charged to `memory`. The ClientHello is unread in `io`.
+    /// Returns the identity of the peer and the ALPN protocol.
     pub async fn accept(
         &self,
         mut io: Io,
         peer: SocketAddr,
+        memory: Charge,
     ) -> Result<(Io, Identity, Alpn), Failure> {
         let configs = self.configs().ok_or(Failure::NoCertificate(peer))?;
         let failed = |reason: String| Failure::Handshake {
@@ -186,15 +194,16 @@ impl Tls {
         };
         let connection = UnbufferedServerConnection::new(configs.server.clone())
             .map_err(|error| failed(error.to_string()))?;
-        let handshake = Handshake::server(connection, std::mem::take(io.unread()));
+        let handshake = Handshake::server(connection, std::mem::take(io.unread()), memory);
+        let refused = |error: io::Error| match error.kind() {
+            io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
+            // Clients may cancel a connection: no authentication failure.
+            _ => Failure::BadRequest("client closed the connection during the TLS handshake"),
+        };
         let (mut io, negotiated) = self
             .run_handshake(io, handshake, Direction::Inbound)
             .await
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::InvalidData | io::ErrorKind::TimedOut => failed(error.to_string()),
-                // Clients may cancel a connection: no authentication failure.
-                _ => Failure::BadRequest("client closed the connection during the TLS handshake"),
-            })?;
+            .map_err(|error| overload_or(error, refused))?;
         let (identity, not_after) = authenticate(&negotiated).map_err(failed)?;
         let alpn = negotiated
             .alpn
@@ -255,6 +264,11 @@ impl Tls {
             }
         }
     }
+}
+
+/// The failure of a handshake: that no memory is left for it, or what `failure` makes of the error.
+fn overload_or(error: io::Error, failure: impl FnOnce(io::Error) -> Failure) -> Failure {
+    error.downcast::<Failure>().unwrap_or_else(failure)
 }
 
 /// Identity of the peer and expiry of its certificate. Full handshakes have verified the

@@ -15,6 +15,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 use super::handshake::Handshake;
 use super::record::{ContentType, MAX_PLAINTEXT};
 use super::session::Session;
+use super::tests::memory;
 use crate::control::testing::soon;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{ClientVerifier, ServerVerifier};
@@ -152,7 +153,7 @@ async fn our_client(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let theirs = TlsAcceptor::from(configs.server.clone());
     let (ours, theirs) = tokio::join!(
         async {
-            let mut ours = Ours::new(Handshake::client(machine), near).await;
+            let mut ours = Ours::new(Handshake::client(machine, memory()), near).await;
             // The last messages of the handshake wait for a write.
             ours.write(b"!").await;
             ours
@@ -172,7 +173,7 @@ async fn our_server(configs: &Configs) -> (Ours, TlsStream<TcpStream>) {
     let machine = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
     let theirs = TlsConnector::from(configs.client.clone());
     let (ours, theirs) = tokio::join!(
-        Ours::new(Handshake::server(machine, BytesMut::new()), near),
+        Ours::new(Handshake::server(machine, BytesMut::new(), memory()), near),
         theirs.connect(name(), far)
     );
     (ours, theirs.unwrap().into())
@@ -186,11 +187,11 @@ async fn ours(configs: &Configs) -> (Ours, Ours) {
     let server = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
     let (client, mut server) = tokio::join!(
         async {
-            let mut client = Ours::new(Handshake::client(client), near).await;
+            let mut client = Ours::new(Handshake::client(client, memory()), near).await;
             client.write(b"!").await;
             client
         },
-        Ours::new(Handshake::server(server, BytesMut::new()), far)
+        Ours::new(Handshake::server(server, BytesMut::new(), memory()), far)
     );
     assert_eq!(server.read_exactly(1).await, b"!");
     (client, server)
@@ -203,11 +204,13 @@ pub(super) async fn secured(configs: &Configs, (near, far): (TcpStream, TcpStrea
     let server = rustls::server::UnbufferedServerConnection::new(configs.server.clone()).unwrap();
     let (client, server) = tokio::join!(
         async {
-            let (mut io, _) = Io::new(near).secure(Handshake::client(client)).await?;
+            let (mut io, _) = Io::new(near)
+                .secure(Handshake::client(client, memory()))
+                .await?;
             io.flush().await?;
             Ok::<_, std::io::Error>(io)
         },
-        Io::new(far).secure(Handshake::server(server, BytesMut::new()))
+        Io::new(far).secure(Handshake::server(server, BytesMut::new(), memory()))
     );
     (client.unwrap(), server.unwrap().0)
 }
@@ -288,7 +291,7 @@ async fn resumes_session_by_ticket() {
         let theirs = TlsAcceptor::from(configs.server.clone());
         let ours = async {
             let mut near = near;
-            let (negotiated, session) = Handshake::client(machine)
+            let (negotiated, session) = Handshake::client(machine, memory())
                 .run(&mut near, &mut BytesMut::new())
                 .await
                 .unwrap();

@@ -3,6 +3,7 @@
 
 mod callers;
 mod client_end;
+mod floods;
 mod namespaces;
 mod slots;
 
@@ -13,6 +14,7 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
+use diy_mesh_proto::Identity;
 use rcgen::CertificateParams;
 use rustls::RootCertStore;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -22,9 +24,11 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::account::{Budget, Charge, Holder};
 use crate::connection::carry;
 use crate::destination::Destination;
 use crate::discovery::{Discovery, EndpointInfo, PodTarget, Target};
+use crate::error::Failure;
 use crate::flow::{Direction, Flow};
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, CurrentCredentials, none};
@@ -104,7 +108,13 @@ pub(crate) fn credentials_that_trust(
 fn tls(credentials: CurrentCredentials) -> super::Tls {
     let lifetimes = Lifetimes::new(None, fastrand::Rng::new());
     let timeouts = WorkerContext::for_a_test("").config.timeouts;
-    super::Tls::new(credentials, lifetimes, timeouts, Metrics::new())
+    let account = memory().account().clone();
+    super::Tls::new(credentials, lifetimes, timeouts, Metrics::new(), account)
+}
+
+/// Enough memory.
+pub(super) fn memory() -> Charge {
+    Charge::new(Budget::bytes(1 << 30).account(Holder::App))
 }
 
 /// Worker of one proxy, with the sender of its credentials.
@@ -164,6 +174,17 @@ impl Side {
             }
         });
         address
+    }
+
+    /// Runs the server handshake, whose ClientHello is unread in `io`.
+    pub(crate) async fn accept(
+        &self,
+        io: Io,
+        peer: SocketAddr,
+    ) -> Result<(Io, Identity, super::Alpn), Failure> {
+        let buffers = &self.worker.memory(Direction::Inbound).buffers;
+        let memory = Charge::new(buffers.account(Holder::Pending(peer.ip())));
+        self.worker.tls.accept(io, peer, memory).await
     }
 
     /// An outbound connection of the application.
@@ -499,7 +520,8 @@ fn resumes_sessions_on_any_worker() {
                 assert_eq!(io.read_u8().await.unwrap(), b'!');
             };
             let answering = async {
-                let (mut io, identity, _) = server.accept(Io::new(far), peer).await.unwrap();
+                let (mut io, identity, _) =
+                    server.accept(Io::new(far), peer, memory()).await.unwrap();
                 assert_eq!(identity.as_str(), WEB);
                 io.write_all(b"!").await.unwrap();
             };
@@ -632,7 +654,7 @@ fn lifetime_ends_with_the_certificates() {
                 *io.lifetime().unwrap()
             };
             let answering = async {
-                let (mut io, ..) = server.accept(Io::new(far), peer).await.unwrap();
+                let (mut io, ..) = server.accept(Io::new(far), peer, memory()).await.unwrap();
                 io.write_all(b"!").await.unwrap();
                 (*io.lifetime().unwrap(), io)
             };

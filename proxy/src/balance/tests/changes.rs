@@ -184,7 +184,7 @@ async fn slow_peer(
         while !go.get() {
             tokio::task::yield_now().await;
         }
-        let _held = side.worker.tls.accept(io, peer).await.expect("a peer");
+        let _held = side.accept(io, peer).await.expect("a peer");
         std::future::pending::<()>().await;
     });
     meshed(address)

@@ -22,7 +22,7 @@ async fn recording_peer(authority: &Authority, heads: Rc<RefCell<Vec<String>>>) 
             let (stream, peer) = listener.accept().await.expect("a connection");
             let mut io = Io::new(stream);
             poll_fn(|cx| io.poll_fill(cx)).await.expect("a ClientHello");
-            let (mut io, ..) = side.worker.tls.accept(io, peer).await.expect("a peer");
+            let (mut io, ..) = side.accept(io, peer).await.expect("a peer");
             let head = read_until(&mut io, "\r\n\r\n").await;
             heads.borrow_mut().push(head);
             let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";

@@ -23,7 +23,7 @@ pub(super) struct Slots {
     metrics: Arc<Metrics>,
     pub(super) caller: Rc<Worker>,
     pub(super) other: Rc<Worker>,
-    authority: Authority,
+    pub(super) authority: Authority,
 }
 
 impl Slots {
