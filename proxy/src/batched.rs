@@ -2,23 +2,38 @@
 //! connection's task are written with one system call. `h2` flushes after each larger frame.
 //! [`Batched`] ignores these flushes, and [`Batched::drive`] writes at the end of each poll. This
 //! module does not parse frames.
+//!
+//! It also bounds and charges what waits for a peer that does not read, whatever flow-control windows
+//! the peer grants: bodies that `h2` queues ([`Queued`]), streams that ended, the write buffer, and
+//! the buffers of the connection.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
+use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::timeout;
 
+use crate::account::Charge;
+use crate::error::Failure;
 use crate::io::Io;
+use crate::memory::max_read;
 use crate::tls::Acceptance;
 
 /// The maximum number of buffered bytes. Above it, a write waits for the socket.
 const MAX_BUFFERED: usize = 64 * 1024;
+/// The maximum number of bytes of bodies that `h2` queues for one connection.
+const MAX_QUEUED: usize = 64 * 1024;
+/// The maximum number of queued bytes to which a body is added without flow-control capacity: others
+/// have room while a receiver grants none.
+pub const MAX_UNRESERVED_QUEUED: usize = MAX_QUEUED / 2;
+/// The capacity that a connection may own without using it while it waits for the socket.
+const MAX_UNUSED_CAPACITY: usize = 16 * 1024;
 /// The maximum capacity of a buffer that is kept for reuse.
 const MAX_SPARE_CAPACITY: usize = 2 * MAX_BUFFERED;
 /// How long [`Batched::linger`] reads.
@@ -34,7 +49,24 @@ thread_local! {
 
 /// A handle to the connection. `h2` has one, and the connection's task has another.
 #[derive(Clone)]
-pub struct Batched(Rc<RefCell<Inner>>);
+pub struct Batched(Rc<RefCell<Inner>>, Rc<Queue>);
+
+/// What `h2` has not passed to the write buffer.
+#[derive(Default)]
+struct Queue {
+    /// Bytes of bodies.
+    bytes: Cell<usize>,
+    /// The memory of streams that have ended.
+    ended: Cell<usize>,
+    /// Tasks that wait for room.
+    waiting: RefCell<Vec<Waker>>,
+}
+
+/// Bytes of a body. They count as queued until `h2` has written or dropped them.
+pub struct Queued {
+    bytes: Bytes,
+    queue: Rc<Queue>,
+}
 
 struct Inner {
     io: Io,
@@ -42,27 +74,91 @@ struct Inner {
     /// The number of bytes of `buffer` that were written.
     written: usize,
     bytes_read: u64,
+    /// Charged for the connection, and for what waits for its peer.
+    memory: Charge,
+    /// What was charged at first.
+    base: usize,
+    /// The memory that the connection needs is not left.
+    overload: Option<Failure>,
 }
 
 impl Batched {
-    pub fn new(io: Io) -> Self {
-        Self(Rc::new(RefCell::new(Inner {
+    /// A handle to a connection, for which `memory` has been charged already.
+    pub fn new(io: Io, memory: Charge) -> Self {
+        let inner = Inner {
             io,
             buffer: Vec::new(),
             written: 0,
             bytes_read: 0,
-        })))
+            base: memory.amount(),
+            memory,
+            overload: None,
+        };
+        Self(Rc::new(RefCell::new(inner)), Rc::default())
     }
 
-    /// Polls `step`, which drives `h2`, and writes the bytes that it buffered.
+    /// Polls `step`, which drives `h2`, and writes the bytes that it buffered. Then charges what still
+    /// waits for the peer. `step` has to end if [`Batched::overload`] tells so.
     pub async fn drive<T>(&self, mut step: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
         poll_fn(|cx| {
             let result = step(cx);
+            let Self(inner, queue) = self;
+            let inner = &mut *inner.borrow_mut();
             // After a write error, the next read or write of `step` fails too.
-            let _ = self.0.borrow_mut().poll_write_out(cx);
+            if inner.poll_write_out(cx).is_ready() {
+                queue.ended.set(0);
+            }
+            let held = inner.buffer.capacity() + inner.io.buffered();
+            let held = inner.base + held + queue.bytes.get() + queue.ended.get();
+            if let Err(failure) = inner.memory.hold(held) {
+                inner.overload = Some(failure);
+                cx.waker().wake_by_ref();
+            }
+            if queue.bytes.get() <= MAX_QUEUED / 2 {
+                queue.waiting.take().into_iter().for_each(Waker::wake);
+            }
             result
         })
         .await
+    }
+
+    /// Why the connection has to end, if no memory is left for it.
+    pub fn overload(&self) -> Option<Failure> {
+        self.0.borrow().overload.clone()
+    }
+
+    /// Waits until `h2` may queue this many further bytes of a body. While the memory is short, one
+    /// body at a time.
+    pub fn poll_room(&self, cx: &Context<'_>, length: usize) -> Poll<()> {
+        let Self(inner, queue) = self;
+        let queued = queue.bytes.get();
+        let is_left = || {
+            let inner = &mut *inner.borrow_mut();
+            inner.memory.try_grow(inner.base + queued + length)
+        };
+        if queued == 0 || queued + length <= MAX_QUEUED && is_left() {
+            return Poll::Ready(());
+        }
+        queue.waiting.borrow_mut().push(cx.waker().clone());
+        Poll::Pending
+    }
+
+    /// The number of bytes of bodies that `h2` has queued.
+    pub fn queued(&self) -> usize {
+        self.1.bytes.get()
+    }
+
+    /// Counts bytes of a body, for `h2`.
+    pub fn queue(&self, bytes: Bytes) -> Queued {
+        let queue = self.1.clone();
+        queue.bytes.set(queue.bytes.get() + bytes.len());
+        Queued { bytes, queue }
+    }
+
+    /// Counts the memory of a stream that has ended until all frames are written.
+    pub fn queue_ended(&self, memory: usize) {
+        let ended = &self.1.ended;
+        ended.set(ended.get() + memory);
     }
 
     /// Reads and discards the peer's bytes for a short time, so that the peer receives the GOAWAY
@@ -95,7 +191,14 @@ impl Inner {
     fn poll_write_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.buffer.len() {
             let unwritten = &self.buffer[self.written..];
-            let written = ready!(Pin::new(&mut self.io).poll_write(cx, unwritten))?;
+            let Poll::Ready(written) = Pin::new(&mut self.io).poll_write(cx, unwritten) else {
+                if self.buffer.capacity() - unwritten.len() > MAX_UNUSED_CAPACITY {
+                    self.buffer = unwritten.to_vec();
+                    self.written = 0;
+                }
+                return Poll::Pending;
+            };
+            let written = written?;
             if written == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
@@ -114,13 +217,34 @@ impl Inner {
 
     /// Waits until the buffer has room.
     fn poll_capacity(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.buffer.len() >= MAX_BUFFERED {
+        if self.buffer.len() >= max_read(MAX_BUFFERED) {
             ready!(self.poll_write_out(cx))?;
         }
         if self.buffer.capacity() == 0 {
             self.buffer = SPARE_BUFFER.take();
         }
         Poll::Ready(Ok(()))
+    }
+}
+
+impl Buf for Queued {
+    fn remaining(&self) -> usize {
+        self.bytes.remaining()
+    }
+
+    fn chunk(&self) -> &[u8] {
+        self.bytes.chunk()
+    }
+
+    fn advance(&mut self, count: usize) {
+        self.bytes.advance(count);
+        self.queue.bytes.set(self.queue.bytes.get() - count);
+    }
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        self.advance(self.bytes.len());
     }
 }
 
@@ -174,5 +298,50 @@ impl AsyncWrite for Batched {
         let inner = &mut *self.0.borrow_mut();
         ready!(inner.poll_write_out(cx))?;
         Pin::new(&mut inner.io).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::account::{Budget, Holder};
+
+    #[tokio::test]
+    async fn bodies_wait_while_the_queue_is_full_or_the_memory_is_short() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stream = TcpStream::connect(address).await.unwrap();
+        let budget = Budget::bytes(1024 * 1024);
+        let account = budget.account(Holder::Plaintext(address.ip()));
+        let io = Batched::new(Io::new(stream), Charge::new(account));
+        let has_room = |length| {
+            let task = Context::from_waker(Waker::noop());
+            io.poll_room(&task, length).is_ready()
+        };
+        let body = |length| io.queue(vec![0; length].into());
+        let bodies = [30_000, 30_000].map(body);
+        assert!(has_room(5000) && !has_room(6000));
+        // What `h2` has written needs no room.
+        drop(bodies);
+        assert_eq!(io.queued(), 0);
+        let (mut partly_written, mut other) =
+            (body(10_000), Charge::new(budget.account(Holder::App)));
+        partly_written.advance(6000);
+        assert_eq!((io.queued(), partly_written.remaining()), (4000, 4000));
+        assert!(has_room(5000));
+        other.set(budget.limit());
+        assert!(!has_room(5000), "one body at a time");
+        drop(partly_written);
+        assert!(has_room(5000));
+        // The task of a body that waits goes on when the queue has been written.
+        let (queued, waits) = (body(10_000), poll_fn(|cx| io.poll_room(cx, 5000)));
+        let writes = async {
+            tokio::task::yield_now().await;
+            drop(queued);
+            io.drive(|_| Poll::Ready(())).await;
+        };
+        tokio::join!(waits, writes);
     }
 }

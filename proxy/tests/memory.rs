@@ -276,11 +276,12 @@ fn is_acknowledged(mut stream: &TcpStream) -> bool {
 const HEADERS: u8 = 1;
 const SETTINGS: u8 = 4;
 const PING: u8 = 6;
+const WINDOW_UPDATE: u8 = 8;
 const END_HEADERS: u8 = 4;
 
 const END_STREAM: u8 = 1;
 
-/// The bytes of a client that sends 250 requests, and a PING frame.
+/// The bytes of a client that grants the largest windows, sends 250 requests, and a PING frame.
 fn requests(flags: u8, head: &[u8]) -> Vec<u8> {
     let frame = |kind, flags, stream: u32, payload: &[u8]| {
         let length = u8::try_from(payload.len()).unwrap();
@@ -292,7 +293,9 @@ fn requests(flags: u8, head: &[u8]) -> Vec<u8> {
         .concat()
     };
     let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    bytes.extend(frame(SETTINGS, 0, 0, b""));
+    // SETTINGS_INITIAL_WINDOW_SIZE.
+    bytes.extend(frame(SETTINGS, 0, 0, b"\0\x04\x7f\xff\xff\xff"));
+    bytes.extend(frame(WINDOW_UPDATE, 0, 0, b"\x7f\xff\0\0"));
     (0..250).for_each(|number| bytes.extend(frame(HEADERS, flags, 2 * number + 1, head)));
     bytes.extend(frame(PING, 0, 0, &[0; 8]));
     bytes
@@ -308,7 +311,7 @@ fn unread_responses_over_http2_stay_within_the_memory_limit() {
     let proxy = Proxy::start();
     // GET / of http://a.
     let attack = requests(END_HEADERS | END_STREAM, b"\x82\x84\x86\x41\x01a");
-    let accepted: Vec<_> = (0..12)
+    let accepted: Vec<_> = (0..100)
         .filter_map(|number| {
             let mut stream = connect(number).ok()?;
             stream.write_all(&attack).ok()?;

@@ -8,7 +8,6 @@ use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{Ping, PingPong, SendStream};
 use http::Request;
@@ -18,7 +17,7 @@ use tokio::task::AbortHandle;
 use super::queue::{LimitKind, Limiter, Slot};
 use super::{Dialer, Remote};
 use crate::account::{Account, Charge};
-use crate::batched::Batched;
+use crate::batched::{Batched, Queued};
 use crate::error::Failure;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
@@ -64,13 +63,15 @@ pub struct Connections {
 
 /// What the connections of one caller are charged to.
 pub(super) struct CallerAccounts {
-    pub memory: Rc<Account>,
+    /// Kept while these connections are its own.
+    pub _memory: Rc<Account>,
     pub windows: Rc<Account>,
 }
 
 /// One connection. Its task ends when the last handle is dropped.
 pub(super) struct Connection {
-    sender: RefCell<SendRequest<Bytes>>,
+    sender: RefCell<SendRequest<Queued>>,
+    io: Batched,
     is_secured: bool,
     streams: Cell<usize>,
     limiter: Rc<Limiter>,
@@ -82,13 +83,10 @@ pub(super) struct Connection {
     /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
     task: AbortHandle,
-    /// Charged to the caller.
-    _memory: Option<Charge>,
 }
 
 /// The liveness of a connection, updated by [`Connections::maintain`].
 struct Health {
-    io: Batched,
     ping: Option<PingPong>,
     /// A PING frame was sent and not yet acknowledged.
     pinged: bool,
@@ -121,9 +119,10 @@ impl Connections {
     }
 
     /// Acquires a slot for a stream. Opens a connection if no open one has a free slot, and waits
-    /// if there are as many as the endpoint may have.
+    /// if there are as many as the endpoint may have. A new one is charged to `caller`.
     pub(super) async fn lease(
         &self,
+        caller: &Rc<Account>,
         remote: &Remote,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
@@ -134,13 +133,14 @@ impl Connections {
         if let Some(connection) = self.find() {
             return Ok(Lease::new(connection, request));
         }
-        let connection = self.connection(remote, dialer, expiry).await?;
+        let connection = self.connection(caller, remote, dialer, expiry).await?;
         Ok(Lease::new(connection, request))
     }
 
     /// A connection with a free slot, an open one or a new one.
     async fn connection(
         &self,
+        caller: &Rc<Account>,
         remote: &Remote,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
@@ -161,13 +161,15 @@ impl Connections {
             let waiting = self.limiter.wait(kind, remote.address, deadline, take);
             return match waiting.await? {
                 Some(connection) => Ok(connection),
-                None => Box::pin(self.connection(remote, dialer, expiry)).await,
+                None => Box::pin(self.connection(caller, remote, dialer, expiry)).await,
             };
         }
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        let dialed = open(remote, dialer, expiry, &self.limiter, self.caller.as_ref()).await;
+        let windows = self.caller.as_ref().map(|caller| &caller.windows);
+        let accounts = (caller, windows);
+        let dialed = open(remote, dialer, expiry, &self.limiter, accounts).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -260,7 +262,7 @@ impl Connection {
             return !self.retired.get() && idle < IDLE_TIMEOUT;
         }
         health.last_used = now;
-        let is_alive = health.update(now);
+        let is_alive = health.update(now, self.io.bytes_read());
         if !is_alive {
             tracing::debug!("upstream connection closed: the peer does not answer PING frames");
             self.task.abort();
@@ -271,8 +273,7 @@ impl Connection {
 
 impl Health {
     /// Sends a PING frame if the peer is silent. Returns whether the connection is alive.
-    fn update(&mut self, now: Instant) -> bool {
-        let bytes_read = self.io.bytes_read();
+    fn update(&mut self, now: Instant, bytes_read: u64) -> bool {
         if bytes_read != self.bytes_read {
             (self.bytes_read, self.last_read) = (bytes_read, now);
         }
@@ -316,11 +317,16 @@ impl Lease {
         &self,
         request: Request<()>,
         end_of_stream: bool,
-    ) -> Result<(ResponseFuture, SendStream<Bytes>), h2::Error> {
+    ) -> Result<(ResponseFuture, SendStream<Queued>), h2::Error> {
         self.connection
             .sender
             .borrow_mut()
             .send_request(request, end_of_stream)
+    }
+
+    /// The connection.
+    pub fn io(&self) -> &Batched {
+        &self.connection.io
     }
 
     /// Whether the connection has mutual TLS: the peer is an authenticated proxy.
@@ -338,7 +344,7 @@ impl Lease {
 
     /// Whether the peer has accepted the TLS handshake.
     pub fn acceptance(&self) -> Acceptance {
-        self.connection.health.borrow().io.acceptance()
+        self.connection.io.acceptance()
     }
 
     /// Whether the connection has carried another stream before.
@@ -365,24 +371,23 @@ impl Drop for Lease {
 }
 
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
-/// Charges the memory to the caller, if it shares this with others.
+/// Charges the memory to the account of the caller, and the window to another one, if it shares that
+/// with others.
 async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
     limiter: &Rc<Limiter>,
-    caller: Option<&CallerAccounts>,
+    (caller, windows): (&Rc<Account>, Option<&Rc<Account>>),
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
-    let mut memory = caller.map(|caller| Charge::new(caller.memory.clone()));
+    let mut memory = Charge::new(caller.clone());
     let blocked = Rc::<Blocked>::default();
-    let mut window = caller.map(|caller| Window {
-        charge: Charge::new(caller.windows.clone()),
+    let mut window = windows.map(|windows| Window {
+        charge: Charge::new(windows.clone()),
         blocked: blocked.clone(),
     });
-    if let Some(memory) = &mut memory
-        && !memory.try_grow(CONNECTION_COST)
-    {
+    if !memory.try_grow(CONNECTION_COST) {
         return Err(memory.exceeded());
     }
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
@@ -390,7 +395,7 @@ async fn open(
     let is_secured = io.is_secured();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);
-    let io = Batched::new(io);
+    let io = Batched::new(io, memory);
     let handshake = h2::client::Builder::new()
         .enable_push(false)
         .initial_max_send_streams(INITIAL_MAX_STREAMS)
@@ -412,6 +417,11 @@ async fn open(
         let io = io.clone();
         async move {
             let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
+                Poll::Pending if io.overload().is_some() => {
+                    tracing::debug!(%address, "upstream connection reset: no memory is left for it");
+                    io.reset_on_drop();
+                    Poll::Ready(Ok(()))
+                }
                 Poll::Ready(()) => {
                     io.reset_on_drop();
                     Poll::Ready(Ok(()))
@@ -430,7 +440,6 @@ async fn open(
         }
     });
     let health = Health {
-        io,
         ping,
         pinged: false,
         bytes_read: 0,
@@ -439,6 +448,7 @@ async fn open(
     };
     Ok(Rc::new(Connection {
         sender: RefCell::new(sender),
+        io,
         is_secured,
         streams: Cell::new(0),
         limiter: limiter.clone(),
@@ -448,7 +458,6 @@ async fn open(
         blocked,
         retired: Cell::new(false),
         task: task.abort_handle(),
-        _memory: memory,
     }))
 }
 

@@ -230,7 +230,9 @@ impl Pool {
                 &of_caller
             }
         };
-        connections.lease(&self.remote, dialer, expiry).await
+        connections
+            .lease(caller, &self.remote, dialer, expiry)
+            .await
     }
 
     fn connections_of(&self, caller: &Rc<Account>, windows: &Rc<Budget>) -> Rc<Connections> {
@@ -242,7 +244,7 @@ impl Pool {
         let (limits, metrics) = (self.limiter.limits, self.limiter.metrics.clone());
         let limiter = Limiter::new(limits, metrics);
         let accounts = CallerAccounts {
-            memory: caller.clone(),
+            _memory: caller.clone(),
             windows: windows.account(caller.holder().clone()),
         };
         let connections = Rc::new(Connections::new(limiter, Some(accounts)));

@@ -8,7 +8,6 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::SystemTime;
 
-use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
@@ -21,6 +20,7 @@ use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{STREAM_COST, Stream};
 use crate::account::Charge;
 use crate::balance::Endpoint;
+use crate::batched::Queued;
 use crate::connect::http2::Lease;
 use crate::error::Failure;
 use crate::flow::{Direction, Flow};
@@ -44,13 +44,13 @@ const MAX_INTERIM: u32 = 16;
 /// Forwards one request to an endpoint, and the response to the client.
 pub(super) async fn carry(
     request: Request<RecvStream>,
-    mut respond: SendResponse<Bytes>,
+    mut respond: SendResponse<Queued>,
     client: Stream,
 ) {
     let (mut parts, body) = request.into_parts();
     let flow = &client.flow;
     let head_size = head::size(&parts);
-    let mut memory = Charge::new(client.memory.account().clone());
+    let mut memory = Charge::new(client.account.clone());
     let malformed = head::malformed(&parts).map(Failure::BadRequest);
     let refused = memory.check_head(head_size).err().or(malformed);
     memory.set(STREAM_COST + head_size);
@@ -88,7 +88,7 @@ pub(super) async fn carry(
         },
         client,
         parts,
-        _memory: memory,
+        memory,
     };
     match ready {
         Some(Ok(())) => exchange.run().await,
@@ -99,19 +99,19 @@ pub(super) async fn carry(
 
 /// One request and its response.
 struct Exchange {
-    respond: SendResponse<Bytes>,
+    respond: SendResponse<Queued>,
     /// The request's head, for further attempts.
     parts: Parts,
     upload: Relay,
     record: ExchangeRecord,
     is_grpc: bool,
     /// The response's stream, once its head was sent.
-    to_client: Option<SendStream<Bytes>>,
+    to_client: Option<SendStream<Queued>>,
     /// The number of interim responses that the client still gets. It waits for one of them.
     interim_left: u32,
     client: Stream,
-    /// Charged for the stream and the head.
-    _memory: Charge,
+    /// Charged for the stream and the heads.
+    memory: Charge,
 }
 
 /// The result of an attempt that is not followed by another one.
@@ -129,7 +129,7 @@ enum Outcome {
 /// An attempt in progress. Fields are dropped in this order: the stream before its slot.
 struct Attempt {
     response: ResponseFuture,
-    to_upstream: SendStream<Bytes>,
+    to_upstream: SendStream<Queued>,
     lease: Lease,
 }
 
@@ -152,7 +152,10 @@ impl Exchange {
             ended => ended,
         };
         match ended {
-            Ok(Outcome::Ended | Outcome::Tunnel(_)) => self.client.record_completed(),
+            Ok(Outcome::Ended | Outcome::Tunnel(_)) => {
+                self.client.record_completed();
+                self.client.io.queue_ended(self.memory.amount());
+            }
             Ok(Outcome::Cancelled) => self.client.record_reset(),
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
@@ -180,7 +183,7 @@ impl Exchange {
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
         let dialer = self.record.attempts.dialer(&worker.tls);
         let pool = endpoint.pool();
-        let caller = self.client.memory.account();
+        let caller = &self.client.account;
         let windows = &worker.memory(flow.direction).app_windows;
         let mut leasing = pin!(pool.http2(caller, windows, dialer, expiry));
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
@@ -197,7 +200,7 @@ impl Exchange {
         attempt: &mut Attempt,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
         self.client.record_progress();
-        if let Err(code) = self.poll_upload(cx, &mut attempt.to_upstream) {
+        if let Err(code) = self.poll_upload(cx, attempt) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         while self.interim_left > 0 {
@@ -222,18 +225,17 @@ impl Exchange {
 
     /// Relays the request's body. Fails with the client's code. An upstream that reads no more may
     /// have responded already: that is not an error yet.
-    fn poll_upload(
-        &mut self,
-        cx: &mut Context<'_>,
-        to_upstream: &mut SendStream<Bytes>,
-    ) -> Result<(), Reason> {
+    fn poll_upload(&mut self, cx: &mut Context<'_>, attempt: &mut Attempt) -> Result<(), Reason> {
         if self.upload.is_done() {
             if self.upload.is_complete() {
                 self.record.send_mirror();
             }
             return Ok(());
         }
-        match self.upload.poll(cx, to_upstream, &mut self.record) {
+        let Attempt {
+            to_upstream, lease, ..
+        } = attempt;
+        match (self.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
             Poll::Pending => {}
             Poll::Ready(Ok(())) => self.record.send_mirror(),
             Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
@@ -258,6 +260,8 @@ impl Exchange {
         }
         self.record
             .response(parts.status, b"", &parts.headers, Edits::default());
+        let head_size = head::fields_size(&parts.headers);
+        self.memory.set(self.memory.amount() + head_size);
         let from_proxy = attempt.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
@@ -298,12 +302,11 @@ impl Exchange {
         download: &mut Relay,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
-        let to_upstream = &mut attempt.to_upstream;
-        if let Err(code) = self.poll_upload(cx, to_upstream) {
+        if let Err(code) = self.poll_upload(cx, attempt) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
-            match download.poll(cx, to_client, &mut self.record) {
+            match download.poll(cx, to_client, &self.client.io, &mut self.record) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(RelayError::Sender(error))) => {
                     return Poll::Ready(Err(Ended::Upstream(error)));
@@ -321,7 +324,7 @@ impl Exchange {
         }
         if !self.upload.is_done() {
             // The response has ended. The upstream may still read the request, until it resets it.
-            if to_upstream.poll_reset(cx).is_pending() {
+            if attempt.to_upstream.poll_reset(cx).is_pending() {
                 return Poll::Pending;
             }
             self.upload.stop();
@@ -406,8 +409,9 @@ impl Exchange {
         if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())
             && !body.is_empty()
         {
-            let _ = stream.send_data(body, true);
+            let _ = stream.send_data(self.client.io.queue(body), true);
         }
+        self.client.io.queue_ended(self.memory.amount());
     }
 
     fn cut_off(&mut self, what: &str, code: Reason) {

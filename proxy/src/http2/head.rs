@@ -130,12 +130,17 @@ pub(super) fn set_deadline(parts: &mut Parts, deadline: Deadline) {
 
 /// The size of a request's head, counted as in RFC 9113, section 6.5.2.
 pub fn size(parts: &Parts) -> usize {
-    let field = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len() + 32;
     let target = parts
         .uri
         .path_and_query()
         .map_or(0, |target| target.as_str().len());
-    target + parts.headers.iter().map(field).sum::<usize>()
+    target + fields_size(&parts.headers)
+}
+
+/// The size of header fields, counted likewise.
+pub fn fields_size(fields: &HeaderMap) -> usize {
+    let field = |(name, value): (&HeaderName, &HeaderValue)| name.as_str().len() + value.len() + 32;
+    fields.iter().map(field).sum()
 }
 
 #[cfg(test)]

@@ -35,7 +35,9 @@ pub async fn attempt(
     let request = Request::from_parts(parts.clone(), ());
     let (response, mut stream) = lease.send(request, body.is_empty()).map_err(closed)?;
     if !body.is_empty() {
-        stream.send_data(body.clone(), true).map_err(closed)?;
+        stream
+            .send_data(lease.io().queue(body.clone()), true)
+            .map_err(closed)?;
     }
     let (head, body) = response.await.map_err(closed)?.into_parts();
     let (status, is_peer) = (head.status.as_u16(), lease.is_secured());

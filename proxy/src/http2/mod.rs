@@ -19,17 +19,17 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use h2::Reason;
 use h2::server::{Builder, Connection};
 use tokio::time::timeout;
 
-use crate::account::Charge;
-use crate::batched::Batched;
+use crate::account::{Account, Charge};
+use crate::batched::{Batched, Queued};
 use crate::connect::http2::{
     CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
     MIN_CONNECTION_WINDOW, STREAM_WINDOW,
 };
+use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
@@ -60,13 +60,14 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         io.lifetime().map(|lifetime| lifetime.retires_at),
         flow.worker.expiry(&io, flow.direction),
     );
-    let io = Batched::new(io);
-    let mut handshake = pin!(settings().handshake::<_, Bytes>(io.clone()));
     let mut memory = flow.charge();
     if !memory.try_grow(CONNECTION_COST) {
         ConnectionRecord::new(&flow).fail(&memory.exceeded());
         return io.reset_on_drop();
     }
+    let account = memory.account().clone();
+    let io = Batched::new(io, memory);
+    let mut handshake = pin!(settings().handshake::<_, Queued>(io.clone()));
     let windows = &flow.worker.memory(flow.direction).windows;
     let window = Charge::new(windows.account(flow.holder()));
     let timeouts = flow.worker.config.timeouts;
@@ -79,11 +80,10 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         Err(_) => return flow.count_timeout(TimeoutKind::RequestHead),
     };
     let drain = flow.worker.drain.clone();
-    let shared = Rc::new(Shared::new(flow, memory));
+    let shared = Rc::new(Shared::new(flow.clone(), account, io.clone()));
     let mut retire = pin!(drained_or(&drain, retires_at));
     let mut client = ClientConnection {
         connection,
-        io: io.clone(),
         shared,
         bytes_at_progress: 0,
         control_since: Instant::now(),
@@ -100,6 +100,10 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         End::Closed => {}
         End::Rejected => io.linger().await,
         End::Expired => io.reset_on_drop(),
+        End::Overloaded(failure) => {
+            ConnectionRecord::new(&flow).fail(&failure);
+            io.reset_on_drop();
+        }
     }
 }
 
@@ -124,12 +128,13 @@ enum End {
     Rejected,
     /// It reached its maximum age.
     Expired,
+    /// No memory is left for what the client does not read.
+    Overloaded(Failure),
 }
 
 /// The server side of a client connection.
 struct ClientConnection {
-    connection: Connection<Batched, Bytes>,
-    io: Batched,
+    connection: Connection<Batched, Queued>,
     shared: Rc<Shared>,
     /// The number of bytes read at the last progress on a stream.
     bytes_at_progress: u64,
@@ -155,6 +160,9 @@ impl ClientConnection {
     ) -> Poll<End> {
         if Pin::new(&mut self.expiry).poll(cx).is_ready() {
             return Poll::Ready(End::Expired);
+        }
+        if let Some(failure) = self.shared.io.overload() {
+            return Poll::Ready(End::Overloaded(failure));
         }
         if !self.draining && retire.poll(cx).is_ready() {
             self.draining = true;
@@ -228,7 +236,7 @@ impl ClientConnection {
             tracing::info!(peer = %self.shared.flow.peer, "connection closed: stream reset flood");
             return true;
         }
-        let bytes_read = self.io.bytes_read();
+        let bytes_read = self.shared.io.bytes_read();
         if self.shared.progress.take() {
             self.bytes_at_progress = bytes_read;
         }
@@ -264,8 +272,9 @@ impl End {
 /// The state that a client connection shares with its streams.
 struct Shared {
     flow: Rc<Flow>,
-    /// Charged for the connection. The streams share its account.
-    memory: Charge,
+    /// What the streams are charged to.
+    account: Rc<Account>,
+    io: Batched,
     /// The number of open streams.
     open: Cell<u32>,
     /// A stream was opened or polled since the last check for floods.
@@ -280,11 +289,12 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(flow: Rc<Flow>, memory: Charge) -> Self {
+    fn new(flow: Rc<Flow>, account: Rc<Account>, io: Batched) -> Self {
         let zero = || Cell::new(0);
         Self {
             flow,
-            memory,
+            account,
+            io,
             open: zero(),
             progress: Cell::new(false),
             second_start: Cell::new(Instant::now()),

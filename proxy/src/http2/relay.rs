@@ -8,6 +8,7 @@ use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream};
 use http::HeaderMap;
 
+use crate::batched::{Batched, MAX_UNRESERVED_QUEUED, Queued};
 use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
 use crate::http::replay::Replay;
 use crate::record::ExchangeRecord;
@@ -121,20 +122,22 @@ impl Relay {
         true
     }
 
-    /// Relays the available bytes. Ready when the end of the stream was sent.
+    /// Relays the available bytes to a stream of the connection `io`. Ready when the end of the
+    /// stream was sent.
     pub fn poll(
         &mut self,
         cx: &mut Context<'_>,
-        to: &mut SendStream<Bytes>,
+        to: &mut SendStream<Queued>,
+        io: &Batched,
         record: &mut ExchangeRecord,
     ) -> Poll<Result<(), RelayError>> {
         while !self.is_done() {
             if !self.pending.is_empty() {
-                ready!(self.poll_send(cx, to))?;
+                ready!(self.poll_send(cx, to, io))?;
                 continue;
             }
             if self.ended {
-                return Poll::Ready(self.finish(to));
+                return Poll::Ready(self.finish(to, io));
             }
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
@@ -159,14 +162,18 @@ impl Relay {
         Poll::Ready(Ok(()))
     }
 
-    /// Sends pending bytes within the receiver's flow-control capacity.
+    /// Sends pending bytes within the receiver's flow-control capacity, and the room of its connection.
     fn poll_send(
         &mut self,
         cx: &mut Context<'_>,
-        to: &mut SendStream<Bytes>,
+        to: &mut SendStream<Queued>,
+        io: &Batched,
     ) -> Poll<Result<(), RelayError>> {
         let pending = self.pending.len();
-        let capacity = if pending <= self.unreserved {
+        ready!(io.poll_room(cx, pending));
+        let is_unreserved =
+            pending <= self.unreserved && io.queued() + pending <= MAX_UNRESERVED_QUEUED;
+        let capacity = if is_unreserved {
             self.unreserved -= pending;
             pending
         } else {
@@ -188,7 +195,7 @@ impl Relay {
         // Bytes that are sent again were released already.
         let released = data.len().min(self.unreleased);
         self.unreleased -= released;
-        to.send_data(data, last)
+        to.send_data(io.queue(data), last)
             .map_err(|_| RelayError::ReceiverClosed)?;
         self.complete = last;
         // Fails only if the sender's stream is closed.
@@ -197,7 +204,7 @@ impl Relay {
     }
 
     /// Sends the end of the stream, with the trailers.
-    fn finish(&mut self, to: &mut SendStream<Bytes>) -> Result<(), RelayError> {
+    fn finish(&mut self, to: &mut SendStream<Queued>, io: &Batched) -> Result<(), RelayError> {
         self.complete = true;
         let trailers = match self.replay.is_available() {
             true => self.trailers.clone(),
@@ -205,7 +212,7 @@ impl Relay {
         };
         match trailers {
             Some(trailers) => to.send_trailers(trailers),
-            None => to.send_data(Bytes::new(), true),
+            None => to.send_data(io.queue(Bytes::new()), true),
         }
         .map_err(|_| RelayError::ReceiverClosed)
     }

@@ -14,7 +14,7 @@ use tokio::task::spawn_local;
 
 use super::Alpn;
 use super::session_tests::{bytes_of, configs, secured, sockets};
-use super::tests::{CART, Pair, listening, on_worker};
+use super::tests::{CART, Pair, listening, memory, on_worker};
 use crate::batched::Batched;
 use crate::copy::bidirectional;
 use crate::http1::body::Relay;
@@ -170,7 +170,7 @@ fn streamed_http2_bodies_arrive_whole_while_both_sides_pause() {
             }
         })
         .await;
-        let io = Batched::new(connect(app, Alpn::Http2).await);
+        let io = Batched::new(connect(app, Alpn::Http2).await, memory());
         let handshake = h2::client::handshake(io.clone()).await;
         let (mut sender, connection) = handshake.unwrap();
         spawn_local(async move {

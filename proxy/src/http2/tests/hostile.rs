@@ -376,3 +376,69 @@ fn rejects_invalid_preface() {
         assert!(raw.wait_for(HEADERS).await.is_none());
     });
 }
+
+/// An app with endless responses.
+async fn endless_app() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let respond = async |mut respond: SendResponse<Bytes>| {
+        let mut body = respond.send_response(Response::new(()), false).unwrap();
+        loop {
+            body.reserve_capacity(64 * 1024);
+            let Some(Ok(capacity)) = poll_fn(|cx| body.poll_capacity(cx)).await else {
+                return;
+            };
+            if body.send_data(vec![0; capacity].into(), false).is_err() {
+                return;
+            }
+        }
+    };
+    tokio::task::spawn_local(async move {
+        let (stream, _) = listener.accept().await.unwrap();
+        let mut connection = h2::server::handshake(stream).await.unwrap();
+        while let Some(Ok((_, stream))) = connection.accept().await {
+            tokio::task::spawn_local(respond(stream));
+        }
+    });
+    address
+}
+
+#[test]
+fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants() {
+    on_worker(async {
+        const STREAMS: usize = 80;
+        let mesh = Mesh::new();
+        let mut raw = Raw::connect(&mesh, endless_app().await).await;
+        let buffers = mesh.worker.memory(Direction::Outbound).buffers.clone();
+        let mut bytes = frame(
+            SETTINGS,
+            0,
+            0,
+            &[&[0, 4][..], &[0x7f, 0xff, 0xff, 0xff]].concat(),
+        );
+        bytes.extend(frame(WINDOW_UPDATE, 0, 0, &0x7fff_0000_u32.to_be_bytes()));
+        let gets = (0..STREAMS as u32).map(|number| 2 * number + 1);
+        bytes.extend(gets.flat_map(|stream| frame(HEADERS, END_HEADERS | END_STREAM, stream, GET)));
+        raw.send(&bytes).await;
+        // A connection on each side, and the streams with their heads.
+        let usual = 2 * super::super::CONNECTION_COST + STREAMS * super::super::STREAM_COST;
+        let queued = 64 * 1024;
+        let mut unchanged = (0, 0);
+        while unchanged.1 < 3000 {
+            let used = buffers.used();
+            let is_same = used == unchanged.0 && used > usual + queued;
+            unchanged = (used, if is_same { unchanged.1 + 1 } else { 0 });
+            tokio::task::yield_now().await;
+        }
+        let heads = STREAMS * 1024;
+        assert!(
+            unchanged.0 < usual + heads + 5 * queued,
+            "{} bytes",
+            unchanged.0
+        );
+        drop(raw);
+        while buffers.used() > super::super::CONNECTION_COST {
+            tokio::task::yield_now().await;
+        }
+    });
+}
