@@ -36,6 +36,88 @@ fn links_resolve() {
     assert_none("broken links", broken);
 }
 
+/// A shell accepts most prose as a command: a block that was wrapped as text is noticed by its first
+/// words.
+#[test]
+fn shell_examples_are_commands() {
+    const PROGRAMS: [&str; 11] = [
+        "cargo",
+        "cat",
+        "controller",
+        "cp",
+        "kubectl",
+        "make",
+        "mesh",
+        "rm",
+        "sed",
+        "test",
+        "unshare",
+    ];
+    let mut invalid = Vec::new();
+    for document in documents() {
+        for (line, script) in shell_blocks(&read(&document)) {
+            let place = format!("{}:{line}", document.display());
+            let parsed = Command::new("bash").args(["-n", "-c", &script]).output();
+            let parsed = parsed.expect("bash runs");
+            if !parsed.status.success() || !parsed.stderr.is_empty() {
+                let error = String::from_utf8_lossy(&parsed.stderr);
+                invalid.push(format!("{place}: {error}"));
+            }
+            let first_words = commands(&script).filter_map(|line| line.split(' ').next());
+            invalid.extend(
+                first_words
+                    .filter(|word| {
+                        let assigns = word.contains('=') && !word.starts_with('-');
+                        let is_local = word.starts_with("target/debug/");
+                        !PROGRAMS.contains(word) && !assigns && !is_local
+                    })
+                    .map(|word| format!("{place}: {word} is not a known program")),
+            );
+        }
+    }
+    assert_none("shell examples cannot be run", invalid);
+}
+
+/// The blocks of shell commands in a document, with the numbers of their first lines.
+fn shell_blocks(text: &str) -> Vec<(usize, String)> {
+    let mut blocks: Vec<(usize, String)> = Vec::new();
+    let mut is_inside = false;
+    for (number, line) in text.lines().enumerate() {
+        match is_inside {
+            true if line == "```" => is_inside = false,
+            true => {
+                let (_, script) = blocks.last_mut().expect("the block that is open");
+                *script += &format!("{line}\n");
+            }
+            false if line.starts_with("```sh") => {
+                is_inside = true;
+                blocks.push((number + 2, String::new()));
+            }
+            false => {}
+        }
+    }
+    blocks
+}
+
+/// The first line of each command at the top level of a script: not of a comment, and not of a
+/// command that continues the line before, as text in quotes or after `<<` does.
+fn commands(script: &str) -> impl Iterator<Item = &str> {
+    let mut is_complete = true;
+    let mut pending = String::new();
+    script.lines().filter(move |line| {
+        let is_first = is_complete;
+        if is_first {
+            pending.clear();
+        }
+        pending += &format!("{line}\n");
+        let parsed = Command::new("bash").args(["-n", "-c", &pending]).output();
+        let parsed = parsed.expect("bash runs");
+        let ends_open = line.ends_with(['\\', '|']);
+        is_complete = parsed.status.success() && parsed.stderr.is_empty() && !ends_open;
+        is_first && !line.starts_with('#') && !line.is_empty()
+    })
+}
+
 #[test]
 fn documented_metrics_exist() {
     let mut unknown = Vec::new();
