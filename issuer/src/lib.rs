@@ -15,8 +15,9 @@ use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::rand;
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType, SignatureAlgorithm, SigningKey,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, DnValue,
+    ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, PublicKeyData, SanType,
+    SignatureAlgorithm, SigningKey,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::asn1_rs::{Any, BitString, FromDer, Sequence, ToDer};
@@ -27,6 +28,8 @@ pub use request::{Request, RequestError};
 
 /// Time by which `notBefore` precedes the signing time, to tolerate clock skew.
 pub const BACKDATED: Duration = Duration::from_secs(5 * 60);
+/// The attribute type serialNumber (RFC 4519, section 2.31), which tells subjects apart.
+const SERIAL_NUMBER: &[u64] = &[2, 5, 4, 5];
 
 /// A checked certificate authority.
 pub struct Issuer {
@@ -227,7 +230,8 @@ fn crypto(error: impl fmt::Display) -> SignError {
 }
 
 /// Generates a self-signed root CA for leaf certificates: the certificate and its P-384 key, as
-/// PEM.
+/// PEM. Each CA has a subject of its own: verifiers select the root of a chain by its subject
+/// (RFC 5280, section 6.1), and would report an invalid signature in place of an unknown issuer.
 pub fn self_signed(
     organization: &str,
     common_name: &str,
@@ -237,12 +241,12 @@ pub fn self_signed(
     let key = KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).map_err(crypto)?;
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
-    params
-        .distinguished_name
-        .push(DnType::OrganizationName, organization);
-    params
-        .distinguished_name
-        .push(DnType::CommonName, common_name);
+    let subject = &mut params.distinguished_name;
+    subject.push(DnType::OrganizationName, organization);
+    let number = hex(&serial()?).as_str().try_into().map_err(crypto)?;
+    let number = DnValue::PrintableString(number);
+    subject.push(DnType::CustomDnType(SERIAL_NUMBER.into()), number);
+    subject.push(DnType::CommonName, common_name);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params.use_authority_key_identifier_extension = true;

@@ -388,6 +388,24 @@ fn accepts_openssl_ca_with_sec1_key_and_any_name() {
     }
 }
 
+#[test]
+fn certificate_of_another_generated_ca_has_an_unknown_issuer() {
+    let [issuer, other] = [(); 2].map(|()| {
+        let generated = self_signed("cluster.local", "CA", SystemTime::now(), HOUR);
+        let (certificate, key) = generated.unwrap();
+        Issuer::from_pem(&certificate, &key, SystemTime::now()).unwrap()
+    });
+    let (request, identity) = request();
+    let signed = issuer.sign(&request, identity.as_str(), SystemTime::now(), HOUR);
+    let leaf = &signed.unwrap().der;
+    verify_as_proxy(&issuer.certificate, leaf).unwrap();
+    let error = verify_as_proxy(&other.certificate, leaf).unwrap_err();
+    assert_eq!(
+        error,
+        rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer)
+    );
+}
+
 fn verify_as_proxy(
     root: &CertificateDer<'static>,
     leaf: &CertificateDer<'static>,
