@@ -67,7 +67,7 @@ impl Holder {
 /// A limited number of bytes, or of slots.
 #[derive(Debug)]
 pub struct Budget {
-    limit: usize,
+    limit: Cell<usize>,
     used: Cell<usize>,
     is_memory: bool,
     /// The accounts in use.
@@ -87,7 +87,7 @@ impl Budget {
 
     fn new(limit: usize, is_memory: bool) -> Rc<Self> {
         Rc::new(Self {
-            limit,
+            limit: Cell::new(limit),
             used: Cell::new(0),
             is_memory,
             accounts: RefCell::default(),
@@ -113,17 +113,17 @@ impl Budget {
 
     /// Whether three quarters are used: large buffers are rejected.
     pub fn is_under_pressure(&self) -> bool {
-        self.used.get() >= self.limit / 4 * 3
+        self.used.get() >= self.limit() / 4 * 3
     }
 
     /// Whether all is used: new work is rejected.
     pub fn is_exhausted(&self) -> bool {
-        self.used.get() >= self.limit
+        self.used.get() >= self.limit()
     }
 
     /// The limit.
     pub fn limit(&self) -> usize {
-        self.limit
+        self.limit.get()
     }
 
     /// What is used.
@@ -133,12 +133,21 @@ impl Budget {
 
     /// What is left once `more` is used. None if it is too much.
     fn left(&self, more: usize) -> Option<usize> {
-        self.limit.checked_sub(self.used().checked_add(more)?)
+        self.limit().checked_sub(self.used().checked_add(more)?)
+    }
+
+    /// Changes the limit.
+    pub fn resize(&self, limit: usize) {
+        self.change(&self.limit, limit);
     }
 
     fn set(&self, used: usize) {
+        self.change(&self.used, used);
+    }
+
+    fn change(&self, cell: &Cell<usize>, value: usize) {
         let before = self.is_under_pressure();
-        self.used.set(used);
+        cell.set(value);
         match (before, self.is_under_pressure()) {
             (false, true) if self.is_memory => count_pressure(1),
             (true, false) if self.is_memory => count_pressure(-1),
@@ -209,7 +218,7 @@ impl Account {
             return false;
         }
         let is_reached = |used, limit| used >= limit / 8 * 7;
-        let (limit, used) = (self.budget.limit, self.used.get());
+        let (limit, used) = (self.budget.limit(), self.used.get());
         let by_rest = self.group.as_ref().map_or(0, |group| group.used_by_rest());
         if is_reached(self.budget.used(), limit) && used.max(by_rest) > limit / 4 {
             return true;

@@ -80,8 +80,6 @@ struct Timing {
     idle_timeout: Duration,
     sweep_interval: Duration,
     max_destinations: usize,
-    /// Of all destinations.
-    max_endpoints: usize,
 }
 
 impl Default for Timing {
@@ -93,7 +91,6 @@ impl Default for Timing {
             idle_timeout: Duration::from_secs(60),
             sweep_interval: Duration::from_secs(2),
             max_destinations: MAX_DESTINATIONS,
-            max_endpoints: usize::MAX,
         }
     }
 }
@@ -113,13 +110,10 @@ pub fn start(
     trust: Trust,
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
-    max_endpoints: usize,
+    max_endpoints: impl Fn() -> usize + Send + 'static,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
-    let timing = Timing {
-        max_endpoints,
-        ..Timing::default()
-    };
-    start_with(control, trust, credentials, metrics, timing)
+    let timing = Timing::default();
+    start_with(control, trust, credentials, metrics, timing, max_endpoints)
 }
 
 fn start_with(
@@ -128,6 +122,7 @@ fn start_with(
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
     timing: Timing,
+    max_endpoints: impl Fn() -> usize + Send + 'static,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
     let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
     let (set_unready, unready) = watch::channel(Some(NOT_CONNECTED.to_owned()));
@@ -142,7 +137,8 @@ fn start_with(
         let mut sweep = interval(timing.sweep_interval);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let driver = Driver {
-            table: Table::new(timing.max_destinations, timing.max_endpoints),
+            table: Table::new(timing.max_destinations, max_endpoints()),
+            max_endpoints: Box::new(max_endpoints),
             requests,
             stream: None,
             controller_unavailable: false,
@@ -232,6 +228,7 @@ struct Driver {
     metrics: DiscoveryMetrics,
     sweep: Interval,
     timing: Timing,
+    max_endpoints: Box<dyn Fn() -> usize + Send>,
     log_limiter: LogLimiter,
     trust: Trust,
     credentials: CurrentCredentials,
@@ -448,6 +445,7 @@ impl Driver {
     }
 
     fn sweep(&mut self) {
+        self.table.max_endpoints = (self.max_endpoints)();
         if self.stream.is_some() {
             let accepted = self.table.accept_refused(Instant::now());
             self.metrics.older_accepted.inc_by(accepted.len() as u64);

@@ -32,7 +32,7 @@ use crate::tls::{Acceptance, Handshake, Negotiated, Session};
 const MAX_READ: usize = 256 * 1024;
 /// The maximum number of bytes of one read that are buffered until they are parsed. Below the size
 /// that the allocator of the image returns to the kernel at once: bulk data needs no such buffers.
-const MAX_FILL: usize = 31 * 1024;
+pub const MAX_FILL: usize = 31 * 1024;
 
 /// The minimum size of a read of TLS records: an incomplete record, and the rest of it.
 const MIN_SEALED_READ: usize = 40 * 1024;

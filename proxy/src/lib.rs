@@ -100,7 +100,10 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         Dumps::start(dump_config, metrics.clone()).context("failed to start the dump writer")?;
     let readiness = Readiness::default();
     let memory = Memory::detect(config.memory_limit);
-    let (discovery, credentials) = start_control(&config, memory, &metrics, &readiness);
+    if config.memory_limit.is_none() {
+        tokio::spawn(memory.clone().follow());
+    }
+    let (discovery, credentials) = start_control(&config, &memory, &metrics, &readiness);
     let listening = readiness.condition("listeners", "listeners are not bound yet");
     let discovering = readiness.condition("discovery", "not started");
     let admin_metrics = metrics.clone();
@@ -133,7 +136,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             discovery: discovery.clone(),
             credentials: credentials.clone(),
             limit,
-            memory: memory.buffers(config.workers),
+            memory: memory.clone(),
             drain: drain.clone(),
         };
         let serve = move |worker| connection::serve(worker, listeners);
@@ -172,7 +175,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
 /// Starts discovery and, if the controller is authenticated, the renewal of the workload identity.
 fn start_control(
     config: &Config,
-    memory: Memory,
+    memory: &Memory,
     metrics: &Metrics,
     readiness: &Readiness,
 ) -> (Discovery, CurrentCredentials) {
@@ -209,12 +212,13 @@ fn start_control(
             identity::none()
         }
     };
+    let (memory, workers) = (memory.clone(), config.workers);
     let (discovery, driver) = discovery::start(
         control,
         trust,
         credentials.clone(),
         metrics.discovery.clone(),
-        memory.max_endpoints(config.workers),
+        move || memory.max_endpoints(workers),
     );
     tokio::spawn(driver);
     (discovery, credentials)
@@ -296,7 +300,8 @@ mod tests {
         );
         let config = Config::parse_from(arguments.split(' ')).check().unwrap();
         let memory = Memory::new(32 * 1024 * 1024);
-        let (discovery, _) = start_control(&config, memory, &Metrics::new(), &Readiness::default());
+        let (discovery, _) =
+            start_control(&config, &memory, &Metrics::new(), &Readiness::default());
         let cart = std::net::SocketAddr::from(([10, 96, 0, 7], 80));
         let watching = tokio::spawn(async move { discovery.watch(cart).await });
         let mut stream = controller.stream().await;

@@ -1,5 +1,5 @@
 //! The memory that connections may use: the limit of the container, divided into connections and
-//! buffers.
+//! buffers. It is read every few seconds.
 //!
 //! A task that runs may use more; what it holds while it waits is charged to the account of its
 //! caller (`account.rs`). Under pressure, reads become small and large heads are rejected. When the
@@ -9,6 +9,10 @@
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use crate::account::Budget;
 
@@ -30,48 +34,72 @@ thread_local! {
     static UNDER_PRESSURE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The memory for the connections of the proxy, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
-    /// The limit of the container, or a fraction of the machine's memory.
-    limit: usize,
-}
+/// How often the limit is read: it changes when the pod is resized in place.
+const READ_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The memory for the connections of the proxy, in bytes: the limit of the container, or a fraction
+/// of the machine's memory. A handle, because the limit changes.
+#[derive(Clone, Debug)]
+pub struct Memory(Arc<AtomicUsize>);
 
 impl Memory {
     /// The memory of a container with this limit.
     pub fn new(limit: usize) -> Self {
-        let limit = limit.max(MIN_LIMIT);
-        Self { limit }
+        Self(Arc::new(limit.into()))
     }
 
     /// The configured limit, or that of the container, or a fraction of the machine's memory.
     pub fn detect(configured: Option<usize>) -> Self {
-        let root = Path::new("/");
-        let limit = configured.or_else(|| container_limit(root));
-        Self::new(limit.unwrap_or_else(|| machine_memory(root) / MACHINE_FRACTION))
+        Self::new(configured.unwrap_or_else(|| detect(Path::new("/"))))
+    }
+
+    /// Follows the limit of the container.
+    pub async fn follow(self) {
+        loop {
+            tokio::time::sleep(READ_INTERVAL).await;
+            self.read(Path::new("/"));
+        }
+    }
+
+    fn read(&self, root: &Path) {
+        let limit = detect(root);
+        let before = self.0.swap(limit, Relaxed);
+        if before != limit {
+            tracing::info!(
+                before,
+                limit,
+                "the memory limit of the container has changed"
+            );
+        }
     }
 
     /// The limit.
-    pub fn limit(self) -> usize {
-        self.limit
+    pub fn limit(&self) -> usize {
+        self.0.load(Relaxed)
     }
 
     /// The maximum number of connections: they use a quarter of the memory.
-    pub fn max_connections(self) -> usize {
-        self.limit / 4 / CONNECTION_COST
+    pub fn max_connections(&self) -> usize {
+        self.limit() / 4 / CONNECTION_COST
     }
 
     /// The maximum number of endpoints of all destinations: they use an eighth of the memory.
-    pub fn max_endpoints(self, workers: usize) -> usize {
-        self.limit / 8 / (ENDPOINT_COST.0 + ENDPOINT_COST.1 * workers)
+    pub fn max_endpoints(&self, workers: usize) -> usize {
+        self.limit() / 8 / (ENDPOINT_COST.0 + ENDPOINT_COST.1 * workers)
     }
 
     /// The budget for the buffers of one direction in each of `workers` workers. Both directions
     /// together use half of the memory. The last eighth is for windows of connections to the
     /// application ([`Budgets`]), the program, the kernel and the fragmentation of the heap.
-    pub fn buffers(self, workers: usize) -> usize {
-        self.limit / 4 / workers.max(1)
+    pub fn buffers(&self, workers: usize) -> usize {
+        self.limit() / 4 / workers.max(1)
     }
+}
+
+fn detect(root: &Path) -> usize {
+    let limit = container_limit(root);
+    let limit = limit.unwrap_or_else(|| machine_memory(root) / MACHINE_FRACTION);
+    limit.max(MIN_LIMIT)
 }
 
 /// The smallest memory limit of the control groups of this process, in version 1 and 2. None
@@ -132,6 +160,13 @@ impl Budgets {
             app_windows: Budget::bytes(bytes / 4),
         }
     }
+
+    /// Divides another number of bytes.
+    pub fn resize(&self, bytes: usize) {
+        self.buffers.resize(bytes / 4 * 3);
+        self.windows.resize(bytes / 4);
+        self.app_windows.resize(bytes / 4);
+    }
 }
 
 /// Counts a budget of this thread whose pressure begins (1) or ends (-1).
@@ -151,8 +186,16 @@ pub fn max_read(usual: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::account::{Charge, Holder};
 
     const MIB: usize = 1024 * 1024;
+
+    impl Memory {
+        /// The memory of which each direction of each of `workers` workers has `bytes` for buffers.
+        pub fn of_buffers(bytes: usize, workers: usize) -> Self {
+            Self::new(4 * bytes * workers)
+        }
+    }
 
     /// A root directory with these files, on a machine of 8 GiB.
     fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
@@ -214,12 +257,40 @@ mod tests {
     }
 
     #[test]
+    fn follows_the_limit_of_the_container() {
+        let v2 = |limit| {
+            let files = [
+                ("proc/self/cgroup", "0::/\n"),
+                ("sys/fs/cgroup/memory.max", limit),
+            ];
+            root(&files)
+        };
+        let memory = Memory::new(detect(v2("268435456\n").path()));
+        let budgets = Budgets::new(memory.buffers(1));
+        let mut charge = Charge::new(budgets.buffers.account(Holder::App));
+        charge.set(20 * MIB);
+        assert!(!budgets.buffers.is_under_pressure());
+        for (limit, expected) in [
+            ("67108864\n", 64),
+            ("1\n", 32),
+            ("536870912\n", 512),
+            ("max", 1024),
+        ] {
+            memory.read(v2(limit).path());
+            assert_eq!(memory.limit(), expected * MIB, "{limit}");
+            budgets.resize(memory.buffers(1));
+            assert_eq!(budgets.buffers.limit(), expected * MIB / 16 * 3);
+            assert_eq!(budgets.buffers.is_under_pressure(), expected < 100);
+            assert_eq!(max_read(100_000) < 100_000, expected < 100);
+        }
+    }
+
+    #[test]
     fn divides_the_limit() {
         let memory = Memory::new(256 * MIB);
         assert_eq!(memory.max_connections(), 16 * 1024);
         assert_eq!((memory.buffers(1), memory.buffers(4)), (64 * MIB, 16 * MIB));
         let endpoints = (memory.max_endpoints(1), memory.max_endpoints(4));
         assert_eq!(endpoints, (39_475, 15_252));
-        assert_eq!(Memory::new(0).limit(), 32 * MIB);
     }
 }

@@ -18,6 +18,7 @@ use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::http::replay::MAX_REPLAY;
+use crate::io::MAX_FILL;
 use crate::{http1, http2};
 
 /// The maximum number of requests of a worker whose copies are collected or sent.
@@ -57,6 +58,16 @@ pub enum CopiedHead {
     Http2(Box<Parts>),
 }
 
+impl CopiedHead {
+    /// The memory of the head.
+    fn size(&self) -> usize {
+        match self {
+            Self::Http1 { head, .. } => head.len(),
+            Self::Http2(parts) => http2::head::size(parts),
+        }
+    }
+}
+
 /// A copy that is collected while its request passes.
 pub struct Mirror {
     head: CopiedHead,
@@ -72,7 +83,9 @@ impl Mirror {
     pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: CopiedHead) -> Option<Box<Self>> {
         let slot = flow.worker.mirrors.clone().try_acquire_owned().ok();
         let mut memory = flow.charge();
-        let slot = slot.filter(|_| memory.try_grow(MAX_REPLAY));
+        // The copy, its message for a backend, and the response that is read.
+        let needed = 2 * (head.size() + MAX_REPLAY) + MAX_FILL;
+        let slot = slot.filter(|_| memory.try_grow(needed));
         if slot.is_none() {
             flow.worker.metrics.mirror(MirrorResult::Dropped);
         }
@@ -173,5 +186,37 @@ impl Forward for Copy {
 
     fn rewind(&mut self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::destination::Destination;
+    use crate::flow::Direction;
+    use crate::policy::Caller;
+    use crate::worker::{Worker, WorkerContext};
+
+    #[tokio::test]
+    async fn copy_is_charged_with_all_that_it_holds() {
+        let address = ([127, 0, 0, 1], 80).into();
+        let flow = Rc::new(Flow {
+            worker: Worker::new(WorkerContext::for_a_test("")),
+            direction: Direction::Outbound,
+            peer: address,
+            destination: Rc::new(Destination::fixed(address)),
+            caller: Caller::App,
+        });
+        let head = CopiedHead::Http1 {
+            head: vec![b'h'; 60_000].into(),
+            method: Bytes::from_static(b"POST"),
+            chunked: true,
+        };
+        let mirror = Mirror::new(&flow, &[], head);
+        let buffers = &flow.worker.memory(Direction::Outbound).buffers;
+        let message = 60_000 + MAX_REPLAY;
+        assert!(buffers.used() >= 2 * message, "{} bytes", buffers.used());
+        drop(mirror);
+        assert_eq!(buffers.used(), 0);
     }
 }

@@ -25,7 +25,7 @@ use crate::flow::Direction;
 use crate::identity::CurrentCredentials;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
-use crate::memory::{Budgets, PENDING_COST};
+use crate::memory::{Budgets, Memory, PENDING_COST};
 use crate::metrics::Metrics;
 use crate::mirror::MAX_MIRRORS;
 use crate::pending::PendingSlots;
@@ -56,8 +56,8 @@ pub struct WorkerContext {
     pub credentials: CurrentCredentials,
     /// The maximum number of open connections.
     pub limit: usize,
-    /// The budget for the buffers of each direction, in bytes.
-    pub memory: usize,
+    /// The memory of the proxy.
+    pub memory: Memory,
     /// Cancelled when the proxy shuts down.
     pub drain: CancellationToken,
 }
@@ -114,6 +114,7 @@ pub struct Worker {
     pub callers: Rc<Budget>,
     /// Requests whose copies are collected or sent.
     pub mirrors: Arc<Semaphore>,
+    memory: Memory,
     inbound_memory: Budgets,
     outbound_memory: Budgets,
     /// When a peer was last warned about.
@@ -131,8 +132,9 @@ impl Worker {
         // may be pending.
         let max_inbound = context.limit - context.limit / 4;
         let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
-        let max_pending = max_pending.min((context.memory / 2 / PENDING_COST).max(1));
-        let outbound_memory = Budgets::new(context.memory);
+        let memory = context.memory.buffers(context.config.workers);
+        let max_pending = max_pending.min((memory / 2 / PENDING_COST).max(1));
+        let outbound_memory = Budgets::new(memory);
         let tls = Tls::new(
             context.credentials,
             lifetimes,
@@ -159,7 +161,8 @@ impl Worker {
             callers: Budget::slots(max_inbound),
             pending: PendingSlots::new(max_pending),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
-            inbound_memory: Budgets::new(context.memory),
+            memory: context.memory,
+            inbound_memory: Budgets::new(memory),
             outbound_memory,
             warned_at: Cell::new(None),
             idle: Notify::new(),
@@ -187,6 +190,9 @@ impl Worker {
                 _ = eviction.tick() => {
                     self.destinations.evict_idle(Instant::now());
                     self.apps.evict_idle(Instant::now());
+                    let memory = self.memory.buffers(self.config.workers);
+                    self.inbound_memory.resize(memory);
+                    self.outbound_memory.resize(memory);
                 }
                 () = self.drain.cancelled() => break,
             }
@@ -290,14 +296,15 @@ mod tests {
             use clap::Parser as _;
             let usual = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token";
             let config = Config::parse_from(format!("{usual}{arguments}").split(' '));
+            let config = Arc::new(config.check().unwrap());
             Self {
-                config: Arc::new(config.check().unwrap()),
+                memory: Memory::of_buffers(64 * 1024 * 1024, config.workers),
+                config,
                 dumps: Dumps::off(),
                 metrics: Metrics::new(),
                 discovery: Discovery::off(),
                 credentials: crate::identity::none(),
                 limit: 1000,
-                memory: 64 * 1024 * 1024,
                 drain: CancellationToken::new(),
             }
         }

@@ -189,7 +189,7 @@ impl Subscriber {
             Trust::default(),
             identity::none(),
             DiscoveryMetrics::default(),
-            usize::MAX,
+            || usize::MAX,
         );
         let driver = tokio::spawn(driver);
         let mut targets = Vec::new();

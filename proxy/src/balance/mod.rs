@@ -34,7 +34,7 @@ pub use breaker::BreakerSettings;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
 use health::Health;
-use maglev::LazyTable;
+use maglev::Table;
 use policy::BackendPolicy;
 pub use quarantine::{Cause, OutlierSettings};
 pub use select::{Avoided, Preference};
@@ -73,7 +73,7 @@ struct State {
     affinity: Option<Arc<Affinity>>,
     policy: Arc<BackendPolicy>,
     /// Of the members, for consistent hashes.
-    table: Arc<LazyTable>,
+    table: Arc<Table>,
     /// When the latest of the endpoints joined that get a growing share of the requests.
     slow_start_since: Option<Instant>,
     routes: Option<Arc<Routes>>,
@@ -268,6 +268,13 @@ impl Backend {
             self.state.replace(state);
             self.apply_policy();
         }
+    }
+
+    /// Whether a connection to an endpoint is kept for further requests.
+    pub fn has_connections(&self) -> bool {
+        let state = self.state.borrow();
+        let mut endpoints = state.members.iter().map(|member| &member.endpoint);
+        endpoints.any(|endpoint| endpoint.pool().has_connections())
     }
 
     /// Whether discovery refused the subscription, because its table of destinations is full.

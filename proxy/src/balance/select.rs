@@ -9,7 +9,6 @@ use std::time::Instant;
 use fastrand::Rng;
 
 use super::endpoint::Endpoint;
-use super::maglev::Table;
 use super::policy::{Algorithm, HashKey};
 use super::zone::ZonePreference;
 use super::{Backend, Member, State, p2c};
@@ -222,12 +221,8 @@ impl State {
             let mean = || *total / u32::try_from(self.members.len()).unwrap_or(u32::MAX).max(1);
             load >= MIN_BOUND && load >= mean().saturating_mul(MAX_LOAD_FACTOR)
         };
-        let table = self.table.get_or_init(|| {
-            let addresses = self.members.iter().map(|member| member.info.address);
-            Table::new(addresses)
-        });
-        table
+        self.table
             .find(hash, |index| usable(index) && !is_overloaded(index))
-            .or_else(|| table.find(hash, usable))
+            .or_else(|| self.table.find(hash, usable))
     }
 }

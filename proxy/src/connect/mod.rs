@@ -295,6 +295,13 @@ impl Pool {
         }
     }
 
+    /// Whether a connection is kept for further requests.
+    pub fn has_connections(&self) -> bool {
+        !self.http1.borrow().is_empty()
+            || !self.http2.is_empty()
+            || !self.callers.borrow().is_empty()
+    }
+
     /// Drops all idle connections, and those that are returned later. Open HTTP/2 streams continue.
     pub fn close(&self) {
         self.closed.set(true);

@@ -216,7 +216,7 @@ impl Proxy {
             trust,
             credentials.clone(),
             DiscoveryMetrics::default(),
-            usize::MAX,
+            || usize::MAX,
         );
         let mut tasks = JoinSet::new();
         tasks.spawn(renewal);

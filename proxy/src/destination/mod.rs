@@ -25,6 +25,9 @@ use crate::route::Routes;
 /// The maximum number of destinations of a worker, and of backends. Those above it are served, but
 /// not shared or kept.
 const MAX_DESTINATIONS: usize = 10_000;
+/// Destinations without discovery may leave this many values behind that are neither in use nor
+/// connected, such as the ports of a scan.
+const MAX_UNCONNECTED: usize = 256;
 /// How long a destination without connections is kept.
 const DESTINATION_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -41,6 +44,8 @@ pub struct Destinations {
 struct Registry<K, T> {
     entries: RefCell<HashMap<K, Rc<Entry<T>>>>,
     limit: usize,
+    /// The number of entries from which unconnected ones are removed.
+    release_at: Cell<usize>,
 }
 
 /// A value, set when the first response of discovery arrives. Concurrent callers wait for the same
@@ -109,6 +114,7 @@ impl Destinations {
             let backend = Backend::fixed(address, &self.pools);
             Rc::new(Destination::new(address, backend))
         };
+        self.destinations.release_unconnected();
         let Some(entry) = self.destinations.entry(address) else {
             return fixed();
         };
@@ -147,6 +153,7 @@ impl<K: Clone + Eq + Hash, T: AsRef<Backend>> Registry<K, T> {
         Self {
             entries: RefCell::default(),
             limit,
+            release_at: Cell::new(MAX_UNCONNECTED),
         }
     }
 
@@ -194,6 +201,18 @@ impl<K: Clone + Eq + Hash, T: AsRef<Backend>> Registry<K, T> {
             entries = self.entries.borrow_mut();
         }
         (entries.len() < self.limit).then(|| entries.entry(key).or_default().clone())
+    }
+
+    /// Removes values that are neither in use nor connected, once there are many more values than
+    /// those of the last time.
+    fn release_unconnected(&self) {
+        let mut entries = self.entries.borrow_mut();
+        if entries.len() < self.release_at.get() {
+            return;
+        }
+        let is_connected = |value: &Rc<T>| (**value).as_ref().has_connections();
+        entries.retain(|_, entry| entry.is_in_use() || entry.value.get().is_some_and(is_connected));
+        self.release_at.set(2 * entries.len() + MAX_UNCONNECTED);
     }
 
     /// Removes values that are not in use, which frees subscriptions of discovery. Returns whether

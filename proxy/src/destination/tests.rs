@@ -797,3 +797,28 @@ async fn shares_backends_of_routes_by_name_until_they_are_idle() {
     destinations.evict_idle(after(170));
     assert_eq!(destinations.backends.entries.borrow().len(), 0);
 }
+
+#[tokio::test]
+async fn ports_of_a_scan_leave_few_destinations_behind() {
+    let destinations = Destinations::new(Discovery::off(), Pools::default());
+    let port = |port: u16| destinations.fixed(([10, 0, 0, 1], port).into());
+    let held = port(1);
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = tokio::net::TcpStream::connect(listener.local_addr().unwrap());
+    let connected = port(2);
+    let endpoint = connected.backend().pick(&[], &mut rng()).unwrap();
+    let io = crate::io::Io::new(upstream.await.unwrap());
+    endpoint.pool().checkin_http1(io, Instant::now());
+    let known = Rc::downgrade(&connected);
+    drop((connected, endpoint));
+    for number in 3..10_000 {
+        port(number);
+        assert!(destinations.len() < 600, "after {number} ports");
+    }
+    assert!(Rc::ptr_eq(&held, &port(1)));
+    assert!(
+        known
+            .upgrade()
+            .is_some_and(|known| Rc::ptr_eq(&known, &port(2)))
+    );
+}

@@ -87,13 +87,9 @@ impl Mesh {
         let mut fake = FakeController::start().await;
         let control = Control::new(fake.url(), None, None);
         let (trust, none) = (Trust::default(), crate::identity::none());
-        let (discovery, driver) = start(
-            control,
-            trust,
-            none,
-            DiscoveryMetrics::default(),
-            usize::MAX,
-        );
+        let (discovery, driver) = start(control, trust, none, DiscoveryMetrics::default(), || {
+            usize::MAX
+        });
         tokio::spawn(driver);
         let stream = fake.stream().await;
         let backends = backends.iter();

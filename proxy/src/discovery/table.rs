@@ -37,7 +37,7 @@ pub(super) struct Table {
     were_meshed: WereMeshed,
     limit: usize,
     /// Endpoints of all destinations.
-    max_endpoints: usize,
+    pub(super) max_endpoints: usize,
     /// Each proxy keeps other endpoints of a large Service.
     seed: u64,
 }

@@ -11,8 +11,8 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
 use super::affinity::Affinity;
 use super::resource::Resource;
 use super::subset::Subset;
-use crate::balance::maglev::LazyTable;
-use crate::balance::policy::BackendPolicy;
+use crate::balance::maglev::Table;
+use crate::balance::policy::{Algorithm, BackendPolicy};
 use crate::detect::Protocol;
 use crate::route::Routes;
 
@@ -52,8 +52,8 @@ pub struct ServiceTarget {
     pub routes: Option<Arc<Routes>>,
     /// How the endpoints are used.
     pub policy: Arc<BackendPolicy>,
-    /// Of the usable endpoints, for consistent hashes.
-    pub table: Arc<LazyTable>,
+    /// Of the usable endpoints, for consistent hashes. Workers share it.
+    pub table: Arc<Table>,
     /// The endpoints that the proxy keeps.
     pub subset: Subset,
 }
@@ -179,6 +179,23 @@ impl Target {
             Self::Service(service) => service.policy = policy,
             Self::Pod(pod) => pod.policy = policy,
             _ => {}
+        }
+        self
+    }
+
+    /// Computes the table of the usable endpoints, if the policy needs it. Discovery does so before
+    /// workers get the target: no request waits for it.
+    pub fn with_table(mut self) -> Self {
+        if let Self::Service(service) = &mut self {
+            let is_hashed = matches!(
+                service.policy.balancing.algorithm,
+                Algorithm::ConsistentHash(_)
+            );
+            let addresses = service.usable().iter().map(|endpoint| endpoint.address);
+            service.table = match is_hashed {
+                true => Arc::new(Table::new(addresses)),
+                false => Arc::default(),
+            };
         }
         self
     }
@@ -410,10 +427,7 @@ pub(super) fn with_delta(
 ) -> Result<Target, String> {
     match before {
         Target::Service(service) => {
-            let mut service = ServiceTarget {
-                table: Arc::default(),
-                ..service.clone()
-            };
+            let mut service = service.clone();
             service.apply(delta, max_endpoints, report);
             Ok(Target::Service(service))
         }

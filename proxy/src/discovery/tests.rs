@@ -38,6 +38,7 @@ impl Running {
             crate::identity::none(),
             metrics.clone(),
             timing,
+            || usize::MAX,
         );
         let mut tasks = JoinSet::new();
         tasks.spawn(driver);
@@ -65,7 +66,6 @@ fn timing() -> Timing {
         idle_timeout: FOREVER,
         sweep_interval: Duration::from_millis(5),
         max_destinations: 100,
-        max_endpoints: usize::MAX,
     }
 }
 
@@ -538,6 +538,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
         crate::identity::none(),
         DiscoveryMetrics::default(),
         timing(),
+        || usize::MAX,
     );
     let driver = tokio::spawn(driver);
     drop(discovery);

@@ -6,7 +6,7 @@
 //! only the connection that it arrives on.
 
 mod exchange;
-mod head;
+pub(crate) mod head;
 pub mod mirror;
 mod relay;
 #[cfg(test)]

@@ -17,6 +17,7 @@ use diy_mesh_proxy::dump::Dumps;
 use diy_mesh_proxy::flow::{Direction, Flow};
 use diy_mesh_proxy::io::Io;
 use diy_mesh_proxy::lifetime::Lifetime;
+use diy_mesh_proxy::memory::Memory;
 use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::policy::Caller;
 use diy_mesh_proxy::timeouts::TimeoutKind;
@@ -101,6 +102,7 @@ impl Mesh {
         let args = "proxy --inbound-port 4000 --outbound-port 5000 --admin-port 4001 --controller http://c:8080 --token-file /token --dump off";
         let mut config = Config::parse_from(args.split(' ')).check().unwrap();
         change(&mut config);
+        let workers = config.workers;
         let (metrics, drain) = (Metrics::new(), CancellationToken::new());
         let context = WorkerContext {
             config: Arc::new(config),
@@ -109,7 +111,7 @@ impl Mesh {
             discovery: Discovery::off(),
             credentials: diy_mesh_proxy::identity::none(),
             limit: 1000,
-            memory,
+            memory: Memory::new(4 * memory * workers),
             drain: drain.clone(),
         };
         Self {

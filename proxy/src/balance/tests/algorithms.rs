@@ -32,6 +32,7 @@ fn with_policy(algorithm: &Algorithm, mut infos: Vec<EndpointInfo>) -> Target {
         }),
         ..ServiceTarget::default()
     })
+    .with_table()
 }
 
 /// The endpoints of one worker.

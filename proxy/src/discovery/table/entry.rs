@@ -246,7 +246,7 @@ impl Entry {
             self.meshed = target.is_meshed();
         }
         let is_short = target.part().is_some_and(|kept| kept < MIN_PART);
-        self.sender.send_replace(Arc::new(target));
+        self.sender.send_replace(Arc::new(target.with_table()));
         // The next stream reports a rejection again.
         self.version = if self.is_rejected {
             String::new()

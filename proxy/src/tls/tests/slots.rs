@@ -5,7 +5,7 @@ use tokio::net::TcpSocket;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::memory::PENDING_COST;
+use crate::memory::{Memory, PENDING_COST};
 
 /// An address of many callers, such as an ingress gateway.
 pub(super) const GATEWAY: [u8; 4] = [127, 0, 0, 5];
@@ -32,8 +32,7 @@ impl Slots {
     }
 
     async fn with(app: SocketAddr, limit: usize, arguments: &str) -> Self {
-        let memory = WorkerContext::for_a_test("").memory;
-        Self::with_memory(app, limit, memory, arguments).await
+        Self::with_memory(app, limit, 64 * 1024 * 1024, arguments).await
     }
 
     pub(super) async fn with_memory(
@@ -43,10 +42,11 @@ impl Slots {
         arguments: &str,
     ) -> Self {
         let authority = Authority::new("root");
+        let context = context_of(&authority, CART, arguments);
         let context = WorkerContext {
             limit,
-            memory,
-            ..context_of(&authority, CART, arguments)
+            memory: Memory::of_buffers(memory, context.config.workers),
+            ..context
         };
         let (metrics, inbound) = (context.metrics.clone(), Worker::new(context));
         let [caller, other] =
