@@ -4,15 +4,17 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz e2e tilt-ci bench bench-scale conformance conformance-image images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz e2e e2e-all tilt-ci bench bench-scale conformance conformance-image images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
 TAG ?= dev
 IMAGES := $(APPS:%=diy-sm-%:$(TAG))
 
-# make e2e: tag of the images of the previous release. Empty: the tests that need them are skipped.
+# make e2e-all: tag of the images of the previous release.
 PREVIOUS_TAG ?=
+# make conformance: version of the Gateway API. Empty: that of tests/conformance/go.mod; X: that of tests/conformance/go-X.mod.
+GATEWAY_API ?=
 
 # How images are built and loaded; the defaults are Docker's and kind's.
 DOCKER_BUILD ?= docker build
@@ -38,7 +40,7 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 test: MORE := openssl:openssl c++:g++
 test: tools ## run all tests that need no cluster; tests in namespaces need root
 	@cargo build --workspace --bins
-	@.ci/totals cargo test --workspace --no-fail-fast
+	@.ci/totals cargo test --config 'target."cfg(unix)".runner=".ci/test-program"' --workspace --no-fail-fast
 
 check: MORE := c++:g++
 check: tools ## check format, lints, documentation, licences, manifests
@@ -68,21 +70,28 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # the images may have changed under the same tag
 	@kubectl apply -k manifests/crds >/dev/null
 	@kubectl wait --for=condition=Established --timeout=60s crd/trafficpolicies.diy-service-mesh.dev
-	@cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
-	@cargo build --bins # the command line tests run these programs
-	@E2E=1 cargo test --workspace --test cluster -- --nocapture
-	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) cargo test --workspace --test cluster_serial -- --nocapture --test-threads=1
+	@cargo build --workspace --bins # the command line tests run these programs
+	@.ci/totals cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
+	@E2E=1 .ci/totals cargo test --workspace --test cluster -- --test-threads=4
+	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) .ci/totals cargo test --workspace --test cluster_serial -- --test-threads=1
+
+e2e-all: ## build the images, run all tests on the cluster of KUBECONFIG, record the result in docs/reliability.md (DOCKER_BUILD=, LOAD=)
+	@.ci/e2e-all
 
 conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD='docker build', or IMAGE=PROGRAM)
 	@mkdir -p $(TARGET_DIR)/conformance
 	@cd tests/conformance && CGO_ENABLED=0 go build -trimpath -o $(abspath $(TARGET_DIR))/conformance/client ./echo
 	@$(or $(IMAGE:%=% diy-sm-conformance:dev $(TARGET_DIR)/conformance/client),$(DOCKER_BUILD) -t diy-sm-conformance:dev -f tests/conformance/Dockerfile $(TARGET_DIR)/conformance)
 
-conformance: ## run the Gateway API's conformance tests for meshes on the cluster of KUBECONFIG, which needs the images (ARGS='-run-test MeshSplit')
+conformance: ## run the Gateway API's conformance tests for meshes on the cluster of KUBECONFIG, which needs the images (GATEWAY_API=, ARGS='-run-test MeshSplit')
+	@cd tests/conformance && go mod download -modfile=$(GO_MOD) sigs.k8s.io/gateway-api
+	@kubectl apply --server-side --force-conflicts -f "$$(cd tests/conformance && go list -modfile=$(GO_MOD) -m -f '{{.Dir}}' sigs.k8s.io/gateway-api)/config/crd/standard" >/dev/null
 	@kubectl apply -k manifests/crds >/dev/null
 	@kubectl apply -k manifests >/dev/null
 	@for part in controller injector; do kubectl rollout status -n service-mesh "deployment/$$part" --timeout=180s; done
-	@cd tests/conformance && go test -count=1 -timeout 30m -v . -args $(ARGS)
+	@cd tests/conformance && go test -modfile=$(GO_MOD) -count=1 -timeout 30m -v . -args $(ARGS)
+
+GO_MOD := go$(GATEWAY_API:%=-%).mod
 
 tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are healthy, clean up (ARGS=--network=host)
 	@tilt ci -- $(ARGS)
@@ -100,9 +109,9 @@ bench-scale: tools ## measure the control plane with 100 to 5,000 subscribed pro
 images: ## build all images with the Dockerfile (DOCKER_BUILD='docker build')
 	@for app in $(APPS); do echo "image diy-sm-$$app:$(TAG)"; $(DOCKER_BUILD) -t "diy-sm-$$app:$(TAG)" --target "$$app" .; done
 
-dev-images: tools ## build all images from a local cargo build, faster than images (IMAGE=PROGRAM)
+dev-images: tools ## build all images from the programs of make test, faster than images (IMAGE=PROGRAM)
 	@[[ -n "$(IMAGE)" ]] || { echo "dev-images: IMAGE is not set. Run: make dev-images IMAGE=PROGRAM, which is called as PROGRAM NAME:TAG FILE[=PATH]..." >&2; exit 2; }
-	@cargo build --bins -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps
+	@cargo build --workspace --bins # a smaller selection has other features and compiles most crates again
 	@for app in $(APPS); do files=; [[ $$app != proxy-init ]] || files="$(IPTABLES)"; $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app" $$files; done
 
 previous-images: ## build the mesh's images of the commit in tests/previous-release, with the tag "previous"

@@ -2,7 +2,8 @@
 //! `tests/tests/cluster_serial/`.
 //!
 //! The tests use the cluster of KUBECONFIG and run only under `make e2e` (E2E=1), which requires
-//! the images on the cluster. Otherwise they are skipped. Each test has its own namespace. Any kind
+//! the images on the cluster, and tests that take over a minute only under `make e2e-all`
+//! (E2E_ALL=1). Otherwise they are skipped. Each test has its own namespace. Any kind
 //! of cluster works.
 
 use std::io::Write;
@@ -63,6 +64,18 @@ pub fn with_mesh() -> Result<bool> {
         *up = true;
     }
     Ok(true)
+}
+
+/// Whether tests that take over a minute run: only under `make e2e-all` (E2E_ALL=1).
+pub fn runs_long_tests() -> Result<bool> {
+    let is_enabled = std::env::var_os("E2E_ALL").is_some();
+    if !is_enabled {
+        writeln!(
+            std::io::stderr(),
+            "skipped: takes over a minute; `make e2e-all` runs it"
+        )?;
+    }
+    Ok(is_enabled)
 }
 
 /// Waits until all replicas of controller and injector are ready, and until the API server reaches

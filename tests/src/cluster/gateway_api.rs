@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -27,14 +28,17 @@ pub fn install() -> Result<()> {
     Ok(())
 }
 
-/// The experimental channel, until it is dropped.
-pub struct Experimental(());
+/// The experimental channel, until it is dropped. Tests that need it run one after the other.
+pub struct Experimental(
+    #[expect(dead_code, reason = "held until it is dropped")] MutexGuard<'static, ()>,
+);
 
 impl Experimental {
     /// Replaces the standard channel.
     pub fn install() -> Result<Self> {
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let this = Self(ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
         let folder = definitions("experimental")?;
-        let this = Self(());
         let names = [SAFE_UPGRADES, "--ignore-not-found"];
         for kind in [
             "validatingadmissionpolicybinding",

@@ -9,7 +9,7 @@ use diy_mesh_tests::cluster::check::{check, level};
 use diy_mesh_tests::cluster::load::Load;
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
-    MESH, Namespace, in_namespace, kubectl, rolled_out, wait_for, wait_for_mesh,
+    MESH, Namespace, in_namespace, kubectl, rolled_out, runs_long_tests, wait_for, wait_for_mesh,
 };
 
 /// Time from a fault until `mesh check` names it.
@@ -20,6 +20,9 @@ const CA: &str = "secret/diy-service-mesh-ca";
 
 #[test]
 fn faults_under_load_are_named_and_fail_no_other_request() -> Result<()> {
+    if !runs_long_tests()? {
+        return Ok(());
+    }
     in_namespace("faults", |namespace| {
         in_namespace("tenant", |tenant| {
             let drill = Drill::start(namespace, tenant)?;

@@ -1,0 +1,222 @@
+//! The scripts of `.ci`: the totals that `make test` prints after the output of cargo, and the record
+//! of `make e2e-all`.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use diy_mesh_tests::repository::root;
+
+const TWO_FAILURES: &str = "     Running unittests src/lib.rs (target/debug/deps/shop_cart-12ab)
+test cart::adds ... FAILED
+test cart::removes ... ok
+test result: FAILED. 1 passed; 1 failed; 2 ignored; 0 measured; 0 filtered out
+\u{1b}[1m\u{1b}[92m     Running\u{1b}[0m tests/crash.rs (target/debug/deps/crash-0f0f)
+     Running tests/prices.rs (/elsewhere/debug/deps/prices-34cd)
+test result: ok. 30 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out
+error: 2 targets failed:";
+
+#[test]
+fn totals_count_all_programs_and_name_failures() {
+    let output = totals(&format!("printf '%s\\n' '{TWO_FAILURES}'; exit 101"));
+    assert_eq!(output.status.code(), Some(101));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        format!(
+            "{TWO_FAILURES}\n\ntests: 31 passed, 1 failed, 3 ignored; failed: shop_cart: cart::adds, \
+             crash (no result)\n"
+        )
+    );
+}
+
+#[test]
+fn totals_of_passed_tests_name_none() {
+    let output = totals("echo 'test result: ok. 4 passed; 0 failed; 1 ignored; 0 measured' >&2");
+    assert_eq!(output.status.code(), Some(0));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.ends_with("\ntests: 4 passed, 0 failed, 1 ignored\n"),
+        "{text}"
+    );
+}
+
+#[test]
+fn totals_report_command_without_tests() {
+    let output = totals("echo 'error: could not compile'; exit 101");
+    assert_eq!(output.status.code(), Some(101));
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        text.ends_with("0 ignored; failed: the command, with exit code 101\n"),
+        "{text}"
+    );
+}
+
+fn totals(command: &str) -> Output {
+    Command::new(root().join(".ci/totals"))
+        .args(["sh", "-c", command])
+        .output()
+        .expect("bash is installed")
+}
+
+const RECORD: &str = "# Reliability
+
+| started (UTC) | commit | result |
+|---|---|---|
+| 2026-01-01 00:00:00 | `0123456789ab` | passed |
+";
+
+#[test]
+fn record_of_a_passed_run_names_the_commit_and_precedes_older_ones() {
+    let checkout = Checkout::new("passed", "true");
+    let output = checkout.run();
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let [result, older] = checkout.rows();
+    assert!(result.contains(&checkout.commit()), "{result}");
+    assert!(result.ends_with(" | passed |"), "{result}");
+    assert!(RECORD.ends_with(&format!("{older}\n")), "{older}");
+    let made = checkout.read("made");
+    for target in [
+        "images\n",
+        "load-previous\n",
+        "e2e PREVIOUS_TAG=previous\n",
+        "conformance GATEWAY_API= ARGS=\n",
+        "conformance GATEWAY_API=1.2.3 ARGS=\n",
+    ] {
+        assert!(made.contains(target), "{target} is not in {made}");
+    }
+}
+
+#[test]
+fn record_of_a_failed_run_names_step_and_tests() {
+    let failure = "tests: 8 passed, 1 failed, 0 ignored; failed: cluster: smi::splits";
+    let checkout = Checkout::new("failed", &format!("echo '{failure}'; exit 3"));
+    let output = checkout.run();
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    let [result, _] = checkout.rows();
+    assert!(
+        result.ends_with(" | failed in make e2e PREVIOUS_TAG=previous: cluster: smi::splits |"),
+        "{result}"
+    );
+    assert!(!checkout.read("made").contains("conformance"));
+    let durations = String::from_utf8_lossy(&output.stdout);
+    for line in [
+        "0:00  make images\n",
+        "make e2e PREVIOUS_TAG=previous (not completed)\n",
+    ] {
+        assert!(durations.contains(line), "{durations}");
+    }
+}
+
+#[test]
+fn record_of_an_interrupted_or_killed_run_is_not_completed() {
+    for (signal, expected) in [
+        (
+            "TERM",
+            "not completed: interrupted in make e2e PREVIOUS_TAG=previous",
+        ),
+        (
+            "INT",
+            "not completed: interrupted in make e2e PREVIOUS_TAG=previous",
+        ),
+        ("KILL", "not completed"),
+    ] {
+        let checkout = Checkout::new(signal, &format!("kill -{signal} $PPID"));
+        let output = checkout.run();
+        assert!(!output.status.success(), "{output:?}");
+        let [result, _] = checkout.rows();
+        assert!(result.ends_with(&format!(" | {expected} |")), "{result}");
+    }
+}
+
+#[test]
+fn changed_checkout_is_not_recorded() {
+    let checkout = Checkout::new("changed", "true");
+    fs::write(checkout.0.join("new.rs"), "").expect("the folder is writable");
+    let output = checkout.run();
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert_eq!(checkout.read("docs/reliability.md"), RECORD);
+}
+
+/// A repository with the scripts of `.ci`, and a program `make` that writes its arguments to the file
+/// `made`. Deleted on drop.
+struct Checkout(PathBuf);
+
+impl Checkout {
+    /// `e2e` is what `make e2e` runs.
+    fn new(name: &str, e2e: &str) -> Self {
+        let folder = format!("mesh-ci-{name}-{}", std::process::id());
+        let checkout = Self(std::env::temp_dir().join(folder));
+        let make = format!("#!/bin/sh\necho \"$*\" >> made\nif [ \"$1\" = e2e ]; then {e2e}; fi\n");
+        for (file, text) in [
+            ("docs/reliability.md", RECORD),
+            ("tests/conformance/go.mod", ""),
+            ("tests/conformance/go-1.2.3.mod", ""),
+            (".gitignore", "made\n"),
+            ("programs/make", &make),
+        ] {
+            checkout.write(file, text);
+        }
+        for file in [".ci/e2e-all", ".ci/steps"] {
+            let text = fs::read_to_string(root().join(file)).expect("the script exists");
+            checkout.write(file, &text);
+        }
+        checkout.git(&["init", "-q"]);
+        checkout.git(&["add", "-A"]);
+        checkout.git(&["commit", "-q", "-m", "a"]);
+        checkout
+    }
+
+    fn write(&self, file: &str, text: &str) {
+        let path = self.0.join(file);
+        fs::create_dir_all(path.parent().expect("the file is in a folder"))
+            .and_then(|()| fs::write(&path, text))
+            .and_then(|()| fs::set_permissions(&path, Permissions::from_mode(0o755)))
+            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    }
+
+    fn git(&self, arguments: &[&str]) -> String {
+        let output = Command::new("git")
+            .args(["-c", "user.name=a", "-c", "user.email=a@b.example"])
+            .args(arguments)
+            .current_dir(&self.0)
+            .output()
+            .expect("git is installed");
+        assert!(output.status.success(), "{arguments:?}: {output:?}");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    fn commit(&self) -> String {
+        let name = self.git(&["rev-parse", "--short=12", "HEAD"]);
+        format!("| `{}` |", name.trim())
+    }
+
+    fn run(&self) -> Output {
+        let path = std::env::var("PATH").expect("PATH is set");
+        let programs = self.0.join("programs");
+        Command::new(self.0.join(".ci/e2e-all"))
+            .env("PATH", format!("{}:{path}", programs.display()))
+            .env("KUBECONFIG", "unused")
+            .output()
+            .expect("bash is installed")
+    }
+
+    fn read(&self, file: &str) -> String {
+        fs::read_to_string(self.0.join(file)).expect("the file exists")
+    }
+
+    /// The row of the run, and the older one.
+    fn rows(&self) -> [String; 2] {
+        let text = self.read("docs/reliability.md");
+        let rows = text.lines().filter(|line| line.starts_with("| 2"));
+        let rows: Vec<String> = rows.map(str::to_owned).collect();
+        rows.try_into().unwrap_or_else(|_| panic!("rows: {text}"))
+    }
+}
+
+impl Drop for Checkout {
+    fn drop(&mut self) {
+        // An incomplete checkout is in the temporary directory, and its name is not used again.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
