@@ -116,6 +116,9 @@ pub enum Failure {
     /// The proxy has reached a limit.
     #[error("the proxy is overloaded: {0}")]
     Overloaded(&'static str),
+    /// The memory for a request was used up after the endpoint had got a part of it.
+    #[error("the proxy ended the request: the memory that the client may use is in use")]
+    MemoryExhausted,
     /// The endpoint takes no more requests at present.
     #[error("{0} is overloaded")]
     UpstreamOverloaded(SocketAddr),
@@ -229,6 +232,7 @@ impl Failure {
             | Self::UnknownPort { .. }
             | Self::Withheld(_)
             | Self::Overloaded(_)
+            | Self::MemoryExhausted
             | Self::UpstreamOverloaded(_)
             | Self::EndpointLimit { .. }
             | Self::CircuitOpen { .. }
@@ -269,6 +273,7 @@ impl Failure {
             Self::HeadersTooLarge(_)
             | Self::TooLargeToMatch(_)
             | Self::Overloaded(_)
+            | Self::MemoryExhausted
             | Self::UpstreamOverloaded(_)
             | Self::EndpointLimit { .. }
             | Self::RateLimited(_) => 8,
@@ -340,6 +345,7 @@ impl Failure {
             Self::TooLargeToMatch(_) => "too-large-to-match",
             Self::RequestTimeout => "request-timeout",
             Self::Overloaded(_) => "overloaded",
+            Self::MemoryExhausted => "memory-exhausted",
             Self::UpstreamOverloaded(_) | Self::EndpointLimit { .. } => "upstream-overloaded",
             Self::CircuitOpen { .. } => "circuit-open",
             Self::RetriedStatus { .. } => "retried-status",

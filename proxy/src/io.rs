@@ -283,14 +283,14 @@ impl AsyncWrite for Io {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::future::poll_fn;
 
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
 
-    async fn pair() -> (Io, TcpStream) {
+    pub(crate) async fn pair() -> (Io, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (near, far) = tokio::join!(
             TcpStream::connect(listener.local_addr().unwrap()),

@@ -29,7 +29,7 @@ use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
 /// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 26] = [
+const FAILURE_CODES: [&str; 27] = [
     "no-endpoint",
     "unknown-port",
     "no-route",
@@ -47,6 +47,7 @@ const FAILURE_CODES: [&str; 26] = [
     "too-large-to-match",
     "request-timeout",
     "overloaded",
+    "memory-exhausted",
     "upstream-overloaded",
     "circuit-open",
     "retried-status",

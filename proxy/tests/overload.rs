@@ -46,6 +46,30 @@ fn http1_requests_get_503_until_memory_is_free() {
 }
 
 #[test]
+fn request_that_the_application_has_got_is_not_offered_for_a_retry() {
+    on_worker(async {
+        let mesh = Mesh::with_memory(64 * 1024, |_| {});
+        let (mut server, address) = App::listen().await;
+        let mut client = mesh.connect_inbound(address).await;
+        write(
+            &mut client,
+            "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 20000\r\n\r\nstart",
+        )
+        .await;
+        let mut app = server.accept().await;
+        read_until(&mut app, "start").await;
+        // The rest of the memory is for others once the client uses more than a quarter.
+        let buffers = &mesh.worker.memory(Inbound).buffers;
+        let mut others = Charge::new(buffers.account(Holder::App));
+        others.set(buffers.limit() / 8 * 7);
+        write(&mut client, &"x".repeat(15_000)).await;
+        let reply = read_until(&mut client, "\r\n\r\n").await;
+        assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
+        assert!(reply.contains("x-mesh-error: memory-exhausted"), "{reply}");
+    });
+}
+
+#[test]
 fn http2_requests_get_503_until_memory_is_free() {
     on_worker(async {
         let (mesh, (listener, address)) = (Mesh::new(), listen().await);

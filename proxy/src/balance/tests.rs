@@ -14,7 +14,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Method, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -176,6 +176,11 @@ async fn http2_app(head: impl Fn() -> Response<()> + Clone + 'static) -> SocketA
 /// Sends 100 HTTP/2 requests, one after the other on one connection. Returns the number of
 /// failures.
 async fn http2_failures(service: &Service) -> usize {
+    http2_failures_of(service, Method::GET).await
+}
+
+/// Like [`http2_failures`], for requests with this method.
+async fn http2_failures_of(service: &Service, method: Method) -> usize {
     let stream = service.caller.connect(&service.destination).await;
     let (mut client, connection) = h2::client::handshake(stream).await.expect("a preface");
     tokio::task::spawn_local(async move { drop(connection.await) });
@@ -184,7 +189,8 @@ async fn http2_failures(service: &Service) -> usize {
         poll_fn(|cx| client.poll_ready(cx))
             .await
             .expect("it is open");
-        let request = Request::get("http://cart/").body(()).expect("valid");
+        let request = Request::builder().method(&method).uri("http://cart/");
+        let request = request.body(()).expect("valid");
         let (response, _) = client.send_request(request, true).expect("it is ready");
         let response = response.await.expect("a response");
         let is_ok = response.status() == 200 && !response.headers().contains_key("grpc-status");

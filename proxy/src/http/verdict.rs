@@ -42,7 +42,7 @@ pub enum Retryable {
     None,
     /// Idempotent ones: the application may have processed a part of the request.
     Idempotent,
-    /// All: the request was rejected before it was processed.
+    /// All: no handler got the request, or the application asks for it.
     All,
 }
 
@@ -56,26 +56,31 @@ impl Verdict {
         }
         let mesh_error = fields.field("x-mesh-error").filter(|_| is_peer);
         let pushback = fields.field("grpc-retry-pushback-ms").map(pushback);
-        let rejected = || {
+        let rejected = |retry| {
             let retry_after = match grpc_status {
                 Some(_) => pushback.unwrap_or(Some(Duration::ZERO)),
                 None => retry_after(fields, now),
             };
-            Self::overloaded(retry_after, Retryable::All)
+            Self::overloaded(retry_after, retry)
         };
         match (status, grpc_status, mesh_error) {
             (502, _, Some(b"connect-failed")) | (_, Some(_), Some(b"connect-failed")) => {
                 Self::NotDelivered
             }
-            (_, _, Some(b"overloaded" | b"upstream-overloaded" | b"rate-limited")) => rejected(),
+            (_, _, Some(b"overloaded" | b"upstream-overloaded" | b"rate-limited")) => {
+                rejected(Retryable::All)
+            }
+            (_, _, Some(b"memory-exhausted")) => rejected(Retryable::Idempotent),
             // Another limit of its proxy, such as that of the header.
             (_, Some(RESOURCE_EXHAUSTED), Some(_)) => Self::Success,
-            // RFC 6585, section 4; the retry throttling of gRPC (proposal A6).
-            (429, ..) | (_, Some(RESOURCE_EXHAUSTED), _) => rejected(),
-            (_, Some(UNAVAILABLE), _) => match pushback {
-                Some(Some(after)) => Self::overloaded(Some(after), Retryable::All),
-                _ => Self::Failure,
-            },
+            // The application asks for a retry (gRPC's proposal A6).
+            (_, Some(RESOURCE_EXHAUSTED | UNAVAILABLE), _) if let Some(Some(after)) = pushback => {
+                Self::overloaded(Some(after), Retryable::All)
+            }
+            (_, Some(UNAVAILABLE), _) => Self::Failure,
+            // RFC 6585, section 4. The handler may have run: a gRPC server also responds so if its
+            // response is too large.
+            (429, ..) | (_, Some(RESOURCE_EXHAUSTED), _) => rejected(Retryable::Idempotent),
             // RFC 9110, section 15.6.4. Without a time, the endpoint may be broken.
             (503, ..) if fields.field("retry-after").is_some() => {
                 Self::overloaded(retry_after(fields, now), Retryable::Idempotent)
@@ -153,7 +158,7 @@ mod tests {
         for (status, expected) in [
             (200, Success),
             (404, Success),
-            (429, overloaded(All, 0)),
+            (429, overloaded(Idempotent, 0)),
             (500, Failure),
             (501, Success),
             (502, Failure),
@@ -168,7 +173,7 @@ mod tests {
             ("0", Success),
             ("2", Failure),
             ("5", Success),
-            ("8", overloaded(All, 0)),
+            ("8", overloaded(Idempotent, 0)),
             ("13", Failure),
             ("14", Failure),
             ("15", Failure),
@@ -193,10 +198,11 @@ mod tests {
             ("", 0),
         ] {
             let fields = [("retry-after", value)];
-            let expected = overloaded(All, milliseconds);
-            assert_eq!(judge(429, &fields, false), expected, "{value}");
+            // It says when to send the request again, and not whether the application got it.
             let expected = overloaded(Idempotent, milliseconds);
-            assert_eq!(judge(503, &fields, false), expected, "{value}");
+            for status in [429, 503] {
+                assert_eq!(judge(status, &fields, false), expected, "{value}");
+            }
         }
         assert_eq!(judge(502, &[("retry-after", "7")], false), Failure);
     }
@@ -243,6 +249,9 @@ mod tests {
         assert_eq!(judge(429, &limited, true), overloaded(All, 2000));
         let full = [error("upstream-overloaded")];
         assert_eq!(judge(503, &full, true), overloaded(All, 0));
+        // Its application may have got the request.
+        let ended = [error("memory-exhausted")];
+        assert_eq!(judge(503, &ended, true), overloaded(Idempotent, 0));
         for (code, expected) in [
             ("overloaded", overloaded(All, 0)),
             ("headers-too-large", Success),

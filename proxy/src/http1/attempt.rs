@@ -118,10 +118,14 @@ impl Exchange<'_> {
                     let is_idempotent = self.request.view().is_idempotent();
                     let rejected =
                         AttemptError::handshake(address, &reason, acceptance, is_idempotent);
+                    let is_untouched = !self.upload.is_written();
                     // A pooled connection may be closed just when it is used.
                     let is_stale = upstream.reused && upstream.io.unread().is_empty();
-                    let is_safe = is_stale && is_idempotent;
-                    let closed = || AttemptError::closed(address, reason, is_safe);
+                    let is_safe = is_stale && (is_idempotent || is_untouched);
+                    let closed = || match is_untouched && !upstream.reused {
+                        true => AttemptError::connect(Failure::UpstreamClosed { address, reason }),
+                        false => AttemptError::closed(address, reason, is_safe),
+                    };
                     return Err(rejected.unwrap_or_else(closed));
                 }
             };
@@ -175,7 +179,13 @@ impl Exchange<'_> {
         if uploading.is_ready() {
             let _ = self.poll_client_end(cx, upstream)?;
         }
-        self.charge(upstream, 0).map_err(Ended::Failed)?;
+        self.charge(upstream, 0).map_err(|failure| {
+            Ended::Failed(match self.upload.is_written() {
+                // Another attempt would not be safe, as it is after [`Failure::Overloaded`].
+                true => Failure::MemoryExhausted,
+                false => failure,
+            })
+        })?;
         Poll::Pending
     }
 

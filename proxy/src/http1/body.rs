@@ -112,6 +112,11 @@ impl Relay {
         self.prefix.len() + self.pending.capacity() + self.replay.buffered()
     }
 
+    /// Whether some bytes were written since the last attempt began.
+    pub fn is_written(&self) -> bool {
+        self.written
+    }
+
     /// Whether another attempt can send all bytes again.
     pub fn can_rewind(&self) -> bool {
         !self.written || self.replay.is_available()
@@ -212,9 +217,14 @@ impl Relay {
         if self.replay.is_available() && self.prefix.is_empty() && !self.pending.is_empty() {
             self.keep_pending();
         }
-        self.written = true;
-        ready!(poll_write_all(cx, to, &mut self.prefix))?;
-        poll_write_all(cx, to, &mut self.pending)
+        let length = self.prefix.len() + self.pending.len();
+        let flushed = poll_write_all(cx, to, &mut self.prefix);
+        let flushed = match flushed {
+            Poll::Ready(Ok(())) => poll_write_all(cx, to, &mut self.pending),
+            unfinished => unfinished,
+        };
+        self.written |= self.prefix.len() + self.pending.len() < length;
+        flushed
     }
 
     fn keep_pending(&mut self) {
@@ -422,7 +432,12 @@ fn parse_chunk_size(line: &[u8]) -> Result<u64, &'static str> {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+
+    use tokio::io::AsyncReadExt as _;
+
     use super::*;
+    use crate::io::tests::pair;
 
     /// Relays `input` in pieces of `step` bytes. Returns the encoded body and the remaining input.
     fn relay(framing: Framing, input: &[u8], step: usize) -> Result<(String, String), String> {
@@ -442,6 +457,26 @@ mod tests {
         );
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Ok((text(&relay.pending), text(&from)))
+    }
+
+    #[tokio::test]
+    async fn request_whose_first_write_fails_is_untouched() {
+        const REQUEST: &[u8] = b"POST / HTTP/1.1\r\n\r\n";
+        let ((mut client, _client), (mut closed, upstream)) = (pair().await, pair().await);
+        upstream.set_zero_linger().unwrap();
+        drop(upstream);
+        let filled = poll_fn(|cx| closed.poll_fill(cx)).await;
+        assert!(filled.is_err(), "it was reset");
+        let mut upload = Relay::with_replay(Framing::None, REQUEST.into());
+        let sent = poll_fn(|cx| upload.poll(cx, &mut client, &mut closed, &mut |_| {})).await;
+        assert!(matches!(sent, Err(BodyError::Write(_))), "{sent:?}");
+        assert!(!upload.is_written() && upload.rewind());
+        let (mut open, mut upstream) = pair().await;
+        let sent = poll_fn(|cx| upload.poll(cx, &mut client, &mut open, &mut |_| {})).await;
+        assert!(sent.is_ok() && upload.is_written());
+        let mut received = [0; REQUEST.len()];
+        upstream.read_exact(&mut received).await.unwrap();
+        assert_eq!(received, REQUEST);
     }
 
     #[test]

@@ -35,7 +35,6 @@ use crate::policy::PREVIOUS_ATTEMPTS;
 use crate::record::ExchangeRecord;
 use crate::route::fields::FieldEdit;
 use crate::route::{Answer, Route};
-use crate::tls::Acceptance;
 
 /// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
 /// limit them: they would fill the memory of the proxy while the client does not read.
@@ -332,17 +331,19 @@ impl Exchange {
         Poll::Ready(Ok(()))
     }
 
-    /// The result of an attempt whose stream, or connection, ended before the response.
+    /// The result of an attempt whose stream, or connection, ended before the response. `is_sent`:
+    /// the connection has taken the stream.
     fn failed(
         &mut self,
         error: &h2::Error,
         endpoint: &Endpoint,
-        reused: bool,
-        acceptance: Acceptance,
+        lease: &Lease,
+        is_sent: bool,
     ) -> Result<Outcome, AttemptError> {
         let (address, reason) = (endpoint.address, error.to_string());
-        let is_idempotent = self.parts.method.is_idempotent();
-        let rejected = AttemptError::handshake(address, &reason, acceptance, is_idempotent);
+        let is_repeatable = self.parts.method.is_idempotent() || !is_sent;
+        let acceptance = lease.acceptance();
+        let rejected = AttemptError::handshake(address, &reason, acceptance, is_repeatable);
         if let Some(rejected) = rejected {
             return Err(rejected);
         }
@@ -354,8 +355,8 @@ impl Exchange {
             Some(_) if error.is_library() => Err(AttemptError::malformed(address, reason)),
             _ => {
                 // The peer may close a pooled connection just when it is used.
-                let is_stale = reused && is_idempotent;
-                let is_safe = unprocessed || is_stale;
+                let is_stale = lease.is_reused() || !is_sent;
+                let is_safe = unprocessed || is_stale && is_repeatable;
                 Err(AttemptError::closed(address, reason, is_safe))
             }
         }
@@ -459,7 +460,7 @@ impl Forward for Exchange {
         let request = Request::from_parts(parts, ());
         let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
             Ok(stream) => stream,
-            Err(error) => return self.failed(&error, endpoint, true, lease.acceptance()),
+            Err(error) => return self.failed(&error, endpoint, &lease, false),
         };
         let mut attempt = Attempt {
             response,
@@ -474,9 +475,7 @@ impl Forward for Exchange {
                 return Ok(Outcome::Cancelled);
             }
             Err(Ended::Upstream(error)) => {
-                let lease = &attempt.lease;
-                let (reused, acceptance) = (lease.is_reused(), lease.acceptance());
-                return self.failed(&error, endpoint, reused, acceptance);
+                return self.failed(&error, endpoint, &attempt.lease, true);
             }
         };
         if attempt.lease.supports_extended_connect() {

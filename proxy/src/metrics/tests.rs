@@ -153,6 +153,7 @@ fn every_failure_code_is_a_label() {
         Failure::TooLargeToMatch(crate::route::matching::RequestPart::Fields),
         Failure::RequestTimeout,
         Failure::Overloaded(""),
+        Failure::MemoryExhausted,
         Failure::UpstreamOverloaded(address),
         Failure::CircuitOpen {
             service: String::new(),

@@ -67,16 +67,15 @@ fn quarantined(service: &Service) -> usize {
 #[test]
 fn requests_that_an_overloaded_endpoint_rejects_go_to_another_one() {
     on_worker(async {
-        for request in [GET, POST] {
-            let (rejecting, rejected) = http1_app("429 Too Many Requests").await;
-            let service = Service::new(&[rejecting, app().await]).await;
-            assert_eq!(successes(&service, request, 100).await, 100);
-            assert!((1..=30).contains(&rejected.get()), "{}", rejected.get());
-            assert_eq!(quarantined(&service), 0);
-        }
-        let (rejecting, rejected) = grpc_app(&[("grpc-status", "8")]).await;
+        let (rejecting, rejected) = http1_app("429 Too Many Requests").await;
+        let service = Service::new(&[rejecting, app().await]).await;
+        assert_eq!(successes(&service, GET, 100).await, 100);
+        assert!((1..=30).contains(&rejected.get()), "{}", rejected.get());
+        assert_eq!(quarantined(&service), 0);
+        let fields = &[("grpc-status", "8"), ("grpc-retry-pushback-ms", "0")];
+        let (rejecting, rejected) = grpc_app(fields).await;
         let service = Service::new(&[rejecting, http2_app(Response::default).await]).await;
-        assert_eq!(http2_failures(&service).await, 0);
+        assert_eq!(http2_failures_of(&service, Method::POST).await, 0);
         assert!((1..=30).contains(&rejected.get()), "{}", rejected.get());
         assert_eq!(quarantined(&service), 0);
     });
@@ -133,13 +132,24 @@ fn endpoint_gets_no_retry_before_retry_after() {
 #[test]
 fn rejection_that_may_have_had_an_effect_is_retried_only_if_idempotent() {
     on_worker(async {
-        let head = "503 Service Unavailable\r\nRetry-After: 0";
-        let (rejecting, rejected) = http1_app(head).await;
-        let service = Service::new(&[rejecting, app().await]).await;
-        let answered = successes(&service, POST, 30).await;
-        assert_eq!((answered + rejected.get(), quarantined(&service)), (30, 0));
-        assert!(rejected.get() > 0);
-        let service = Service::new(&[rejecting, app().await]).await;
-        assert_eq!(successes(&service, GET, 30).await, 30);
+        for head in [
+            "503 Service Unavailable\r\nRetry-After: 0",
+            "429 Too Many Requests",
+            "429 Too Many Requests\r\nRetry-After: 0",
+        ] {
+            let (rejecting, rejected) = http1_app(head).await;
+            let service = Service::new(&[rejecting, app().await]).await;
+            let answered = successes(&service, POST, 30).await;
+            assert_eq!((answered + rejected.get(), quarantined(&service)), (30, 0));
+            assert!(rejected.get() > 0);
+            let service = Service::new(&[rejecting, app().await]).await;
+            assert_eq!(successes(&service, GET, 30).await, 30);
+        }
+        // A gRPC server replies so after the handler has run, if its response is too large.
+        let (rejecting, rejected) = grpc_app(&[("grpc-status", "8")]).await;
+        let service = Service::new(&[rejecting, http2_app(Response::default).await]).await;
+        let failures = http2_failures_of(&service, Method::POST).await;
+        assert_eq!((failures, quarantined(&service)), (rejected.get(), 0));
+        assert!(failures > 0);
     });
 }
