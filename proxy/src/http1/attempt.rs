@@ -13,7 +13,8 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::body::{BodyError, Relay};
 use super::head::{Framing, HeadSearch, Refused, ResponseHead, Version};
-use super::{After, Exchange, MAX_PIPELINED};
+use super::{After, Exchange, MAX_PIPELINED, discard};
+use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::connect::{Slot, Upstream};
 use crate::error::Failure;
@@ -75,7 +76,16 @@ impl Forward for Exchange<'_> {
             is_idempotent: self.request.view().is_idempotent(),
         };
         let attempts = &mut self.record.attempts;
-        let answered_at = attempts.answered(head.status, verdict, request, flow)?;
+        let answered_at = match attempts.answered(head.status, verdict, request, flow) {
+            Ok(answered_at) => answered_at,
+            Err(error) => {
+                if self.upload.is_done() && !self.client_ended {
+                    let memory = Charge::new(self.memory.account().clone());
+                    discard::response(upstream, &head, endpoint, memory);
+                }
+                return Err(error);
+            }
+        };
         self.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
         let outcome = self

@@ -1,12 +1,11 @@
 //! A copy of an HTTP/1 request for a mirror: sent whole; its response is read and dropped.
 
-use std::future::poll_fn;
 use std::time::SystemTime;
 
 use bytes::BytesMut;
 use tokio::io::AsyncWriteExt;
 
-use super::body::Relay;
+use super::discard::{Body, fill};
 use super::head::{Framing, HeadSearch, ResponseHead};
 use crate::balance::Endpoint;
 use crate::flow::Flow;
@@ -87,21 +86,6 @@ async fn read(io: &mut Io, method: &[u8]) -> Result<ResponseHead, String> {
     if head.status == 101 || head.framing == Framing::UntilClose {
         return Ok(head);
     }
-    let mut body = Relay::new(head.framing, BytesMut::new(), true);
-    loop {
-        body.drop_buffered(io.unread())
-            .map_err(|error| error.to_string())?;
-        if body.is_read() {
-            return Ok(head);
-        }
-        fill(io).await?;
-    }
-}
-
-async fn fill(io: &mut Io) -> Result<(), String> {
-    match poll_fn(|cx| io.poll_fill(cx)).await {
-        Ok(0) => Err("end of stream".to_owned()),
-        Ok(_) => Ok(()),
-        Err(error) => Err(error.to_string()),
-    }
+    Body::new(head.framing).drop_rest(io, usize::MAX).await?;
+    Ok(head)
 }

@@ -6,6 +6,7 @@
 
 mod attempt;
 pub mod body;
+mod discard;
 pub mod head;
 pub mod mirror;
 

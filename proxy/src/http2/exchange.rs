@@ -25,6 +25,7 @@ use crate::connect::http2::Lease;
 use crate::error::Failure;
 use crate::flow::{Direction, Flow};
 use crate::forward::{AttemptError, Attempts, Forward, Replayable, forward};
+use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
@@ -420,6 +421,19 @@ impl Exchange {
     }
 }
 
+/// Reads the rest of a response in whose place another attempt follows, so that its stream ends
+/// without a reset.
+async fn discard(_attempt: Attempt, mut body: RecvStream) {
+    let mut left = MAX_DISCARD;
+    while let Some(Ok(data)) = body.data().await
+        && data.len() <= left
+    {
+        left -= data.len();
+        // Fails only if the stream is closed.
+        let _ = body.flow_control().release_capacity(data.len());
+    }
+}
+
 impl Forward for Exchange {
     type Outcome = Outcome;
 
@@ -491,7 +505,14 @@ impl Forward for Exchange {
             is_idempotent: self.parts.method.is_idempotent(),
         };
         let attempts = &mut self.record.attempts;
-        attempts.answered(status, verdict, request, flow)?;
+        if let Err(error) = attempts.answered(status, verdict, request, flow) {
+            if self.upload.is_complete() && !body.is_end_stream() {
+                let mut memory = Charge::new(self.client.account.clone());
+                memory.set(STREAM_COST);
+                in_background(memory, discard(attempt, body));
+            }
+            return Err(error);
+        }
         self.upload.discard_replay();
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);

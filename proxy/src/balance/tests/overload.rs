@@ -153,3 +153,56 @@ fn rejection_that_may_have_had_an_effect_is_retried_only_if_idempotent() {
         assert!(failures > 0);
     });
 }
+
+/// An HTTP/1 application that rejects each request, with a body of `length` bytes, of which it sends
+/// `sent` after the head. Counts its connections.
+async fn app_with_body(length: usize, sent: usize, connections: Rc<Cell<usize>>) -> EndpointInfo {
+    let address = listening(async move |mut stream| {
+        connections.set(connections.get() + 1);
+        let mut read = Vec::new();
+        while let Ok(byte) = stream.read_u8().await {
+            read.push(byte);
+            if read.ends_with(b"\r\n\r\n") {
+                read.clear();
+                let head = format!("HTTP/1.1 429 x\r\nContent-Length: {length}\r\n\r\n");
+                // The proxy may have closed.
+                let _ = stream.write_all(head.as_bytes()).await;
+                tokio::task::yield_now().await;
+                let _ = stream.write_all(&vec![b'x'; sent]).await;
+            }
+        }
+    })
+    .await;
+    EndpointInfo::bare(address)
+}
+
+#[test]
+fn response_in_whose_place_another_attempt_follows_costs_no_connection() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        for (length, sent, is_kept) in [
+            (0, 0, true),
+            (5000, 5000, true),
+            (100_000, 100_000, false),
+            (10, 0, false),
+        ] {
+            let connections = Rc::new(Cell::new(0));
+            let app = async || app_with_body(length, sent, connections.clone()).await;
+            let service = Service::with(&authority, vec![app().await, app().await]).await;
+            for _ in 0..10 {
+                // The last response is passed on, whether it ends or not.
+                let mut client = service.caller.connect(&service.destination).await;
+                client.write_all(GET.as_bytes()).await.expect("it is open");
+                client.read_exact(&mut [0; 12]).await.expect("a status");
+                match length == sent {
+                    true => drop(client.read_to_end(&mut Vec::new()).await),
+                    false => drop(client),
+                }
+            }
+            match is_kept {
+                true => assert!(connections.get() < 6, "{length}: {}", connections.get()),
+                false => assert!(connections.get() >= 11, "{length}: {}", connections.get()),
+            }
+        }
+    });
+}

@@ -276,6 +276,48 @@ fn retries_refused_stream_with_body_at_most_three_times() {
 }
 
 #[test]
+fn response_in_whose_place_another_attempt_follows_is_not_reset() {
+    on_worker(async {
+        for (length, is_reset) in [(5000, false), (1_000_000, true)] {
+            let (requests, resets) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
+            let rejecting = || {
+                let (requests, resets) = (requests.clone(), resets.clone());
+                app(move |_, mut respond| {
+                    let (requests, resets) = (requests.clone(), resets.clone());
+                    async move {
+                        let number = requests.get() + 1;
+                        requests.set(number);
+                        let head = Response::builder().status(429).body(()).unwrap();
+                        let mut stream = respond.send_response(head, false).unwrap();
+                        if number % 2 == 0 {
+                            return stream.send_data(Bytes::new(), true).unwrap();
+                        }
+                        // The body follows after the retry, and the next request.
+                        until(|| requests.get() >= (number + 2).min(20)).await;
+                        // Fails after a reset.
+                        let _ = stream.send_data(vec![b'x'; length].into(), !is_reset);
+                        let closed = poll_fn(|cx| stream.poll_reset(cx)).await;
+                        resets.set(resets.get() + usize::from(closed.is_ok()));
+                    }
+                })
+            };
+            let endpoints = [rejecting().await, rejecting().await];
+            let (mesh, destination) = Mesh::with_service(&endpoints).await;
+            let mut client = mesh.client(&destination).await;
+            for _ in 0..10 {
+                let (response, _) = call(&mut client, get("/")).await.unwrap();
+                assert_eq!(response.status(), 429);
+            }
+            assert_eq!(requests.get(), 20);
+            match is_reset {
+                true => until(|| resets.get() == 10).await,
+                false => assert!(resets.get() < 5, "{}", resets.get()),
+            }
+        }
+    });
+}
+
+#[test]
 fn retries_only_idempotent_requests_on_closed_pooled_connection() {
     on_worker(async {
         // The app responds to one request per connection, and closes at the second one without
