@@ -1,4 +1,4 @@
-//! The state of one endpoint of a backend: its pool, in-flight requests, latency and quarantine.
+//! The state of one endpoint of a backend: its pool, in-flight requests, latency and judgement.
 //! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
 use std::cell::{Cell, OnceCell, RefCell};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::MIN_SHARE;
 use super::health::Health;
 use super::latency::Latency;
-use super::quarantine::{Cause, Quarantine};
+use super::outlier::{Cause, Judgement, Outcome, Trial};
 use crate::connect::Pool;
 use crate::discovery::EndpointInfo;
 use crate::http::verdict::{Overload, Verdict};
@@ -28,7 +28,7 @@ pub struct Endpoint {
     pub(super) joined_at: Option<Instant>,
     in_flight: Cell<u32>,
     latency: Latency,
-    quarantine: Quarantine,
+    judgement: Judgement,
     health: Rc<Health>,
     /// Until then, the endpoint wants no retries: it is overloaded.
     no_retry_until: Cell<Option<Instant>>,
@@ -38,13 +38,9 @@ pub struct Endpoint {
 #[must_use = "the request is in flight until this value is dropped"]
 pub struct InFlight {
     endpoint: Rc<Endpoint>,
-    started_at: Instant,
+    trial: Trial,
     /// The result was recorded, or does not count.
     recorded: bool,
-    /// Its result decides whether the quarantine of the endpoint ends.
-    is_probe: bool,
-    /// Its result decides whether the circuit of the backend closes.
-    is_circuit_probe: bool,
 }
 
 impl Endpoint {
@@ -62,7 +58,7 @@ impl Endpoint {
             joined_at,
             in_flight: Cell::new(0),
             latency: Latency::default(),
-            quarantine: Quarantine::new(&health.siblings),
+            judgement: Judgement::new(&health.detector),
             health: health.clone(),
             no_retry_until: Cell::new(None),
         }
@@ -77,13 +73,12 @@ impl Endpoint {
     /// Counts a request that starts now.
     pub fn begin(self: &Rc<Self>) -> InFlight {
         self.in_flight.set(self.in_flight.get() + 1);
-        let now = Instant::now();
+        let trial = self.judgement.begin(Instant::now());
+        self.health.observe();
         InFlight {
             endpoint: self.clone(),
-            started_at: now,
+            trial,
             recorded: false,
-            is_probe: self.quarantine.begin(now),
-            is_circuit_probe: self.health.begin(now),
         }
     }
 
@@ -104,7 +99,7 @@ impl Endpoint {
 
     /// Whether the endpoint is quarantined. The balancer prefers others.
     pub fn is_quarantined(&self, now: Instant) -> bool {
-        self.quarantine.is_active(now)
+        self.judgement.is_quarantined(now)
     }
 
     /// The share of the requests that the endpoint gets, from nearly 0 to 1 after `slow_start`,
@@ -137,12 +132,12 @@ impl Endpoint {
 
     /// Ends the quarantine: discovery has announced the endpoint again.
     pub(super) fn end_quarantine(&self) {
-        self.quarantine.reset(Instant::now());
+        self.judgement.reset(Instant::now());
     }
 
     /// Discovery has removed the endpoint.
     pub(super) fn remove(&self) {
-        self.quarantine.remove(Instant::now());
+        self.judgement.remove(Instant::now());
     }
 
     /// The mean latency, if it is known.
@@ -152,7 +147,7 @@ impl Endpoint {
 
     /// The endpoint is much slower than the others.
     pub(super) fn record_slowness(&self, now: Instant) {
-        self.quarantined(self.quarantine.record_slowness(now));
+        self.quarantined(self.judgement.record_slowness(now));
     }
 
     /// A quarantine may have started.
@@ -168,25 +163,20 @@ impl Endpoint {
 impl InFlight {
     /// When the request started.
     pub fn started_at(&self) -> Instant {
-        self.started_at
+        self.trial.started_at
     }
 
     /// Restarts the latency measurement on a new connection. The time to connect does not count:
     /// many requests share a connection, and an endpoint that is seldom selected, and whose
     /// connections therefore are new, would stay expensive.
     pub fn connected(&mut self) {
-        self.started_at = Instant::now();
+        self.trial.started_at = Instant::now();
     }
 
     /// Records that the endpoint accepted an opaque connection, whose duration is not a latency.
     pub fn opened(&mut self) {
         self.recorded = true;
-        let now = Instant::now();
-        if self.is_circuit_probe {
-            self.endpoint.health.probe_accepted(now);
-        }
-        let quarantine = &self.endpoint.quarantine;
-        quarantine.record_connection(self.started_at, self.is_probe, now);
+        self.defer(true, Instant::now());
     }
 
     /// Records the end of an opaque connection: whether the endpoint sent anything, and whether it
@@ -194,12 +184,10 @@ impl InFlight {
     pub fn closed(mut self, has_answered: bool, ended_first: bool) {
         let now = Instant::now();
         self.recorded = true;
-        if has_answered {
-            self.record_success(now);
-        } else if ended_first {
-            self.count_failure(now);
-        } else {
-            self.cancel_probe(now);
+        match (has_answered, ended_first) {
+            (true, _) => self.judge(Outcome::Success, now),
+            (false, true) => self.judge(Outcome::Failure, now),
+            (false, false) => self.defer(false, now),
         }
     }
 
@@ -208,18 +196,18 @@ impl InFlight {
     pub fn answered(&mut self, verdict: Verdict) -> Instant {
         let now = Instant::now();
         match verdict {
-            Verdict::Failure | Verdict::NotDelivered => self.record_failure(now),
+            Verdict::Failure | Verdict::NotDelivered => self.record(Outcome::Failure, now),
             Verdict::Overloaded(Overload { retry_after, .. }) => {
                 let until = self.endpoint.no_retry_until.get();
                 let until = until.map_or(now + retry_after, |until| until.max(now + retry_after));
                 self.endpoint.no_retry_until.set(Some(until));
-                if !self.recorded {
-                    self.record_overload(now);
-                }
+                // It gets fewer requests, as a slow one, and no quarantine: it works, and the others
+                // would have its load too.
+                self.record(Outcome::Success, now);
             }
             Verdict::Success if !self.recorded => {
                 self.record_latency(now);
-                self.record_success(now);
+                self.judge(Outcome::Success, now);
             }
             Verdict::Success => {}
         }
@@ -228,85 +216,56 @@ impl InFlight {
 
     /// Records a failure of the endpoint.
     pub fn failed(&mut self) {
-        self.record_failure(Instant::now());
+        self.record(Outcome::Failure, Instant::now());
     }
 
     /// Records that the endpoint accepted no connection.
     pub fn refused(&mut self) {
-        let now = Instant::now();
-        if self.record_failed_latency(now) {
-            let endpoint = &self.endpoint;
-            endpoint.health.record(true, self.is_circuit_probe, now);
-            endpoint.quarantined(endpoint.quarantine.record_refusal(self.is_probe, now));
-        }
+        self.record(Outcome::Refused, Instant::now());
     }
 
     /// Records that the time for the response is over, for a limit that the Service has. The latency
     /// is at least the time until now.
     pub fn timed_out(self) {
-        let health = &self.endpoint.health;
-        health.record(true, self.is_circuit_probe, Instant::now());
+        self.judge(Outcome::TimedOut, Instant::now());
     }
 
     /// Drops a result that says nothing about the endpoint.
     pub fn discard(mut self) {
         self.recorded = true;
-        self.cancel_probe(Instant::now());
+        self.defer(false, Instant::now());
     }
 
-    fn record_failure(&mut self, now: Instant) {
-        if self.record_failed_latency(now) {
-            self.count_failure(now);
-        }
-    }
-
-    fn count_failure(&self, now: Instant) {
-        let endpoint = &self.endpoint;
-        endpoint.health.record(true, self.is_circuit_probe, now);
-        endpoint.quarantined(endpoint.quarantine.record_failure(self.is_probe, now));
-    }
-
-    fn record_success(&self, now: Instant) {
-        let endpoint = &self.endpoint;
-        endpoint.health.record(false, self.is_circuit_probe, now);
-        endpoint.quarantine.record_success(self.started_at, now);
-    }
-
-    /// Returns whether the result is the first one.
-    fn record_failed_latency(&mut self, now: Instant) -> bool {
-        let is_first = !std::mem::replace(&mut self.recorded, true);
-        if is_first {
-            let latency = now.saturating_duration_since(self.started_at);
+    /// Records the first result, and the latency of a failure.
+    fn record(&mut self, outcome: Outcome, now: Instant) {
+        if !std::mem::replace(&mut self.recorded, true) {
+            let latency = now.saturating_duration_since(self.trial.started_at);
             self.endpoint.latency.record_failure(latency, now);
+            self.judge(outcome, now);
         }
-        is_first
     }
 
-    /// An overloaded endpoint gets fewer requests, as a slow one, and no quarantine: it works, and
-    /// the others would have its load too.
-    fn record_overload(&mut self, now: Instant) {
-        self.record_failed_latency(now);
-        self.record_success(now);
+    fn judge(&self, outcome: Outcome, now: Instant) {
+        let endpoint = &self.endpoint;
+        endpoint.quarantined(endpoint.judgement.record(outcome, &self.trial, now));
+        endpoint.health.observe();
+    }
+
+    /// There is no result, or only a connection so far.
+    fn defer(&self, is_connection: bool, now: Instant) {
+        let judgement = &self.endpoint.judgement;
+        judgement.defer(is_connection, &self.trial, now);
     }
 
     fn record_latency(&mut self, now: Instant) {
         self.recorded = true;
         let (endpoint, latency) = (
             &self.endpoint,
-            now.saturating_duration_since(self.started_at),
+            now.saturating_duration_since(self.trial.started_at),
         );
         endpoint.latency.record_success(latency, now);
         let zone = &endpoint.info.zone;
         endpoint.health.zones.record(zone, latency, now);
-    }
-
-    fn cancel_probe(&self, now: Instant) {
-        if self.is_probe {
-            self.endpoint.quarantine.cancel_probe(now);
-        }
-        if self.is_circuit_probe {
-            self.endpoint.health.cancel_probe(now);
-        }
     }
 }
 
@@ -316,7 +275,7 @@ impl Drop for InFlight {
         if !self.recorded {
             let now = Instant::now();
             self.record_latency(now);
-            self.cancel_probe(now);
+            self.defer(false, now);
         }
         self.endpoint
             .in_flight
@@ -331,7 +290,7 @@ mod tests {
     impl InFlight {
         /// Records a success with this latency.
         pub fn answered_after(mut self, latency: Duration) {
-            self.started_at = Instant::now() - latency;
+            self.trial.started_at = Instant::now() - latency;
             self.answered(Verdict::Success);
         }
     }
@@ -366,7 +325,7 @@ mod tests {
         let (dialed, pooled, opened) = (endpoint(), endpoint(), endpoint());
         for _ in 0..10 {
             let mut slow = dialed.begin();
-            slow.started_at -= SECOND;
+            slow.trial.started_at -= SECOND;
             slow.connected();
             drop(slow);
             pooled.latency.record_success(SECOND / 2, Instant::now());
@@ -374,7 +333,7 @@ mod tests {
         assert!(dialed.is_cheaper(&pooled, Instant::now()));
         let mut connection = opened.begin();
         connection.opened();
-        connection.started_at -= SECOND;
+        connection.trial.started_at -= SECOND;
         drop(connection);
         // It still has no latency: only in-flight requests are compared.
         let in_flight = dialed.begin();

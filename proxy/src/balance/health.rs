@@ -9,20 +9,18 @@ use std::time::Instant;
 
 use diy_mesh_runtime::metrics::Active;
 
-use super::breaker::Breaker;
+use super::outlier::{Cause, Detector};
 use super::policy::BackendPolicy;
-use super::quarantine::{Cause, Siblings};
 use super::zone::ZonePreference;
 use crate::error::Failure;
 use crate::metrics::UpstreamMetrics;
 
 /// The health of one backend.
 pub(super) struct Health {
-    /// The quarantines of its endpoints.
-    pub siblings: Rc<Siblings>,
+    /// The judgement of its endpoints, and the circuit breaker.
+    pub detector: Rc<Detector>,
     /// The preference of the own zone.
     pub zones: ZonePreference,
-    breaker: Breaker,
     labels: RefCell<Labels>,
     /// The circuit is counted while it is not closed.
     open: RefCell<Option<Active>>,
@@ -43,11 +41,9 @@ impl Default for Health {
 
 impl Health {
     pub fn new(metrics: Arc<UpstreamMetrics>) -> Self {
-        let now = Instant::now();
         Self {
-            siblings: Rc::new(Siblings::new(now)),
+            detector: Rc::new(Detector::new(Instant::now())),
             zones: ZonePreference::default(),
-            breaker: Breaker::new(now),
             labels: RefCell::default(),
             open: RefCell::default(),
             metrics,
@@ -60,13 +56,13 @@ impl Health {
             destination: destination.clone(),
             policy: policy.clone(),
         });
-        self.siblings.set(policy.outliers);
-        self.observe(|breaker| breaker.set(policy.breaker));
+        self.detector.set(policy.outliers, policy.breaker);
+        self.observe();
     }
 
     /// Fails while the circuit is open.
     pub fn check_circuit(&self, now: Instant) -> Result<(), Failure> {
-        match self.breaker.is_open(now) {
+        match self.detector.is_open(now) {
             false => Ok(()),
             true => {
                 let labels = self.labels.borrow();
@@ -75,29 +71,6 @@ impl Health {
                     policy: labels.policy.name.clone(),
                 })
             }
-        }
-    }
-
-    /// A request begins, which the circuit permits. Returns whether its result decides about an
-    /// open circuit.
-    pub fn begin(&self, now: Instant) -> bool {
-        !self.breaker.is_closed() && self.observe(|breaker| breaker.begin(now))
-    }
-
-    /// The request that decides has no result.
-    pub fn cancel_probe(&self, now: Instant) {
-        self.breaker.cancel_probe(now);
-    }
-
-    /// The request that decides is an opaque connection, and was accepted.
-    pub fn probe_accepted(&self, now: Instant) {
-        self.breaker.probe_accepted(now);
-    }
-
-    /// Counts a result for the circuit.
-    pub fn record(&self, is_failure: bool, is_probe: bool, now: Instant) {
-        if self.breaker.is_set() {
-            self.observe(|breaker| breaker.record(is_failure, is_probe, now));
         }
     }
 
@@ -120,26 +93,24 @@ impl Health {
     }
 
     /// Counts and logs the change of the circuit, if there is one.
-    fn observe<T>(&self, change: impl FnOnce(&Breaker) -> T) -> T {
-        let was_closed = self.breaker.is_closed();
-        let result = change(&self.breaker);
-        let is_closed = self.breaker.is_closed();
-        if was_closed != is_closed {
-            let Labels {
-                destination,
-                policy,
-            } = &*self.labels.borrow();
-            let policy = policy.name.as_str();
-            if is_closed {
-                self.open.take();
-                tracing::info!(%destination, policy, "circuit closed: requests pass again");
-            } else {
-                let open = Active::new(&self.metrics.circuits_open);
-                self.open.replace(Some(open));
-                self.metrics.circuits_opened.inc();
-                tracing::warn!(%destination, policy, "circuit opened: too many requests failed");
-            }
+    pub fn observe(&self) {
+        let (was_closed, is_closed) = (self.open.borrow().is_none(), self.detector.is_closed());
+        if was_closed == is_closed {
+            return;
         }
-        result
+        let Labels {
+            destination,
+            policy,
+        } = &*self.labels.borrow();
+        let policy = policy.name.as_str();
+        if is_closed {
+            self.open.take();
+            tracing::info!(%destination, policy, "circuit closed: requests pass again");
+        } else {
+            let open = Active::new(&self.metrics.circuits_open);
+            self.open.replace(Some(open));
+            self.metrics.circuits_opened.inc();
+            tracing::warn!(%destination, policy, "circuit opened: too many requests failed");
+        }
     }
 }

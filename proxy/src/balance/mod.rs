@@ -2,19 +2,17 @@
 //! own balancers, so that selection takes no lock, but for the session affinity of a Service. Its
 //! only atomic operation checks for updates from discovery. This module opens no connections.
 
-mod breaker;
 mod budget;
 mod endpoint;
 mod health;
 mod latency;
 pub mod maglev;
+mod outlier;
 mod p2c;
 pub mod policy;
-mod quarantine;
 mod select;
 #[cfg(test)]
 mod tests;
-mod window;
 mod zone;
 
 use std::cell::{Cell, RefCell};
@@ -30,13 +28,12 @@ use crate::detect::Protocol;
 use crate::discovery::{Affinity, EndpointInfo, Resource, Target};
 use crate::error::Failure;
 use crate::route::Routes;
-pub use breaker::BreakerSettings;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
 use health::Health;
 use maglev::Table;
+pub use outlier::{BreakerSettings, Cause, OutlierSettings};
 use policy::BackendPolicy;
-pub use quarantine::{Cause, OutlierSettings};
 pub use select::{Avoided, Preference};
 use select::{Context, Turns};
 
@@ -198,9 +195,9 @@ impl Backend {
 
     /// Quarantines the endpoints that are much slower than the median of all, twice in an interval.
     fn compare_latencies(&self, members: &[Member], now: Instant) {
-        let siblings = &self.health.siblings;
-        let percent = siblings.settings().latency_percent;
-        if percent == 0 || self.compared_in.replace(siblings.half(now)) == siblings.half(now) {
+        let detector = &self.health.detector;
+        let percent = detector.settings().latency_percent;
+        if percent == 0 || self.compared_in.replace(detector.half(now)) == detector.half(now) {
             return;
         }
         let endpoints = members.iter().map(|member| &member.endpoint);
@@ -384,7 +381,7 @@ fn merge(
     let joined_at = (!before.is_empty()).then(Instant::now);
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
-    health.siblings.set_count(after.len());
+    health.detector.set_count(after.len());
     for info in after {
         while let Some(removed) = before.next_if(|member| member.info.address < info.address) {
             removed.endpoint.remove();

@@ -3,9 +3,8 @@
 
 use std::time::Duration;
 
-use super::breaker::BreakerSettings;
 use super::budget::BudgetSettings;
-use super::quarantine::OutlierSettings;
+use super::outlier::{BreakerSettings, OutlierSettings};
 use crate::connect::Limits;
 
 /// How long a new endpoint gets a growing share of the requests: caches are empty, code is not

@@ -9,8 +9,8 @@ use fastrand::Rng;
 
 use crate::balance::budget::RetryBudget;
 use crate::balance::latency::Latency;
+use crate::balance::outlier::{Detector, Judgement, Outcome, OutlierSettings};
 use crate::balance::p2c;
-use crate::balance::quarantine::{OutlierSettings, Quarantine, Siblings};
 use crate::balance::zone::ZonePreference;
 
 /// Standard deviations between a share and its mean. Chance exceeds it once in 15,000 cases.
@@ -333,28 +333,30 @@ fn small_zone_with_most_clients_is_not_overloaded() {
 /// requests. Returns the requests, those that fail for the caller, and the retries.
 fn one_of_five_fails(is_retried: bool, outliers: OutlierSettings, seed: u64) -> (u32, u32, u32) {
     let (mut rng, start) = (Rng::with_seed(seed), Instant::now());
-    let siblings = Rc::new(Siblings::new(start));
-    siblings.set_count(5);
-    siblings.set(outliers);
-    let endpoints: [(Latency, Quarantine); 5] =
-        std::array::from_fn(|_| (Latency::default(), Quarantine::new(&siblings)));
+    let detector = Rc::new(Detector::new(start));
+    detector.set_count(5);
+    detector.set(outliers, None);
+    let endpoints: [(Latency, Judgement); 5] =
+        std::array::from_fn(|_| (Latency::default(), Judgement::new(&detector)));
     let budget = RetryBudget::new(start);
     // Sends to an endpoint without the one that was tried. Returns the endpoint if it fails.
     let send = |now: Instant, tried: Option<usize>, rng: &mut Rng| {
         let is_cheaper =
             |one: usize, other: usize| endpoints[one].0.is_cheaper(0, &endpoints[other].0, 0, now);
-        let is_usable = |index: usize| tried != Some(index) && !endpoints[index].1.is_active(now);
+        let is_usable =
+            |index: usize| tried != Some(index) && !endpoints[index].1.is_quarantined(now);
         let picked = p2c::choose(5, rng, is_usable, is_cheaper).expect("at most half are left");
-        let (latency, quarantine) = &endpoints[picked];
-        let is_probe = quarantine.begin(now);
+        let (latency, judgement) = &endpoints[picked];
+        let trial = judgement.begin(now);
         let took = noisy(rng);
         if picked > 0 || rng.bool() {
             latency.record_success(took, now);
-            quarantine.record_success(now, now + took);
+            judgement.record(Outcome::Success, &trial, now + took);
             return None;
         }
         latency.record_failure(took, now);
-        if quarantine.record_failure(is_probe, now + took).is_some() {
+        let ejected = judgement.record(Outcome::Failure, &trial, now + took);
+        if ejected.is_some() {
             latency.reset();
         }
         Some(picked)
