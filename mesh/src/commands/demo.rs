@@ -45,7 +45,7 @@ pub struct Arguments {
     /// Print the summary only
     #[arg(long)]
     quiet: bool,
-    /// Print all exchanges in full, probes, and all other output of the containers
+    /// Print all exchanges in full, those of clients outside the pods too, and all other output
     #[arg(long, conflicts_with = "quiet")]
     full: bool,
     /// Like --full, but only for this workload, pod, container or namespace, for example

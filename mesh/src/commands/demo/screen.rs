@@ -134,7 +134,7 @@ impl Screen {
             .dump()
             .is_some_and(|dump| dump.incomplete.is_none());
         let parts = match self.detail {
-            // Probes come from the node.
+            // The client is outside the pods, such as on the node.
             Detail::Story if caller.color_code.is_none() => return String::new(),
             Detail::Story if is_complete && self.introduced.insert(pair) => {
                 self.parts(exchange, &story.names)

@@ -45,7 +45,7 @@ impl Summary {
         else {
             return;
         };
-        // Probes come from the node.
+        // The client is outside the pods, such as on the node.
         if caller.color_code.is_none() {
             return;
         }

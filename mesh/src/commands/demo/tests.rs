@@ -161,12 +161,12 @@ fn only_shows_blocks_of_one_workload_and_its_other_output() {
 }
 
 #[test]
-fn probes_are_printed_only_on_request() {
-    let mut probe = inbound();
-    probe["peer"] = "10.244.0.1:50000".into();
+fn requests_from_outside_the_pods_are_printed_only_on_request() {
+    let mut request = inbound();
+    request["peer"] = "10.244.0.1:50000".into();
     for (detail, expected) in [(Detail::Story, false), (Detail::Everything, true)] {
         let (mut story, mut screen) = (story(), screen(detail, &[]));
-        story.record_line(line("cart", "proxy", &probe), Instant::now());
+        story.record_line(line("cart", "proxy", &request), Instant::now());
         let items = story.take_all();
         assert_eq!(!screen.format(&items[0], &story).is_empty(), expected);
     }
