@@ -1,11 +1,13 @@
-//! The manifests as the base of a kustomize overlay: images and namespace. Requires kubectl.
+//! The manifests as the base of the kustomize overlay in `docs/operations.md`: images and namespace.
+//! Requires kubectl.
 
 use std::fs;
 use std::io::Write;
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::repository::root;
+use diy_mesh_tests::repository::{read, root};
 
 #[test]
 fn overlay_changes_the_images_of_proxies_and_the_namespace() -> Result<()> {
@@ -18,7 +20,7 @@ fn overlay_changes_the_images_of_proxies_and_the_namespace() -> Result<()> {
         return Ok(());
     };
     for image in ["controller", "injector", "proxy", "proxy-init"] {
-        let line = format!("image: registry.example/{image}:1.0");
+        let line = format!("image: registry.example.com/{image}:1.0");
         ensure!(text.contains(&line), "{line} is not in\n{text}");
     }
     ensure!(
@@ -35,15 +37,14 @@ fn overlay_changes_the_images_of_proxies_and_the_namespace() -> Result<()> {
     Ok(())
 }
 
-fn render(folder: &std::path::Path) -> Result<Option<String>> {
-    let images: String = ["controller", "injector", "proxy", "proxy-init"]
-        .map(|image| {
-            format!(
-                "  - {{name: diy-sm-{image}, newName: registry.example/{image}, newTag: '1.0'}}\n"
-            )
-        })
-        .concat();
-    let overlay = format!("resources: [../../manifests]\nnamespace: other\nimages:\n{images}");
+fn render(folder: &Path) -> Result<Option<String>> {
+    let document = read(Path::new("docs/operations.md"));
+    let overlay = document
+        .split("## Images and namespace")
+        .nth(1)
+        .and_then(|section| section.split("```yaml\n").nth(1)?.split("```").next())
+        .context("docs/operations.md has no overlay")?
+        .replace("resources: [manifests]", "resources: [../../manifests]");
     fs::write(folder.join("kustomization.yaml"), overlay)?;
     let output = Command::new("kubectl")
         .arg("kustomize")
