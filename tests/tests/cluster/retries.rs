@@ -8,7 +8,7 @@ use diy_mesh_tests::cluster::gateway_api::{
     ACCEPTED, Experimental, install, route, wait_for_condition,
 };
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, runs_long_tests, wait_for};
 use diy_mesh_tests::routes::http_route;
 use serde_json::{Value, json};
 
@@ -19,6 +19,9 @@ const CLIENTS: usize = 2;
 
 #[test]
 fn retries_hide_a_failing_replica_and_stay_within_their_budget() -> Result<()> {
+    if !runs_long_tests()? {
+        return Ok(());
+    }
     in_namespace("retries", |namespace| {
         install()?;
         let _experimental = Experimental::install()?;
