@@ -8,6 +8,7 @@ mod hello;
 mod http1;
 mod identity;
 mod record;
+mod request;
 mod rustls_peer;
 mod session;
 
@@ -16,6 +17,7 @@ pub use hello::hello;
 pub use http1::{body, head};
 pub use identity::identity;
 pub use record::record;
+pub use request::request;
 pub use rustls_peer::rustls_peer;
 pub use session::session;
 
@@ -23,13 +25,14 @@ pub use session::session;
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 9] = [
     ("body", body),
     ("detect", detect),
     ("head", head),
     ("hello", hello),
     ("identity", identity),
     ("record", record),
+    ("request", request),
     ("rustls-peer", rustls_peer),
     ("session", session),
 ];

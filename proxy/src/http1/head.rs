@@ -199,7 +199,8 @@ impl RequestHead {
     /// Checks the four forms of a target (RFC 9112, section 3.2). If target and Host name different
     /// hosts, the RFC gives precedence to the target. A server that uses Host would see another
     /// request than the proxy, so such a request is rejected. So is one with a fragment, which some
-    /// servers drop and others read as a part of the path.
+    /// servers drop and others read as a part of the path, and one with user information: `http://x@a/`
+    /// would evade the routes of the host `a`.
     fn check_target(&self) -> Result<(), Refused> {
         let (method, target) = (self.method(), self.target());
         if target.contains(&b'#') {
@@ -218,6 +219,11 @@ impl RequestHead {
         let Some((scheme, named)) = absolute_form(target) else {
             return Err(Refused::Malformed("the target is neither a path nor a URL"));
         };
+        if named.is_empty() || !authority::is_text(named) {
+            return Err(Refused::Malformed(
+                "the target does not name a host, or has user information",
+            ));
+        }
         match self.field("host") {
             Some(host) if !authority::is_same(scheme, named, host) => Err(Refused::Malformed(
                 "the target and the Host field name different hosts",

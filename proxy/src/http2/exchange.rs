@@ -70,7 +70,11 @@ pub(super) async fn carry(
     record.set_preference(&head::view(&parts));
     let own = flow.request_edits();
     let route = record.route.as_deref();
-    Route::edit_request(route, &own, |edits| head::prepare(&mut parts, edits));
+    let prepared = Route::edit_request(route, &own, |edits| head::prepare(&mut parts, edits));
+    let ready = match (ready, prepared) {
+        (Some(Ok(())), Err(failure)) => Some(Err(failure.into())),
+        (ready, _) => ready,
+    };
     record.request(&head::view(&parts), Edits::default());
     if let Some(Ok(())) = ready {
         let copied = || CopiedHead::Http2(Box::new(parts.clone()));

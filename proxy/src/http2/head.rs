@@ -8,6 +8,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::authority;
 use crate::deadline::{Deadline, Limit, parse_grpc_timeout};
+use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
 
@@ -15,7 +16,7 @@ use crate::http::view::RequestView;
 const GRPC_TIMEOUT: &str = "grpc-timeout";
 
 /// The reason why the request is malformed (RFC 9113), or ambiguous for the next hop.
-pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
+pub fn malformed(parts: &Parts) -> Option<&'static str> {
     if parts
         .headers
         .get_all(CONTENT_LENGTH)
@@ -25,25 +26,25 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
     {
         return Some("more than one Content-Length");
     }
-    let authority = parts.uri.authority().map(|authority| authority.as_str());
-    if authority.is_some_and(|authority| authority.contains('@')) {
-        return Some("user information in :authority");
-    }
+    let authority = parts.uri.authority();
+    let authority = authority.map(|authority| authority.as_str().as_bytes());
     let mut hosts = parts.headers.get_all(HOST).iter();
-    if let Some(host) = hosts.next() {
-        if hosts.next().is_some() {
-            return Some("more than one Host");
-        }
-        let scheme = parts.uri.scheme_str().unwrap_or_default().as_bytes();
-        if authority.is_some_and(|authority| {
-            !authority::is_same(scheme, authority.as_bytes(), host.as_bytes())
-        }) {
-            return Some("Host and :authority differ");
-        }
+    let host = hosts.next().map(HeaderValue::as_bytes);
+    if hosts.next().is_some() {
+        return Some("more than one Host");
+    }
+    // Neither may be empty (RFC 9113, section 8.3.1).
+    let is_host = |named: &[u8]| !named.is_empty() && authority::is_text(named);
+    if authority.or(host).is_some_and(|named| !is_host(named)) {
+        return Some(":authority or Host is not a host, or has user information");
+    }
+    let scheme = parts.uri.scheme_str().unwrap_or_default().as_bytes();
+    let differs = |(authority, host)| !authority::is_same(scheme, authority, host);
+    if authority.zip(host).is_some_and(differs) {
+        return Some("Host and :authority differ");
     }
     if parts.method == Method::CONNECT && extended_protocol(parts).is_none() {
-        let named =
-            authority.is_some_and(|authority| authority::is_host_and_port(authority.as_bytes()));
+        let named = authority.is_some_and(authority::is_host_and_port);
         return (!named).then_some("the :authority of CONNECT is not HOST:PORT");
     }
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
@@ -52,7 +53,7 @@ pub(super) fn malformed(parts: &Parts) -> Option<&'static str> {
 }
 
 /// The request as authorization sees it.
-pub(super) fn view(parts: &Parts) -> RequestView<'_> {
+pub fn view(parts: &Parts) -> RequestView<'_> {
     let path = parts.uri.path_and_query().map_or("", |path| path.as_str());
     RequestView {
         method: parts.method.as_str().as_bytes(),
@@ -72,32 +73,32 @@ pub(super) fn extended_protocol(parts: &Parts) -> Option<&str> {
         .map(h2::ext::Protocol::as_str)
 }
 
-/// Prepares the head for the next hop.
-pub(super) fn prepare(parts: &mut Parts, edits: Edits<'_>) {
+/// Prepares the head for the next hop. Fails if the route's path does not fit into a target.
+pub fn prepare(parts: &mut Parts, edits: Edits<'_>) -> Result<(), Failure> {
     edits.apply(&mut parts.headers);
     if edits.host.is_some() || edits.target.is_some() {
-        rewrite(parts, edits);
+        let rewritten = rewrite(&parts.uri, edits);
+        parts.uri = rewritten.map_err(|_| {
+            Failure::BadRequest("the path is invalid or too long after the rewrite of its route")
+        })?;
     }
     // Without :authority, which is right if there is a Host, `h2` takes a scheme only of HTTP/1.
     if parts.uri.authority().is_none() {
         parts.version = Version::HTTP_11;
     }
+    Ok(())
 }
 
-/// Changes `:authority`, if there is one, and `:path`. Routes make only valid ones.
-fn rewrite(parts: &mut Parts, edits: Edits<'_>) {
-    let mut uri = std::mem::take(&mut parts.uri).into_parts();
-    let host = edits.host.and_then(|host| Authority::try_from(host).ok());
-    if let (Some(_), Some(host)) = (&uri.authority, host) {
-        uri.authority = Some(host);
+/// Changes `:authority`, if there is one, and `:path`.
+fn rewrite(uri: &Uri, edits: Edits<'_>) -> Result<Uri, http::Error> {
+    let mut uri = uri.clone().into_parts();
+    if let (Some(authority), Some(host)) = (&mut uri.authority, edits.host) {
+        *authority = Authority::try_from(host)?;
     }
-    if let Some(target) = edits
-        .target
-        .and_then(|target| PathAndQuery::try_from(target).ok())
-    {
-        uri.path_and_query = Some(target);
+    if let Some(target) = edits.target {
+        uri.path_and_query = Some(PathAndQuery::try_from(target)?);
     }
-    parts.uri = Uri::from_parts(uri).unwrap_or_default();
+    Ok(Uri::from_parts(uri)?)
 }
 
 /// Whether failures are reported by `grpc-status`. gRPC-Web is plain HTTP.
@@ -169,8 +170,24 @@ mod tests {
                 ("x-other", "3"),
             ],
         );
-        prepare(&mut forged, Edits::of(&[Edit::Own("X-Called-By", None)]));
+        let edits = [Edit::Own("X-Called-By", None)];
+        prepare(&mut forged, Edits::of(&edits)).unwrap();
         assert_eq!(forged.headers.len(), 1);
+    }
+
+    #[test]
+    fn rewrite_that_fits_into_no_target_fails() {
+        let long = format!("/{}", "a".repeat(65_535));
+        for (target, is_valid) in [("/b?c", true), (&long, false), ("/a b", false)] {
+            let mut request = parts("GET", "http://a/a", &[]);
+            let edits = Edits {
+                target: Some(target.as_bytes()),
+                ..Edits::default()
+            };
+            assert_eq!(prepare(&mut request, edits).is_ok(), is_valid);
+            let path = if is_valid { "/b" } else { "/a" };
+            assert_eq!(request.uri.path(), path);
+        }
     }
 
     #[test]
@@ -196,6 +213,10 @@ mod tests {
                 &[("content-length", "1"), ("content-length", "1")],
             ),
             parts("GET", "http://user@a/", &[]),
+            parts("GET", "/", &[("host", "user@a")]),
+            parts("GET", "/", &[("host", "a/b?c")]),
+            parts("GET", "/", &[("host", "a b")]),
+            parts("GET", "/", &[("host", "")]),
             parts("GET", "*", &[]),
             parts("CONNECT", "/", &[]),
             parts("CONNECT", "a", &[]),

@@ -6,7 +6,7 @@
 //! only the connection that it arrives on.
 
 mod exchange;
-pub(crate) mod head;
+pub mod head;
 pub mod mirror;
 mod relay;
 #[cfg(test)]

@@ -147,28 +147,33 @@ fn rejects_target_with_another_host_than_the_host_field() {
         "GET http://a/",
         "GET http://A:80/x",
         "GET https://a:443?x",
-        "GET http://u:p@a/",
         "OPTIONS *",
         "CONNECT b:1",
         "GET //b/",
     ] {
         assert_eq!(target(passed), Ok(()), "{passed}");
     }
-    for other in [
-        "GET http://b/",
-        "GET http://a:81/",
-        "GET https://a:80/",
-        "GET http://b\\@a/",
-        "GET http:///x",
-        "GET http://a@b/",
+    let other_host = "the target and the Host field name different hosts";
+    let no_host = "the target does not name a host, or has user information";
+    for (line, reason) in [
+        ("GET http://b/", other_host),
+        ("GET http://a:81/", other_host),
+        ("GET https://a:80/", other_host),
+        ("GET http://b\\@a/", no_host),
+        ("GET http:///x", no_host),
+        ("GET http://a@b/", no_host),
+        ("GET http://u:p@a/", no_host),
+        ("GET http://x@a/", no_host),
     ] {
-        assert_eq!(
-            target(other),
-            Err(Refused::Malformed(
-                "the target and the Host field name different hosts"
-            )),
-            "{other}"
-        );
+        assert_eq!(target(line), Err(Refused::Malformed(reason)), "{line}");
+    }
+    // Also without a Host field, and with the same one.
+    for head in [
+        "GET http://x@a/ HTTP/1.0\r\n\r\n",
+        "GET http://x@a/ HTTP/1.1\r\nHost: x@a\r\n\r\n",
+        "GET / HTTP/1.1\r\nHost: x@a\r\n\r\n",
+    ] {
+        assert!(request(head).is_err(), "{head}");
     }
     for none in [
         "GET *",
