@@ -329,10 +329,7 @@ impl Attempts {
 
     /// Opens the connections of the current attempt.
     pub fn dialer<'a>(&self, tls: &'a Tls) -> Dialer<'a> {
-        Dialer {
-            tls,
-            timeout: self.connect_timeout,
-        }
+        Dialer::new(tls, self.connect_timeout)
     }
 
     /// The endpoint of the current attempt, or of the last one.

@@ -127,41 +127,45 @@ impl Connections {
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
-        let (limiter, deadline) = (&self.limiter, dialer.deadline());
-        let request = limiter.acquire(LimitKind::Requests, remote.address, deadline);
+        let (kind, address) = (LimitKind::Requests, remote.address);
+        let request = self.limiter.acquire(kind, address, dialer.deadline);
         let request = request.await?;
-        if let Some(connection) = self.find() {
+        if let Some(connection) = self.find(false) {
             return Ok(Lease::new(connection, request));
         }
-        let connection = self.connection(caller, remote, dialer, expiry).await?;
+        let connection = self
+            .connection(caller, remote, dialer, expiry, false)
+            .await?;
         Ok(Lease::new(connection, request))
     }
 
-    /// A connection with a free slot, an open one or a new one.
+    /// A connection with a free slot, an open one or a new one. `has_waited`: no earlier request
+    /// waits.
     async fn connection(
         &self,
         caller: &Rc<Account>,
         remote: &Remote,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
+        has_waited: bool,
     ) -> Result<Rc<Connection>, Failure> {
         let dials = self.dials.get();
         let guard = self.dialing.lock().await;
-        if let Some(connection) = self.find() {
+        if let Some(connection) = self.find(has_waited) {
             return Ok(connection);
         }
-        if self.is_full() {
+        if self.is_full() || !self.is_turn(has_waited) {
             drop(guard);
             // Closed connections make space for new ones.
-            let take = || match self.find() {
+            let take = || match self.find(true) {
                 Some(connection) => Some(Some(connection)),
                 None => (!self.is_full()).then_some(None),
             };
-            let (kind, deadline) = (LimitKind::Http2Connections, dialer.deadline());
+            let (kind, deadline) = (LimitKind::Http2Connections, dialer.deadline);
             let waiting = self.limiter.wait(kind, remote.address, deadline, take);
             return match waiting.await? {
                 Some(connection) => Ok(connection),
-                None => Box::pin(self.connection(caller, remote, dialer, expiry)).await,
+                None => Box::pin(self.connection(caller, remote, dialer, expiry, true)).await,
             };
         }
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
@@ -207,9 +211,17 @@ impl Connections {
         self.len() >= self.limiter.limits.http2_connections as usize
     }
 
+    /// Whether the next free slot is that of a request that `has_waited`, or has not.
+    fn is_turn(&self, has_waited: bool) -> bool {
+        has_waited || !self.limiter.has_queue(LimitKind::Http2Connections)
+    }
+
     /// The first connection that has a free slot, so that the later ones become idle. Drops closed
-    /// connections.
-    fn find(&self) -> Option<Rc<Connection>> {
+    /// connections. None while earlier requests wait, unless the request `has_waited`.
+    fn find(&self, has_waited: bool) -> Option<Rc<Connection>> {
+        if !self.is_turn(has_waited) {
+            return None;
+        }
         let mut open = self.open.borrow_mut();
         let mut index = 0;
         while let Some(connection) = open.get(index) {

@@ -208,8 +208,8 @@ impl Pool {
     }
 
     async fn acquire(&self, kind: LimitKind, dialer: Dialer<'_>) -> Result<Slot, Failure> {
-        let (address, deadline) = (self.remote.address, dialer.deadline());
-        self.limiter.acquire(kind, address, deadline).await
+        let address = self.remote.address;
+        self.limiter.acquire(kind, address, dialer.deadline).await
     }
 
     /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
@@ -336,22 +336,32 @@ impl From<&EndpointInfo> for Remote {
 /// Opens the new connections of one attempt.
 #[derive(Clone, Copy)]
 pub struct Dialer<'a> {
-    /// The TLS configurations.
-    pub tls: &'a Tls,
-    /// How long a connection may take, its TLS handshake included.
-    pub timeout: Duration,
+    tls: &'a Tls,
+    timeout: Duration,
+    /// The end of the time for all that precedes a connection's use.
+    pub deadline: tokio::time::Instant,
 }
 
-impl Dialer<'_> {
-    /// The end of the time for a connection that is requested now.
-    fn deadline(&self) -> tokio::time::Instant {
-        tokio::time::Instant::now() + self.timeout
+impl<'a> Dialer<'a> {
+    /// Opens connections for an attempt that begins now. One may take until the timeout, its queues
+    /// and its TLS handshake included.
+    pub fn new(tls: &'a Tls, timeout: Duration) -> Self {
+        let deadline = tokio::time::Instant::now() + timeout;
+        Self {
+            tls,
+            timeout,
+            deadline,
+        }
     }
 
     /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
     pub async fn dial(&self, remote: &Remote, alpn: Alpn) -> Result<Io, Failure> {
-        let Self { tls, timeout } = *self;
-        let (address, deadline) = (remote.address, tokio::time::Instant::now() + timeout);
+        let Self {
+            tls,
+            timeout,
+            deadline,
+        } = *self;
+        let address = remote.address;
         let io = connect(address, tls.timeouts().tcp_user, deadline).await?;
         match &remote.identity {
             // A connection to the pod itself never leaves it, and does not pass its own proxy again.

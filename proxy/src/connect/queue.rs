@@ -1,13 +1,15 @@
-//! The limits of one endpoint: connections and requests in flight. Requests wait while a limit is
-//! reached. Both the queue and the wait are bounded: further requests are rejected.
+//! The limits of one endpoint: connections and requests in flight. Requests wait in order while a
+//! limit is reached. Both the queue and the wait are bounded: further requests are rejected.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::BTreeMap;
+use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 
 use diy_mesh_runtime::metrics::Active;
-use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::Failure;
@@ -87,9 +89,8 @@ pub(super) struct Limiter {
     pub limits: Limits,
     connections: Cell<u32>,
     requests: Cell<u32>,
-    waiting: Cell<u32>,
     /// By [`LimitKind`]. Most endpoints never reach a limit.
-    released: OnceCell<Box<[Notify; LimitKind::NAMES.len()]>>,
+    queues: OnceCell<Box<[Queue; LimitKind::NAMES.len()]>>,
     pub metrics: Arc<UpstreamMetrics>,
 }
 
@@ -99,8 +100,7 @@ impl Limiter {
             limits,
             connections: Cell::new(0),
             requests: Cell::new(0),
-            waiting: Cell::new(0),
-            released: OnceCell::new(),
+            queues: OnceCell::new(),
             metrics,
         })
     }
@@ -108,6 +108,18 @@ impl Limiter {
     /// The number of HTTP/1 and opaque connections in use.
     pub fn connections(&self) -> u32 {
         self.connections.get()
+    }
+
+    /// Whether requests wait for a limit. Later ones must not overtake them.
+    pub fn has_queue(&self, kind: LimitKind) -> bool {
+        let queues = self.queues.get();
+        queues.is_some_and(|queues| !queues[kind as usize].borrow().is_empty())
+    }
+
+    /// The number of requests that wait.
+    fn waiting(&self) -> usize {
+        let queues = self.queues.get().into_iter().flat_map(|all| all.iter());
+        queues.map(|queue| queue.borrow().len()).sum()
     }
 
     /// Counts an open connection until the value is dropped, for the metric.
@@ -122,7 +134,11 @@ impl Limiter {
         endpoint: SocketAddr,
         deadline: Instant,
     ) -> Result<Slot, Failure> {
-        match self.try_acquire(kind) {
+        let free = match self.has_queue(kind) {
+            true => None,
+            false => self.try_acquire(kind),
+        };
+        match free {
             Some(slot) => Ok(slot),
             // Boxed: it is rare, and would enlarge the task of every connection.
             None => Box::pin(self.wait(kind, endpoint, deadline, || self.try_acquire(kind))).await,
@@ -146,7 +162,8 @@ impl Limiter {
         }
     }
 
-    /// Waits until `take` succeeds. Fails at the deadline, or at once if the queue is full.
+    /// Waits until `take` succeeds, after the requests that wait already. Fails at the deadline, or
+    /// at once if the queue is full.
     pub async fn wait<T>(
         &self,
         kind: LimitKind,
@@ -162,24 +179,22 @@ impl Limiter {
                 policy: String::new(),
             }
         };
-        if self.waiting.get() >= self.limits.waiting {
+        if self.waiting() >= self.limits.waiting as usize {
             return Err(reached());
         }
-        let _waiting = Waiting::new(&self.waiting, &self.metrics);
-        let released = &self.released.get_or_init(Box::default)[kind as usize];
-        loop {
-            if let Some(taken) = take() {
-                return Ok(taken);
-            }
-            let released = timeout_at(deadline, released.notified()).await;
-            released.map_err(|_| reached())?;
-        }
+        let queue = &self.queues.get_or_init(Box::default)[kind as usize];
+        let place = Place::new(queue, &self.metrics);
+        let taking = poll_fn(|cx| match place.is_first(cx).then(&take).flatten() {
+            Some(taken) => Poll::Ready(taken),
+            None => Poll::Pending,
+        });
+        timeout_at(deadline, taking).await.map_err(|_| reached())
     }
 
     /// There may be something to take for the request that waits longest.
     pub fn release(&self, kind: LimitKind) {
-        if let (true, Some(released)) = (self.waiting.get() > 0, self.released.get()) {
-            released[kind as usize].notify_one();
+        if let Some(queues) = self.queues.get() {
+            wake_first(&queues[kind as usize]);
         }
     }
 }
@@ -204,25 +219,46 @@ impl Drop for Slot {
     }
 }
 
-/// Counts a waiting request until it is dropped.
-struct Waiting<'a> {
-    waiting: &'a Cell<u32>,
-    _counted: Active,
-}
+/// The requests that wait for one limit, in the order of their arrival.
+type Queue = RefCell<BTreeMap<u64, Waker>>;
 
-impl<'a> Waiting<'a> {
-    fn new(waiting: &'a Cell<u32>, metrics: &UpstreamMetrics) -> Self {
-        waiting.set(waiting.get() + 1);
-        Self {
-            waiting,
-            _counted: Active::new(&metrics.waiting),
-        }
+fn wake_first(queue: &Queue) {
+    if let Some((_, first)) = queue.borrow().first_key_value() {
+        first.wake_by_ref();
     }
 }
 
-impl Drop for Waiting<'_> {
+/// The place of a waiting request in a queue, until it is dropped.
+struct Place<'a> {
+    queue: &'a Queue,
+    number: u64,
+    _counted: Active,
+}
+
+impl<'a> Place<'a> {
+    fn new(queue: &'a Queue, metrics: &UpstreamMetrics) -> Self {
+        let last = queue.borrow().last_key_value().map(|(last, _)| *last);
+        let number = last.map_or(0, |last| last + 1);
+        queue.borrow_mut().insert(number, Waker::noop().clone());
+        Self {
+            queue,
+            number,
+            _counted: Active::new(&metrics.waiting),
+        }
+    }
+
+    /// Whether no earlier request waits. The task wakes when there may be something to take.
+    fn is_first(&self, cx: &Context<'_>) -> bool {
+        let mut queue = self.queue.borrow_mut();
+        queue.insert(self.number, cx.waker().clone());
+        queue.first_key_value().map(|(first, _)| *first) == Some(self.number)
+    }
+}
+
+impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.waiting.set(self.waiting.get() - 1);
+        self.queue.borrow_mut().remove(&self.number);
+        wake_first(self.queue);
     }
 }
 
@@ -270,13 +306,57 @@ mod tests {
         tokio::join!(wait("first"), wait("second"), wait("third"), release);
         let expected = [("first", true), ("second", true), ("third", false)];
         assert_eq!(*order.borrow(), expected);
-        assert_eq!(
-            (limiter.waiting.get(), limiter.metrics.waiting.get()),
-            (0, 0)
-        );
+        assert_eq!((limiter.waiting(), limiter.metrics.waiting.get()), (0, 0));
         assert_eq!(limiter.metrics.limited[Connections as usize].get(), 1);
         slots.take();
         assert_eq!(limiter.connections(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn later_requests_do_not_overtake_a_waiting_one() {
+        let limiter = limiter(Limits {
+            connections: 1,
+            waiting: 8,
+            ..Limits::default()
+        });
+        let acquire = || limiter.acquire(Connections, address(), Instant::now() + 3 * SECOND);
+        let begun = Instant::now();
+        let mut held = acquire().await.expect("the first one");
+        let waited = std::cell::OnceCell::new();
+        let wait = async {
+            drop(acquire().await.expect("a slot before the timeout"));
+            waited.set(begun.elapsed()).expect("once");
+        };
+        let busy = async {
+            while begun.elapsed() < 4 * SECOND {
+                tokio::time::sleep(SECOND / 100).await;
+                drop(held);
+                held = acquire().await.expect("a slot");
+            }
+        };
+        tokio::join!(wait, busy);
+        assert_eq!(waited.get(), Some(&(SECOND / 100)));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_that_leaves_the_queue_makes_place_for_the_next_one() {
+        let limiter = limiter(Limits {
+            connections: 1,
+            waiting: 8,
+            ..Limits::default()
+        });
+        let acquire = |timeout| limiter.acquire(Connections, address(), Instant::now() + timeout);
+        let held = acquire(SECOND).await.expect("the first one");
+        let begun = Instant::now();
+        let release = async {
+            tokio::time::sleep(2 * SECOND).await;
+            drop(held);
+        };
+        let next = async { (acquire(3 * SECOND).await.is_ok(), begun.elapsed()) };
+        let (first, next, ()) = tokio::join!(acquire(SECOND), next, release);
+        assert!(first.is_err());
+        assert_eq!(next, (true, 2 * SECOND));
+        assert!(!limiter.has_queue(Connections));
     }
 
     #[tokio::test(start_paused = true)]

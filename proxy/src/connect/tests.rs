@@ -39,10 +39,7 @@ async fn listening() -> (TcpListener, Remote) {
 }
 
 fn dialer(worker: &Worker, seconds: u64) -> Dialer<'_> {
-    Dialer {
-        tls: &worker.tls,
-        timeout: Duration::from_secs(seconds),
-    }
+    Dialer::new(&worker.tls, Duration::from_secs(seconds))
 }
 
 /// Connections and their far ends.
@@ -250,4 +247,32 @@ async fn keeps_at_most_max_idle_connections() {
     near.into_iter()
         .for_each(|io| pool.checkin_http1(io, Instant::now()));
     assert_eq!(pool.idle_http1(), MAX_IDLE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn queues_and_connect_share_one_timeout() {
+    let limits = Limits {
+        connections: 1,
+        requests: 2,
+        waiting: 8,
+        ..Limits::default()
+    };
+    let (_listener, remote) = listening().await;
+    let pool = Pool::new(remote, limits, Arc::default());
+    let worker = Worker::new(WorkerContext::for_a_test(""));
+    let hold = async || pool.http1(dialer(&worker, 3), Instant::now()).await;
+    let _connected = hold().await.expect("a connection");
+    let request = pool
+        .acquire(LimitKind::Requests, dialer(&worker, 3))
+        .await
+        .expect("a slot");
+    let begun = tokio::time::Instant::now();
+    let release = async {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        drop(request);
+    };
+    // It waits 2 s for a request, and the rest for a connection.
+    let (refused, ()) = tokio::join!(hold(), release);
+    assert!(refused.is_err());
+    assert_eq!(begun.elapsed(), Duration::from_secs(3));
 }

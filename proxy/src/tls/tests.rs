@@ -1242,10 +1242,7 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
-        let dialer = crate::connect::Dialer {
-            tls: &side.worker.tls,
-            timeout: DEADLINE,
-        };
+        let dialer = crate::connect::Dialer::new(&side.worker.tls, DEADLINE);
         let io = dialer
             .dial(&endpoint.pool().remote, super::Alpn::Http1)
             .await

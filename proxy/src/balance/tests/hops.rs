@@ -47,10 +47,7 @@ async fn read_until(io: &mut Io, end: &str) -> String {
 
 /// A connection of an authenticated peer to the proxy of an endpoint.
 async fn peer_of(service: &Service, endpoint: usize) -> Io {
-    let dialer = Dialer {
-        tls: &service.caller.worker.tls,
-        timeout: Duration::from_secs(5),
-    };
+    let dialer = Dialer::new(&service.caller.worker.tls, Duration::from_secs(5));
     let remote = Remote::from(&meshed(service.addresses[endpoint]));
     dialer.dial(&remote, Alpn::Http1).await.expect("a peer")
 }
