@@ -3,6 +3,7 @@
 //! SETTINGS_MAX_CONCURRENT_STREAMS. Each connection has its own task.
 
 use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{Ping, PingPong, SendStream};
 use http::Request;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, OnceCell};
 use tokio::task::AbortHandle;
 
 use super::queue::{LimitKind, Limiter, Slot};
@@ -77,6 +78,8 @@ pub(super) struct Connection {
     limiter: Rc<Limiter>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
+    /// The peer's SETTINGS have arrived, if somebody has waited for them.
+    settled: OnceCell<()>,
     health: RefCell<Health>,
     lifetime: Option<Lifetime>,
     blocked: Rc<Blocked>,
@@ -258,6 +261,19 @@ impl Connection {
         }
     }
 
+    /// Waits for the answer to a PING frame.
+    async fn round_trip(&self) -> Result<(), h2::Error> {
+        let ping = |cx: &mut Context<'_>| match &mut self.health.borrow_mut().ping {
+            Some(ping) => ping.poll_pong(cx).map_ok(drop),
+            None => Poll::Ready(Ok(())),
+        };
+        if let Some(ping) = &mut self.health.borrow_mut().ping {
+            // Fails while another PING frame is in flight: its answer serves as well.
+            let _ = ping.send_ping(Ping::opaque());
+        }
+        poll_fn(ping).await
+    }
+
     /// Updates the state of the connection. Returns whether it stays in the pool.
     fn maintain(&self, now: Instant) -> bool {
         if matches!(self.capacity(), Capacity::Closed) {
@@ -352,6 +368,15 @@ impl Lease {
             .sender
             .borrow()
             .is_extended_connect_protocol_enabled()
+    }
+
+    /// Waits until the peer's SETTINGS have arrived: they precede the answer to a PING frame.
+    pub async fn settled(&self) -> Result<(), h2::Error> {
+        let connection = &self.connection;
+        let settled = connection
+            .settled
+            .get_or_try_init(|| connection.round_trip());
+        settled.await.copied()
     }
 
     /// Whether the peer has accepted the TLS handshake.
@@ -465,6 +490,7 @@ async fn open(
         streams: Cell::new(0),
         limiter: limiter.clone(),
         reused: Cell::new(false),
+        settled: OnceCell::new(),
         health: RefCell::new(health),
         lifetime,
         blocked,

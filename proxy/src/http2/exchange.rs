@@ -14,6 +14,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::header::{EXPECT, HeaderName};
 use http::request::Parts;
 use http::{Method, Request, Response};
+use tokio::time::timeout_at;
 
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
@@ -177,7 +178,8 @@ impl Exchange {
         Ok(self.relay_response(response, attempt, &endpoint).await)
     }
 
-    /// Acquires a slot on a connection to the endpoint. None if the client cancels.
+    /// Acquires a slot on a connection to the endpoint, for an extended CONNECT request on one whose
+    /// peer has sent its SETTINGS. None if the client cancels.
     async fn connect(
         &mut self,
         flow: &Flow,
@@ -189,7 +191,19 @@ impl Exchange {
         let pool = endpoint.pool();
         let caller = &self.client.account;
         let windows = &worker.memory(flow.direction).app_windows;
-        let mut leasing = pin!(pool.http2(caller, windows, dialer, expiry));
+        let is_extended = head::extended_protocol(&self.parts).is_some();
+        let mut leasing = pin!(async {
+            let lease = pool.http2(caller, windows, dialer, expiry).await?;
+            if is_extended && !lease.supports_extended_connect() {
+                // Boxed: it is rare. Without SETTINGS, the peer does not support the request.
+                let settled = Box::pin(timeout_at(dialer.deadline, lease.settled()));
+                if let Ok(Err(error)) = settled.await {
+                    let (address, reason) = (endpoint.address, error.to_string());
+                    return Err(Failure::UpstreamClosed { address, reason });
+                }
+            }
+            Ok(lease)
+        });
         poll_fn(|cx| match leasing.as_mut().poll(cx) {
             Poll::Ready(leased) => Poll::Ready(Some(leased)),
             Poll::Pending => self.respond.poll_reset(cx).map(|_| None),

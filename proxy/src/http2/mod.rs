@@ -67,7 +67,12 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     }
     let account = memory.account().clone();
     let io = Batched::new(io, memory);
-    let mut handshake = pin!(settings().handshake::<_, Queued>(io.clone()));
+    let mut settings = settings();
+    let supports_extended_connect = flow.destination.supports_extended_connect.get();
+    if supports_extended_connect {
+        settings.enable_connect_protocol();
+    }
+    let mut handshake = pin!(settings.handshake::<_, Queued>(io.clone()));
     let windows = &flow.worker.memory(flow.direction).windows;
     let window = Charge::new(windows.account(flow.holder()));
     let timeouts = flow.worker.config.timeouts;
@@ -91,7 +96,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         window,
         draining: false,
         flooded: false,
-        supports_extended_connect: false,
+        supports_extended_connect,
         expiry,
     };
     let end = io.drive(|cx| client.poll(cx, retire.as_mut())).await;

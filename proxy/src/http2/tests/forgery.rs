@@ -40,17 +40,45 @@ fn rejects_inbound_http2_connect() {
     });
 }
 
+fn extended(protocol: &'static str) -> Request<()> {
+    Request::builder()
+        .method("CONNECT")
+        .uri("http://app/chat")
+        .extension(Protocol::from_static(protocol))
+        .body(())
+        .unwrap()
+}
+
+#[test]
+fn extended_connect_is_the_first_request_of_new_connections() {
+    on_worker(async {
+        let mut settings = h2::server::Builder::new();
+        settings.enable_connect_protocol();
+        let supporting = app_with(settings, echo).await;
+        // It accepts connections and sends nothing.
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mesh = Mesh::with_arguments(Discovery::off(), " --connect-timeout 1");
+        for (app, status) in [
+            (supporting, 200),
+            (named_app("plain").await, 502),
+            (silent.local_addr().unwrap(), 502),
+        ] {
+            let destination = Rc::new(Destination::fixed(app));
+            // As after a request on a connection that is closed by now.
+            destination.supports_extended_connect.set(true);
+            let (direction, caller) = (Direction::Inbound, Caller::Unauthenticated);
+            let mut client = connect(mesh.carry(direction, &destination, caller).await).await;
+            // The idle client learns it at once.
+            until(|| client.is_extended_connect_protocol_enabled()).await;
+            let response = call_with(&mut client, extended("websocket"), b"a frame").await;
+            assert_eq!(response.unwrap().0.status(), status);
+        }
+    });
+}
+
 #[test]
 fn accepts_extended_connect_only_for_websockets_of_supporting_apps() {
     on_worker(async {
-        let extended = |protocol: &'static str| {
-            Request::builder()
-                .method("CONNECT")
-                .uri("http://app/chat")
-                .extension(Protocol::from_static(protocol))
-                .body(())
-                .unwrap()
-        };
         let mut settings = h2::server::Builder::new();
         settings.enable_connect_protocol();
         let address = app_with(settings, |request, mut respond| async move {
