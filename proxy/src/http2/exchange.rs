@@ -6,7 +6,7 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
@@ -55,9 +55,13 @@ pub(super) async fn carry(
     let malformed = head::malformed(&parts).map(Failure::BadRequest);
     let refused = memory.check_head(head_size).err().or(malformed);
     memory.set(STREAM_COST + head_size);
+    let deadline = head::deadline(&parts);
+    if client.wait_after_resets(&mut respond).await.is_none() {
+        return;
+    }
     let mut record = ExchangeRecord::new(flow, HttpVersion::Http2);
     record.attempts.previous = flow.previous_attempts(&parts.headers);
-    record.attempts.exchange_deadline = head::deadline(&parts);
+    record.attempts.exchange_deadline = deadline;
     // None: the client has reset the stream.
     let ready: Option<Result<(), Answer>> = match (refused, flow.destination.routes()) {
         (Some(failure), _) => Some(Err(failure.into())),
@@ -98,7 +102,7 @@ pub(super) async fn carry(
     match ready {
         Some(Ok(())) => exchange.run().await,
         Some(Err(answer)) => exchange.reply(answer),
-        None => exchange.client.record_reset(),
+        None => exchange.client.resets.record_reset(Instant::now()),
     }
 }
 
@@ -158,10 +162,10 @@ impl Exchange {
         };
         match ended {
             Ok(Outcome::Ended | Outcome::Tunnel(_)) => {
-                self.client.record_completed();
+                self.client.resets.record_completed();
                 self.client.io.queue_ended(self.memory.amount());
             }
-            Ok(Outcome::Cancelled) => self.client.record_reset(),
+            Ok(Outcome::Cancelled) => self.client.resets.record_reset(Instant::now()),
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);

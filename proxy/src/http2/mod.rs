@@ -13,14 +13,14 @@ mod relay;
 mod tests;
 
 use std::cell::Cell;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use h2::Reason;
-use h2::server::{Builder, Connection};
+use h2::server::{Builder, Connection, SendResponse};
 use tokio::time::timeout;
 
 use crate::account::{Account, Charge};
@@ -38,13 +38,14 @@ use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// The maximum number of concurrent streams of a client connection.
 const MAX_STREAMS: u32 = 250;
-/// The maximum number of streams that the client has reset before the proxy accepted them.
-const MAX_PENDING_RESETS: usize = 100;
+/// The maximum number of streams that the client has reset before the proxy accepted them: all that
+/// it may open at once.
+const MAX_PENDING_RESETS: usize = MAX_STREAMS as usize;
 /// The maximum number of streams that the proxy resets because of protocol errors of the client.
 const MAX_ERROR_RESETS: usize = 100;
-/// The maximum number of streams that the client resets per second, if it resets more than are
-/// completed.
-const MAX_RESETS_PER_SECOND: u32 = 400;
+/// The number of streams per second that the client may reset above those that are completed. After
+/// more of them, new streams wait.
+const MAX_RESETS_PER_SECOND: u32 = 100;
 /// The maximum number of bytes of control frames (PING, SETTINGS, PRIORITY and the like) in
 /// [`CONTROL_INTERVAL`] without progress on a stream.
 const MAX_CONTROL_BYTES: u64 = 256 * 1024;
@@ -235,12 +236,8 @@ impl ClientConnection {
         }
     }
 
-    /// Whether the client floods the connection with resets or with control frames.
+    /// Whether the client floods the connection with control frames.
     fn is_flood(&mut self) -> bool {
-        if self.shared.reset_flood.take() {
-            tracing::info!(peer = %self.shared.flow.peer, "connection closed: stream reset flood");
-            return true;
-        }
         let bytes_read = self.shared.io.bytes_read();
         if self.shared.progress.take() {
             self.bytes_at_progress = bytes_read;
@@ -284,28 +281,18 @@ struct Shared {
     open: Cell<u32>,
     /// A stream was opened or polled since the last check for floods.
     progress: Cell<bool>,
-    /// The start of the second in which `resets` and `completed` count.
-    second_start: Cell<Instant>,
-    /// Streams that the client reset.
-    resets: Cell<u32>,
-    /// Streams that ended with a response.
-    completed: Cell<u32>,
-    reset_flood: Cell<bool>,
+    resets: Resets,
 }
 
 impl Shared {
     fn new(flow: Rc<Flow>, account: Rc<Account>, io: Batched) -> Self {
-        let zero = || Cell::new(0);
         Self {
             flow,
             account,
             io,
-            open: zero(),
+            open: Cell::new(0),
             progress: Cell::new(false),
-            second_start: Cell::new(Instant::now()),
-            resets: zero(),
-            completed: zero(),
-            reset_flood: Cell::new(false),
+            resets: Resets::new(Instant::now()),
         }
     }
 
@@ -313,23 +300,60 @@ impl Shared {
         self.progress.set(true);
     }
 
-    /// Counts a stream that ended with a response.
-    fn record_completed(&self) {
-        self.completed.set(self.completed.get().saturating_add(1));
+    /// Waits while the client has reset too many streams. None if it resets this one: the application
+    /// has not seen it, so it does not count.
+    async fn wait_after_resets(&self, respond: &mut SendResponse<Queued>) -> Option<()> {
+        loop {
+            let delay = self.resets.delay(Instant::now());
+            if delay.is_zero() {
+                return Some(());
+            }
+            // Boxed: it is rare.
+            let mut pause = Box::pin(tokio::time::sleep(delay));
+            let waited = poll_fn(|cx| match pause.as_mut().poll(cx) {
+                Poll::Ready(()) => Poll::Ready(Some(())),
+                Poll::Pending => respond.poll_reset(cx).map(|_| None),
+            });
+            waited.await?;
+        }
+    }
+}
+
+/// The streams that a client reset: calls that it cancelled, or whose deadlines passed. They close no
+/// connection, because in an outage most calls end so. But each one costs the application more than
+/// the client, so new streams wait until no more than [`MAX_RESETS_PER_SECOND`] count. Pure.
+struct Resets {
+    /// When none of them counts any more.
+    over_at: Cell<Instant>,
+}
+
+impl Resets {
+    /// The time in which one of them ceases to count.
+    const INTERVAL: Duration = Duration::from_millis(1000 / MAX_RESETS_PER_SECOND as u64);
+
+    fn new(now: Instant) -> Self {
+        let over_at = Cell::new(now);
+        Self { over_at }
     }
 
-    /// Counts a stream that the client reset.
-    fn record_reset(&self) {
-        let now = Instant::now();
-        if now.saturating_duration_since(self.second_start.get()) > Duration::from_secs(1) {
-            self.second_start.set(now);
-            self.resets.set(0);
-            self.completed.set(0);
-        }
-        self.resets.set(self.resets.get() + 1);
-        if self.resets.get() > MAX_RESETS_PER_SECOND && self.resets.get() > self.completed.get() {
-            self.reset_flood.set(true);
-        }
+    /// The client reset a stream.
+    fn record_reset(&self, now: Instant) {
+        self.over_at
+            .set(self.over_at.get().max(now) + Self::INTERVAL);
+    }
+
+    /// A stream ended with a response, which makes up for one that was reset.
+    fn record_completed(&self) {
+        let earlier = self.over_at.get().checked_sub(Self::INTERVAL);
+        earlier
+            .into_iter()
+            .for_each(|earlier| self.over_at.set(earlier));
+    }
+
+    /// How long new streams wait.
+    fn delay(&self, now: Instant) -> Duration {
+        let allowed = now + MAX_RESETS_PER_SECOND * Self::INTERVAL;
+        self.over_at.get().saturating_duration_since(allowed)
     }
 }
 
@@ -354,5 +378,28 @@ impl std::ops::Deref for Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         self.0.open.set(self.0.open.get() - 1);
+    }
+}
+
+#[cfg(test)]
+mod resets_tests {
+    use super::*;
+
+    #[test]
+    fn streams_wait_after_100_resets_a_second_that_no_response_makes_up_for() {
+        let start = Instant::now();
+        let resets = Resets::new(start);
+        (0..100).for_each(|_| resets.record_reset(start));
+        assert_eq!(resets.delay(start), Duration::ZERO);
+        (0..50).for_each(|_| resets.record_reset(start));
+        assert_eq!(resets.delay(start), Duration::from_millis(500));
+        (0..20).for_each(|_| resets.record_completed());
+        assert_eq!(resets.delay(start), Duration::from_millis(300));
+        let later = start + Duration::from_millis(300);
+        assert_eq!(resets.delay(later), Duration::ZERO);
+        // Completed streams allow no more resets at once than a pause does.
+        (0..1000).for_each(|_| resets.record_completed());
+        (0..101).for_each(|_| resets.record_reset(later));
+        assert_eq!(resets.delay(later), Duration::from_millis(10));
     }
 }

@@ -1,6 +1,9 @@
 //! Tests with clients that violate the protocol or flood the proxy: it closes their connection,
 //! with GOAWAY if possible, and continues to serve other connections.
 
+use std::cell::Cell;
+use std::time::Instant;
+
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::*;
@@ -108,40 +111,88 @@ fn closes_connection_on_reset_flood() {
     });
 }
 
+/// Starts an app that never responds. Returns its address and the number of its streams.
+async fn counting_app() -> (SocketAddr, Rc<Cell<usize>>) {
+    let seen = Rc::new(Cell::new(0));
+    let count = seen.clone();
+    let address = app(move |request, respond| {
+        count.set(count.get() + 1);
+        async move {
+            let _held = (request, respond);
+            std::future::pending::<()>().await;
+        }
+    });
+    (address.await, seen)
+}
+
 #[test]
-fn closes_connection_on_reset_flood_of_accepted_streams() {
+fn reset_flood_of_accepted_streams_reaches_the_app_at_a_bounded_rate() {
     on_worker(async {
-        let address = stalled_app().await;
+        let (address, seen) = counting_app().await;
         let mesh = Mesh::new();
-        let (mut read, mut write) = Raw::connect(&mesh, address).await.0.into_split();
+        let mut client = Raw::connect(&mesh, address).await;
+        let begun = Instant::now();
         let mut streams = (1..).step_by(2);
-        let code = 'flood: loop {
+        for _ in 0..20 {
             // The proxy accepts the streams before it acknowledges the PING frame.
             let batch: Vec<u32> = streams.by_ref().take(240).collect();
-            let mut bytes: Vec<u8> = batch
+            let opened = batch
                 .iter()
-                .flat_map(|stream| frame(HEADERS, END_HEADERS, *stream, GET))
-                .collect();
-            bytes.extend(frame(PING, 0, 0, &[0; 8]));
-            // After an error, reading returns the end of the connection.
-            let _ = write.write_all(&bytes).await;
-            loop {
-                match next_frame(&mut read).await {
-                    Some((GOAWAY, payload)) => {
-                        break 'flood Some(u32::from_be_bytes(payload[4..8].try_into().unwrap()));
-                    }
-                    Some((PING, _)) => break,
-                    Some(_) => {}
-                    None => break 'flood None,
+                .flat_map(|stream| frame(HEADERS, END_HEADERS, *stream, GET));
+            let ping = frame(PING, 0, 0, &[0; 8]);
+            client.send(&opened.chain(ping).collect::<Vec<u8>>()).await;
+            assert!(client.wait_for(PING).await.is_some(), "no GOAWAY");
+            let resets = batch
+                .iter()
+                .flat_map(|stream| frame(RST_STREAM, 0, *stream, &8_u32.to_be_bytes()));
+            client.send(&resets.collect::<Vec<u8>>()).await;
+        }
+        client.send(&frame(PING, 0, 0, &[0; 8])).await;
+        assert!(client.wait_for(PING).await.is_some(), "no GOAWAY");
+        // A batch that waits begins at once, and another one may be in flight.
+        let allowed = 100 + 2 * 240 + 100 * (1 + begun.elapsed().as_secs());
+        assert!(
+            seen.get() as u64 <= allowed,
+            "{} of 4,800, {allowed} allowed",
+            seen.get()
+        );
+    });
+}
+
+#[test]
+fn calls_cancelled_at_their_deadlines_close_no_connection() {
+    on_worker(async {
+        let seen = Rc::new(Cell::new(0));
+        let count = seen.clone();
+        let address = app(move |request: Request<RecvStream>, respond| {
+            let count = count.clone();
+            async move {
+                if request.uri().path() != "/stalled" {
+                    return echo(request, respond).await;
                 }
+                count.set(count.get() + 1);
+                let _held = (request, respond);
+                std::future::pending::<()>().await;
             }
-            let resets: Vec<u8> = batch
-                .iter()
-                .flat_map(|stream| frame(RST_STREAM, 0, *stream, &8_u32.to_be_bytes()))
-                .collect();
-            let _ = write.write_all(&resets).await;
-        };
-        assert_eq!(code, ENHANCE_YOUR_CALM);
+        });
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(address.await).await;
+        let (long_call, mut upload) = client.send_request(get("/long"), false).unwrap();
+        for batch in 1..=3 {
+            let mut calls = Vec::new();
+            for _ in 0..200 {
+                poll_fn(|cx| client.poll_ready(cx)).await.unwrap();
+                calls.push(client.send_request(get("/stalled"), true).unwrap());
+            }
+            until(|| seen.get() == 200 * batch).await;
+            for (_, stream) in &mut calls {
+                stream.send_reset(Reason::CANCEL);
+            }
+        }
+        assert_ok(&mut client).await;
+        upload.send_data(Bytes::from_static(b"late"), true).unwrap();
+        let (response, _) = read(long_call.await.unwrap()).await.unwrap();
+        assert_eq!(response.body(), "late");
     });
 }
 
