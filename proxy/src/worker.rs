@@ -5,6 +5,7 @@ use std::cell::{Cell, Ref, RefCell};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -174,12 +175,18 @@ impl Worker {
         fastrand::Rng::with_seed(self.choices.hash_one(peer))
     }
 
-    /// Evicts what is idle until the proxy shuts down, then waits for the last connection. Late
-    /// connections are still served.
+    /// Evicts what is idle and follows the policy until the proxy shuts down and the last connection
+    /// has ended. Late connections are still served.
     pub async fn maintain_until_drained(&self) {
         let mut eviction = tokio::time::interval(EVICTION_INTERVAL);
         let mut policy_updates = self.policy_updates.clone();
         policy_updates.mark_changed();
+        let mut drained = pin!(async {
+            self.drain.cancelled().await;
+            while self.open.in_use() > 0 {
+                self.idle.notified().await;
+            }
+        });
         loop {
             tokio::select! {
                 Ok(()) = policy_updates.changed() => {
@@ -194,11 +201,8 @@ impl Worker {
                     self.inbound_memory.resize(memory);
                     self.outbound_memory.resize(memory);
                 }
-                () = self.drain.cancelled() => break,
+                () = &mut drained => return,
             }
-        }
-        while self.open.in_use() > 0 {
-            self.idle.notified().await;
         }
     }
 
@@ -329,7 +333,15 @@ mod tests {
             while *worker.policy() != strict {
                 tokio::task::yield_now().await;
             }
+            // Also while the last connections end.
+            let open = worker.admit(Direction::Inbound).expect("a slot");
             drain.cancel();
+            tokio::task::yield_now().await;
+            controller.send_replace(Some(Arc::default()));
+            while worker.policy().strict {
+                tokio::task::yield_now().await;
+            }
+            drop(open);
         };
         let both = async { tokio::join!(worker.maintain_until_drained(), change) };
         let ended = tokio::time::timeout(Duration::from_secs(20), both).await;

@@ -139,7 +139,7 @@ impl Exchange<'_> {
                     return Err(rejected.unwrap_or_else(closed));
                 }
             };
-            let may_switch = self.request.connection.upgrade && self.upload.is_done();
+            let may_switch = self.request.connection.upgrade && self.upload.is_complete();
             if head.status == 101 && !may_switch {
                 return Err(malformed(
                     "101, and the request asked for no other protocol",
@@ -314,7 +314,7 @@ impl Exchange<'_> {
         }
         let reusable = head.connection.persists(head.version)
             && !until_close
-            && self.upload.is_done()
+            && self.upload.is_complete()
             && !self.client_ended;
         if reusable && upstream.unread().is_empty() {
             endpoint.pool().checkin_http1(upstream, Instant::now());

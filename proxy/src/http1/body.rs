@@ -90,11 +90,15 @@ impl Relay {
         }
     }
 
-    /// Whether there is nothing more to write: the complete body was read and written, or the
-    /// receiver accepts no more bytes.
+    /// Whether there is nothing more to write: the relay is complete, or the receiver accepts no more
+    /// bytes.
     pub fn is_done(&self) -> bool {
-        self.stopped
-            || (self.prefix.is_empty() && self.pending.is_empty() && self.decoder.is_done())
+        self.stopped || self.is_complete()
+    }
+
+    /// Whether the complete body was read and written.
+    pub fn is_complete(&self) -> bool {
+        self.prefix.is_empty() && self.pending.is_empty() && self.decoder.is_done()
     }
 
     /// Whether the complete body was read.
@@ -477,6 +481,16 @@ mod tests {
         let mut received = [0; REQUEST.len()];
         upstream.read_exact(&mut received).await.unwrap();
         assert_eq!(received, REQUEST);
+    }
+
+    #[test]
+    fn relay_that_was_stopped_is_done_and_not_complete() {
+        let mut relay = Relay::new(Framing::Length(3), BytesMut::new(), false);
+        let mut from = BytesMut::from(&b"abc"[..]);
+        relay.decode_buffered(&mut from, &mut |_| {}).unwrap();
+        assert!(relay.is_read() && !relay.is_done());
+        relay.stop();
+        assert!(relay.is_done() && !relay.is_complete());
     }
 
     #[test]
