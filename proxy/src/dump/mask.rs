@@ -3,6 +3,8 @@
 use std::borrow::Cow;
 use std::fmt::Write;
 
+use crate::route::session::is_token;
+
 const MASK: &str = "***";
 
 /// The ends of the names of fields with credentials, in lower case with hyphens.
@@ -32,7 +34,7 @@ const URLS: [&str; 9] = [
     "x-rewrite-url",
 ];
 
-/// Masks credentials in a field value; keeps the authentication scheme and cookie names. Masks the
+/// Masks credentials and session tokens in a field value; keeps the authentication scheme and cookie names. Masks the
 /// query strings of URLs if `queries`.
 pub(super) fn value<'a>(name: &[u8], value: &'a [u8], queries: bool) -> Cow<'a, [u8]> {
     let mut name = name.to_ascii_lowercase();
@@ -54,7 +56,7 @@ pub(super) fn value<'a>(name: &[u8], value: &'a [u8], queries: bool) -> Cow<'a, 
             masked.extend_from_slice(attributes);
         }
         Cow::Owned(masked)
-    } else if CREDENTIALS.iter().any(|end| name.ends_with(end.as_bytes())) {
+    } else if CREDENTIALS.iter().any(|end| name.ends_with(end.as_bytes())) || is_token(value) {
         Cow::Borrowed(MASK.as_bytes())
     } else if URLS.iter().any(is) {
         url(value, queries)
@@ -232,6 +234,15 @@ mod tests {
             "traceparent",
         ] {
             assert_eq!(masked(name, "Some value"), "Some value", "{name}");
+        }
+    }
+
+    #[test]
+    fn masks_session_tokens_in_fields_of_any_name() {
+        let token = "AAECAwQFBgcICQoLDA0ODw.1795341600.1795341601";
+        assert_eq!(masked("X-Cart", token), "***");
+        for other in ["AAECAwQFBgcICQoLDA0ODw.1795341600", "1.2.3", "a.b.c"] {
+            assert_eq!(masked("X-Cart", other), other);
         }
     }
 

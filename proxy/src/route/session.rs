@@ -67,6 +67,11 @@ pub fn tag(parts: &[&str]) -> Tag {
     NonZeroU64::MIN | u64::from_be_bytes(*first)
 }
 
+/// Whether a value is a token.
+pub fn is_token(value: &[u8]) -> bool {
+    Token::parse(value).is_some()
+}
+
 impl Session {
     /// The session of a request that matched `path`, at `now`.
     pub fn new(
