@@ -11,6 +11,7 @@ mod record;
 mod request;
 mod rustls_peer;
 mod session;
+mod values;
 
 pub use detect::detect;
 pub use hello::hello;
@@ -20,12 +21,13 @@ pub use record::record;
 pub use request::request;
 pub use rustls_peer::rustls_peer;
 pub use session::session;
+pub use values::values;
 
 /// Takes any bytes, and panics where what must hold does not.
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("body", body),
     ("detect", detect),
     ("head", head),
@@ -35,6 +37,7 @@ pub const TARGETS: [(&str, Target); 9] = [
     ("request", request),
     ("rustls-peer", rustls_peer),
     ("session", session),
+    ("values", values),
 ];
 
 /// Longer than anything that detection waits for: a record of TLS, or a request line with its
