@@ -186,6 +186,9 @@ impl Exchange<'_> {
                 Poll::Pending => break,
             }
         }
+        if !upstream.unread().is_empty() {
+            upstream.acknowledge();
+        }
         if uploading.is_ready() {
             let _ = self.poll_client_end(cx, upstream)?;
         }

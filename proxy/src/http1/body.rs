@@ -63,6 +63,8 @@ pub struct Relay {
     written: bool,
     /// The receiver accepts no more bytes.
     stopped: bool,
+    /// Bytes were read since the last acknowledgment. The sender may keep the rest until then.
+    unacknowledged: bool,
 }
 
 impl Relay {
@@ -78,6 +80,7 @@ impl Relay {
             replay: Replay::off(),
             written: false,
             stopped: false,
+            unacknowledged: true,
         }
     }
 
@@ -211,7 +214,14 @@ impl Relay {
             if self.is_done() {
                 return Poll::Ready(Ok(()));
             }
-            if ready!(from.poll_fill(cx)).map_err(BodyError::SenderFailed)? == 0 {
+            let Poll::Ready(filled) = from.poll_fill(cx) else {
+                if std::mem::take(&mut self.unacknowledged) {
+                    from.acknowledge();
+                }
+                return Poll::Pending;
+            };
+            self.unacknowledged = true;
+            if filled.map_err(BodyError::SenderFailed)? == 0 {
                 self.decoder.end_of_stream()?;
             }
         }
@@ -438,7 +448,8 @@ fn parse_chunk_size(line: &[u8]) -> Result<u64, &'static str> {
 mod tests {
     use std::future::poll_fn;
 
-    use tokio::io::AsyncReadExt as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpStream;
 
     use super::*;
     use crate::io::tests::pair;
@@ -481,6 +492,53 @@ mod tests {
         let mut received = [0; REQUEST.len()];
         upstream.read_exact(&mut received).await.unwrap();
         assert_eq!(received, REQUEST);
+    }
+
+    /// Two ends of a connection that has carried many requests and responses, so that the kernel
+    /// delays the acknowledgments of the near one.
+    async fn busy_connection() -> (Io, TcpStream) {
+        let (mut near, mut far) = pair().await;
+        while near.socket().quickack().unwrap() {
+            far.write_all(b"response").await.unwrap();
+            near.read_exact(&mut [0; 8]).await.unwrap();
+            near.write_all(b"request").await.unwrap();
+            far.read_exact(&mut [0; 7]).await.unwrap();
+        }
+        (near, far)
+    }
+
+    #[tokio::test]
+    async fn acknowledges_a_part_of_a_body_when_the_rest_does_not_follow() {
+        let (mut from, mut far) = busy_connection().await;
+        let (mut to, _client) = busy_connection().await;
+        let head = BytesMut::from(&b"head"[..]);
+        let mut relay = Relay::new(Framing::Length(8), head, false);
+        let mut poll = async |from: &mut Io, relay: &mut Relay, wanted: usize| {
+            let mut read = 0;
+            poll_fn(|cx| {
+                let done = relay.poll(cx, from, &mut to, &mut |data| read += data.len());
+                match read < wanted {
+                    true => Poll::Pending,
+                    false => Poll::Ready(done.is_ready()),
+                }
+            })
+            .await
+        };
+        // The head was read before.
+        assert!(!poll(&mut from, &mut relay, 0).await);
+        assert!(from.socket().quickack().unwrap());
+        // Pending again, without new bytes: no system call.
+        from.socket().set_quickack(false).unwrap();
+        assert!(!poll(&mut from, &mut relay, 0).await);
+        assert!(!from.socket().quickack().unwrap());
+        far.write_all(b"half").await.unwrap();
+        assert!(!poll(&mut from, &mut relay, 4).await);
+        assert!(from.socket().quickack().unwrap());
+        // Nothing follows a complete body.
+        from.socket().set_quickack(false).unwrap();
+        far.write_all(b"rest").await.unwrap();
+        assert!(poll(&mut from, &mut relay, 4).await);
+        assert!(!from.socket().quickack().unwrap());
     }
 
     #[test]
