@@ -45,8 +45,6 @@ COPY --from=build /out/injector /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/injector"]
 
 FROM run AS proxy
-# Memory of large buffers returns to the kernel after a burst. The default threshold of glibc grows with use.
-ENV MALLOC_MMAP_THRESHOLD_=32768
 COPY --from=build /out/proxy /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy"]
 

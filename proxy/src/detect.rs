@@ -20,6 +20,7 @@ pub use request_line::{RequestDetector, RequestLineDetector};
 use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
+use crate::memory::PENDING_COST;
 use crate::opaque::{self, Dialed};
 use crate::policy::Caller;
 use crate::timeouts::TimeoutKind;
@@ -198,7 +199,7 @@ impl Detector {
 
     /// Reads until the bytes determine the protocol. They stay unread in `client`.
     async fn read(&mut self, client: &mut Io, flow: &Flow) -> Result<Protocol, Failure> {
-        let mut deadline = None;
+        let (mut deadline, mut memory) = (None, None);
         loop {
             let filled = if client.unread().is_empty() {
                 Ok(poll_fn(|cx| client.poll_fill(cx)).await)
@@ -226,6 +227,11 @@ impl Detector {
             }
             if let Some(protocol) = self.update(client.unread()) {
                 return Ok(protocol);
+            }
+            // The rest is charged with the connection.
+            if let Some(more) = client.buffered().checked_sub(PENDING_COST) {
+                let memory = memory.get_or_insert_with(|| flow.pending_charge());
+                memory.hold(more)?;
             }
         }
     }

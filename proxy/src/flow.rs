@@ -101,10 +101,13 @@ impl Flow {
         }
     }
 
-    /// A charge for what an inbound client holds until it has authenticated.
+    /// A charge for what a client holds until its protocol is known.
     pub fn pending_charge(&self) -> Charge {
         let buffers = &self.worker.memory(self.direction).buffers;
-        Charge::new(buffers.account(Holder::Pending(self.peer.ip())))
+        Charge::new(buffers.account(match self.caller {
+            Caller::Unauthenticated => Holder::Pending(self.peer.ip()),
+            _ => self.holder(),
+        }))
     }
 
     /// Who uses the memory and the slot of this connection.

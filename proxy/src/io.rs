@@ -30,8 +30,7 @@ use crate::tls::{Acceptance, Handshake, Negotiated, Session};
 /// The maximum number of bytes of one read that are forwarded at once. A large value saves system
 /// calls for bulk data. Pages of the scratch buffer that no read has used need no memory.
 const MAX_READ: usize = 256 * 1024;
-/// The maximum number of bytes of one read that are buffered until they are parsed. Below the size
-/// that the allocator of the image returns to the kernel at once: bulk data needs no such buffers.
+/// The maximum number of bytes of one read that are buffered until they are parsed.
 pub const MAX_FILL: usize = 31 * 1024;
 
 /// The minimum size of a read of TLS records: an incomplete record, and the rest of it.

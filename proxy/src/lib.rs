@@ -100,9 +100,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         Dumps::start(dump_config, metrics.clone()).context("failed to start the dump writer")?;
     let readiness = Readiness::default();
     let memory = Memory::detect(config.memory_limit);
-    if config.memory_limit.is_none() {
-        tokio::spawn(memory.clone().follow());
-    }
+    tokio::spawn(memory.clone().maintain(config.memory_limit));
     let (discovery, credentials) = start_control(&config, &memory, &metrics, &readiness);
     let listening = readiness.condition("listeners", "listeners are not bound yet");
     let discovering = readiness.condition("discovery", "not started");

@@ -34,8 +34,9 @@ thread_local! {
     static UNDER_PRESSURE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// How often the limit is read: it changes when the pod is resized in place.
-const READ_INTERVAL: Duration = Duration::from_secs(5);
+/// How often unused memory is returned to the kernel, and the limit is read: it changes when the pod
+/// is resized in place.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The memory for the connections of the proxy, in bytes: the limit of the container, or a fraction
 /// of the machine's memory. A handle, because the limit changes.
@@ -53,11 +54,15 @@ impl Memory {
         Self::new(configured.unwrap_or_else(|| detect(Path::new("/"))))
     }
 
-    /// Follows the limit of the container.
-    pub async fn follow(self) {
+    /// Returns unused memory to the kernel, and follows the limit of the container unless one is
+    /// configured.
+    pub async fn maintain(self, configured: Option<usize>) {
         loop {
-            tokio::time::sleep(READ_INTERVAL).await;
-            self.read(Path::new("/"));
+            tokio::time::sleep(MAINTENANCE_INTERVAL).await;
+            diy_mesh_allocator::release_unused();
+            if configured.is_none() {
+                self.read(Path::new("/"));
+            }
         }
     }
 

@@ -37,9 +37,8 @@ use crate::record::ExchangeRecord;
 use crate::route::{Answer, Route};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
-/// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes. The allocator of the
-/// image returns buffers of this size to the kernel one by one (`MALLOC_MMAP_THRESHOLD_`), smaller
-/// ones only together.
+/// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
+/// step would leave gaps in the heap.
 const MAX_SMALL_HEAD: usize = 4 * 1024;
 const LARGE_HEAD: usize = 36 * 1024;
 /// Bytes of further requests from which the end of the client's connection is no longer watched.

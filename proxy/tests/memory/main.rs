@@ -2,10 +2,11 @@
 //! and iptables.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod floods;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::LazyLock;
 use std::sync::atomic::AtomicUsize;
@@ -47,30 +48,30 @@ fn run(command: &str) -> Result<(), String> {
     }
 }
 
-/// Moves this thread to a network namespace where connections to [`APP`] are redirected.
+/// Moves this thread to a network namespace where connections to [`APP`] and to the next ports are
+/// redirected.
 fn enter_namespace() -> Result<(), String> {
     unshare(CloneFlags::CLONE_NEWNET)
         .map_err(|error| format!("cannot create a namespace: {error}"))?;
     run("ip link set lo up")?;
     run(&format!(
-        "iptables -w -t nat -A OUTPUT -p tcp --dport {} -m owner ! --gid-owner {PROXY_GROUP} -j REDIRECT --to-ports 4000",
+        "iptables -w -t nat -A OUTPUT -p tcp --dport {}:20000 -m owner ! --gid-owner {PROXY_GROUP} -j REDIRECT --to-ports 4000",
         APP.1
     ))
 }
 
-/// The proxy, with the environment of its image.
 struct Proxy(Child);
 
 impl Proxy {
     fn start() -> Self {
-        let dockerfile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Dockerfile");
-        let dockerfile = std::fs::read_to_string(dockerfile).unwrap();
-        let stage = dockerfile.split("\nFROM run AS proxy\n").nth(1).unwrap();
-        let stage = stage.split("\nFROM ").next().unwrap();
-        let variables = stage
-            .lines()
-            .filter_map(|line| line.strip_prefix("ENV ")?.split_once('='));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_proxy"));
+        command.env_clear();
         let limit = (LIMIT / MIB).to_string();
+        Self::spawn(command, &["--memory-limit", &limit])
+    }
+
+    /// Starts the proxy by this command, with more arguments.
+    fn spawn(mut command: Command, more: &[&str]) -> Self {
         let arguments = [
             "--inbound-port=4000",
             "--outbound-port=5000",
@@ -78,12 +79,10 @@ impl Proxy {
             "--controller=http://127.0.0.1:1",
             "--token-file=/dev/null",
             "--dump=off",
-            "--memory-limit",
-            &limit,
         ];
-        let child = Command::new(env!("CARGO_BIN_EXE_proxy"))
+        let child = command
             .args(arguments)
-            .envs(variables)
+            .args(more)
             .gid(PROXY_GROUP)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -94,9 +93,19 @@ impl Proxy {
         proxy
     }
 
+    fn is_running(&self) -> bool {
+        std::fs::read_to_string(format!("/proc/{}/status", self.0.id()))
+            .is_ok_and(|status| status.contains("VmRSS:"))
+    }
+
     /// Resident memory in bytes.
     fn resident(&self) -> u64 {
         self.status("VmRSS:")
+    }
+
+    /// Resident memory without the pages of the program.
+    fn anonymous(&self) -> u64 {
+        self.status("RssAnon:")
     }
 
     /// The largest resident memory so far in bytes.
@@ -129,10 +138,14 @@ impl Drop for Proxy {
 
 /// A connection from one of many addresses.
 fn connect(number: usize) -> std::io::Result<TcpStream> {
+    connect_to(number, APP.1)
+}
+
+fn connect_to(number: usize, port: u16) -> std::io::Result<TcpStream> {
     let source = [127, 1, (number / 200) as u8, (number % 200) as u8 + 1];
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
     socket.bind(&SocketAddr::from((source, 0)).into())?;
-    socket.connect(&SocketAddr::from(APP).into())?;
+    socket.connect(&SocketAddr::from((APP.0, port)).into())?;
     let stream = TcpStream::from(socket);
     stream.set_read_timeout(Some(DEADLINE))?;
     stream.set_write_timeout(Some(DEADLINE))?;
@@ -151,13 +164,16 @@ fn answer(mut stream: &TcpStream) -> String {
     }
 }
 
-/// Whether a small request is served: nothing listens at the application's address.
+/// Whether a small request is served: nothing listens at the application's address, or not for HTTP/1.
 fn is_served() -> bool {
     let Ok(mut client) = connect(7000) else {
         return false;
     };
     let sent = client.write_all(b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n");
-    sent.is_ok() && answer(&client).contains("x-mesh-error: connect-failed")
+    let codes = ["connect-failed", "upstream-closed", "upstream-malformed"];
+    let answer = answer(&client);
+    let has = |code: &&str| answer.contains(&format!("x-mesh-error: {code}"));
+    sent.is_ok() && codes.iter().any(has)
 }
 
 #[test]
