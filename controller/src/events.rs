@@ -98,7 +98,10 @@ fn stuck(rotation: &Rotation, now: u64) -> Option<String> {
         && now.saturating_sub(rotation.since) >= MAX_PHASE_DURATION;
     is_stuck.then(|| {
         let hours = now.saturating_sub(rotation.since) / 3600;
-        let (phase, waiting) = (&rotation.phase, rotation.waiting.join("; "));
+        let (phase, mut waiting) = (&rotation.phase, rotation.waiting.join("; "));
+        if rotation.waiting_omitted > 0 {
+            waiting += &format!("; {} more", rotation.waiting_omitted);
+        }
         format!("the rotation has been in the phase {phase} for {hours} h and waits for {waiting}")
     })
 }

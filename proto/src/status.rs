@@ -48,6 +48,8 @@ pub struct Rotation {
     pub reverting: bool,
     /// Workloads and replicas that the rotation waits for, as text.
     pub waiting: Vec<String>,
+    /// Number of others that `waiting` does not list.
+    pub waiting_omitted: u64,
     /// Result of the last request, as text.
     pub answer: String,
 }

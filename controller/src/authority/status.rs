@@ -104,11 +104,8 @@ impl StatusSender {
 }
 
 fn describe_state(status: &mut Status, state: &CaState, mut waiting: Vec<String>) {
-    if waiting.len() > MAX_LINES {
-        let more = waiting.len() - MAX_LINES;
-        waiting.truncate(MAX_LINES);
-        waiting.push(format!("and {more} more"));
-    }
+    let waiting_omitted = waiting.len().saturating_sub(MAX_LINES) as u64;
+    waiting.truncate(MAX_LINES);
     let (rotation, signer) = (state.rotation.clone(), state.signer());
     let role = match *signer == state.current {
         true => "current",
@@ -123,6 +120,7 @@ fn describe_state(status: &mut Status, state: &CaState, mut waiting: Vec<String>
         reason: rotation.reason,
         reverting: rotation.reverting,
         waiting,
+        waiting_omitted,
         answer: rotation.answer,
     };
 }
@@ -333,8 +331,11 @@ mod tests {
             (Some("steady"), Some("cluster.local"))
         );
         assert_eq!(
-            json["rotation"]["waiting"].as_array().unwrap().len(),
-            MAX_LINES + 1
+            (
+                json["rotation"]["waiting"].as_array().unwrap().len(),
+                json["rotation"]["waiting_omitted"].as_u64()
+            ),
+            (MAX_LINES, Some(30 - MAX_LINES as u64))
         );
         assert_eq!(
             json["roots"][0]["fingerprint"],

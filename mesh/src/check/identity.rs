@@ -9,13 +9,16 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use super::{Finding, Findings, certificates, count, facts::Facts, or_ok, pods};
 use crate::{
     identity::status::{
-        Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, is_steady, issued_at,
+        Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, describe_waiting, is_steady,
+        issued_at,
     },
     time::format_duration,
 };
 
 /// A rotation phase that lasts longer results in a warning, in seconds.
 const MAX_PHASE_DURATION: u64 = 60 * 60;
+/// A proxy that is older than the CA and not connected for this time has another cause, in seconds.
+const ROOTS_UPDATE_TIMEOUT: u64 = 10 * 60;
 /// The clock skew that certificates tolerate, in milliseconds.
 const MAX_CLOCK_SKEW_MS: i64 = 5 * 60 * 1000;
 
@@ -114,10 +117,7 @@ pub(super) fn rotation(facts: &Facts) -> Findings<'_> {
         return Ok(vec![Finding::ok(text)]);
     }
     let advice = "see the logs of the listed pods (kubectl logs -c proxy), or return to the previous root with `mesh rotate-root --abandon`";
-    let waiting = rotation
-        .waiting
-        .iter()
-        .map(|item| format!("waiting for {item}"));
+    let waiting = describe_waiting(rotation);
     Ok(vec![Finding::warning(text, advice).with_details(waiting)])
 }
 
@@ -236,12 +236,26 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
             .collect();
         let ready = pods::meshed(pods)
             .filter(|pod| pods::is_proxy_ready(pod))
-            .map(pods::name);
-        let disconnected: Vec<String> = ready.filter(|name| !connected.contains(name)).collect();
+            .map(|pod| (pods::name(pod), pods::age(pod, facts.now)));
+        let disconnected = ready.filter(|(name, _)| !connected.contains(name));
+        let ca_age = facts.now.saturating_sub(mesh.rotation.since);
+        let is_new_ca = is_steady(&mesh.rotation) && ca_age < ROOTS_UPDATE_TIMEOUT;
+        let (former, disconnected): (Vec<_>, Vec<_>) =
+            disconnected.partition(|(_, age)| is_new_ca && *age > ca_age);
         if mesh.unreachable.is_empty() {
+            let names = |pods: Vec<(String, u64)>| pods.into_iter().map(|(name, _)| name).collect();
+            let text = format!(
+                "not connected to a controller, and older than the CA, which is in use since {} ago: they may trust only former roots",
+                format_duration(ca_age)
+            );
+            let advice = "the kubelets update the roots in the volumes of the pods within two minutes, and the proxies connect within 30 seconds after that; to wait for no kubelet, restart the pods";
+            let finding = Finding::warning(text, advice);
+            let former: Vec<String> = names(former);
+            findings.extend(finding.about(former, "proxy is", "proxies are"));
             let text = "not connected to a controller: they continue with the last known state and receive no changes";
             let advice = "check the NetworkPolicies and the logs of the proxies: kubectl logs -n NAMESPACE POD -c proxy";
             let finding = Finding::warning(text, advice);
+            let disconnected: Vec<String> = names(disconnected);
             findings.extend(finding.about(disconnected, "proxy is", "proxies are"));
         }
     }
@@ -412,6 +426,23 @@ mod tests {
             (finding.level, finding.details.as_slice()),
             (Level::Warning, &["shop/till".to_owned()][..])
         );
+        assert!(finding.advice.contains("NetworkPolicies"), "{finding:?}");
+    }
+
+    #[test]
+    fn names_a_new_ca_as_the_cause_of_disconnected_proxies() {
+        let mut facts = facts(300, workload(40_000, 0));
+        let mesh = facts.identity.as_mut().unwrap();
+        mesh.workloads.clear();
+        mesh.rotation.since = NOW - 60;
+        let finding = &workloads(&facts).unwrap()[0];
+        assert_eq!(finding.details, ["shop/till"]);
+        assert!(finding.text.contains("former roots"), "{}", finding.text);
+        // The volumes have been updated meanwhile.
+        let mesh = facts.identity.as_mut().unwrap();
+        mesh.rotation.since = NOW - ROOTS_UPDATE_TIMEOUT;
+        let finding = &workloads(&facts).unwrap()[0];
+        assert!(!finding.text.contains("former roots"), "{}", finding.text);
     }
 
     #[test]

@@ -12,7 +12,8 @@ use crate::{
     identity::{
         source::{self, Source},
         status::{
-            Authority, CLOCK_SKEW_WARNING_MS, Mesh, Workload, describe_phase, is_steady, issued_at,
+            Authority, CLOCK_SKEW_WARNING_MS, Mesh, Workload, describe_phase, describe_waiting,
+            is_steady, issued_at,
         },
     },
     time::{format_duration, format_relative, format_timestamp, now},
@@ -66,8 +67,8 @@ fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
         row(name, (style, format!("{role}{text}")));
     }
     row("rotation", rotation(mesh, now));
-    for item in &mesh.rotation.waiting {
-        row("", (TextStyle::Warning, format!("waiting for {item}")));
+    for line in describe_waiting(&mesh.rotation) {
+        row("", (TextStyle::Warning, line));
     }
     row("controllers", (TextStyle::Ok, mesh.replicas.join(", ")));
     for (name, problem) in &mesh.problems {

@@ -224,7 +224,8 @@ async fn watch(source: &Source, request: Request) -> (Mesh, Duration) {
                     print(TextStyle::Bold, &heading);
                     phase = heading;
                 }
-                describe_waiting(&[mesh.rotation.waiting, outdated].concat())
+                let waiting = [mesh.rotation.waiting, outdated].concat();
+                describe_progress(&waiting, mesh.rotation.waiting_omitted)
             }
             Err(error) => format!("{error}; retrying"),
         };
@@ -250,11 +251,13 @@ fn outdated_workloads(mesh: &Mesh) -> Vec<String> {
 
 /// Describes the first item that a phase waits for and the number of others, which `mesh identity`
 /// lists.
-fn describe_waiting(waiting: &[String]) -> String {
-    match waiting {
-        [] => String::new(),
-        [one] => format!("waiting for {one}"),
-        [first, more @ ..] => format!("waiting for {first} and {} more", more.len()),
+fn describe_progress(waiting: &[String], omitted: u64) -> String {
+    let Some((first, others)) = waiting.split_first() else {
+        return String::new();
+    };
+    match others.len() as u64 + omitted {
+        0 => format!("waiting for {first}"),
+        more => format!("waiting for {first} and {more} more"),
     }
 }
 
@@ -316,10 +319,14 @@ mod tests {
             .map(|number| format!("shop/till-{number} to trust the current roots"))
             .collect();
         assert_eq!(
-            describe_waiting(&waiting),
-            "waiting for shop/till-0 to trust the current roots and 2 more"
+            describe_progress(&waiting, 17),
+            "waiting for shop/till-0 to trust the current roots and 19 more"
         );
-        assert_eq!(describe_waiting(&[]), "");
+        assert_eq!(
+            describe_progress(&waiting[..1], 0),
+            "waiting for shop/till-0 to trust the current roots"
+        );
+        assert_eq!(describe_progress(&[], 0), "");
         assert_eq!(
             without_seconds("files, 75 s more"),
             without_seconds("files, 7 s more")

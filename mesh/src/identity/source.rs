@@ -53,7 +53,7 @@ pub enum Error {
     Pods(String, String),
     /// No controller pod is running.
     #[error(
-        "no running controller found in namespace {0}: install the mesh there, or set its namespace with --namespace"
+        "no running controller found in namespace {0}: if Deployment controller exists there, scale it up or see its pods (kubectl describe -n {0} deployment/controller); else install the mesh there, or set its namespace with --namespace"
     )]
     NoPods(String),
     /// No replica responds.

@@ -37,6 +37,15 @@ pub fn describe_phase(rotation: &Rotation) -> &'static str {
     }
 }
 
+/// What a rotation waits for: the listed items, and the number of the others.
+pub fn describe_waiting(rotation: &Rotation) -> Vec<String> {
+    let listed = rotation.waiting.iter();
+    let listed = listed.map(|item| format!("waiting for {item}"));
+    let omitted = rotation.waiting_omitted;
+    let omitted = (omitted > 0).then(|| format!("waiting for {omitted} more"));
+    listed.chain(omitted).collect()
+}
+
 /// The time of issue of a CA certificate. Older controllers report notBefore only.
 pub fn issued_at(authority: &Authority) -> u64 {
     authority.issued_at.max(authority.not_before)
@@ -145,7 +154,8 @@ impl Mesh {
     /// rotation, and the latest connection of a workload its status.
     pub fn merge(responses: Responses) -> Self {
         let mut workloads: BTreeMap<(String, String), Workload> = BTreeMap::new();
-        let mut waiting = BTreeSet::new();
+        // Replicas list different items of one set.
+        let (mut waiting, mut number) = (BTreeSet::new(), 0);
         let newest = responses
             .replicas
             .values()
@@ -168,7 +178,9 @@ impl Mesh {
             if (&status.rotation.phase, status.rotation.since)
                 == (&newest.rotation.phase, newest.rotation.since)
             {
-                waiting.extend(status.rotation.waiting.iter().cloned());
+                let listed = &status.rotation.waiting;
+                number = number.max(listed.len() as u64 + status.rotation.waiting_omitted);
+                waiting.extend(listed.iter().cloned());
             }
         }
         let problems = responses
@@ -181,6 +193,7 @@ impl Mesh {
             unreachable: responses.unreachable,
             workloads: workloads.into_values().collect(),
             rotation: Rotation {
+                waiting_omitted: number.saturating_sub(waiting.len() as u64),
                 waiting: waiting.into_iter().collect(),
                 ..newest.rotation
             },
@@ -252,6 +265,32 @@ mod tests {
             .collect();
         assert_eq!(workloads, [("desk", "d"), ("till", "new")]);
         assert_eq!((mesh.replicas.len(), mesh.unreachable.len()), (3, 1));
+    }
+
+    #[test]
+    fn counts_what_a_rotation_waits_for_once() {
+        let replica = |waiting: &[&str], omitted| {
+            let mut status = status("switched", 9, waiting, &[]);
+            status.rotation.waiting_omitted = omitted;
+            status
+        };
+        let replicas = BTreeMap::from([
+            ("a".to_owned(), replica(&["x to renew", "y to renew"], 12)),
+            ("b".to_owned(), replica(&["y to renew", "z to renew"], 20)),
+        ]);
+        let mesh = Mesh::merge(Responses {
+            replicas,
+            ..Responses::default()
+        });
+        assert_eq!(
+            describe_waiting(&mesh.rotation),
+            [
+                "waiting for x to renew",
+                "waiting for y to renew",
+                "waiting for z to renew",
+                "waiting for 19 more"
+            ]
+        );
     }
 
     #[test]
