@@ -49,7 +49,11 @@ pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
         joined(&channels)
     );
     if versions.len() > 1 || channels.len() > 1 {
-        let text = format!("{text}: the definitions are of different releases");
+        let differ = match versions.len() {
+            1 => "channels",
+            _ => "releases",
+        };
+        let text = format!("{text}: the definitions are of different {differ}");
         let advice = "install all definitions of one release and channel";
         return Ok(vec![Finding::warning(text, advice)]);
     }
@@ -193,7 +197,11 @@ mod tests {
                 standard("v1.5.1").split_off(1),
                 "HTTPRoute is not installed",
             ),
-            (mixed, "different releases"),
+            (mixed, "different channels"),
+            (
+                [standard("v1.5.1"), standard("v1.6.0").split_off(1)].concat(),
+                "different releases",
+            ),
             (standard("v1.4.1"), "too old"),
         ] {
             let finding = finding(definitions);

@@ -1,8 +1,10 @@
-//! Checks of Services: their selectors match pods. Pure.
+//! Checks of Services: their selectors match pods, and these have their target ports. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use k8s_openapi::api::core::v1::{Pod, Service};
+use diy_mesh_injector::containers::PROXY;
+use k8s_openapi::api::core::v1::{ContainerPort, Pod, Service};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok, pods, workloads::Workload};
@@ -37,9 +39,86 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
     let advice = "correct spec.selector of the Service, or the labels of the pods";
     let finding = Finding::problem(text, advice);
     let unmatched = finding.about(unmatched, "Service selects", "Services select");
+    let text = "whose pods declare no such port: connections fail with no-endpoint or are refused";
+    let advice = "correct targetPort of the Service, or the ports of the containers";
+    let unknown = services
+        .iter()
+        .filter(|service| meshed.contains(&service.namespace().unwrap_or_default()))
+        .flat_map(|service| unknown_ports(service, pods));
+    let finding = Finding::warning(text, advice);
+    let unknown = finding.about(unknown.collect(), "target port", "target ports");
     let number = count(number, "Service", "Services");
-    let text = format!("{number} in namespaces with meshed pods, no selector without a match");
-    Ok(or_ok([broken, unmatched], text))
+    let text =
+        format!("{number} in namespaces with meshed pods, no selector or port without a match");
+    Ok(or_ok([broken, unmatched, unknown], text))
+}
+
+/// The TCP target ports of a Service that none of its pods declares. A number matters only where
+/// pods declare ports.
+fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<String> {
+    let Some(selector) = selector(service) else {
+        return Vec::new();
+    };
+    let pods: Vec<&Pod> = pods
+        .iter()
+        .filter(|pod| pod.namespace() == service.namespace() && pods::is_active(pod))
+        .filter(|pod| matches(selector, pod.labels()))
+        .collect();
+    let declared: Vec<&ContainerPort> = pods.iter().flat_map(|pod| declared_ports(pod)).collect();
+    if pods.is_empty() {
+        return Vec::new();
+    }
+    let described: BTreeSet<String> = declared
+        .iter()
+        .map(|port| match &port.name {
+            Some(name) => format!("{} ({name})", port.container_port),
+            None => port.container_port.to_string(),
+        })
+        .collect();
+    let described = match described.is_empty() {
+        true => "no port".to_owned(),
+        false => Vec::from_iter(described).join(", "),
+    };
+    let is_unknown = |target: &IntOrString| match target {
+        IntOrString::Int(number) => {
+            let mut ports = declared.iter();
+            !declared.is_empty() && ports.all(|port| port.container_port != *number)
+        }
+        IntOrString::String(name) => {
+            let mut ports = declared.iter();
+            ports.all(|port| port.name.as_ref() != Some(name))
+        }
+    };
+    let ports = service
+        .spec
+        .iter()
+        .flat_map(|spec| spec.ports.iter().flatten());
+    let ports = ports.filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP");
+    let unknown = ports.filter_map(|port| {
+        let target = port.target_port.clone();
+        let target = target.unwrap_or(IntOrString::Int(port.port));
+        is_unknown(&target).then(|| match target {
+            IntOrString::Int(number) => number.to_string(),
+            IntOrString::String(name) => format!("{name:?}"),
+        })
+    });
+    let (namespace, name) = (service.namespace().unwrap_or_default(), service.name_any());
+    unknown
+        .map(|target| format!("{namespace}/{name}: targetPort {target}, its pods have {described}"))
+        .collect()
+}
+
+/// The TCP ports that the containers of a pod declare, without those of the proxy.
+fn declared_ports(pod: &Pod) -> impl Iterator<Item = &ContainerPort> {
+    let containers = pod.spec.iter().flat_map(|spec| {
+        let sidecars = spec.init_containers.iter().flatten();
+        spec.containers
+            .iter()
+            .chain(sidecars.filter(|container| container.name != PROXY))
+    });
+    containers
+        .flat_map(|container| container.ports.iter().flatten())
+        .filter(|port| port.protocol.as_deref().unwrap_or("TCP") == "TCP")
 }
 
 /// The Services of controller and injector that do not exist or select other pods.
@@ -183,6 +262,42 @@ mod tests {
             Level::Ok,
             "no meshed pod is there"
         );
+    }
+
+    #[test]
+    fn reports_target_ports_that_no_pod_declares() {
+        let details = |container: Value, target: Value| {
+            let mut services = own("controller");
+            services.push(object(json!({
+                "metadata": {"namespace": "shop", "name": "till"},
+                "spec": {"selector": {"app": "till"}, "ports": [
+                    {"port": 80, "targetPort": target},
+                    {"port": 53, "targetPort": 53, "protocol": "UDP"},
+                ]},
+            })));
+            let mut facts = facts(services);
+            let pod = &mut facts.pods.as_mut().unwrap()[0];
+            pod.spec.as_mut().unwrap().containers = vec![object(container)];
+            services_of(&facts).remove(0).details
+        };
+        let web = json!({"name": "web", "ports": [{"containerPort": 8080, "name": "web"}]});
+        for target in [json!(8080), json!("web")] {
+            assert_eq!(details(web.clone(), target), [""; 0]);
+        }
+        let line = |target: &str, ports: &str| {
+            [format!(
+                "shop/till: targetPort {target}, its pods have {ports}"
+            )]
+        };
+        assert_eq!(
+            details(web.clone(), json!(8081)),
+            line("8081", "8080 (web)")
+        );
+        assert_eq!(details(web, json!("http")), line("\"http\"", "8080 (web)"));
+        // Pods need not declare the numbers of their ports.
+        let bare = json!({"name": "web"});
+        assert_eq!(details(bare.clone(), json!(8081)), [""; 0]);
+        assert_eq!(details(bare, json!("web")), line("\"web\"", "no port"));
     }
 
     #[test]

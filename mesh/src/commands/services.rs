@@ -47,7 +47,10 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
             }
             Output::Text => table(&mut services, Colors::of(&io::stdout())),
         })?;
-        Ok(ExitCode::SUCCESS)
+        Ok(match services.iter().any(|service| service.deleted) {
+            true => ExitCode::FAILURE,
+            false => ExitCode::SUCCESS,
+        })
     })?
 }
 
@@ -172,22 +175,25 @@ fn ports(service: &Service) -> String {
 fn endpoint_cells(endpoint: &Endpoint) -> Vec<Cell> {
     let mut ports: Vec<String> = endpoint.ports.values().map(ToString::to_string).collect();
     ports.sort();
-    let addresses = endpoint.addresses.iter().map(|address| {
-        if address.contains(':') {
-            format!("[{address}]:{}", ports.join(","))
-        } else {
-            format!("{address}:{}", ports.join(","))
-        }
-    });
+    let addresses =
+        endpoint
+            .addresses
+            .iter()
+            .map(|address| match (ports.is_empty(), address.contains(':')) {
+                (true, _) => address.clone(),
+                (false, true) => format!("[{address}]:{}", ports.join(",")),
+                (false, false) => format!("{address}:{}", ports.join(",")),
+            });
     let (style, state) = match endpoint {
         endpoint if endpoint.terminating => (TextStyle::Warning, "terminating"),
         endpoint if endpoint.ready => (TextStyle::Ok, "ready"),
         _ => (TextStyle::Warning, "not ready"),
     };
-    let identity = if endpoint.identity.is_empty() {
-        (TextStyle::Dim, "not meshed".to_owned())
-    } else {
-        (TextStyle::Ok, endpoint.identity.clone())
+    let identity = match endpoint.identity.as_str() {
+        // The controller knows the identity of a port.
+        "" if ports.is_empty() => (TextStyle::Warning, "has no port of the Service".to_owned()),
+        "" => (TextStyle::Dim, "not meshed".to_owned()),
+        identity => (TextStyle::Ok, identity.to_owned()),
     };
     vec![
         (TextStyle::Ok, addresses.collect::<Vec<_>>().join(" ")),
@@ -294,6 +300,17 @@ shop/web    10.96.0.7  80/TCP  10.244.0.6:8080                 web-1  ready     
                                canary shop/web-new, weight 20
 "
         );
+    }
+
+    #[test]
+    fn endpoint_without_a_port_is_not_called_unmeshed() {
+        let endpoint = Endpoint {
+            addresses: vec!["10.244.0.6".into()],
+            ..Endpoint::default()
+        };
+        let cells = endpoint_cells(&endpoint).into_iter().map(|(_, text)| text);
+        let expected = ["10.244.0.6", "", "not ready", "has no port of the Service"];
+        assert_eq!(Vec::from_iter(cells), expected);
     }
 
     #[test]
