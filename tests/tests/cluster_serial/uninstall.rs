@@ -1,6 +1,8 @@
-//! Removal of the mesh from a cluster while meshed pods run, and a new installation.
+//! Removal of the mesh from a cluster as docs/operations.md describes it, and while meshed pods run;
+//! a new installation.
 
 use anyhow::{Result, ensure};
+use diy_mesh_tests::cluster::load::Load;
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
     MANIFESTS, MESH, Namespace, in_namespace, kubectl, wait_for, wait_for_mesh,
@@ -15,6 +17,7 @@ fn uninstall_leaves_meshed_pods_working_and_nothing_behind() -> Result<()> {
             objects(namespace)?.contains("configmap/diy-service-mesh-roots"),
             "the roots are published"
         );
+        let load = leave_the_mesh(namespace)?;
 
         let installed = Installation;
         kubectl(&["delete", "-k", MANIFESTS, "--timeout=180s"])?;
@@ -27,6 +30,7 @@ fn uninstall_leaves_meshed_pods_working_and_nothing_behind() -> Result<()> {
             }
         })?;
         namespace.wait_for_more_responses(&client, failures)?;
+        load.expect_no_failure()?;
 
         drop(installed);
         wait_for_mesh()?;
@@ -40,6 +44,34 @@ fn uninstall_leaves_meshed_pods_working_and_nothing_behind() -> Result<()> {
             Ok((responses.good >= 3).then_some(()))
         })
     })
+}
+
+/// Removes a server and its client from the mesh while the control plane runs, without a failed
+/// request.
+fn leave_the_mesh(namespace: &Namespace) -> Result<Load<'_>> {
+    let server = App {
+        name: "leaving",
+        ..App::http_server()
+    };
+    let client = App {
+        name: "caller",
+        endpoint: "http://leaving/hello",
+        ..App::http_client()
+    };
+    namespace.apply(&server.deployment())?;
+    namespace.apply(&server.service())?;
+    namespace.rolled_out(server.name)?;
+    let load = Load::start(namespace, client)?;
+    for app in [server, client] {
+        let plain = App {
+            inject: None,
+            ..app
+        };
+        namespace.apply(&plain.deployment())?;
+        namespace.rolled_out(app.name)?;
+        load.expect_no_failure()?;
+    }
+    Ok(load)
 }
 
 /// The objects of the mesh.
