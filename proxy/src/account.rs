@@ -1,8 +1,9 @@
-//! Limited resources that callers share: the memory for buffers, and the slots of connections. An
-//! account has what one holder uses. It limits a holder to a multiple of what is left, so each leaves
-//! a part of the rest to others. With a fixed share of a quarter, one attacker could use up all: it
-//! is three holders, with its identity, and with its address before and without authentication. Names
-//! that one attacker can have many of are limited as a group too.
+//! The memory for buffers, which callers share, and the holders of memory and of connection slots
+//! (`runtime/src/admission.rs`). An account has what one holder uses. It limits a holder to a
+//! multiple of what is left, so each leaves a part of the rest to others. With a fixed share of a
+//! quarter, one attacker could use up all: it is three holders, with its identity, and with its
+//! address before and without authentication. Names that one attacker can have many of are limited
+//! as a group too.
 //!
 //! Of one worker: nothing is shared between threads. A connection finds its account once.
 
@@ -13,6 +14,7 @@ use std::ptr;
 use std::rc::{Rc, Weak};
 
 use diy_mesh_proto::Identity;
+use diy_mesh_runtime::admission;
 
 use crate::error::Failure;
 use crate::memory::count_pressure;
@@ -30,11 +32,16 @@ const MAX_HEAD_UNDER_PRESSURE: usize = 4 * 1024;
 const EXHAUSTED: &str = "its connections use the memory that they may use";
 const HAS_SHARE: &str = "the connections of this caller use the memory that they may use";
 
-/// Who uses a resource.
+/// The slot of a connection among those of its worker.
+pub type ConnectionSlot = admission::Slot<Holder>;
+
+/// Who uses a resource. Addresses are [`admission::network`]s.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Holder {
     /// The pod's own application. Only it uses the resources of the outbound path.
     App,
+    /// All clients of the application: they share half of the slots.
+    Clients,
     /// A workload of the mesh.
     Peer(Rc<Identity>),
     /// A client without mutual TLS.
@@ -59,17 +66,24 @@ impl Holder {
             }
             Self::Plaintext(_) => Some(Self::AllPlaintext),
             Self::Pending(_) => Some(Self::AllPending),
-            Self::App | Self::Namespace(_) | Self::AllPlaintext | Self::AllPending => None,
+            _ => None,
+        }
+    }
+
+    /// The holders of a connection slot, from the largest group on.
+    pub fn path(self) -> Vec<Self> {
+        match self.group() {
+            Some(group) => vec![Self::Clients, group, self],
+            None => vec![self],
         }
     }
 }
 
-/// A limited number of bytes, or of slots.
+/// A limited number of bytes.
 #[derive(Debug)]
 pub struct Budget {
     limit: Cell<usize>,
     used: Cell<usize>,
-    is_memory: bool,
     /// The accounts in use.
     accounts: RefCell<HashMap<Holder, Weak<Account>>>,
 }
@@ -77,19 +91,9 @@ pub struct Budget {
 impl Budget {
     /// A budget of `limit` bytes.
     pub fn bytes(limit: usize) -> Rc<Self> {
-        Self::new(limit, true)
-    }
-
-    /// A budget of `limit` slots.
-    pub fn slots(limit: usize) -> Rc<Self> {
-        Self::new(limit, false)
-    }
-
-    fn new(limit: usize, is_memory: bool) -> Rc<Self> {
         Rc::new(Self {
             limit: Cell::new(limit),
             used: Cell::new(0),
-            is_memory,
             accounts: RefCell::default(),
         })
     }
@@ -149,8 +153,8 @@ impl Budget {
         let before = self.is_under_pressure();
         cell.set(value);
         match (before, self.is_under_pressure()) {
-            (false, true) if self.is_memory => count_pressure(1),
-            (true, false) if self.is_memory => count_pressure(-1),
+            (false, true) => count_pressure(1),
+            (true, false) => count_pressure(-1),
             _ => {}
         }
     }

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
 use std::rc::Rc;
 
 use diy_mesh_runtime::listen::Acceptor;
@@ -51,27 +52,41 @@ async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::Tc
     };
     loop {
         let (stream, peer) = acceptor.accept().await;
-        start(&worker, direction, stream, peer);
+        start(&worker, direction, stream, peer, original_destination);
     }
 }
 
-/// Starts the task of an accepted connection. Resets the connection if the limit is reached.
-fn start(worker: &Rc<Worker>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
-    let Ok(open) = worker.admit(direction) else {
+/// Starts the task of an accepted connection with this original destination. Resets the connection
+/// if it gets no slot: then nothing is allocated for it.
+pub fn start(
+    worker: &Rc<Worker>,
+    direction: Direction,
+    stream: TcpStream,
+    peer: SocketAddr,
+    original: impl OriginalDestination,
+) {
+    let Some(open) = worker.admit(direction, peer.ip()) else {
         return Io::new(stream).reset();
     };
+    let client = Io::in_slot(stream, open.slot.clone());
     let worker = worker.clone();
     spawn_local(async move {
-        redirected(worker, direction, stream, peer).await;
-        drop(open);
+        open.run(pin!(redirected(worker, direction, client, peer, original)))
+            .await;
     });
 }
 
 /// Carries a redirected connection until it ends.
-async fn redirected(worker: Rc<Worker>, direction: Direction, stream: TcpStream, peer: SocketAddr) {
+async fn redirected(
+    worker: Rc<Worker>,
+    direction: Direction,
+    client: Io,
+    peer: SocketAddr,
+    original: impl OriginalDestination,
+) {
     // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
     // discovery knows it, or the connection passes through to it.
-    let original = match original_destination(&stream, &worker.own_ports()) {
+    let original = match original(client.socket(), &worker.own_ports()) {
         Ok(original) => original,
         Err(error) => {
             let path = direction.name();
@@ -86,7 +101,7 @@ async fn redirected(worker: Rc<Worker>, direction: Direction, stream: TcpStream,
         ),
     };
     carry(
-        Io::new(stream),
+        client,
         Flow {
             worker,
             direction,
@@ -100,7 +115,7 @@ async fn redirected(worker: Rc<Worker>, direction: Direction, stream: TcpStream,
 
 /// Carries a connection from step 3 on until it ends.
 pub async fn carry(mut client: Io, mut flow: Flow) {
-    let mut pending = match flow.acquire_pending() {
+    let mut pending = match flow.charge_pending() {
         Ok(pending) => pending,
         Err(failure) => return refuse(client, flow, &failure),
     };
@@ -109,8 +124,7 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
     let declared = flow.declared_protocol();
     let protocol = loop {
         // 3. Detect.
-        let detected = detect(&mut client, &flow, declared, &mut dialed);
-        match pending.unless_evicted(detected).await {
+        match detect(&mut client, &flow, declared, &mut dialed).await {
             Ok(Protocol::MeshTls) => {}
             Ok(protocol) => break protocol,
             Err(failure) => return refuse(client, flow, &failure),
@@ -121,13 +135,14 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
             .worker
             .tls
             .accept(client, flow.peer, flow.pending_charge());
-        let (secured, identity, alpn) = match pending.unless_evicted(accepted).await {
+        let (secured, identity, alpn) = match accepted.await {
             Ok(session) => session,
             Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),
         };
         client = secured;
         flow.caller = Caller::Peer(Rc::new(identity));
-        pending.release();
+        assign_slot(&client, &flow);
+        pending = None;
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,
             (None, Alpn::Http1) => break Protocol::Http1,
@@ -135,11 +150,10 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
             (None, Alpn::Opaque | Alpn::Detect) => {}
         }
     };
-    pending.release();
-    let _slot = match flow.acquire_slot() {
-        Ok(slot) => slot,
-        Err(failure) => return refuse(client, flow, &failure),
-    };
+    drop(pending);
+    if flow.caller == Caller::Unauthenticated {
+        assign_slot(&client, &flow);
+    }
     // 4. Authorization, 5. route, 6. balance, 7. connect: forward.rs, per request or for the connection.
     // 8. Serve or copy.
     match protocol {
@@ -158,10 +172,28 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
     }
 }
 
+/// Moves the connection's slot to the caller, who is known from now on.
+fn assign_slot(client: &Io, flow: &Flow) {
+    if let Some(slot) = client.slot() {
+        slot.reassign(&flow.holder().path());
+    }
+}
+
 /// Ends a connection that cannot be carried as the kernel does: with a reset.
 fn refuse(client: Io, flow: Flow, failure: &Failure) {
     ConnectionRecord::new(&Rc::new(flow)).fail(failure);
     client.reset();
+}
+
+/// Finds the original destination of a connection to a proxy with these ports.
+pub trait OriginalDestination:
+    FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError> + 'static
+{
+}
+
+impl<F: FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError> + 'static>
+    OriginalDestination for F
+{
 }
 
 /// Reads SO_ORIGINAL_DST, which the REDIRECT rule sets. `own_ports` are the ports of the proxy.
@@ -201,7 +233,7 @@ fn same(one: IpAddr, other: IpAddr) -> bool {
 
 /// A connection without a usable original destination, which is closed.
 #[derive(Debug, Error)]
-enum OrigDstError {
+pub enum OrigDstError {
     /// The original destination is a port of the proxy itself.
     #[error("original destination {0} is the proxy itself: forwarding would loop")]
     Loop(SocketAddr),
@@ -216,6 +248,7 @@ enum OrigDstError {
 mod tests {
     use std::io::ErrorKind;
 
+    use diy_mesh_runtime::admission::Class;
     use tokio::io::AsyncReadExt as _;
 
     use super::*;
@@ -261,11 +294,20 @@ mod tests {
         let worker = Worker::new(context);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let open = worker.admit(Direction::Inbound);
+        let open = worker
+            .admit(Direction::Inbound, [127, 0, 0, 1].into())
+            .unwrap();
+        open.slot.set(Class::InUse);
         let flood = async {
             for _ in 0..100 {
                 let (stream, peer) = listener.accept().await.unwrap();
-                start(&worker, Direction::Inbound, stream, peer);
+                start(
+                    &worker,
+                    Direction::Inbound,
+                    stream,
+                    peer,
+                    original_destination,
+                );
             }
         };
         let clients = async {
@@ -276,13 +318,16 @@ mod tests {
             }
         };
         tokio::join!(flood, clients);
-        assert!(open.is_ok(), "the open connection is unaffected");
+        assert!(
+            !open.slot.is_asked_to_end(),
+            "the open connection is unaffected"
+        );
         let counted = metrics.render();
         assert!(
             counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
             "{counted}"
         );
         drop(open);
-        assert!(worker.admit(Direction::Inbound).is_ok());
+        assert_eq!(worker.admission.used(&[]), 0);
     }
 }

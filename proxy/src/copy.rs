@@ -209,19 +209,21 @@ mod tests {
     #[tokio::test]
     async fn propagates_half_close_and_continues_in_other_direction() {
         let ((mut client, client_io), (mut server, server_io)) = (pair().await, pair().await);
-        let copying = tokio::spawn(async move { copy(client_io, server_io).await });
-        client.write_all(b"request").await.unwrap();
-        client.shutdown().await.unwrap();
-        let mut request = String::new();
-        server.read_to_string(&mut request).await.unwrap();
-        assert_eq!(request, "request");
-        server.write_all(b"response after the end").await.unwrap();
-        drop(server);
-        let mut response = String::new();
-        client.read_to_string(&mut response).await.unwrap();
-        assert_eq!(response, "response after the end");
+        let ends = async {
+            client.write_all(b"request").await.unwrap();
+            client.shutdown().await.unwrap();
+            let mut request = String::new();
+            server.read_to_string(&mut request).await.unwrap();
+            assert_eq!(request, "request");
+            server.write_all(b"response after the end").await.unwrap();
+            drop(server);
+            let mut response = String::new();
+            client.read_to_string(&mut response).await.unwrap();
+            assert_eq!(response, "response after the end");
+        };
+        let (copied, ()) = tokio::join!(copy(client_io, server_io), ends);
         assert_eq!(
-            copying.await.unwrap(),
+            copied,
             Copied {
                 sent: 7,
                 received: 22,
@@ -234,23 +236,27 @@ mod tests {
     #[tokio::test]
     async fn applies_backpressure_to_sender_without_data_loss() {
         let ((mut client, client_io), (mut server, server_io)) = (pair().await, pair().await);
-        tokio::spawn(async move { copy(client_io, server_io).await });
         let sent: Vec<u8> = (0..4_000_000u32).map(|at| (at % 251) as u8).collect();
-        let copy = sent.clone();
+        let bytes = sent.clone();
         let writing = tokio::spawn(async move {
-            client.write_all(&copy).await.unwrap();
+            client.write_all(&bytes).await.unwrap();
             client.shutdown().await.unwrap();
             client
         });
-        let mut received = Vec::new();
-        let mut piece = vec![0; 777];
-        loop {
-            let read = server.read(&mut piece).await.unwrap();
-            if read == 0 {
-                break;
+        let reading = async {
+            let mut received = Vec::new();
+            let mut piece = vec![0; 777];
+            loop {
+                let read = server.read(&mut piece).await.unwrap();
+                if read == 0 {
+                    break;
+                }
+                received.extend_from_slice(&piece[..read]);
             }
-            received.extend_from_slice(&piece[..read]);
-        }
+            drop(server);
+            received
+        };
+        let (_, received) = tokio::join!(copy(client_io, server_io), reading);
         assert!(received == sent);
         writing.await.unwrap();
     }

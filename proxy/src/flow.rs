@@ -9,6 +9,7 @@ use std::task::Poll;
 use std::time::Instant;
 
 use diy_mesh_proto::Identity;
+use diy_mesh_runtime::admission::network;
 
 use crate::account::{Charge, Holder};
 use crate::balance::Backend;
@@ -21,7 +22,6 @@ use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::PENDING_COST;
-use crate::pending::Pending;
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
 use crate::route::matching::MatchInput;
 use crate::route::{Route, Routes, Service, Unrouted};
@@ -86,17 +86,14 @@ impl Flow {
         }
     }
 
-    /// What an inbound client holds until it has authenticated or its protocol is known.
-    pub fn acquire_pending(&self) -> Result<Pending, Failure> {
-        if !matches!(self.caller, Caller::Unauthenticated) {
-            return Ok(Pending::default());
+    /// The memory of an inbound client until it has authenticated or its protocol is known.
+    pub fn charge_pending(&self) -> Result<Option<Charge>, Failure> {
+        if self.caller == Caller::App {
+            return Ok(None);
         }
-        let slot = self.worker.pending.try_acquire(self.peer.ip());
-        let failure = Failure::Overloaded("too many unauthenticated connections of one address");
-        let slot = slot.ok_or(failure)?;
         let mut memory = self.pending_charge();
         match memory.try_grow(PENDING_COST) {
-            true => Ok(Pending::new(slot, memory)),
+            true => Ok(Some(memory)),
             false => Err(memory.exceeded()),
         }
     }
@@ -105,7 +102,7 @@ impl Flow {
     pub fn pending_charge(&self) -> Charge {
         let buffers = &self.worker.memory(self.direction).buffers;
         Charge::new(buffers.account(match self.caller {
-            Caller::Unauthenticated => Holder::Pending(self.peer.ip()),
+            Caller::Unauthenticated => Holder::Pending(network(self.peer.ip())),
             _ => self.holder(),
         }))
     }
@@ -114,7 +111,7 @@ impl Flow {
     pub fn holder(&self) -> Holder {
         match &self.caller {
             Caller::App => Holder::App,
-            Caller::Unauthenticated => Holder::Plaintext(self.peer.ip()),
+            Caller::Unauthenticated => Holder::Plaintext(network(self.peer.ip())),
             Caller::Peer(identity) => Holder::Peer(identity.clone()),
         }
     }
@@ -123,16 +120,6 @@ impl Flow {
     pub fn charge(&self) -> Charge {
         let buffers = &self.worker.memory(self.direction).buffers;
         Charge::new(buffers.account(self.holder()))
-    }
-
-    /// The slot of an inbound client whose identity, or protocol, is known.
-    pub fn acquire_slot(&self) -> Result<Option<Charge>, Failure> {
-        if self.caller == Caller::App {
-            return Ok(None);
-        }
-        let mut slot = Charge::new(self.worker.callers.account(self.holder()));
-        let failure = Failure::Overloaded("too many connections of one caller");
-        slot.try_grow(1).then_some(Some(slot)).ok_or(failure)
     }
 
     /// Whether the client may have a connection to the application, whatever it carries.
@@ -200,8 +187,8 @@ impl Flow {
         self.worker.expiry(to_peer, self.direction)
     }
 
-    /// The end of this connection while its bytes are copied to `upstream` and back: its expiry, or
-    /// the idle timeout. To be polled after each transfer.
+    /// The end of this connection while its bytes are copied to `upstream` and back: its expiry, the
+    /// idle timeout, or the end of its slot. To be polled after each transfer.
     pub fn copy_end<'a>(
         &'a self,
         client: &Io,
@@ -209,7 +196,14 @@ impl Flow {
     ) -> impl Future<Output = ()> + Unpin + use<'a> {
         let mut expiry = self.expiry(client, upstream);
         let mut idle = IdleTimer::new(self.worker.config.timeouts.opaque_idle);
+        let slot = client.slot().cloned();
         poll_fn(move |cx| {
+            if let Some(slot) = &slot {
+                slot.touch();
+                if slot.is_ended() {
+                    return Poll::Ready(());
+                }
+            }
             if idle.poll_active(cx).is_ready() {
                 self.count_timeout(TimeoutKind::OpaqueIdle);
                 return Poll::Ready(());

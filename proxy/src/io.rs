@@ -13,15 +13,18 @@
 
 use std::io;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf, BytesMut};
+use diy_mesh_runtime::admission::Class;
 use diy_mesh_runtime::metrics::Active;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
+use crate::account::ConnectionSlot;
 use crate::lifetime::Lifetime;
 use crate::memory::max_read;
 use crate::scratch::Scratch;
@@ -48,6 +51,8 @@ pub struct Io {
     unread: BytesMut,
     /// Counted among the connections to endpoints.
     _counted: Option<Active>,
+    /// Of a connection to the proxy.
+    slot: Option<Rc<ConnectionSlot>>,
 }
 
 /// The state of a connection to another proxy.
@@ -65,7 +70,34 @@ impl Io {
             tls: None,
             unread: BytesMut::new(),
             _counted: None,
+            slot: None,
         }
+    }
+
+    /// A connection that keeps this slot while it is open.
+    pub fn in_slot(stream: TcpStream, slot: Rc<ConnectionSlot>) -> Self {
+        let mut io = Self::new(stream);
+        io.slot = Some(slot);
+        io
+    }
+
+    /// The slot of a connection to the proxy.
+    pub fn slot(&self) -> Option<&Rc<ConnectionSlot>> {
+        self.slot.as_ref()
+    }
+
+    /// What the client's connection does from now on.
+    pub fn set_class(&self, class: Class) {
+        if let Some(slot) = &self.slot {
+            slot.set(class);
+        }
+    }
+
+    /// Whether the connection must carry no further exchange: another one needs its slot.
+    pub fn is_asked_to_end(&self) -> bool {
+        self.slot
+            .as_ref()
+            .is_some_and(|slot| slot.is_asked_to_end())
     }
 
     /// Counts the connection until it is dropped.
@@ -209,6 +241,15 @@ impl Io {
     pub fn reset_on_drop(&self) {
         // If the option cannot be set, the connection ends with a FIN.
         let _ = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO));
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        // The peer sees that the connection is cut off.
+        if self.slot.as_ref().is_some_and(|slot| slot.is_ended()) {
+            self.reset_on_drop();
+        }
     }
 }
 

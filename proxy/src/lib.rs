@@ -40,7 +40,6 @@ pub mod memory;
 pub mod metrics;
 pub mod mirror;
 pub mod opaque;
-pub mod pending;
 pub mod policy;
 pub mod ports;
 pub mod probe;

@@ -4,18 +4,18 @@
 use std::cell::{Cell, Ref, RefCell};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::net::SocketAddr;
-use std::pin::pin;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_runtime::shares::{Share, Shares};
+use diy_mesh_runtime::admission::{Admission, network};
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::account::{Budget, Holder};
+use crate::account::{ConnectionSlot, Holder};
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
@@ -29,19 +29,23 @@ use crate::lifetime::{Expiry, Lifetimes};
 use crate::memory::{Budgets, Memory, PENDING_COST};
 use crate::metrics::Metrics;
 use crate::mirror::MAX_MIRRORS;
-use crate::pending::PendingSlots;
 use crate::policy::Policy;
 use crate::tls::Tls;
 
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The maximum number of inbound connections that have neither authenticated nor sent a request:
-/// each may hold the state of a TLS handshake.
+/// The maximum number of inbound connections that have neither authenticated nor told their
+/// protocol: each may hold the state of a TLS handshake.
 const MAX_PENDING: usize = 8192;
+/// They use at most one part in this many of the slots.
+const MAX_PENDING_SHARE: usize = 5;
 
 /// At most one warning about a peer is logged in this time; the metrics count them all.
 const PEER_WARNING_INTERVAL: Duration = Duration::from_secs(10);
+
+const NO_SLOT: Failure =
+    Failure::Overloaded("all connection slots are in use, and its holder has its share of them");
 
 /// The inputs of a worker.
 pub struct WorkerContext {
@@ -107,12 +111,13 @@ pub struct Worker {
     choices: RandomState,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
-    /// The open connections, by direction: neither keeps the other one out.
-    open: Arc<Shares<Direction>>,
-    /// Inbound connections whose caller is not authenticated and whose protocol is unknown.
-    pub pending: Rc<PendingSlots>,
-    /// The other inbound connections, by caller.
-    pub callers: Rc<Budget>,
+    /// The slots of connections, of both directions.
+    pub admission: Arc<Admission<Holder>>,
+    /// The maximum number of inbound connections that have neither authenticated nor told their
+    /// protocol.
+    max_pending: usize,
+    /// The number of open connections, with those that have lost their slot.
+    open: Cell<usize>,
     /// Requests whose copies are collected or sent.
     pub mirrors: Arc<Semaphore>,
     memory: Memory,
@@ -129,12 +134,10 @@ impl Worker {
     pub fn new(context: WorkerContext) -> Rc<Self> {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
-        // A quarter of the connections is for the other direction. Of the inbound ones, a quarter
-        // may be pending.
-        let max_inbound = context.limit - context.limit / 4;
-        let max_pending = (max_inbound / 4).clamp(1, MAX_PENDING);
         let memory = context.memory.buffers(context.config.workers);
-        let max_pending = max_pending.min((memory / 2 / PENDING_COST).max(1));
+        let max_pending = (context.limit / MAX_PENDING_SHARE).min(MAX_PENDING);
+        // Less than the memory that one address may use before authentication.
+        let max_pending = max_pending.min(memory / 3 / PENDING_COST);
         let outbound_memory = Budgets::new(memory);
         let tls = Tls::new(
             context.credentials,
@@ -158,9 +161,9 @@ impl Worker {
             rng: RefCell::new(rng),
             choices: RandomState::new(),
             drain: context.drain,
-            open: Shares::new(context.limit, max_inbound),
-            callers: Budget::slots(max_inbound),
-            pending: PendingSlots::new(max_pending),
+            admission: Admission::new(context.limit),
+            max_pending,
+            open: Cell::new(0),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             memory: context.memory,
             inbound_memory: Budgets::new(memory),
@@ -183,7 +186,7 @@ impl Worker {
         policy_updates.mark_changed();
         let mut drained = pin!(async {
             self.drain.cancelled().await;
-            while self.open.in_use() > 0 {
+            while self.open.get() > 0 {
                 self.idle.notified().await;
             }
         });
@@ -206,16 +209,27 @@ impl Worker {
         }
     }
 
-    /// Counts an accepted connection until the value is dropped. Fails if the limit is reached.
-    pub fn admit(self: &Rc<Self>, direction: Direction) -> Result<Open, Failure> {
-        let Some(slot) = self.open.try_acquire(direction) else {
-            let failure = Failure::Overloaded("too many connections");
-            self.metrics.failure(direction, &failure);
-            return Err(failure);
+    /// Admits an accepted connection, which counts as open until the value is dropped. None if its
+    /// holder has its share of the slots, and uses all of them.
+    pub fn admit(self: &Rc<Self>, direction: Direction, peer: IpAddr) -> Option<Open> {
+        let holder = match direction {
+            Direction::Inbound => Holder::Pending(network(peer)),
+            Direction::Outbound => Holder::App,
         };
-        Ok(Open {
+        let path = holder.path();
+        let admitted = match direction {
+            Direction::Inbound => self.admission.admit_within(&path, self.max_pending),
+            Direction::Outbound => self.admission.admit(&path),
+        };
+        let Some(slot) = admitted else {
+            self.metrics.failure(direction, &NO_SLOT);
+            return None;
+        };
+        self.open.set(self.open.get() + 1);
+        Some(Open {
             worker: self.clone(),
-            slot: Some(slot),
+            direction,
+            slot: Rc::new(slot),
             _counted: self.metrics.connection(direction),
         })
     }
@@ -277,14 +291,26 @@ impl Worker {
 /// One open connection, counted until it is dropped.
 pub struct Open {
     worker: Rc<Worker>,
-    slot: Option<Share<Direction>>,
+    direction: Direction,
+    /// Its slot.
+    pub slot: Rc<ConnectionSlot>,
     _counted: diy_mesh_runtime::metrics::Active,
+}
+
+impl Open {
+    /// Runs the work of the connection until it is done, or another connection takes the slot.
+    pub async fn run(self, work: Pin<&mut impl Future<Output = ()>>) {
+        self.slot.run(work).await;
+        if self.slot.is_ended() {
+            self.worker.metrics.failure(self.direction, &NO_SLOT);
+        }
+    }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.slot = None;
-        if self.worker.open.in_use() == 0 {
+        self.worker.open.set(self.worker.open.get() - 1);
+        if self.worker.open.get() == 0 {
             self.worker.idle.notify_one();
         }
     }
@@ -334,7 +360,8 @@ mod tests {
                 tokio::task::yield_now().await;
             }
             // Also while the last connections end.
-            let open = worker.admit(Direction::Inbound).expect("a slot");
+            let open = worker.admit(Direction::Inbound, [127, 0, 0, 1].into());
+            let open = open.expect("a slot");
             drain.cancel();
             tokio::task::yield_now().await;
             controller.send_replace(Some(Arc::default()));

@@ -1,19 +1,17 @@
 //! The admin server: plain HTTP/1.1 with `/live`, `/ready`, `/metrics` and further routes of a
 //! component. Changes nothing.
 //!
-//! Each connection carries one request, which must arrive within [`REQUEST_TIMEOUT`]. At the limit
-//! of connections, a new one replaces another: clients that hold connections cannot block probes.
+//! Each connection carries one request, which must arrive within [`REQUEST_TIMEOUT`]. Addresses
+//! share the connections (`admission.rs`): clients that hold connections cannot block probes.
 
 use std::borrow::Cow;
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::future::ready;
 use std::io;
 use std::net::IpAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -26,8 +24,9 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, watch};
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinSet;
 
+use crate::admission::{Admission, Class, Slot, network};
 use crate::listen::Acceptor;
 use crate::{Readiness, metrics};
 
@@ -149,34 +148,26 @@ impl Admin {
     pub async fn serve(self, listener: TcpListener) {
         let admin = Arc::new(self);
         let mut acceptor = Acceptor::new(listener);
+        let admission = Admission::new(MAX_CONNECTIONS);
         let mut connections = JoinSet::new();
-        let mut open: Vec<OpenConnection> = Vec::new();
         loop {
             let (stream, peer) = acceptor.accept().await;
             while connections.try_join_next().is_some() {}
-            open.retain(|connection| !connection.task.is_finished());
-            if open.len() >= MAX_CONNECTIONS
-                && let Some(index) = eviction_candidate(&open)
-            {
-                tracing::debug!("admin connection closed: {MAX_CONNECTIONS} others are open");
-                open.remove(index).task.abort();
-            }
-            let (admin, requested) = (admin.clone(), Arc::new(AtomicBool::new(false)));
-            let seen = requested.clone();
-            let serve = async move { admin.serve_connection(stream, &seen).await };
-            let (address, task) = (peer.ip().to_canonical(), connections.spawn(serve));
-            open.push(OpenConnection {
-                address,
-                requested,
-                task,
+            let Some(slot) = admission.admit(&[network(peer.ip())]) else {
+                tracing::debug!(%peer, "admin connection closed: {MAX_CONNECTIONS} others are open");
+                continue;
+            };
+            let admin = admin.clone();
+            connections.spawn(async move {
+                slot.run(pin!(admin.serve_connection(stream, &slot))).await;
             });
         }
     }
 
-    async fn serve_connection(&self, stream: TcpStream, requested: &AtomicBool) {
+    async fn serve_connection(&self, stream: TcpStream, slot: &Slot<IpAddr>) {
         let responded = Notify::new();
         let service = service_fn(async |request: Request<Incoming>| {
-            requested.store(true, Ordering::Relaxed);
+            slot.set(Class::InUse);
             let page = self.respond(request.method(), request.uri().path()).await;
             responded.notify_one();
             page.map(|Page(response)| response)
@@ -225,28 +216,6 @@ fn live(stalled: Duration) -> Page {
     }
     let text = format!("no task has run for {} s\n", stalled.as_secs());
     Page::failure(StatusCode::SERVICE_UNAVAILABLE, text)
-}
-
-/// A connection of an admin server.
-struct OpenConnection {
-    address: IpAddr,
-    /// Its request is complete.
-    requested: Arc<AtomicBool>,
-    task: AbortHandle,
-}
-
-/// The connection to close at the limit: one of the address with the most connections, if possible
-/// one without a complete request, the oldest of these.
-fn eviction_candidate(open: &[OpenConnection]) -> Option<usize> {
-    let mut counts: HashMap<IpAddr, usize> = HashMap::new();
-    for connection in open {
-        *counts.entry(connection.address).or_default() += 1;
-    }
-    (0..open.len()).min_by_key(|index| {
-        let connection = &open[*index];
-        let requested = connection.requested.load(Ordering::Relaxed);
-        (Reverse(counts[&connection.address]), requested)
-    })
 }
 
 #[cfg(test)]

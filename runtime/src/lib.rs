@@ -1,8 +1,9 @@
 //! Shared parts of the long-running components (controller, injector, proxy): the admin server,
-//! listeners, fair shares, readiness, metrics, logs, back-off, signals and error
+//! listeners, admission, fair shares, readiness, metrics, logs, back-off, signals and error
 //! chains. Has no knowledge of Kubernetes, of the mesh or of any component.
 
 pub mod admin;
+pub mod admission;
 pub mod listen;
 pub mod metrics;
 mod process;

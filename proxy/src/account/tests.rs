@@ -43,15 +43,11 @@ fn charges_are_released_and_reads_become_small_under_pressure() {
     drop((one, two));
     assert_eq!(budget.used(), 0);
     assert!(budget.accounts.borrow().is_empty());
-    let slots = Budget::slots(1);
-    let slot = take(&slots, peer(0));
-    assert!(slots.is_exhausted() && max_read(MIB) == MIB);
-    drop(slot);
 }
 
 #[test]
 fn holders_leave_some_to_others() {
-    let budget = Budget::slots(1000);
+    let budget = Budget::bytes(1000);
     let first = take(&budget, peer(0));
     assert_eq!(first.amount(), 571, "alone, a workload gets 4/7");
     let held: Vec<_> = (1..6).map(|name| take(&budget, peer(name))).collect();
@@ -65,7 +61,7 @@ fn holders_leave_some_to_others() {
 #[test]
 fn many_service_accounts_of_a_namespace_leave_a_third_to_others() {
     for accounts in [5, 50] {
-        let budget = Budget::slots(10_000);
+        let budget = Budget::bytes(10_000);
         let flood: Vec<_> = (0..accounts)
             .map(|name| take(&budget, service_account(0, name)))
             .collect();
@@ -82,7 +78,7 @@ fn many_service_accounts_of_a_namespace_leave_a_third_to_others() {
 
 #[test]
 fn same_namespace_of_another_trust_domain_is_another_group() {
-    let budget = Budget::slots(1000);
+    let budget = Budget::bytes(1000);
     let holders = ["a", "b"].map(|domain| {
         let identity = format!("spiffe://{domain}/ns/shop/sa/web");
         take(&budget, Holder::Peer(Rc::new(identity.parse().unwrap())))
@@ -92,7 +88,7 @@ fn same_namespace_of_another_trust_domain_is_another_group() {
 
 #[test]
 fn attacker_with_many_names_of_three_kinds_leaves_some_to_others() {
-    let budget = Budget::slots(10_000);
+    let budget = Budget::bytes(10_000);
     let names = (0..50).flat_map(|name| {
         let address = address(name);
         let account = service_account(0, name.into());
@@ -109,7 +105,7 @@ fn attacker_with_many_names_of_three_kinds_leaves_some_to_others() {
 
 #[test]
 fn attacker_with_three_names_leaves_some_to_its_namespace_and_to_others() {
-    let budget = Budget::slots(10_000);
+    let budget = Budget::bytes(10_000);
     let names = [
         peer(0),
         Holder::Plaintext(address(0)),
@@ -155,8 +151,8 @@ fn work_of_a_large_holder_does_not_grow_into_the_last_eighth() {
 }
 
 #[test]
-fn holder_without_anything_gets_the_last_slot() {
-    let budget = Budget::slots(1);
+fn holder_without_anything_gets_the_last_byte() {
+    let budget = Budget::bytes(1);
     let only = take(&budget, Holder::Plaintext(address(1)));
     assert_eq!((only.amount(), take(&budget, peer(0)).amount()), (1, 0));
     drop(only);
@@ -165,7 +161,7 @@ fn holder_without_anything_gets_the_last_slot() {
 
 #[test]
 fn client_with_many_addresses_is_one_holder() {
-    let budget = Budget::slots(10_000);
+    let budget = Budget::bytes(10_000);
     let addresses = (0..200).map(address);
     let flood: Vec<_> = addresses
         .map(|address| take(&budget, Holder::Plaintext(address)))

@@ -17,6 +17,7 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
+use diy_mesh_runtime::admission::Class;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::{timeout, timeout_at};
 
@@ -54,6 +55,7 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
     let mut end = pin!(drained_or(&flow.worker.drain, closes_at));
     let mut idle = IdleTimer::new(flow.worker.config.timeouts.http1_idle);
     let mut memory = flow.charge();
+    client.set_class(Class::Idle);
     loop {
         idle.touch();
         let reading = read_request(&mut client, flow, end.as_mut(), &mut idle, &mut memory);
@@ -67,13 +69,16 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
                 return linger(client).await;
             }
         };
+        if let Some(slot) = client.slot() {
+            slot.touch();
+        }
         // Boxed: a connection without a request has a third of the size.
         let exchange = Box::pin(async {
             let mut exchange = Exchange::new(&mut client, flow, request, &mut memory);
             exchange.run().await
         });
         match exchange.await {
-            After::KeepAlive => {}
+            After::KeepAlive => client.set_class(Class::BetweenExchanges),
             After::Close => return linger(client).await,
             After::Closed => return,
         }
@@ -107,7 +112,7 @@ async fn read_request(
                 Poll::Pending => {
                     if idle_timer.poll(cx).is_ready() {
                         flow.count_timeout(TimeoutKind::Http1Idle);
-                    } else {
+                    } else if !client.is_asked_to_end() {
                         ready!(end.as_mut().poll(cx));
                     }
                     // An error means that the client has closed.
@@ -279,6 +284,7 @@ impl<'a> Exchange<'a> {
             && !self.client_ended
             && !self.record.flow.is_draining()
             && !self.client.is_retired(now)
+            && !self.client.is_asked_to_end()
     }
 
     /// Replies in place of the application.

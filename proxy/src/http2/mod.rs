@@ -19,11 +19,12 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use diy_mesh_runtime::admission::Class;
 use h2::Reason;
 use h2::server::{Builder, Connection, SendResponse};
 use tokio::time::timeout;
 
-use crate::account::{Account, Charge};
+use crate::account::{Account, Charge, ConnectionSlot};
 use crate::batched::{Batched, Queued};
 use crate::connect::http2::{
     CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
@@ -61,6 +62,8 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         io.lifetime().map(|lifetime| lifetime.retires_at),
         flow.worker.expiry(&io, flow.direction),
     );
+    io.set_class(Class::Idle);
+    let slot = io.slot().cloned();
     let mut memory = flow.charge();
     if !memory.try_grow(CONNECTION_COST) {
         ConnectionRecord::new(&flow).fail(&memory.exceeded());
@@ -90,6 +93,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
     let mut retire = pin!(drained_or(&drain, retires_at));
     let mut client = ClientConnection {
         connection,
+        slot,
         shared,
         bytes_at_progress: 0,
         control_since: Instant::now(),
@@ -141,6 +145,8 @@ enum End {
 /// The server side of a client connection.
 struct ClientConnection {
     connection: Connection<Batched, Queued>,
+    /// None in tests of HTTP/2 alone.
+    slot: Option<Rc<ConnectionSlot>>,
     shared: Rc<Shared>,
     /// The number of bytes read at the last progress on a stream.
     bytes_at_progress: u64,
@@ -170,7 +176,9 @@ impl ClientConnection {
         if let Some(failure) = self.shared.io.overload() {
             return Poll::Ready(End::Overloaded(failure));
         }
-        if !self.draining && retire.poll(cx).is_ready() {
+        let slot = self.slot.as_deref();
+        let is_asked_to_end = slot.is_some_and(ConnectionSlot::is_asked_to_end);
+        if !self.draining && (is_asked_to_end || retire.poll(cx).is_ready()) {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
@@ -202,6 +210,10 @@ impl ClientConnection {
         self.resize_window();
         if self.connection.has_streams() {
             self.idle.touch();
+            self.slot.iter().for_each(|slot| slot.touch());
+        } else if self.shared.has_served.get() {
+            let class = Class::BetweenExchanges;
+            self.slot.iter().for_each(|slot| slot.set(class));
         }
         // The timer runs while there are streams too: the end of the last one may wake nothing.
         if self.idle.poll(cx).is_ready() {
@@ -279,6 +291,8 @@ struct Shared {
     io: Batched,
     /// The number of open streams.
     open: Cell<u32>,
+    /// A stream was opened.
+    has_served: Cell<bool>,
     /// A stream was opened or polled since the last check for floods.
     progress: Cell<bool>,
     resets: Resets,
@@ -291,6 +305,7 @@ impl Shared {
             account,
             io,
             open: Cell::new(0),
+            has_served: Cell::new(false),
             progress: Cell::new(false),
             resets: Resets::new(Instant::now()),
         }
@@ -363,6 +378,7 @@ struct Stream(Rc<Shared>);
 impl Stream {
     fn open(shared: &Rc<Shared>) -> Self {
         shared.open.set(shared.open.get() + 1);
+        shared.has_served.set(true);
         Self(shared.clone())
     }
 }

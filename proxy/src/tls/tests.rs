@@ -1,6 +1,7 @@
 //! Two proxies between a client and an application, with a recording of the bytes between the
 //! proxies.
 
+mod admission;
 mod callers;
 mod client_end;
 mod floods;

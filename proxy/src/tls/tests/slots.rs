@@ -5,6 +5,8 @@ use tokio::net::TcpSocket;
 use tokio::task::JoinSet;
 
 use super::*;
+use crate::account::Holder;
+use crate::connection::start;
 use crate::memory::{Memory, PENDING_COST};
 
 /// An address of many callers, such as an ingress gateway.
@@ -151,20 +153,8 @@ fn context_of(authority: &Authority, identity: &str, arguments: &str) -> WorkerC
 async fn accept(worker: Rc<Worker>, listener: TcpListener, app: SocketAddr) {
     loop {
         let (stream, peer) = listener.accept().await.unwrap();
-        let Ok(open) = worker.admit(Direction::Inbound) else {
-            Io::new(stream).reset();
-            continue;
-        };
-        let flow = Flow {
-            worker: worker.clone(),
-            direction: Direction::Inbound,
-            peer,
-            destination: worker.apps.fixed(app),
-            caller: Caller::Unauthenticated,
-        };
-        tokio::task::spawn_local(async move {
-            carry(Io::new(stream), flow).await;
-            drop(open);
+        start(&worker, Direction::Inbound, stream, peer, move |_, _| {
+            Ok(app)
         });
     }
 }
@@ -200,8 +190,12 @@ fn flood_of_unauthenticated_connections_leaves_slots_to_other_addresses() {
         ] {
             let slots = Slots::new(200, arguments).await;
             let mut floods = vec![slots.flood(bytes).await];
-            let pending = slots.inbound.pending.in_use();
-            assert_eq!(pending, 37, "all slots of pending connections");
+            let pending = [Holder::Clients, Holder::AllPending];
+            assert_eq!(
+                slots.inbound.admission.used(&pending),
+                40,
+                "all that may be pending"
+            );
             for host in 10..18 {
                 floods.push(slots.flood_from([127, 0, 0, host], 60, bytes).await);
             }
@@ -218,7 +212,7 @@ fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
     on_worker(async {
         let slots = Slots::new(200, "").await;
         let mut silent = slots.connect(GATEWAY).await.unwrap();
-        while slots.inbound.pending.in_use() == 0 {
+        while slots.inbound.admission.used(&[]) == 0 {
             tokio::task::yield_now().await;
         }
         // The flooding clients never close their ends.
@@ -227,7 +221,7 @@ fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
             floods.push(slots.flood_from([127, 0, 0, host], 60, b"").await);
         }
         let buffers = &slots.inbound.memory(Direction::Inbound).buffers;
-        while slots.open_connections() > 37 || buffers.used() > 37 * PENDING_COST {
+        while slots.open_connections() > 40 || buffers.used() > 40 * PENDING_COST {
             tokio::task::yield_now().await;
         }
         silent.write_all(GET.as_bytes()).await.unwrap();
@@ -235,7 +229,7 @@ fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
         silent.read_to_string(&mut answer).await.unwrap();
         assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
         drop((floods, silent));
-        while slots.open_connections() > 0 || slots.inbound.pending.in_use() > 0 {
+        while slots.open_connections() > 0 || slots.inbound.admission.used(&[]) > 0 {
             tokio::task::yield_now().await;
         }
         assert_eq!(buffers.used(), 0);
