@@ -64,6 +64,7 @@ impl Body {
     /// Reads it to its end, if at most `left` bytes are left.
     pub async fn drop_rest(&mut self, io: &mut Io, mut left: usize) -> Result<(), String> {
         while !self.drop_read(io)? {
+            io.acknowledge();
             let read = fill(io).await?;
             left = left.checked_sub(read).ok_or("it is too long")?;
         }
