@@ -176,10 +176,13 @@ fn row(rule: &Rule<String>, service: &str, stays: bool) -> Row {
     });
     let mut filters = rule.filters.iter();
     let backends = match filters.any(|filter| matches!(filter, Filter::Redirect(_))) {
-        false if stays => vec![(Some(service.to_owned()), 1)],
+        false if stays && !rule.is_invalid => vec![(Some(service.to_owned()), 1)],
         _ => backends.collect(),
     };
     let mut actions: Vec<String> = rule.filters.iter().map(action).collect();
+    if rule.is_invalid {
+        actions.push("status 500".to_owned());
+    }
     let of_backends = rule.backends.iter().filter(|_| !stays);
     let of_backends = of_backends.flat_map(|backend| &backend.filters);
     actions.extend(of_backends.map(|filter| format!("{} of a backend", action(filter))));

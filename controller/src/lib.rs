@@ -3,8 +3,7 @@
 //! The path of a change: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines
 //! the affected destinations, [`hub`] notifies their subscribers, [`grpc`] sends responses at the
 //! pace of each client. [`authenticate`] precedes every call. The controller stores only its
-//! certificate authority and the last valid states of invalid objects ([`last_valid`]); all replicas
-//! respond alike.
+//! certificate authority; all replicas respond alike.
 //!
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
@@ -14,6 +13,7 @@ pub mod admin;
 pub mod authenticate;
 pub mod authority;
 pub mod catalog;
+pub mod checked;
 pub mod config;
 pub mod events;
 pub mod explain;
@@ -22,7 +22,6 @@ pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
-pub mod last_valid;
 pub mod metrics;
 pub mod policy;
 pub mod proxies;
@@ -49,14 +48,13 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
-use index::Index;
 use index::object::{Event, Kind, Source};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
 use routes::lease::{self, Election};
 use routes::report;
-use routes::writer::{self, Revisions, Statuses, Writer};
+use routes::writer::{self, Statuses, Writer};
 use serving::{Names, Serving};
 
 /// The kinds whose status the controller writes.
@@ -206,7 +204,7 @@ impl Controller {
         );
         let (events, queue) = Events::new();
         let replica = self.authority.status().replica;
-        let writer = status_writer(&config, &self.client, &hub, replica, &metrics, &events);
+        let writer = status_writer(&config, &self.client, replica, &metrics, &events);
         let statuses = publish_statuses(&hub, writer, &stopping);
         let mut statuses = pin!(statuses.fuse());
         let context = |trust| grpc::Context {
@@ -277,31 +275,28 @@ fn metrics(hub: &Hub, freshness: &Freshness, authority: &AuthorityHandle) -> Arc
 fn status_writer(
     config: &Config,
     client: &Option<kube::Client>,
-    hub: &Hub,
     replica: String,
     metrics: &Arc<Metrics>,
     events: &Events,
-) -> Option<(Election, Writer, Revisions)> {
+) -> Option<(Election, Writer)> {
     let is_cluster = config.catalog == config::Storage::Kubernetes;
     let client = client.clone().filter(|_| is_cluster)?;
     let (namespace, timing) = (&config.pod_namespace, lease::Timing::default());
     let writer = Writer::new(
         client.clone(),
+        namespace,
         &WITH_STATUS,
         metrics.clone(),
         events.clone(),
     );
-    let due = hub.clone();
-    let due = move || due.read(Index::revision_writes);
-    let revisions = Revisions::new(client.clone(), namespace, due, hub.routes_changed());
     let election = Election::new(client, namespace, replica, timing);
-    Some((election, writer, revisions))
+    Some((election, writer))
 }
 
 /// Writes the statuses of routes, or logs them without a cluster, from the first synced catalog on.
 async fn publish_statuses(
     hub: &Hub,
-    writer: Option<(Election, Writer, Revisions)>,
+    writer: Option<(Election, Writer)>,
     stopping: &CancellationToken,
 ) {
     tokio::select! {
@@ -311,8 +306,8 @@ async fn publish_statuses(
     let (source, changed) = (hub.clone(), hub.routes_changed());
     let statuses = Statuses::new(move || source.route_statuses(), changed);
     match writer {
-        Some((election, writer, revisions)) => {
-            writer::run(election, writer, revisions, statuses, stopping.clone()).await;
+        Some((election, writer)) => {
+            writer::run(election, writer, statuses, stopping.clone()).await;
         }
         None => tokio::select! {
             never = report::log_changes(statuses) => match never {},
@@ -355,8 +350,7 @@ async fn watch_catalog(
     match &config.catalog {
         config::Storage::Kubernetes => {
             let client = client.clone().expect(CLIENT);
-            let namespace = &config.pod_namespace;
-            catalog::kubernetes::run(client, namespace, trust_domain, freshness, sender).await
+            catalog::kubernetes::run(client, trust_domain, freshness, sender).await
         }
         config::Storage::Files(folder) => {
             catalog::files::run(folder.clone(), trust_domain, freshness, sender).await

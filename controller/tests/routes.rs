@@ -134,8 +134,9 @@ async fn canary_annotations_are_weights_and_invalid_ones_leave_the_service_alone
     }
     sandbox.write("c.yaml", &canary("101"));
     let problem = "diy-service-mesh/canary-weight: \"101\" is not an integer from 0 to 100";
-    let rejected = format!("{problem}; the share of 100% stays in force");
-    Log::of_process().line(&rejected).await;
+    Log::of_process().line(problem).await;
+    assert_eq!(backends(&mut discover).await, "no routes");
+    assert_eq!(shares().await, [""; 0]);
     sandbox.write("c.yaml", &canary("20"));
     let expected = "shop/web:80=80 shop/canary:80=20";
     assert_eq!(backends(&mut discover).await, expected);
@@ -411,11 +412,15 @@ spec:
         (max_requests(&of_backend), of_backend.routes),
         (Some(7), None)
     );
-    // After an invalid change, the last valid state stays in force, as that of a route does.
+    // An invalid section has no effect, and the rest applies.
     sandbox.write("p.yaml", &policy("0"));
     let problem = "spec.connections.maxRequests: \"0\" is not from 1 to 1000000";
-    let rejected = format!("{problem}; the last valid state stays in force");
+    let rejected = format!("{problem}; the section has no effect");
     log.line(&rejected).await;
+    assert_eq!(
+        max_requests(&snapshot(&mut discover, "shop/web:80").await),
+        None
+    );
     sandbox.write("p.yaml", &policy("8"));
     assert_eq!(
         max_requests(&snapshot(&mut discover, "shop/web:80").await),

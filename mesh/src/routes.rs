@@ -49,8 +49,7 @@ pub struct Parent {
     pub service: String,
     /// None: all ports.
     pub port: Option<u64>,
-    /// Those for the current generation of the route, or for the earlier one that is in force. Empty
-    /// until the mesh has written them.
+    /// Those for the current generation of the route. Empty until the mesh has written them.
     pub conditions: Vec<Condition>,
 }
 
@@ -132,7 +131,7 @@ impl Parent {
         }
     }
 
-    /// Conditions of the mesh itself that do not hold, and that an earlier state is in force.
+    /// Conditions of the mesh itself that do not hold, and that a part of the route is invalid.
     pub fn problems(&self) -> impl Iterator<Item = &Condition> {
         let domain = format!("{}/", policy::GROUP);
         let own = self.conditions.iter();
@@ -165,9 +164,7 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
     let generation = object["metadata"]["generation"].as_i64();
     let is_current = |condition: &Value| condition["observedGeneration"].as_i64() >= generation;
     let conditions = list(entry.map_or(&Value::Null, |entry| &entry["conditions"]));
-    let mut current = conditions.clone().filter(|one| is_current(one));
-    let has_fallen_back = current.any(|one| one["type"] == PARTIALLY_INVALID);
-    let conditions = conditions.filter(|one| has_fallen_back || is_current(one));
+    let conditions = conditions.filter(|one| is_current(one));
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let condition = |condition: &Value| Condition {
         kind: text(&condition["type"]),

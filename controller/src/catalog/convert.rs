@@ -12,8 +12,6 @@ use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use serde_json::json;
-
 use super::injected::Injected;
 use crate::index::excess;
 use crate::index::object::{
@@ -127,18 +125,14 @@ fn canary(key: &Key, metadata: &ObjectMeta) -> Option<Canary> {
     // Logs and Events contain the error: an annotation may have 256 KiB.
     let invalid = |name, value, expected| Err(unsupported(name, value, expected));
     let percent = weight.parse().ok().filter(|percent| *percent <= 100);
-    let version = metadata.resource_version.as_deref();
-    let version = version.and_then(|version| version.parse().ok());
-    let uid = metadata.uid.as_deref().unwrap_or_default();
-    let annotations = json!({CANARY_OF: of, CANARY_WEIGHT: weight});
-    let state = (uid, version.unwrap_or_default());
-    let meta = Meta::new(
-        Kind::Service,
-        key.clone(),
-        created(metadata),
-        state,
-        &annotations,
-    );
+    let meta = Meta {
+        kind: Kind::Service,
+        key: key.clone(),
+        created: created(metadata),
+        uid: metadata.uid.as_deref().unwrap_or_default().into(),
+        generation: 0,
+        bytes: of.len() + weight.len(),
+    };
     let share = match percent {
         _ if !is_hostname(of) || of.contains('.') => {
             invalid(CANARY_OF, of, "the name of a Service of the same namespace")

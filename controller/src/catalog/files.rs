@@ -254,7 +254,6 @@ mod tests {
                 "reset TrafficPolicy 0",
                 "reset TrafficSplit 0",
                 "reset HTTPRouteGroup 0",
-                "reset ControllerRevision 0"
             ]
         );
         assert_eq!(say(files.scan()), [""; 0]);

@@ -8,7 +8,6 @@
 use std::fmt::Debug;
 
 use futures::future::join_all;
-use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{Api, Client, Resource};
@@ -19,15 +18,12 @@ use super::convert::CatalogObject;
 use super::definitions::watch_custom;
 use super::freshness::Freshness;
 use super::objects::{Context, Objects};
-use super::resources::LAST_VALID_LABEL;
 use super::watch::{ALL, Selector, Timing};
 use crate::index::object::{Event, Kind};
 
-/// Sends the objects of the cluster, then changes, until the receiver is dropped. `namespace` is that
-/// of the mesh.
+/// Sends the objects of the cluster, then changes, until the receiver is dropped.
 pub async fn run(
     client: Client,
-    namespace: &str,
     trust_domain: &str,
     freshness: &Freshness,
     changes: mpsc::Sender<Event>,
@@ -35,11 +31,6 @@ pub async fn run(
     // Finished pods own no address. The watch reports them as deleted.
     let running = Selector {
         fields: Some("status.phase!=Succeeded,status.phase!=Failed"),
-        ..ALL
-    };
-    let last_valid = Selector {
-        labels: Some(LAST_VALID_LABEL),
-        ..ALL
     };
     let context = Context {
         trust_domain,
@@ -49,13 +40,11 @@ pub async fn run(
     };
     let core = async {
         let client = || client.clone();
-        let revisions: Api<ControllerRevision> = Api::namespaced(client(), namespace);
         tokio::join!(
             watch::<Service>(Kind::Service, Api::all(client()), ALL, context),
             watch::<EndpointSlice>(Kind::Slice, Api::all(client()), ALL, context),
             watch::<Pod>(Kind::Pod, Api::all(client()), running, context),
             watch::<Node>(Kind::Node, Api::all(client()), ALL, context),
-            watch(Kind::Revision, revisions, last_valid, context),
         )
     };
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());

@@ -131,8 +131,7 @@ impl Parsed {
     ) -> Result<(), Invalid> {
         let version = meta.api_version.rsplit_once('/');
         let (group, version) = version.unwrap_or(("", &meta.api_version));
-        // The states of objects from files are not stored.
-        let mut kinds = Kind::ALL.into_iter().filter(|kind| *kind != Kind::Revision);
+        let mut kinds = Kind::ALL.into_iter();
         let kind = kinds.find(|kind| {
             let is_version = version == "v1" || kind.is_custom();
             kind.name() == meta.kind && resource(*kind).group == group && is_version

@@ -17,6 +17,4 @@ mod testing;
 mod watch;
 
 pub(crate) use manifest::parse;
-pub(crate) use resources::{resource, revision};
-#[cfg(test)]
-pub(crate) use resources::{service, stored_revision};
+pub(crate) use resources::resource;

@@ -59,15 +59,10 @@ impl Default for Timing {
 pub(super) struct Selector<'a> {
     /// By their fields.
     pub fields: Option<&'a str>,
-    /// By their labels.
-    pub labels: Option<&'a str>,
 }
 
 /// All objects.
-pub(super) const ALL: Selector<'_> = Selector {
-    fields: None,
-    labels: None,
-};
+pub(super) const ALL: Selector<'_> = Selector { fields: None };
 
 /// The objects that a watch reads.
 pub(super) struct Target<'a, K> {
@@ -183,9 +178,8 @@ impl<S: Sink> Watch<'_, S> {
             true => OPTIONAL_PAGE_SIZE,
             false => PAGE_SIZE,
         });
-        let Selector { fields, labels } = self.target.selector;
+        let Selector { fields } = self.target.selector;
         params.field_selector = fields.map(str::to_owned);
-        params.label_selector = labels.map(str::to_owned);
         self.invalid.clear();
         let mut listed = Vec::new();
         let version = loop {
@@ -211,9 +205,8 @@ impl<S: Sink> Watch<'_, S> {
     /// Sends the changes since `version` until the API server ends the watch.
     async fn follow(&mut self, version: &str) -> Result<(), Error> {
         let mut params = WatchParams::default().timeout(WATCH_SECONDS);
-        let Selector { fields, labels } = self.target.selector;
+        let Selector { fields } = self.target.selector;
         params.field_selector = fields.map(str::to_owned);
-        params.label_selector = labels.map(str::to_owned);
         let Timing {
             start_timeout,
             watch_timeout,

@@ -55,6 +55,7 @@ fn rule(rule: &Rule<String>) -> proto::RouteRule {
         backend_request_timeout: rule.backend_request_timeout.unwrap_or_default(),
         retry: rule.retry.clone(),
         to_destination: rule.to_destination,
+        invalid: rule.is_invalid,
         session_persistence: rule.session.clone(),
     }
 }

@@ -105,7 +105,6 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             .iter()
             .map(|parent| parent.key(&split.key))
             .collect(),
-        Object::Revision(revision) => concerned(&revision.object, all),
         Object::RouteGroup(group) => {
             let splits = all.iter().filter_map(|object| match object {
                 Object::Split(split) => Some(split),

@@ -13,7 +13,6 @@ pub mod object;
 mod policies;
 pub mod position;
 mod resolve;
-mod revisions;
 mod routes;
 pub mod state;
 mod store;
@@ -31,7 +30,6 @@ use limits::Limits;
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use policies::Policies;
 use position::{History, Position};
-use revisions::Revisions;
 use routes::Routes;
 use store::{Objects, Replaced, Store};
 use view::ServiceView;
@@ -49,7 +47,6 @@ pub struct Index {
     policies: Policies,
     limits: Limits,
     headless: Headless,
-    revisions: Revisions,
     excess: ExcessServices,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
@@ -230,54 +227,25 @@ impl Index {
             Kind::TrafficSplit => &self.routes.traffic_splits,
             Kind::RouteGroup => &self.routes.route_groups,
             Kind::TrafficPolicy => &self.policies.objects,
-            Kind::Revision => &self.revisions.objects,
         }
     }
 
     fn set(&mut self, source: Source, object: Object, touched: &mut Touched) {
         let (kind, key) = (object.kind(), object.key().clone());
-        self.revisions.forget(source, &(kind, key.clone()));
         match object {
-            Object::Service(mut service) => {
-                if let Some(canary) = &mut service.canary {
-                    let old = self.services.of_source(source, &key);
-                    let old = old.and_then(|old| old.canary.as_deref());
-                    self.revisions.restore(source, canary, old);
-                }
-                self.set_service(source, &key, Some(service), touched);
-            }
+            Object::Service(service) => self.set_service(source, &key, Some(service), touched),
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
             Object::Node(node) => self.set_node(source, &key, Some(node), touched),
-            Object::Route(mut route) => {
-                let old = self.routes.of_kind(kind).of_source(source, &key);
-                self.revisions.restore(source, &mut route, old);
-                self.routes.set_route(source, kind, &key, Some(route));
-            }
+            Object::Route(route) => self.routes.set_route(source, kind, &key, Some(route)),
             Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
-            Object::Split(mut split) => {
-                let old = self.routes.traffic_splits.of_source(source, &key);
-                self.revisions.restore(source, &mut split, old);
-                self.routes.set_traffic_split(source, &key, Some(split));
-            }
-            Object::RouteGroup(mut group) => {
-                let old = self.routes.route_groups.of_source(source, &key);
-                self.revisions.restore(source, &mut group, old);
-                self.routes.set_group(source, &key, Some(group));
-            }
-            Object::Policy(mut policy) => {
-                let old = self.policies.objects.of_source(source, &key);
-                self.revisions.restore(source, &mut policy, old);
-                self.policies.set(source, &key, Some(policy));
-            }
-            Object::Revision(revision) => {
-                self.set_revision(source, &key, Some(revision), touched);
-            }
+            Object::Split(split) => self.routes.set_traffic_split(source, &key, Some(split)),
+            Object::RouteGroup(group) => self.routes.set_group(source, &key, Some(group)),
+            Object::Policy(policy) => self.policies.set(source, &key, Some(policy)),
         }
     }
 
     fn remove(&mut self, source: Source, kind: Kind, key: &Key, touched: &mut Touched) {
-        self.revisions.forget(source, &(kind, key.clone()));
         match kind {
             Kind::Service => self.set_service(source, key, None, touched),
             Kind::Slice => self.set_slice(source, key, None, touched),
@@ -290,7 +258,6 @@ impl Index {
             Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
             Kind::RouteGroup => self.routes.set_group(source, key, None),
             Kind::TrafficPolicy => self.policies.set(source, key, None),
-            Kind::Revision => self.set_revision(source, key, None, touched),
         }
     }
 

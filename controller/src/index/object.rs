@@ -1,7 +1,6 @@
 //! The objects of the catalog, with the fields that determine destinations. Plain values without
 //! types of Kubernetes or gRPC.
 
-use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -9,7 +8,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::excess::Excess;
-use crate::last_valid::{Checked, Origin, Revision};
+use crate::checked::Checked;
 use crate::policy::Policy;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -39,13 +38,11 @@ pub enum Kind {
     TrafficSplit,
     /// An HTTPRouteGroup of SMI.
     RouteGroup,
-    /// A ControllerRevision with a state of one of the former.
-    Revision,
 }
 
 impl Kind {
     /// All kinds. The catalog is synced when all were listed, or are unavailable.
-    pub const ALL: [Kind; 12] = [
+    pub const ALL: [Kind; 11] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
@@ -57,7 +54,6 @@ impl Kind {
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
         Kind::RouteGroup,
-        Kind::Revision,
     ];
 
     /// Whether the mesh works without objects of this kind.
@@ -67,13 +63,7 @@ impl Kind {
 
     /// Whether it is a custom resource.
     pub fn is_custom(self) -> bool {
-        self.is_optional() && !matches!(self, Kind::Node | Kind::Revision)
-    }
-
-    /// Whether the last valid state of an object stays in force while it is invalid. Of a Service, the
-    /// annotations of a canary.
-    pub fn can_fall_back(self) -> bool {
-        self == Kind::Service || (self.is_custom() && self != Kind::Grant)
+        self.is_optional() && self != Kind::Node
     }
 
     /// The name in Kubernetes.
@@ -90,7 +80,6 @@ impl Kind {
             Kind::TrafficPolicy => "TrafficPolicy",
             Kind::TrafficSplit => "TrafficSplit",
             Kind::RouteGroup => "HTTPRouteGroup",
-            Kind::Revision => "ControllerRevision",
         }
     }
 }
@@ -205,8 +194,6 @@ pub enum Object {
     RouteGroup(RouteGroup),
     /// A TrafficPolicy.
     Policy(Policy),
-    /// A stored state of an object.
-    Revision(Revision),
 }
 
 impl Object {
@@ -222,32 +209,6 @@ impl Object {
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
-            Object::Revision(_) => Kind::Revision,
-        }
-    }
-
-    /// What can fall back, if its content has this type.
-    pub fn checked<T: 'static>(&self) -> Option<&Checked<T>> {
-        let object: &dyn Any = match self {
-            Object::Service(service) => service.canary.as_deref()?,
-            Object::Route(route) => route,
-            Object::Split(split) => split,
-            Object::RouteGroup(group) => group,
-            Object::Policy(policy) => policy,
-            _ => return None,
-        };
-        object.downcast_ref()
-    }
-
-    /// The state of what can fall back.
-    pub fn origin(&self) -> Option<&Arc<Origin>> {
-        match self {
-            Object::Service(service) => Some(&service.canary.as_ref()?.origin),
-            Object::Route(route) => Some(&route.origin),
-            Object::Split(split) => Some(&split.origin),
-            Object::RouteGroup(group) => Some(&group.origin),
-            Object::Policy(policy) => Some(&policy.origin),
-            _ => None,
         }
     }
 
@@ -263,7 +224,6 @@ impl Object {
             Object::Split(split) => &split.key,
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
-            Object::Revision(revision) => &revision.key,
         }
     }
 }

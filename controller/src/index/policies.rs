@@ -118,7 +118,7 @@ impl Policies {
     fn oldest(&self, target: &Target) -> Option<Key> {
         let policies = self.of_target.get(target).into_iter().flatten();
         let policies = policies.map(|key| &self.objects[key]);
-        let valid = policies.filter(|policy| policy.content.is_ok());
+        let valid = policies.filter(|policy| policy.rejection().is_none());
         let oldest = valid.min_by_key(|policy| (policy.created, &policy.key));
         oldest.map(|policy| policy.key.clone())
     }
@@ -192,8 +192,7 @@ impl Policies {
     }
 
     fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {
-        let targets = policy.written_parents().iter().map(|reference| {
-            let target = policy.target(reference);
+        let targets = policy.targets().map(|(reference, target)| {
             let exists = match &target {
                 Some(Target::Service(key)) => {
                     let service = services.get(key);
@@ -206,7 +205,7 @@ impl Policies {
             let accepted = policy.accepted(target.as_ref(), exists, applied);
             ParentStatus {
                 parent: reference.clone(),
-                conditions: policy.conditions(reference, accepted),
+                conditions: policy.conditions(accepted),
             }
         });
         targets.collect()

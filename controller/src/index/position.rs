@@ -48,11 +48,6 @@ impl History {
         self.versions.insert(kind, version);
     }
 
-    /// Whether the objects of a kind were listed.
-    pub fn has_listed(&self, kind: Kind) -> bool {
-        self.versions.contains_key(&kind)
-    }
-
     /// The current position in the history of the cluster with this UID.
     pub fn position(&self, cluster: &str) -> Option<Position> {
         let is_complete = Kind::ALL

@@ -14,14 +14,13 @@ use super::object::{Key, Kind, Service, Source};
 use super::policies::Policies;
 use super::store::{Replaced, Store};
 use super::{link, unlink};
-use crate::last_valid::Invalid;
 use crate::routes::attach::{Attachment, RouteId, Table, attach};
 use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Rejection, Route};
 use crate::routes::smi::{RouteGroup, Split};
 use crate::routes::{
     BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
-    RouteStatus, UNSUPPORTED_VALUE,
+    RouteStatus,
 };
 
 /// The routes, by everything that they depend on.
@@ -76,7 +75,11 @@ impl Routes {
     pub(super) fn of_client(&self, service: &Key, port: u16, client: &str) -> Option<&Arc<Table>> {
         let attachments = self.attachments.get(service)?;
         let of_namespace = |namespace: &str| attachments.get(namespace)?.tables.get(&port);
-        of_namespace(client).or_else(|| of_namespace(&service.namespace))
+        let (own, common) = (of_namespace(client), of_namespace(&service.namespace));
+        match own {
+            Some(table) if !table.is_unreadable => own,
+            _ => common.or(own),
+        }
     }
 
     /// The namespaces with consumer routes for a Service port, if there are any.
@@ -352,7 +355,7 @@ impl Routes {
         let splits = splits.filter(|split| split.kind == Kind::TrafficSplit);
         let routes = self.http.values().chain(self.grpc.values());
         let routes = routes.chain(self.tcp.values()).chain(splits);
-        let statuses = routes.filter(|route| !route.written_parents().is_empty());
+        let statuses = routes.filter(|route| !route.parents.is_empty());
         let mut statuses: Vec<RouteStatus> = statuses.map(|route| self.status(route)).collect();
         statuses.extend(
             self.canaries
@@ -365,7 +368,7 @@ impl Routes {
 
     fn status(&self, route: &Route) -> RouteStatus {
         let id = (route.kind, route.key.clone());
-        let parents = route.written_parents().iter().enumerate();
+        let parents = route.parents.iter().enumerate();
         let parents = parents.filter_map(|(position, parent)| {
             let of_parent = self.attachments.get(&parent.key(&route.key))?;
             let attachment = of_parent.get(&route.key.namespace)?;
@@ -378,7 +381,7 @@ impl Routes {
             kind: route.kind,
             key: route.key.clone(),
             uid: match route.kind {
-                Kind::TrafficSplit => route.origin.uid.clone(),
+                Kind::TrafficSplit => route.uid.clone(),
                 _ => "".into(),
             },
             generation: route.generation,
@@ -399,18 +402,7 @@ impl Routes {
         let conditions = conditions.flat_map(|parent| parent.conditions.clone());
         let conditions: Vec<Condition> = conditions.collect();
         let accepted = canaries.accepted.iter();
-        let accepted = accepted.map(|(key, share)| {
-            let canary = services.get(key).and_then(|one| one.canary.as_ref());
-            let invalid = canary.and_then(|canary| canary.invalid.as_deref());
-            let conditions = match invalid {
-                None => conditions.clone(),
-                Some(Invalid { rejection, .. }) => {
-                    let message = format!("{rejection}; the share of {share}% stays in force");
-                    vec![Rejection::new(UNSUPPORTED_VALUE, message).condition()]
-                }
-            };
-            (key, conditions)
-        });
+        let accepted = accepted.map(|(key, _)| (key, conditions.clone()));
         let rejected = canaries.rejected.iter();
         let rejected = rejected.map(|(key, rejection)| (key, vec![rejection.condition()]));
         let status = |(key, conditions): (&Key, Vec<Condition>)| RouteStatus {
@@ -445,8 +437,6 @@ impl Routes {
 
 fn groups_of(route: &Route) -> impl Iterator<Item = Group> {
     let parents = route.parents.iter();
-    let invalid = route.invalid.iter().flat_map(|invalid| &invalid.parents);
-    let parents = parents.chain(invalid);
     parents.map(|parent| (parent.key(&route.key), route.key.namespace.clone()))
 }
 

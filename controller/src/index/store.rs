@@ -55,14 +55,6 @@ impl<T: Clone + PartialEq> Store<T> {
         self.objects.get(key).map(|(_, object)| object)
     }
 
-    /// The object that a source has, even if that of another one takes precedence.
-    pub fn of_source(&self, source: Source, key: &Key) -> Option<&T> {
-        match self.objects.get(key) {
-            Some((owner, object)) if *owner == source => Some(object),
-            _ => self.hidden.get(&(key.clone(), source)),
-        }
-    }
-
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
         self.objects.keys()
     }

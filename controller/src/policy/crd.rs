@@ -423,7 +423,7 @@ mod tests {
         let definition = definition();
         let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
         let sections = &schema["properties"]["spec"]["properties"];
-        let is_valid = |sections: Value| policy("p", 0, sections).content.is_ok();
+        let is_valid = |sections: Value| policy("p", 0, sections).invalid.is_none();
         let mut count = 0;
         for section in ["connections", "outlierDetection", "circuitBreaker", "retry"] {
             walk(&sections[section], "", &mut |path, fields| {

@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
+use crate::checked::Checked;
 use crate::index::object::{Key, ServicePort};
-use crate::last_valid::Checked;
 use crate::routes::attach::Table;
 use crate::routes::model::{Backend, Match, Rule};
 use crate::routes::{Condition, ParentReference};
@@ -149,18 +149,18 @@ impl Policy {
 
     /// The condition at a target that the policy `applied` has.
     pub fn accepted(&self, target: Option<&Target>, exists: bool, applied: &Key) -> Condition {
-        let (reason, message) = match (&self.content, target) {
-            (Err(rejection), _) => return rejection.condition(),
-            (Ok(_), None) => (INVALID, "it is no Service of the namespace".to_owned()),
-            (Ok(_), Some(target)) if !exists => (
+        let (reason, message) = match (self.rejection(), target) {
+            (Some(rejection), _) => return rejection.condition(),
+            (None, None) => (INVALID, "it is no Service of the namespace".to_owned()),
+            (None, Some(target)) if !exists => (
                 TARGET_NOT_FOUND,
                 format!("the {target} does not exist, or is an ExternalName"),
             ),
-            (Ok(_), Some(target)) if *applied != self.key => (
+            (None, Some(target)) if *applied != self.key => (
                 CONFLICTED,
                 format!("TrafficPolicy {applied}, which is older, applies to the {target}"),
             ),
-            (Ok(_), Some(target)) => ("Accepted", format!("the policy applies to the {target}")),
+            (None, Some(target)) => ("Accepted", format!("the policy applies to the {target}")),
         };
         Condition::new("Accepted", reason == "Accepted", reason, message)
     }

@@ -13,7 +13,7 @@ use proto::balancing::Algorithm;
 use proto::hash_key::Kind as HashKind;
 use proto::rate_limit::Scope;
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Value, json};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{INVALID, Policy, RetrySettings, Settings};
@@ -35,7 +35,6 @@ const MAX_MATCHES: usize = 128;
 const MAX_PATTERNS: usize = 64;
 /// Of the encoded faults or rate limits.
 const MAX_BYTES: usize = 64 * 1024;
-const MAX_MESSAGE_CHARS: usize = 500;
 const DEFAULT_WINDOW: &str = "1s";
 
 /// Parses a policy. An error: its targets are unknown, so that it has no status.
@@ -57,15 +56,15 @@ pub fn policy(meta: Meta, spec: &Value) -> Result<Policy, String> {
             references.push(reference);
         }
     }
-    let settings = settings(&meta.key, spec).map(Arc::new);
-    let mut policy = Policy::new(meta, references, settings);
+    let (settings, invalid) = settings(&meta.key, spec);
+    let mut policy = Policy::new(meta, references, Ok(Arc::new(settings)));
+    policy.invalid = invalid;
     if let Err(rejection) = check_targets(&policy, &targets) {
-        policy.content = Err(rejection);
+        policy.content = Err(Rejection {
+            reason: INVALID,
+            ..rejection
+        });
     }
-    policy.content = policy.content.map_err(|rejection| Rejection {
-        reason: INVALID,
-        ..rejection
-    });
     Ok(policy)
 }
 
@@ -91,9 +90,42 @@ fn check_targets(policy: &Policy, written: &[TargetRef]) -> Result<(), Rejection
     }
 }
 
-fn settings(key: &Key, spec: &Value) -> Result<Settings, Rejection> {
-    let spec = read(spec)?;
+/// The valid sections, and what is invalid: such a section has no effect.
+fn settings(key: &Key, spec: &Value) -> (Settings, Option<Rejection>) {
     let name = format!("TrafficPolicy {key}");
+    let mut settings = Settings {
+        name: name.clone(),
+        ..Settings::default()
+    };
+    let mut problems = Vec::new();
+    for (section, value) in spec.as_object().into_iter().flatten() {
+        let only = json!({section: value});
+        if let Err(rejection) = read(section, &only).and_then(|spec| add(&mut settings, spec)) {
+            problems.push(rejection.message);
+        }
+    }
+    let is_empty = Settings {
+        name,
+        ..Settings::default()
+    } == settings;
+    let invalid = (!problems.is_empty()).then(|| {
+        let effect = match problems.len() {
+            1 => "the section has no effect",
+            _ => "these sections have no effect",
+        };
+        let message = format!("{}; {effect}", problems.join("; "));
+        Rejection {
+            reason: INVALID,
+            message: shortened(&message),
+            is_partial: !is_empty,
+        }
+    });
+    (settings, invalid)
+}
+
+/// Adds the section of this spec, which has one only.
+fn add(settings: &mut Settings, spec: TrafficPolicySpec) -> Result<(), Rejection> {
+    let name = settings.name.clone();
     let backend = proto::BackendPolicy {
         balancing: spec.load_balancing.map(balancing).transpose()?,
         connections: spec.connections.map(connections).transpose()?,
@@ -107,50 +139,50 @@ fn settings(key: &Key, spec: &Value) -> Result<Settings, Rejection> {
         ..proto::BackendPolicy::default()
     };
     policy::check_backend(&backend).map_err(|violation| violates("spec", &violation))?;
-    let session = spec.session_persistence;
-    Ok(Settings {
-        balancing: backend.balancing,
-        connections: backend.connections,
-        outlier_detection: backend.outlier_detection,
-        circuit_breaker: backend.circuit_breaker,
-        retry: spec
-            .retry
-            .map(|spec| retry_settings(spec, backend.retry_budget))
-            .transpose()?,
-        timeouts: spec
-            .timeouts
-            .map(|spec| timeouts(&spec, "spec"))
-            .transpose()?,
-        session: session
-            .map(|spec| session_persistence(spec, "spec"))
-            .transpose()?,
-        rate_limits: spec
-            .rate_limits
-            .map(|limits| rate_limits(limits, &name))
-            .transpose()?,
-        faults: spec.faults.map(|all| faults(all, &name)).transpose()?,
-        name,
-    })
+    let proto::BackendPolicy {
+        balancing,
+        connections,
+        outlier_detection,
+        circuit_breaker,
+        ..
+    } = backend;
+    set(&mut settings.balancing, balancing);
+    set(&mut settings.connections, connections);
+    set(&mut settings.outlier_detection, outlier_detection);
+    set(&mut settings.circuit_breaker, circuit_breaker);
+    if let Some(spec) = spec.retry {
+        settings.retry = Some(retry_settings(spec, backend.retry_budget)?);
+    }
+    if let Some(spec) = &spec.timeouts {
+        settings.timeouts = Some(timeouts(spec, "spec")?);
+    }
+    if let Some(spec) = spec.session_persistence {
+        settings.session = Some(session_persistence(spec, "spec")?);
+    }
+    if let Some(specs) = spec.rate_limits {
+        settings.rate_limits = Some(rate_limits(specs, &name)?);
+    }
+    if let Some(specs) = spec.faults {
+        settings.faults = Some(faults(specs, &name)?);
+    }
+    Ok(())
 }
 
-/// Reads the fields. Errors of types name the section.
-fn read(spec: &Value) -> Result<TrafficPolicySpec, Rejection> {
-    let (read, unknown) = with_unknown_fields::<TrafficPolicySpec, _>(spec);
-    if let Some(field) = unknown.first() {
-        let message = format!("spec.{field}: unknown field");
-        return Err(Rejection::new(UNSUPPORTED_VALUE, shortened(&message)));
+fn set<T>(section: &mut Option<T>, new: Option<T>) {
+    if new.is_some() {
+        *section = new;
     }
-    read.map_err(|error| {
-        let sections = spec.as_object().into_iter().flatten();
-        let mut errors = sections.filter_map(|(name, value)| {
-            let section: Map<_, _> = [(name.clone(), value.clone())].into_iter().collect();
-            let error = TrafficPolicySpec::deserialize(Value::Object(section)).err()?;
-            Some(format!("spec.{name}: {error}"))
-        });
-        let message = errors.next().unwrap_or_else(|| format!("spec: {error}"));
-        let message = message.chars().take(MAX_MESSAGE_CHARS).collect();
-        Rejection::new(UNSUPPORTED_VALUE, message)
-    })
+}
+
+/// Reads a spec with one section.
+fn read(section: &str, spec: &Value) -> Result<TrafficPolicySpec, Rejection> {
+    let (read, unknown) = with_unknown_fields::<TrafficPolicySpec, _>(spec);
+    let message = match (unknown.first(), read) {
+        (None, Ok(read)) => return Ok(read),
+        (Some(field), _) => format!("spec.{field}: unknown field"),
+        (None, Err(error)) => format!("spec.{section}: {error}"),
+    };
+    Err(Rejection::new(UNSUPPORTED_VALUE, shortened(&message)))
 }
 
 /// A duration in milliseconds, if there is one.

@@ -36,8 +36,8 @@ fn settings(sections: Value) -> Arc<Settings> {
 }
 
 fn rejection(sections: Value) -> String {
-    let settings = policy("p", 0, sections).content;
-    settings.map_or_else(|rejection| rejection.message, |_| "valid".into())
+    let invalid = policy("p", 0, sections).invalid;
+    invalid.map_or("valid".into(), |rejection| rejection.message)
 }
 
 #[test]

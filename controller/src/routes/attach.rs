@@ -48,6 +48,8 @@ pub struct Table {
     pub faults: Arc<[Fault]>,
     /// The routes with these rules.
     pub routes: Vec<RouteId>,
+    /// No rule of these routes can be read.
+    pub is_unreadable: bool,
     /// The digest of all of this.
     pub version: Version,
 }
@@ -72,13 +74,14 @@ impl Table {
             tcp,
             faults,
             routes,
+            is_unreadable: false,
         }
     }
 }
 
 impl PartialEq for Table {
     fn eq(&self, other: &Table) -> bool {
-        self.version == other.version
+        (&self.version, self.is_unreadable) == (&other.version, other.is_unreadable)
     }
 }
 
@@ -94,10 +97,8 @@ pub struct Attachment {
 /// A route with the backends that it has at this Service.
 struct Candidate<'a> {
     route: &'a Route,
-    /// The parents that are this Service.
-    parents: Vec<&'a ParentReference>,
-    /// Those that the author wrote, with their positions in the route.
-    written: Vec<(usize, &'a ParentReference)>,
+    /// The parents that are this Service, with their positions in the route.
+    parents: Vec<(usize, &'a ParentReference)>,
     /// Older routes exceed a limit without it.
     is_surplus: bool,
     /// The rules, by the port of the Service for a split. Of other routes, for all ports.
@@ -172,7 +173,7 @@ pub fn attach(
     }
     let conditions = candidates.iter().map(|candidate| {
         let route = candidate.route;
-        let of_parents = candidate.written.iter();
+        let of_parents = candidate.parents.iter();
         let conditions = of_parents
             .map(|(position, parent)| (*position, candidate.conditions(key, service, parent)));
         ((route.kind, route.key.clone()), conditions.collect())
@@ -201,12 +202,10 @@ fn candidate<'a>(
         (port, rules.collect())
     });
     let is_this = |parent: &ParentReference| parent.key(&route.key) == *key;
-    let parents = route.parents.iter().filter(|parent| is_this(parent));
-    let written = route.written_parents().iter().enumerate();
+    let parents = route.parents.iter().enumerate();
     Candidate {
         rules: rules.collect(),
-        parents: parents.collect(),
-        written: written.filter(|(_, parent)| is_this(parent)).collect(),
+        parents: parents.filter(|(_, parent)| is_this(parent)).collect(),
         route,
         is_surplus,
         problems,
@@ -255,7 +254,7 @@ fn rule(
     }
     if let Some(message) = &parsed.unknown_filter {
         // Requests must not pass without the filter.
-        (rule.backends, rule.filters) = (vec![], vec![]);
+        (rule.backends, rule.filters, rule.is_invalid) = (vec![], vec![], true);
         let message = format!("{message}; requests of the rule fail");
         problems.push(Rejection::new(super::INVALID_KIND, message));
     }
@@ -282,13 +281,17 @@ fn merge(
     max_bytes: usize,
     requests: &Requests,
 ) -> (Arc<Table>, Vec<(usize, Verdict)>) {
-    let kinds = selected.iter().map(|one| candidates[*one].route.kind);
-    let kind = kinds.max_by_key(|kind| precedence(*kind));
-    let kind = kind.expect("a port without routes has no table");
+    // A route without a readable rule excludes no other one.
+    let mut selected: Vec<usize> = selected.to_vec();
+    selected.sort_by_key(|one| candidates[*one].route.is_unreadable());
+    let routes = selected.iter().map(|one| candidates[*one].route);
+    let first = routes.max_by_key(|route| (!route.is_unreadable(), precedence(route.kind)));
+    let first = first.expect("a port without routes has no table");
+    let (kind, is_unreadable) = (first.kind, first.is_unreadable());
     let mut tcp: Option<Arc<Rule<String>>> = None;
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut patterns, mut bytes, mut routes) = (0, 0, Vec::new());
-    for position in selected {
+    let (mut patterns, mut bytes, mut routes, mut unmatched) = (0, 0, Vec::new(), None);
+    for position in &selected {
         let candidate = &candidates[*position];
         let parsed = candidate.route.content.iter().flatten();
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
@@ -317,7 +320,9 @@ fn merge(
         bytes += candidate.route.bytes;
         if tcp.is_none() && (is_tcp || candidate.route.is_split()) {
             let mut all = parsed.clone().zip(candidate.rules_at(port));
-            let for_all = all.find(|(parsed, _)| parsed.matches.iter().any(|one| one.is_for_all()));
+            let for_all = all.find(|(parsed, _)| {
+                parsed.matches.is_empty() || parsed.matches.iter().any(|one| one.is_for_all())
+            });
             let rule = for_all.map(|(_, rule)| rule.clone());
             // Otherwise they stay with the Service, as without a rule.
             tcp = rule.filter(|rule| !rule.to_destination);
@@ -329,24 +334,25 @@ fn merge(
             let position = u32::try_from(rules.len()).expect("a route has few rules");
             rules.push(requests.complete(rule));
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
+            if parsed.matches.is_empty() {
+                unmatched.get_or_insert(position);
+            }
         }
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
-    let table = Table::new(
-        matches,
-        rules,
-        kind == Kind::GrpcRoute,
-        tcp,
-        requests,
-        routes,
-    );
+    matches.extend(unmatched.map(|position| (position, Arc::default())));
+    let is_grpc = kind == Kind::GrpcRoute;
+    let table = Table {
+        is_unreadable,
+        ..Table::new(matches, rules, is_grpc, tcp, requests, routes)
+    };
     (Arc::new(table), verdicts)
 }
 
 impl Candidate<'_> {
     fn selects(&self, service: Option<&Service>, port: &ServicePort) -> bool {
-        let mut parents = self.parents.iter();
+        let mut parents = self.parents.iter().map(|(_, parent)| parent);
         let has_pods_only = service.is_some_and(|service| service.is_headless);
         let has_effect = !(self.route.is_split() && has_pods_only);
         self.route.content.is_ok() && has_effect && parents.any(|parent| parent.selects(port))
@@ -364,8 +370,8 @@ impl Candidate<'_> {
         parent: &ParentReference,
     ) -> Vec<Condition> {
         let accepted = self.accepted(key, service, parent);
-        let mut conditions = self.route.conditions(parent, accepted);
-        if self.route.content.is_ok() && !self.is_surplus {
+        let mut conditions = self.route.conditions(accepted);
+        if self.route.rejection().is_none() && !self.is_surplus {
             conditions.insert(1, self.resolved_refs());
         }
         conditions
@@ -386,7 +392,7 @@ impl Candidate<'_> {
             let message = format!("the Service {key} is an ExternalName, which has no routes");
             return rejected(UNSUPPORTED_VALUE, message);
         }
-        if let Err(rejection) = &self.route.content {
+        if let Some(rejection) = self.route.rejection() {
             return rejection.condition();
         }
         if self.route.is_split() && service.is_headless {

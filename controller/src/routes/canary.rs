@@ -1,6 +1,6 @@
 //! Canaries: Services with annotations that request a share of the requests of another one. Pure.
 //!
-//! After an invalid change, a canary keeps its last valid share. It does not concern the others.
+//! A canary with invalid annotations gets no requests. It does not concern the others.
 
 use std::sync::Arc;
 
@@ -59,7 +59,8 @@ impl Canaries {
             kind: Kind::Service,
             key: key.clone(),
             created: 0,
-            origin: Arc::default(),
+            uid: "".into(),
+            generation: 0,
             bytes,
         };
         let route = || {

@@ -32,7 +32,7 @@ pub(crate) const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
 const INCOMPATIBLE_FILTERS: &str = "IncompatibleFilters";
 const NO_MATCHING_PARENT: &str = "NoMatchingParent";
 const CONFLICTED: &str = "Conflicted";
-/// True while an earlier state of a route is in force.
+/// True while a part of a route or of a policy is invalid, and the rest applies.
 pub const PARTIALLY_INVALID: &str = "PartiallyInvalid";
 /// The condition of the mesh about headless Services: False while older ones decide at some pods.
 pub const APPLIES_TO_ALL_PODS: &str = "diy-service-mesh.dev/AppliesToAllPods";
@@ -121,19 +121,16 @@ pub struct Condition {
     pub reason: &'static str,
     /// What is wrong, where, and what to do.
     pub message: String,
-    /// The generation that it describes. `None`: the latest one.
-    pub generation: Option<i64>,
 }
 
 impl Condition {
-    /// A condition of the latest generation.
+    /// A condition.
     pub fn new(kind: &'static str, holds: bool, reason: &'static str, message: String) -> Self {
         Condition {
             kind,
             holds,
             reason,
             message,
-            generation: None,
         }
     }
 

@@ -9,8 +9,8 @@ use diy_mesh_proto::mesh::v1::{
 };
 
 use super::Condition;
+use crate::checked::Checked;
 use crate::index::object::{Key, Kind};
-use crate::last_valid::Checked;
 
 /// A route with parents that are Services, or what has the same effect: an HTTPRoute, a GRPCRoute, a
 /// TCPRoute or a TrafficSplit. Of kind Service: the canaries of the Service with its key. Its content
@@ -32,7 +32,7 @@ pub struct Rejection {
 /// A rule with references to its backends.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedRule {
-    /// The conditions, of which one holds.
+    /// The conditions, of which one holds. Empty: the requests that match no route of the Service.
     pub matches: Vec<Arc<Match>>,
     /// The actions.
     pub rule: Rule<Reference>,
@@ -108,6 +108,8 @@ pub struct Rule<B> {
     pub session: Option<SessionPersistence>,
     /// Requests go to the endpoints of the destination.
     pub to_destination: bool,
+    /// The rule cannot be applied: its requests fail.
+    pub is_invalid: bool,
 }
 
 /// A backend of a rule.
@@ -176,6 +178,13 @@ impl Route {
         matches!(self.kind, Kind::Service | Kind::TrafficSplit)
     }
 
+    /// Whether no rule can be read.
+    pub fn is_unreadable(&self) -> bool {
+        let mut rules = self.content.iter().flatten();
+        let first = rules.next();
+        first.is_some_and(|parsed| parsed.matches.is_empty()) && rules.next().is_none()
+    }
+
     /// All references to backends, also of mirrors.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.content.iter().flatten();
@@ -199,6 +208,14 @@ impl Rejection {
             reason,
             message,
             is_partial: false,
+        }
+    }
+
+    /// The rejection with its effect.
+    pub(super) fn with(self, effect: &str) -> Rejection {
+        Rejection {
+            message: format!("{}; {effect}", self.message),
+            ..self
         }
     }
 
@@ -244,6 +261,13 @@ impl ParsedRule {
             unknown_filter: None,
         }
     }
+
+    /// A rule whose requests fail.
+    pub fn failing(matches: Vec<Arc<Match>>, name: String) -> ParsedRule {
+        let mut failing = ParsedRule::new(matches, name, Vec::new());
+        failing.rule.is_invalid = true;
+        failing
+    }
 }
 
 impl<B> Rule<B> {
@@ -258,6 +282,7 @@ impl<B> Rule<B> {
             retry: None,
             session: None,
             to_destination: false,
+            is_invalid: false,
         }
     }
 
@@ -280,6 +305,7 @@ impl<B> Rule<B> {
             retry: self.retry.clone(),
             session: self.session.clone(),
             to_destination: self.to_destination,
+            is_invalid: self.is_invalid,
         }
     }
 }

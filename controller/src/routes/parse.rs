@@ -1,13 +1,16 @@
 //! Routes from the content of their objects. Pure.
 //!
 //! Nothing relies on the validation of the API server: objects from files have none. What the
-//! specification forbids, or does not define, rejects the route, with the field and its value.
+//! specification forbids, or does not define, is reported with the field and its value. Requests of
+//! a rule that cannot be applied fail. A rule whose matches cannot be read is dropped; the requests
+//! that its filter may protect fail.
 
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::{RouteRetry, SessionPersistence};
 use diy_mesh_proto::policy::{self, Violation};
-use serde::de::DeserializeOwned;
+use serde::Deserialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 
 use super::filters::{self, is_token};
@@ -18,7 +21,6 @@ use super::spec::{
 };
 use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind};
-use crate::last_valid::Origin;
 
 /// The limits of the objects in Kubernetes, which hold for files too.
 pub(super) const MAX_ITEMS: usize = 16;
@@ -50,8 +52,10 @@ pub struct Meta {
     pub key: Key,
     /// The creation time in seconds since 1970, or 0.
     pub created: i64,
-    /// The UID, the generation and the spec.
-    pub origin: Arc<Origin>,
+    /// The UID, or empty.
+    pub uid: Arc<str>,
+    /// The generation, or 0.
+    pub generation: i64,
     /// The length of the spec.
     pub bytes: usize,
 }
@@ -65,13 +69,13 @@ impl Meta {
         (uid, generation): (&str, i64),
         spec: &Value,
     ) -> Meta {
-        let spec = spec.to_string();
         Meta {
             kind,
             key,
             created,
-            origin: Arc::new(Origin::new(uid, generation, &spec)),
-            bytes: spec.len(),
+            uid: uid.into(),
+            generation,
+            bytes: spec.to_string().len(),
         }
     }
 }
@@ -116,7 +120,7 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     let ignored = ignored.or(has_more.then_some("a rule after the first one"));
     // A route for Gateways only is none of the mesh's.
     let values = parsed.rules.as_deref().filter(|_| !parents.is_empty());
-    let rules = match meta.kind {
+    let (rules, invalid) = match meta.kind {
         Kind::GrpcRoute => rules::<GrpcMatch>(&meta, values.unwrap_or_default()),
         Kind::TcpRoute => tcp_rules(&meta, values.unwrap_or_default()),
         _ => {
@@ -125,19 +129,39 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
             rules::<HttpMatch>(&meta, values.unwrap_or(&default))
         }
     };
-    let mut route = Route::new(meta, parents, rules);
+    let mut route = Route::new(meta, parents, Ok(rules));
+    route.invalid = invalid;
     route.ignored = ignored;
     let rules = route.content.iter().flatten().count();
     route.bytes += rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
     Ok(route)
 }
 
+/// The rules of a route, and what is invalid.
+type Rules = (Vec<Arc<ParsedRule>>, Option<Rejection>);
+
 /// The first rule has all connections.
-fn tcp_rules(meta: &Meta, values: &[Value]) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
+fn tcp_rules(meta: &Meta, values: &[Value]) -> Rules {
     let Some(first) = values.first() else {
-        return Err(unsupported("spec.rules", "", "a list with a rule"));
+        return unreadable(meta, unsupported("spec.rules", "", "a list with a rule"));
     };
-    let rules = rules::<TcpMatch>(meta, std::slice::from_ref(first))?;
+    let (rules, invalid) = rules::<TcpMatch>(meta, std::slice::from_ref(first));
+    let for_requests = rules.first().and_then(|parsed| for_requests(&parsed.rule));
+    match for_requests {
+        None => (rules, invalid),
+        Some(what) => {
+            let message = format!(
+                "spec.rules[0]: {what} of a TCPRoute, which is for connections; all connections fail"
+            );
+            let failing = ParsedRule::failing(vec![Arc::default()], route_name(meta));
+            let rejection = Rejection::new(UNSUPPORTED_VALUE, message);
+            (vec![Arc::new(failing)], Some(rejection))
+        }
+    }
+}
+
+/// What a rule has that connections cannot have.
+fn for_requests(rule: &Rule<Reference>) -> Option<&'static str> {
     let Rule {
         backends,
         filters,
@@ -146,49 +170,133 @@ fn tcp_rules(meta: &Meta, values: &[Value]) -> Result<Vec<Arc<ParsedRule>>, Reje
         retry: None,
         session: None,
         ..
-    } = &rules[0].rule
+    } = rule
     else {
-        return Err(for_requests("timeouts, retries or sessions"));
+        return Some("timeouts, retries or sessions");
     };
-    let all_filters = backends.iter().flat_map(|backend| &backend.filters);
-    match all_filters.chain(filters).next() {
-        None => Ok(rules),
-        Some(_) => Err(for_requests("filters")),
+    let all = backends.iter().flat_map(|backend| &backend.filters);
+    all.chain(filters).next().map(|_| "filters")
+}
+
+fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rules {
+    if let Err(rejection) = bounded("spec.rules", values, MAX_ITEMS) {
+        return unreadable(meta, rejection);
     }
-}
-
-fn for_requests(what: &str) -> Rejection {
-    let message = format!("spec.rules[0]: {what} of a TCPRoute, which is for connections");
-    Rejection::new(UNSUPPORTED_VALUE, message)
-}
-
-fn rules<M: MatchSpec + DeserializeOwned>(
-    meta: &Meta,
-    values: &[Value],
-) -> Result<Vec<Arc<ParsedRule>>, Rejection> {
-    bounded("spec.rules", values, MAX_ITEMS)?;
-    let (mut rules, mut rejected) = (Vec::new(), None);
+    let (mut rules, mut problems): (Vec<Arc<ParsedRule>>, Vec<Rejection>) = Default::default();
+    let (mut valid, mut is_protected) = (0, false);
+    let failing = |matches| Arc::new(ParsedRule::failing(matches, route_name(meta)));
     for (position, value) in values.iter().enumerate() {
         let at = format!("spec.rules[{position}]");
-        let read = serde_path_to_error::deserialize::<_, spec::Rule<M>>(value);
-        let parsed = read.map_err(|error| {
-            let message = format!("{at}.{}: {}", error.path(), error.inner());
-            Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
-        });
-        match parsed.and_then(|parsed| rule(meta, parsed, &at)) {
-            Ok(rule) => rules.push(Arc::new(rule)),
-            Err(rejection) => drop(rejected.get_or_insert(rejection)),
+        let (matches, unreadable) = read_matches::<M>(value, &at, &rules);
+        let Some(rejection) = unreadable else {
+            match read(value, &at).and_then(|spec| rule(meta, spec, &matches, &at)) {
+                Ok(rule) => {
+                    valid += 1;
+                    rules.push(Arc::new(rule));
+                }
+                Err(rejection) => {
+                    problems.push(rejection.with("requests of the rule get status 500"));
+                    rules.push(failing(matches));
+                }
+            }
+            continue;
+        };
+        let effect = match (has_external_auth(value), matches.is_empty()) {
+            (false, _) => "the rule has no effect",
+            (true, false) => {
+                rules.push(failing(matches));
+                "requests of its other matches get status 500"
+            }
+            (true, true) => {
+                is_protected = true;
+                "all requests of the route get status 500, because the rule has an ExternalAuth filter"
+            }
+        };
+        problems.push(rejection.with(effect));
+    }
+    let Some(first) = problems.first() else {
+        return (rules, None);
+    };
+    if is_protected {
+        valid = 0;
+        let matches = rules.iter().map(|parsed| parsed.matches.clone());
+        rules = matches.map(failing).collect();
+    }
+    if is_protected || rules.is_empty() {
+        rules.push(failing(Vec::new()));
+    }
+    let messages: Vec<&str> = problems.iter().map(|one| &*one.message).collect();
+    let dropped = if valid > 0 { "Dropped Rule: " } else { "" };
+    let rejection = Rejection {
+        reason: first.reason,
+        message: shortened(&format!("{dropped}{}", messages.join("; "))),
+        is_partial: valid > 0,
+    };
+    (rules, Some(rejection))
+}
+
+/// A route without a rule that can be read. Requests that match no other route of the Service fail.
+fn unreadable(meta: &Meta, rejection: Rejection) -> Rules {
+    let rule = ParsedRule::failing(Vec::new(), route_name(meta));
+    (vec![Arc::new(rule)], Some(rejection))
+}
+
+/// Reads the fields of a rule in the field `at`.
+fn read<'a, T: Deserialize<'a>>(value: &'a Value, at: &str) -> Result<T, Rejection> {
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let path = match &*error.path().to_string() {
+            "." => String::new(),
+            path => format!(".{path}"),
+        };
+        let message = format!("{at}{path}: {}", error.inner());
+        Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
+    })
+}
+
+/// The matches of a rule that can be read, and why others cannot. `earlier`: the rules before it,
+/// with which it must be within the limits of a route.
+fn read_matches<M: MatchSpec + DeserializeOwned>(
+    rule: &Value,
+    at: &str,
+    earlier: &[Arc<ParsedRule>],
+) -> (Vec<Arc<Match>>, Option<Rejection>) {
+    let field = format!("{at}.matches");
+    let listed: spec::Matches = match read(rule, at) {
+        Ok(listed) => listed,
+        Err(rejection) => return (Vec::new(), Some(rejection)),
+    };
+    if let Err(rejection) = bounded(&field, &listed.matches, MAX_MATCHES) {
+        return (Vec::new(), Some(rejection));
+    }
+    let parse = |(position, one): (usize, &Value)| {
+        let at = format!("{field}[{position}]");
+        read::<M>(one, &at)?.parse(&at).map(Arc::new)
+    };
+    let (mut matches, mut unreadable) = (Vec::new(), None);
+    for one in listed.matches.iter().enumerate().map(parse) {
+        match one {
+            Ok(one) => matches.push(one),
+            Err(rejection) => drop(unreadable.get_or_insert(rejection)),
         }
     }
-    if let Some(first) = rejected {
-        return Err(Rejection {
-            is_partial: !rules.is_empty(),
-            ..first
-        });
+    if listed.matches.is_empty() {
+        matches.extend(M::default().parse(&field).map(Arc::new));
     }
-    let all = rules.iter().flat_map(|rule| &rule.matches);
-    check_matches("spec.rules", all)?;
-    Ok(rules)
+    let all = earlier.iter().flat_map(|rule| &rule.matches);
+    match check_matches("spec.rules", all.chain(&matches)) {
+        Ok(()) => (matches, unreadable),
+        Err(rejection) => (Vec::new(), Some(rejection)),
+    }
+}
+
+/// Whether a rule asks for an authorization of its requests, which must not pass without it.
+fn has_external_auth(rule: &Value) -> bool {
+    fn list(value: &Value) -> impl Iterator<Item = &Value> {
+        value.as_array().into_iter().flatten()
+    }
+    let backends = list(&rule["backendRefs"]).flat_map(|backend| list(&backend["filters"]));
+    let mut filters = list(&rule["filters"]).chain(backends);
+    filters.any(|filter| filter["type"] == "ExternalAuth")
 }
 
 /// Rejects more matches and regular expressions than a route may have.
@@ -211,23 +319,14 @@ pub(super) fn check_matches<'a>(
     Err(Rejection::new(UNSUPPORTED_VALUE, message))
 }
 
-fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<ParsedRule, Rejection> {
-    bounded(&format!("{at}.matches"), &rule.matches, MAX_MATCHES)?;
+fn rule(
+    meta: &Meta,
+    rule: spec::Rule<IgnoredAny>,
+    matches: &[Arc<Match>],
+    at: &str,
+) -> Result<ParsedRule, Rejection> {
     bounded(&format!("{at}.backendRefs"), &rule.backend_refs, MAX_ITEMS)?;
-    let everything = [M::default()];
-    let specs = match rule.matches.is_empty() {
-        true => &everything[..],
-        false => &rule.matches,
-    };
-    let parse = |(position, one): (usize, &M)| one.parse(&format!("{at}.matches[{position}]"));
-    let matches = specs.iter().enumerate().map(parse);
-    let matches: Vec<Arc<_>> = matches
-        .map(|one| one.map(Arc::new))
-        .collect::<Result<_, _>>()?;
-    let context = filters::Context {
-        meta,
-        matches: &matches,
-    };
+    let context = filters::Context { meta, matches };
     let mut unknown_filter = None;
     let filters_at = format!("{at}.filters");
     let filters = filters::parse(rule.filters, &filters_at, &context, &mut unknown_filter)?;
@@ -257,20 +356,25 @@ fn rule<M: MatchSpec>(meta: &Meta, rule: spec::Rule<M>, at: &str) -> Result<Pars
             retry,
             session,
             to_destination: false,
+            is_invalid: false,
         },
-        matches,
+        matches: matches.to_vec(),
         unknown_filter,
     })
 }
 
 /// The name of a rule in logs and metrics.
 fn name(meta: &Meta, rule: Option<&str>, at: &str) -> Result<String, Rejection> {
-    let route = format!("{} {}", meta.kind, meta.key);
+    let route = route_name(meta);
     match rule.filter(|rule| !rule.is_empty()) {
         None => Ok(route),
         Some(rule) if filters::is_hostname(rule) => Ok(format!("{route}/{rule}")),
         Some(rule) => Err(unsupported(&format!("{at}.name"), rule, "a name")),
     }
+}
+
+fn route_name(meta: &Meta) -> String {
+    format!("{} {}", meta.kind, meta.key)
 }
 
 fn backend(

@@ -17,8 +17,8 @@ use super::parse::{
 };
 use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
+use crate::checked::Checked;
 use crate::index::object::Key;
-use crate::last_valid::{Checked, Invalid};
 
 /// The API group of TrafficSplits.
 pub const SPLIT_GROUP: &str = "split.smi-spec.io";
@@ -150,14 +150,7 @@ impl Split {
         });
         let groups = self.content.iter().flat_map(|split| &split.groups);
         let groups = groups.filter_map(&group);
-        route.bytes += groups.clone().map(|group| group.bytes).sum::<usize>();
-        let mut invalid = groups.filter_map(|group| Some((group, group.invalid.as_ref()?)));
-        if let (None, Some((group, invalid))) = (&route.invalid, invalid.next()) {
-            route.origin.clone_from(&group.origin);
-            let parents = route.parents.clone();
-            let rejection = invalid.rejection.clone();
-            route.invalid = Some(Box::new(Invalid { rejection, parents }));
-        }
+        route.bytes += groups.map(|group| group.bytes).sum::<usize>();
         route
     }
 
@@ -427,17 +420,13 @@ mod tests {
             &mut index,
             group("insiders", json!([{"name": "a", "pathRegex": "("}])),
         );
-        // The last valid matches stay in force.
-        assert_eq!(table(&index, 80)[..3], expected[..3]);
+        // The split has no effect, and the other one remains.
+        assert_eq!(table(&index, 80), ["-> shop/v1:80=1"]);
         let [problem] = &problems(&index)[..] else {
             panic!("one split is invalid")
         };
         let field = "HTTPRouteGroup shop/insiders: spec.matches[0].path.value";
         assert!(problem.contains(field), "{problem}");
-        assert!(
-            problem.ends_with("; the last valid state stays in force"),
-            "{problem}"
-        );
     }
 
     #[test]

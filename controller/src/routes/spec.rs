@@ -35,6 +35,13 @@ pub struct Rule<M> {
     pub session_persistence: Option<SessionPersistence>,
 }
 
+/// The matches of a rule. Each is parsed on its own: the readable ones may have an effect.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct Matches {
+    pub matches: Vec<Value>,
+}
+
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct HttpMatch {

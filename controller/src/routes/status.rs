@@ -147,7 +147,7 @@ fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -
     let message = &new.message[..new.message.floor_char_boundary(MAX_MESSAGE_BYTES)];
     json!({
         "type": new.kind, "status": status, "reason": new.reason, "message": message,
-        "observedGeneration": new.generation.unwrap_or(generation),
+        "observedGeneration": generation,
         "lastTransitionTime": since.unwrap_or(now),
     })
 }

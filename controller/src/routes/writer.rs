@@ -13,20 +13,19 @@ use std::time::Duration;
 
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_runtime::{Backoff, error_chain};
+use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{ListParams, PostParams};
+use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject};
 use kube::{Api, Client, Resource, ResourceExt};
 use tokio::sync::watch;
-use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep_until, timeout};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 mod progress;
-mod revisions;
 mod schedule;
 
 use progress::Progress;
-pub use revisions::Revisions;
 
 use super::lease::{Election, LEASE};
 use super::{Condition, RouteStatus, report, status};
@@ -34,6 +33,8 @@ use crate::catalog::resource;
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
 
+/// The label of the ControllerRevisions of earlier releases.
+const STORED_STATE_LABEL: &str = "diy-service-mesh.dev/last-valid";
 /// Time between two comparisons of all routes with the cluster.
 const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
 /// Time between two writes, each of which needs a read. Limits the load of the API server.
@@ -50,7 +51,6 @@ const MAX_CONFLICTS: usize = 10;
 pub async fn run(
     mut election: Election,
     writer: Writer,
-    revisions: Revisions,
     statuses: Statuses,
     stopping: CancellationToken,
 ) {
@@ -66,7 +66,7 @@ pub async fn run(
             () = election.keep() => {}
             () = stopping.cancelled() => {}
             never = writer.run(statuses.clone()) => match never {},
-            never = revisions.run() => match never {},
+            never = writer.delete_stored_states() => match never {},
         }
         leader.set(0);
         if stopping.is_cancelled() {
@@ -135,6 +135,7 @@ impl fmt::Display for Route {
 /// Writes the statuses of the routes of a cluster.
 pub struct Writer {
     client: Client,
+    namespace: String,
     kinds: Vec<Kind>,
     metrics: Arc<Metrics>,
     events: Events,
@@ -151,10 +152,18 @@ enum Error {
 }
 
 impl Writer {
-    /// A writer for these kinds of routes. The others have no status, and get Events.
-    pub fn new(client: Client, kinds: &[Kind], metrics: Arc<Metrics>, events: Events) -> Writer {
+    /// A writer for these kinds of routes. The others have no status, and get Events. `namespace` is
+    /// that of the mesh.
+    pub fn new(
+        client: Client,
+        namespace: &str,
+        kinds: &[Kind],
+        metrics: Arc<Metrics>,
+        events: Events,
+    ) -> Writer {
         Writer {
             client,
+            namespace: namespace.to_owned(),
             kinds: kinds.to_vec(),
             metrics,
             events,
@@ -217,6 +226,24 @@ impl Writer {
                 progress.differs(route, status.as_ref());
             }
         }
+    }
+
+    /// Deletes the states of invalid objects that earlier releases have stored: nothing reads them.
+    /// Never returns.
+    async fn delete_stored_states(&self) -> Infallible {
+        let states: Api<ControllerRevision> = Api::namespaced(self.client.clone(), &self.namespace);
+        let (params, stored) = (DeleteParams::default(), ListParams::default());
+        let stored = stored.labels(STORED_STATE_LABEL);
+        let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+        while let Err(error) = request(states.delete_collection(&params, &stored)).await {
+            let delay = backoff.next_delay();
+            tracing::warn!(
+                "cannot delete the ControllerRevisions with the label {STORED_STATE_LABEL}, which \
+                 earlier releases have stored, retrying in {delay:?}: {error}"
+            );
+            sleep(delay).await;
+        }
+        std::future::pending().await
     }
 
     /// Compares all routes of the cluster, and writes none. A kind that is not installed has none.

@@ -101,6 +101,7 @@ fn parse_connection_rule(rule: proto::RouteRule) -> Result<Rule, String> {
     let expected = proto::RouteRule {
         name: rule.name.clone(),
         backends: backends.collect(),
+        invalid: rule.invalid,
         ..proto::RouteRule::default()
     };
     match rule == expected {
@@ -235,6 +236,7 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         backend_request_timeout: timeout(rule.backend_request_timeout),
         retry: rule.retry.map(parse_retry).transpose()?,
         to_destination: rule.to_destination,
+        is_invalid: rule.invalid,
         session: rule.session_persistence.map(parse_session).transpose()?,
         ..Rule::default()
     };

@@ -62,6 +62,8 @@ pub struct Rule {
     pub backends: Vec<RouteBackend>,
     /// The destination is the backend.
     pub to_destination: bool,
+    /// The rule cannot be applied: its requests fail, also those to a pod.
+    pub is_invalid: bool,
     /// The changes of all requests of the rule.
     pub changes: Arc<Changes>,
     /// The rule responds with a redirect.
@@ -274,6 +276,9 @@ impl Rule {
         service: &Service<'_>,
         rng: &mut fastrand::Rng,
     ) -> Result<Plan, Answer> {
+        if self.is_invalid {
+            return Err(Failure::InvalidBackend(self.name.clone()).into());
+        }
         let cors = match &self.cors {
             Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
             None => Vec::new(),

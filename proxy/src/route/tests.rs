@@ -382,6 +382,13 @@ fn requests_without_a_way_fail() {
         .unwrap();
     assert_eq!(plan.backend(), None);
     assert_eq!(fail(&routes, pod, "/b").0, "no-route");
+    // Unless the rule cannot be applied.
+    let invalid = Rule {
+        is_invalid: true,
+        ..Rule::default()
+    };
+    let invalid = Routes::new(vec![exact("/a")], vec![Arc::new(invalid)]);
+    assert_eq!(fail(&invalid, pod, "/a").0, "invalid-backend");
     // A rule of a policy leaves requests where they are.
     let rule = Rule {
         to_destination: true,

@@ -253,7 +253,7 @@ fn conditions_depend_on_the_objects_only_and_are_announced() {
             }
             // No object is a later state of another one.
             if let Object::Route(route) = &mut object {
-                std::sync::Arc::make_mut(&mut route.origin).uid = step.to_string().into();
+                route.uid = step.to_string().into();
             }
             let key = object.key().clone();
             objects.retain(|other| (other.kind(), other.key()) != (kind, &key));

@@ -327,3 +327,39 @@ fn thousands_of_policies_of_a_tenant_leave_others_alone() {
         "TrafficPolicy shop/p0"
     );
 }
+
+#[test]
+fn invalid_section_has_no_effect_and_the_rest_applies() {
+    let invalid = json!({"maxRequests": 0});
+    let sections = json!({"connections": invalid, "timeouts": {"request": "5s"}});
+    let of_service = policy("p", 1, sections);
+    // An older policy without a valid section applies to no target.
+    let older = policy("older", 0, json!({"connections": invalid}));
+    assert_eq!(older.rejection().map(|one| one.reason), Some("Invalid"));
+    let inherited = policy_for(
+        "n",
+        0,
+        json!([{"kind": "Namespace", "name": "shop"}]),
+        json!({"connections": {"maxRequests": 7}}),
+    );
+    let index = index([
+        Object::Service(service("web", &["10.96.0.7"])),
+        Object::Policy(of_service),
+        Object::Policy(older),
+        Object::Policy(inherited),
+    ]);
+    let effective = index.policy(&key("web")).unwrap();
+    let connections = effective.backend.as_ref().unwrap().connections.unwrap();
+    assert_eq!(connections.max_requests, Some(7), "that of the namespace");
+    let routes = destination(&index, "10.96.0.7:80").routes.unwrap();
+    assert_eq!(routes.rules[0].request_timeout, Some(5_000));
+    let statuses = index.route_statuses();
+    let of_policy = statuses.iter().find(|one| &*one.key.name == "p").unwrap();
+    let [accepted, partial] = &of_policy.parents[0].conditions[..] else {
+        panic!("{of_policy:?}")
+    };
+    assert!(accepted.holds && partial.is_problem(), "{of_policy:?}");
+    let message = "spec.connections.maxRequests: \"0\" is not from 1 to 1000000; the section has \
+                   no effect";
+    assert_eq!(partial.message, message);
+}

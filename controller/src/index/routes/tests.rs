@@ -266,3 +266,16 @@ fn backend_of_a_headless_service_has_the_family_of_its_endpoints() {
         assert_eq!(endpoints[0].address.ip(), ip(address));
     }
 }
+
+#[test]
+fn consumer_route_that_cannot_be_read_leaves_the_routes_of_the_service_in_force() {
+    let unreadable = json!([{"matches": [{"path": {"type": "RegularExpression", "value": "("}}]}]);
+    let mut index = index([Object::Service(service("web", &["10.96.0.7"]))]);
+    let consumer = route_of(Kind::HttpRoute, "bank", "c", 0, unreadable);
+    apply(&mut index, Object::Route(consumer));
+    let at = |index: &Index, namespace| rules(index, "10.96.0.7:80", namespace);
+    assert_eq!(at(&index, "bank"), ["HTTPRoute bank/c"], "no other route");
+    assert_eq!(at(&index, "shop"), [""; 0]);
+    apply(&mut index, Object::Route(route("r", 0, json!([{}]))));
+    assert_eq!(at(&index, "bank"), ["HTTPRoute shop/r"]);
+}

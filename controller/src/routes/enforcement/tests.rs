@@ -3,7 +3,6 @@
 
 use diy_mesh_control_plane::events::Events;
 use serde_json::{Value, json};
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
@@ -17,7 +16,7 @@ use crate::policy::tests::{policy, policy_for};
 use crate::routes::lease::{Election, Timing};
 use crate::routes::testing::{ApiServer, KIND, accepted, service as parent, status};
 use crate::routes::tests::{route, route_of};
-use crate::routes::writer::{self, Revisions, Statuses, Writer};
+use crate::routes::writer::{self, Statuses, Writer};
 use crate::routes::{APPLIES_TO_ALL_PODS, ParentReference};
 
 /// A release without both capabilities.
@@ -348,17 +347,10 @@ async fn condition_is_written_and_is_removed_after_the_last_old_proxy() {
     let statuses = Statuses::new(move || source.route_statuses(), hub.routes_changed());
     let metrics = Arc::new(Metrics::new(|_| Ok(())));
     let (events, mut queue) = Events::new();
-    let writer = Writer::new(server.client(), &[KIND], metrics.clone(), events);
+    let writer = Writer::new(server.client(), "mesh", &[KIND], metrics.clone(), events);
     let election = Election::new(server.client(), "mesh", "one".into(), Timing::default());
     let stopping = CancellationToken::new();
-    let revisions = Revisions::new(server.client(), "mesh", Vec::new, watch::channel(()).1);
-    let writing = tokio::spawn(writer::run(
-        election,
-        writer,
-        revisions,
-        statuses,
-        stopping.clone(),
-    ));
+    let writing = tokio::spawn(writer::run(election, writer, statuses, stopping.clone()));
     let reviewing = tokio::spawn({
         let hub = hub.clone();
         async move { hub.review_enforcement().await }

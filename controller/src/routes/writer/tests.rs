@@ -39,7 +39,7 @@ impl Fixture {
         let current = move || shared.lock().unwrap().clone();
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
         let (events, queue) = Events::new();
-        let writer = Writer::new(server.client(), &[KIND], metrics.clone(), events);
+        let writer = Writer::new(server.client(), "mesh", &[KIND], metrics.clone(), events);
         let source = Statuses::new(current, receiver);
         Fixture {
             server,
@@ -391,17 +391,24 @@ async fn namespace_whose_writes_time_out_does_not_delay_others() {
 #[tokio::test(start_paused = true)]
 async fn only_the_holder_of_the_lease_writes_and_another_replica_follows_it() {
     let server = server();
+    // Earlier releases have stored states of invalid objects.
+    let stored = "/apis/apps/v1/namespaces/mesh/controllerrevisions";
+    server.put(stored, json!({"metadata": {}, "items": []}));
     let start = |replica: &str| {
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
-        let writer = Writer::new(server.client(), &[KIND], metrics.clone(), Events::new().0);
+        let writer = Writer::new(
+            server.client(),
+            "mesh",
+            &[KIND],
+            metrics.clone(),
+            Events::new().0,
+        );
         let timing = Timing::default();
         let election = Election::new(server.client(), "mesh", replica.into(), timing);
         // The sender is dropped: nothing changes.
         let statuses = Statuses::new(|| vec![desired(1, true)], watch::channel(()).1);
         let stopping = CancellationToken::new();
-        let none = watch::channel(()).1;
-        let revisions = Revisions::new(server.client(), "mesh", Vec::new, none);
-        let running = tokio::spawn(run(election, writer, revisions, statuses, stopping.clone()));
+        let running = tokio::spawn(run(election, writer, statuses, stopping.clone()));
         (metrics, stopping, running)
     };
     let (first, stop_first, first_running) = start("one");
@@ -416,6 +423,10 @@ async fn only_the_holder_of_the_lease_writes_and_another_replica_follows_it() {
         (second.status_leader.get(), second.statuses_written.get()),
         (0, 0)
     );
+    assert_eq!(server.get(stored), None, "the holder deletes them");
+    let deletes = server.take_calls();
+    let deletes = deletes.iter().filter(|call| call.starts_with("DELETE"));
+    assert_eq!(deletes.collect::<Vec<_>>(), [&format!("DELETE {stored}")]);
     server.put(&path("web"), route("web"));
     stop_first.cancel();
     first_running.await.unwrap();
