@@ -31,7 +31,7 @@ const UNUSED: [&str; 1] = [
 const DEFINITIONS: [(&str, &str); 7] = [
     ("httproutes.gateway.networking.k8s.io", "v1"),
     ("grpcroutes.gateway.networking.k8s.io", "v1"),
-    ("tcproutes.gateway.networking.k8s.io", "v1alpha2"),
+    ("tcproutes.gateway.networking.k8s.io", "v1"),
     ("referencegrants.gateway.networking.k8s.io", "v1"),
     ("trafficpolicies.diy-service-mesh.dev", "v1alpha1"),
     ("trafficsplits.split.smi-spec.io", "v1alpha4"),
@@ -279,7 +279,7 @@ impl Api {
         for (kind, resource, version) in [
             ("HTTPRoute", "httproutes", "v1"),
             ("GRPCRoute", "grpcroutes", "v1"),
-            ("TCPRoute", "tcproutes", "v1alpha2"),
+            ("TCPRoute", "tcproutes", "v1"),
         ] {
             let key = ["gateway.networking.k8s.io", resource, "shop", "web"].map(String::from);
             let route = json!({

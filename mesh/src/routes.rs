@@ -2,13 +2,15 @@
 //! conditions that the mesh has written to their status. Pure, except for the requests to the API
 //! server.
 
+use diy_mesh_controller::catalog::resources;
+use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::policy;
 use diy_mesh_controller::routes::PARTIALLY_INVALID;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::{
     Api, Client,
     api::ListParams,
-    core::{ApiResource, DynamicObject, GroupVersionKind},
+    core::{ApiResource, DynamicObject},
 };
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
@@ -19,12 +21,8 @@ use crate::cluster::{self, describe_error};
 pub const GROUP: &str = "gateway.networking.k8s.io";
 /// The `controllerName` of the entries of the mesh in `status.parents`.
 pub(crate) const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
-/// The kinds of routes, with the version of each.
-const KINDS: [(&str, &str); 3] = [
-    ("HTTPRoute", "v1"),
-    ("GRPCRoute", "v1"),
-    ("TCPRoute", "v1alpha2"),
-];
+/// The kinds of routes.
+const KINDS: [Kind; 3] = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute];
 
 /// A route with its parents and backends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -96,7 +94,7 @@ impl Route {
             .filter(|reference| is_service(reference, "Gateway", GROUP))
             .map(|reference| parent(object, reference, namespace));
         let parents: Vec<Parent> = parents.collect();
-        if parents.is_empty() || !KINDS.iter().any(|(name, _)| *name == kind) {
+        if parents.is_empty() || !KINDS.iter().any(|one| one.name() == kind) {
             return None;
         }
         let backends = |rule: &Value| {
@@ -216,26 +214,25 @@ fn list(value: &Value) -> std::slice::Iter<'_, Value> {
 /// installed have none.
 pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route>, String> {
     let mut routes = Vec::new();
-    for (kind, version) in KINDS {
-        let objects = objects(client, namespace, (GROUP, version, kind)).await?;
+    for kind in KINDS {
+        let objects = objects(client, namespace, kind).await?;
         routes.extend(objects.iter().filter_map(Route::read));
     }
     Ok(routes)
 }
 
 /// All objects that may decide about the requests to Services. Kinds that are not installed have
-/// none; of several versions, each object is there once or more often.
+/// none.
 pub async fn fetch_all(client: &Client) -> Result<Vec<Value>, String> {
-    let of_gateway = KINDS.map(|(kind, version)| (GROUP, version, kind));
     let others = [
-        ("", "v1", "Service"),
-        (GROUP, "v1beta1", "ReferenceGrant"),
-        (policy::GROUP, policy::VERSION, "TrafficPolicy"),
-        ("split.smi-spec.io", "v1alpha4", "TrafficSplit"),
-        ("specs.smi-spec.io", "v1alpha4", "HTTPRouteGroup"),
+        Kind::Service,
+        Kind::Grant,
+        Kind::TrafficPolicy,
+        Kind::TrafficSplit,
+        Kind::RouteGroup,
     ];
     let mut all = Vec::new();
-    for kind in of_gateway.into_iter().chain(others) {
+    for kind in KINDS.into_iter().chain(others) {
         all.extend(objects(client, None, kind).await?);
     }
     Ok(all)
@@ -243,36 +240,38 @@ pub async fn fetch_all(client: &Client) -> Result<Vec<Value>, String> {
 
 /// The pods and slices of a namespace, which decide about its headless Services.
 pub async fn fetch_pods(client: &Client, namespace: &str) -> Result<Vec<Value>, String> {
-    let pods = objects(client, Some(namespace), ("", "v1", "Pod"));
-    let slices = ("discovery.k8s.io", "v1", "EndpointSlice");
-    let slices = objects(client, Some(namespace), slices);
+    let pods = objects(client, Some(namespace), Kind::Pod);
+    let slices = objects(client, Some(namespace), Kind::Slice);
     Ok([pods.await?, slices.await?].concat())
 }
 
-/// Lists the objects of a group, version and kind. None if it is not installed.
+/// Lists the objects of a kind, in the first of its versions that the cluster serves. None if the
+/// kind is not installed.
 pub async fn objects(
     client: &Client,
     namespace: Option<&str>,
-    (group, version, kind): (&str, &str, &str),
+    kind: Kind,
 ) -> Result<Vec<Value>, String> {
-    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
-    let api: Api<DynamicObject> = match namespace {
-        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-        None => Api::all_with(client.clone(), &resource),
-    };
-    let items = match cluster::list(api, &ListParams::default()).await {
-        Ok(items) => items,
-        Err(kube::Error::Api(status)) if status.code == 404 => return Ok(Vec::new()),
-        Err(error) => return Err(describe_error(&error)),
-    };
-    let objects = items.into_iter().map(|item| {
-        // Items of a list have no kind.
-        let mut object = json!(item);
-        object["kind"] = kind.into();
-        object["apiVersion"] = resource.api_version.clone().into();
-        object
-    });
-    Ok(objects.collect())
+    for resource in resources(kind) {
+        let api: Api<DynamicObject> = match namespace {
+            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+            None => Api::all_with(client.clone(), &resource),
+        };
+        let items = match cluster::list(api, &ListParams::default()).await {
+            Ok(items) => items,
+            Err(kube::Error::Api(status)) if status.code == 404 => continue,
+            Err(error) => return Err(describe_error(&error)),
+        };
+        let objects = items.into_iter().map(|item| {
+            // Items of a list have no kind.
+            let mut object = json!(item);
+            object["kind"] = kind.name().into();
+            object["apiVersion"] = resource.api_version.clone().into();
+            object
+        });
+        return Ok(objects.collect());
+    }
+    Ok(Vec::new())
 }
 
 /// Reads the definitions of the Gateway API that the mesh uses, of those that are installed.

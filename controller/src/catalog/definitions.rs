@@ -40,6 +40,15 @@ pub fn lacking_fields(kind: Kind, definition: &Value) -> Vec<&'static str> {
     }
 }
 
+/// Why the mesh does not read an installed kind, if its definition serves no version that it knows.
+pub fn unsupported(kind: Kind, definition: &Value) -> Option<String> {
+    let spec = Spec::deserialize(&definition["spec"]).unwrap_or_default();
+    match spec.version(kind) {
+        Some(_) => None,
+        None => Some(Installed::Unsupported(spec.served_names()).describe(kind)),
+    }
+}
+
 /// Sends all objects of a custom kind, then changes, whenever the kind is installed. Never ends.
 pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'_>) {
     let ApiResource { plural, group, .. } = resource(kind);
@@ -167,10 +176,7 @@ impl Installed {
         }
         match definition.spec.version(kind) {
             Some((resource, version)) => Installed::Yes(resource, version.lacking(kind)),
-            None => {
-                let served = definition.spec.served();
-                Installed::Unsupported(served.map(|version| version.name.clone()).collect())
-            }
+            None => Installed::Unsupported(definition.spec.served_names()),
         }
     }
 
@@ -226,6 +232,10 @@ impl Spec {
             let version = self.served().find(|one| one.name == resource.version)?;
             Some((resource, version))
         })
+    }
+
+    fn served_names(&self) -> Vec<String> {
+        self.served().map(|version| version.name.clone()).collect()
     }
 
     fn served(&self) -> impl Iterator<Item = &Version> {

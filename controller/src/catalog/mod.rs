@@ -18,3 +18,4 @@ mod watch;
 
 pub(crate) use manifest::parse;
 pub(crate) use resources::resource;
+pub use resources::resources;

@@ -25,7 +25,7 @@ use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpM
 const GATEWAY: &str = "gateway.networking.k8s.io";
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
-pub(super) fn resources(kind: Kind) -> Vec<ApiResource> {
+pub fn resources(kind: Kind) -> Vec<ApiResource> {
     let (group, plural, versions): (_, _, &[_]) = match kind {
         Kind::Service => ("", "services", &["v1"]),
         Kind::Slice => ("discovery.k8s.io", "endpointslices", &["v1"]),
@@ -33,8 +33,8 @@ pub(super) fn resources(kind: Kind) -> Vec<ApiResource> {
         Kind::Node => ("", "nodes", &["v1"]),
         Kind::HttpRoute => (GATEWAY, "httproutes", &["v1"]),
         Kind::GrpcRoute => (GATEWAY, "grpcroutes", &["v1"]),
-        // Of the experimental channel.
-        Kind::TcpRoute => (GATEWAY, "tcproutes", &["v1alpha2"]),
+        // Before release 1.6, v1alpha2 of the experimental channel.
+        Kind::TcpRoute => (GATEWAY, "tcproutes", &["v1", "v1alpha2"]),
         Kind::Grant => (GATEWAY, "referencegrants", &["v1", "v1beta1"]),
         Kind::TrafficPolicy => (policy::GROUP, "trafficpolicies", &[policy::VERSION]),
         Kind::TrafficSplit => {

@@ -29,7 +29,7 @@ use progress::Progress;
 
 use super::lease::{Election, LEASE};
 use super::{Condition, RouteStatus, report, status};
-use crate::catalog::resource;
+use crate::catalog::resources;
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
 
@@ -247,19 +247,28 @@ impl Writer {
     }
 
     /// Compares all routes of the cluster, and writes none. A kind that is not installed has none.
+    /// Each kind is listed in the first of its versions that the cluster serves.
     async fn resync(
         &self,
         desired: &BTreeMap<Route, RouteStatus>,
         progress: &mut Progress,
     ) -> Result<(), (Kind, Error)> {
         for kind in &self.kinds {
-            let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &resource(*kind));
+            let versions = resources(*kind).into_iter();
+            let mut versions = versions.map(|one| Api::all_with(self.client.clone(), &one));
+            let Some(mut api): Option<Api<DynamicObject>> = versions.next() else {
+                continue;
+            };
             let mut params = ListParams::default().limit(PAGE_SIZE);
             loop {
-                let page = match request(api.list(&params)).await {
-                    Ok(page) => page,
-                    Err(error) if error.is(404) => break,
-                    Err(error) => return Err((*kind, error)),
+                let page = match (request(api.list(&params)).await, versions.len()) {
+                    (Ok(page), _) => page,
+                    (Err(error), 0) if error.is(404) => break,
+                    (Err(error), _) if error.is(404) => {
+                        api = versions.next().unwrap_or(api);
+                        continue;
+                    }
+                    (Err(error), _) => return Err((*kind, error)),
                 };
                 for object in page.items {
                     let namespace = object.namespace().unwrap_or_default();
@@ -287,12 +296,9 @@ impl Writer {
         pace: &mut Interval,
     ) -> Result<(), Error> {
         let Route(kind, key) = route;
-        let resource = resource(*kind);
-        let api: Api<DynamicObject> =
-            Api::namespaced_with(self.client.clone(), &key.namespace, &resource);
         for _ in 0..MAX_CONFLICTS {
             pace.tick().await;
-            let Some(mut current) = request(api.get_opt(&key.name)).await? else {
+            let Some((resource, api, mut current)) = self.read(route).await? else {
                 // Deleted, or its kind is not installed.
                 return Ok(());
             };
@@ -313,6 +319,21 @@ impl Writer {
             }
         }
         Err(Error::Conflicts)
+    }
+
+    /// A route in the first version of its kind that the cluster serves.
+    async fn read(
+        &self,
+        Route(kind, key): &Route,
+    ) -> Result<Option<(ApiResource, Api<DynamicObject>, DynamicObject)>, Error> {
+        for resource in resources(*kind) {
+            let api: Api<DynamicObject> =
+                Api::namespaced_with(self.client.clone(), &key.namespace, &resource);
+            if let Some(current) = request(api.get_opt(&key.name)).await? {
+                return Ok(Some((resource, api, current)));
+            }
+        }
+        Ok(None)
     }
 
     /// Queues an event about each condition that does not hold. Written statuses have changed, so

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use diy_mesh_controller::catalog::definitions::lacking_fields;
+use diy_mesh_controller::catalog::definitions::{lacking_fields, unsupported};
 use diy_mesh_controller::index::object::Kind;
 use serde_json::Value;
 
@@ -29,6 +29,20 @@ pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
         let text =
             "not installed: the cluster has no HTTPRoutes and GRPCRoutes, and the mesh needs none";
         return Ok(vec![Finding::ok(text)]);
+    }
+    let kinds = [
+        Kind::HttpRoute,
+        Kind::GrpcRoute,
+        Kind::TcpRoute,
+        Kind::Grant,
+    ];
+    let unread = kinds.map(|kind| unsupported(kind, find(kind.name())?));
+    let unread: Vec<String> = unread.into_iter().flatten().collect();
+    if !unread.is_empty() {
+        let text = "objects of these kinds have no effect in the mesh";
+        let advice = "install a release of the mesh that reads these versions, or definitions that \
+                      serve an earlier one";
+        return Ok(vec![Finding::problem(text, advice).with_details(unread)]);
     }
     if !missing.is_empty() {
         let text = format!("{} is not installed", missing.join(", "));
@@ -208,6 +222,19 @@ mod tests {
             assert_eq!(finding.level, Level::Warning, "{finding:?}");
             assert!(finding.text.contains(text), "{finding:?}");
         }
+    }
+
+    #[test]
+    fn definition_without_a_version_that_the_mesh_reads_is_a_problem() {
+        let mut definitions = standard("v1.9.0");
+        let mut later = definition("TCPRoute", "v1.9.0", "standard", &[]);
+        later["spec"]["versions"][0]["name"] = json!("v2");
+        definitions.push(later);
+        let finding = finding(definitions);
+        assert_eq!(finding.level, Level::Problem, "{finding:?}");
+        let expected = "TCPRoute is not used: its definition serves [\"v2\"], expected one of \
+                        [\"v1\", \"v1alpha2\"]";
+        assert_eq!(finding.details, [expected]);
     }
 
     #[test]

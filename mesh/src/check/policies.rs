@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::policy::{GROUP, VERSION};
 use kube::Client;
 use serde_json::Value;
@@ -21,10 +22,9 @@ const ADVICE: &str = "kubectl apply -k manifests/crds";
 
 /// Reads the definition, if it is installed, and the policies.
 pub(super) async fn read(client: &Client) -> (Fact<Option<Value>>, Fact<Vec<Value>>) {
-    let kind = (GROUP, VERSION, "TrafficPolicy");
     join!(
         routes::definition(client, "trafficpolicies", GROUP),
-        routes::objects(client, None, kind)
+        routes::objects(client, None, Kind::TrafficPolicy)
     )
 }
 

@@ -204,7 +204,18 @@ fn first_version_that_the_mesh_reads_and_the_cluster_serves_is_used() {
             Some("v1alpha3"),
         ),
         (Kind::TrafficSplit, &[("v1alpha1", true)], None),
-        (Kind::TcpRoute, &[("v1alpha2", false), ("v1", true)], None),
+        (
+            Kind::TcpRoute,
+            &[("v1alpha2", false), ("v1", true)],
+            Some("v1"),
+        ),
+        (
+            Kind::TcpRoute,
+            &[("v1alpha2", true), ("v1", true)],
+            Some("v1"),
+        ),
+        (Kind::TcpRoute, &[("v1alpha2", true)], Some("v1alpha2")),
+        (Kind::TcpRoute, &[("v2", true)], None),
         (Kind::HttpRoute, &[], None),
     ] {
         let found = installed(kind, &definition(kind, versions, true)).versions();
@@ -213,10 +224,10 @@ fn first_version_that_the_mesh_reads_and_the_cluster_serves_is_used() {
         let pending = installed(kind, &definition(kind, versions, false));
         assert_eq!(pending, Installed::NotEstablished);
     }
-    let unsupported = definition(Kind::TcpRoute, &[("v1alpha2", false), ("v1", true)], true);
+    let unsupported = definition(Kind::TcpRoute, &[("v1", false), ("v2", true)], true);
     assert_eq!(
         installed(Kind::TcpRoute, &unsupported).describe(Kind::TcpRoute),
-        "TCPRoute is not used: its definition serves [\"v1\"], expected one of [\"v1alpha2\"]"
+        "TCPRoute is not used: its definition serves [\"v2\"], expected one of [\"v1\", \"v1alpha2\"]"
     );
     let text = Installed::No.describe(Kind::TcpRoute);
     assert_eq!(text, "TCPRoute is not installed");

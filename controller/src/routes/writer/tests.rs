@@ -8,6 +8,7 @@ use tokio::task::JoinHandle;
 use diy_mesh_control_plane::events::Queue;
 
 use super::*;
+use crate::catalog::resource;
 use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
@@ -456,4 +457,42 @@ async fn deleted_routes_and_missing_kinds_are_no_errors() {
     fixture.server.put(&path("web"), route("web"));
     fixture.set(vec![desired(1, true)]);
     fixture.until("is written", is_written(1)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn status_is_written_in_the_version_that_the_cluster_serves() {
+    for version in ["v1", "v1alpha2"] {
+        let server = ApiServer::default();
+        let group = format!("/apis/gateway.networking.k8s.io/{version}");
+        server.install(&format!("{group}/tcproutes"));
+        let path = format!("{group}/namespaces/shop/tcproutes/web");
+        server.put(&path, route("web"));
+        // It has an entry that nobody desires.
+        let old = format!("{group}/namespaces/shop/tcproutes/old");
+        let mut left = route("old");
+        let parent = json!({"group": "", "kind": "Service", "name": "web"});
+        left["status"]["parents"] = json!([{
+            "parentRef": parent, "controllerName": CONTROLLER_NAME, "conditions": [],
+        }]);
+        server.put(&old, left);
+        let desired = RouteStatus {
+            kind: Kind::TcpRoute,
+            ..desired(1, true)
+        };
+        let statuses = Statuses::new(move || vec![desired.clone()], watch::channel(()).1);
+        let metrics = Arc::new(Metrics::new(|_| Ok(())));
+        let kinds = [Kind::TcpRoute];
+        let writer = Writer::new(server.client(), "mesh", &kinds, metrics, Events::new().0);
+        let writing = tokio::spawn(async move { writer.run(statuses).await });
+        let written = async {
+            let parents = |path: &str| server.get(path).unwrap()["status"]["parents"].clone();
+            while !is_written(1)(&server.get(&path).unwrap()["status"])
+                || parents(&old) != json!([])
+            {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        };
+        timeout(TIMEOUT, written).await.expect(version);
+        writing.abort();
+    }
 }
