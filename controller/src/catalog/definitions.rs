@@ -60,7 +60,6 @@ pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'
         apis: vec![Api::all_with(client.clone(), &definitions)],
         selector: Selector {
             fields: Some(&selector),
-            ..ALL
         },
         is_optional: true,
         permission: format!(
