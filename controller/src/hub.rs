@@ -182,11 +182,22 @@ impl Hub {
 
     /// Waits for a synced catalog, for a few seconds at most.
     pub async fn wait_synced(&self, stopping: &CancellationToken) -> Result<(), CatalogError> {
+        self.wait_listed(&Kind::ALL, stopping).await
+    }
+
+    /// Waits until the objects of these kinds are listed, for a few seconds at most.
+    pub async fn wait_listed(
+        &self,
+        kinds: &[Kind],
+        stopping: &CancellationToken,
+    ) -> Result<(), CatalogError> {
         tokio::select! {
-            () = self.synced() => Ok(()),
+            () = self.listed(kinds) => Ok(()),
             () = stopping.cancelled() => Err(CatalogError::Stopping),
             () = tokio::time::sleep(SYNC_TIMEOUT) => {
-                let missing: Vec<&str> = self.missing().iter().map(|kind| kind.name()).collect();
+                let missing = self.missing();
+                let missing = missing.iter().filter(|kind| kinds.contains(kind));
+                let missing: Vec<&str> = missing.map(|kind| kind.name()).collect();
                 Err(CatalogError::NotSynced(missing.join(", ")))
             }
         }
@@ -194,8 +205,15 @@ impl Hub {
 
     /// Waits for a synced catalog.
     pub async fn synced(&self) {
+        self.listed(&Kind::ALL).await;
+    }
+
+    async fn listed(&self, kinds: &[Kind]) {
         let mut missing = self.missing.subscribe();
-        let waited = missing.wait_for(BTreeSet::is_empty).await;
+        let is_listed = |missing: &BTreeSet<(Source, Kind)>| {
+            missing.iter().all(|(_, kind)| !kinds.contains(kind))
+        };
+        let waited = missing.wait_for(is_listed).await;
         debug_assert!(waited.is_ok(), "self holds the sender");
     }
 

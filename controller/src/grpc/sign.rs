@@ -23,7 +23,7 @@ use crate::authority::TrustReceiver;
 use crate::events;
 use crate::hub::Hub;
 use crate::index::Index;
-use crate::index::object::Key;
+use crate::index::object::{Key, Kind};
 use crate::issuer::{Request, SignError};
 use crate::metrics::Metrics;
 
@@ -117,7 +117,9 @@ impl Signer {
         self.limit(pod)?;
         let request = Request::parse(csr, &identity.user())
             .map_err(|error| Status::invalid_argument(format!("csr: {error}")))?;
-        self.hub.wait_synced(&self.stopping).await?;
+        // Without routes or policies, pods can still prove who they are.
+        let pods = [Kind::Pod];
+        self.hub.wait_listed(&pods, &self.stopping).await?;
         self.check_pod(pod, identity, peer).await?;
         self.sign_request(&request, pod, identity)
     }

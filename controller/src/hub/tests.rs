@@ -50,6 +50,17 @@ async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
     assert!(hub.missing().is_empty());
 }
 
+#[tokio::test(start_paused = true)]
+async fn call_that_needs_pods_waits_for_no_other_kind() {
+    let (hub, stopping) = (Hub::new([Source::Kubernetes]), CancellationToken::new());
+    let pods = || hub.wait_listed(&[Kind::Pod], &stopping);
+    let missing = CatalogError::NotSynced("Pod".to_owned());
+    assert_eq!(pods().await, Err(missing));
+    hub.apply([Change::Reset(Source::Kubernetes, Kind::Pod, vec![])]);
+    assert_eq!(pods().await, Ok(()));
+    assert!(hub.wait_synced(&stopping).await.is_err());
+}
+
 #[test]
 fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
     let objects =
