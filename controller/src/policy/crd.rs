@@ -73,11 +73,12 @@ fn spellings(name: &str) -> String {
     name.replace('-', "[^a-z0-9]")
 }
 
-/// A share is in percent or a fraction.
+/// A share is in percent or a fraction. Objects that are stored without either keep their meaning:
+/// all requests.
 pub(super) fn one_share() -> Value {
     rule(
-        "!has(self.percent) || !has(self.fraction)",
-        "percent and fraction exclude each other",
+        "has(self.percent) != has(self.fraction)",
+        "expected percent or fraction; percent: 100 is all requests",
     )
 }
 

@@ -266,7 +266,7 @@ pub struct Fault {
     pub abort: Option<Abort>,
 }
 
-/// A delay of a share of the requests: of all of them by default.
+/// A delay of a share of the requests.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
@@ -286,7 +286,7 @@ pub struct Delay {
     pub fraction: Option<Fraction>,
 }
 
-/// A response to a share of the requests: to all of them by default.
+/// A response to a share of the requests.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(

@@ -397,3 +397,16 @@ fn rules_keep_what_they_have_and_get_the_rest_from_the_policy() {
     let rule = Arc::new(Rule::default());
     assert!(Arc::ptr_eq(&Requests::default().complete(&rule), &rule));
 }
+
+/// The definition refuses it when it is written.
+#[test]
+fn stored_fault_without_a_share_concerns_all_requests() {
+    let all = settings(json!({"faults": [{"delay": {"duration": "1s"}}]}));
+    let fault = &all.faults.as_ref().unwrap()[0];
+    let share = fault.delayed.unwrap();
+    assert_eq!((share.numerator, share.denominator), (100, 100));
+    // In the wrong place.
+    let misplaced = json!({"faults": [{"percent": 10, "abort": {"status": 503}}]});
+    let expected = "spec.faults[0].percent: unknown field";
+    assert!(rejection(misplaced).starts_with(expected));
+}

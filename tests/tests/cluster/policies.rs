@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 /// Sections of invalid policies, and the field that the error names.
 fn invalid() -> Vec<(Value, &'static str)> {
-    let abort = json!({"status": 503});
+    let abort = json!({"status": 503, "percent": 100});
     let regex = json!([{"path": {"type": "RegularExpression", "value": "("}}]);
     let limit = |name: &str| json!({"name": name, "requests": 1});
     vec![
@@ -54,8 +54,12 @@ fn invalid() -> Vec<(Value, &'static str)> {
             "spec.faults[0].matches[0].path.value",
         ),
         (
-            json!({"faults": [{"abort": {"status": 200}}]}),
+            json!({"faults": [{"abort": {"status": 200, "percent": 100}}]}),
             "spec.faults[0].abort.status",
+        ),
+        (
+            json!({"faults": [{"percent": 10, "abort": {"status": 503}}]}),
+            "spec.faults[0].abort",
         ),
         (
             json!({"faults": [{"delay": {"duration": "25h"}}]}),
