@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz e2e e2e-all tilt-ci bench bench-scale conformance conformance-image images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz floods e2e e2e-all tilt-ci bench bench-scale conformance conformance-image images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -78,6 +78,9 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 
 e2e-all: ## build the images, run all tests on the cluster of KUBECONFIG, record the result in docs/reliability.md (DOCKER_BUILD=, LOAD=)
 	@.ci/e2e-all
+
+floods: ## flood the proxy in memory control groups with each limit: alone and all together, as root
+	@.ci/totals cargo test -p diy-mesh-proxy --test memory -- --ignored
 
 conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD='docker build', or IMAGE=PROGRAM)
 	@mkdir -p $(TARGET_DIR)/conformance

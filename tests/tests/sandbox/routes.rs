@@ -442,7 +442,7 @@ fn proxies_accept_all_routes_that_the_controller_accepts() {
     let call = marker("{method: {service: m.S, method: M}}", "grpc");
     sandbox.apply(&grpc(&call)).unwrap();
     response_until(&sandbox, &client, "/m.S/M", "", "404 x-marker: grpc");
-    // No gRPC call, and no match.
-    let unmatched = "404 x-mesh-error: no-route";
+    // No gRPC call, and no match: the routes without a readable rule fail it.
+    let unmatched = "500 x-mesh-error: invalid-backend";
     response_until(&sandbox, &client, "/none", "", unmatched);
 }
