@@ -58,8 +58,12 @@ fn invalid() -> Vec<(Value, &'static str)> {
             "spec.faults[0].abort.status",
         ),
         (
-            json!({"faults": [{"percent": 10, "abort": {"status": 503}}]}),
+            json!({"faults": [{"abort": {"status": 503}}]}),
             "spec.faults[0].abort",
+        ),
+        (
+            json!({"faults": [{"percent": 10, "abort": {"status": 503}}]}),
+            "spec.faults[0].percent",
         ),
         (
             json!({"faults": [{"delay": {"duration": "25h"}}]}),
