@@ -2,6 +2,7 @@
 package conformance
 
 import (
+	"flag"
 	"fmt"
 	"io/fs"
 	"os"
@@ -13,7 +14,6 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/sets"
 	"sigs.k8s.io/gateway-api/conformance"
-	"sigs.k8s.io/gateway-api/conformance/utils/suite"
 	"sigs.k8s.io/gateway-api/pkg/features"
 )
 
@@ -42,21 +42,29 @@ func TestFeaturesAreDocumented(t *testing.T) {
 }
 
 func TestConformance(t *testing.T) {
-	options := conformance.DefaultOptions(t)
-	options.ConformanceProfiles = sets.New(suite.MeshHTTPConformanceProfileName, suite.MeshGRPCConformanceProfileName)
-	options.NamespaceLabels = map[string]string{"diy-service-mesh/inject": "enabled"}
-	options.SupportedFeatures = suite.FeaturesSet{}
+	var names []string
 	for _, set := range supported {
 		for feature := range set {
-			options.SupportedFeatures.Insert(feature.Name)
+			names = append(names, string(feature.Name))
 		}
 	}
+	// The types of these options differ between the versions of the suite, those of the flags do not.
+	for name, value := range map[string]string{
+		"conformance-profiles": "MESH-HTTP,MESH-GRPC",
+		"supported-features":   strings.Join(names, ","),
+	} {
+		if err := flag.Set(name, value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	options := conformance.DefaultOptions(t)
+	options.NamespaceLabels = map[string]string{"diy-service-mesh/inject": "enabled"}
 	options.ManifestFS = []fs.FS{manifests{}}
 	conformance.RunConformanceWithOptions(t, options)
 }
 
-// manifests are those of the suite, with our image in place of the published one of the applications. The suite's test of status 307
-// names the route of status 303, and gets both.
+// manifests are those of the suite, with our image in place of the published one of the applications. Version 1.5's test of status
+// 307 names the route of status 303, and gets both.
 type manifests struct{}
 
 func (manifests) Open(name string) (fs.File, error) {

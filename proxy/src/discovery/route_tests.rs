@@ -1036,6 +1036,38 @@ fn rules_retry_the_statuses_that_they_name() {
 }
 
 #[test]
+fn rules_retry_closed_connections_whatever_the_method() {
+    on_worker(async {
+        for (attempts, expected) in [(1, "HTTP/1.1 200 "), (0, "HTTP/1.1 502 ")] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            tokio::task::spawn_local(async move {
+                for response in ["", "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"] {
+                    let (mut stream, _) = listener.accept().await.unwrap();
+                    let mut head = Vec::new();
+                    while !head.ends_with(b"\r\n\r\n") {
+                        head.push(stream.read_u8().await.unwrap());
+                    }
+                    stream.write_all(response.as_bytes()).await.unwrap();
+                }
+            });
+            let retry = proto::RouteRetry {
+                statuses: Vec::new(),
+                attempts,
+                backoff: 0,
+            };
+            let rule = proto::RouteRule {
+                retry: Some(retry),
+                ..to(&[(V1, 1)])
+            };
+            let mesh = Mesh::new(one(rule), &[(V1, address)]).await;
+            let response = mesh.http1("POST / HTTP/1.1").await;
+            assert!(response.starts_with(expected), "{response}");
+        }
+    });
+}
+
+#[test]
 fn pod_of_a_headless_service_stays_the_backend() {
     on_worker(async {
         let ((pod, seen), (other, _)) = (app("pod").await, app("other").await);
