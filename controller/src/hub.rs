@@ -10,7 +10,7 @@
 //! `enforcement` have a lock of their own, which is taken alone.
 
 mod enforcement;
-mod published;
+mod history;
 mod queue;
 mod resources;
 mod services;
@@ -32,7 +32,7 @@ use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::enforcement::Reports;
-pub use published::Published;
+use history::History;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
 use subscribers::Subscribers;
@@ -77,6 +77,8 @@ pub struct Hub {
     routed: watch::Sender<()>,
     /// The routes and policies that connected proxies do not apply.
     reports: Arc<Mutex<Reports>>,
+    /// The endpoints of former states.
+    history: Arc<Mutex<History>>,
 }
 
 /// Sizes for the metrics.
@@ -104,6 +106,7 @@ impl Hub {
             changed: watch::Sender::new(()),
             routed: watch::Sender::new(()),
             reports: Arc::default(),
+            history: Arc::default(),
         }
     }
 
@@ -327,7 +330,9 @@ impl Hub {
             for location in locations {
                 resolved.add(&index, &resource, location);
             }
-            self.subscribers().update(&index, &resource, resolved);
+            let history = &mut self.history();
+            self.subscribers()
+                .update(&index, &resource, resolved, history);
         }
         self.subscribers().relocate(&index, touched);
         self.subscribers().notify_services(&touched.services);
@@ -336,6 +341,10 @@ impl Hub {
     /// After a panic under a lock, index and subscribers stay in use.
     fn index(&self) -> RwLockReadGuard<'_, Index> {
         self.index.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn reports(&self) -> MutexGuard<'_, Reports> {

@@ -15,6 +15,7 @@ use http_body_util::StreamBody;
 use hyper::body::Frame;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use prost::Message;
+use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, key_len};
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshServiceServer};
 use tonic::body::Body;
 use tonic::codec::BufferSettings;
@@ -95,6 +96,34 @@ pub(super) fn encode(message: &impl Message) -> Bytes {
     message
         .encode(&mut bytes)
         .expect("the buffer has the length of the message");
+    bytes.freeze()
+}
+
+/// A message with a further field, whose parts many messages share.
+pub(super) fn spliced(message: &impl Message, field: u32, parts: &[Bytes]) -> Vec<Bytes> {
+    let length: usize = parts.iter().map(Bytes::len).sum();
+    let total = message.encoded_len() + field_len(field, length);
+    let mut head = BytesMut::with_capacity(PREFIX_BYTES + total - length);
+    head.put_u8(0);
+    head.put_u32(u32::try_from(total).expect("a message is shorter than 4 GiB"));
+    message
+        .encode(&mut head)
+        .expect("the buffer has the length of the message");
+    encode_key(field, WireType::LengthDelimited, &mut head);
+    encode_varint(length as u64, &mut head);
+    let parts = parts.iter().filter(|part| !part.is_empty()).cloned();
+    std::iter::once(head.freeze()).chain(parts).collect()
+}
+
+/// The length of a field with content of this length.
+fn field_len(field: u32, length: usize) -> usize {
+    key_len(field) + encoded_len_varint(length as u64) + length
+}
+
+/// A field of a message.
+pub(super) fn field(number: u32, content: &impl Message) -> Bytes {
+    let mut bytes = BytesMut::with_capacity(field_len(number, content.encoded_len()));
+    prost::encoding::message::encode(number, content, &mut bytes);
     bytes.freeze()
 }
 

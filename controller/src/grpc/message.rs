@@ -1,14 +1,15 @@
 //! Conversion of the values of the index to messages. Pure.
 
+use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
-use proto::discover_response::Update;
 
-use super::routes;
-use crate::index::excess::MAX_PORTS;
+use super::{frames, routes};
+use crate::index::endpoints::{Delta, Endpoint, Endpoints};
 use crate::index::object::{Key, Kind, ServicePort, TargetPort};
 use crate::index::position::Position;
-use crate::index::state::{Delta, Endpoint, State, TargetKind, Workload};
+use crate::index::state::{Target, TargetKind, Workload};
 use crate::index::view::{EndpointView, ServiceView};
+use crate::routes::attach::Table;
 
 /// A Service. One that does not exist has a name only and is marked as deleted.
 pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
@@ -36,40 +37,69 @@ pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
     message
 }
 
-/// The whole state of a resource.
-pub(super) fn whole(state: &State) -> Update {
-    let Some(target) = &state.target else {
-        return Update::Unknown(proto::Unknown {});
+/// The fields of a [`proto::Snapshot`] that have encodings of their own.
+const SNAPSHOT_ENDPOINT: u32 = 5;
+const SNAPSHOT_DRAINING: u32 = 8;
+const SNAPSHOT_ROUTES: u32 = 10;
+/// Endpoints in one message, about half a megabyte.
+const MAX_PART_ENDPOINTS: usize = 4_000;
+
+/// A target without its endpoints and routes.
+pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
+    let kind = match target.kind {
+        TargetKind::Pod => proto::snapshot::Kind::Pod,
+        _ => proto::snapshot::Kind::Service,
     };
-    let mut snapshot = proto::Snapshot {
-        kind: proto::snapshot::Kind::Service.into(),
+    let (ports, max_ports) = match &target.kind {
+        TargetKind::UnknownPort(ports) => (ports.iter().map(|port| (*port).into()).collect(), 0),
+        TargetKind::ExcessPort(supported) => {
+            (vec![], u32::try_from(*supported).unwrap_or(u32::MAX))
+        }
+        _ => (vec![], 0),
+    };
+    let has_port = !matches!(
+        target.kind,
+        TargetKind::UnknownPort(_) | TargetKind::ExcessPort(_)
+    );
+    proto::Snapshot {
+        kind: kind.into(),
         namespace: target.key.namespace.to_string(),
         name: target.key.name.to_string(),
         app_protocol: target.app_protocol.clone(),
-        endpoints: with_draining(&target.endpoints, false),
-        draining: with_draining(&target.endpoints, true),
         session_affinity_seconds: target.session_affinity,
-        routes: target.routes.as_deref().map(routes::routes),
         policy: target.policy.as_deref().cloned(),
+        unknown_port: !has_port,
+        ports,
+        max_ports,
         ..proto::Snapshot::default()
-    };
-    match &target.kind {
-        TargetKind::Workload(one) => return Update::Workload(workload(one)),
-        TargetKind::Service => {}
-        TargetKind::UnknownPort(ports) => {
-            snapshot.unknown_port = true;
-            snapshot.ports = ports.iter().map(|port| (*port).into()).collect();
-        }
-        TargetKind::ExcessPort => {
-            snapshot.unknown_port = true;
-            snapshot.max_ports = MAX_PORTS as u32;
-        }
-        TargetKind::Pod => snapshot.kind = proto::snapshot::Kind::Pod.into(),
     }
-    Update::Snapshot(snapshot)
 }
 
-fn workload(workload: &Workload) -> proto::Workload {
+/// The routes of a snapshot, encoded once.
+pub(super) fn routes(table: &Table) -> &Bytes {
+    table.encoded(|table| frames::field(SNAPSHOT_ROUTES, &routes::routes(table)))
+}
+
+/// The endpoints of a snapshot, in parts that fit into messages, encoded once.
+pub(super) fn endpoints(endpoints: &Endpoints) -> &[Bytes] {
+    endpoints.encoded(|all| {
+        let part = |part: &[Endpoint]| {
+            let mut bytes = BytesMut::new();
+            for one in part {
+                let field = match one.draining {
+                    true => SNAPSHOT_DRAINING,
+                    false => SNAPSHOT_ENDPOINT,
+                };
+                prost::encoding::message::encode(field, &endpoint(one), &mut bytes);
+            }
+            bytes.freeze()
+        };
+        all.chunks(MAX_PART_ENDPOINTS).map(part).collect()
+    })
+}
+
+/// The inbound configuration of a pod.
+pub(super) fn workload(workload: &Workload) -> proto::Workload {
     let inbound = &workload.inbound;
     let mode = match inbound.strict {
         true => proto::workload::InboundMode::Strict,
@@ -111,16 +141,16 @@ pub(super) fn position(position: &Position) -> proto::Position {
 }
 
 /// The difference between two states of a resource.
-pub(super) fn delta(delta: &Delta) -> Update {
+pub(super) fn delta(delta: &Delta) -> proto::Delta {
     // For proxies that do not know draining endpoints, these are removed.
     let draining = delta.upserted.iter().filter(|endpoint| endpoint.draining);
     let removed = delta.removed.iter().copied();
     let removed = removed.chain(draining.map(|endpoint| endpoint.address));
-    Update::Delta(proto::Delta {
+    proto::Delta {
         upserted: with_draining(&delta.upserted, false),
         removed: removed.map(|address| address.to_string()).collect(),
         draining: with_draining(&delta.upserted, true),
-    })
+    }
 }
 
 /// The endpoints that drain, or the others.

@@ -1,11 +1,12 @@
 //! The resources that the client of one Discover stream has subscribed to, and what it knows of
 //! them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
+use prost::Message as _;
 use proto::ResourceType;
 use proto::discover_response::Update as Response;
 use tokio::sync::OwnedSemaphorePermit;
@@ -14,17 +15,18 @@ use tonic::Status;
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
-use crate::hub::{Published, Resources};
+use crate::hub::Resources;
 use crate::index::object::Resource;
-use crate::index::state::State;
+use crate::index::state::{State, Target, TargetKind};
 use crate::index::version::Version;
 use crate::metrics::Sent;
 use crate::quota::Quota;
 
-/// Endpoints in one message, about half a megabyte.
-const MAX_CHUNK_ENDPOINTS: usize = 4_000;
-/// Longer responses have a frame of their own, whose bytes all streams share.
+/// Longer parts of responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
+/// The fields of a [`proto::DiscoverResponse`] with shared encodings.
+const SNAPSHOT: u32 = 3;
+const DELTA: u32 = 4;
 
 /// What a client announces.
 #[derive(Clone, Copy, Debug)]
@@ -33,24 +35,6 @@ pub(super) struct Announced {
     pub chunks: bool,
     /// It applies routes.
     pub routes: bool,
-}
-
-impl Announced {
-    /// What matters for this state: the others share their encoding.
-    fn for_state(self, state: &State) -> Announced {
-        let target = state.target.as_ref();
-        let endpoints = target.map_or(0, |target| target.endpoints.len());
-        let has_routes = target.is_some_and(|target| target.routes.is_some());
-        Announced {
-            chunks: self.chunks || endpoints <= MAX_CHUNK_ENDPOINTS,
-            routes: self.routes || !has_routes,
-        }
-    }
-
-    /// The form of a state for these clients.
-    fn form(self) -> usize {
-        usize::from(self.chunks) + 2 * usize::from(self.routes)
-    }
 }
 
 /// The resources that a client has subscribed to.
@@ -65,8 +49,8 @@ pub(super) struct Subscriptions {
     by_resource: HashMap<Arc<Resource>, Subscription>,
     /// Counts all of them.
     counted: Option<OwnedSemaphorePermit>,
-    /// A response that did not fit into the last frame.
-    left: Option<(Sent, Bytes)>,
+    /// The parts of the last response that are still to be sent.
+    left: VecDeque<Bytes>,
 }
 
 struct Subscription {
@@ -80,8 +64,9 @@ enum Known {
     Nothing,
     /// The version that the client received on an earlier stream.
     Earlier(Version),
-    /// The version that was sent on this stream.
-    Sent(Version),
+    /// What was sent on this stream: the digests of the endpoints, if there were any, and of the
+    /// rest.
+    Sent(Option<Version>, Version),
 }
 
 impl Subscriptions {
@@ -99,7 +84,7 @@ impl Subscriptions {
             by_resource: HashMap::new(),
             counted: None,
             end: None,
-            left: None,
+            left: VecDeque::new(),
         }
     }
 
@@ -168,30 +153,32 @@ impl Subscriptions {
         Ok(Some(resource))
     }
 
-    /// The next responses. Short ones share a frame: one write and one TLS record.
+    /// The next bytes of responses. Short ones share a frame: one write and one TLS record.
     pub(super) fn next_frame(&mut self, mut count: impl FnMut(Sent)) -> Option<Bytes> {
-        let (kind, first) = self.left.take().or_else(|| self.next_response())?;
-        count(kind);
-        let mut frame = None;
-        while frame.as_ref().map_or(first.len(), BytesMut::len) < MAX_SHARED_FRAME_BYTES
-            && let Some((kind, next)) = self.next_response()
-        {
-            if next.len() >= MAX_SHARED_FRAME_BYTES {
-                self.left = Some((kind, next));
+        let mut frame = BytesMut::new();
+        while self.left.is_empty() && frame.len() < MAX_SHARED_FRAME_BYTES {
+            let Some((kind, parts)) = self.next_response() else {
                 break;
-            }
+            };
             count(kind);
-            let frame = frame.get_or_insert_with(|| BytesMut::from(&*first));
-            frame.extend_from_slice(&next);
+            for part in parts {
+                match self.left.is_empty() && part.len() < MAX_SHARED_FRAME_BYTES {
+                    true => frame.extend_from_slice(&part),
+                    false => self.left.push_back(part),
+                }
+            }
         }
-        Some(frame.map_or(first, BytesMut::freeze))
+        match frame.is_empty() {
+            true => self.left.pop_front(),
+            false => Some(frame.freeze()),
+        }
     }
 
-    /// The next response, if the state of a resource differs from the client's. Notifications
-    /// without a difference are skipped.
-    fn next_response(&mut self) -> Option<(Sent, Bytes)> {
-        while let Some((resource, published)) = self.subscriber.next() {
-            let response = self.response(&resource, &published);
+    /// The parts of the next response, if the state of a resource differs from the client's.
+    /// Notifications without a difference are skipped.
+    fn next_response(&mut self) -> Option<(Sent, Vec<Bytes>)> {
+        while let Some((resource, state)) = self.subscriber.next() {
+            let response = self.response(&resource, &state);
             if response.is_some() {
                 return response;
             }
@@ -200,58 +187,53 @@ impl Subscriptions {
     }
 
     /// The response with a state, if it differs from the client's.
-    fn response(&mut self, resource: &Resource, published: &Published) -> Option<(Sent, Bytes)> {
+    fn response(&mut self, resource: &Resource, state: &State) -> Option<(Sent, Vec<Bytes>)> {
         let Subscription { name, known } = self.by_resource.get_mut(resource)?;
-        let state = &published.state;
-        let kind = match (resource, &state.target) {
+        if state.target.is_none() && matches!(resource, Resource::Workload(..)) {
             // The pod is not in the catalog yet.
-            (Resource::Workload(..), None) => return None,
-            (Resource::Workload(..), Some(_)) => Sent::Workload,
-            (_, None) => Sent::Unknown,
-            (_, Some(_)) => Sent::Snapshot,
+            return None;
+        }
+        let mut response = header(resource, name.as_deref(), state);
+        let mut plain = |kind, update| {
+            response.update = Some(update);
+            Some((kind, vec![frames::encode(&response)]))
         };
-        let encode = |update| frames::encode(&response(resource, name.as_deref(), state, update));
-        let difference = |version| match name {
-            None => published.difference(version, |delta| encode(message::delta(delta))),
-            Some(_) => published
-                .since(version)
-                .map(|delta| encode(message::delta(&delta))),
-        };
-        let delta = match &*known {
-            Known::Sent(version) if *version == state.version => return None,
-            Known::Earlier(version) if *version == state.version => {
-                let unchanged = encode(Response::Unchanged(proto::Unchanged {}));
-                Some((Sent::Unchanged, unchanged))
+        let endpoints = state.target.as_ref().map(|target| &target.endpoints);
+        let current = Known::Sent(endpoints.map(|one| one.version), state.rest);
+        let before = std::mem::replace(known, current);
+        match before {
+            Known::Sent(before, rest) if rest == state.rest => {
+                let (before, endpoints) = before.zip(endpoints)?;
+                if before == endpoints.version {
+                    return None;
+                }
+                let delta = self.subscriber.difference(before, endpoints, |delta| {
+                    message::delta(delta).encode_to_vec().into()
+                });
+                if let Some(delta) = delta {
+                    return Some((Sent::Delta, frames::spliced(&response, DELTA, &[delta])));
+                }
             }
-            Known::Nothing | Known::Earlier(_) => None,
-            Known::Sent(version) => difference(*version).map(|delta| (Sent::Delta, delta)),
-        };
-        *known = Known::Sent(state.version);
-        let announced = self.announced.for_state(state);
-        let whole = || {
-            let mut update = message::whole(state);
-            if let Response::Snapshot(snapshot) = &mut update
-                && !announced.routes
-            {
-                snapshot.routes = None;
+            Known::Earlier(version) if version == state.version => {
+                return plain(Sent::Unchanged, Response::Unchanged(proto::Unchanged {}));
             }
-            let response = response(resource, name.as_deref(), state, update);
-            whole(response, announced.chunks)
-        };
-        Some(delta.unwrap_or_else(|| match name {
-            None => (kind, published.whole(announced.form(), whole)),
-            Some(_) => (kind, whole()),
-        }))
+            Known::Nothing | Known::Earlier(_) | Known::Sent(..) => {}
+        }
+        match &state.target {
+            None => plain(Sent::Unknown, Response::Unknown(proto::Unknown {})),
+            Some(target) => match &target.kind {
+                TargetKind::Workload(workload) => plain(
+                    Sent::Workload,
+                    Response::Workload(message::workload(workload)),
+                ),
+                _ => Some((Sent::Snapshot, whole(response, target, self.announced))),
+            },
+        }
     }
 }
 
-/// A response about a resource.
-fn response(
-    resource: &Resource,
-    name: Option<&str>,
-    state: &State,
-    update: Response,
-) -> proto::DiscoverResponse {
+/// A response about a resource without its update.
+fn header(resource: &Resource, name: Option<&str>, state: &State) -> proto::DiscoverResponse {
     let kind = match resource {
         Resource::Destination(_) => ResourceType::Destination,
         Resource::Backend(..) => ResourceType::Backend,
@@ -260,41 +242,40 @@ fn response(
     proto::DiscoverResponse {
         name: name.map_or_else(|| name_of(resource), str::to_owned),
         version: state.version.to_string(),
-        update: Some(update),
         r#type: kind.into(),
         position: state.position.as_deref().map(message::position),
         ..proto::DiscoverResponse::default()
     }
 }
 
-/// Encodes a response with the whole state, in several messages if the client understands them.
-fn whole(mut response: proto::DiscoverResponse, chunks: bool) -> Bytes {
-    let mut encoded = BytesMut::new();
-    while let Some(Response::Snapshot(snapshot)) = &mut response.update
-        && chunks
-        && snapshot.endpoints.len() > MAX_CHUNK_ENDPOINTS
-    {
-        let rest = snapshot.endpoints.split_off(MAX_CHUNK_ENDPOINTS);
-        let draining = std::mem::take(&mut snapshot.draining);
-        response.more = true;
-        encoded.extend_from_slice(&frames::encode(&response));
-        response.more = false;
-        if let Some(Response::Snapshot(snapshot)) = &mut response.update {
-            (snapshot.endpoints, snapshot.draining) = (rest, draining);
+/// The parts of a snapshot: its own fields, the routes that ports share, and the endpoints that all
+/// addresses and subscribers share. In several messages if the client understands them.
+fn whole(
+    mut response: proto::DiscoverResponse,
+    target: &Target,
+    announced: Announced,
+) -> Vec<Bytes> {
+    let mut parts = vec![message::snapshot(target).encode_to_vec().into()];
+    let routes = target.routes.as_deref().filter(|_| announced.routes);
+    parts.extend(routes.map(message::routes).cloned());
+    let endpoints = message::endpoints(&target.endpoints);
+    let per_message = if announced.chunks { 1 } else { usize::MAX };
+    let mut messages = Vec::new();
+    let mut rest = endpoints.chunks(per_message);
+    loop {
+        parts.extend_from_slice(rest.next().unwrap_or_default());
+        response.more = rest.len() > 0;
+        messages.append(&mut frames::spliced(&response, SNAPSHOT, &parts));
+        if !response.more {
+            return messages;
         }
-    }
-    match encoded.is_empty() {
-        true => frames::encode(&response),
-        false => {
-            encoded.extend_from_slice(&frames::encode(&response));
-            encoded.freeze()
-        }
+        parts.clear();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, HashSet};
     use std::net::{Ipv4Addr, SocketAddr};
 
     use prost::Message;
@@ -381,8 +362,9 @@ mod tests {
         }
     }
 
-    /// The messages of a frame.
-    fn messages(mut frame: Bytes) -> Vec<proto::DiscoverResponse> {
+    /// The messages of frames.
+    fn messages(frames: Vec<Bytes>) -> Vec<proto::DiscoverResponse> {
+        let mut frame = Bytes::from(frames.concat());
         let mut messages = Vec::new();
         while !frame.is_empty() {
             let length = u32::from_be_bytes(frame[1..5].try_into().unwrap()) as usize;
@@ -399,11 +381,13 @@ mod tests {
     ) {
         for _ in 0..at_most {
             if let Some((_, response)) = stream.next_response() {
-                let response = proto::DiscoverResponse::decode(&response[5..]).unwrap();
+                let [response] = &messages(response)[..] else {
+                    panic!("small states are in one message")
+                };
                 received
                     .entry(response.name.parse().unwrap())
                     .or_default()
-                    .apply(response);
+                    .apply(response.clone());
             }
         }
     }
@@ -446,138 +430,137 @@ mod tests {
         }
     }
 
-    #[test]
-    fn streams_share_the_encoding_of_each_message() {
+    /// All frames until nothing is left.
+    fn frames(stream: &mut Subscriptions) -> Vec<Bytes> {
+        std::iter::from_fn(|| stream.next_frame(|_| ())).collect()
+    }
+
+    /// A hub with this Service, and its objects: the last one is the EndpointSlice.
+    fn hub_with_service(pods: u32) -> (Hub, Vec<Object>) {
+        let address = |number| Ipv4Addr::from_bits(0x0a40_0000 + number).to_string();
+        let pods: Vec<String> = (0..pods).map(address).collect();
+        let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
+        let objects = crate::index::tests::service_with_pods("web", "10.96.0.1", &pods);
         let hub = Hub::new([Source::Kubernetes]);
-        let mut chance = Chance(fastrand::Rng::with_seed(7));
-        let all = Chance::destinations();
-        let mut streams = [stream(&hub), stream(&hub)];
-        for stream in &mut streams {
-            for destination in &all {
-                stream.subscribe(subscribe(*destination, "")).unwrap();
-            }
-        }
-        let mut kinds = Vec::new();
-        for _ in 0..200 {
-            hub.apply([chance.change()]);
-            let [one, other] = &mut streams;
-            while let Some((kind, message)) = one.next_response() {
-                let (_, same) = other.next_response().unwrap();
-                assert_eq!(
-                    (message.as_ptr(), message.len()),
-                    (same.as_ptr(), same.len())
-                );
-                kinds.push(kind);
-            }
-        }
-        assert!(kinds.contains(&Sent::Snapshot) && kinds.contains(&Sent::Delta));
+        hub.apply(objects.iter().cloned().map(apply));
+        (hub, objects)
+    }
+
+    fn apply(object: Object) -> Change {
+        Change::Apply(Source::Kubernetes, object)
+    }
+
+    fn without_last_endpoint(objects: &mut [Object]) -> Change {
+        let Some(Object::Slice(slice)) = objects.last_mut() else {
+            panic!("a slice")
+        };
+        slice.endpoints.pop();
+        apply(Object::Slice(slice.clone()))
     }
 
     #[test]
-    fn short_responses_share_a_frame_and_long_ones_do_not() {
-        let hub = Hub::new([Source::Kubernetes]);
-        let pods: Vec<String> = (1..=200).map(|pod| format!("10.1.0.{pod}")).collect();
-        let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
-        let service = crate::index::tests::service_with_pods("web", "10.96.0.1", &pods);
-        let changes = service.into_iter();
-        hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+    fn streams_share_the_encoding_of_endpoints_and_of_differences() {
+        let (hub, mut objects) = hub_with_service(1000);
+        // Another address, and another resource, with the same endpoints.
+        let Some(Object::Service(web)) = objects.iter_mut().rev().nth(1) else {
+            panic!("the Service comes before its slice")
+        };
+        web.external_ips.push("192.0.2.1".parse().unwrap());
+        hub.apply([apply(Object::Service(web.clone()))]);
+        let backend = proto::Subscribe {
+            name: "shop/web:80".to_owned(),
+            r#type: ResourceType::Backend.into(),
+            ..proto::Subscribe::default()
+        };
+        let requests = [
+            subscribe("10.96.0.1:80".parse().unwrap(), ""),
+            subscribe("192.0.2.1:80".parse().unwrap(), ""),
+            backend,
+        ];
+        let mut streams = [stream(&hub), stream(&hub)];
+        let shared = |streams: &mut [Subscriptions; 2], expected: Sent| {
+            let mut pointers = HashSet::new();
+            for stream in streams {
+                for _ in 0..requests.len() {
+                    let (kind, parts) = stream.next_response().unwrap();
+                    assert_eq!(kind, expected);
+                    pointers.insert(parts.last().unwrap().as_ptr());
+                }
+                assert!(stream.next_response().is_none());
+            }
+            pointers.len()
+        };
+        for stream in &mut streams {
+            for request in &requests {
+                stream.subscribe(request.clone()).unwrap();
+            }
+        }
+        assert_eq!(shared(&mut streams, Sent::Snapshot), 1);
+        hub.apply([without_last_endpoint(&mut objects)]);
+        assert_eq!(shared(&mut streams, Sent::Delta), 1);
+    }
+
+    #[test]
+    fn short_responses_share_a_frame_and_long_parts_do_not() {
+        let (hub, _) = hub_with_service(200);
         let mut stream = stream(&hub);
         for address in ["10.0.0.1", "10.0.0.2", "10.96.0.1", "10.0.0.3", "10.0.0.4"] {
             let destination = SocketAddr::new(address.parse().unwrap(), 80);
             stream.subscribe(subscribe(destination, "")).unwrap();
         }
-        let mut frames = Vec::new();
-        let mut count = 0;
-        while let Some(frame) = stream.next_frame(|_| count += 1) {
-            let names = messages(frame).into_iter().map(|message| message.name);
-            frames.push(names.collect::<Vec<_>>().join(" "));
-        }
-        let short = ["10.0.0.1:80 10.0.0.2:80", "10.0.0.3:80 10.0.0.4:80"];
-        assert_eq!(frames, [short[0], "10.96.0.1:80", short[1]]);
-        assert_eq!(count, 5);
+        let frames = frames(&mut stream);
+        let is_short = |frame: &Bytes| frame.len() < MAX_SHARED_FRAME_BYTES;
+        assert_eq!(
+            frames.iter().map(is_short).collect::<Vec<_>>(),
+            [true, false, true]
+        );
+        let names = messages(frames).into_iter().map(|message| message.name);
+        let names = names.collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            names,
+            "10.0.0.1:80 10.0.0.2:80 10.96.0.1:80 10.0.0.3:80 10.0.0.4:80"
+        );
     }
 
     #[test]
-    fn service_of_100_000_endpoints_is_sent_in_parts_and_then_by_difference() {
-        const ENDPOINTS: u32 = 100_000;
-        let address = |number| Ipv4Addr::from_bits(0x0a40_0000 + number).to_string();
-        let pods: Vec<String> = (0..ENDPOINTS).map(address).collect();
-        let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
-        let mut objects = crate::index::tests::service_with_pods("web", "10.96.0.1", &pods);
-        let apply = |object| Change::Apply(Source::Kubernetes, object);
-        let hub = Hub::new([Source::Kubernetes]);
-        hub.apply(objects.iter().cloned().map(apply));
-        let mut stream = stream(&hub);
-        let destination = "10.96.0.1:80".parse().unwrap();
-        stream.subscribe(subscribe(destination, "")).unwrap();
-        let frame = stream.next_frame(|_| ()).unwrap();
-        // Clients of an earlier release share a message of their own.
+    fn large_service_is_sent_in_parts_and_then_by_difference() {
+        const ENDPOINTS: u32 = 20_000;
+        let (hub, mut objects) = hub_with_service(ENDPOINTS);
         let earlier = Announced {
             chunks: false,
             ..ALL
         };
-        let frames = [earlier, earlier, ALL].map(|announced| {
+        let destination = "10.96.0.1:80".parse().unwrap();
+        let mut streams = [ALL, earlier].map(|announced| {
             let resources = hub.watch_resources(None);
-            let mut other = Subscriptions::new(resources, None, Arc::default(), announced);
-            other.subscribe(subscribe(destination, "")).unwrap();
-            other.next_frame(|_| ()).unwrap()
+            let mut stream = Subscriptions::new(resources, None, Arc::default(), announced);
+            stream.subscribe(subscribe(destination, "")).unwrap();
+            stream
         });
-        assert_eq!(frames[0].as_ptr(), frames[1].as_ptr());
-        assert_eq!(frames[2].as_ptr(), frame.as_ptr());
-        let parts = messages(frame);
+        let [parts, whole] = streams.each_mut().map(|stream| messages(frames(stream)));
         assert!(parts.iter().all(|part| part.encoded_len() < 1024 * 1024));
-        let (mut proxy, mut received) = (ProxyState::default(), 0);
+        let more: Vec<bool> = parts.iter().map(|part| part.more).collect();
+        assert_eq!(more, [true, true, true, true, false]);
+        // Clients of an earlier release read one message.
+        assert_eq!((whole.len(), whole[0].more), (1, false));
+        let (mut proxy, mut received) = (ProxyState::default(), Vec::new());
         for part in parts {
             proxy.apply(part);
-            received += proxy.endpoints.len();
+            received.extend(proxy.endpoints.values().cloned());
         }
-        assert_eq!(received, ENDPOINTS as usize);
-        // The last object is the EndpointSlice.
-        let Some(Object::Slice(slice)) = objects.last_mut() else {
-            panic!("a slice")
-        };
-        slice.endpoints.pop();
-        hub.apply(objects.pop().map(apply));
-        let frame = stream.next_frame(|_| ()).unwrap();
-        assert!(frame.len() < 256, "{} bytes", frame.len());
-        let Some(Response::Delta(delta)) = messages(frame).remove(0).update else {
-            panic!("a difference")
-        };
-        assert_eq!((delta.upserted.len(), delta.removed.len()), (0, 1));
-    }
-
-    #[test]
-    fn large_snapshot_has_several_messages_for_clients_that_understand_them() {
-        let endpoint = |number: usize| proto::Endpoint {
-            address: format!("10.0.0.{number}:80"),
-            ..proto::Endpoint::default()
-        };
-        let snapshot = proto::Snapshot {
-            namespace: "shop".to_owned(),
-            endpoints: (0..2 * MAX_CHUNK_ENDPOINTS + 1).map(endpoint).collect(),
-            draining: vec![endpoint(0)],
-            ..proto::Snapshot::default()
-        };
-        let response = proto::DiscoverResponse {
-            update: Some(Response::Snapshot(snapshot.clone())),
-            ..proto::DiscoverResponse::default()
-        };
-        for (chunks, expected) in [(true, [true, true, false].as_slice()), (false, &[false])] {
-            let mut encoded = &*whole(response.clone(), chunks);
-            let (mut more, mut received) = (Vec::new(), proto::Snapshot::default());
-            while let Some((prefix, rest)) = encoded.split_first_chunk::<5>() {
-                let length = u32::from_be_bytes(prefix[1..].try_into().unwrap()) as usize;
-                let message = proto::DiscoverResponse::decode(&rest[..length]).unwrap();
-                encoded = &rest[length..];
-                let Some(Response::Snapshot(part)) = message.update else {
-                    panic!("each message is a part of the snapshot")
-                };
-                more.push(message.more);
-                received.namespace = part.namespace;
-                received.endpoints.extend(part.endpoints);
-                received.draining.extend(part.draining);
-            }
-            assert_eq!((more.as_slice(), received == snapshot), (expected, true));
+        let mut expected = ProxyState::default();
+        expected.apply(whole[0].clone());
+        received.sort_by(|one, other| one.address.cmp(&other.address));
+        assert_eq!(received.len(), ENDPOINTS as usize);
+        assert!(received.iter().eq(expected.endpoints.values()));
+        hub.apply([without_last_endpoint(&mut objects)]);
+        for stream in &mut streams {
+            let frames = frames(stream);
+            assert!(frames.concat().len() < 256);
+            let Some(Response::Delta(delta)) = messages(frames).remove(0).update else {
+                panic!("a difference")
+            };
+            assert_eq!((delta.upserted.len(), delta.removed.len()), (0, 1));
         }
     }
 
@@ -590,8 +573,7 @@ mod tests {
                 ..proto::Subscribe::default()
             };
             stream.subscribe(request).unwrap();
-            let (_, response) = stream.next_response().unwrap();
-            let response = proto::DiscoverResponse::decode(&response[5..]).unwrap();
+            let response = messages(frames(&mut stream)).remove(0);
             assert_eq!(response.name, name);
         }
     }

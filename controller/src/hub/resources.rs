@@ -2,10 +2,15 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
+
 use super::subscribers::ResourceQueue;
 use super::watched::Resolved;
-use super::{Hub, Published};
+use super::{Hub, history};
+use crate::index::endpoints::{Delta, Endpoints};
 use crate::index::object::Resource;
+use crate::index::state::State;
+use crate::index::version::Version;
 
 /// A subscriber to resources. Dropping it ends its subscriptions.
 pub struct Resources {
@@ -37,8 +42,19 @@ impl Resources {
     }
 
     /// The next notification: a resource and its latest state.
-    pub fn next(&self) -> Option<(Arc<Resource>, Arc<Published>)> {
+    pub fn next(&self) -> Option<(Arc<Resource>, Arc<State>)> {
         self.queue.pop()
+    }
+
+    /// The difference to endpoints of an earlier state, if they are known, as `encode` encodes it,
+    /// once for all subscribers.
+    pub fn difference(
+        &self,
+        from: Version,
+        to: &Endpoints,
+        encode: impl FnOnce(&Delta) -> Bytes,
+    ) -> Option<Bytes> {
+        history::difference(&self.hub.history, from, to, encode)
     }
 }
 

@@ -5,18 +5,19 @@ use std::net::SocketAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
-use super::Published;
+use super::history::History;
 use super::queue::Queue;
 use super::watched::{Resolved, Watched};
 use crate::authenticate::PodRef;
 use crate::index::enforcement::Missing;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
+use crate::index::state::State;
 use crate::index::{Index, Touched, link, unlink};
 use crate::routes::attach::Table;
 
 /// The notifications of a subscriber to resources.
-pub(super) type ResourceQueue = Queue<Arc<Resource>, Arc<Published>>;
+pub(super) type ResourceQueue = Queue<Arc<Resource>, Arc<State>>;
 /// The notifications of a subscriber to Services, which reads their states from the index.
 pub(super) type ServiceQueue = Queue<Key, ()>;
 
@@ -122,8 +123,8 @@ impl Subscribers {
             return Vec::new();
         };
         let states = client.subscribed.iter().filter_map(|resource| {
-            let published = self.resources.get(resource)?.published(&client.location)?;
-            let target = published.state.target.as_ref()?;
+            let state = self.resources.get(resource)?.state(&client.location)?;
+            let target = state.target.as_ref()?;
             Some((target.service.clone()?, target.routes.clone()))
         });
         // Many destinations of a Service have the same routes.
@@ -178,7 +179,7 @@ impl Subscribers {
     pub(super) fn known(&self, id: u64, resource: &Resource) -> (Location, bool) {
         let location = &self.client(id).location;
         let watched = self.resources.get(resource);
-        let is_known = watched.is_some_and(|watched| watched.published(location).is_some());
+        let is_known = watched.is_some_and(|watched| watched.state(location).is_some());
         (location.clone(), is_known)
     }
 
@@ -198,10 +199,10 @@ impl Subscribers {
             link(&mut self.destinations_on, &address.port(), address);
         }
         let client = self.clients.get_mut(&id).expect("a client is removed last");
-        let published = watched.add(index, resource, &client.location, resolved);
+        let state = watched.add(index, resource, &client.location, resolved);
         watched.subscribers.insert(id, client.queue.clone());
         client.subscribed.insert(shared.clone());
-        client.queue.push(shared.clone(), published);
+        client.queue.push(shared.clone(), state);
         shared
     }
 
@@ -269,13 +270,19 @@ impl Subscribers {
     }
 
     /// Replaces the states of a resource, and notifies the subscribers whose state has changed.
-    pub(super) fn update(&mut self, index: &Index, resource: &Resource, resolved: Resolved) {
+    pub(super) fn update(
+        &mut self,
+        index: &Index,
+        resource: &Resource,
+        resolved: Resolved,
+        history: &mut History,
+    ) {
         if let Some((resource, _)) = self.resources.get_key_value(resource) {
             let resource = resource.clone();
             let clients = &self.clients;
             let location = |id: u64| clients[&id].location.clone();
             if let Some(watched) = self.resources.get_mut(&resource) {
-                watched.update(index, &resource, resolved, location);
+                watched.update(index, &resource, resolved, history, location);
             }
         }
     }
@@ -302,8 +309,8 @@ impl Subscribers {
             }
             for resource in &client.subscribed {
                 if let Some(watched) = self.resources.get_mut(resource) {
-                    let published = watched.add(index, resource, &client.location, None);
-                    client.queue.push(resource.clone(), published);
+                    let state = watched.add(index, resource, &client.location, None);
+                    client.queue.push(resource.clone(), state);
                 }
             }
         }

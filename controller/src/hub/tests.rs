@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use super::*;
 use crate::index::object::{Object, Pod, Resource};
+use crate::index::state::State;
 use crate::index::tests::Chance;
 
 fn pod(name: &str, ip: &str) -> Change {
@@ -85,15 +86,7 @@ fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
     for reset in resets(&["10.0.0.2"]) {
         hub.apply([reset]);
         while let Some((_, published)) = reader.next() {
-            assert!(
-                !published
-                    .state
-                    .target
-                    .as_ref()
-                    .unwrap()
-                    .endpoints
-                    .is_empty()
-            );
+            assert!(!published.target.as_ref().unwrap().endpoints.is_empty());
         }
     }
 }
@@ -110,7 +103,7 @@ fn states_have_the_position_of_the_event_that_changed_them() {
     let mut reader = hub.watch_resources(None);
     let position = |reader: &Resources| {
         let (_, published) = reader.next()?;
-        let position = published.state.position.as_ref()?;
+        let position = published.position.as_ref()?;
         Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
     };
     hub.apply([event(list(Kind::Service, vec![api]), 10)]);
@@ -134,15 +127,7 @@ fn states_have_the_position_of_the_event_that_changed_them() {
     hub.apply([event(pod("p", "10.0.0.1"), 7)]);
     assert_eq!(position(&reader), None, "the Service of the API is gone");
     assert_eq!(
-        other
-            .next()
-            .unwrap()
-            .1
-            .state
-            .position
-            .as_ref()
-            .unwrap()
-            .versions[&Kind::Pod],
+        other.next().unwrap().1.position.as_ref().unwrap().versions[&Kind::Pod],
         12
     );
 }
@@ -165,7 +150,7 @@ async fn slow_reader_gets_the_latest_state_once() {
     reader.notifications().wait().await;
     let (_, published) = reader.next().unwrap();
     assert_eq!(
-        published.state.target.as_ref().unwrap().key,
+        published.target.as_ref().unwrap().key,
         Key::new("shop", "p999")
     );
     assert!(
@@ -195,7 +180,7 @@ async fn publishes_a_change_at_once_and_a_burst_together() {
     let elapsed = start.elapsed().as_millis();
     assert_eq!(elapsed, PUBLICATION_INTERVAL.as_millis());
     let (_, published) = reader.next().unwrap();
-    let target = published.state.target.as_ref().unwrap();
+    let target = published.target.as_ref().unwrap();
     assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
     drop(sender);
     following.await.unwrap();
@@ -234,7 +219,7 @@ async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
     let mut read = || {
         for (_, published) in readers.iter().filter_map(Resources::next) {
             messages += 1;
-            let kind = &published.state.target.as_ref().unwrap().kind;
+            let kind = &published.target.as_ref().unwrap().kind;
             let crate::index::state::TargetKind::Workload(workload) = kind else {
                 panic!("{kind:?}");
             };
@@ -292,7 +277,7 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
     };
     let endpoints = |reader: &Resources| {
         let published = reader.next()?.1;
-        let endpoints = published.state.target.as_ref()?.endpoints.iter();
+        let endpoints = published.target.as_ref()?.endpoints.iter();
         Some(
             endpoints
                 .map(|one| one.address.to_string())
@@ -365,7 +350,7 @@ fn streams_read_their_notifications_while_states_are_resolved() {
     });
     drop((resolving, other));
     assert_eq!(*resource, destination("10.0.0.1:80"));
-    assert!(published.state.target.is_none());
+    assert!(published.target.is_none());
 }
 
 #[test]
@@ -421,7 +406,7 @@ fn readers_of_any_pace_end_with_the_state_of_the_index() {
             assert_eq!(known.len(), subscribed, "seed {seed}");
             for (resource, published) in known {
                 assert_eq!(
-                    *published.state,
+                    **published,
                     hub.index().resolve(resource, &location).1,
                     "seed {seed}: {resource:?}"
                 );
@@ -430,7 +415,7 @@ fn readers_of_any_pace_end_with_the_state_of_the_index() {
     }
 }
 
-fn take(reader: &Resources, known: &mut HashMap<Arc<Resource>, Arc<Published>>) {
+fn take(reader: &Resources, known: &mut HashMap<Arc<Resource>, Arc<State>>) {
     if let Some((resource, published)) = reader.next() {
         known.insert(resource, published);
     }

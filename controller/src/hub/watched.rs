@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::Published;
+use super::history::History;
 use super::subscribers::ResourceQueue;
 use crate::index::Index;
 use crate::index::locality::{Location, Scope};
@@ -49,7 +49,7 @@ impl Resolved {
 pub(super) struct Watched {
     scope: Scope,
     /// The states by the location of clients within the scope. One for most resources.
-    pub(super) states: HashMap<Location, Arc<Published>>,
+    pub(super) states: HashMap<Location, Arc<State>>,
     pub(super) subscribers: BTreeMap<u64, Arc<ResourceQueue>>,
 }
 
@@ -61,8 +61,8 @@ impl Watched {
         resource: &Resource,
         location: &Location,
         resolved: Option<Resolved>,
-    ) -> Arc<Published> {
-        if let Some(known) = self.published(location) {
+    ) -> Arc<State> {
+        if let Some(known) = self.state(location) {
             return known.clone();
         }
         let mut resolved = resolved.unwrap_or_else(|| Resolved::new(index, resource, location));
@@ -71,13 +71,12 @@ impl Watched {
             self.scope = resolved.scope.clone();
         }
         let location = location.within(&self.scope);
-        let state = resolved.take(index, resource, &location);
-        let published = Published::next(None, state);
-        self.states.insert(location, published.clone());
-        published
+        let state = Arc::new(resolved.take(index, resource, &location));
+        self.states.insert(location, state.clone());
+        state
     }
 
-    pub(super) fn published(&self, location: &Location) -> Option<&Arc<Published>> {
+    pub(super) fn state(&self, location: &Location) -> Option<&Arc<State>> {
         self.states.get(&location.within(&self.scope))
     }
 
@@ -88,33 +87,53 @@ impl Watched {
         index: &Index,
         resource: &Arc<Resource>,
         mut resolved: Resolved,
+        history: &mut History,
         location: impl Fn(u64) -> Location,
     ) {
         let anywhere = Location::default();
         let before = std::mem::take(self);
         self.scope = resolved.scope.clone();
-        let state = resolved.take(index, resource, &anywhere);
-        let next = Published::next(before.states.get(&anywhere), state);
-        self.states.insert(anywhere.clone(), next.clone());
+        let mut next = |location: &Location| {
+            let state = resolved.take(index, resource, location);
+            next(before.states.get(location), state, history)
+        };
+        let shared = next(&anywhere);
+        self.states.insert(anywhere.clone(), shared.clone());
         let is_shared = [&before.scope, &self.scope] == [&Scope::default(); 2];
-        let is_same = |known: &Arc<Published>| Arc::ptr_eq(known, &next);
+        let is_same = |known: &Arc<State>| Arc::ptr_eq(known, &shared);
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
         for (id, queue) in before.subscribers.iter().filter(|_| !is_unchanged) {
             if is_shared {
-                queue.push(resource.clone(), next.clone());
+                queue.push(resource.clone(), shared.clone());
                 continue;
             }
             let location = location(*id);
-            let published = self.states.entry(location.within(&self.scope));
-            let published = published.or_insert_with_key(|location| {
-                let state = resolved.take(index, resource, location);
-                Published::next(before.states.get(location), state)
-            });
-            let known = before.published(&location).map(|known| known.state.version);
-            if known != Some(published.state.version) {
-                queue.push(resource.clone(), published.clone());
+            let state = self.states.entry(location.within(&self.scope));
+            let state = state.or_insert_with_key(&mut next);
+            let known = before.state(&location).map(|known| known.version);
+            if known != Some(state.version) {
+                queue.push(resource.clone(), state.clone());
             }
         }
         self.subscribers = before.subscribers;
     }
+}
+
+/// The next state of a resource: the current one, if the versions are equal. The endpoints that
+/// subscribers may have are recorded.
+fn next(current: Option<&Arc<State>>, next: State, history: &mut History) -> Arc<State> {
+    let Some(current) = current else {
+        return Arc::new(next);
+    };
+    if current.version == next.version {
+        return current.clone();
+    }
+    if let Some(target) = current
+        .target
+        .as_ref()
+        .filter(|_| current.rest == next.rest)
+    {
+        history.add(&target.endpoints);
+    }
+    Arc::new(next)
 }

@@ -4,8 +4,9 @@
 //! A Service keeps its first ports. Of the others, it keeps only the numbers: clients that use them
 //! get an error, and never a connection in plaintext. Its author gets a condition.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use super::endpoints::{MAX_BYTES, Room};
 use super::object::{Key, Kind, Service, ServicePort, Transport};
 use super::store::Store;
 use crate::routes::{Condition, ParentReference, ParentStatus, RouteStatus};
@@ -15,6 +16,8 @@ pub const MAX_PORTS: usize = 1000;
 /// The condition of a Service with ports over the limit.
 pub const APPLIES_TO_ALL_PORTS: &str = "diy-service-mesh.dev/AppliesToAllPorts";
 const TOO_MANY_PORTS: &str = "TooManyPorts";
+/// The condition of a Service with endpoints over the limit.
+const TOO_MANY_ENDPOINTS: &str = "TooManyEndpoints";
 
 /// The TCP ports of a Service over the limit, ascending.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,10 +44,11 @@ pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Exces
     (ports, excess)
 }
 
-/// The Services with ports over the limit.
+/// The Services with ports over the limit, and those with endpoints over the limit.
 #[derive(Debug, Default)]
 pub(super) struct ExcessServices {
     services: BTreeSet<Key>,
+    rooms: BTreeMap<Key, Room>,
     is_changed: bool,
 }
 
@@ -59,6 +63,20 @@ impl ExcessServices {
         };
     }
 
+    /// Replaces the room of the ports of a Service.
+    pub(super) fn set_room(&mut self, key: &Key, room: Option<Room>) {
+        self.is_changed |= self.rooms.get(key) != room.as_ref();
+        match room {
+            Some(room) => drop(self.rooms.insert(key.clone(), room)),
+            None => drop(self.rooms.remove(key)),
+        }
+    }
+
+    /// The room of the ports of a Service, unless all have enough.
+    pub(super) fn room(&self, key: &Key) -> Option<&Room> {
+        self.rooms.get(key)
+    }
+
     /// Whether a condition may have changed since the last call.
     pub(super) fn settle(&mut self) -> bool {
         std::mem::take(&mut self.is_changed)
@@ -69,10 +87,13 @@ impl ExcessServices {
         let known = statuses.iter().enumerate();
         let known = known.filter(|(_, status)| status.kind == Kind::Service);
         let known: HashMap<Key, usize> = known.map(|(at, one)| (one.key.clone(), at)).collect();
-        for service in self.services.iter().filter_map(|key| all.get(key)) {
+        let services: BTreeSet<&Key> = self.services.iter().chain(self.rooms.keys()).collect();
+        for service in services.into_iter().filter_map(|key| all.get(key)) {
+            let room = self.rooms.get(&service.key);
+            let room = room.map(|room| without_room(&service.key, room));
             let parent = ParentStatus {
                 parent: ParentReference::service(&service.key.name),
-                conditions: condition(service).into_iter().collect(),
+                conditions: condition(service).into_iter().chain(room).collect(),
             };
             match known.get(&service.key) {
                 Some(at) => statuses[*at].parents.push(parent),
@@ -90,8 +111,25 @@ impl ExcessServices {
     /// The number of references between objects.
     #[cfg(test)]
     pub(super) fn links(&self) -> usize {
-        self.services.len()
+        self.services.len() + self.rooms.len()
     }
+}
+
+/// The condition of a Service with endpoints over the limit.
+fn without_room(key: &Key, room: &Room) -> Condition {
+    let first = room.of_port.keys().next().map_or("", String::as_str);
+    Condition::new(
+        APPLIES_TO_ALL_PORTS,
+        false,
+        TOO_MANY_ENDPOINTS,
+        format!(
+            "the endpoints of the Service {key}, of all its ports together, take more than \
+             {} MiB; {} of its ports, in the order of their names from {first:?} on, lack some or \
+             all of them, and connections to ports without endpoints fail; split the Service",
+            MAX_BYTES / 1024 / 1024,
+            room.of_port.len(),
+        ),
+    )
 }
 
 /// The condition of a Service with ports over the limit. An ExternalName has no ports for the mesh.
@@ -167,13 +205,13 @@ mod tests {
                 let kind = target.map(|target| target.kind);
                 let expected = match port {
                     ..=1000 => TargetKind::Service,
-                    _ => TargetKind::ExcessPort,
+                    _ => TargetKind::ExcessPort(MAX_PORTS),
                 };
                 assert_eq!(kind, Some(expected), "{address} {port}");
             }
         }
         let other = state(&index, "10.96.0.1", 1201).target.unwrap().kind;
-        assert!(matches!(other, TargetKind::UnknownPort(ports) if ports.len() == 1000));
+        assert!(matches!(other, TargetKind::UnknownPort(ports) if ports.len() == 100));
         assert_eq!(state(&index, "192.0.2.1", 1201).target, None);
     }
 
@@ -211,7 +249,7 @@ mod tests {
         let target = state(&index(both), "192.0.2.1", 1001).target.unwrap();
         assert_eq!(
             (target.kind, target.key),
-            (TargetKind::ExcessPort, key("old"))
+            (TargetKind::ExcessPort(MAX_PORTS), key("old"))
         );
     }
 

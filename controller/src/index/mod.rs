@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod endpoints;
 pub mod enforcement;
 pub mod excess;
 mod headless;
@@ -48,6 +49,7 @@ pub struct Index {
     limits: Limits,
     headless: Headless,
     excess: ExcessServices,
+    endpoints: endpoints::Cache,
     slices_of_service: HashMap<Key, BTreeSet<Key>>,
     slices_of_pod: HashMap<Key, BTreeSet<Key>>,
     /// The slices with an endpoint at an address that names no pod.
@@ -285,6 +287,7 @@ impl Index {
             touched.node_ports.insert(port);
         }
         touched.services.insert(key.clone());
+        self.endpoints.invalidate(key);
         self.excess.set_service(key, old.as_ref(), new);
         self.routes.set_service(key, old.as_ref(), new);
         self.policies.set_service(key, new.is_some());
@@ -303,6 +306,7 @@ impl Index {
             let pods: Vec<Key> = self.slices_of(key).flat_map(pods_of).cloned().collect();
             self.headless.changed.extend(pods);
         }
+        self.set_room(key);
     }
 
     fn set_slice(&mut self, source: Source, key: &Key, new: Option<Slice>, touched: &mut Touched) {
@@ -322,6 +326,11 @@ impl Index {
             pods_of(slice).for_each(|pod| link(&mut self.slices_of_pod, pod, key));
             bare_addresses(slice).for_each(|ip| link(&mut self.slices_at, &ip, key));
         }
+        let services = old
+            .iter()
+            .chain(new)
+            .filter_map(|slice| slice.service.clone());
+        let services = BTreeSet::from_iter(services);
         for slice in old.iter().chain(new) {
             self.touch_service_of(slice, touched);
             let service = slice.service.as_ref();
@@ -331,6 +340,14 @@ impl Index {
                 self.headless.changed.extend(pods_of(slice).cloned());
             }
         }
+        services.iter().for_each(|service| self.set_room(service));
+    }
+
+    /// The ports or the slices of a Service have changed.
+    fn set_room(&mut self, key: &Key) {
+        let service = self.services.get(key);
+        let room = service.and_then(|service| self.compute_room(service));
+        self.excess.set_room(key, room);
     }
 
     fn set_pod(&mut self, source: Source, key: &Key, new: Option<Pod>, touched: &mut Touched) {
@@ -378,6 +395,7 @@ impl Index {
         if let Some(service) = service.and_then(|key| self.services.get(key)) {
             touch_addresses(service, touched);
             touched.services.insert(service.key.clone());
+            self.endpoints.invalidate(&service.key);
         }
     }
 

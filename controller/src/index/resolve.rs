@@ -1,18 +1,21 @@
 //! Resolution of resources: addresses and Services to their endpoints, for a client. Pure.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use super::Index;
+use super::endpoints::{Endpoint, Endpoints};
+use super::excess::MAX_PORTS;
 use super::headless::oldest;
-use super::locality::{self, Area, Candidate, Location, Scope};
-use super::object::{
-    Key, Pod, PodReference, Resource, Service, ServicePort, Slice, SliceEndpoint, Transport,
-};
-use super::state::{Endpoint, State, Target, TargetKind, Workload};
+use super::locality::{Area, Location, Scope};
+use super::object::{Key, Pod, PodReference, Resource, Service, ServicePort, Slice, Transport};
+use super::state::{State, Target, TargetKind, Workload};
 use crate::policy::Effective;
 use crate::routes::attach::Table;
+
+/// Ports of a Service in an error message.
+const MAX_NAMED_PORTS: usize = 100;
 
 impl Index {
     /// Resolves a resource for a client. Clients with equal locations within the scope share the
@@ -67,7 +70,10 @@ impl Index {
     fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let service = &self.services[self.services_at.get(&address.ip())?.first()?];
         let port = service.tcp_port(|port| port.port == address.port())?;
-        let target = self.service_port(service, port, address.is_ipv6(), client);
+        let target = match self.endpoints(service, &port.name, address.is_ipv6()) {
+            Ok(all) => service_target(service, port, all.select(service.local_only, client)),
+            Err(no_room) => return Some(excess_port(service, no_room.complete)),
+        };
         Some(self.with_routes(&service.key, port.port, target, client))
     }
 
@@ -84,11 +90,12 @@ impl Index {
         let (service, port) =
             services.min_by_key(|(service, _)| (service.created, &service.key))?;
         let Some(port) = port else {
-            return Some(excess_port(service));
+            return Some(excess_port(service, MAX_PORTS));
         };
-        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
-        let (area, endpoints) = locality::select(candidates, false, client);
-        let target = (area, service_target(service, port, endpoints));
+        let target = match self.endpoints(service, &port.name, address.is_ipv6()) {
+            Ok(all) => service_target(service, port, all.select(false, client)),
+            Err(no_room) => return Some(excess_port(service, no_room.complete)),
+        };
         Some(self.with_routes(&service.key, port.port, target, client))
     }
 
@@ -105,22 +112,23 @@ impl Index {
         let service = services.min_by_key(|service| (service.created, &service.key))?;
         let port = service.tcp_port(|port| port.node_port == Some(address.port()));
         let Some(port) = port else {
-            return Some(excess_port(service));
+            return Some(excess_port(service, MAX_PORTS));
         };
-        let candidates = self.endpoints(service, &port.name, address.is_ipv6());
+        let all = match self.endpoints(service, &port.name, address.is_ipv6()) {
+            Ok(all) => all,
+            Err(no_room) => return Some(excess_port(service, no_room.complete)),
+        };
         let on_node = Location {
             node: node.name.clone(),
             ..Location::default()
         };
         let is_local = service.external_local && client.node != node.name;
         let from = if is_local { &on_node } else { client };
-        let (area, endpoints) = locality::select(candidates, is_local, from);
-        let area = if service.external_local {
-            Area::Node
-        } else {
-            area
-        };
-        let target = (area, service_target(service, port, endpoints));
+        let (mut area, endpoints) = all.select(is_local, from);
+        if service.external_local {
+            area = Area::Node;
+        }
+        let target = service_target(service, port, (area, endpoints));
         Some(self.with_routes(&service.key, port.port, target, client))
     }
 
@@ -132,26 +140,22 @@ impl Index {
         let is_ipv6 = match primary {
             Some(primary) => primary.is_ipv6(),
             // A headless Service: IPv4, if there are such endpoints.
-            None => self.endpoints(service, &port.name, false).is_empty(),
+            None => {
+                let ipv4 = self.endpoints(service, &port.name, false);
+                ipv4.is_ok_and(|endpoints| endpoints.is_empty())
+            }
         };
-        let (area, target) = self.service_port(service, port, is_ipv6, client);
+        let all = match self.endpoints(service, &port.name, is_ipv6) {
+            Ok(all) => all,
+            Err(no_room) => return Some(excess_port(service, no_room.complete)),
+        };
+        let selected = all.select(service.local_only, client);
+        let (area, target) = service_target(service, port, selected);
         let scope = Scope {
             area,
             namespaces: None,
         };
         Some((scope, self.with_policy(&service.key, target)))
-    }
-
-    fn service_port(
-        &self,
-        service: &Service,
-        port: &ServicePort,
-        ipv6: bool,
-        client: &Location,
-    ) -> (Area, Target) {
-        let candidates = self.endpoints(service, &port.name, ipv6);
-        let (area, endpoints) = locality::select(candidates, service.local_only, client);
-        (area, service_target(service, port, endpoints))
     }
 
     /// Adds the policy of a Service.
@@ -217,10 +221,11 @@ impl Index {
             return None;
         }
         if service.has_excess_port(destination.port()) {
-            return Some(excess_port(service));
+            return Some(excess_port(service, MAX_PORTS));
         }
         let tcp = |port: &&ServicePort| port.protocol == Transport::Tcp;
         let ports = service.ports.iter().filter(tcp).map(|port| port.port);
+        let ports = ports.take(MAX_NAMED_PORTS);
         let kind = TargetKind::UnknownPort(ports.collect());
         Some(everywhere(Target::new(kind, service.key.clone())))
     }
@@ -233,14 +238,14 @@ impl Index {
         let headless: Vec<_> = headless.map(|(_, service, port)| (service, port)).collect();
         let target = Target {
             app_protocol: headless_protocol(&headless),
-            endpoints: vec![Endpoint {
+            endpoints: Arc::new(Endpoints::new(vec![Endpoint {
                 address: destination,
                 zone: pod.zone.clone(),
                 pod: Some(pod.key.clone()),
                 identity: pod.identity_at(destination.port()),
                 opaque: pod.is_opaque_at(destination.port()),
                 draining: false,
-            }],
+            }])),
             ..Target::new(TargetKind::Pod, pod.key.clone())
         };
         Some(match oldest(&headless) {
@@ -255,60 +260,6 @@ impl Index {
     pub(super) fn holder(&self, address: IpAddr) -> Option<&Pod> {
         self.pods_at(address)
             .max_by_key(|pod| (!pod.terminating, pod.created, &pod.key))
-    }
-
-    /// The endpoints of a port that are ready or drain, in the family of the cluster IP.
-    fn endpoints(&self, service: &Service, port: &str, ipv6: bool) -> Vec<Candidate<'_>> {
-        let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
-        for slice in self.slices_of(&service.key) {
-            for number in slice.tcp_ports(port) {
-                let endpoints = slice.endpoints.iter();
-                for endpoint in endpoints.filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
-                    let address = SocketAddr::new(endpoint.address, number);
-                    all.entry(address).or_default().push(endpoint);
-                }
-            }
-        }
-        let all = all.into_iter();
-        all.filter_map(|(address, same)| self.usable(service, address, &same))
-            .collect()
-    }
-
-    /// Several slices may contain an address while an endpoint moves between them. It terminates if
-    /// it terminates in any of them.
-    fn usable<'a>(
-        &self,
-        service: &Service,
-        address: SocketAddr,
-        same: &[&'a SliceEndpoint],
-    ) -> Option<Candidate<'a>> {
-        let terminating = same.iter().filter(|endpoint| endpoint.terminating);
-        let terminating: HashSet<_> = terminating.map(|endpoint| &endpoint.pod).collect();
-        let all = same.iter().copied().filter_map(|endpoint| {
-            let pod = match &endpoint.pod {
-                None => None,
-                // Only the pod determines whether it is meshed: endpoints of unknown pods are not
-                // usable.
-                Some(reference) => Some(self.pod_of(reference)?),
-            };
-            let terminating =
-                pod.is_some_and(|pod| pod.terminating) || terminating.contains(&endpoint.pod);
-            let ready = service.publish_not_ready || (endpoint.ready && !terminating);
-            let draining = !ready && terminating && endpoint.serving;
-            (ready || draining).then_some((draining, endpoint, pod))
-        });
-        let (draining, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
-        // Whoever maintains the slice: the pod at the address is meshed or not.
-        let holder = pod.or_else(|| self.holder(address.ip()));
-        let endpoint = Endpoint {
-            address,
-            zone: slice.zone.clone(),
-            pod: pod.map(|pod| pod.key.clone()),
-            identity: holder.and_then(|pod| pod.identity_at(address.port())),
-            opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
-            draining,
-        };
-        Some(Candidate { endpoint, slice })
     }
 
     /// The referenced pod, unless a successor has its name.
@@ -337,19 +288,25 @@ fn headless_protocol(ports: &[(&Service, &ServicePort)]) -> String {
     only.cloned().unwrap_or_default()
 }
 
-fn service_target(service: &Service, port: &ServicePort, endpoints: Vec<Endpoint>) -> Target {
-    Target {
+fn service_target(
+    service: &Service,
+    port: &ServicePort,
+    (area, endpoints): (Area, Arc<Endpoints>),
+) -> (Area, Target) {
+    let target = Target {
         app_protocol: port.app_protocol.clone(),
         session_affinity: service.session_affinity,
         endpoints,
         ..Target::new(TargetKind::Service, service.key.clone())
-    }
+    };
+    (area, target)
 }
 
 /// A port of a Service over the limit. Without a target, its connections would pass through in
 /// plaintext, also to meshed pods.
-fn excess_port(service: &Service) -> (Scope, Target) {
-    everywhere(Target::new(TargetKind::ExcessPort, service.key.clone()))
+fn excess_port(service: &Service, supported: usize) -> (Scope, Target) {
+    let kind = TargetKind::ExcessPort(supported);
+    everywhere(Target::new(kind, service.key.clone()))
 }
 
 /// A target that does not depend on the client.

@@ -1,12 +1,13 @@
 //! The state of a resource, its version, and the difference between two states. Pure values.
 
-use std::cmp::Ordering;
-use std::net::SocketAddr;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::{BackendPolicy, RateLimit};
 use prost::Message;
 
+#[cfg(test)]
+use super::endpoints::Delta;
+use super::endpoints::Endpoints;
 use super::object::{Inbound, Key};
 use super::position::Position;
 use super::version::{self, Digest, Version};
@@ -19,6 +20,8 @@ pub struct State {
     pub position: Option<Arc<Position>>,
     /// The version.
     pub version: Version,
+    /// The digest of all but the endpoints.
+    pub rest: Version,
     /// The target. `None`: neither a Service nor a pod, or a pod that is not meshed.
     pub target: Option<Target>,
 }
@@ -34,9 +37,8 @@ pub struct Target {
     pub app_protocol: String,
     /// How long a client keeps its endpoint after a request, in seconds. 0: not at all.
     pub session_affinity: u32,
-    /// The endpoints that are ready, and those that drain, ascending by address, without
-    /// duplicates.
-    pub endpoints: Vec<Endpoint>,
+    /// The endpoints that are ready, and those that drain.
+    pub endpoints: Arc<Endpoints>,
     /// The Service whose routes and policy it has. Of a pod, a headless Service that selects it.
     pub service: Option<Key>,
     /// The routes for the client, if there are any. Only destinations have routes.
@@ -50,10 +52,10 @@ pub struct Target {
 pub enum TargetKind {
     /// A Service by its cluster IP.
     Service,
-    /// A Service by its cluster IP that does not have the port, and the TCP ports that it has.
-    UnknownPort(Vec<u16>),
-    /// A TCP port of a Service over the limit.
-    ExcessPort,
+    /// A Service by its cluster IP that does not have the port, and the first TCP ports that it has.
+    UnknownPort(Box<[u16]>),
+    /// A TCP port of a Service over its limit, and the number of ports that have endpoints.
+    ExcessPort(usize),
     /// A pod by its own IP.
     Pod,
     /// The inbound configuration of a pod.
@@ -71,33 +73,8 @@ pub struct Workload {
     pub rate_limits: Vec<RateLimit>,
 }
 
-/// One endpoint of a target.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Endpoint {
-    /// The address and port.
-    pub address: SocketAddr,
-    /// The zone, or empty.
-    pub zone: Arc<str>,
-    /// The pod, if known.
-    pub pod: Option<Key>,
-    /// The SPIFFE ID, if the endpoint is meshed.
-    pub identity: Option<Arc<str>>,
-    /// Whether the pod declares the port opaque.
-    pub opaque: bool,
-    /// Whether the endpoint terminates and still serves: used only while none is ready.
-    pub draining: bool,
-}
-
-/// The difference between the endpoints of two states.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Delta {
-    /// New and changed endpoints.
-    pub upserted: Vec<Endpoint>,
-    /// Addresses of removed endpoints.
-    pub removed: Vec<SocketAddr>,
-}
-
 /// The update for a subscriber.
+#[cfg(test)]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Update {
     /// The whole state: the target has changed.
@@ -116,7 +93,7 @@ impl Target {
             key,
             app_protocol: String::new(),
             session_affinity: 0,
-            endpoints: Vec::new(),
+            endpoints: Arc::default(),
             service: None,
             routes: None,
             policy: None,
@@ -134,67 +111,39 @@ impl PartialEq for State {
 impl State {
     /// The state of a resource with this target.
     pub fn new(target: Option<Target>) -> State {
+        let rest = digest_of_rest(target.as_ref());
+        let endpoints = target.as_ref().map(|target| target.endpoints.version);
         State {
             position: None,
-            version: version_of(target.as_ref()),
+            version: version::of("state", &(rest, endpoints)),
+            rest,
             target,
         }
     }
 
     /// The update for a subscriber with the state `before`.
+    #[cfg(test)]
     pub fn since(&self, before: &State) -> Update {
         if self.version == before.version {
             return Update::Nothing;
         }
         match (&before.target, &self.target) {
-            (Some(old), Some(new)) if self.differs_in_endpoints(before) => {
-                Update::Difference(difference(&old.endpoints, &new.endpoints))
+            (Some(old), Some(new)) if self.rest == before.rest => {
+                Update::Difference(new.endpoints.since(&old.endpoints))
             }
             _ => Update::Whole,
         }
     }
-
-    /// Whether all but the endpoints is as before.
-    pub fn differs_in_endpoints(&self, before: &State) -> bool {
-        let (Some(old), Some(new)) = (&before.target, &self.target) else {
-            return false;
-        };
-        (&old.kind, &old.key, &old.app_protocol, old.session_affinity)
-            == (&new.kind, &new.key, &new.app_protocol, new.session_affinity)
-            && old.routes == new.routes
-            && old.policy == new.policy
-    }
 }
 
-/// Compares lists that ascend by address, in one pass.
-fn difference(old: &[Endpoint], new: &[Endpoint]) -> Delta {
-    let mut delta = Delta::default();
-    let (mut old, mut new) = (old.iter().peekable(), new.iter().peekable());
-    loop {
-        let order = match (old.peek(), new.peek()) {
-            (None, None) => return delta,
-            (Some(_), None) => Ordering::Less,
-            (None, Some(_)) => Ordering::Greater,
-            (Some(before), Some(after)) => before.address.cmp(&after.address),
-        };
-        let before = if order.is_le() { old.next() } else { None };
-        let after = if order.is_ge() { new.next() } else { None };
-        match (before, after) {
-            (Some(before), None) => delta.removed.push(before.address),
-            (before, Some(after)) if before != Some(after) => delta.upserted.push(after.clone()),
-            _ => {}
-        }
-    }
-}
-
-fn version_of(target: Option<&Target>) -> Version {
+fn digest_of_rest(target: Option<&Target>) -> Version {
     let Some(target) = target else {
         return Digest::new("unknown").finish();
     };
     let mut digest = Digest::new(match target.kind {
         TargetKind::Service => "service",
         TargetKind::UnknownPort(_) => "unknown port",
-        TargetKind::ExcessPort => "excess port",
+        TargetKind::ExcessPort(_) => "excess port",
         TargetKind::Pod => "pod",
         TargetKind::Workload(_) => "workload",
     });
@@ -209,6 +158,9 @@ fn version_of(target: Option<&Target>) -> Version {
         digest.number(ports.len() as u64);
         ports.iter().for_each(|port| digest.number((*port).into()));
     }
+    if let TargetKind::ExcessPort(ports) = &target.kind {
+        digest.number(*ports as u64);
+    }
     digest.text(&target.key.namespace);
     digest.text(&target.key.name);
     digest.text(&target.app_protocol);
@@ -218,15 +170,6 @@ fn version_of(target: Option<&Target>) -> Version {
     }
     if let Some(policy) = &target.policy {
         digest.text(&version::of("policy", policy).to_string());
-    }
-    for endpoint in &target.endpoints {
-        digest.address(endpoint.address.ip());
-        digest.number(endpoint.address.port().into());
-        digest.text(&endpoint.zone);
-        digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
-        digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
-        digest.text(endpoint.identity.as_deref().unwrap_or(""));
-        digest.number(u64::from(endpoint.opaque) | u64::from(endpoint.draining) << 1);
     }
     digest.finish()
 }
@@ -248,6 +191,7 @@ fn digest_inbound(digest: &mut Digest, inbound: &Inbound) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::endpoints::Endpoint;
     use super::*;
 
     fn endpoint(address: &str, zone: &str) -> Endpoint {
@@ -264,7 +208,7 @@ mod tests {
     fn state(name: &str, endpoints: Vec<Endpoint>) -> State {
         let key = Key::new("shop", name);
         State::new(Some(Target {
-            endpoints,
+            endpoints: Arc::new(Endpoints::new(endpoints)),
             ..Target::new(TargetKind::Service, key)
         }))
     }
@@ -394,11 +338,11 @@ mod tests {
         }
         for ports in [vec![], vec![80], vec![80, 443]] {
             let target = Target {
-                kind: TargetKind::UnknownPort(ports),
+                kind: TargetKind::UnknownPort(ports.into()),
                 key: Key::new("shop", "web"),
                 app_protocol: String::new(),
                 session_affinity: 0,
-                endpoints: vec![],
+                endpoints: Arc::default(),
                 service: None,
                 routes: None,
                 policy: None,

@@ -5,11 +5,12 @@ use std::net::SocketAddr;
 
 use serde_json::{Value, json};
 
+use super::endpoints::{Delta, Endpoint};
 use super::locality::{Area, Location, Scope};
 use super::object::{
     Canary, Inbound, Resource, ServicePort, SliceEndpoint, SlicePort, TargetPort, Transport,
 };
-use super::state::{Delta, Endpoint, State, Update};
+use super::state::{State, Update};
 use super::*;
 use crate::policy::{self, Policy};
 use crate::routes::model::{Grant, Rejection, Route};
@@ -1286,8 +1287,8 @@ fn changes_are_reported_and_deltas_transform_states() {
                 if let Update::Difference(delta) = new.since(old) {
                     let endpoints = patched(&old.target.as_ref().unwrap().endpoints, &delta);
                     assert_eq!(
-                        endpoints,
-                        new.target.as_ref().unwrap().endpoints,
+                        endpoints[..],
+                        new.target.as_ref().unwrap().endpoints[..],
                         "seed {seed} step {step}: {destination}"
                     );
                 }

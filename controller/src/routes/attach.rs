@@ -2,8 +2,9 @@
 //! and what their authors are told. Pure.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::Fault;
 use prost::Message;
 
@@ -52,6 +53,7 @@ pub struct Table {
     pub is_unreadable: bool,
     /// The digest of all of this.
     pub version: Version,
+    encoded: OnceLock<Bytes>,
 }
 
 impl Table {
@@ -75,7 +77,13 @@ impl Table {
             faults,
             routes,
             is_unreadable: false,
+            encoded: OnceLock::new(),
         }
+    }
+
+    /// The routes as `encode` encodes them, the first time only.
+    pub fn encoded(&self, encode: impl FnOnce(&Table) -> Bytes) -> &Bytes {
+        self.encoded.get_or_init(|| encode(self))
     }
 }
 
