@@ -136,7 +136,7 @@ impl Row {
 /// The requests to a headless Service stay at the pod that the client has selected.
 fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
     let row = |rule: &Rule<String>| row(rule, service, is_headless || rule.to_destination);
-    let faults = table.faults.iter().map(fault);
+    let faults = table.faults().iter().map(fault);
     let matches = table.matches.iter().map(|(position, one)| {
         let rule = usize::try_from(*position).ok();
         let rule = rule.and_then(|position| table.rules.get(position));

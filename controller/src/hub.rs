@@ -8,38 +8,50 @@
 //! Two locks: that of the index, and that of the subscribers, in this order. States are resolved
 //! under a shared lock of the index only, so streams read their queues meanwhile. The conditions of
 //! `enforcement` have a lock of their own, which is taken alone.
+//!
+//! [`Hub::follow`] alone changes the index. It works in slices of a few milliseconds, without a lock
+//! between them. Namespaces take turns in publications, so that none waits for the states of another.
 
 mod enforcement;
+mod held;
 mod history;
 mod queue;
 mod resources;
 mod services;
 mod subscribers;
+mod turns;
+mod update;
 mod watched;
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::PodRef;
 use crate::index::locality::Location;
-use crate::index::object::{Change, Event, Key, Kind, Source};
+use crate::index::object::{Event, Key, Kind, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::enforcement::Reports;
+use held::{Held, Longest};
 use history::History;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
 use subscribers::Subscribers;
+use turns::Turns;
+use update::Update;
 use watched::Resolved;
 
-/// The maximum number of changes that are applied under one lock.
+/// The maximum number of changes that are taken at once.
 const MAX_BATCH: usize = 1024;
+/// Time after which work under a lock makes a pause.
+const MAX_SLICE: Duration = Duration::from_millis(5);
 /// Minimum time between two publications, which merges the changes of a rollout.
 const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
 /// Minimum time between two publications of the replicas that share rate limits.
@@ -79,6 +91,7 @@ pub struct Hub {
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
+    holds: Arc<[Longest; 3]>,
 }
 
 /// Sizes for the metrics.
@@ -107,6 +120,7 @@ impl Hub {
             routed: watch::Sender::new(()),
             reports: Arc::default(),
             history: Arc::default(),
+            holds: Arc::default(),
         }
     }
 
@@ -117,61 +131,78 @@ impl Hub {
         // A change of the replicas of a Service concerns all of its pods.
         let mut replicas = BTreeSet::new();
         let (mut next_publication, mut next_replicas) = (Instant::now(), Instant::now());
+        let mut turns = Turns::default();
         loop {
             tokio::select! {
                 count = changes.recv_many(&mut batch, MAX_BATCH) => {
+                    let mut update = Update::new(batch.drain(..));
+                    while !self.update(&mut update, &mut touched) {
+                        yield_now().await;
+                    }
+                    replicas.append(&mut touched.replicas);
                     if count == 0 {
                         touched.replicas = replicas;
-                        return self.publish(&touched);
+                        self.begin_publication(&touched, &mut turns);
+                        while self.publish(&mut turns) {}
+                        return;
                     }
-                    self.update(batch.drain(..), &mut touched);
-                    replicas.append(&mut touched.replicas);
                 }
                 () = sleep_until(next_replicas), if !replicas.is_empty() => {
                     touched.replicas = std::mem::take(&mut replicas);
                     next_replicas = Instant::now() + REPLICAS_INTERVAL;
                 }
                 () = sleep_until(next_publication), if touched != Touched::default() => {
-                    self.publish(&std::mem::take(&mut touched));
+                    self.begin_publication(&std::mem::take(&mut touched), &mut turns);
                     next_publication = Instant::now() + PUBLICATION_INTERVAL;
                 }
+                () = yield_now(), if !turns.is_empty() => drop(self.publish(&mut turns)),
             }
         }
     }
 
     /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
-        let mut touched = Touched::default();
-        self.update(changes, &mut touched);
-        self.publish(&touched);
+        let (mut touched, mut turns) = (Touched::default(), Turns::default());
+        let mut update = Update::new(changes.into_iter().map(Into::into));
+        while !self.update(&mut update, &mut touched) {}
+        self.begin_publication(&touched, &mut turns);
+        while self.publish(&mut turns) {}
     }
 
-    /// Applies changes and adds the affected topics to `touched`.
-    fn update<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>, touched: &mut Touched) {
-        let mut listed: BTreeSet<(Source, Kind)> = BTreeSet::new();
-        let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
-        for event in changes.into_iter().map(Into::into) {
-            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
-                &event.change
-            {
-                listed.insert((*source, *kind));
+    /// Applies a part of the changes and adds the affected topics to `touched`. Returns whether all
+    /// are applied.
+    fn update(&self, update: &mut Update, touched: &mut Touched) -> bool {
+        let mut index = self.index_mut();
+        let end = Instant::now() + MAX_SLICE;
+        while let Some(step) = update.next(&index) {
+            index.step(step, touched);
+            if Instant::now() >= end {
+                return false;
             }
-            index.apply_event(event, touched);
         }
-        if index.settle(touched) {
+        while !index.settle_one(touched) {
+            if Instant::now() >= end {
+                return false;
+            }
+        }
+        if index.take_status_changed() {
             self.routed.send_replace(());
         }
         self.meshed.send_if_modified(|meshed| {
-            let now = index.meshed_namespaces().cloned().collect();
-            std::mem::replace(meshed, now) != *meshed
+            let is_changed = !index.meshed_namespaces().eq(meshed.iter());
+            if is_changed {
+                *meshed = index.meshed_namespaces().cloned().collect();
+            }
+            is_changed
         });
         drop(index);
         self.changed.send_replace(());
         self.missing.send_if_modified(|missing| {
             let before = missing.len();
-            missing.retain(|one| !listed.contains(one));
+            missing.retain(|one| !update.listed.contains(one));
             missing.len() < before
         });
+        true
     }
 
     /// The kinds that were not listed yet. Empty if the catalog is synced.
@@ -319,12 +350,25 @@ impl Hub {
         }
     }
 
-    /// Resolves what is affected, and notifies its subscribers. The shared lock keeps the index
-    /// unchanged until the end, so that a new subscriber cannot replace a newer state.
-    fn publish(&self, touched: &Touched) {
+    /// Adds what is affected to the turns of its namespaces.
+    fn begin_publication(&self, touched: &Touched, turns: &mut Turns) {
         let index = self.index();
-        let affected = self.subscribers().affected(&index, touched);
-        for resource in affected {
+        let mut subscribers = self.subscribers();
+        for resource in subscribers.affected(&index, touched) {
+            let namespace = subscribers.namespace(&resource);
+            turns.add(namespace, resource);
+        }
+        subscribers.relocate(&index, touched);
+        subscribers.notify_services(&touched.services);
+    }
+
+    /// Resolves a part of what is affected, and notifies its subscribers. Returns whether something
+    /// is left. The shared lock keeps the index unchanged while a resource is resolved, so that a
+    /// new subscriber cannot replace a newer state.
+    fn publish(&self, turns: &mut Turns) -> bool {
+        let index = self.index();
+        let end = Instant::now() + MAX_SLICE;
+        while let Some(resource) = turns.next() {
             let mut resolved = Resolved::new(&index, &resource, &Location::default());
             let locations = self.subscribers().locations(&resource, &resolved.scope);
             for location in locations {
@@ -333,14 +377,28 @@ impl Hub {
             let history = &mut self.history();
             self.subscribers()
                 .update(&index, &resource, resolved, history);
+            if Instant::now() >= end {
+                break;
+            }
         }
-        self.subscribers().relocate(&index, touched);
-        self.subscribers().notify_services(&touched.services);
+        !turns.is_empty()
+    }
+
+    /// The time for which the locks were held at most: that of the index, exclusive and shared, and
+    /// that of the subscribers.
+    pub fn longest_holds(&self) -> [Duration; 3] {
+        self.holds.each_ref().map(Longest::get)
     }
 
     /// After a panic under a lock, index and subscribers stay in use.
-    fn index(&self) -> RwLockReadGuard<'_, Index> {
-        self.index.read().unwrap_or_else(PoisonError::into_inner)
+    fn index(&self) -> Held<'_, RwLockReadGuard<'_, Index>> {
+        let guard = self.index.read().unwrap_or_else(PoisonError::into_inner);
+        self.holds[1].hold(guard)
+    }
+
+    fn index_mut(&self) -> Held<'_, RwLockWriteGuard<'_, Index>> {
+        let guard = self.index.write().unwrap_or_else(PoisonError::into_inner);
+        self.holds[0].hold(guard)
     }
 
     fn history(&self) -> MutexGuard<'_, History> {
@@ -351,10 +409,9 @@ impl Hub {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn subscribers(&self) -> MutexGuard<'_, Subscribers> {
-        self.subscribers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn subscribers(&self) -> Held<'_, MutexGuard<'_, Subscribers>> {
+        let guard = self.subscribers.lock();
+        self.holds[2].hold(guard.unwrap_or_else(PoisonError::into_inner))
     }
 }
 

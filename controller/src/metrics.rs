@@ -180,6 +180,15 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             ("subscribers", subscriptions as i64),
         ],
     )?;
+    let holds = ["index", "index, shared", "subscribers"].into_iter();
+    let holds = holds.zip(hub.longest_holds());
+    encode_gauges(
+        encoder,
+        "longest_lock_hold_microseconds",
+        "Time for which a lock was held at most since the start",
+        "lock",
+        holds.map(|(lock, time)| (lock, i64::try_from(time.as_micros()).unwrap_or(i64::MAX))),
+    )?;
     encode_gauges(
         encoder,
         "streams_without_capability",
@@ -262,6 +271,7 @@ mod tests {
             "diy_mesh_controller_streams{rpc=\"Discover\"} 1",
             "diy_mesh_controller_catalog_objects{kind=\"Pod\"} 1",
             "diy_mesh_controller_subscriptions{of=\"subscribers\"} 1",
+            "# TYPE diy_mesh_controller_longest_lock_hold_microseconds gauge",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}: {text}");
         }

@@ -1,6 +1,10 @@
 //! What one caller may hold at the same time: connections, calls and subscriptions. A caller is a
 //! pod, by its UID, or else a user. Never an address: a gateway or a node that translates addresses
 //! is one address of many callers.
+//!
+//! Subscriptions are charged in bytes. A caller may have what is free of the budget of the replica.
+//! When nothing is free, it may have its share: the budget, divided by the namespaces of callers
+//! and by the callers in its own.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -14,13 +18,26 @@ use crate::authenticate::Caller;
 pub const MAX_CONNECTIONS: usize = 16;
 /// A proxy has two or three: streams, and requests for certificates.
 pub const MAX_CALLS: usize = 16;
-/// Far more than the destinations of a pod; proxies unsubscribe from idle ones. Also the names of
-/// Services in WatchServices.
-pub const MAX_SUBSCRIPTIONS: usize = 10_000;
+/// The memory of a subscription, also of a name of a Service in WatchServices.
+pub const SUBSCRIPTION_BYTES: usize = 1024;
+/// The budget of a replica for subscriptions. Shares come on top of it, at most as much again.
+const BUDGET_BYTES: usize = 256 * 1024 * 1024;
 
 /// The quotas of all callers with open calls or connections. Cheap to clone.
-#[derive(Clone, Default)]
-pub struct Quotas(Arc<Mutex<HashMap<Arc<str>, Weak<Quota>>>>);
+#[derive(Clone)]
+pub struct Quotas {
+    callers: Arc<Mutex<HashMap<Arc<str>, Weak<Quota>>>>,
+    budget: Arc<Budget>,
+}
+
+impl Default for Quotas {
+    fn default() -> Self {
+        Quotas {
+            callers: Arc::default(),
+            budget: Arc::new(Budget::new(BUDGET_BYTES)),
+        }
+    }
+}
 
 /// A place in a quota, until it is dropped. Keeps the quota in use.
 pub struct Counted(
@@ -32,7 +49,114 @@ pub struct Counted(
 pub struct Quota {
     connections: Arc<Semaphore>,
     calls: Arc<Semaphore>,
-    subscriptions: Arc<Semaphore>,
+    budget: Arc<Budget>,
+    /// The namespace and the UID of the pod. Callers without a pod share one holder.
+    holder: (Arc<str>, Arc<str>),
+}
+
+/// The bytes that callers share.
+struct Budget {
+    bytes: usize,
+    used: Mutex<Used>,
+}
+
+#[derive(Default)]
+struct Used {
+    all: usize,
+    /// By namespace and caller, without zeros.
+    by_holder: HashMap<Arc<str>, HashMap<Arc<str>, usize>>,
+}
+
+impl Budget {
+    fn new(bytes: usize) -> Budget {
+        let used = Mutex::default();
+        Budget { bytes, used }
+    }
+
+    /// Whether the holder may have these bytes more.
+    fn take(&self, (namespace, caller): &(Arc<str>, Arc<str>), bytes: usize) -> bool {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_free = used.all + bytes <= self.bytes;
+        let of_namespace = used.by_holder.get(namespace);
+        let own = of_namespace
+            .and_then(|callers| callers.get(caller))
+            .copied();
+        let namespaces = used.by_holder.len() + usize::from(of_namespace.is_none());
+        let callers = of_namespace.map_or(0, HashMap::len) + usize::from(own.is_none());
+        let is_within = own.unwrap_or(0) + bytes <= self.bytes / namespaces / callers;
+        if is_free || is_within {
+            used.all += bytes;
+            let of_namespace = used.by_holder.entry(namespace.clone()).or_default();
+            *of_namespace.entry(caller.clone()).or_default() += bytes;
+        }
+        is_free || is_within
+    }
+
+    fn give_back(&self, (namespace, caller): &(Arc<str>, Arc<str>), bytes: usize) {
+        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
+        used.all -= bytes;
+        if let Some(callers) = used.by_holder.get_mut(namespace) {
+            if let Some(own) = callers.get_mut(caller) {
+                *own -= bytes;
+            }
+            callers.retain(|_, bytes| *bytes > 0);
+            if callers.is_empty() {
+                used.by_holder.remove(namespace);
+            }
+        }
+    }
+}
+
+/// The subscriptions of a stream, which are charged until it is dropped.
+pub struct Subscribed {
+    quota: Arc<Quota>,
+    count: usize,
+}
+
+impl Subscribed {
+    /// No subscriptions of this caller.
+    pub fn new(quota: Arc<Quota>) -> Subscribed {
+        Subscribed { quota, count: 0 }
+    }
+
+    /// Charges further subscriptions, if the caller may have them.
+    pub fn add(&mut self, count: usize) -> Result<(), Status> {
+        let Quota { budget, holder, .. } = &*self.quota;
+        if !budget.take(holder, count.saturating_mul(SUBSCRIPTION_BYTES)) {
+            return Err(Status::resource_exhausted(format!(
+                "the subscriptions of all pods take {} MiB, the maximum of this replica, and this \
+                 pod has its share; unsubscribe from idle destinations, or add replicas",
+                budget.bytes / 1024 / 1024
+            )));
+        }
+        self.count += count;
+        Ok(())
+    }
+
+    /// Ends one.
+    pub fn remove_one(&mut self) {
+        let Quota { budget, holder, .. } = &*self.quota;
+        budget.give_back(holder, SUBSCRIPTION_BYTES);
+        self.count -= 1;
+    }
+}
+
+impl Drop for Subscribed {
+    fn drop(&mut self) {
+        let Quota { budget, holder, .. } = &*self.quota;
+        budget.give_back(holder, self.count * SUBSCRIPTION_BYTES);
+    }
+}
+
+#[cfg(test)]
+impl Quotas {
+    /// Quotas with a budget for this number of subscriptions.
+    pub fn with_subscriptions(count: usize) -> Quotas {
+        Quotas {
+            budget: Arc::new(Budget::new(count * SUBSCRIPTION_BYTES)),
+            ..Quotas::default()
+        }
+    }
 }
 
 impl Quotas {
@@ -40,26 +164,23 @@ impl Quotas {
     pub fn of(&self, caller: &Caller) -> Arc<Quota> {
         let pod = caller.pod.as_ref().map(|pod| &pod.uid);
         let key = pod.unwrap_or(&caller.user);
-        let mut quotas = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut quotas = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(quota) = quotas.get(key).and_then(Weak::upgrade) {
             return quota;
         }
         if quotas.len() == quotas.capacity() {
             quotas.retain(|_, quota| quota.strong_count() > 0);
         }
-        let quota = Arc::new(Quota::default());
-        quotas.insert(key.clone(), Arc::downgrade(&quota));
-        quota
-    }
-}
-
-impl Default for Quota {
-    fn default() -> Self {
-        Quota {
+        let holder = caller.pod.as_ref();
+        let holder = holder.map(|pod| (pod.namespace.clone(), pod.uid.clone()));
+        let quota = Arc::new(Quota {
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
-            subscriptions: Arc::new(Semaphore::new(MAX_SUBSCRIPTIONS)),
-        }
+            budget: self.budget.clone(),
+            holder: holder.unwrap_or_else(|| ("".into(), "".into())),
+        });
+        quotas.insert(key.clone(), Arc::downgrade(&quota));
+        quota
     }
 }
 
@@ -77,19 +198,6 @@ impl Quota {
         let permit = self.calls.clone().try_acquire_owned();
         let permit = permit.map_err(|_| exhausted(MAX_CALLS, "open calls", "end some of them"))?;
         Ok(Counted(permit, self.clone()))
-    }
-
-    /// Subscriptions, until the permit is dropped.
-    pub fn subscriptions(&self, count: usize) -> Result<OwnedSemaphorePermit, Status> {
-        let many = u32::try_from(count).unwrap_or(u32::MAX);
-        let permit = self.subscriptions.clone().try_acquire_many_owned(many);
-        permit.map_err(|_| {
-            exhausted(
-                MAX_SUBSCRIPTIONS,
-                "subscriptions",
-                "unsubscribe from idle destinations",
-            )
-        })
     }
 }
 
@@ -129,20 +237,51 @@ mod tests {
         let connection = pod.connection().unwrap();
         drop(pod);
         assert!(
-            quotas.0.lock().unwrap().len() < 100,
+            quotas.callers.lock().unwrap().len() < 100,
             "unused ones are removed"
         );
         assert_eq!(Arc::as_ptr(&quotas.of(&caller("web", Some("1")))), address);
         drop(connection);
     }
 
+    fn of(quotas: &Quotas, namespace: &str, uid: &str) -> Subscribed {
+        let mut caller = caller("web", Some(uid));
+        if let Some(pod) = &mut caller.pod {
+            pod.namespace = namespace.into();
+        }
+        Subscribed::new(quotas.of(&caller))
+    }
+
     #[test]
-    fn permits_return_to_the_quota() {
-        let quota = Quota::default();
-        let all = quota.subscriptions(MAX_SUBSCRIPTIONS).unwrap();
-        let status = quota.subscriptions(1).unwrap_err();
-        assert_eq!(status.code(), tonic::Code::ResourceExhausted);
-        drop(all);
-        assert!(quota.subscriptions(1).is_ok());
+    fn caller_may_have_what_is_free_and_else_its_share() {
+        let quotas = Quotas::with_subscriptions(1200);
+        // Twenty pods of one namespace take all.
+        let mut hostile: Vec<Subscribed> = (0..20)
+            .map(|uid| of(&quotas, "hostile", &uid.to_string()))
+            .collect();
+        for one in &mut hostile {
+            one.add(60).unwrap();
+        }
+        for one in &mut hostile {
+            assert_eq!(
+                one.add(1).unwrap_err().code(),
+                tonic::Code::ResourceExhausted
+            );
+        }
+        // Pods of other namespaces have their shares nevertheless.
+        let mut shop = ["a", "b"].map(|uid| of(&quotas, "shop", uid));
+        shop[0].add(300).unwrap();
+        shop[1].add(300).unwrap();
+        assert!(shop[1].add(1).is_err());
+        let mut other = of(&quotas, "other", "c");
+        other.add(400).unwrap();
+        assert!(other.add(1).is_err());
+        assert!(hostile[0].add(1).is_err());
+        // What ends is free for all.
+        hostile.truncate(1);
+        hostile[0].add(100).unwrap();
+        drop((hostile, shop, other));
+        let used = quotas.budget.used.lock().unwrap();
+        assert_eq!((used.all, used.by_holder.len()), (0, 0));
     }
 }

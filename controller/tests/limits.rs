@@ -153,31 +153,6 @@ async fn calls_and_connections_of_a_pod_are_limited() {
     sandbox.pod(2).await.services(&[]).await.unwrap();
 }
 
-#[tokio::test]
-async fn subscriptions_of_all_streams_of_a_pod_are_limited() {
-    let sandbox = Sandbox::start(&[]).await;
-    let mut client = sandbox.pod(1).await;
-    let names: Vec<String> = (0..9_000)
-        .map(|number| format!("shop/web-{number}"))
-        .collect();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let watch = client.watch(&names).await;
-    let mut discover = client.discover().await;
-    for port in 1..=1000 {
-        // Again: no further subscription.
-        for _ in 0..2 {
-            discover.subscribe(&format!("10.96.0.7:{port}"), "").await;
-            assert!(discover.said().await.ends_with("unknown"));
-        }
-    }
-    discover.subscribe("10.96.0.8:80", "").await;
-    let message = exhausted(discover.answer().await);
-    assert!(message.contains("10000 subscriptions"), "{message}");
-    drop(watch);
-    let discover = sandbox.pod(2).await.discover().await;
-    discover.subscribe("10.96.0.8:80", "").await;
-}
-
 /// Container runtimes start a process with a soft limit of 1,024 open files.
 #[tokio::test]
 async fn raises_the_limit_of_open_files() {

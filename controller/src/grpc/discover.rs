@@ -6,7 +6,7 @@
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
@@ -14,6 +14,7 @@ use futures::{Stream, stream};
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
+use tokio::time::sleep;
 use tonic::{Status, Streaming};
 
 use super::frames;
@@ -25,6 +26,8 @@ use crate::metrics::{Metrics, Sent};
 use crate::proxies::{self, ConnectedGuard};
 use crate::quota::Quota;
 
+/// Time until refused subscriptions are requested again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// The length of versions and numbers in a proxy's status.
 const MAX_TEXT_BYTES: usize = 128;
 /// The length of a reason in the log.
@@ -39,7 +42,17 @@ pub(super) async fn read(
     metrics: &Metrics,
 ) -> Result<Infallible, Status> {
     let mut has_rejected = false;
-    while let Some(request) = requests.message().await? {
+    loop {
+        let request = tokio::select! {
+            request = requests.message() => request?,
+            () = sleep(RETRY_INTERVAL), if subscriptions.lock().has_refused() => {
+                subscriptions.lock().retry()?;
+                continue;
+            }
+        };
+        let Some(request) = request else {
+            return std::future::pending().await;
+        };
         match request.action {
             Some(Action::Subscribe(request)) => subscriptions.lock().subscribe(request)?,
             Some(Action::Unsubscribe(request)) => subscriptions.lock().unsubscribe(request)?,
@@ -52,7 +65,6 @@ pub(super) async fn read(
             None => tracing::debug!("ignoring a request with an action of a later release"),
         }
     }
-    std::future::pending().await
 }
 
 /// The responses of a stream, made when the client reads them, until it ends. Whoever changes the
@@ -199,7 +211,6 @@ fn roots(trust: &Trust) -> proto::DiscoverResponse {
 #[cfg(test)]
 mod tests {
     use std::net::SocketAddr;
-    use std::time::Duration;
 
     use futures::{FutureExt, StreamExt};
     use prost::Message;
@@ -234,8 +245,12 @@ mod tests {
             chunks: true,
             routes: true,
         };
+        let quota = crate::quota::Quotas::default().of(&crate::authenticate::Caller {
+            user: "".into(),
+            pod: None,
+        });
         let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(None), None, Arc::default(), announced);
+            SharedSubscriptions::new(hub.watch_resources(None), None, quota, announced);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();

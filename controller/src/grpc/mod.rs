@@ -47,7 +47,7 @@ use crate::index::enforcement::Missing;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::quota::{Counted, Quota, Quotas};
+use crate::quota::{Counted, Quota, Quotas, Subscribed};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
@@ -194,7 +194,8 @@ impl ServiceMeshService for Mesh {
         let keys = service_keys(&request.get_ref().services)?;
         tracing::debug!(caller = %caller.user, services = keys.len(), "WatchServices");
         let open = Active::new(&self.context.metrics.watch_streams);
-        let counted = quota.subscriptions(keys.len())?;
+        let mut counted = Subscribed::new(quota);
+        counted.add(keys.len())?;
         let subscriber = self.context.hub.watch_services(&keys);
         let responses = watch::responses(subscriber, self.context.stopping.clone());
         let responses = responses.inspect(move |_| {

@@ -14,7 +14,7 @@ pub(super) fn routes(table: &Table) -> proto::Routes {
         rules: table.rules.iter().map(|one| rule(one)).collect(),
         grpc: table.grpc,
         tcp: table.tcp.as_ref().map(|one| rule(one)),
-        faults: table.faults.to_vec(),
+        faults: table.faults().to_vec(),
     }
 }
 

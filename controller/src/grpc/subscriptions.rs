@@ -9,7 +9,6 @@ use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message as _;
 use proto::ResourceType;
 use proto::discover_response::Update as Response;
-use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
@@ -20,10 +19,12 @@ use crate::index::object::Resource;
 use crate::index::state::{State, Target, TargetKind};
 use crate::index::version::Version;
 use crate::metrics::Sent;
-use crate::quota::Quota;
+use crate::quota::{Quota, Subscribed};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
+/// Refused subscriptions of a stream. One with more ends.
+const MAX_REFUSED: usize = 1000;
 /// The fields of a [`proto::DiscoverResponse`] with shared encodings.
 const SNAPSHOT: u32 = 3;
 const DELTA: u32 = 4;
@@ -44,11 +45,11 @@ pub(super) struct Subscriptions {
     pub(super) end: Option<Status>,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
-    quota: Arc<Quota>,
     announced: Announced,
     by_resource: HashMap<Arc<Resource>, Subscription>,
-    /// Counts all of them.
-    counted: Option<OwnedSemaphorePermit>,
+    charged: Subscribed,
+    /// Those that the caller may not have yet.
+    refused: HashMap<Resource, proto::Subscribe>,
     /// The parts of the last response that are still to be sent.
     left: VecDeque<Bytes>,
 }
@@ -79,10 +80,10 @@ impl Subscriptions {
         Subscriptions {
             subscriber,
             pod,
-            quota,
             announced,
             by_resource: HashMap::new(),
-            counted: None,
+            charged: Subscribed::new(quota),
+            refused: HashMap::new(),
             end: None,
             left: VecDeque::new(),
         }
@@ -98,12 +99,18 @@ impl Subscriptions {
                 request.name
             )));
         }
-        if !self.by_resource.contains_key(&resource) {
-            let counted = self.quota.subscriptions(1)?;
-            match &mut self.counted {
-                Some(all) => all.merge(counted),
-                none => *none = Some(counted),
+        if !self.by_resource.contains_key(&resource)
+            && let Err(exhausted) = self.charged.add(1)
+        {
+            // The others stay.
+            if self.refused.is_empty() {
+                tracing::warn!("a proxy gets no more destinations: {}", exhausted.message());
             }
+            if self.refused.len() >= MAX_REFUSED {
+                return Err(exhausted);
+            }
+            self.refused.insert(resource, request);
+            return Ok(());
         }
         let known = Version::parse(&request.known_version);
         let known = known.map_or(Known::Nothing, Known::Earlier);
@@ -117,13 +124,24 @@ impl Subscriptions {
 
     pub(super) fn unsubscribe(&mut self, request: proto::Unsubscribe) -> Result<(), Status> {
         if let Some(resource) = self.resource(request.r#type, &request.name)? {
+            self.refused.remove(&resource);
             if self.by_resource.remove(&resource).is_some() {
-                let counted = self.counted.as_mut();
-                drop(counted.and_then(|counted| counted.split(1)));
+                self.charged.remove_one();
             }
             self.subscriber.unsubscribe(&resource);
         }
         Ok(())
+    }
+
+    /// Whether subscriptions were refused.
+    pub(super) fn has_refused(&self) -> bool {
+        !self.refused.is_empty()
+    }
+
+    /// Requests refused subscriptions again.
+    pub(super) fn retry(&mut self) -> Result<(), Status> {
+        let mut refused = std::mem::take(&mut self.refused).into_values();
+        refused.try_for_each(|request| self.subscribe(request))
     }
 
     /// The resource with this type and name. `None` for types of later releases: a newer proxy must
@@ -281,9 +299,11 @@ mod tests {
     use prost::Message;
 
     use super::*;
+    use crate::authenticate::Caller;
     use crate::hub::Hub;
     use crate::index::object::{Change, Object, Source};
     use crate::index::tests::Chance;
+    use crate::quota::Quotas;
 
     /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]
@@ -350,8 +370,15 @@ mod tests {
         routes: true,
     };
 
+    fn quota() -> Arc<Quota> {
+        Quotas::default().of(&Caller {
+            user: "".into(),
+            pod: None,
+        })
+    }
+
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None, Arc::default(), ALL)
+        Subscriptions::new(hub.watch_resources(None), None, quota(), ALL)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -533,7 +560,7 @@ mod tests {
         let destination = "10.96.0.1:80".parse().unwrap();
         let mut streams = [ALL, earlier].map(|announced| {
             let resources = hub.watch_resources(None);
-            let mut stream = Subscriptions::new(resources, None, Arc::default(), announced);
+            let mut stream = Subscriptions::new(resources, None, quota(), announced);
             stream.subscribe(subscribe(destination, "")).unwrap();
             stream
         });
@@ -562,6 +589,44 @@ mod tests {
             };
             assert_eq!((delta.upserted.len(), delta.removed.len()), (0, 1));
         }
+    }
+
+    #[test]
+    fn refused_subscriptions_end_no_stream_and_follow_when_others_end() {
+        let hub = Hub::new([Source::Kubernetes]);
+        let caller = |uid: &str| Caller {
+            user: "".into(),
+            pod: Some(PodRef {
+                namespace: "shop".into(),
+                name: "web".into(),
+                uid: uid.into(),
+            }),
+        };
+        let quotas = Quotas::with_subscriptions(100);
+        let [mut one, mut other] = ["1", "2"].map(|uid| {
+            let quota = quotas.of(&caller(uid));
+            Subscriptions::new(hub.watch_resources(None), None, quota, ALL)
+        });
+        let destination = |port| SocketAddr::from(([10, 0, 0, 1], port));
+        for port in 1..=100 {
+            one.subscribe(subscribe(destination(port), "")).unwrap();
+        }
+        for port in 1..=60 {
+            other.subscribe(subscribe(destination(port), "")).unwrap();
+        }
+        // The other one has its share. Both keep what they have.
+        for port in 101..=102 {
+            one.subscribe(subscribe(destination(port), "")).unwrap();
+        }
+        assert_eq!(messages(frames(&mut one)).len(), 100);
+        assert_eq!(messages(frames(&mut other)).len(), 50);
+        assert!(other.has_refused());
+        other.retry().unwrap();
+        assert!(other.has_refused() && frames(&mut other).is_empty());
+        drop(one);
+        other.retry().unwrap();
+        assert!(!other.has_refused());
+        assert_eq!(messages(frames(&mut other)).len(), 10);
     }
 
     #[test]

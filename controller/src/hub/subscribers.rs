@@ -258,6 +258,17 @@ impl Subscribers {
         resources.take_while(move |one| is_affected(one)).cloned()
     }
 
+    /// The namespace of the target of a resource. Empty while it is unknown.
+    pub(super) fn namespace(&self, resource: &Resource) -> Arc<str> {
+        if let Resource::Backend(key, _) | Resource::Workload(key, _) = resource {
+            return key.namespace.clone();
+        }
+        let watched = self.resources.get(resource);
+        let state = watched.and_then(|watched| watched.state(&Location::default()));
+        let target = state.and_then(|state| state.target.as_ref());
+        target.map_or_else(|| "".into(), |target| target.key.namespace.clone())
+    }
+
     /// The locations of the subscribers to a resource, within a scope.
     pub(super) fn locations(&self, resource: &Resource, scope: &Scope) -> HashSet<Location> {
         let watched = self.resources.get(resource);

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::index::object::{Object, Pod, Resource};
+use crate::index::object::{Change, Object, Pod, Resource};
 use crate::index::state::State;
 use crate::index::tests::Chance;
 

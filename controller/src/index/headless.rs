@@ -83,18 +83,13 @@ impl Index {
         })
     }
 
-    /// Compares the changed pods. Returns whether the status of a route or of a policy may have
-    /// changed.
-    pub(super) fn settle_headless(&mut self) -> bool {
-        let mut is_concerned = false;
-        for pod in std::mem::take(&mut self.headless.changed) {
-            let next = self.pods.get(&pod).map(|pod| self.older_at(pod));
-            let services = self.headless.update(&pod, next.unwrap_or_default());
-            let mut services = services.iter();
-            is_concerned |= services
-                .any(|service| self.routes.has(service) || self.policies.is_target(service));
-        }
-        is_concerned
+    /// Compares the headless Services of a changed pod. Returns whether the status of a route or of a
+    /// policy may have changed.
+    pub(super) fn settle_headless(&mut self, pod: &Key) -> bool {
+        let next = self.pods.get(pod).map(|pod| self.older_at(pod));
+        let services = self.headless.update(pod, next.unwrap_or_default());
+        let mut services = services.iter();
+        services.any(|service| self.routes.has(service) || self.policies.is_target(service))
     }
 
     /// The headless Services of a pod of which older ones decide at their ports.

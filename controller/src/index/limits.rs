@@ -9,6 +9,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 
 use super::object::{Key, Pod, Service, TargetPort, Transport};
+use super::store::Store;
 use super::{Index, Touched};
 
 /// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256
@@ -25,12 +26,10 @@ const FIELDS_BYTES: usize = 16;
 /// The Services with rate limits.
 #[derive(Debug, Default)]
 pub(super) struct Limits {
-    /// Their replicas, as proxies are told.
+    /// Their ready meshed pods.
     replicas: BTreeMap<Key, u32>,
     /// Services whose limits are to be computed again.
     pub(super) changed: BTreeSet<Key>,
-    /// Namespaces with pods that have changed.
-    pub(super) changed_pods: BTreeSet<Arc<str>>,
 }
 
 impl Limits {
@@ -39,48 +38,72 @@ impl Limits {
         self.replicas.contains_key(service)
     }
 
+    /// A pod of a namespace has changed. Another number of replicas, as proxies are told it, marks
+    /// the Service.
+    pub(super) fn count(
+        &mut self,
+        services: &Store<Service>,
+        namespace: &Arc<str>,
+        [old, new]: [Option<&Pod>; 2],
+        touched: &mut Touched,
+    ) {
+        let is_replica = |pod: Option<&Pod>, service: &Service| {
+            pod.is_some_and(|pod| is_ready(pod) && pod.identity.is_some() && service.selects(pod))
+        };
+        let of_namespace = self.replicas.range_mut(first(namespace)..);
+        for (key, replicas) in of_namespace.take_while(|(key, _)| key.namespace == *namespace) {
+            // Those that have changed are counted again.
+            let Some(service) = services.get(key) else {
+                continue;
+            };
+            let before = rounded(*replicas);
+            match (is_replica(old, service), is_replica(new, service)) {
+                (false, true) => *replicas += 1,
+                (true, false) => *replicas = replicas.saturating_sub(1),
+                _ => {}
+            }
+            if rounded(*replicas) != before {
+                touched.replicas.insert(key.clone());
+            }
+        }
+    }
+
     /// The number of references between objects.
     #[cfg(test)]
     pub(super) fn links(&self) -> usize {
-        self.replicas.len() + self.changed.len() + self.changed_pods.len()
+        self.replicas.len() + self.changed.len()
     }
 
     /// The Services of a namespace with limits.
-    fn of(&self, namespace: &Arc<str>) -> impl Iterator<Item = (&Key, &u32)> {
-        let first = Key {
-            namespace: namespace.clone(),
-            name: "".into(),
-        };
-        let services = self.replicas.range(first..);
-        services.take_while(move |(key, _)| key.namespace == *namespace)
+    fn of(&self, namespace: &Arc<str>) -> impl Iterator<Item = (&Key, u32)> {
+        let services = self.replicas.range(first(namespace)..);
+        let services = services.take_while(move |(key, _)| key.namespace == *namespace);
+        services.map(|(key, replicas)| (key, rounded(*replicas)))
     }
 }
 
+/// The first key of a namespace.
+fn first(namespace: &Arc<str>) -> Key {
+    Key {
+        namespace: namespace.clone(),
+        name: "".into(),
+    }
+}
+
+fn is_ready(pod: &Pod) -> bool {
+    pod.ready && !pod.terminating
+}
+
 impl Index {
-    /// Computes what changes concern. Other limits concern the pods at once, another number of
-    /// replicas only marks the Service.
-    pub(super) fn settle_limits(&mut self, touched: &mut Touched) {
-        for key in std::mem::take(&mut self.limits.changed) {
-            let before = self.limits.replicas.remove(&key);
-            let replicas = self.limited(&key).map(|service| self.replicas(service));
-            if let Some(replicas) = replicas {
-                self.limits.replicas.insert(key.clone(), replicas);
-            }
-            if before.is_some() || replicas.is_some() {
-                touched.pods.extend(self.pods_limited_by(&key));
-            }
+    /// Counts the replicas of a changed Service. Its limits concern its pods at once.
+    pub(super) fn settle_limits(&mut self, key: &Key, touched: &mut Touched) {
+        let before = self.limits.replicas.remove(key);
+        let replicas = self.limited(key).map(|service| self.replicas(service));
+        if let Some(replicas) = replicas {
+            self.limits.replicas.insert(key.clone(), replicas);
         }
-        for namespace in std::mem::take(&mut self.limits.changed_pods) {
-            let services = self.limits.of(&namespace).map(|(key, _)| key);
-            let counted: Vec<_> = services
-                .map(|key| (key.clone(), self.replicas(&self.services[key])))
-                .collect();
-            for (key, replicas) in counted {
-                let before = self.limits.replicas.insert(key.clone(), replicas);
-                if before != Some(replicas) {
-                    touched.replicas.insert(key);
-                }
-            }
+        if before.is_some() || replicas.is_some() {
+            touched.pods.extend(self.pods_limited_by(key));
         }
     }
 
@@ -106,15 +129,14 @@ impl Index {
     }
 
     fn replicas(&self, service: &Service) -> u32 {
-        let ready = self.selected(service);
-        let ready = ready.filter(|pod| pod.ready && !pod.terminating).count();
-        rounded(u32::try_from(ready).unwrap_or(u32::MAX))
+        let ready = self.selected(service).filter(|pod| is_ready(pod));
+        u32::try_from(ready.count()).unwrap_or(u32::MAX)
     }
 
     /// The Services with limits that select a pod, with their replicas: the oldest ones first.
     pub(super) fn limiting(&self, pod: &Pod) -> Vec<(&Service, u32)> {
         let services = self.limits.of(&pod.key.namespace);
-        let services = services.map(|(key, replicas)| (&self.services[key], *replicas));
+        let services = services.map(|(key, replicas)| (&self.services[key], replicas));
         let mut services: Vec<_> = services
             .filter(|(service, _)| service.selects(pod))
             .collect();

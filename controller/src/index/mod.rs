@@ -20,7 +20,7 @@ mod store;
 pub mod version;
 pub mod view;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::Hash;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -62,7 +62,19 @@ pub struct Index {
     history: History,
     position: Option<Arc<Position>>,
     /// The meshed pods by namespace.
-    meshed: HashMap<Arc<str>, BTreeSet<Key>>,
+    meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
+    is_status_changed: bool,
+}
+
+/// A part of an event.
+#[derive(Debug)]
+pub enum Step {
+    /// A new or changed object.
+    Set(Source, Object),
+    /// A deleted object.
+    Remove(Source, Kind, Key),
+    /// The source has reached this resource version of a kind, perhaps by a list.
+    Record(Source, Kind, bool, Option<u64>),
 }
 
 /// The topics that changes may affect.
@@ -83,83 +95,113 @@ pub struct Touched {
 }
 
 impl Index {
-    /// Applies a change and adds the affected topics to `touched`.
-    pub fn apply(&mut self, change: Change, touched: &mut Touched) {
-        self.change(change, touched);
-        self.settle(touched);
-    }
-
-    fn change(&mut self, change: Change, touched: &mut Touched) {
+    /// The steps of an event: a list of all objects is as many as there are objects.
+    pub fn steps(&self, Event { change, version }: Event) -> Vec<Step> {
         match change {
-            Change::Apply(source, object) => self.set(source, object, touched),
-            Change::Delete(source, kind, key) => self.remove(source, kind, &key, touched),
+            Change::Apply(source, object) => {
+                let record = Step::Record(source, object.kind(), false, version);
+                vec![Step::Set(source, object), record]
+            }
+            Change::Delete(source, kind, key) => {
+                let record = Step::Record(source, kind, false, version);
+                vec![Step::Remove(source, kind, key), record]
+            }
             Change::Reset(source, kind, objects) => {
                 let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
                 let mut deleted = self.objects(kind).keys_of(source);
                 deleted.retain(|key| !listed.contains(key));
-                for key in deleted {
-                    self.remove(source, kind, &key, touched);
-                }
-                for object in objects {
-                    self.set(source, object, touched);
-                }
+                let deleted = deleted.into_iter();
+                let deleted = deleted.map(|key| Step::Remove(source, kind, key));
+                let objects = objects.into_iter();
+                let set = objects.map(|object| Step::Set(source, object));
+                let record = Step::Record(source, kind, true, version);
+                deleted.chain(set).chain([record]).collect()
             }
             // What was listed before stays.
-            Change::Unavailable(..) => {}
+            Change::Unavailable(..) => vec![],
         }
     }
 
-    /// Applies a change with its version. After the last one of a batch, [`settle`](Self::settle)
-    /// completes them.
-    pub fn apply_event(&mut self, event: Event, touched: &mut Touched) {
-        let recorded = match &event.change {
-            Change::Apply(source, object) => Some((*source, object.kind(), false)),
-            Change::Delete(source, kind, _) => Some((*source, *kind, false)),
-            Change::Reset(source, kind, _) => Some((*source, *kind, true)),
-            Change::Unavailable(..) => None,
-        };
-        self.change(event.change, touched);
-        if let Some((Source::Kubernetes, kind, is_list)) = recorded {
-            self.history.record(kind, is_list, event.version);
-            let api = self.services.get(&Key::new("default", "kubernetes"));
-            let cluster = api.map(|service| &*service.uid);
-            let position = cluster.and_then(|uid| self.history.position(uid));
-            self.position = position.map(Arc::new);
+    /// Applies a step, and adds the affected topics to `touched`. After the last one of a batch,
+    /// [`settle_one`](Self::settle_one) completes them.
+    pub fn step(&mut self, step: Step, touched: &mut Touched) {
+        match step {
+            Step::Set(source, object) => self.set(source, object, touched),
+            Step::Remove(source, kind, key) => self.remove(source, kind, &key, touched),
+            Step::Record(Source::Kubernetes, kind, is_list, version) => {
+                self.history.record(kind, is_list, version);
+                let api = self.services.get(&Key::new("default", "kubernetes"));
+                let cluster = api.map(|service| &*service.uid);
+                let position = cluster.and_then(|uid| self.history.position(uid));
+                self.position = position.map(Arc::new);
+            }
+            Step::Record(..) => {}
         }
     }
 
-    /// Completes changes: computes the policies and merges the routes that they concern. Returns
-    /// whether the status of a route or of a policy may have changed.
-    pub fn settle(&mut self, touched: &mut Touched) -> bool {
-        let policies = self.policies.settle(&self.services);
-        let with_policies: Vec<Key> = policies.iter().flatten().cloned().collect();
-        with_policies
-            .iter()
-            .for_each(|key| self.routes.set_policy(key));
-        self.limits.changed.extend(with_policies.iter().cloned());
-        self.settle_limits(touched);
-        // Clients use the endpoints of these Services as backends too.
-        touched.services.extend(with_policies.iter().cloned());
-        let primaries = self.routes.settle_canaries(&self.services);
-        touched.services.extend(primaries);
-        let routes = self.routes.settle(&self.services, &self.policies);
-        let is_settled = policies.is_none() && routes.is_none();
-        let is_settled = !self.settle_headless() && is_settled;
-        let is_settled = !self.excess.settle() && is_settled;
-        for key in routes.into_iter().flatten().chain(with_policies) {
-            if let Some(service) = self.services.get(&key) {
-                touch_addresses(service, touched);
-                // A route may take precedence over its canaries.
-                if self.routes.has_canaries(&key) {
-                    touched.services.insert(key.clone());
-                }
-                if service.is_headless {
-                    self.slices_of(&key)
-                        .for_each(|slice| self.touch_pods(slice, touched));
-                }
+    /// Computes a part of what changes concern: the policies of a Service first, then what depends
+    /// on them. Returns whether nothing is left.
+    pub fn settle_one(&mut self, touched: &mut Touched) -> bool {
+        if let Some((service, is_changed)) = self.policies.settle_one(&self.services) {
+            self.is_status_changed = true;
+            if is_changed {
+                self.routes.set_policy(&service);
+                self.limits.changed.insert(service.clone());
+                self.touch_clients(&service, touched);
+                // Clients use the endpoints of the Service as a backend too.
+                touched.services.insert(service);
+            }
+        } else if let Some(service) = self.limits.changed.pop_first() {
+            self.settle_limits(&service, touched);
+        } else if let Some((primary, is_changed)) = self.routes.settle_canaries(&self.services) {
+            if is_changed {
+                touched.services.insert(primary);
+            }
+        } else if let Some((service, is_changed)) =
+            self.routes.settle_one(&self.services, &self.policies)
+        {
+            self.is_status_changed = true;
+            if is_changed {
+                self.touch_clients(&service, touched);
+            }
+        } else if let Some(pod) = self.headless.changed.pop_first() {
+            self.is_status_changed |= self.settle_headless(&pod);
+        } else {
+            self.is_status_changed |= self.excess.settle();
+            return true;
+        }
+        false
+    }
+
+    /// Applies a change without its resource version, and completes it.
+    pub fn apply(&mut self, change: Change, touched: &mut Touched) {
+        for step in self.steps(change.into()) {
+            if !matches!(step, Step::Record(..)) {
+                self.step(step, touched);
             }
         }
-        !is_settled
+        while !self.settle_one(touched) {}
+    }
+
+    /// Whether the status of a route or of a policy may have changed since the last call.
+    pub fn take_status_changed(&mut self) -> bool {
+        std::mem::take(&mut self.is_status_changed)
+    }
+
+    /// Adds the destinations of a Service, also those at its pods.
+    fn touch_clients(&self, key: &Key, touched: &mut Touched) {
+        let Some(service) = self.services.get(key) else {
+            return;
+        };
+        touch_addresses(service, touched);
+        // A route may take precedence over its canaries.
+        if self.routes.has_canaries(key) {
+            touched.services.insert(key.clone());
+        }
+        if service.is_headless {
+            self.slices_of(key)
+                .for_each(|slice| self.touch_pods(slice, touched));
+        }
     }
 
     /// What the authors of routes and policies are told.
@@ -357,13 +399,20 @@ impl Index {
         let new = self.pods.get(key);
         let is_meshed = |pod: Option<&Pod>| pod.is_some_and(|pod| pod.identity.is_some());
         match (is_meshed(old.as_ref()), is_meshed(new)) {
-            (false, true) => link(&mut self.meshed, &key.namespace, key),
-            (true, false) => unlink(&mut self.meshed, &key.namespace, key),
+            (false, true) => {
+                let of_namespace = self.meshed.entry(key.namespace.clone());
+                of_namespace.or_default().insert(key.clone());
+            }
+            (true, false) => {
+                if let Some(pods) = self.meshed.get_mut(&key.namespace) {
+                    pods.remove(key);
+                }
+                self.meshed.retain(|_, pods| !pods.is_empty());
+            }
             _ => {}
         }
-        if is_meshed(old.as_ref()) || is_meshed(new) {
-            self.limits.changed_pods.insert(key.namespace.clone());
-        }
+        let (services, limits) = (&self.services, &mut self.limits);
+        limits.count(services, &key.namespace, [old.as_ref(), new], touched);
         // Readiness does not affect destinations.
         let ready = new.is_some_and(|pod| pod.ready);
         let same_readiness = old.clone().map(|old| Pod { ready, ..old });
@@ -468,6 +517,20 @@ pub(crate) fn unlink<K: Eq + Hash, V: Ord>(map: &mut HashMap<K, BTreeSet<V>>, fr
         if keys.is_empty() {
             map.remove(from);
         }
+    }
+}
+
+#[cfg(test)]
+impl Index {
+    fn change(&mut self, change: Change, touched: &mut Touched) {
+        let steps = self.steps(change.into()).into_iter();
+        let changes = steps.filter(|step| !matches!(step, Step::Record(..)));
+        changes.for_each(|step| self.step(step, touched));
+    }
+
+    fn settle(&mut self, touched: &mut Touched) -> bool {
+        while !self.settle_one(touched) {}
+        self.take_status_changed()
     }
 }
 

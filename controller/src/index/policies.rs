@@ -25,8 +25,9 @@ pub(super) struct Policies {
     /// The policy that applies to each target.
     applied: HashMap<Target, Key>,
     of_service: HashMap<Key, OfService>,
-    /// Targets that are to be computed again.
+    /// Targets that are to be computed again, and Services that they concern.
     changed: BTreeSet<Target>,
+    affected: BTreeSet<Key>,
 }
 
 /// The policy of a Service, and the tables of its ports without routes.
@@ -91,27 +92,31 @@ impl Policies {
         }
     }
 
-    /// Computes the changed targets. Returns the Services with another policy than before, if there
-    /// are changes.
-    pub(super) fn settle(&mut self, services: &Store<Service>) -> Option<Vec<Key>> {
-        if self.changed.is_empty() {
-            return None;
-        }
-        let mut affected = BTreeSet::new();
-        for target in std::mem::take(&mut self.changed) {
+    /// Computes a changed target, and the policy of a Service that it concerns. Returns the Service,
+    /// and whether it has another policy than before, or `None` without changes.
+    pub(super) fn settle_one(&mut self, services: &Store<Service>) -> Option<(Key, bool)> {
+        while let Some(target) = self.changed.pop_first() {
             match self.oldest(&target) {
                 Some(key) => drop(self.applied.insert(target.clone(), key)),
                 None => drop(self.applied.remove(&target)),
             }
             match target {
-                Target::Service(key) => drop(affected.insert(key)),
+                Target::Service(key) => drop(self.affected.insert(key)),
                 Target::Namespace(name) => {
-                    affected.extend(self.services_of.get(&name).into_iter().flatten().cloned());
+                    let all = self.services_of.get(&name).into_iter().flatten();
+                    self.affected.extend(all.cloned());
+                    // The status of the policy has changed, even without Services.
+                    let none = Key {
+                        namespace: name,
+                        name: "".into(),
+                    };
+                    self.affected.insert(none);
                 }
             }
         }
-        let changed = |key: &Key| self.update(key, services.get(key));
-        Some(affected.into_iter().filter(changed).collect())
+        let key = self.affected.pop_first()?;
+        let is_changed = self.update(&key, services.get(&key));
+        Some((key, is_changed))
     }
 
     /// The oldest valid policy for a target.

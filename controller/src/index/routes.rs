@@ -204,28 +204,27 @@ impl Routes {
             .extend(primaries.into_iter().flatten());
     }
 
-    /// Computes the changed canaries, once for all changes of a batch: a Service may have many.
-    /// Returns the Services with other canaries than before.
-    pub(super) fn settle_canaries(&mut self, services: &Store<Service>) -> BTreeSet<Key> {
-        let mut primaries = std::mem::take(&mut self.changed_canaries);
-        primaries.retain(|primary| {
-            let canaries = self.canaries_of.get(primary);
-            let annotated = canaries.into_iter().flatten();
-            let annotated = annotated.filter_map(|key| services.get(key)).collect();
-            let canaries = Canaries::new(primary, services.get(primary), annotated);
-            let id = (Kind::Service, primary.clone());
-            self.set_split(id, canaries.route(primary));
-            let before = match canaries == Canaries::default() {
-                true => self.canaries.remove(primary),
-                false => self.canaries.insert(primary.clone(), canaries),
-            };
-            before.as_ref() != self.canaries.get(primary)
-        });
-        // Their status may have changed.
-        let groups = primaries.iter();
-        let groups = groups.map(|primary| (primary.clone(), primary.namespace.clone()));
-        self.changed.extend(groups);
-        primaries
+    /// Computes the canaries of a changed Service, once for all changes of a batch: a Service may
+    /// have many. Returns the Service, and whether it has other canaries than before.
+    pub(super) fn settle_canaries(&mut self, services: &Store<Service>) -> Option<(Key, bool)> {
+        let primary = self.changed_canaries.pop_first()?;
+        let canaries = self.canaries_of.get(&primary);
+        let annotated = canaries.into_iter().flatten();
+        let annotated = annotated.filter_map(|key| services.get(key)).collect();
+        let canaries = Canaries::new(&primary, services.get(&primary), annotated);
+        let id = (Kind::Service, primary.clone());
+        self.set_split(id, canaries.route(&primary));
+        let before = match canaries == Canaries::default() {
+            true => self.canaries.remove(&primary),
+            false => self.canaries.insert(primary.clone(), canaries),
+        };
+        let is_changed = before.as_ref() != self.canaries.get(&primary);
+        if is_changed {
+            // Their status may have changed.
+            let group = (primary.clone(), primary.namespace.clone());
+            self.changed.insert(group);
+        }
+        Some((primary, is_changed))
     }
 
     /// Whether there are routes for a Service.
@@ -259,44 +258,36 @@ impl Routes {
         self.changed.extend(groups);
     }
 
-    /// Merges the changed groups. Returns the Services with other routes than before, if
-    /// there are changes.
-    pub(super) fn settle(
+    /// Merges a changed group. Returns the Service, and whether it has other routes than before, or
+    /// `None` without changes.
+    pub(super) fn settle_one(
         &mut self,
         services: &Store<Service>,
         policies: &Policies,
-    ) -> Option<Vec<Key>> {
-        if self.changed.is_empty() {
-            return None;
-        }
-        let mut affected = Vec::new();
-        for group in std::mem::take(&mut self.changed) {
-            let next = self.of_group.get(&group).map(|ids| {
-                let routes = ids.iter().filter_map(|id| self.get(id));
-                let parent = &group.0;
-                let resolve = |route: &Route, reference: &Reference| {
-                    self.resolve(services, parent, route, reference)
-                };
-                let requests = policies.requests(parent);
-                let service = services.get(parent);
-                attach(parent, service, routes.collect(), requests, resolve)
-            });
-            let (parent, namespace) = group;
-            let tables = next.as_ref().map(|next| next.tables.clone());
-            let of_parent = self.attachments.entry(parent.clone()).or_default();
-            let before = match next {
-                Some(next) => of_parent.insert(namespace, next),
-                None => of_parent.remove(&namespace),
+    ) -> Option<(Key, bool)> {
+        let group = self.changed.pop_first()?;
+        let next = self.of_group.get(&group).map(|ids| {
+            let routes = ids.iter().filter_map(|id| self.get(id));
+            let parent = &group.0;
+            let resolve = |route: &Route, reference: &Reference| {
+                self.resolve(services, parent, route, reference)
             };
-            if of_parent.is_empty() {
-                self.attachments.remove(&parent);
-            }
-            let before = before.map(|before| before.tables).unwrap_or_default();
-            if before != tables.unwrap_or_default() {
-                affected.push(parent);
-            }
+            let requests = policies.requests(parent);
+            let service = services.get(parent);
+            attach(parent, service, routes.collect(), requests, resolve)
+        });
+        let (parent, namespace) = group;
+        let tables = next.as_ref().map(|next| next.tables.clone());
+        let of_parent = self.attachments.entry(parent.clone()).or_default();
+        let before = match next {
+            Some(next) => of_parent.insert(namespace, next),
+            None => of_parent.remove(&namespace),
+        };
+        if of_parent.is_empty() {
+            self.attachments.remove(&parent);
         }
-        Some(affected)
+        let before = before.map(|before| before.tables).unwrap_or_default();
+        Some((parent, before != tables.unwrap_or_default()))
     }
 
     /// The name of the resource that a reference of a route at a parent refers to.

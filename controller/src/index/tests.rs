@@ -1190,7 +1190,9 @@ pub(super) fn empty() -> Index {
             change: Change::Reset(Source::Kubernetes, kind, vec![]),
             version: Some(1),
         };
-        index.apply_event(event, &mut Touched::default());
+        for step in index.steps(event) {
+            index.step(step, &mut Touched::default());
+        }
     }
     index
 }

@@ -13,9 +13,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use prost::Message;
 
 use crate::checked::Checked;
 use crate::index::object::{Key, ServicePort};
+use crate::index::version::{self, Version};
 use crate::routes::attach::Table;
 use crate::routes::model::{Backend, Match, Rule};
 use crate::routes::{Condition, ParentReference};
@@ -64,7 +66,31 @@ pub struct Settings {
     /// `rateLimits`, without ports and replicas.
     pub rate_limits: Option<Arc<[proto::RateLimit]>>,
     /// `faults`
-    pub faults: Option<Arc<[proto::Fault]>>,
+    pub faults: Option<Arc<Faults>>,
+}
+
+/// Faults with their digest: all ports of all Services of a namespace may have them.
+#[derive(Debug)]
+pub struct Faults {
+    /// The faults.
+    pub list: Vec<proto::Fault>,
+    /// The digest.
+    pub version: Version,
+}
+
+impl Faults {
+    /// These faults.
+    pub fn new(list: Vec<proto::Fault>) -> Faults {
+        let encoded: Vec<Vec<u8>> = list.iter().map(Message::encode_to_vec).collect();
+        let version = version::of("faults", &encoded);
+        Faults { list, version }
+    }
+}
+
+impl PartialEq for Faults {
+    fn eq(&self, other: &Faults) -> bool {
+        self.version == other.version
+    }
 }
 
 /// Who applies sections of a policy.
@@ -105,7 +131,7 @@ pub struct Requests {
     retry: Option<proto::RouteRetry>,
     session: Option<proto::SessionPersistence>,
     /// Injected before rules apply.
-    pub faults: Option<Arc<[proto::Fault]>>,
+    pub faults: Option<Arc<Faults>>,
 }
 
 impl Settings {
@@ -244,7 +270,7 @@ fn requests<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Requests 
         retry: first(layers.clone(), |one| &one.retry).and_then(|one| one.retry.clone()),
         session: first(layers.clone(), |one| &one.session).cloned(),
         faults: first(layers, |one| &one.faults)
-            .filter(|faults| !faults.is_empty())
+            .filter(|faults| !faults.list.is_empty())
             .cloned(),
     }
 }

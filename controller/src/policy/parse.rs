@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
-use super::{INVALID, Policy, RetrySettings, Settings};
+use super::{Faults, INVALID, Policy, RetrySettings, Settings};
 use crate::fields::with_unknown_fields;
 use crate::grpc::routes::route_match;
 use crate::index::object::Key;
@@ -330,7 +330,7 @@ fn rate_limits(
     Ok(limits.into())
 }
 
-fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<[proto::Fault]>, Rejection> {
+fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<Faults>, Rejection> {
     let field = "spec.faults";
     bounded(field, &specs, MAX_ITEMS)?;
     let (mut faults, mut total) = (Vec::new(), Total::default());
@@ -370,7 +370,7 @@ fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<[proto::Fault]>, 
         total.add(field, &fault)?;
         faults.push(fault);
     }
-    Ok(faults.into())
+    Ok(Arc::new(Faults::new(faults)))
 }
 
 fn part(

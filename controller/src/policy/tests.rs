@@ -92,7 +92,7 @@ fn every_section_is_parsed() {
         (1_000, 200, 1)
     );
     assert_eq!(limit.scope(), proto::rate_limit::Scope::Caller);
-    let [fault] = &**all.faults.as_ref().unwrap() else {
+    let [fault] = &all.faults.as_ref().unwrap().list[..] else {
         panic!("one fault")
     };
     let share = |numerator, denominator| {
@@ -402,7 +402,7 @@ fn rules_keep_what_they_have_and_get_the_rest_from_the_policy() {
 #[test]
 fn stored_fault_without_a_share_concerns_all_requests() {
     let all = settings(json!({"faults": [{"delay": {"duration": "1s"}}]}));
-    let fault = &all.faults.as_ref().unwrap()[0];
+    let fault = &all.faults.as_ref().unwrap().list[0];
     let share = fault.delayed.unwrap();
     assert_eq!((share.numerator, share.denominator), (100, 100));
     // In the wrong place.

@@ -6,7 +6,6 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::Fault;
-use prost::Message;
 
 use super::matches;
 use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
@@ -14,7 +13,7 @@ use super::parse::shortened;
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
 use crate::index::version::{self, Version};
-use crate::policy::Requests;
+use crate::policy::{Faults, Requests};
 
 /// The limits of a Service port for the clients of one namespace. The oldest routes come first.
 const MAX_ROUTES: usize = 1024;
@@ -23,8 +22,10 @@ const MAX_PATTERNS: usize = 256;
 /// Of the encoded routes, a part of the largest message that proxies accept. Of splits, whose
 /// backends differ by port, at all ports together.
 const MAX_BYTES: usize = 1024 * 1024;
-/// Of the encoded routes of a Service. Each of its addresses and ports has a copy.
-const MAX_COPIED_BYTES: usize = 16 * MAX_BYTES;
+/// Of all tables of a Service: of the encoded routes, and of the routes in them. Ports with the same
+/// routes share a table.
+const MAX_TABLE_BYTES: usize = 8 * MAX_BYTES;
+const MAX_TABLE_ROUTES: usize = 64 * MAX_ROUTES;
 /// Problems in one condition.
 const MAX_PROBLEMS: usize = 4;
 /// Of a route of a headless Service.
@@ -46,7 +47,7 @@ pub struct Table {
     /// Of connections that carry no HTTP.
     pub tcp: Option<Arc<Rule<String>>>,
     /// The faults of the policy of the Service.
-    pub faults: Arc<[Fault]>,
+    pub faults: Option<Arc<Faults>>,
     /// The routes with these rules.
     pub routes: Vec<RouteId>,
     /// No rule of these routes can be read.
@@ -66,10 +67,10 @@ impl Table {
         requests: &Requests,
         routes: Vec<RouteId>,
     ) -> Table {
-        let faults = requests.faults.clone().unwrap_or_default();
-        let encoded: Vec<Vec<u8>> = faults.iter().map(Message::encode_to_vec).collect();
+        let faults = requests.faults.clone();
+        let injected = faults.as_ref().map(|faults| faults.version);
         Table {
-            version: version::of("routes", &(&matches, &rules, grpc, &tcp, encoded)),
+            version: version::of("routes", &(&matches, &rules, grpc, &tcp, injected)),
             matches,
             rules,
             grpc,
@@ -79,6 +80,11 @@ impl Table {
             is_unreadable: false,
             encoded: OnceLock::new(),
         }
+    }
+
+    /// The faults of the policy.
+    pub fn faults(&self) -> &[Fault] {
+        self.faults.as_ref().map_or(&[], |faults| &faults.list)
     }
 
     /// The routes as `encode` encodes them, the first time only.
@@ -112,8 +118,15 @@ struct Candidate<'a> {
     /// The rules, by the port of the Service for a split. Of other routes, for all ports.
     rules: BTreeMap<Option<u16>, Vec<Arc<Rule<String>>>>,
     problems: Vec<Rejection>,
-    /// Whether the route applies, by port.
-    verdicts: BTreeMap<u16, Verdict>,
+    /// Whether the route applies, by table.
+    verdicts: Vec<(usize, Verdict)>,
+}
+
+/// The limits of one table.
+#[derive(Clone, Copy)]
+struct Limits {
+    routes: usize,
+    bytes: usize,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -122,13 +135,6 @@ enum Verdict {
     /// Routes of this kind exclude the route.
     Conflicted(Kind),
     TooLarge,
-}
-
-/// The limit of the encoded routes of each port.
-fn max_bytes(service: &Service) -> usize {
-    let addresses = service.cluster_ips.len() + service.external_ips.len();
-    let copies = addresses.max(1) * service.ports.len().max(1);
-    MAX_BYTES.min(MAX_COPIED_BYTES / copies)
 }
 
 /// Attaches the routes of one namespace to a Service, which may not exist. `requests` are the
@@ -145,7 +151,6 @@ pub fn attach(
     let ports = parent.into_iter().flat_map(|service| &service.ports);
     let ports = ports.filter(|port| port.protocol == Transport::Tcp);
     let numbers: Vec<u16> = ports.clone().map(|port| port.port).collect();
-    let max_bytes = parent.map_or(MAX_BYTES, max_bytes);
     let mut split_bytes = 0;
     let candidates = routes.into_iter().enumerate().map(|(age, route)| {
         if route.is_split() {
@@ -155,41 +160,103 @@ pub fn attach(
         candidate(route, is_surplus, key, &numbers, &resolve)
     });
     let mut candidates: Vec<Candidate<'_>> = candidates.collect();
-    let (none, mut merged) = (Requests::default(), HashMap::new());
+    let groups = grouped(&candidates, service, ports.collect());
+    let limits = Limits {
+        routes: MAX_ROUTES.min(MAX_TABLE_ROUTES / groups.len().max(1)),
+        bytes: MAX_BYTES.min(MAX_TABLE_BYTES / groups.len().max(1)),
+    };
+    let none = Requests::default();
     let requests = requests.unwrap_or(&none);
     let mut tables = BTreeMap::new();
-    for port in ports {
-        let all = candidates.iter().enumerate();
-        let selected = all.filter(|(_, candidate)| candidate.selects(service, port));
-        let (selected, splits): (Vec<usize>, Vec<bool>) = selected
-            .map(|(position, candidate)| (position, candidate.route.is_split()))
-            .unzip();
-        if selected.is_empty() {
-            continue;
-        }
-        // Ports with the same routes share their table, unless their backends have these ports.
-        let of_port = merged.entry((selected, splits.contains(&true).then_some(port.port)));
-        let of_port = of_port.or_insert_with_key(|(selected, _)| {
-            merge(&candidates, selected, port.port, max_bytes, requests)
-        });
-        let (table, verdicts): &(Arc<Table>, Vec<(usize, Verdict)>) = of_port;
-        tables.insert(port.port, table.clone());
+    for (at, (selected, ports)) in groups.iter().enumerate() {
+        let (table, verdicts) = merge(&candidates, selected, ports[0].port, limits, requests);
+        tables.extend(ports.iter().map(|port| (port.port, table.clone())));
         for (position, verdict) in verdicts {
-            let candidate = &mut candidates[*position];
-            candidate.verdicts.insert(port.port, *verdict);
+            candidates[position].verdicts.push((at, verdict));
         }
     }
+    let parent = Parent {
+        key,
+        service,
+        groups: &groups,
+        limits,
+    };
     let conditions = candidates.iter().map(|candidate| {
         let route = candidate.route;
         let of_parents = candidate.parents.iter();
         let conditions = of_parents
-            .map(|(position, parent)| (*position, candidate.conditions(key, service, parent)));
+            .map(|(position, reference)| (*position, candidate.conditions(&parent, reference)));
         ((route.kind, route.key.clone()), conditions.collect())
     });
     Attachment {
         conditions: conditions.collect(),
         tables,
     }
+}
+
+/// The tables of a Service: the routes that each contains, with its ports.
+type Groups<'a> = Vec<(Vec<usize>, Vec<&'a ServicePort>)>;
+
+/// A Service that routes refer to, which may not exist.
+struct Parent<'a> {
+    key: &'a Key,
+    service: Option<&'a Service>,
+    groups: &'a Groups<'a>,
+    limits: Limits,
+}
+
+/// Groups the ports with the same routes. The backends of a split depend on the port.
+fn grouped<'a>(
+    candidates: &[Candidate<'_>],
+    service: Option<&Service>,
+    ports: Vec<&'a ServicePort>,
+) -> Groups<'a> {
+    let has_pods_only = service.is_some_and(|service| service.is_headless);
+    let by_number: HashMap<u16, &ServicePort> = ports.iter().map(|one| (one.port, *one)).collect();
+    let by_name: HashMap<&str, &ServicePort> = ports.iter().map(|one| (&*one.name, *one)).collect();
+    let (mut of_all, mut of_port) = (Vec::new(), HashMap::<u16, Vec<usize>>::new());
+    for (position, candidate) in candidates.iter().enumerate() {
+        let has_effect = !(candidate.route.is_split() && has_pods_only);
+        if candidate.is_surplus || candidate.route.content.is_err() || !has_effect {
+            continue;
+        }
+        let parents = || candidate.parents.iter().map(|(_, parent)| *parent);
+        if parents().any(|parent| parent.port.is_none() && parent.section().is_none()) {
+            of_all.push(position);
+            continue;
+        }
+        let named = parents().filter_map(|parent| match parent.port {
+            Some(number) => by_number.get(&number).filter(|port| parent.selects(port)),
+            None => by_name.get(parent.section()?),
+        });
+        for port in named {
+            let selected = of_port.entry(port.port).or_default();
+            if selected.last() != Some(&position) {
+                selected.push(position);
+            }
+        }
+    }
+    let mut groups: BTreeMap<(&[usize], Option<u16>), Vec<&ServicePort>> = BTreeMap::new();
+    for port in ports {
+        let own = of_port.get(&port.port).map_or(&[][..], Vec::as_slice);
+        let selected = of_all.iter().chain(own).map(|one| candidates[*one].route);
+        let is_split = first(selected).is_some_and(Route::is_split);
+        let group = groups.entry((own, is_split.then_some(port.port)));
+        group.or_default().push(port);
+    }
+    let groups = groups.into_iter().map(|((own, _), ports)| {
+        let mut selected = [&of_all, own].concat();
+        selected.sort_unstable();
+        (selected, ports)
+    });
+    groups
+        .filter(|(selected, _)| !selected.is_empty())
+        .collect()
+}
+
+/// The route whose kind requests follow.
+fn first<'a>(routes: impl Iterator<Item = &'a Route>) -> Option<&'a Route> {
+    routes.max_by_key(|route| (!route.is_unreadable(), precedence(route.kind)))
 }
 
 fn candidate<'a>(
@@ -201,6 +268,7 @@ fn candidate<'a>(
 ) -> Candidate<'a> {
     let mut problems = Vec::new();
     let ports: Vec<Option<u16>> = match route.is_split() {
+        true if is_surplus => vec![],
         true => ports.iter().copied().map(Some).collect(),
         false => vec![None],
     };
@@ -217,7 +285,7 @@ fn candidate<'a>(
         route,
         is_surplus,
         problems,
-        verdicts: BTreeMap::new(),
+        verdicts: Vec::new(),
     }
 }
 
@@ -286,15 +354,14 @@ fn merge(
     candidates: &[Candidate<'_>],
     selected: &[usize],
     port: u16,
-    max_bytes: usize,
+    limits: Limits,
     requests: &Requests,
 ) -> (Arc<Table>, Vec<(usize, Verdict)>) {
     // A route without a readable rule excludes no other one.
     let mut selected: Vec<usize> = selected.to_vec();
     selected.sort_by_key(|one| candidates[*one].route.is_unreadable());
     let routes = selected.iter().map(|one| candidates[*one].route);
-    let first = routes.max_by_key(|route| (!route.is_unreadable(), precedence(route.kind)));
-    let first = first.expect("a port without routes has no table");
+    let first = first(routes).expect("a port without routes has no table");
     let (kind, is_unreadable) = (first.kind, first.is_unreadable());
     let mut tcp: Option<Arc<Rule<String>>> = None;
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
@@ -310,10 +377,10 @@ fn merge(
             Verdict::Conflicted(Kind::TcpRoute)
         } else if !is_tcp && candidate.route.kind != kind {
             Verdict::Conflicted(kind)
-        } else if candidate.is_surplus
+        } else if routes.len() >= limits.routes
             || matches.len() + own_matches > MAX_MATCHES
             || patterns + own_patterns > MAX_PATTERNS
-            || bytes + candidate.route.bytes > max_bytes
+            || bytes + candidate.route.bytes > limits.bytes
         {
             Verdict::TooLarge
         } else {
@@ -359,25 +426,13 @@ fn merge(
 }
 
 impl Candidate<'_> {
-    fn selects(&self, service: Option<&Service>, port: &ServicePort) -> bool {
-        let mut parents = self.parents.iter().map(|(_, parent)| parent);
-        let has_pods_only = service.is_some_and(|service| service.is_headless);
-        let has_effect = !(self.route.is_split() && has_pods_only);
-        self.route.content.is_ok() && has_effect && parents.any(|parent| parent.selects(port))
-    }
-
     fn rules_at(&self, port: u16) -> &[Arc<Rule<String>>] {
         let port = self.route.is_split().then_some(port);
         self.rules.get(&port).map_or(&[], Vec::as_slice)
     }
 
-    fn conditions(
-        &self,
-        key: &Key,
-        service: Option<&Service>,
-        parent: &ParentReference,
-    ) -> Vec<Condition> {
-        let accepted = self.accepted(key, service, parent);
+    fn conditions(&self, parent: &Parent<'_>, reference: &ParentReference) -> Vec<Condition> {
+        let accepted = self.accepted(parent, reference);
         let mut conditions = self.route.conditions(accepted);
         if self.route.rejection().is_none() && !self.is_surplus {
             conditions.insert(1, self.resolved_refs());
@@ -385,14 +440,10 @@ impl Candidate<'_> {
         conditions
     }
 
-    fn accepted(
-        &self,
-        key: &Key,
-        service: Option<&Service>,
-        parent: &ParentReference,
-    ) -> Condition {
+    fn accepted(&self, parent: &Parent<'_>, reference: &ParentReference) -> Condition {
+        let key = parent.key;
         let rejected = |reason, message| Rejection::new(reason, message).condition();
-        let Some(service) = service else {
+        let Some(service) = parent.service else {
             let message = format!("the Service {key} does not exist");
             return rejected(super::NO_MATCHING_PARENT, message);
         };
@@ -407,10 +458,14 @@ impl Candidate<'_> {
             let message = format!("the Service {key} is headless: its clients select the pods");
             return rejected(UNSUPPORTED_VALUE, message);
         }
-        let ports = service.ports.iter().filter(|port| parent.selects(port));
-        let verdicts: Vec<Verdict> = ports
-            .filter_map(|port| self.verdicts.get(&port.port).copied())
-            .collect();
+        let selects = |ports: &[&ServicePort]| ports.iter().any(|port| reference.selects(port));
+        let verdicts = self.verdicts.iter();
+        let verdicts = verdicts.filter(|(at, _)| selects(&parent.groups[*at].1));
+        let mut verdicts: Vec<Verdict> = verdicts.map(|(_, verdict)| *verdict).collect();
+        let mut ports = service.ports.iter();
+        if self.is_surplus && ports.any(|port| reference.selects(port)) {
+            verdicts.push(Verdict::TooLarge);
+        }
         if verdicts.contains(&Verdict::Accepted) {
             let ignored = self.route.ignored.iter();
             let ignored = ignored.map(|field| format!("; {field} has no effect in a mesh"));
@@ -439,12 +494,9 @@ impl Candidate<'_> {
                 rejected(super::CONFLICTED, message)
             }
             Some(_) => {
-                let bytes = match self.is_surplus {
-                    true => MAX_BYTES,
-                    false => max_bytes(service),
-                };
+                let Limits { routes, bytes } = parent.limits;
                 let message = format!(
-                    "with older routes, {key} would have more than {MAX_ROUTES} routes, \
+                    "with older routes, {key} would have more than {routes} routes, \
                      {MAX_MATCHES} matches, {MAX_PATTERNS} regular expressions or {bytes} bytes"
                 );
                 rejected(UNSUPPORTED_VALUE, message)

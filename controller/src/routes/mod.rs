@@ -104,9 +104,13 @@ impl ParentReference {
 
     /// Whether the reference is to a port of its Service.
     pub(crate) fn selects(&self, port: &ServicePort) -> bool {
-        let section = self.section_name.as_deref().filter(|name| !name.is_empty());
         self.port.is_none_or(|number| number == port.port)
-            && section.is_none_or(|name| name == port.name)
+            && self.section().is_none_or(|name| name == port.name)
+    }
+
+    /// The name of a port.
+    pub(crate) fn section(&self) -> Option<&str> {
+        self.section_name.as_deref().filter(|name| !name.is_empty())
     }
 }
 

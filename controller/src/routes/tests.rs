@@ -435,20 +435,79 @@ fn routes_of_a_port_are_bounded_and_the_oldest_ones_stay() {
         .collect();
     routes.push(route("small", 20, json!([rule("small", json!([]))])));
     let names = ["r0", "r1", "r2", "r3", "r4", "small"];
-    let accepted = |service: &Service| {
-        let attachment = attach_to(service, &routes);
+    let accepted = |service: &Service, routes: &[Route]| {
+        let attachment = attach_to(service, routes);
         names.map(|name| {
             conditions(&attachment, Kind::HttpRoute, "shop", name)[0] == "Accepted Accepted"
         })
     };
     let mut service = web();
-    assert_eq!(accepted(&service), [false, true, true, true, true, true]);
-    // 50 addresses with two ports each: 167 KB for each of 100 copies.
+    assert_eq!(
+        accepted(&service, &routes),
+        [false, true, true, true, true, true]
+    );
+    // All addresses share the tables of the ports.
     service.external_ips = (1..50).map(|n| [203, 0, 113, n].into()).collect();
     assert_eq!(
-        accepted(&service),
+        accepted(&service, &routes),
+        [false, true, true, true, true, true]
+    );
+    // 100 ports with a route of their own each: 84 KB for each of 100 tables.
+    service.ports = (1..=100).map(|number| port(&service, number)).collect();
+    let own = |number: u16| {
+        let parents = json!([{"group": "", "kind": "Service", "name": "web", "port": number}]);
+        let spec = json!({"parentRefs": parents, "rules": [{}]});
+        parse_in(Kind::HttpRoute, "shop", &format!("own-{number}"), 20, spec)
+    };
+    routes.extend((1..=100).map(own));
+    assert_eq!(
+        accepted(&service, &routes),
         [false, false, false, false, false, true]
     );
+}
+
+fn port(service: &Service, number: u16) -> ServicePort {
+    ServicePort {
+        name: format!("p{number}"),
+        port: number,
+        ..service.ports[0].clone()
+    }
+}
+
+#[test]
+fn ports_with_the_same_routes_share_a_table_and_their_routes_are_bounded_together() {
+    let mut service = web();
+    service.ports = (1..=1000).map(|number| port(&service, number)).collect();
+    let to = |name: &str, created, parents: Value| {
+        let spec = json!({"parentRefs": parents, "rules": [{}]});
+        parse_in(Kind::HttpRoute, "shop", name, created, spec)
+    };
+    let parent = |port| json!({"group": "", "kind": "Service", "name": "web", "port": port});
+    let mut routes = vec![
+        to("all", 0, json!([parent(Value::Null)])),
+        to("two", 1, json!([parent(json!(7)), parent(json!(8))])),
+    ];
+    let tables = |routes: &[Route]| {
+        let tables = attach_to(&service, routes).tables;
+        assert_eq!(tables.len(), 1000);
+        assert_eq!(tables[&7].routes.len(), 2);
+        let tables = tables.values().map(Arc::as_ptr);
+        tables.collect::<std::collections::HashSet<_>>().len()
+    };
+    assert_eq!(tables(&routes), 2);
+    routes.extend((1..=900).map(|n| to(&format!("r{n:03}"), 2, json!([parent(Value::Null)]))));
+    routes.extend((1..=100).map(|n| to(&format!("s{n:03}"), 3, json!([parent(json!(100 + n))]))));
+    let attachment = attach_to(&service, &routes);
+    let of_port = attachment.tables.values().map(|table| table.routes.len());
+    // 102 tables, each of 82 KB and 642 routes at most.
+    assert!(
+        of_port
+            .max()
+            .is_some_and(|routes| (100..=642).contains(&routes))
+    );
+    let route = |name: &str| conditions(&attachment, Kind::HttpRoute, "shop", name)[0].clone();
+    assert_eq!(route("r001"), "Accepted Accepted");
+    assert_eq!(route("r900"), "not Accepted UnsupportedValue");
 }
 
 #[test]

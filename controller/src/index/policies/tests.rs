@@ -198,7 +198,7 @@ fn settings_of_requests_complete_the_rules_of_all_namespaces() {
         let table = resolve(&index, &web, namespace).routes.unwrap();
         assert_eq!(table.rules[0].request_timeout, Some(timeout), "{namespace}");
         assert!(!table.rules[0].to_destination);
-        assert_eq!(table.faults.len(), 1);
+        assert_eq!(table.faults().len(), 1);
     }
     let before = destination(&index, "10.96.0.7:80");
     let settings = json!({"timeouts": {"request": "5s"}});
