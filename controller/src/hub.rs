@@ -38,7 +38,9 @@ use crate::index::object::{Event, Key, Kind, Source};
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
+use crate::routes::attach::RouteId;
 use crate::routes::enforcement::Reports;
+use crate::routes::statuses::Source as Statuses;
 use held::{Held, Longest};
 use history::History;
 pub use resources::{Notifications, Resources};
@@ -85,8 +87,8 @@ pub struct Hub {
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
-    /// Notified after each change that may concern the status of a route.
-    routed: watch::Sender<()>,
+    /// The objects whose status may have changed since they were last taken.
+    changed_statuses: watch::Sender<BTreeSet<RouteId>>,
     /// The routes and policies that connected proxies do not apply.
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
@@ -117,7 +119,7 @@ impl Hub {
             missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
-            routed: watch::Sender::new(()),
+            changed_statuses: watch::Sender::default(),
             reports: Arc::default(),
             history: Arc::default(),
             holds: Arc::default(),
@@ -185,9 +187,7 @@ impl Hub {
                 return false;
             }
         }
-        if index.take_status_changed() {
-            self.routed.send_replace(());
-        }
+        self.mark_statuses(index.take_changed_statuses());
         self.meshed.send_if_modified(|meshed| {
             let is_changed = !index.meshed_namespaces().eq(meshed.iter());
             if is_changed {
@@ -256,17 +256,12 @@ impl Hub {
         self.meshed.subscribe()
     }
 
-    /// What the authors of routes are told: all routes with a parent that is a Service.
-    pub fn route_statuses(&self) -> Vec<RouteStatus> {
-        let mut statuses = self.index().route_statuses();
-        let reports = self.reports();
-        statuses.iter_mut().for_each(|one| reports.add_to(one));
-        statuses
-    }
-
-    /// Notified when the status of a route may have changed.
-    pub fn routes_changed(&self) -> watch::Receiver<()> {
-        self.routed.subscribe()
+    fn mark_statuses(&self, changed: BTreeSet<RouteId>) {
+        self.changed_statuses.send_if_modified(|all| {
+            let before = all.len();
+            all.extend(changed);
+            all.len() > before
+        });
     }
 
     /// The keys and UIDs of ready meshed pods.
@@ -412,6 +407,22 @@ impl Hub {
     fn subscribers(&self) -> Held<'_, MutexGuard<'_, Subscribers>> {
         let guard = self.subscribers.lock();
         self.holds[2].hold(guard.unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Statuses for Hub {
+    fn with_status(&self) -> BTreeSet<RouteId> {
+        self.index().with_status()
+    }
+
+    fn get(&self, id: &RouteId) -> Option<RouteStatus> {
+        let mut status = self.index().status(id)?;
+        self.reports().add_to(&mut status);
+        Some(status)
+    }
+
+    fn changed(&self) -> watch::Sender<BTreeSet<RouteId>> {
+        self.changed_statuses.clone()
     }
 }
 

@@ -54,7 +54,8 @@ use proxies::Proxies;
 use quota::Quotas;
 use routes::lease::{self, Election};
 use routes::report;
-use routes::writer::{self, Statuses, Writer};
+use routes::statuses::Statuses;
+use routes::writer::{self, Writer};
 use serving::{Names, Serving};
 
 /// The kinds whose status the controller writes.
@@ -303,8 +304,7 @@ async fn publish_statuses(
         () = hub.synced() => {}
         () = stopping.cancelled() => return,
     }
-    let (source, changed) = (hub.clone(), hub.routes_changed());
-    let statuses = Statuses::new(move || source.route_statuses(), changed);
+    let statuses = Statuses::new(hub.clone());
     match writer {
         Some((election, writer)) => {
             writer::run(election, writer, statuses, stopping.clone()).await;

@@ -41,9 +41,8 @@ impl Hub {
     /// Updates the conditions once.
     pub(crate) async fn review(&self) {
         let found = self.unenforced().await;
-        if self.reports().update(Instant::now(), &found) {
-            self.routed.send_replace(());
-        }
+        let changed = self.reports().update(Instant::now(), &found);
+        self.mark_statuses(changed);
     }
 
     /// The routes and policies that proxies do not apply, with the pods of these proxies.

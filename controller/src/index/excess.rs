@@ -4,12 +4,11 @@
 //! A Service keeps its first ports. Of the others, it keeps only the numbers: clients that use them
 //! get an error, and never a connection in plaintext. Its author gets a condition.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::endpoints::{MAX_BYTES, Room};
-use super::object::{Key, Kind, Service, ServicePort, Transport};
-use super::store::Store;
-use crate::routes::{Condition, ParentReference, ParentStatus, RouteStatus};
+use super::object::{Key, Service, ServicePort, Transport};
+use crate::routes::{Condition, ParentReference, ParentStatus};
 
 /// Ports of a Service. Kubernetes permits more.
 pub const MAX_PORTS: usize = 1000;
@@ -49,27 +48,24 @@ pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Exces
 pub(super) struct ExcessServices {
     services: BTreeSet<Key>,
     rooms: BTreeMap<Key, Room>,
-    is_changed: bool,
 }
 
 impl ExcessServices {
     /// Replaces a Service.
-    pub(super) fn set_service(&mut self, key: &Key, old: Option<&Service>, new: Option<&Service>) {
-        let condition = |service: Option<&Service>| service.and_then(condition);
-        self.is_changed |= condition(old) != condition(new);
-        match condition(new) {
+    pub(super) fn set_service(&mut self, key: &Key, new: Option<&Service>) {
+        match new.and_then(condition) {
             Some(_) => self.services.insert(key.clone()),
             None => self.services.remove(key),
         };
     }
 
-    /// Replaces the room of the ports of a Service.
-    pub(super) fn set_room(&mut self, key: &Key, room: Option<Room>) {
-        self.is_changed |= self.rooms.get(key) != room.as_ref();
-        match room {
-            Some(room) => drop(self.rooms.insert(key.clone(), room)),
-            None => drop(self.rooms.remove(key)),
-        }
+    /// Replaces the room of the ports of a Service. Returns whether it differs from before.
+    pub(super) fn set_room(&mut self, key: &Key, room: Option<Room>) -> bool {
+        let before = match room {
+            Some(room) => self.rooms.insert(key.clone(), room),
+            None => self.rooms.remove(key),
+        };
+        before.as_ref() != self.rooms.get(key)
     }
 
     /// The room of the ports of a Service, unless all have enough.
@@ -77,35 +73,20 @@ impl ExcessServices {
         self.rooms.get(key)
     }
 
-    /// Whether a condition may have changed since the last call.
-    pub(super) fn settle(&mut self) -> bool {
-        std::mem::take(&mut self.is_changed)
+    /// The Services over a limit.
+    pub(super) fn services(&self) -> impl Iterator<Item = &Key> {
+        self.services.iter().chain(self.rooms.keys())
     }
 
-    /// Adds the conditions of the Services. A Service may have a status as a canary already.
-    pub(super) fn add_statuses(&self, all: &Store<Service>, statuses: &mut Vec<RouteStatus>) {
-        let known = statuses.iter().enumerate();
-        let known = known.filter(|(_, status)| status.kind == Kind::Service);
-        let known: HashMap<Key, usize> = known.map(|(at, one)| (one.key.clone(), at)).collect();
-        let services: BTreeSet<&Key> = self.services.iter().chain(self.rooms.keys()).collect();
-        for service in services.into_iter().filter_map(|key| all.get(key)) {
-            let room = self.rooms.get(&service.key);
-            let room = room.map(|room| without_room(&service.key, room));
-            let parent = ParentStatus {
-                parent: ParentReference::service(&service.key.name),
-                conditions: condition(service).into_iter().chain(room).collect(),
-            };
-            match known.get(&service.key) {
-                Some(at) => statuses[*at].parents.push(parent),
-                None => statuses.push(RouteStatus {
-                    kind: Kind::Service,
-                    key: service.key.clone(),
-                    uid: service.uid.clone(),
-                    generation: 0,
-                    parents: vec![parent],
-                }),
-            }
-        }
+    /// The conditions of a Service over a limit.
+    pub(super) fn status(&self, service: &Service) -> Option<ParentStatus> {
+        let room = self.rooms.get(&service.key);
+        let room = room.map(|room| without_room(&service.key, room));
+        let conditions: Vec<Condition> = condition(service).into_iter().chain(room).collect();
+        (!conditions.is_empty()).then(|| ParentStatus {
+            parent: ParentReference::service(&service.key.name),
+            conditions,
+        })
     }
 
     /// The number of references between objects.
@@ -297,7 +278,7 @@ mod tests {
         assert_eq!(apply(wide("web", 1..=1200)), (true, 1));
         let mut younger = wide("web", 1..=1200);
         younger.created = 1;
-        assert_eq!(apply(younger), (false, 1));
+        assert_eq!(apply(younger), (true, 1));
         assert_eq!(apply(wide("web", 1..=1000)), (true, 0));
     }
 }

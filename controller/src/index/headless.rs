@@ -83,13 +83,13 @@ impl Index {
         })
     }
 
-    /// Compares the headless Services of a changed pod. Returns whether the status of a route or of a
-    /// policy may have changed.
-    pub(super) fn settle_headless(&mut self, pod: &Key) -> bool {
+    /// Compares the headless Services of a changed pod, and marks their routes and policies.
+    pub(super) fn settle_headless(&mut self, pod: &Key) {
         let next = self.pods.get(pod).map(|pod| self.older_at(pod));
-        let services = self.headless.update(pod, next.unwrap_or_default());
-        let mut services = services.iter();
-        services.any(|service| self.routes.has(service) || self.policies.is_target(service))
+        for service in self.headless.update(pod, next.unwrap_or_default()) {
+            self.routes.mark(&service, &mut self.changed_statuses);
+            self.policies.mark(&service, &mut self.changed_statuses);
+        }
     }
 
     /// The headless Services of a pod of which older ones decide at their ports.

@@ -36,6 +36,7 @@ use store::{Objects, Replaced, Store};
 use view::ServiceView;
 
 use crate::routes::RouteStatus;
+use crate::routes::attach::RouteId;
 
 /// The objects of the catalog and their references.
 #[derive(Debug, Default)]
@@ -63,7 +64,8 @@ pub struct Index {
     position: Option<Arc<Position>>,
     /// The meshed pods by namespace.
     meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
-    is_status_changed: bool,
+    /// The objects whose status may have changed.
+    changed_statuses: BTreeSet<RouteId>,
 }
 
 /// A part of an event.
@@ -142,8 +144,8 @@ impl Index {
     /// Computes a part of what changes concern: the policies of a Service first, then what depends
     /// on them. Returns whether nothing is left.
     pub fn settle_one(&mut self, touched: &mut Touched) -> bool {
-        if let Some((service, is_changed)) = self.policies.settle_one(&self.services) {
-            self.is_status_changed = true;
+        let statuses = &mut self.changed_statuses;
+        if let Some((service, is_changed)) = self.policies.settle_one(&self.services, statuses) {
             if is_changed {
                 self.routes.set_policy(&service);
                 self.limits.changed.insert(service.clone());
@@ -153,21 +155,22 @@ impl Index {
             }
         } else if let Some(service) = self.limits.changed.pop_first() {
             self.settle_limits(&service, touched);
-        } else if let Some((primary, is_changed)) = self.routes.settle_canaries(&self.services) {
+        } else if let Some((primary, is_changed)) =
+            self.routes.settle_canaries(&self.services, statuses)
+        {
             if is_changed {
                 touched.services.insert(primary);
             }
         } else if let Some((service, is_changed)) =
-            self.routes.settle_one(&self.services, &self.policies)
+            self.routes
+                .settle_one(&self.services, &self.policies, statuses)
         {
-            self.is_status_changed = true;
             if is_changed {
                 self.touch_clients(&service, touched);
             }
         } else if let Some(pod) = self.headless.changed.pop_first() {
-            self.is_status_changed |= self.settle_headless(&pod);
+            self.settle_headless(&pod);
         } else {
-            self.is_status_changed |= self.excess.settle();
             return true;
         }
         false
@@ -183,9 +186,9 @@ impl Index {
         while !self.settle_one(touched) {}
     }
 
-    /// Whether the status of a route or of a policy may have changed since the last call.
-    pub fn take_status_changed(&mut self) -> bool {
-        std::mem::take(&mut self.is_status_changed)
+    /// The objects whose status may have changed since the last call.
+    pub fn take_changed_statuses(&mut self) -> BTreeSet<RouteId> {
+        std::mem::take(&mut self.changed_statuses)
     }
 
     /// Adds the destinations of a Service, also those at its pods.
@@ -204,14 +207,45 @@ impl Index {
         }
     }
 
-    /// What the authors of routes and policies are told.
+    /// What the author of a route, of a policy or of a Service is told.
+    pub fn status(&self, (kind, key): &RouteId) -> Option<RouteStatus> {
+        let mut status = match kind {
+            Kind::TrafficPolicy => self.policies.status(key, &self.services),
+            Kind::Service => self.service_status(key),
+            _ => self.routes.route_status(&(*kind, key.clone())),
+        }?;
+        self.add_older_services(&mut status);
+        Some(status)
+    }
+
+    /// A Service may be a canary, and have too many ports or endpoints.
+    fn service_status(&self, key: &Key) -> Option<RouteStatus> {
+        let service = self.services.get(key)?;
+        let canary = self.routes.canary_status(service);
+        let parents = canary.into_iter().chain(self.excess.status(service));
+        let status = RouteStatus {
+            kind: Kind::Service,
+            key: key.clone(),
+            uid: service.uid.clone(),
+            generation: 0,
+            parents: parents.collect(),
+        };
+        (!status.parents.is_empty()).then_some(status)
+    }
+
+    /// The objects that may have a status.
+    pub fn with_status(&self) -> BTreeSet<RouteId> {
+        let policies = self.policies.objects.keys();
+        let policies = policies.map(|key| (Kind::TrafficPolicy, key.clone()));
+        let services = self.routes.canary_services().chain(self.excess.services());
+        let services = services.map(|key| (Kind::Service, key.clone()));
+        policies.chain(services).chain(self.routes.ids()).collect()
+    }
+
+    /// The statuses of all objects that have one.
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
-        let mut statuses = self.routes.statuses(&self.services);
-        statuses.extend(self.policies.statuses(&self.services));
-        self.excess.add_statuses(&self.services, &mut statuses);
-        let of_all = statuses.iter_mut();
-        of_all.for_each(|status| self.add_older_services(status));
-        statuses
+        let all = self.with_status().into_iter();
+        all.filter_map(|id| self.status(&id)).collect()
     }
 
     /// A Service with all endpoints.
@@ -276,6 +310,7 @@ impl Index {
 
     fn set(&mut self, source: Source, object: Object, touched: &mut Touched) {
         let (kind, key) = (object.kind(), object.key().clone());
+        self.mark(kind, &key);
         match object {
             Object::Service(service) => self.set_service(source, &key, Some(service), touched),
             Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
@@ -290,6 +325,7 @@ impl Index {
     }
 
     fn remove(&mut self, source: Source, kind: Kind, key: &Key, touched: &mut Touched) {
+        self.mark(kind, key);
         match kind {
             Kind::Service => self.set_service(source, key, None, touched),
             Kind::Slice => self.set_slice(source, key, None, touched),
@@ -302,6 +338,13 @@ impl Index {
             Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
             Kind::RouteGroup => self.routes.set_group(source, key, None),
             Kind::TrafficPolicy => self.policies.set(source, key, None),
+        }
+    }
+
+    /// Routes and policies have a status, which contains their generation.
+    fn mark(&mut self, kind: Kind, key: &Key) {
+        if kind.has_status() {
+            self.changed_statuses.insert((kind, key.clone()));
         }
     }
 
@@ -330,9 +373,16 @@ impl Index {
         }
         touched.services.insert(key.clone());
         self.endpoints.invalidate(key);
-        self.excess.set_service(key, old.as_ref(), new);
+        self.excess.set_service(key, new);
+        let has_status = |service: &Service| service.canary.is_some() || service.excess.is_some();
+        if old.as_ref().is_some_and(has_status) || new.is_some_and(has_status) {
+            self.changed_statuses.insert((Kind::Service, key.clone()));
+        }
+        let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
+        let is_headless = is_headless(old.as_ref()) || is_headless(new);
         self.routes.set_service(key, old.as_ref(), new);
         self.policies.set_service(key, new.is_some());
+        self.policies.mark(key, &mut self.changed_statuses);
         self.limits.changed.insert(key.clone());
         if let Some(old) = &old
             && self.limits.has(key)
@@ -341,8 +391,8 @@ impl Index {
                 .pods
                 .extend(self.selected(old).map(|pod| pod.key.clone()));
         }
-        let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
-        if is_headless(old.as_ref()) || is_headless(new) {
+        if is_headless {
+            self.routes.mark(key, &mut self.changed_statuses);
             self.slices_of(key)
                 .for_each(|slice| self.touch_pods(slice, touched));
             let pods: Vec<Key> = self.slices_of(key).flat_map(pods_of).cloned().collect();
@@ -389,7 +439,9 @@ impl Index {
     fn set_room(&mut self, key: &Key) {
         let service = self.services.get(key);
         let room = service.and_then(|service| self.compute_room(service));
-        self.excess.set_room(key, room);
+        if self.excess.set_room(key, room) {
+            self.changed_statuses.insert((Kind::Service, key.clone()));
+        }
     }
 
     fn set_pod(&mut self, source: Source, key: &Key, new: Option<Pod>, touched: &mut Touched) {
@@ -530,7 +582,7 @@ impl Index {
 
     fn settle(&mut self, touched: &mut Touched) -> bool {
         while !self.settle_one(touched) {}
-        self.take_status_changed()
+        !self.take_changed_statuses().is_empty()
     }
 }
 

@@ -66,6 +66,12 @@ impl Kind {
         self.is_optional() && self != Kind::Node
     }
 
+    /// Whether its objects say what applies, in their status or in Events.
+    pub fn has_status(self) -> bool {
+        let without = matches!(self, Kind::Grant | Kind::RouteGroup);
+        self.is_custom() && !without
+    }
+
     /// The name in Kubernetes.
     pub fn name(self) -> &'static str {
         match self {

@@ -13,7 +13,7 @@ use super::object::{Key, Kind, Service, Source, Transport};
 use super::store::{Replaced, Store};
 use super::{link, unlink};
 use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
-use crate::routes::attach::Table;
+use crate::routes::attach::{RouteId, Table};
 use crate::routes::{ParentStatus, RouteStatus};
 
 /// The policies, by everything that they depend on.
@@ -46,12 +46,6 @@ impl Policies {
     /// The limits of the requests to the pods of a Service, without ports and replicas.
     pub(super) fn rate_limits(&self, service: &Key) -> Option<&Arc<[proto::RateLimit]>> {
         self.of_service(service)?.rate_limits.as_ref()
-    }
-
-    /// Whether a policy is for this Service, rather than for its namespace.
-    pub(super) fn is_target(&self, service: &Key) -> bool {
-        let target = Target::Service(service.clone());
-        self.applied.contains_key(&target)
     }
 
     /// The settings of the requests of a Service.
@@ -94,8 +88,13 @@ impl Policies {
 
     /// Computes a changed target, and the policy of a Service that it concerns. Returns the Service,
     /// and whether it has another policy than before, or `None` without changes.
-    pub(super) fn settle_one(&mut self, services: &Store<Service>) -> Option<(Key, bool)> {
+    pub(super) fn settle_one(
+        &mut self,
+        services: &Store<Service>,
+        statuses: &mut BTreeSet<RouteId>,
+    ) -> Option<(Key, bool)> {
         while let Some(target) = self.changed.pop_first() {
+            self.mark_target(&target, statuses);
             match self.oldest(&target) {
                 Some(key) => drop(self.applied.insert(target.clone(), key)),
                 None => drop(self.applied.remove(&target)),
@@ -105,18 +104,22 @@ impl Policies {
                 Target::Namespace(name) => {
                     let all = self.services_of.get(&name).into_iter().flatten();
                     self.affected.extend(all.cloned());
-                    // The status of the policy has changed, even without Services.
-                    let none = Key {
-                        namespace: name,
-                        name: "".into(),
-                    };
-                    self.affected.insert(none);
                 }
             }
         }
         let key = self.affected.pop_first()?;
         let is_changed = self.update(&key, services.get(&key));
         Some((key, is_changed))
+    }
+
+    /// A Service has changed, which policies name.
+    pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<RouteId>) {
+        self.mark_target(&Target::Service(service.clone()), statuses);
+    }
+
+    fn mark_target(&self, target: &Target, statuses: &mut BTreeSet<RouteId>) {
+        let policies = self.of_target.get(target).into_iter().flatten();
+        statuses.extend(policies.map(|key| (Kind::TrafficPolicy, key.clone())));
     }
 
     /// The oldest valid policy for a target.
@@ -180,20 +183,16 @@ impl Policies {
         policy.content.as_deref().ok()
     }
 
-    /// The status of each policy.
-    pub(super) fn statuses(&self, services: &Store<Service>) -> Vec<RouteStatus> {
-        let policies = self.objects.values();
-        let mut statuses: Vec<RouteStatus> = policies
-            .map(|policy| RouteStatus {
-                kind: Kind::TrafficPolicy,
-                key: policy.key.clone(),
-                uid: "".into(),
-                generation: policy.generation,
-                parents: self.conditions(policy, services),
-            })
-            .collect();
-        statuses.sort_by(|one, other| one.key.cmp(&other.key));
-        statuses
+    /// The status of a policy.
+    pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<RouteStatus> {
+        let policy = self.objects.get(key)?;
+        Some(RouteStatus {
+            kind: Kind::TrafficPolicy,
+            key: key.clone(),
+            uid: "".into(),
+            generation: policy.generation,
+            parents: self.conditions(policy, services),
+        })
     }
 
     fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {

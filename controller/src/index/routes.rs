@@ -19,8 +19,7 @@ use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Rejection, Route};
 use crate::routes::smi::{RouteGroup, Split};
 use crate::routes::{
-    BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
-    RouteStatus,
+    BACKEND_NOT_FOUND, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED, RouteStatus,
 };
 
 /// The routes, by everything that they depend on.
@@ -206,7 +205,11 @@ impl Routes {
 
     /// Computes the canaries of a changed Service, once for all changes of a batch: a Service may
     /// have many. Returns the Service, and whether it has other canaries than before.
-    pub(super) fn settle_canaries(&mut self, services: &Store<Service>) -> Option<(Key, bool)> {
+    pub(super) fn settle_canaries(
+        &mut self,
+        services: &Store<Service>,
+        statuses: &mut BTreeSet<RouteId>,
+    ) -> Option<(Key, bool)> {
         let primary = self.changed_canaries.pop_first()?;
         let canaries = self.canaries_of.get(&primary);
         let annotated = canaries.into_iter().flatten();
@@ -223,13 +226,11 @@ impl Routes {
             // Their status may have changed.
             let group = (primary.clone(), primary.namespace.clone());
             self.changed.insert(group);
+            let after = self.canaries.get(&primary);
+            let both = before.iter().chain(after).flat_map(Canaries::services);
+            statuses.extend(both.map(|key| (Kind::Service, key.clone())));
         }
         Some((primary, is_changed))
-    }
-
-    /// Whether there are routes for a Service.
-    pub(super) fn has(&self, service: &Key) -> bool {
-        self.attachments.contains_key(service)
     }
 
     pub(super) fn has_canaries(&self, service: &Key) -> bool {
@@ -264,6 +265,7 @@ impl Routes {
         &mut self,
         services: &Store<Service>,
         policies: &Policies,
+        statuses: &mut BTreeSet<RouteId>,
     ) -> Option<(Key, bool)> {
         let group = self.changed.pop_first()?;
         let next = self.of_group.get(&group).map(|ids| {
@@ -280,11 +282,31 @@ impl Routes {
         let tables = next.as_ref().map(|next| next.tables.clone());
         let of_parent = self.attachments.entry(parent.clone()).or_default();
         let before = match next {
-            Some(next) => of_parent.insert(namespace, next),
+            Some(next) => of_parent.insert(namespace.clone(), next),
             None => of_parent.remove(&namespace),
         };
+        let none = HashMap::new();
+        let old = before.as_ref().map_or(&none, |one| &one.conditions);
+        let new = of_parent
+            .get(&namespace)
+            .map_or(&none, |one| &one.conditions);
+        let both = old.keys().chain(new.keys());
+        let changed: BTreeSet<RouteId> = both
+            .filter(|id| old.get(*id) != new.get(*id))
+            .cloned()
+            .collect();
         if of_parent.is_empty() {
             self.attachments.remove(&parent);
+        }
+        for id in changed {
+            match id.0 {
+                Kind::Service => {
+                    let canaries = self.canaries.get(&id.1).into_iter();
+                    let canaries = canaries.flat_map(Canaries::services);
+                    statuses.extend(canaries.map(|key| (Kind::Service, key.clone())));
+                }
+                _ => drop(statuses.insert(id)),
+            }
         }
         let before = before.map(|before| before.tables).unwrap_or_default();
         Some((parent, before != tables.unwrap_or_default()))
@@ -340,21 +362,32 @@ impl Routes {
         }
     }
 
-    /// The status of each route with a parent that is a Service.
-    pub(super) fn statuses(&self, services: &Store<Service>) -> Vec<RouteStatus> {
-        let splits = self.splits.values();
-        let splits = splits.filter(|split| split.kind == Kind::TrafficSplit);
-        let routes = self.http.values().chain(self.grpc.values());
-        let routes = routes.chain(self.tcp.values()).chain(splits);
-        let statuses = routes.filter(|route| !route.parents.is_empty());
-        let mut statuses: Vec<RouteStatus> = statuses.map(|route| self.status(route)).collect();
-        statuses.extend(
-            self.canaries
-                .iter()
-                .flat_map(|(primary, canaries)| self.canary_statuses(primary, canaries, services)),
-        );
-        statuses.sort_by(|one, other| (one.kind, &one.key).cmp(&(other.kind, &other.key)));
-        statuses
+    /// The routes that may have a status.
+    pub(super) fn ids(&self) -> impl Iterator<Item = RouteId> {
+        let kinds = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute].into_iter();
+        let routes = kinds.flat_map(|kind| self.of_kind(kind).keys().map(move |key| (kind, key)));
+        let splits = self.traffic_splits.keys();
+        let splits = splits.map(|key| (Kind::TrafficSplit, key));
+        routes.chain(splits).map(|(kind, key)| (kind, key.clone()))
+    }
+
+    /// Marks the routes of a Service.
+    pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<RouteId>) {
+        let attachments = self.attachments.get(service).into_iter();
+        let attachments = attachments.flat_map(BTreeMap::values);
+        let ids = attachments.flat_map(|one| one.conditions.keys());
+        statuses.extend(ids.filter(|id| id.0 != Kind::Service).cloned());
+    }
+
+    /// The status of a route with a parent that is a Service.
+    pub(super) fn route_status(&self, id: &RouteId) -> Option<RouteStatus> {
+        let route = self.get(id).filter(|route| !route.parents.is_empty())?;
+        Some(self.status(route))
+    }
+
+    /// The Services with the annotation of canaries.
+    pub(super) fn canary_services(&self) -> impl Iterator<Item = &Key> {
+        self.canaries_of.values().flatten()
     }
 
     fn status(&self, route: &Route) -> RouteStatus {
@@ -380,33 +413,24 @@ impl Routes {
         }
     }
 
-    /// One for each Service with the annotation.
-    fn canary_statuses(
-        &self,
-        primary: &Key,
-        canaries: &Canaries,
-        services: &Store<Service>,
-    ) -> Vec<RouteStatus> {
-        let id = (Kind::Service, primary.clone());
-        let route = self.splits.get(&id).map(|route| self.status(route));
-        let conditions = route.iter().flat_map(|status| &status.parents);
-        let conditions = conditions.flat_map(|parent| parent.conditions.clone());
-        let conditions: Vec<Condition> = conditions.collect();
-        let accepted = canaries.accepted.iter();
-        let accepted = accepted.map(|(key, _)| (key, conditions.clone()));
-        let rejected = canaries.rejected.iter();
-        let rejected = rejected.map(|(key, rejection)| (key, vec![rejection.condition()]));
-        let status = |(key, conditions): (&Key, Vec<Condition>)| RouteStatus {
-            kind: Kind::Service,
-            key: key.clone(),
-            uid: services.get(key).map_or("".into(), |one| one.uid.clone()),
-            generation: 0,
-            parents: vec![ParentStatus {
-                parent: ParentReference::service(&primary.name),
-                conditions,
-            }],
+    /// The status of a Service with the annotation.
+    pub(super) fn canary_status(&self, service: &Service) -> Option<ParentStatus> {
+        let reference = service.canary.as_ref()?.parents.first()?;
+        let primary = reference.key(&service.key);
+        let canaries = self.canaries.get(&primary)?;
+        let conditions = match canaries.rejection(&service.key) {
+            Some(rejection) => vec![rejection.condition()],
+            None => {
+                let route = self.splits.get(&(Kind::Service, primary.clone()));
+                let parents = route.map(|route| self.status(route).parents);
+                let parents = parents.into_iter().flatten();
+                parents.flat_map(|parent| parent.conditions).collect()
+            }
         };
-        accepted.chain(rejected).map(status).collect()
+        Some(ParentStatus {
+            parent: ParentReference::service(&primary.name),
+            conditions,
+        })
     }
 
     fn groups_of_id(&self, id: &RouteId) -> impl Iterator<Item = Group> {

@@ -59,10 +59,6 @@ impl<T: Clone + PartialEq> Store<T> {
         self.objects.keys()
     }
 
-    pub fn values(&self) -> impl Iterator<Item = &T> {
-        self.objects.values().map(|(_, object)| object)
-    }
-
     /// Replaces the object of a source. `None` if the key has the same object as before.
     pub fn replace(&mut self, source: Source, key: &Key, new: Option<T>) -> Option<Replaced<T>> {
         let owner = self.objects.get(key).map_or(source, |(owner, _)| *owner);

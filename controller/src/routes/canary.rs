@@ -23,6 +23,18 @@ pub struct Canaries {
 }
 
 impl Canaries {
+    /// All Services with the annotation.
+    pub fn services(&self) -> impl Iterator<Item = &Key> {
+        let accepted = self.accepted.iter().map(|(key, _)| key);
+        accepted.chain(self.rejected.iter().map(|(key, _)| key))
+    }
+
+    /// Why a Service is no canary.
+    pub fn rejection(&self, service: &Key) -> Option<&Rejection> {
+        let mut rejected = self.rejected.iter();
+        rejected.find_map(|(key, rejection)| (key == service).then_some(rejection))
+    }
+
     /// Checks the annotations of these Services, which name the Service `key`. The oldest ones have
     /// precedence.
     pub fn new(key: &Key, primary: Option<&Service>, mut canaries: Vec<&Service>) -> Canaries {

@@ -5,12 +5,13 @@
 //! set, stays as it is for `HOLD_TIME`, and few of them change at a time. The names of pods are for
 //! authors of their own namespace only.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::attach::RouteId;
 use super::{Condition, RouteStatus};
 use crate::index::enforcement::{Cause, Subject};
 use crate::index::limits::{MAX_BYTES, MAX_SERVICES};
@@ -102,25 +103,31 @@ struct Report {
 }
 
 impl Reports {
-    /// Updates the conditions to what a review has found. Returns whether there are changes.
-    pub fn update(&mut self, now: Instant, found: &BTreeMap<Subject, Pods>) -> bool {
+    /// Updates the conditions to what a review has found. Returns the objects that they concern.
+    pub fn update(&mut self, now: Instant, found: &BTreeMap<Subject, Pods>) -> BTreeSet<RouteId> {
+        let mut changed = BTreeSet::new();
         let mut changes = 0;
+        let mut change = |subject: &Subject| {
+            let is_permitted = changes < MAX_CHANGES;
+            if is_permitted {
+                changes += 1;
+                changed.insert((subject.kind, subject.key.clone()));
+            }
+            is_permitted
+        };
         let is_held = |since: Instant| now.duration_since(since) < HOLD_TIME;
         self.0.retain(|subject, report| {
             if found.contains_key(subject) {
                 report.seen = now;
             }
-            let is_kept = is_held(report.seen) || changes >= MAX_CHANGES;
-            changes += usize::from(!is_kept);
-            is_kept
+            is_held(report.seen) || !change(subject)
         });
         for (subject, pods) in found {
             let message = pods.message(subject);
             let known = self.0.get(subject);
             let is_unchanged =
                 known.is_some_and(|known| known.message == message || is_held(known.since));
-            if !is_unchanged && changes < MAX_CHANGES {
-                changes += 1;
+            if !is_unchanged && change(subject) {
                 let report = Report {
                     message,
                     since: now,
@@ -129,7 +136,7 @@ impl Reports {
                 self.0.insert(subject.clone(), report);
             }
         }
-        changes > 0
+        changed
     }
 
     /// Adds the conditions of an object to its status, where the object is accepted.

@@ -17,6 +17,7 @@ pub mod smi;
 #[allow(missing_docs)]
 pub mod spec;
 pub mod status;
+pub mod statuses;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod writer;

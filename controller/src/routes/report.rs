@@ -1,13 +1,14 @@
 //! The conditions of routes in the log, where no Kubernetes API can store them: with a catalog of
 //! files, and of objects without a status, which get Events too.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::fmt;
 
 use diy_mesh_control_plane::events::Events;
 
-use super::writer::{Route, Statuses};
+use super::attach::RouteId;
+use super::statuses::Statuses;
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::events;
 
@@ -15,18 +16,30 @@ use crate::events;
 const MAX_LINES: usize = 100;
 
 /// Logs each change of the conditions of a route, until it is dropped.
-pub async fn log_changes(mut statuses: Statuses) -> Infallible {
+pub async fn log_changes(statuses: Statuses) -> Infallible {
     let mut logged = BTreeMap::new();
+    let mut changed = statuses.all();
     loop {
-        log(&mut logged, statuses.by_route(), usize::MAX);
+        changed.append(&mut statuses.take_changed());
+        log(&mut logged, current(&statuses, &changed), usize::MAX);
+        changed.clear();
         statuses.changed().await;
     }
 }
 
+/// The current statuses of these objects.
+pub(super) fn current(
+    statuses: &Statuses,
+    changed: &BTreeSet<RouteId>,
+) -> BTreeMap<RouteId, Option<RouteStatus>> {
+    let changed = changed.iter();
+    changed.map(|id| (id.clone(), statuses.get(id))).collect()
+}
+
 /// Logs what has changed, with a maximum of lines.
 fn log(
-    logged: &mut BTreeMap<Route, RouteStatus>,
-    current: BTreeMap<Route, RouteStatus>,
+    logged: &mut BTreeMap<RouteId, RouteStatus>,
+    current: BTreeMap<RouteId, Option<RouteStatus>>,
     max_lines: usize,
 ) {
     for (line, is_error) in bounded(changes(logged, &current), max_lines) {
@@ -35,7 +48,12 @@ fn log(
             false => tracing::info!("{line}"),
         }
     }
-    *logged = current;
+    for (route, status) in current {
+        match status {
+            Some(status) => drop(logged.insert(route, status)),
+            None => drop(logged.remove(&route)),
+        }
+    }
 }
 
 /// The first lines, and one with the number of the others.
@@ -53,11 +71,11 @@ fn bounded(mut lines: Vec<(String, bool)>, max: usize) -> Vec<(String, bool)> {
 
 /// Logs each change, and queues Events about conditions that do not hold.
 pub(super) fn announce(
-    known: &mut BTreeMap<Route, RouteStatus>,
-    current: BTreeMap<Route, RouteStatus>,
+    known: &mut BTreeMap<RouteId, RouteStatus>,
+    current: BTreeMap<RouteId, Option<RouteStatus>>,
     events: &Events,
 ) {
-    for (route, status) in &current {
+    for (route, status) in with_status(&current) {
         let conditions = changed(known, route, status).flat_map(|parent| &parent.conditions);
         for condition in conditions.filter(|condition| condition.is_problem()) {
             events::route_not_accepted(events, status, condition);
@@ -68,16 +86,17 @@ pub(super) fn announce(
 
 /// A line per parent whose conditions have changed, and whether it contains an error.
 fn changes(
-    before: &BTreeMap<Route, RouteStatus>,
-    current: &BTreeMap<Route, RouteStatus>,
+    before: &BTreeMap<RouteId, RouteStatus>,
+    current: &BTreeMap<RouteId, Option<RouteStatus>>,
 ) -> Vec<(String, bool)> {
     let mut lines = Vec::new();
-    for (route, status) in current {
+    for (route, status) in with_status(current) {
+        let (kind, key) = route;
         for parent in changed(before, route, status) {
             let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
             let is_error = parent.conditions.iter().any(Condition::is_problem);
             let line = format!(
-                "{route}, parent {}: {}",
+                "{kind} {key}, parent {}: {}",
                 parent.parent,
                 conditions.join("; ")
             );
@@ -87,10 +106,17 @@ fn changes(
     lines
 }
 
+fn with_status(
+    all: &BTreeMap<RouteId, Option<RouteStatus>>,
+) -> impl Iterator<Item = (&RouteId, &RouteStatus)> {
+    let all = all.iter();
+    all.filter_map(|(route, status)| Some((route, status.as_ref()?)))
+}
+
 /// The parents whose conditions have changed.
 fn changed<'a>(
-    before: &'a BTreeMap<Route, RouteStatus>,
-    route: &Route,
+    before: &'a BTreeMap<RouteId, RouteStatus>,
+    route: &RouteId,
     status: &'a RouteStatus,
 ) -> impl Iterator<Item = &'a ParentStatus> + use<'a> {
     let old = before.get(route).map(|old| old.parents.as_slice());
@@ -132,7 +158,7 @@ mod tests {
 
     #[test]
     fn changed_conditions_are_lines_and_others_are_not() {
-        let route = || Route(KIND, Key::new("shop", "web"));
+        let route = || (KIND, Key::new("shop", "web"));
         let one = |holds| {
             let mut unresolved = accepted(false);
             (unresolved.kind, unresolved.message) = ("ResolvedRefs", "no Service x".into());
@@ -140,7 +166,7 @@ mod tests {
                 service("web", Some(80), vec![accepted(holds)]),
                 service("other", None, vec![accepted(true), unresolved]),
             ];
-            BTreeMap::from([(route(), status(1, parents))])
+            BTreeMap::from([(route(), Some(status(1, parents)))])
         };
         let lines = changes(&BTreeMap::new(), &one(true));
         let expected = [
@@ -157,14 +183,23 @@ mod tests {
             ),
         ];
         assert_eq!(lines, expected);
-        assert_eq!(changes(&one(true), &one(true)), []);
-        let lines = changes(&one(true), &one(false));
+        let known = |holds| {
+            let known = one(holds).into_iter();
+            known
+                .filter_map(|(route, status)| Some((route, status?)))
+                .collect()
+        };
+        assert_eq!(changes(&known(true), &one(true)), []);
+        let lines = changes(&known(true), &one(false));
         assert_eq!(lines.len(), 1);
         assert!(
             lines[0].0.contains("web:80: Accepted=False") && lines[0].1,
             "{lines:?}"
         );
-        assert_eq!(changes(&one(true), &BTreeMap::new()), []);
+        assert_eq!(
+            changes(&known(true), &BTreeMap::from([(route(), None)])),
+            []
+        );
         let many = vec![("line".to_owned(), false); 103];
         let lines = bounded(many, 100);
         let others = ("3 more routes have changed conditions".to_owned(), true);

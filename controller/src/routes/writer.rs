@@ -5,7 +5,7 @@
 //! `RESYNC_INTERVAL` it compares all routes of the cluster. Each write is based on the resource
 //! version of the route that it has read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::fmt;
 use std::sync::Arc;
@@ -18,7 +18,6 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject};
 use kube::{Api, Client, Resource, ResourceExt};
-use tokio::sync::watch;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -27,7 +26,9 @@ mod schedule;
 
 use progress::Progress;
 
+use super::attach::RouteId;
 use super::lease::{Election, LEASE};
+use super::statuses::Statuses;
 use super::{Condition, RouteStatus, report, status};
 use crate::catalog::resources;
 use crate::index::object::{Key, Kind};
@@ -65,7 +66,7 @@ pub async fn run(
         tokio::select! {
             () = election.keep() => {}
             () = stopping.cancelled() => {}
-            never = writer.run(statuses.clone()) => match never {},
+            never = writer.run(&statuses) => match never {},
             never = writer.delete_stored_states() => match never {},
         }
         leader.set(0);
@@ -73,52 +74,6 @@ pub async fn run(
             return election.release().await;
         }
         tracing::warn!("this replica has lost Lease {LEASE} and writes no status of routes");
-    }
-}
-
-/// What the cluster is to contain, and a notification after each change.
-#[derive(Clone)]
-pub struct Desired<T> {
-    current: Arc<dyn Fn() -> Vec<T> + Send + Sync>,
-    changed: watch::Receiver<()>,
-}
-
-/// The statuses of all routes.
-pub type Statuses = Desired<RouteStatus>;
-
-impl<T> Desired<T> {
-    /// What `current` returns, and `changed` announces.
-    pub fn new(
-        current: impl Fn() -> Vec<T> + Send + Sync + 'static,
-        changed: watch::Receiver<()>,
-    ) -> Desired<T> {
-        Desired {
-            current: Arc::new(current),
-            changed,
-        }
-    }
-
-    /// What is desired now. Marks it as seen.
-    fn current(&mut self) -> Vec<T> {
-        self.changed.mark_unchanged();
-        (self.current)()
-    }
-
-    /// Waits for a change. Never returns after the last one.
-    pub(super) async fn changed(&mut self) {
-        if self.changed.changed().await.is_err() {
-            std::future::pending().await
-        }
-    }
-}
-
-impl Statuses {
-    /// The current statuses by route. Marks them as seen.
-    pub(super) fn by_route(&mut self) -> BTreeMap<Route, RouteStatus> {
-        let statuses = self.current().into_iter();
-        statuses
-            .map(|status| (Route(status.kind, status.key.clone()), status))
-            .collect()
     }
 }
 
@@ -171,19 +126,30 @@ impl Writer {
     }
 
     /// Writes until it is dropped.
-    async fn run(&self, mut statuses: Statuses) -> Infallible {
+    async fn run(&self, statuses: &Statuses) -> Infallible {
         let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
         let mut pace = interval(WRITE_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut resync = Instant::now();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+        let mut changed = statuses.all();
         loop {
-            let current = statuses.by_route().into_iter();
-            let has_status = |(route, _): &(Route, RouteStatus)| self.kinds.contains(&route.0);
-            let (mut desired, others): (BTreeMap<_, _>, _) = current.partition(has_status);
-            report::announce(&mut announced, others, &self.events);
+            changed.append(&mut statuses.take_changed());
+            let has_status = |(kind, _): &RouteId| self.kinds.contains(kind);
+            let (written, others) = std::mem::take(&mut changed)
+                .into_iter()
+                .partition(has_status);
+            report::announce(
+                &mut announced,
+                report::current(statuses, &others),
+                &self.events,
+            );
+            let written: BTreeSet<RouteId> = written;
+            for (kind, key) in written {
+                progress.changed(Route(kind, key));
+            }
             if Instant::now() >= resync {
-                let delay = match self.resync(&desired, &mut progress).await {
+                let delay = match self.resync(statuses, &mut progress).await {
                     Ok(()) => {
                         backoff.reset();
                         RESYNC_INTERVAL
@@ -198,18 +164,20 @@ impl Writer {
                 };
                 resync = Instant::now() + delay;
             }
-            let batch = progress.next_batch(&desired).into_iter();
-            let batch: Vec<_> = batch.map(|route| (desired.remove(&route), route)).collect();
-            // Not kept during waits and requests: it is the largest part of this function's memory.
-            drop(desired);
+            let batch = progress.next_batch();
             if batch.is_empty() {
                 tokio::select! {
                     () = statuses.changed() => {}
                     () = sleep_until(progress.schedule.next_retry(resync)) => {}
                 }
             }
-            for (status, route) in batch {
+            for route in batch {
                 if progress.schedule.is_slow(&route.1.namespace) {
+                    continue;
+                }
+                let status = statuses.get(&(route.0, route.1.clone()));
+                if progress.is_written(&route, status.as_ref()) {
+                    progress.succeeded(route, status.as_ref());
                     continue;
                 }
                 let Err(error) = self.reconcile(&route, status.as_ref(), &mut pace).await else {
@@ -250,7 +218,7 @@ impl Writer {
     /// Each kind is listed in the first of its versions that the cluster serves.
     async fn resync(
         &self,
-        desired: &BTreeMap<Route, RouteStatus>,
+        statuses: &Statuses,
         progress: &mut Progress,
     ) -> Result<(), (Kind, Error)> {
         for kind in &self.kinds {
@@ -272,8 +240,9 @@ impl Writer {
                 };
                 for object in page.items {
                     let namespace = object.namespace().unwrap_or_default();
-                    let route = Route(*kind, Key::new(&namespace, &object.name_any()));
-                    let status = desired.get(&route);
+                    let id = (*kind, Key::new(&namespace, &object.name_any()));
+                    let status = statuses.get(&id);
+                    let (status, route) = (status.as_ref(), Route(id.0, id.1));
                     match status::merge(*kind, &object, status, &now()) {
                         Some(_) => progress.differs(route, status),
                         None => progress.succeeded(route, status),

@@ -114,7 +114,7 @@ fn routes_of_a_younger_headless_service_get_a_condition_while_pods_follow_an_old
 #[test]
 fn only_changes_that_concern_routes_of_a_headless_service_change_statuses() {
     let mut index = cluster();
-    index.take_status_changed();
+    index.take_changed_statuses();
     for (object, what) in [
         (Object::Pod(pod("c", &["10.0.0.3"])), "a pod without slices"),
         (Object::Slice(of("web", &["a", "b", "c"])), "a pod of one"),

@@ -14,9 +14,10 @@ use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
 use crate::policy::tests::{policy, policy_for};
 use crate::routes::lease::{Election, Timing};
+use crate::routes::statuses::{Source as _, Statuses};
 use crate::routes::testing::{ApiServer, KIND, accepted, service as parent, status};
 use crate::routes::tests::{route, route_of};
-use crate::routes::writer::{self, Statuses, Writer};
+use crate::routes::writer::{self, Writer};
 use crate::routes::{APPLIES_TO_ALL_PODS, ParentReference};
 
 /// A release without both capabilities.
@@ -31,6 +32,11 @@ const ROUTES_ONLY: Missing = Missing {
 };
 const WEB: &str = "10.96.0.7:80";
 const OTHER: &str = "10.96.0.8:80";
+
+fn route_statuses(hub: &Hub) -> Vec<RouteStatus> {
+    let all = hub.with_status().into_iter();
+    all.filter_map(|id| hub.get(&id)).collect()
+}
 
 fn apply(hub: &Hub, objects: impl IntoIterator<Item = Object>) {
     let changes = objects.into_iter();
@@ -90,7 +96,7 @@ fn connections() -> Value {
 
 /// The objects with the condition, and their messages.
 fn conditions(hub: &Hub) -> Vec<(String, String)> {
-    let statuses = hub.route_statuses().into_iter();
+    let statuses = route_statuses(hub).into_iter();
     let conditions = statuses.flat_map(|status| {
         let of_parent = |parent: crate::routes::ParentStatus| {
             let name = parent.parent.name.clone();
@@ -273,7 +279,7 @@ async fn routes_of_headless_services_say_so_beside_other_conditions() {
     assert_eq!(objects(&hub).await, expected);
     old.subscribe(&Resource::Destination("10.0.0.2:8080".parse().unwrap()));
     hub.review().await;
-    let statuses = hub.route_statuses();
+    let statuses = route_statuses(&hub);
     let status = statuses.iter().find(|one| *one.key.name == *"s").unwrap();
     let conditions = status.parents[0].conditions.iter();
     let failed = conditions.filter(|one| !one.holds).map(|one| one.kind);
@@ -344,7 +350,7 @@ async fn condition_is_written_and_is_removed_after_the_last_old_proxy() {
     let hub = catalog();
     apply(&hub, [Object::Route(route("r", 0, to_web()))]);
     let source = hub.clone();
-    let statuses = Statuses::new(move || source.route_statuses(), hub.routes_changed());
+    let statuses = Statuses::new(source);
     let metrics = Arc::new(Metrics::new(|_| Ok(())));
     let (events, mut queue) = Events::new();
     let writer = Writer::new(server.client(), "mesh", &[KIND], metrics.clone(), events);
@@ -416,21 +422,28 @@ fn condition_stays_while_streams_come_and_go() {
         let added = status.parents.remove(0).conditions.into_iter().nth(1);
         added.map(|one| one.message)
     };
-    assert!(reports.update(at(0), &found(&["web"], 1)));
+    assert!(!reports.update(at(0), &found(&["web"], 1)).is_empty());
     let first = message(&reports).unwrap();
     // Streams of many pods, of one, or of none.
     for (tick, count) in (1..30).zip([900, 1, 0, 5].into_iter().cycle()) {
         let names: &[&str] = if count == 0 { &[] } else { &["web"] };
-        assert!(!reports.update(at(10 * tick), &found(names, count)));
+        assert!(
+            reports
+                .update(at(10 * tick), &found(names, count))
+                .is_empty()
+        );
         assert_eq!(message(&reports).as_ref(), Some(&first));
     }
-    assert!(reports.update(at(300), &found(&["web"], 2)));
+    assert!(!reports.update(at(300), &found(&["web"], 2)).is_empty());
     let second = message(&reports).unwrap();
     assert!(second.contains("2 pods"), "{second}");
-    assert!(!reports.update(at(599), &found(&[], 0)));
-    assert!(reports.update(at(600), &found(&[], 0)), "unseen");
+    assert!(reports.update(at(599), &found(&[], 0)).is_empty());
+    assert!(
+        !reports.update(at(600), &found(&[], 0)).is_empty(),
+        "unseen"
+    );
     assert_eq!(message(&reports), None);
-    assert!(!reports.update(at(601), &found(&[], 0)));
+    assert!(reports.update(at(601), &found(&[], 0)).is_empty());
 }
 
 #[test]
@@ -439,12 +452,12 @@ fn number_of_changes_is_limited() {
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let (mut reports, start) = (Reports::default(), Instant::now());
     let mut sizes = Vec::new();
-    while reports.update(start, &found(&names, 1)) {
+    while !reports.update(start, &found(&names, 1)).is_empty() {
         sizes.push(reports.0.len());
     }
     assert_eq!(sizes, [20, 40, 60, 80, 100, 120]);
     let end = start + HOLD_TIME;
-    while reports.update(end, &found(&[], 1)) {
+    while !reports.update(end, &found(&[], 1)).is_empty() {
         sizes.push(reports.0.len());
     }
     assert_eq!(sizes[6..], [100, 80, 60, 40, 20, 0]);

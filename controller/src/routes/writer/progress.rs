@@ -14,31 +14,38 @@ pub(super) struct Progress {
     /// As digests: the conditions of a route may be much larger than the route.
     written: BTreeMap<Route, u64>,
     digests: RandomState,
-    /// Routes that the mesh no longer knows, and whose entries may remain.
+    /// Routes whose status may differ from the one in the cluster.
+    pending: BTreeSet<Route>,
+    /// Routes that the mesh does not know, and whose entries remain.
     removed: BTreeSet<Route>,
     pub(super) schedule: Schedule,
 }
 
 impl Progress {
-    /// The next routes whose status differs from the desired one, except failed ones that wait.
-    pub(super) fn next_batch(&mut self, desired: &BTreeMap<Route, RouteStatus>) -> Vec<Route> {
-        let is_gone = |route: &&Route| !desired.contains_key(*route);
-        let known = self.written.keys().chain(self.schedule.failed_objects());
-        self.removed.extend(known.filter(is_gone).cloned());
-        self.written.retain(|route, _| desired.contains_key(route));
-        let differs = |(route, status): &(&Route, &RouteStatus)| {
-            let written = self.written.get(*route);
-            written.is_none_or(|digest| *digest != self.digests.hash_one(status))
-        };
-        let changed = desired.iter().filter(differs).map(|(route, _)| route);
-        let removed = self.removed.iter().filter(is_gone);
-        self.schedule.next_batch(&changed.chain(removed).collect())
+    /// The status of a route may have changed.
+    pub(super) fn changed(&mut self, route: Route) {
+        self.pending.insert(route);
+    }
+
+    /// The next routes to write, except failed ones that wait.
+    pub(super) fn next_batch(&mut self) -> Vec<Route> {
+        self.schedule.next_batch(&self.pending.iter().collect())
+    }
+
+    /// Whether the cluster has this status of a route.
+    pub(super) fn is_written(&self, route: &Route, status: Option<&RouteStatus>) -> bool {
+        let written = self.written.get(route);
+        match status {
+            Some(status) => written == Some(&self.digests.hash_one(status)),
+            None => written.is_none() && !self.removed.contains(route),
+        }
     }
 
     /// The cluster has this status of a route.
     pub(super) fn succeeded(&mut self, route: Route, status: Option<&RouteStatus>) {
         self.schedule.succeeded(&route);
         self.removed.remove(&route);
+        self.pending.remove(&route);
         match status {
             Some(status) => drop(self.written.insert(route, self.digests.hash_one(status))),
             None => drop(self.written.remove(&route)),
@@ -49,7 +56,8 @@ impl Progress {
     pub(super) fn differs(&mut self, route: Route, status: Option<&RouteStatus>) {
         self.written.remove(&route);
         if status.is_none() {
-            self.removed.insert(route);
+            self.removed.insert(route.clone());
         }
+        self.pending.insert(route);
     }
 }

@@ -68,11 +68,6 @@ impl Schedule {
         slow.is_some_and(|(retry, _)| *retry > Instant::now())
     }
 
-    /// The objects whose latest write has failed.
-    pub(super) fn failed_objects(&self) -> impl Iterator<Item = &Route> {
-        self.failed.keys()
-    }
-
     /// The cluster has the state of an object.
     pub(super) fn succeeded(&mut self, object: &Route) {
         self.failed.remove(object);

@@ -3,6 +3,7 @@
 use std::sync::Mutex as Shared;
 
 use serde_json::{Value, json};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use diy_mesh_control_plane::events::Queue;
@@ -12,6 +13,7 @@ use crate::catalog::resource;
 use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
+use crate::routes::statuses::Source as _;
 use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
@@ -19,11 +21,55 @@ const TIMEOUT: Duration = Duration::from_secs(3600);
 /// A running writer, its statuses, and the API server. Time is paused.
 struct Fixture {
     server: ApiServer,
-    statuses: Arc<Shared<Vec<RouteStatus>>>,
-    changed: watch::Sender<()>,
+    statuses: Source,
     metrics: Arc<Metrics>,
     queue: Queue,
     writer: JoinHandle<Infallible>,
+}
+
+/// Statuses in memory.
+#[derive(Clone)]
+struct Source {
+    current: Arc<Shared<Vec<RouteStatus>>>,
+    changed: watch::Sender<BTreeSet<RouteId>>,
+}
+
+impl Source {
+    fn new(statuses: Vec<RouteStatus>) -> Source {
+        Source {
+            current: Arc::new(Shared::new(statuses)),
+            changed: watch::Sender::default(),
+        }
+    }
+
+    fn set(&self, statuses: Vec<RouteStatus>) {
+        let before = self.with_status();
+        *self.current.lock().unwrap() = statuses;
+        self.changed
+            .send_modify(|all| all.extend(before.into_iter().chain(self.with_status())));
+    }
+}
+
+impl crate::routes::statuses::Source for Source {
+    fn with_status(&self) -> BTreeSet<RouteId> {
+        let current = self.current.lock().unwrap();
+        current
+            .iter()
+            .map(|one| (one.kind, one.key.clone()))
+            .collect()
+    }
+
+    fn get(&self, (kind, key): &RouteId) -> Option<RouteStatus> {
+        let current = self.current.lock().unwrap();
+        current
+            .iter()
+            .find(|one| (one.kind, &one.key) == (*kind, key))
+            .cloned()
+    }
+
+    fn changed(&self) -> watch::Sender<BTreeSet<RouteId>> {
+        self.changed.clone()
+    }
 }
 
 impl Drop for Fixture {
@@ -34,27 +80,22 @@ impl Drop for Fixture {
 
 impl Fixture {
     fn start(server: ApiServer, statuses: Vec<RouteStatus>) -> Fixture {
-        let statuses = Arc::new(Shared::new(statuses));
-        let (changed, receiver) = watch::channel(());
-        let shared = statuses.clone();
-        let current = move || shared.lock().unwrap().clone();
+        let statuses = Source::new(statuses);
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
         let (events, queue) = Events::new();
         let writer = Writer::new(server.client(), "mesh", &[KIND], metrics.clone(), events);
-        let source = Statuses::new(current, receiver);
+        let source = Statuses::new(statuses.clone());
         Fixture {
             server,
             statuses,
-            changed,
             metrics,
             queue,
-            writer: tokio::spawn(async move { writer.run(source).await }),
+            writer: tokio::spawn(async move { writer.run(&source).await }),
         }
     }
 
     fn set(&self, statuses: Vec<RouteStatus>) {
-        *self.statuses.lock().unwrap() = statuses;
-        self.changed.send_replace(());
+        self.statuses.set(statuses);
     }
 
     /// The status of the route when it meets the condition.
@@ -407,7 +448,7 @@ async fn only_the_holder_of_the_lease_writes_and_another_replica_follows_it() {
         let timing = Timing::default();
         let election = Election::new(server.client(), "mesh", replica.into(), timing);
         // The sender is dropped: nothing changes.
-        let statuses = Statuses::new(|| vec![desired(1, true)], watch::channel(()).1);
+        let statuses = Statuses::new(Source::new(vec![desired(1, true)]));
         let stopping = CancellationToken::new();
         let running = tokio::spawn(run(election, writer, statuses, stopping.clone()));
         (metrics, stopping, running)
