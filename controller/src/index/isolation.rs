@@ -60,7 +60,7 @@ fn services_of(index: &Index, state: &State) -> BTreeSet<Key> {
     let Some(pod) = index.pod(&target.key) else {
         return BTreeSet::new();
     };
-    let services = index.services.values();
+    let services = index.services.keys().map(|key| &index.services[key]);
     let services = services.filter(|service| service.is_headless && service.selects(pod));
     services.map(|service| service.key.clone()).collect()
 }
