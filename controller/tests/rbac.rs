@@ -321,6 +321,9 @@ impl Api {
             });
             state.store(key.map(String::from), definition);
         }
+        let mesh = ["gateway.networking.x-k8s.io", "xmeshes", "", "mesh"].map(String::from);
+        let spec = json!({"controllerName": "diy-service-mesh.dev/controller"});
+        state.store(mesh, json!({"metadata": {"generation": 1}, "spec": spec}));
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));

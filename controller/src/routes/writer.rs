@@ -21,6 +21,7 @@ use kube::{Api, Client, Resource, ResourceExt};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
+mod mesh;
 mod progress;
 mod schedule;
 
@@ -68,6 +69,7 @@ pub async fn run(
             () = stopping.cancelled() => {}
             never = writer.run(&statuses) => match never {},
             never = writer.delete_stored_states() => match never {},
+            never = writer.write_mesh_status() => match never {},
         }
         leader.set(0);
         if stopping.is_cancelled() {

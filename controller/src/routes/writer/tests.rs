@@ -115,13 +115,25 @@ impl Fixture {
 
     /// The requests until the writer waits for a change.
     async fn calls(&self) -> Vec<String> {
-        tokio::time::sleep(RESYNC_INTERVAL / 2).await;
         let resource = resource(KIND).plural;
-        let calls = self.server.take_calls().into_iter();
+        let calls = calls_until_idle(&self.server).await.into_iter();
         calls
             .map(|call| call.replace(PREFIX, "").replace(&resource, "routes"))
             .collect()
     }
+}
+
+/// The requests of a writer until it waits for a change.
+pub(super) async fn calls_until_idle(server: &ApiServer) -> Vec<String> {
+    tokio::time::sleep(RESYNC_INTERVAL / 2).await;
+    server.take_calls()
+}
+
+/// A writer that does not run.
+pub(super) fn writer(server: &ApiServer) -> Writer {
+    let metrics = Arc::new(Metrics::new(|_| Ok(())));
+    let (events, _) = Events::new();
+    Writer::new(server.client(), "mesh", &[KIND], metrics, events)
 }
 
 const PREFIX: &str = "/apis/gateway.networking.k8s.io/v1/";
