@@ -11,6 +11,7 @@ use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::{Value, json};
 
+use super::parse::MAX_MATCHES;
 use super::spec::TrafficPolicySpec;
 use super::{GROUP, VERSION};
 
@@ -18,7 +19,13 @@ use super::{GROUP, VERSION};
 const DURATION: &str = "^([0-9]{1,5}(h|m|s|ms)){1,4}$";
 /// At least the longest text of that form.
 const MAX_DURATION_LENGTH: u32 = 32;
+/// Labels of letters in lower case, digits and hyphens, with dots between them.
+pub(super) const HOSTNAME: &str =
+    "^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$";
 pub(super) const NAME: &str = "^[A-Za-z0-9!#$%&'*+\\-.^_\\x60|~]+$";
+
+/// For path matches: there is nothing to check.
+const PLAIN: &str = "!has(self.value) || (has(self.type) && self.type == 'RegularExpression')";
 
 /// A duration as in HTTPRoutes.
 #[derive(JsonSchema)]
@@ -73,6 +80,32 @@ fn spellings(name: &str) -> String {
     name.replace('-', "[^a-z0-9]")
 }
 
+/// All faults or all rate limits together have a limited number of matches.
+pub(super) fn few_matches(field: &str) -> Value {
+    json!({
+        "rule": format!("!has(self.{field}) || \
+            self.{field}.map(one, has(one.matches) ? size(one.matches) : 0).sum() <= {MAX_MATCHES}"),
+        "message": format!("{field} have at most {MAX_MATCHES} matches"),
+    })
+}
+
+/// The proxy replaces this header of clients. An exact expression exceeds the budget of CEL: this one
+/// matches any character in place of the second hyphen.
+pub(super) fn no_caller() -> Value {
+    let name = field::CALLED_BY
+        .replacen('-', r"[\W_]", 1)
+        .replace("-", ".");
+    let length = field::CALLED_BY.len();
+    rule(
+        &format!(
+            "!has(self.matches) || self.matches.all(one, !has(one.headers) || \
+             !one.headers.exists(header, \
+             size(header.name) == {length} && header.name.matches(r'(?i){name}')))"
+        ),
+        "the proxy replaces this header: set per to Caller",
+    )
+}
+
 /// A share is in percent or a fraction. Objects that are stored without either keep their meaning:
 /// all requests.
 pub(super) fn one_share() -> Value {
@@ -104,8 +137,10 @@ pub(super) struct Timeouts {
 #[schemars(extend("x-kubernetes-validations" = [
     {
         "rule": "!has(self.cookieConfig) || !has(self.cookieConfig.lifetimeType) || \
-                 self.cookieConfig.lifetimeType != 'Permanent' || has(self.absoluteTimeout)",
-        "message": "a permanent cookie requires absoluteTimeout",
+                 self.cookieConfig.lifetimeType != 'Permanent' || \
+                 (has(self.absoluteTimeout) && duration(self.absoluteTimeout) > duration('0s') && \
+                 (!has(self.type) || self.type == 'Cookie'))",
+        "message": "a permanent session requires a cookie and absoluteTimeout",
     },
     {
         "rule": "!has(self.type) || self.type != 'Header' || !has(self.sessionName) || \
@@ -175,6 +210,18 @@ pub(super) struct Match {
 
 /// A condition on the path.
 #[derive(JsonSchema)]
+#[schemars(extend("x-kubernetes-validations" = [
+    {
+        "rule": format!("{PLAIN} || (self.value.startsWith('/') && !self.value.contains('//') && \
+                 !self.value.matches('/[.][.]?(/|$)') && !self.value.matches('%2[fF]'))"),
+        "message": "a path begins with /, without empty or dot segments and encoded slashes",
+    },
+    {
+        "rule": format!("{PLAIN} || \
+                 self.value.matches(\"^([-A-Za-z0-9/._~!$&'()*+,;=:@]|%[0-9a-fA-F]{{2}})*$\")"),
+        "message": "a path has no query, no fragment, and no other characters than those of RFC 3986",
+    },
+]))]
 struct PathMatch {
     /// Exact, PathPrefix (default) or RegularExpression.
     #[serde(rename = "type")]
@@ -193,7 +240,7 @@ struct ValueMatch {
     #[schemars(extend("enum" = ["Exact", "RegularExpression"]))]
     kind: Option<String>,
     /// The name.
-    #[schemars(length(min = 1, max = 256))]
+    #[schemars(regex(pattern = NAME), length(max = 256))]
     name: String,
     /// The value, or the expression.
     #[schemars(length(min = 1, max = 4096))]

@@ -7,6 +7,8 @@
 #[cfg(test)]
 mod crd;
 pub mod parse;
+#[cfg(test)]
+mod rejections;
 pub mod spec;
 
 use std::fmt;

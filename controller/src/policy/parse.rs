@@ -31,7 +31,7 @@ use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
 
 const MAX_TARGETS: usize = 16;
 /// Of all faults, and of all rate limits, which proxies evaluate for each request.
-const MAX_MATCHES: usize = 128;
+pub(super) const MAX_MATCHES: usize = 128;
 const MAX_PATTERNS: usize = 64;
 /// Of the encoded faults or rate limits.
 const MAX_BYTES: usize = 64 * 1024;

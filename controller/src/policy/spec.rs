@@ -12,7 +12,12 @@ use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 /// namespace. What is absent has the defaults of the proxies.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[cfg_attr(test, schemars(extend("required" = ["targetRefs"])))]
+#[cfg_attr(test, schemars(extend(
+    "required" = ["targetRefs"],
+    "x-kubernetes-validations" = [
+        super::crd::few_matches("rateLimits"), super::crd::few_matches("faults"),
+    ],
+)))]
 #[serde(default, rename_all = "camelCase")]
 pub struct TrafficPolicySpec {
     /// Services of the namespace of the policy, or this namespace: all of its Services. Of several
@@ -223,13 +228,16 @@ pub struct Budget {
 /// A limit of the requests to the Service. What exceeds it gets 429, or RESOURCE_EXHAUSTED.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-#[cfg_attr(test, schemars(extend("required" = ["name", "requests"])))]
+#[cfg_attr(test, schemars(extend(
+    "required" = ["name", "requests"],
+    "x-kubernetes-validations" = super::crd::no_caller(),
+)))]
 #[serde(default, rename_all = "camelCase")]
 pub struct RateLimit {
     /// The name, for logs and metrics.
     #[cfg_attr(
         test,
-        schemars(regex(pattern = "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"), length(max = 253),)
+        schemars(regex(pattern = super::crd::HOSTNAME), length(max = 253))
     )]
     pub name: String,
     /// One of these matches. Empty: every request.

@@ -3,82 +3,14 @@
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::workloads::App;
-use diy_mesh_tests::cluster::{MANIFESTS, Namespace, in_namespace, kubectl, wait_for};
+use diy_mesh_tests::cluster::{
+    MANIFESTS, Namespace, in_namespace, kubectl, kubectl_with_input, wait_for,
+};
+use rejections::{Rejected, rejections};
 use serde_json::{Value, json};
 
-/// Sections of invalid policies, and the field that the error names.
-fn invalid() -> Vec<(Value, &'static str)> {
-    let abort = json!({"status": 503, "percent": 100});
-    let regex = json!([{"path": {"type": "RegularExpression", "value": "("}}]);
-    let limit = |name: &str| json!({"name": name, "requests": 1});
-    vec![
-        (
-            json!({"loadBalancing": {"algorithm": "Magic"}}),
-            "spec.loadBalancing.algorithm",
-        ),
-        (
-            json!({"loadBalancing": {"algorithm": "ConsistentHash"}}),
-            "spec.loadBalancing",
-        ),
-        (
-            json!({"connections": {"maxRequests": 0}}),
-            "spec.connections.maxRequests",
-        ),
-        (
-            json!({"connections": {"connectTimeout": "0s"}}),
-            "spec.connections.connectTimeout",
-        ),
-        (
-            json!({"outlierDetection": {"failurePercent": 101}}),
-            "spec.outlierDetection.failurePercent",
-        ),
-        (
-            json!({"circuitBreaker": {"failurePercent": 50, "interval": "10"}}),
-            "spec.circuitBreaker.interval",
-        ),
-        (json!({"retry": {"attempts": 11}}), "spec.retry.attempts"),
-        (
-            json!({"retry": {"budget": {"percent": 101}}}),
-            "spec.retry.budget.percent",
-        ),
-        (
-            json!({"timeouts": {"request": "1s", "backendRequest": "2s"}}),
-            "spec.timeouts",
-        ),
-        (
-            json!({"rateLimits": [limit("a"), limit("a")]}),
-            "spec.rateLimits",
-        ),
-        (
-            json!({"faults": [{"abort": abort, "matches": regex}]}),
-            "spec.faults[0].matches[0].path.value",
-        ),
-        (
-            json!({"faults": [{"abort": {"status": 200, "percent": 100}}]}),
-            "spec.faults[0].abort.status",
-        ),
-        (
-            json!({"faults": [{"abort": {"status": 503}}]}),
-            "spec.faults[0].abort",
-        ),
-        (
-            json!({"faults": [{"percent": 10, "abort": {"status": 503}}]}),
-            "spec.faults[0].percent",
-        ),
-        (
-            json!({"faults": [{"delay": {"duration": "25h"}}]}),
-            "spec.faults[0].delay.duration",
-        ),
-        (
-            json!({"faults": [{"abort": {"status": 503, "percent": 1, "fraction": {"numerator": 1}}}]}),
-            "spec.faults[0].abort",
-        ),
-        (
-            json!({"sessionPersistence": {"type": "Header", "sessionName": "X_Called-By"}}),
-            "spec.sessionPersistence",
-        ),
-    ]
-}
+#[path = "../../../controller/src/policy/rejections.rs"]
+mod rejections;
 
 fn policy(name: &str, section: &Value) -> Value {
     let mut spec = section.clone();
@@ -115,27 +47,37 @@ fn policy_limits_the_rate_and_invalid_ones_are_named() -> Result<()> {
             };
             Ok((limited.iter().filter(|line| is_limited(line)).count() >= 10).then_some(()))
         })?;
-        // The API server refuses an invalid change: the policy that it has stays in force. Regular
-        // expressions are left to the controller.
-        let mut stored = Vec::new();
-        for (section, field) in invalid() {
-            let message = match namespace.apply(&policy("invalid", &section).to_string()) {
-                Err(error) => format!("{error:#}"),
-                Ok(()) => {
-                    stored.push(field);
-                    wait_for("the policy is rejected", || {
-                        let condition = accepted(namespace, "invalid")?;
-                        ensure!(condition["status"] == "False", "{condition:#}");
-                        Ok(Some(condition.to_string()))
-                    })?
-                }
+        // The API server refuses what its rules express. The controller names the rest.
+        let create = ["create", "--dry-run=server", "-f", "-"];
+        let create = [&["-n", &*namespace.name][..], &create].concat();
+        let mut wrong = Vec::new();
+        for Rejected {
+            spec,
+            message,
+            stored,
+        } in rejections()
+        {
+            let written = kubectl_with_input(&create, &policy("invalid", &spec).to_string());
+            let section = spec.as_object().and_then(|spec| spec.keys().next());
+            let section = section.context("a section")?;
+            let is_right = match (&written, stored) {
+                (Err(error), None) => format!("{error:#}").contains(section),
+                (written, stored) => written.is_ok() && stored.is_some(),
             };
-            ensure!(message.contains(field), "{section}: {field}: {message}");
+            if !is_right {
+                wrong.push(format!("{message}: stored: {stored:?}, {written:?}"));
+            }
         }
-        ensure!(
-            stored == ["spec.faults[0].matches[0].path.value"],
-            "{stored:?}"
-        );
+        ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+        let stored = rejections().into_iter().find(|one| one.stored.is_some());
+        let stored = stored.context("a policy that is stored")?;
+        namespace.apply(&policy("invalid", &stored.spec).to_string())?;
+        wait_for("the policy is rejected", || {
+            let condition = accepted(namespace, "invalid")?;
+            let text = condition["message"].as_str().unwrap_or_default();
+            ensure!(text.starts_with(stored.message), "{condition:#}");
+            Ok((condition["status"] == "False").then_some(()))
+        })?;
         let condition = accepted(namespace, "limit")?;
         ensure!(condition["status"] == "True", "{condition:#}");
         Ok(())
