@@ -2,6 +2,8 @@
 //! conditions that the mesh has written to their status. Pure, except for the requests to the API
 //! server.
 
+use std::collections::BTreeSet;
+
 use diy_mesh_controller::catalog::resources;
 use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::policy;
@@ -221,9 +223,13 @@ pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route
     Ok(routes)
 }
 
-/// All objects that may decide about the requests to Services. Kinds that are not installed have
-/// none.
-pub async fn fetch_all(client: &Client) -> Result<Vec<Value>, String> {
+/// All objects that may decide about the requests to Services, and what the user may not list. A
+/// kind that the user may not list in all namespaces is listed in `namespaces`. Kinds that are not
+/// installed have none.
+pub async fn fetch_all(
+    client: &Client,
+    namespaces: &BTreeSet<&str>,
+) -> Result<(Vec<Value>, Vec<String>), String> {
     let others = [
         Kind::Service,
         Kind::Grant,
@@ -231,11 +237,41 @@ pub async fn fetch_all(client: &Client) -> Result<Vec<Value>, String> {
         Kind::TrafficSplit,
         Kind::RouteGroup,
     ];
-    let mut all = Vec::new();
+    let (mut all, mut elsewhere, mut unknown) = (Vec::new(), Vec::new(), Vec::new());
     for kind in KINDS.into_iter().chain(others) {
-        all.extend(objects(client, None, kind).await?);
+        match list_kind(client, None, kind).await {
+            Err(error) if is_forbidden(&error) => elsewhere.push(kind.name()),
+            listed => {
+                all.extend(listed.map_err(|error| describe_error(&error))?);
+                continue;
+            }
+        }
+        for namespace in namespaces {
+            match list_kind(client, Some(namespace), kind).await {
+                Err(error) if is_forbidden(&error) && kind != Kind::Service => {
+                    unknown.push(format!(
+                        "no {kind} of {namespace} is taken into account: {}",
+                        describe_error(&error)
+                    ));
+                }
+                listed => all.extend(listed.map_err(|error| describe_error(&error))?),
+            }
+        }
     }
-    Ok(all)
+    if !elsewhere.is_empty() {
+        let names = Vec::from_iter(namespaces.iter().copied());
+        unknown.push(format!(
+            "no {} of other namespaces than {} is taken into account: you may not list them in all \
+             namespaces",
+            elsewhere.join(", "),
+            names.join(", ")
+        ));
+    }
+    Ok((all, unknown))
+}
+
+fn is_forbidden(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.code == 403)
 }
 
 /// The pods and slices of a namespace, which decide about its headless Services.
@@ -252,6 +288,15 @@ pub async fn objects(
     namespace: Option<&str>,
     kind: Kind,
 ) -> Result<Vec<Value>, String> {
+    let listed = list_kind(client, namespace, kind).await;
+    listed.map_err(|error| describe_error(&error))
+}
+
+async fn list_kind(
+    client: &Client,
+    namespace: Option<&str>,
+    kind: Kind,
+) -> kube::Result<Vec<Value>> {
     for resource in resources(kind) {
         let api: Api<DynamicObject> = match namespace {
             Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
@@ -260,7 +305,7 @@ pub async fn objects(
         let items = match cluster::list(api, &ListParams::default()).await {
             Ok(items) => items,
             Err(kube::Error::Api(status)) if status.code == 404 => continue,
-            Err(error) => return Err(describe_error(&error)),
+            Err(error) => return Err(error),
         };
         let objects = items.into_iter().map(|item| {
             // Items of a list have no kind.
@@ -336,6 +381,54 @@ mod tests {
         object["metadata"]["generation"] = json!(2);
         object["status"]["parents"][0]["controllerName"] = json!("example.net/x");
         assert_eq!(Route::read(&object).unwrap().parents[0].conditions, []);
+    }
+
+    /// An API server whose user may list Services and HTTPRoutes of `shop` and GRPCRoutes of all
+    /// namespaces. It serves ReferenceGrant v1 only.
+    fn namespaced() -> Client {
+        let service = tower::service_fn(|request: hyper::Request<kube::client::Body>| async move {
+            let path = request.uri().path().to_owned();
+            let list = json!({"kind": "List", "metadata": {}, "items": [
+                {"metadata": {"name": "web", "namespace": "shop"}},
+            ]});
+            let status = |code: u16| json!({"kind": "Status", "status": "Failure", "code": code, "message": path, "reason": ""});
+            let (code, body) = match &*path {
+                "/api/v1/namespaces/shop/services"
+                | "/apis/gateway.networking.k8s.io/v1/namespaces/shop/httproutes"
+                | "/apis/gateway.networking.k8s.io/v1/namespaces/shop/referencegrants"
+                | "/apis/gateway.networking.k8s.io/v1/grpcroutes" => (200, list),
+                path if path.contains("v1beta1") => (404, status(404)),
+                _ => (403, status(403)),
+            };
+            let body = kube::client::Body::from(body.to_string().into_bytes());
+            hyper::Response::builder().status(code).body(body)
+        });
+        Client::new(service, "default")
+    }
+
+    #[tokio::test]
+    async fn users_of_one_namespace_see_its_objects_and_what_is_unknown() {
+        let (client, shop) = (namespaced(), BTreeSet::from(["shop"]));
+        let (objects, unknown) = fetch_all(&client, &shop).await.unwrap();
+        let kinds: Vec<&str> = objects
+            .iter()
+            .filter_map(|one| one["kind"].as_str())
+            .collect();
+        let expected = ["HTTPRoute", "GRPCRoute", "Service", "ReferenceGrant"];
+        assert_eq!(kinds, expected);
+        let forbidden = "no TrafficPolicy of shop is taken into account: forbidden: ";
+        assert!(
+            unknown.iter().any(|one| one.starts_with(forbidden)),
+            "{unknown:?}"
+        );
+        let last = unknown.last().unwrap();
+        let expected = "no HTTPRoute, TCPRoute, Service, ReferenceGrant, TrafficPolicy, ";
+        assert!(last.starts_with(expected), "{last}");
+        assert!(last.contains(" of other namespaces than shop "), "{last}");
+        // Without its Service, nothing can be said.
+        let other = BTreeSet::from(["other"]);
+        let error = fetch_all(&client, &other).await.unwrap_err();
+        assert!(error.ends_with("/namespaces/other/services"), "{error}");
     }
 
     #[test]

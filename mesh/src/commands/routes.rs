@@ -99,18 +99,21 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
 }
 
 fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
-    let objects = match arguments.filename.is_empty() {
+    let (objects, unknown) = match arguments.filename.is_empty() {
         true => super::block_on(async {
             let cluster = connect(arguments).await?;
-            fetch(&cluster, &arguments.services).await
+            fetch(&cluster, &arguments.services, arguments.clients.as_deref()).await
         })??,
-        false => from_files(&arguments.filename)?,
+        false => (from_files(&arguments.filename)?, Vec::new()),
     };
     let mut all = Vec::new();
     for service in &arguments.services {
         let clients = arguments.clients.as_deref().unwrap_or(&service.namespace);
         match explain(&objects, service, clients) {
-            Some(explanation) => all.push(explanation),
+            Some(mut explanation) => {
+                explanation.problems.extend(unknown.iter().cloned());
+                all.push(explanation);
+            }
             None if arguments.filename.is_empty() => bail!("the Service {service} does not exist"),
             None => bail!(
                 "the files do not contain the Service {service}; add the file that does with --filename"
@@ -120,10 +123,16 @@ fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
     Ok(all)
 }
 
-/// What decides about the requests to Services.
-async fn fetch(cluster: &Cluster, services: &[Key]) -> Result<Vec<Value>> {
-    let objects = routes::fetch_all(&cluster.client).await;
-    let mut objects =
+/// What decides about the requests to Services, and what the user may not list.
+async fn fetch(
+    cluster: &Cluster,
+    services: &[Key],
+    clients: Option<&str>,
+) -> Result<(Vec<Value>, Vec<String>)> {
+    let namespaces = services.iter().map(|service| &*service.namespace);
+    let namespaces: BTreeSet<&str> = namespaces.chain(clients).collect();
+    let objects = routes::fetch_all(&cluster.client, &namespaces).await;
+    let (mut objects, unknown) =
         objects.map_err(|error| anyhow!("failed to list Services, routes or policies: {error}"))?;
     let headless = services.iter().filter(|key| is_headless(&objects, key));
     let namespaces: BTreeSet<_> = headless.map(|key| key.namespace.clone()).collect();
@@ -134,7 +143,7 @@ async fn fetch(cluster: &Cluster, services: &[Key]) -> Result<Vec<Value>> {
         })?;
         objects.extend(pods);
     }
-    Ok(objects)
+    Ok((objects, unknown))
 }
 
 fn is_headless(objects: &[Value], service: &Key) -> bool {
