@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::catalog;
 use crate::index::object::{Change, Key, Source, Transport};
 use crate::index::{Index, Touched};
+use crate::routes::RouteStatus;
 use crate::routes::attach::Table;
 use crate::routes::model::{Filter, Match, PathMatch, Rule, ValueMatch};
 
@@ -51,8 +52,13 @@ pub struct Row {
     pub actions: Vec<String>,
 }
 
-/// Explains the requests of the clients of a namespace to a Service. `None`: it does not exist.
-pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explanation> {
+/// The statuses of the routes and policies among these objects.
+pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
+    index(objects).0.route_statuses()
+}
+
+/// An index of these objects, and what of them cannot be read.
+fn index(objects: &[Value]) -> (Index, Vec<String>) {
     let (mut index, mut touched) = (Index::default(), Touched::default());
     let mut problems = Vec::new();
     for object in objects {
@@ -75,6 +81,12 @@ pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explan
             }
         }
     }
+    (index, problems)
+}
+
+/// Explains the requests of the clients of a namespace to a Service. `None`: it does not exist.
+pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explanation> {
+    let (index, mut problems) = index(objects);
     let parent = index.service(service)?.service;
     let ports = parent
         .ports

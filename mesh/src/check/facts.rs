@@ -26,7 +26,7 @@ use tokio::{join, time::timeout};
 use super::{
     MAX_DETAILS,
     permissions::{self, Permission},
-    pods, policies,
+    pods, policies, upgrade,
     workloads::{self, Workload},
 };
 use crate::{
@@ -80,6 +80,8 @@ pub struct Facts {
     pub policy_definition: Fact<Option<Value>>,
     /// The TrafficPolicies of all namespaces.
     pub policies: Fact<Vec<Value>>,
+    /// Routes and policies with other conditions than this release would write.
+    pub judged_differently: Fact<Vec<String>>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
 }
@@ -124,6 +126,7 @@ impl Facts {
             gateway_api,
             routes,
             (policy_definition, policies),
+            judged_differently,
         ) = join!(
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -140,6 +143,7 @@ impl Facts {
             routes::definitions(client),
             routes::fetch(client, None),
             policies::read(client),
+            upgrade::read(client),
         );
         let now = now();
         let ready_pages = match &pods {
@@ -166,6 +170,7 @@ impl Facts {
             routes,
             policy_definition,
             policies,
+            judged_differently,
             dry_run,
         }
     }

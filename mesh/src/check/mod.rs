@@ -11,6 +11,7 @@ mod pods;
 mod policies;
 mod services;
 mod settings;
+mod upgrade;
 mod webhook;
 mod workloads;
 
@@ -120,7 +121,7 @@ fn or_ok(findings: impl IntoIterator<Item = Option<Finding>>, text: String) -> V
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [(&str, Check); 23] = [
+    let checks: [(&str, Check); 24] = [
         ("kubernetes", platform::kubernetes),
         ("controller", platform::controller),
         ("injector", platform::injector),
@@ -140,6 +141,7 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("routes", gateway::routes),
         ("policy-definition", policies::definition),
         ("policies", policies::policies),
+        ("upgrade", upgrade::upgrade),
         ("pods", pods::injected),
         ("proxies", pods::proxies),
         ("certificates", identity::workloads),

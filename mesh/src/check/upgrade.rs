@@ -1,0 +1,160 @@
+//! Objects that this release judges differently than the controllers that wrote their conditions.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use diy_mesh_controller::explain;
+use diy_mesh_controller::routes::{PARTIALLY_INVALID, RouteStatus, status};
+use kube::Client;
+use kube::core::DynamicObject;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::facts::{Fact, Facts};
+use super::{Finding, Findings, or_ok};
+use crate::routes::{self, CONTROLLER_NAME};
+
+/// The conditions that the objects of the cluster alone decide.
+const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
+
+/// Reads the objects, and compares their conditions with those of this release.
+pub(super) async fn read(client: &Client) -> Fact<Vec<String>> {
+    let (objects, mut unknown) = routes::fetch_all(client, &BTreeSet::new()).await?;
+    match unknown.pop() {
+        Some(reason) => Err(reason),
+        None => Ok(differences(&objects)),
+    }
+}
+
+/// Controllers of this release leave the conditions as they are.
+pub(super) fn upgrade(facts: &Facts) -> Findings<'_> {
+    let differences = facts.judged_differently.as_ref()?;
+    let text = "objects that controllers of the release of this program would judge differently";
+    let advice =
+        "correct them before you upgrade the controllers, or use the program of their release";
+    let found = Finding::warning(text, advice).if_any(differences.clone());
+    let text = "this release judges all routes and policies as the controllers do";
+    Ok(or_ok([found], text.to_owned()))
+}
+
+fn differences(objects: &[Value]) -> Vec<String> {
+    let name = |object: &Value| {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let metadata = &object["metadata"];
+        [&object["kind"], &metadata["namespace"], &metadata["name"]].map(text)
+    };
+    let by_name: BTreeMap<_, _> = objects.iter().map(|one| (name(one), one)).collect();
+    let statuses = explain::statuses(objects).into_iter();
+    let differences = statuses.filter_map(|status| {
+        let (kind, key) = (status.kind.name(), &status.key);
+        let object = by_name.get(&[kind, &*key.namespace, &*key.name].map(str::to_owned))?;
+        difference(object, &status)
+    });
+    differences.collect()
+}
+
+fn difference(object: &Value, desired: &RouteStatus) -> Option<String> {
+    let before = judgements(&object["status"]);
+    let is_current = |one: &Value| one["observedGeneration"] == object["metadata"]["generation"];
+    // Others wait for a controller.
+    if before.is_empty() || !before.iter().all(|(_, one)| is_current(one)) {
+        return None;
+    }
+    let typed = DynamicObject::deserialize(object).ok()?;
+    let after = status::merge(desired.kind, &typed, Some(desired), "")?;
+    let (before, after) = (described(&before), described(&judgements(&after)));
+    let new: Vec<&str> = after.difference(&before).map(|one| &**one).collect();
+    let old: Vec<&str> = before.difference(&after).map(|one| &**one).collect();
+    let (kind, key) = (desired.kind, &desired.key);
+    let names = |all: Vec<&str>| {
+        if all.is_empty() {
+            "none".to_owned()
+        } else {
+            all.join(", ")
+        }
+    };
+    (before != after).then(|| format!("{kind} {key}: {} instead of {}", names(new), names(old)))
+}
+
+/// The conditions of the mesh in a status, with their parents.
+fn judgements(status: &Value) -> Vec<(&Value, &Value)> {
+    let entries = list(&status["parents"]).chain(list(&status["ancestors"]));
+    let own = entries.filter(|entry| entry["controllerName"] == CONTROLLER_NAME);
+    let conditions = own.flat_map(|entry| list(&entry["conditions"]).map(move |one| (entry, one)));
+    let is_judgement = |one: &Value| JUDGEMENTS.iter().any(|kind| one["type"] == *kind);
+    conditions.filter(|(_, one)| is_judgement(one)).collect()
+}
+
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
+}
+
+fn described(judgements: &[(&Value, &Value)]) -> BTreeSet<String> {
+    let describe = |(entry, one): &(&Value, &Value)| {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let parent = match entry["parentRef"].is_null() {
+            true => &entry["ancestorRef"],
+            false => &entry["parentRef"],
+        };
+        let [kind, holds, reason] = ["type", "status", "reason"].map(|field| text(&one[field]));
+        format!("{kind} {holds} ({reason}) at {}", text(&parent["name"]))
+    };
+    judgements.iter().map(describe).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::{Level, facts::testing::unknown_facts};
+    use super::*;
+
+    /// Service shop/web, and HTTPRoute shop/r with a rule and the conditions of a controller.
+    fn objects(rule: Value, conditions: Value) -> Vec<Value> {
+        let parent = json!({"group": "", "kind": "Service", "name": "web"});
+        let service = json!({"apiVersion": "v1", "kind": "Service",
+            "metadata": {"name": "web", "namespace": "shop"},
+            "spec": {"clusterIP": "10.0.0.1", "ports": [{"port": 80}]}});
+        let route = json!({"apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+            "metadata": {"name": "r", "namespace": "shop", "generation": 2},
+            "spec": {"parentRefs": [parent], "rules": [rule]},
+            "status": {"parents": [{"parentRef": parent, "controllerName": CONTROLLER_NAME,
+                "conditions": conditions}]}});
+        vec![service, route]
+    }
+
+    fn conditions(generation: i64, accepted: &str, reason: &str) -> Value {
+        let condition = |kind: &str, status: &str, reason: &str| {
+            json!({"type": kind, "status": status, "reason": reason, "message": "of then",
+                "observedGeneration": generation, "lastTransitionTime": "2026-01-01T00:00:00Z"})
+        };
+        json!([
+            condition("Accepted", accepted, reason),
+            condition("ResolvedRefs", "True", "ResolvedRefs"),
+        ])
+    }
+
+    #[test]
+    fn objects_that_an_upgrade_judges_differently_are_listed() {
+        let valid = || json!({"backendRefs": [{"name": "web", "port": 80}]});
+        let invalid = json!({"filters": [{"type": "FilterOfALaterRelease"}]});
+        let accepted = |generation| conditions(generation, "True", "Accepted");
+        assert_eq!(differences(&objects(valid(), accepted(2))), [""; 0]);
+        let found = differences(&objects(
+            valid(),
+            conditions(2, "False", "UnsupportedValue"),
+        ));
+        let expected = "HTTPRoute shop/r: Accepted True (Accepted) at web instead of Accepted False \
+                        (UnsupportedValue) at web";
+        assert_eq!(found, [expected]);
+        let found = differences(&objects(invalid.clone(), accepted(2)));
+        assert!(found[0].starts_with("HTTPRoute shop/r: "), "{found:?}");
+        // The controllers have not judged this generation.
+        assert_eq!(differences(&objects(invalid, accepted(1))), [""; 0]);
+        let facts = Facts {
+            judged_differently: Ok(found),
+            ..unknown_facts()
+        };
+        let finding = upgrade(&facts).unwrap().remove(0);
+        assert_eq!((finding.level, finding.details.len()), (Level::Warning, 1));
+    }
+}
