@@ -2,8 +2,10 @@
 //! identity`. No secrets.
 
 use std::future::ready;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use diy_mesh_runtime::{Admin, Page, Readiness};
 
 use crate::authority::{AuthorityHandle, status};
@@ -11,6 +13,9 @@ use crate::catalog::freshness::Freshness;
 use crate::hub::Hub;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
+
+/// Anyone can read the page, which is large in a large cluster. All readers share one of this age.
+const PAGE_AGE: Duration = Duration::from_secs(1);
 
 /// Adds the conditions of readiness: a synced and current catalog, and a CA.
 pub fn add_conditions(
@@ -36,11 +41,18 @@ pub fn server(
     proxies: Proxies,
     trust_domain: Arc<str>,
 ) -> Admin {
-    let identity = move || {
+    let report = move || {
         let (status, trust) = (authority.status(), authority.trust());
         let status = status::report(status, &trust_domain, trust.as_deref(), &proxies.snapshot());
-        let json = serde_json::to_string(&status).expect("numbers and strings are valid JSON");
-        ready(Page::json(json))
+        serde_json::to_vec(&status).expect("numbers and strings are valid JSON")
+    };
+    let latest = Mutex::new((Bytes::new(), None::<Instant>));
+    let identity = move || {
+        let mut latest = latest.lock().unwrap_or_else(PoisonError::into_inner);
+        if latest.1.is_none_or(|made| made.elapsed() >= PAGE_AGE) {
+            *latest = (report().into(), Some(Instant::now()));
+        }
+        ready(Page::json(latest.0.clone()))
     };
     Admin::new(readiness, move || metrics.render()).route("/identity", identity)
 }

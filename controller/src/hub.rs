@@ -13,12 +13,12 @@
 //! between them. Namespaces take turns in publications, so that none waits for the states of another.
 
 mod enforcement;
-mod held;
 mod history;
 mod queue;
 mod resources;
 mod services;
 mod subscribers;
+mod timed;
 mod turns;
 mod update;
 mod watched;
@@ -41,11 +41,11 @@ use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::enforcement::Reports;
 use crate::routes::statuses::Source as Statuses;
-use held::{Held, Longest};
 use history::History;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
 use subscribers::Subscribers;
+use timed::{Longest, Timed};
 use turns::Turns;
 use update::Update;
 use watched::Resolved;
@@ -174,13 +174,18 @@ impl Hub {
     /// Applies a part of the changes and adds the affected topics to `touched`. Returns whether all
     /// are applied.
     fn update(&self, update: &mut Update, touched: &mut Touched) -> bool {
+        let has_steps = update.prepare(&self.index());
         let mut index = self.index_mut();
         let end = Instant::now() + MAX_SLICE;
-        while let Some(step) = update.next(&index) {
+        while let Some(step) = update.next() {
             index.step(step, touched);
             if Instant::now() >= end {
                 return false;
             }
+        }
+        if has_steps {
+            // There may be more.
+            return false;
         }
         while !index.settle_one(touched) {
             if Instant::now() >= end {
@@ -386,12 +391,12 @@ impl Hub {
     }
 
     /// After a panic under a lock, index and subscribers stay in use.
-    fn index(&self) -> Held<'_, RwLockReadGuard<'_, Index>> {
+    fn index(&self) -> Timed<'_, RwLockReadGuard<'_, Index>> {
         let guard = self.index.read().unwrap_or_else(PoisonError::into_inner);
         self.holds[1].hold(guard)
     }
 
-    fn index_mut(&self) -> Held<'_, RwLockWriteGuard<'_, Index>> {
+    fn index_mut(&self) -> Timed<'_, RwLockWriteGuard<'_, Index>> {
         let guard = self.index.write().unwrap_or_else(PoisonError::into_inner);
         self.holds[0].hold(guard)
     }
@@ -404,7 +409,7 @@ impl Hub {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn subscribers(&self) -> Held<'_, MutexGuard<'_, Subscribers>> {
+    fn subscribers(&self) -> Timed<'_, MutexGuard<'_, Subscribers>> {
         let guard = self.subscribers.lock();
         self.holds[2].hold(guard.unwrap_or_else(PoisonError::into_inner))
     }

@@ -28,10 +28,11 @@ use diy_mesh_proto::{
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
 use hyper::header::HeaderValue;
+use prost::Message as _;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::service::Routes;
@@ -56,6 +57,9 @@ use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
+/// The length of an answer to GetServices, and how many are made at the same time.
+const MAX_SERVICES_BYTES: usize = 32 * 1024 * 1024;
+const MAX_LISTINGS: usize = 2;
 /// A Discover stream ends at one to two times this age.
 const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
@@ -144,6 +148,8 @@ struct Call {
 struct Mesh {
     context: Context,
     signer: Signer,
+    /// The answers to GetServices in progress.
+    listing: Semaphore,
 }
 
 type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -177,10 +183,24 @@ impl ServiceMeshService for Mesh {
         if keys.is_empty() {
             keys = hub.service_keys();
         }
-        let services = keys
-            .iter()
-            .map(|key| message::service(key, hub.service(key).as_ref()))
-            .collect();
+        // Others wait until the answers before theirs are encoded.
+        let turn = self.listing.acquire().await;
+        let _turn = turn.map_err(|_| Status::from(CatalogError::Stopping))?;
+        let (mut services, mut bytes) = (Vec::new(), 0);
+        for key in &keys {
+            let service = message::service(key, hub.service(key).as_ref());
+            bytes += service.encoded_len();
+            if bytes > MAX_SERVICES_BYTES {
+                return Err(Status::resource_exhausted(format!(
+                    "the {} Services up to {key} take more than {} MiB; name the Services that you \
+                     need, fewer at a time, or use WatchServices",
+                    services.len() + 1,
+                    MAX_SERVICES_BYTES / 1024 / 1024
+                )));
+            }
+            services.push(service);
+            tokio::task::yield_now().await;
+        }
         Ok(Response::new(proto::GetServicesResponse { services }))
     }
 
@@ -238,6 +258,7 @@ impl Mesh {
     fn new(context: Context) -> Mesh {
         Mesh {
             signer: Signer::new(&context),
+            listing: Semaphore::new(MAX_LISTINGS),
             context,
         }
     }

@@ -8,7 +8,7 @@ use crate::index::{Index, Step};
 /// The steps of a batch.
 pub(super) struct Update {
     events: VecDeque<Event>,
-    /// Of the first events.
+    /// Of the events before them.
     steps: VecDeque<Step>,
     /// What these events list, or find unavailable.
     pub(super) listed: BTreeSet<(Source, Kind)>,
@@ -23,17 +23,30 @@ impl Update {
         }
     }
 
-    /// The next step. All earlier ones are applied to the index.
-    pub(super) fn next(&mut self, index: &Index) -> Option<Step> {
-        while self.steps.is_empty() {
-            let event = self.events.pop_front()?;
+    /// Divides the next events into steps. All earlier steps are applied to the index, on which those
+    /// of a list depend. Returns whether there are steps.
+    pub(super) fn prepare(&mut self, index: &Index) -> bool {
+        while let Some(event) = self.events.pop_front() {
+            let is_list = matches!(event.change, Change::Reset(..));
+            if is_list && !self.steps.is_empty() {
+                self.events.push_front(event);
+                break;
+            }
             if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
                 &event.change
             {
                 self.listed.insert((*source, *kind));
             }
             self.steps.extend(index.steps(event));
+            if is_list {
+                break;
+            }
         }
+        !self.steps.is_empty()
+    }
+
+    /// The next step.
+    pub(super) fn next(&mut self) -> Option<Step> {
         self.steps.pop_front()
     }
 }

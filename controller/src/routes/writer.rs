@@ -216,47 +216,61 @@ impl Writer {
         std::future::pending().await
     }
 
-    /// Compares all routes of the cluster, and writes none. A kind that is not installed has none.
-    /// Each kind is listed in the first of its versions that the cluster serves.
+    /// Compares all routes of the cluster, and writes none. A kind that cannot be listed does not stop
+    /// the others. Returns the first error.
     async fn resync(
         &self,
         statuses: &Statuses,
         progress: &mut Progress,
     ) -> Result<(), (Kind, Error)> {
+        let mut result = Ok(());
         for kind in &self.kinds {
-            let versions = resources(*kind).into_iter();
-            let mut versions = versions.map(|one| Api::all_with(self.client.clone(), &one));
-            let Some(mut api): Option<Api<DynamicObject>> = versions.next() else {
-                continue;
-            };
-            let mut params = ListParams::default().limit(PAGE_SIZE);
-            loop {
-                let page = match (request(api.list(&params)).await, versions.len()) {
-                    (Ok(page), _) => page,
-                    (Err(error), 0) if error.is(404) => break,
-                    (Err(error), _) if error.is(404) => {
-                        api = versions.next().unwrap_or(api);
-                        continue;
-                    }
-                    (Err(error), _) => return Err((*kind, error)),
-                };
-                for object in page.items {
-                    let namespace = object.namespace().unwrap_or_default();
-                    let id = (*kind, Key::new(&namespace, &object.name_any()));
-                    let status = statuses.get(&id);
-                    let (status, route) = (status.as_ref(), Route(id.0, id.1));
-                    match status::merge(*kind, &object, status, &now()) {
-                        Some(_) => progress.differs(route, status),
-                        None => progress.succeeded(route, status),
-                    }
-                }
-                match page.metadata.continue_.filter(|token| !token.is_empty()) {
-                    Some(token) => params.continue_token = Some(token),
-                    None => break,
-                }
+            if let Err(error) = self.resync_kind(*kind, statuses, progress).await {
+                result = result.and(Err((*kind, error)));
             }
         }
-        Ok(())
+        result
+    }
+
+    /// Compares the routes of a kind. One that is not installed has none. They are listed in the
+    /// first of its versions that the cluster serves.
+    async fn resync_kind(
+        &self,
+        kind: Kind,
+        statuses: &Statuses,
+        progress: &mut Progress,
+    ) -> Result<(), Error> {
+        let versions = resources(kind).into_iter();
+        let mut versions = versions.map(|one| Api::all_with(self.client.clone(), &one));
+        let Some(mut api): Option<Api<DynamicObject>> = versions.next() else {
+            return Ok(());
+        };
+        let mut params = ListParams::default().limit(PAGE_SIZE);
+        loop {
+            let page = match (request(api.list(&params)).await, versions.len()) {
+                (Ok(page), _) => page,
+                (Err(error), 0) if error.is(404) => return Ok(()),
+                (Err(error), _) if error.is(404) => {
+                    api = versions.next().unwrap_or(api);
+                    continue;
+                }
+                (Err(error), _) => return Err(error),
+            };
+            for object in page.items {
+                let namespace = object.namespace().unwrap_or_default();
+                let id = (kind, Key::new(&namespace, &object.name_any()));
+                let status = statuses.get(&id);
+                let (status, route) = (status.as_ref(), Route(id.0, id.1));
+                match status::merge(kind, &object, status, &now()) {
+                    Some(_) => progress.differs(route, status),
+                    None => progress.succeeded(route, status),
+                }
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params.continue_token = Some(token),
+                None => return Ok(()),
+            }
+        }
     }
 
     /// Writes the status of a route, unless the cluster has it already.

@@ -80,10 +80,14 @@ impl Drop for Fixture {
 
 impl Fixture {
     fn start(server: ApiServer, statuses: Vec<RouteStatus>) -> Fixture {
+        Fixture::of_kinds(&[KIND], server, statuses)
+    }
+
+    fn of_kinds(kinds: &[Kind], server: ApiServer, statuses: Vec<RouteStatus>) -> Fixture {
         let statuses = Source::new(statuses);
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
         let (events, queue) = Events::new();
-        let writer = Writer::new(server.client(), "mesh", &[KIND], metrics.clone(), events);
+        let writer = Writer::new(server.client(), "mesh", kinds, metrics.clone(), events);
         let source = Statuses::new(statuses.clone());
         Fixture {
             server,
@@ -359,6 +363,21 @@ async fn missing_permission_for_a_kind_is_one_line_of_the_log_until_writes_succe
     fixture.set(all(2));
     fixture.calls().await;
     assert_eq!(lines(), 2, "{}", log.text());
+}
+
+#[tokio::test(start_paused = true)]
+async fn kind_that_cannot_be_listed_does_not_stop_the_comparison_of_others() {
+    let server = server();
+    let other = format!("{PREFIX}{}", resource(Kind::GrpcRoute).plural);
+    server.install(&other);
+    server.reject(&other, Some(500));
+    // The mesh does not know the route, whose entry an earlier version has left.
+    let mut left = route("web");
+    left["status"]["parents"][0]["controllerName"] = json!(CONTROLLER_NAME);
+    server.put(&path("web"), left);
+    let fixture = Fixture::of_kinds(&[Kind::GrpcRoute, KIND], server, vec![]);
+    let is_removed = |status: &Value| status["parents"].as_array().is_none_or(Vec::is_empty);
+    fixture.until("the entry is removed", is_removed).await;
 }
 
 #[tokio::test(start_paused = true)]

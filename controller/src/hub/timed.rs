@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 pub(super) struct Longest(AtomicU64);
 
 /// A guard of a lock, with the time since it is held.
-pub(super) struct Held<'a, G> {
+pub(super) struct Timed<'a, G> {
     guard: G,
     since: Instant,
     longest: &'a Longest,
 }
 
 impl Longest {
-    pub(super) fn hold<G>(&self, guard: G) -> Held<'_, G> {
-        Held {
+    pub(super) fn hold<G>(&self, guard: G) -> Timed<'_, G> {
+        Timed {
             guard,
             since: Instant::now(),
             longest: self,
@@ -29,14 +29,14 @@ impl Longest {
     }
 }
 
-impl<G> Drop for Held<'_, G> {
+impl<G> Drop for Timed<'_, G> {
     fn drop(&mut self) {
         let nanos = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.longest.0.fetch_max(nanos, Ordering::Relaxed);
     }
 }
 
-impl<G: Deref> Deref for Held<'_, G> {
+impl<G: Deref> Deref for Timed<'_, G> {
     type Target = G::Target;
 
     fn deref(&self) -> &G::Target {
@@ -44,7 +44,7 @@ impl<G: Deref> Deref for Held<'_, G> {
     }
 }
 
-impl<G: DerefMut> DerefMut for Held<'_, G> {
+impl<G: DerefMut> DerefMut for Timed<'_, G> {
     fn deref_mut(&mut self) -> &mut G::Target {
         &mut self.guard
     }
