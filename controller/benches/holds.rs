@@ -115,14 +115,18 @@ fn http_route(namespace: &str, name: &str, parent: &serde_json::Value, rules: us
     let rule = |number: usize| json!({"matches": [{"path": {"type": "PathPrefix", "value": format!("/{name}/{number}")}}]});
     let rules: Vec<_> = (0..rules).map(rule).collect();
     let spec = json!({"parentRefs": [parent], "rules": rules});
-    Object::Route(route(meta(Kind::HttpRoute, namespace, name), &spec).expect("a valid route"))
+    let route = route(meta(Kind::HttpRoute, namespace, name), &spec).expect("a route");
+    assert!(route.content.is_ok(), "{route:?}");
+    Object::Route(route)
 }
 
 fn rate_limit(namespace: &str, requests: u32) -> Object {
     let limit = json!({"requests": requests, "interval": "1s"});
     let target = json!({"group": "", "kind": "Namespace", "name": namespace});
     let spec = json!({"targetRefs": [target], "rateLimits": [limit]});
-    Object::Policy(policy(meta(Kind::TrafficPolicy, namespace, "limits"), &spec).expect("a policy"))
+    let policy = policy(meta(Kind::TrafficPolicy, namespace, "limits"), &spec).expect("a policy");
+    assert!(policy.content.is_ok(), "{policy:?}");
+    Object::Policy(policy)
 }
 
 fn meta(kind: Kind, namespace: &str, name: &str) -> Meta {
