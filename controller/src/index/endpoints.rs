@@ -1,8 +1,8 @@
 //! The endpoints of Service ports. Those of a port exist once, and so do those for the clients of
 //! one node or zone, whatever the number of addresses and subscribers. Pure.
 //!
-//! [`Cache`] does not keep what no state refers to. A change of a Service, of its slices or of their
-//! pods invalidates its entry.
+//! What no state refers to is not kept. A change of a Service, of its slices or of their pods computes
+//! its endpoints again.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap, HashSet};
