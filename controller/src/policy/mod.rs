@@ -7,8 +7,6 @@
 #[cfg(test)]
 mod crd;
 pub mod parse;
-#[cfg(test)]
-mod rejections;
 pub mod spec;
 
 use std::fmt;

@@ -1,11 +1,13 @@
 //! Tables of policies: parsing, defaults of fields, merging of sections and of rules.
 
+mod rejections;
+
 use serde_json::{Value, json};
 
-use super::rejections::rejections;
 use super::*;
 use crate::index::object::Kind;
 use crate::routes::parse::Meta;
+use rejections::rejections;
 
 /// A policy in `shop` for the Service `web`.
 pub(crate) fn policy(name: &str, created: i64, sections: Value) -> Policy {
