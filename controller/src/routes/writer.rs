@@ -147,8 +147,9 @@ impl Writer {
                 &self.events,
             );
             let written: BTreeSet<RouteId> = written;
-            for (kind, key) in written {
-                progress.changed(Route(kind, key));
+            for id in written {
+                let status = statuses.get(&id);
+                progress.changed(Route(id.0, id.1), status.as_ref());
             }
             if Instant::now() >= resync {
                 let delay = match self.resync(statuses, &mut progress).await {
@@ -178,10 +179,6 @@ impl Writer {
                     continue;
                 }
                 let status = statuses.get(&(route.0, route.1.clone()));
-                if progress.is_written(&route, status.as_ref()) {
-                    progress.succeeded(route, status.as_ref());
-                    continue;
-                }
                 let Err(error) = self.reconcile(&route, status.as_ref(), &mut pace).await else {
                     progress.succeeded(route, status.as_ref());
                     continue;

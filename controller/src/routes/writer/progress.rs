@@ -23,8 +23,11 @@ pub(super) struct Progress {
 
 impl Progress {
     /// The status of a route may have changed.
-    pub(super) fn changed(&mut self, route: Route) {
-        self.pending.insert(route);
+    pub(super) fn changed(&mut self, route: Route, status: Option<&RouteStatus>) {
+        match self.is_written(&route, status) {
+            true => drop(self.pending.remove(&route)),
+            false => drop(self.pending.insert(route)),
+        }
     }
 
     /// The next routes to write, except failed ones that wait.
@@ -33,7 +36,7 @@ impl Progress {
     }
 
     /// Whether the cluster has this status of a route.
-    pub(super) fn is_written(&self, route: &Route, status: Option<&RouteStatus>) -> bool {
+    fn is_written(&self, route: &Route, status: Option<&RouteStatus>) -> bool {
         let written = self.written.get(route);
         match status {
             Some(status) => written == Some(&self.digests.hash_one(status)),
