@@ -2,7 +2,7 @@
 //! pod, by its UID, or else a user. Never an address: a gateway or a node that translates addresses
 //! is one address of many callers.
 //!
-//! Subscriptions are charged in bytes. A caller may have what is free of the budget of the replica.
+//! Subscriptions, and answers that are not read yet, are charged in bytes. A caller may have what is free of the budget of the replica.
 //! When nothing is free, it may have its share: the budget, divided by the namespaces of callers
 //! and by the callers in its own.
 
@@ -20,7 +20,10 @@ pub const MAX_CONNECTIONS: usize = 16;
 pub const MAX_CALLS: usize = 16;
 /// The memory of a subscription, also of a name of a Service in WatchServices.
 pub const SUBSCRIPTION_BYTES: usize = 1024;
-/// The budget of a replica for subscriptions. Shares come on top of it, at most as much again.
+/// Subscriptions of a stream, far more than the destinations of a pod. Locks are held while all of
+/// them end.
+pub const MAX_SUBSCRIPTIONS: usize = 10_000;
+/// The budget of a replica for subscriptions and answers. Shares come on top of it, at most as much again.
 const BUDGET_BYTES: usize = 256 * 1024 * 1024;
 
 /// The quotas of all callers with open calls or connections. Cheap to clone.
@@ -95,56 +98,58 @@ impl Budget {
     fn give_back(&self, (namespace, caller): &(Arc<str>, Arc<str>), bytes: usize) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         used.all -= bytes;
-        if let Some(callers) = used.by_holder.get_mut(namespace) {
-            if let Some(own) = callers.get_mut(caller) {
-                *own -= bytes;
-            }
-            callers.retain(|_, bytes| *bytes > 0);
-            if callers.is_empty() {
-                used.by_holder.remove(namespace);
-            }
+        let Some(callers) = used.by_holder.get_mut(namespace) else {
+            return;
+        };
+        let own = callers.get(caller).map_or(0, |own| own - bytes);
+        match own {
+            0 => drop(callers.remove(caller)),
+            _ => drop(callers.insert(caller.clone(), own)),
+        }
+        if callers.is_empty() {
+            used.by_holder.remove(namespace);
         }
     }
 }
 
-/// The subscriptions of a stream, which are charged until it is dropped.
-pub struct Subscribed {
+/// What a call holds, in bytes, which are charged until it is dropped.
+pub struct Charge {
     quota: Arc<Quota>,
-    count: usize,
+    bytes: usize,
 }
 
-impl Subscribed {
-    /// No subscriptions of this caller.
-    pub fn new(quota: Arc<Quota>) -> Subscribed {
-        Subscribed { quota, count: 0 }
+impl Charge {
+    /// Nothing yet, of this caller.
+    pub fn new(quota: Arc<Quota>) -> Charge {
+        Charge { quota, bytes: 0 }
     }
 
-    /// Charges further subscriptions, if the caller may have them.
-    pub fn add(&mut self, count: usize) -> Result<(), Status> {
+    /// Charges further bytes, if the caller may have them.
+    pub fn add(&mut self, bytes: usize) -> Result<(), Status> {
         let Quota { budget, holder, .. } = &*self.quota;
-        if !budget.take(holder, count.saturating_mul(SUBSCRIPTION_BYTES)) {
+        if !budget.take(holder, bytes) {
             return Err(Status::resource_exhausted(format!(
-                "the subscriptions of all pods take {} MiB, the maximum of this replica, and this \
-                 pod has its share; unsubscribe from idle destinations, or add replicas",
+                "the subscriptions and answers of all pods take {} MiB, the maximum of this \
+                 replica, and this pod has its share; unsubscribe from idle destinations, read \
+                 answers, or add replicas",
                 budget.bytes / 1024 / 1024
             )));
         }
-        self.count += count;
+        self.bytes += bytes;
         Ok(())
     }
 
-    /// Ends one.
-    pub fn remove_one(&mut self) {
+    /// Gives bytes back.
+    pub fn remove(&mut self, bytes: usize) {
         let Quota { budget, holder, .. } = &*self.quota;
-        budget.give_back(holder, SUBSCRIPTION_BYTES);
-        self.count -= 1;
+        budget.give_back(holder, bytes);
+        self.bytes -= bytes;
     }
 }
 
-impl Drop for Subscribed {
+impl Drop for Charge {
     fn drop(&mut self) {
-        let Quota { budget, holder, .. } = &*self.quota;
-        budget.give_back(holder, self.count * SUBSCRIPTION_BYTES);
+        self.remove(self.bytes);
     }
 }
 
@@ -244,42 +249,42 @@ mod tests {
         drop(connection);
     }
 
-    fn of(quotas: &Quotas, namespace: &str, uid: &str) -> Subscribed {
+    fn of(quotas: &Quotas, namespace: &str, uid: &str) -> Charge {
         let mut caller = caller("web", Some(uid));
         if let Some(pod) = &mut caller.pod {
             pod.namespace = namespace.into();
         }
-        Subscribed::new(quotas.of(&caller))
+        Charge::new(quotas.of(&caller))
     }
 
     #[test]
     fn caller_may_have_what_is_free_and_else_its_share() {
         let quotas = Quotas::with_subscriptions(1200);
         // Twenty pods of one namespace take all.
-        let mut hostile: Vec<Subscribed> = (0..20)
+        let mut hostile: Vec<Charge> = (0..20)
             .map(|uid| of(&quotas, "hostile", &uid.to_string()))
             .collect();
         for one in &mut hostile {
-            one.add(60).unwrap();
+            one.add(60 * SUBSCRIPTION_BYTES).unwrap();
         }
         for one in &mut hostile {
             assert_eq!(
-                one.add(1).unwrap_err().code(),
+                one.add(SUBSCRIPTION_BYTES).unwrap_err().code(),
                 tonic::Code::ResourceExhausted
             );
         }
         // Pods of other namespaces have their shares nevertheless.
         let mut shop = ["a", "b"].map(|uid| of(&quotas, "shop", uid));
-        shop[0].add(300).unwrap();
-        shop[1].add(300).unwrap();
-        assert!(shop[1].add(1).is_err());
+        shop[0].add(300 * SUBSCRIPTION_BYTES).unwrap();
+        shop[1].add(300 * SUBSCRIPTION_BYTES).unwrap();
+        assert!(shop[1].add(SUBSCRIPTION_BYTES).is_err());
         let mut other = of(&quotas, "other", "c");
-        other.add(400).unwrap();
-        assert!(other.add(1).is_err());
-        assert!(hostile[0].add(1).is_err());
+        other.add(400 * SUBSCRIPTION_BYTES).unwrap();
+        assert!(other.add(SUBSCRIPTION_BYTES).is_err());
+        assert!(hostile[0].add(SUBSCRIPTION_BYTES).is_err());
         // What ends is free for all.
         hostile.truncate(1);
-        hostile[0].add(100).unwrap();
+        hostile[0].add(100 * SUBSCRIPTION_BYTES).unwrap();
         drop((hostile, shop, other));
         let used = quotas.budget.used.lock().unwrap();
         assert_eq!((used.all, used.by_holder.len()), (0, 0));

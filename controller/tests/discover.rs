@@ -444,7 +444,7 @@ async fn client_with_closed_requests_receives_updates() {
 }
 
 #[tokio::test]
-async fn serves_ten_thousand_subscriptions() {
+async fn serves_ten_thousand_subscriptions_and_rejects_more() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
     // Written without reading in between: the stream must not get stuck on answers that nobody
@@ -458,4 +458,16 @@ async fn serves_ten_thousand_subscriptions() {
     for _ in 0..10_000 {
         assert!(discover.said().await.ends_with(": unknown"));
     }
+    discover.subscribe("10.2.0.0:80", "").await;
+    let status = loop {
+        if let Err(status) = discover.answer().await {
+            break status;
+        }
+    };
+    assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+    assert!(
+        status.message().contains("10000 subscriptions"),
+        "{}",
+        status.message()
+    );
 }

@@ -32,7 +32,7 @@ use prost::Message as _;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::service::Routes;
@@ -48,7 +48,7 @@ use crate::index::enforcement::Missing;
 use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::quota::{Counted, Quota, Quotas, Subscribed};
+use crate::quota::{Charge, Counted, Quota, Quotas, SUBSCRIPTION_BYTES};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
@@ -57,9 +57,8 @@ use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
-/// The length of an answer to GetServices, and how many are made at the same time.
+/// The length of an answer to GetServices.
 const MAX_SERVICES_BYTES: usize = 32 * 1024 * 1024;
-const MAX_LISTINGS: usize = 2;
 /// A Discover stream ends at one to two times this age.
 const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
@@ -142,14 +141,14 @@ async fn report(health: &HealthReporter, status: ServingStatus) {
 struct Call {
     peer: Peer,
     counted: OnceLock<Counted>,
+    /// The bytes of its response.
+    answer: OnceLock<Charge>,
 }
 
 /// The implementation of `mesh.proto`.
 struct Mesh {
     context: Context,
     signer: Signer,
-    /// The answers to GetServices in progress.
-    listing: Semaphore,
 }
 
 type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -177,19 +176,19 @@ impl ServiceMeshService for Mesh {
         &self,
         request: Request<proto::GetServicesRequest>,
     ) -> Result<Response<proto::GetServicesResponse>, Status> {
-        self.authenticate(&request).await?;
+        let (_, quota) = self.authenticate(&request).await?;
+        let call = open_call(&request)?;
         let hub = &self.context.hub;
         let mut keys = service_keys(&request.get_ref().services)?;
         if keys.is_empty() {
             keys = hub.service_keys();
         }
-        // Others wait until the answers before theirs are encoded.
-        let turn = self.listing.acquire().await;
-        let _turn = turn.map_err(|_| Status::from(CatalogError::Stopping))?;
-        let (mut services, mut bytes) = (Vec::new(), 0);
+        let (mut services, mut bytes, mut charge) = (Vec::new(), 0, Charge::new(quota));
         for key in &keys {
             let service = message::service(key, hub.service(key).as_ref());
-            bytes += service.encoded_len();
+            let length = service.encoded_len();
+            charge.add(length)?;
+            bytes += length;
             if bytes > MAX_SERVICES_BYTES {
                 return Err(Status::resource_exhausted(format!(
                     "the {} Services up to {key} take more than {} MiB; name the Services that you \
@@ -201,6 +200,7 @@ impl ServiceMeshService for Mesh {
             services.push(service);
             tokio::task::yield_now().await;
         }
+        let _ = call.answer.set(charge);
         Ok(Response::new(proto::GetServicesResponse { services }))
     }
 
@@ -214,8 +214,8 @@ impl ServiceMeshService for Mesh {
         let keys = service_keys(&request.get_ref().services)?;
         tracing::debug!(caller = %caller.user, services = keys.len(), "WatchServices");
         let open = Active::new(&self.context.metrics.watch_streams);
-        let mut counted = Subscribed::new(quota);
-        counted.add(keys.len())?;
+        let mut counted = Charge::new(quota);
+        counted.add(keys.len() * SUBSCRIPTION_BYTES)?;
         let subscriber = self.context.hub.watch_services(&keys);
         let responses = watch::responses(subscriber, self.context.stopping.clone());
         let responses = responses.inspect(move |_| {
@@ -258,7 +258,6 @@ impl Mesh {
     fn new(context: Context) -> Mesh {
         Mesh {
             signer: Signer::new(&context),
-            listing: Semaphore::new(MAX_LISTINGS),
             context,
         }
     }

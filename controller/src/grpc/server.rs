@@ -97,8 +97,12 @@ async fn call(
 ) -> Result<hyper::Response<Body>, Infallible> {
     let mut request = request.map(Body::new);
     let open = peer.call();
-    let counted = OnceLock::new();
-    let call = Arc::new(Call { peer, counted });
+    let (counted, answer) = (OnceLock::new(), OnceLock::new());
+    let call = Arc::new(Call {
+        peer,
+        counted,
+        answer,
+    });
     request.extensions_mut().insert(call.clone());
     let response = routes.oneshot(request).await?;
     Ok(response.map(|body| {

@@ -19,7 +19,7 @@ use crate::index::object::Resource;
 use crate::index::state::{State, Target, TargetKind};
 use crate::index::version::Version;
 use crate::metrics::Sent;
-use crate::quota::{Quota, Subscribed};
+use crate::quota::{Charge, MAX_SUBSCRIPTIONS, Quota, SUBSCRIPTION_BYTES};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
@@ -47,7 +47,9 @@ pub(super) struct Subscriptions {
     pod: Option<PodRef>,
     announced: Announced,
     by_resource: HashMap<Arc<Resource>, Subscription>,
-    charged: Subscribed,
+    charged: Charge,
+    /// Whether the log says that subscriptions are refused.
+    is_logged: bool,
     /// Those that the caller may not have yet.
     refused: HashMap<Resource, proto::Subscribe>,
     /// The parts of the last response that are still to be sent.
@@ -82,7 +84,8 @@ impl Subscriptions {
             pod,
             announced,
             by_resource: HashMap::new(),
-            charged: Subscribed::new(quota),
+            charged: Charge::new(quota),
+            is_logged: false,
             refused: HashMap::new(),
             end: None,
             left: VecDeque::new(),
@@ -99,19 +102,18 @@ impl Subscriptions {
                 request.name
             )));
         }
-        if !self.by_resource.contains_key(&resource)
-            && let Err(exhausted) = self.charged.add(1)
-        {
-            // The others stay.
-            if self.refused.is_empty() {
-                tracing::warn!("a proxy gets no more destinations: {}", exhausted.message());
+        if !self.by_resource.contains_key(&resource) {
+            if self.by_resource.len() >= MAX_SUBSCRIPTIONS {
+                return Err(Status::resource_exhausted(format!(
+                    "this stream has {MAX_SUBSCRIPTIONS} subscriptions, the maximum; unsubscribe \
+                     from idle destinations"
+                )));
             }
-            if self.refused.len() >= MAX_REFUSED {
-                return Err(exhausted);
+            if let Err(exhausted) = self.charged.add(SUBSCRIPTION_BYTES) {
+                return self.refuse(resource, request, exhausted);
             }
-            self.refused.insert(resource, request);
-            return Ok(());
         }
+        self.refused.remove(&resource);
         let known = Version::parse(&request.known_version);
         let known = known.map_or(Known::Nothing, Known::Earlier);
         let name = Some(request.name).filter(|name| *name != name_of(&resource));
@@ -122,11 +124,28 @@ impl Subscriptions {
         Ok(())
     }
 
+    /// The others stay. It is requested again later.
+    fn refuse(
+        &mut self,
+        resource: Resource,
+        request: proto::Subscribe,
+        exhausted: Status,
+    ) -> Result<(), Status> {
+        if !std::mem::replace(&mut self.is_logged, true) {
+            tracing::warn!("a proxy gets no more destinations: {}", exhausted.message());
+        }
+        if self.refused.len() >= MAX_REFUSED {
+            return Err(exhausted);
+        }
+        self.refused.insert(resource, request);
+        Ok(())
+    }
+
     pub(super) fn unsubscribe(&mut self, request: proto::Unsubscribe) -> Result<(), Status> {
         if let Some(resource) = self.resource(request.r#type, &request.name)? {
             self.refused.remove(&resource);
             if self.by_resource.remove(&resource).is_some() {
-                self.charged.remove_one();
+                self.charged.remove(SUBSCRIPTION_BYTES);
             }
             self.subscriber.unsubscribe(&resource);
         }
