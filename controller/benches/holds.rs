@@ -2,7 +2,6 @@
 //! namespace does its worst: `cargo bench -p diy-mesh-controller`. The goal is 20 ms.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_controller::hub::{Hub, Resources};
@@ -284,5 +283,32 @@ fn main() {
         "hostile: an HTTPRoute of its own for each port",
         own.map(apply),
     );
-    drop((Arc::new(subscribers), hostile));
+    let slices = |ports: u16, pods: u32| {
+        let one = move |number: u32| {
+            let addresses = (0..pods).map(move |pod| {
+                let address = Ipv4Addr::from_bits(0x0c00_0000 + number * pods + pod);
+                (String::new(), address.into())
+            });
+            let mut slice = slice("hostile", "many", ports, addresses);
+            if let Object::Slice(slice) = &mut slice {
+                slice.key = Key::new("hostile", &format!("many-{number:04}"));
+            }
+            slice
+        };
+        (0..1000).map(move |number| apply(one(number)))
+    };
+    let many = SocketAddr::new(cluster_ip(SERVICES + 1).into(), 1);
+    let service = service("hostile", "many", cluster_ip(SERVICES + 1), 1000);
+    measure(
+        &hub,
+        "hostile: a Service with 1,000 ports",
+        [apply(service)],
+    );
+    let one = subscribe(&hub, [many].into_iter());
+    let what = "hostile: 1,000 EndpointSlices with 1,000 ports";
+    measure(&hub, what, slices(1000, 1));
+    let what = "hostile: 1,000 EndpointSlices with 1,000 endpoints";
+    measure(&hub, what, slices(1, 1000));
+    measure(&hub, "hostile: one of them again", slices(1, 999).take(1));
+    drop((subscribers, hostile, one));
 }

@@ -374,9 +374,9 @@ impl Hub {
             for location in locations {
                 resolved.add(&index, &resource, location);
             }
-            let history = &mut self.history();
-            self.subscribers()
-                .update(&index, &resource, resolved, history);
+            let (mut subscribers, mut history) = (self.subscribers(), self.history());
+            subscribers.update(&index, &resource, resolved, &mut history);
+            drop((subscribers, history));
             if Instant::now() >= end {
                 break;
             }

@@ -6,105 +6,103 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::index::endpoints::{Delta, Endpoints};
+use crate::index::endpoints::{Endpoint, Endpoints};
 use crate::index::version::Version;
 
 /// The memory for the earlier endpoints of all Services, and for encoded differences.
 const MAX_BYTES: usize = 32 * 1024 * 1024;
+/// What an item takes without its content.
+const ITEM_BYTES: usize = 256;
 
-/// The endpoints that others have replaced, and the differences to them.
+/// The endpoints that others have replaced, and the encoded differences between two of them. They
+/// are found by their versions, which are digests.
 #[derive(Debug, Default)]
 pub struct History {
-    items: HashMap<Id, Item>,
-    /// With their sizes, the oldest one first.
-    order: VecDeque<(Id, usize)>,
+    /// Alone: what they are a part of may be much larger.
+    endpoints: HashMap<Version, Arc<[Endpoint]>>,
+    differences: HashMap<(Version, Version), Bytes>,
+    /// All of them, the oldest one first, with their sizes.
+    order: VecDeque<(Version, Option<Version>, usize)>,
     bytes: usize,
-}
-
-/// What an item is found by. Versions are digests, so that equal endpoints are one item.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Id {
-    Endpoints(Version),
-    Difference(Version, Version),
-}
-
-#[derive(Debug)]
-enum Item {
-    Endpoints(Arc<Endpoints>),
-    Difference(Bytes),
-}
-
-/// How a subscriber gets from its endpoints to others.
-#[derive(Debug)]
-pub enum Way {
-    /// By an encoded difference.
-    Encoded(Bytes),
-    /// By a difference to these endpoints, which nobody has encoded.
-    From(Arc<Endpoints>),
 }
 
 impl History {
     /// Adds endpoints that others have replaced.
-    pub fn add(&mut self, endpoints: &Arc<Endpoints>) {
-        let id = Id::Endpoints(endpoints.version);
-        self.insert(id, Item::Endpoints(endpoints.clone()), endpoints.bytes());
+    pub fn add(&mut self, endpoints: &Endpoints) {
+        let (version, list) = (endpoints.version, endpoints.list());
+        let bytes = list.iter().map(Endpoint::bytes).sum();
+        if self.endpoints.insert(version, list).is_none() {
+            self.added(version, None, bytes);
+        }
     }
 
-    /// The way between two versions, if the first one is known.
-    pub fn way(&self, from: Version, to: Version) -> Option<Way> {
-        match self.items.get(&Id::Difference(from, to)) {
-            Some(Item::Difference(bytes)) => Some(Way::Encoded(bytes.clone())),
-            _ => match self.items.get(&Id::Endpoints(from))? {
-                Item::Endpoints(endpoints) => Some(Way::From(endpoints.clone())),
-                Item::Difference(_) => None,
-            },
-        }
+    /// Endpoints that others have replaced, if they are known.
+    pub fn endpoints(&self, version: Version) -> Option<Arc<[Endpoint]>> {
+        self.endpoints.get(&version).cloned()
+    }
+
+    /// The encoded difference between two versions, if it is known.
+    pub fn difference(&self, from: Version, to: Version) -> Option<Bytes> {
+        self.differences.get(&(from, to)).cloned()
     }
 
     /// Adds the encoded difference between two versions.
-    pub fn add_difference(&mut self, from: Version, to: Version, encoded: &Bytes) {
-        let item = Item::Difference(encoded.clone());
-        self.insert(Id::Difference(from, to), item, encoded.len());
+    pub fn add_difference(&mut self, from: Version, to: Version, encoded: Bytes) {
+        let bytes = encoded.len();
+        if self.differences.insert((from, to), encoded).is_none() {
+            self.added(from, Some(to), bytes);
+        }
     }
 
-    /// An item that is too large for the whole store is not kept.
-    fn insert(&mut self, id: Id, item: Item, bytes: usize) {
-        if bytes > MAX_BYTES || self.items.contains_key(&id) {
-            return;
-        }
-        let bytes = bytes + size_of::<(Id, Item)>();
-        self.items.insert(id, item);
-        self.order.push_back((id, bytes));
+    fn added(&mut self, version: Version, to: Option<Version>, bytes: usize) {
+        let bytes = bytes + ITEM_BYTES;
+        self.order.push_back((version, to, bytes));
         self.bytes += bytes;
         while self.bytes > MAX_BYTES
-            && let Some((oldest, bytes)) = self.order.pop_front()
+            && let Some((oldest, to, bytes)) = self.order.pop_front()
         {
-            self.items.remove(&oldest);
+            match to {
+                None => drop(self.endpoints.remove(&oldest)),
+                Some(to) => drop(self.differences.remove(&(oldest, to))),
+            }
             self.bytes -= bytes;
         }
     }
 }
 
-/// The difference between two sets of endpoints, as `encode` encodes it, the first time only. `None`
-/// if the first one is not known. The work is done without the lock.
-pub fn difference(
-    history: &std::sync::Mutex<History>,
-    from: Version,
-    to: &Endpoints,
-    encode: impl FnOnce(&Delta) -> Bytes,
-) -> Option<Bytes> {
-    let locked = || {
-        history
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-    };
-    let way = locked().way(from, to.version)?;
-    Some(match way {
-        Way::Encoded(bytes) => bytes,
-        Way::From(before) => {
-            let bytes = encode(&to.since(&before));
-            locked().add_difference(from, to.version, &bytes);
-            bytes
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn endpoints(count: u32, port: u16) -> Endpoints {
+        let endpoint = |number: u32| Endpoint {
+            address: (std::net::Ipv4Addr::from_bits(number), port).into(),
+            zone: "".into(),
+            pod: None,
+            identity: None,
+            opaque: false,
+            draining: false,
+        };
+        Endpoints::new((0..count).map(endpoint).collect())
+    }
+
+    #[test]
+    fn oldest_ones_go_when_all_take_more_than_the_limit() {
+        let mut history = History::default();
+        let all: Vec<Endpoints> = (1..=100).map(|port| endpoints(10_000, port)).collect();
+        for one in &all {
+            history.add(one);
+            history.add(one);
+            let encoded = Bytes::from(vec![0; 1000]);
+            history.add_difference(one.version, all[0].version, encoded);
+            assert!(history.bytes <= MAX_BYTES);
         }
-    })
+        let known = |one: &&Endpoints| history.endpoints(one.version).is_some();
+        let first = all.iter().take_while(|one| !known(one)).count();
+        assert!((50..100).contains(&first), "{first}");
+        assert!(all[first..].iter().all(|one| known(&one)));
+        let differences = history.differences.len();
+        assert!(differences.abs_diff(history.endpoints.len()) <= 1);
+        assert_eq!(history.order.len(), differences + history.endpoints.len());
+    }
 }

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::Hub;
 use super::subscribers::ResourceQueue;
 use super::watched::Resolved;
-use super::{Hub, history};
 use crate::index::endpoints::{Delta, Endpoints};
 use crate::index::object::Resource;
 use crate::index::state::State;
@@ -47,14 +47,22 @@ impl Resources {
     }
 
     /// The difference to endpoints of an earlier state, if they are known, as `encode` encodes it,
-    /// once for all subscribers.
+    /// once for all subscribers. The work is done without a lock.
     pub fn difference(
         &self,
         from: Version,
         to: &Endpoints,
         encode: impl FnOnce(&Delta) -> Bytes,
     ) -> Option<Bytes> {
-        history::difference(&self.hub.history, from, to, encode)
+        let known = self.hub.history().difference(from, to.version);
+        if known.is_some() {
+            return known;
+        }
+        let before = self.hub.history().endpoints(from)?;
+        let encoded = encode(&to.since(&before));
+        let mut history = self.hub.history();
+        history.add_difference(from, to.version, encoded.clone());
+        Some(encoded)
     }
 }
 

@@ -327,6 +327,51 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
 }
 
 #[test]
+fn former_endpoints_are_kept_without_what_they_were_a_part_of() {
+    let mut service =
+        crate::index::tests::service_with_pods("web", "10.96.0.1", &["10.0.0.1", "10.0.0.2"]);
+    for object in &mut service {
+        match object {
+            Object::Service(web) => web.local_only = true,
+            Object::Slice(slice) => slice
+                .endpoints
+                .iter_mut()
+                .for_each(|one| one.node = "n1".into()),
+            Object::Pod(pod) => pod.node = "n1".into(),
+            _ => {}
+        }
+    }
+    let hub = Hub::new([Source::Kubernetes]);
+    let set = |object: &Object| Change::Apply(Source::Kubernetes, object.clone());
+    hub.apply(service.iter().map(set));
+    let mut reader = hub.watch_resources(Some(PodRef {
+        namespace: "shop".into(),
+        name: "10.0.0.1".into(),
+        uid: "".into(),
+    }));
+    reader.subscribe(&destination("10.96.0.1:80"));
+    let mut former = Vec::new();
+    for ready in [true, false, true, false] {
+        if let Some(Object::Slice(slice)) = service.last_mut() {
+            slice.endpoints[1].ready = ready;
+        }
+        hub.apply(service.last().map(set));
+        let (_, state) = reader.next().unwrap();
+        let endpoints = &state.target.as_ref().unwrap().endpoints;
+        assert_eq!(endpoints.len(), if ready { 2 } else { 1 });
+        former.push((endpoints.version, Arc::downgrade(endpoints)));
+    }
+    let (latest, _) = former.pop().unwrap();
+    for (version, endpoints) in former.into_iter().filter(|(version, _)| *version != latest) {
+        assert!(hub.history().endpoints(version).is_some());
+        assert!(
+            endpoints.upgrade().is_none(),
+            "with its encoding and the whole set"
+        );
+    }
+}
+
+#[test]
 fn ended_subscriptions_leave_no_notifications() {
     let hub = Hub::new([Source::Kubernetes]);
     let mut reader = hub.watch_resources(None);

@@ -52,7 +52,7 @@ pub struct Delta {
 #[derive(Debug)]
 pub struct Endpoints {
     /// Ascending by address, without duplicates.
-    list: Vec<Endpoint>,
+    list: Arc<[Endpoint]>,
     /// The digest of the list.
     pub version: Version,
     encoded: OnceLock<Vec<Bytes>>,
@@ -126,7 +126,7 @@ impl Endpoints {
         }
         Endpoints {
             version: digest.finish(),
-            list,
+            list: list.into(),
             encoded: OnceLock::new(),
             places: Vec::new(),
             all_have_hints: [false; 2],
@@ -154,14 +154,9 @@ impl Endpoints {
         self.encoded.get_or_init(|| encode(&self.list))
     }
 
-    /// The memory that they take.
-    pub fn bytes(&self) -> usize {
-        let each = self.list.iter();
-        each.map(|one| {
-            let identity = one.identity.as_deref().map_or(0, str::len);
-            weight(&one.zone, one.pod.as_ref()) + identity
-        })
-        .sum()
+    /// The endpoints alone, without their encoding and the set that they are a part of.
+    pub fn list(&self) -> Arc<[Endpoint]> {
+        self.list.clone()
     }
 
     /// The difference to an earlier set, in one pass.
@@ -236,6 +231,21 @@ impl Endpoints {
         subsets.insert(selection, Arc::downgrade(&part));
         part
     }
+}
+
+impl Endpoint {
+    /// The memory that it takes, encoded too.
+    pub fn bytes(&self) -> usize {
+        let identity = self.identity.as_deref().map_or(0, str::len);
+        weight(&self.zone, self.pod.as_ref()) + identity
+    }
+}
+
+/// What an endpoint of a slice takes at a port. Those with hints are in several parts.
+fn bytes_of(endpoint: &SliceEndpoint) -> usize {
+    let pod = endpoint.pod.as_ref().map(|pod| &pod.key);
+    let hints = endpoint.node_hints.len() + endpoint.zone_hints.len();
+    weight(&endpoint.zone, pod) * (1 + hints)
 }
 
 /// What an endpoint takes without its identity.
@@ -334,26 +344,26 @@ impl Index {
         Ok(next)
     }
 
-    /// The first endpoints of a port that fit into the room.
+    /// The endpoints of a port in the first slices, by name, as far as they fit into the room. Others
+    /// cost nothing.
     fn list(&self, service: &Service, port: &str, ipv6: bool, room: usize) -> Endpoints {
         let mut all: BTreeMap<SocketAddr, Vec<&SliceEndpoint>> = BTreeMap::new();
-        for slice in self.slices_of(&service.key) {
-            for number in slice.tcp_ports(port) {
-                let endpoints = slice.endpoints.iter();
-                for endpoint in endpoints.filter(|endpoint| endpoint.address.is_ipv6() == ipv6) {
-                    let address = SocketAddr::new(endpoint.address, number);
-                    all.entry(address).or_default().push(endpoint);
-                }
-            }
-        }
+        let of_slices = self.slices_of(&service.key).flat_map(|slice| {
+            let numbers = slice.tcp_ports(port);
+            numbers.flat_map(|number| slice.endpoints.iter().map(move |one| (number, one)))
+        });
         let mut bytes = 0;
-        let all = all.into_iter();
-        let usable = all.filter_map(|(address, same)| self.usable(service, address, &same));
-        let fitting = usable.take_while(|(endpoint, _)| {
-            bytes += weight(&endpoint.zone, endpoint.pod.as_ref());
+        let fitting = of_slices.take_while(|(_, endpoint)| {
+            bytes += bytes_of(endpoint);
             bytes <= room
         });
-        let (list, places) = fitting.unzip();
+        for (number, endpoint) in fitting.filter(|(_, one)| one.address.is_ipv6() == ipv6) {
+            let address = SocketAddr::new(endpoint.address, number);
+            all.entry(address).or_default().push(endpoint);
+        }
+        let all = all.into_iter();
+        let usable = all.filter_map(|(address, same)| self.usable(service, address, &same));
+        let (list, places) = usable.unzip();
         Endpoints::in_places(list, places)
     }
 
@@ -401,32 +411,30 @@ impl Index {
 
     /// The room of the ports of a Service whose endpoints do not all have room.
     pub(super) fn compute_room(&self, service: &Service) -> Option<Room> {
-        let mut of_port: BTreeMap<&str, usize> =
-            service.ports.iter().map(|port| (&*port.name, 0)).collect();
+        let is_tcp = |protocol| protocol == Transport::Tcp;
+        let ports = service.ports.iter().filter(|port| is_tcp(port.protocol));
+        let mut of_port: HashMap<&str, usize> = ports.map(|port| (&*port.name, 0)).collect();
         for slice in self.slices_of(&service.key) {
-            let endpoints = slice.endpoints.iter();
-            let pod = |one: &SliceEndpoint| weight(&one.zone, one.pod.as_ref().map(|pod| &pod.key));
-            let bytes = endpoints.map(pod).sum::<usize>();
-            for port in slice
-                .ports
-                .iter()
-                .filter(|port| port.protocol == Transport::Tcp)
-            {
+            let bytes: usize = slice.endpoints.iter().map(bytes_of).sum();
+            for port in slice.ports.iter().filter(|port| is_tcp(port.protocol)) {
                 if let Some(all) = of_port.get_mut(&*port.name) {
                     *all += bytes;
                 }
             }
         }
+        if of_port.values().sum::<usize>() <= MAX_BYTES {
+            return None;
+        }
         let (mut taken, mut room) = (0, Room::default());
-        for (name, bytes) in of_port {
+        for (name, bytes) in BTreeMap::from_iter(of_port) {
             let left = MAX_BYTES.saturating_sub(taken);
             taken += bytes;
-            if bytes > left {
-                room.of_port.insert(name.to_owned(), left);
+            match bytes <= left {
+                true => room.complete += 1,
+                false => drop(room.of_port.insert(name.to_owned(), left)),
             }
         }
-        room.complete = service.ports.len() - room.of_port.len().min(service.ports.len());
-        (!room.of_port.is_empty()).then_some(room)
+        Some(room)
     }
 }
 
@@ -581,7 +589,7 @@ mod tests {
         for port in 1..=1000 {
             let state = resolve(&index, &format!("10.96.0.1:{port}"), &Location::default());
             let target = state.target.as_ref().unwrap();
-            bytes += target.endpoints.bytes();
+            bytes += target.endpoints.iter().map(Endpoint::bytes).sum::<usize>();
             match (&target.kind, target.endpoints.len()) {
                 (TargetKind::Service, 1000) => complete += 1,
                 (TargetKind::Service, 1..1000) => cut += 1,
@@ -609,5 +617,39 @@ mod tests {
                 .contains(&format!("{lacking} of its ports")),
             "{condition:?}"
         );
+    }
+
+    #[test]
+    fn first_slices_keep_their_endpoints_and_hints_take_more_memory() {
+        let [service, _] = wide(1, vec![]);
+        let slice = |number: u32, hints: Box<[Arc<str>]>| {
+            let endpoints = (0..20_000).map(|endpoint| SliceEndpoint {
+                zone_hints: hints.clone(),
+                ..bare(20_000 * number + endpoint)
+            });
+            let [_, slice] = wide(1, endpoints.collect());
+            let Object::Slice(slice) = slice else {
+                panic!("a slice")
+            };
+            let key = Key::new("shop", &format!("web-{number}"));
+            Object::Slice(super::super::object::Slice { key, ..slice })
+        };
+        for (hints, expected) in [
+            (Box::default(), 40_000..60_000),
+            (["a".into()].into(), 20_000..30_000),
+        ] {
+            // In another order than that of their names.
+            let slices = [2, 0, 1].map(|number| slice(number, Box::clone(&hints)));
+            let index = index([service.clone()].into_iter().chain(slices));
+            let state = resolve(&index, "10.96.0.1:1", &Location::default());
+            let endpoints = state.target.unwrap().endpoints;
+            assert!(expected.contains(&endpoints.len()), "{}", endpoints.len());
+            let addresses = endpoints.iter().map(|one| one.address.ip());
+            assert!(
+                addresses.eq((0..)
+                    .map(|number| bare(number).address)
+                    .take(endpoints.len()))
+            );
+        }
     }
 }

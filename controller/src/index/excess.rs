@@ -48,6 +48,8 @@ pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Exces
 pub(super) struct ExcessServices {
     services: BTreeSet<Key>,
     rooms: BTreeMap<Key, Room>,
+    /// Services whose room is to be computed again.
+    pub(super) changed: BTreeSet<Key>,
 }
 
 impl ExcessServices {
@@ -57,6 +59,7 @@ impl ExcessServices {
             Some(_) => self.services.insert(key.clone()),
             None => self.services.remove(key),
         };
+        self.changed.insert(key.clone());
     }
 
     /// Replaces the room of the ports of a Service. Returns whether it differs from before.
@@ -92,7 +95,7 @@ impl ExcessServices {
     /// The number of references between objects.
     #[cfg(test)]
     pub(super) fn links(&self) -> usize {
-        self.services.len() + self.rooms.len()
+        self.services.len() + self.rooms.len() + self.changed.len()
     }
 }
 

@@ -170,6 +170,8 @@ impl Index {
             }
         } else if let Some(pod) = self.headless.changed.pop_first() {
             self.settle_headless(&pod);
+        } else if let Some(service) = self.excess.changed.pop_first() {
+            self.settle_room(&service, touched);
         } else {
             return true;
         }
@@ -398,7 +400,6 @@ impl Index {
             let pods: Vec<Key> = self.slices_of(key).flat_map(pods_of).cloned().collect();
             self.headless.changed.extend(pods);
         }
-        self.set_room(key);
     }
 
     fn set_slice(&mut self, source: Source, key: &Key, new: Option<Slice>, touched: &mut Touched) {
@@ -418,13 +419,9 @@ impl Index {
             pods_of(slice).for_each(|pod| link(&mut self.slices_of_pod, pod, key));
             bare_addresses(slice).for_each(|ip| link(&mut self.slices_at, &ip, key));
         }
-        let services = old
-            .iter()
-            .chain(new)
-            .filter_map(|slice| slice.service.clone());
-        let services = BTreeSet::from_iter(services);
         for slice in old.iter().chain(new) {
             self.touch_service_of(slice, touched);
+            self.excess.changed.extend(slice.service.clone());
             let service = slice.service.as_ref();
             let service = service.and_then(|key| self.services.get(key));
             if service.is_some_and(|service| service.is_headless) {
@@ -432,14 +429,16 @@ impl Index {
                 self.headless.changed.extend(pods_of(slice).cloned());
             }
         }
-        services.iter().for_each(|service| self.set_room(service));
     }
 
-    /// The ports or the slices of a Service have changed.
-    fn set_room(&mut self, key: &Key) {
+    /// The ports or the slices of a Service have changed, perhaps many.
+    fn settle_room(&mut self, key: &Key, touched: &mut Touched) {
         let service = self.services.get(key);
         let room = service.and_then(|service| self.compute_room(service));
         if self.excess.set_room(key, room) {
+            self.endpoints.invalidate(key);
+            self.touch_clients(key, touched);
+            touched.services.insert(key.clone());
             self.changed_statuses.insert((Kind::Service, key.clone()));
         }
     }
@@ -456,10 +455,10 @@ impl Index {
                 of_namespace.or_default().insert(key.clone());
             }
             (true, false) => {
-                if let Some(pods) = self.meshed.get_mut(&key.namespace) {
-                    pods.remove(key);
+                let pods = self.meshed.get_mut(&key.namespace);
+                if pods.is_some_and(|pods| pods.remove(key) && pods.is_empty()) {
+                    self.meshed.remove(&key.namespace);
                 }
-                self.meshed.retain(|_, pods| !pods.is_empty());
             }
             _ => {}
         }
