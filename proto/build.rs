@@ -6,6 +6,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         // As derived for messages without lists of messages.
         .message_attribute("HeaderModifier", "#[derive(Eq, Hash)]")
+        // The output of `mesh identity`.
+        .message_attribute(
+            "GetIdentityResponse.Authority",
+            "#[derive(serde::Serialize)]",
+        )
+        .message_attribute(
+            "GetIdentityResponse.Rotation",
+            "#[derive(serde::Serialize)]",
+        )
+        .message_attribute(
+            "GetIdentityResponse.Workload",
+            "#[derive(serde::Serialize)]",
+        )
         .compile_fds(descriptors)?;
     for file in files {
         println!("cargo:rerun-if-changed={file}");

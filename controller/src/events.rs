@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use diy_mesh_control_plane::events::Events;
-use diy_mesh_proto::status::Rotation;
+use diy_mesh_proto::mesh::v1::get_identity_response::Rotation;
 use k8s_openapi::api::core::v1::ObjectReference;
 
 use crate::authenticate::PodRef;

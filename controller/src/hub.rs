@@ -32,7 +32,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::authenticate::PodRef;
+use crate::authenticate::{Namespaces, PodRef};
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Source};
 use crate::index::view::ServiceView;
@@ -312,15 +312,16 @@ impl Hub {
         Resources { hub, id, queue }
     }
 
-    /// A subscriber to these Services, or to all if `names` is empty, with a pending notification
-    /// for each.
-    pub fn watch_services(&self, names: &BTreeSet<Key>) -> Services {
+    /// A subscriber to these Services, or to all in these namespaces if `names` is empty, with a pending
+    /// notification for each.
+    pub fn watch_services(&self, names: &BTreeSet<Key>, namespaces: Namespaces) -> Services {
         let index = self.index();
-        let (id, queue) = self.subscribers().watch_services(names);
+        let (id, queue) = self.subscribers().watch_services(names, &namespaces);
         match names.is_empty() {
             true => index
                 .service_keys()
                 .into_iter()
+                .filter(|key| namespaces.contains(&key.namespace))
                 .for_each(|key| queue.push(key, ())),
             false => names.iter().for_each(|name| queue.push(name.clone(), ())),
         }

@@ -9,7 +9,6 @@
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
 //! roots.
 
-pub mod admin;
 pub mod authenticate;
 pub mod authority;
 pub mod catalog;
@@ -35,14 +34,14 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use diy_mesh_control_plane::events::{Events, Queue, publish};
-use diy_mesh_runtime::{Readiness, listen, raise_max_open_files};
+use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use authenticate::{Authenticator, Jwks, TokenReviews, Verifier};
+use authenticate::{Authenticator, Jwks, Verifier};
 use authority::{AuthorityHandle, TrustReceiver};
 use catalog::freshness::Freshness;
 pub use config::Config;
@@ -58,6 +57,9 @@ use routes::statuses::Statuses;
 use routes::writer::{self, Writer};
 use serving::{Names, Serving};
 
+/// The service account, in the namespace of the controller, whose tokens may list all pods where no
+/// Kubernetes API reviews their access.
+const VIEWER: &str = "mesh-viewer";
 /// The kinds whose status the controller writes.
 const WITH_STATUS: [Kind; 4] = [
     Kind::HttpRoute,
@@ -134,12 +136,11 @@ impl Controller {
         };
         let cluster = || client.clone().expect(CLIENT);
         let verifier = match &config.authenticator {
-            config::Authenticator::TokenReview => {
-                Verifier::TokenReview(TokenReviews::new(cluster()))
-            }
-            config::Authenticator::Jwks(file) => {
-                Verifier::Jwks(Jwks::open(file, config.jwks_issuer.clone())?)
-            }
+            config::Authenticator::TokenReview => Verifier::Kubernetes(cluster()),
+            config::Authenticator::Jwks(file) => Verifier::Jwks(
+                Jwks::open(file, config.jwks_issuer.clone())?,
+                format!("system:serviceaccount:{}:{VIEWER}", config.pod_namespace),
+            ),
         };
         let options = authority::Options {
             trust_domain: config.trust_domain.clone(),
@@ -195,14 +196,9 @@ impl Controller {
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
         let metrics = metrics(&hub, &freshness, &self.authority);
-        admin::add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
-        let admin = admin::server(
-            readiness.clone(),
-            metrics.clone(),
-            self.authority.clone(),
-            self.proxies.clone(),
-            trust_domain.clone(),
-        );
+        add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
+        let page = metrics.clone();
+        let admin = Admin::new(readiness.clone(), move || page.render());
         let (events, queue) = Events::new();
         let replica = self.authority.status().replica;
         let writer = status_writer(&config, &self.client, replica, &metrics, &events);
@@ -212,6 +208,7 @@ impl Controller {
             hub: hub.clone(),
             authenticator: Arc::new(Authenticator::new(self.verifier, metrics.clone())),
             trust,
+            authority: self.authority.clone(),
             proxies: self.proxies,
             quotas: Quotas::default(),
             trust_domain: trust_domain.clone(),
@@ -261,6 +258,22 @@ impl Controller {
         }
         result
     }
+}
+
+/// Adds the conditions of readiness: a synced and current catalog, and a CA.
+fn add_conditions(
+    readiness: &Readiness,
+    hub: Hub,
+    freshness: &Freshness,
+    authority: AuthorityHandle,
+) {
+    readiness.check("certificate authority", move || authority.unavailable());
+    readiness.check("catalog", move || {
+        let missing: Vec<&str> = hub.missing().iter().map(|kind| kind.name()).collect();
+        (!missing.is_empty()).then(|| format!("not synced: waiting for {}", missing.join(", ")))
+    });
+    let freshness = freshness.clone();
+    readiness.check("catalog updates", move || freshness.stale());
 }
 
 fn metrics(hub: &Hub, freshness: &Freshness, authority: &AuthorityHandle) -> Arc<Metrics> {

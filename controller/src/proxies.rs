@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
@@ -108,6 +109,22 @@ impl Proxies {
     /// twice.
     pub fn snapshot(&self) -> Vec<ConnectedProxy> {
         self.lock().connected.values().cloned().collect()
+    }
+
+    /// At most `count` of the proxies that connected after the one with the number `after` and
+    /// match, with their numbers.
+    pub fn page(
+        &self,
+        after: u64,
+        count: usize,
+        matches: impl Fn(&ConnectedProxy) -> bool,
+    ) -> Vec<(u64, ConnectedProxy)> {
+        let inner = self.lock();
+        let later = inner
+            .connected
+            .range((Bound::Excluded(after), Bound::Unbounded));
+        let matching = later.filter(|(_, proxy)| matches(proxy)).take(count);
+        matching.map(|(id, proxy)| (*id, proxy.clone())).collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_controller::authenticate::{Caller, PodRef};
 use diy_mesh_controller::authority::state::Phase;
+use diy_mesh_controller::authority::status::Status;
 use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, TrustSender, self_signed,
 };
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod, Source};
 use diy_mesh_controller::proxies::{self, ConnectedGuard, Proxies};
-use diy_mesh_proto::status::Status;
 use tokio::task::JoinHandle;
 
 const DEADLINE: Duration = Duration::from_secs(40);

@@ -63,6 +63,7 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
         };
         client.client.sign_certificate(request).await.unwrap_err();
     }
+    client.identity().await.unwrap();
     let rules = rules();
     let expected: BTreeSet<String> = UNUSED.map(String::from).into();
     let unused = |objects: &Objects| {
@@ -466,6 +467,10 @@ impl Objects {
                         "authentication.kubernetes.io/pod-uid": ["1"],
                     }},
                 });
+                (201, body)
+            }
+            ("create", _) if main == "subjectaccessreviews" => {
+                body["status"] = json!({"allowed": true});
                 (201, body)
             }
             ("create", _) => {

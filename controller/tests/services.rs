@@ -1,4 +1,5 @@
-//! GetServices and WatchServices over loopback: all Services, for people and tools.
+//! GetServices, WatchServices and GetIdentity over loopback, for people and tools: what they
+//! contain, their pages, and the namespaces that a caller gets.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -118,6 +119,127 @@ async fn missing_service_is_deleted_and_invalid_name_is_an_error() {
     let status = client.services(&["web"]).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     assert!(status.message().contains("\"web\""), "{}", status.message());
+}
+
+const VIEWER: &str = "system:serviceaccount:service-mesh:mesh-viewer";
+
+#[tokio::test]
+async fn callers_get_their_own_namespace_and_the_viewer_all() {
+    let other = web(&["10.0.0.9"]).replace("shop", "other");
+    let other = other.replace("10.96.0.7", "10.96.0.9");
+    let files = [
+        ("web.yaml", web(&["10.0.0.1"])),
+        ("other.yaml", other.clone()),
+    ];
+    let sandbox = Sandbox::start(&files).await;
+    let names = |services: Vec<proto::Service>| -> Vec<String> {
+        let services = services.into_iter();
+        let names = services.map(|service| format!("{}/{}", service.namespace, service.name));
+        names.collect()
+    };
+    let (mut shop, mut viewer) = (sandbox.client().await, sandbox.account(VIEWER).await);
+    let proxy = sandbox.pod(1).await.discover().await;
+    let account = "system:serviceaccount:other:web";
+    let unbound = sandbox.account(account).await.discover().await;
+    assert_eq!(names(shop.services(&[]).await.unwrap()), ["shop/web"]);
+    assert_eq!(
+        names(viewer.services(&[]).await.unwrap()),
+        ["other/web", "shop/web"]
+    );
+    let named = ["shop/web", "other/web"];
+    let denied = shop.services(&named).await.unwrap_err();
+    assert_eq!(denied.code(), Code::PermissionDenied);
+    assert!(denied.message().contains("\"other/web\""), "{denied:?}");
+    assert_eq!(viewer.services(&named).await.unwrap().len(), 2);
+
+    let mut watch = shop.watch(&[]).await;
+    assert_eq!(
+        [next(&mut watch).await, next(&mut watch).await],
+        ["web 1", "synced true"]
+    );
+    // Changes of other namespaces are not sent.
+    sandbox.write("other.yaml", &other.replace("10.0.0.9", "10.0.0.8"));
+    sandbox.write("web.yaml", &web(&["10.0.0.1", "10.0.0.2"]));
+    assert_eq!(next(&mut watch).await, "web 2");
+
+    let (own, all) = (shop.identity().await.unwrap(), viewer.identity().await);
+    let all = all.unwrap();
+    let pods = |page: &proto::GetIdentityResponse| -> Vec<String> {
+        let workloads = page.workloads.iter();
+        let names = workloads.map(|workload| format!("{}/{}", workload.namespace, workload.pod));
+        names.collect()
+    };
+    assert_eq!(
+        (own.namespace.as_str(), all.namespace.as_str()),
+        ("shop", "")
+    );
+    assert_eq!(pods(&own), ["shop/web-1"]);
+    assert_eq!(pods(&all), ["shop/web-1".to_owned(), format!("/{account}")]);
+    assert_eq!(own.roots, all.roots);
+    drop((proxy, unbound));
+
+    let mut person = sandbox.account("admin").await;
+    let denied = person.identity().await.unwrap_err();
+    assert_eq!(denied.code(), Code::PermissionDenied);
+    assert!(denied.message().contains("mesh-viewer"), "{denied:?}");
+    for path in ["/identity", "/services"] {
+        assert_eq!(sandbox.admin(path).await.0, 404);
+    }
+}
+
+#[tokio::test]
+async fn services_come_in_pages() {
+    let large = |name: &str, address: &str| {
+        let service = web(&[]).replace("web", name).replace("10.96.0.7", address);
+        let slices = (0..15).map(|slice| {
+            let endpoints = (0..1000).map(|one| {
+                format!(
+                    "- {{addresses: ['10.{slice}.{}.{}']}}\n",
+                    one / 250,
+                    one % 250
+                )
+            });
+            format!(
+                "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+                 metadata: {{name: {name}-{slice}, namespace: shop, \
+                 labels: {{kubernetes.io/service-name: {name}}}}}\naddressType: IPv4\n\
+                 ports: [{{name: a-name-of-a-port-with-sixty-characters-in-it-for-long-entries, \
+                 port: 8080}}]\nendpoints:\n{}",
+                endpoints.collect::<String>()
+            )
+        });
+        format!("{service}{}", slices.collect::<String>())
+    };
+    let files = [
+        ("a.yaml", large("a", "10.96.0.1")),
+        ("b.yaml", large("b", "10.96.0.2")),
+        ("c.yaml", web(&[]).replace("web", "c")),
+    ];
+    let sandbox = Sandbox::start(&files).await;
+    let mut client = sandbox.client().await;
+    let mut pages = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let request = client.request(proto::GetServicesRequest {
+            services: Vec::new(),
+            page_token,
+        });
+        let page = client.client.get_services(request).await.unwrap();
+        let page = page.into_inner();
+        let names = page.services.iter().map(|service| service.name.clone());
+        pages.push(names.collect::<Vec<_>>());
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(pages, [vec!["a"], vec!["b"], vec!["c"]]);
+    let request = client.request(proto::GetServicesRequest {
+        services: Vec::new(),
+        page_token: "elsewhere".into(),
+    });
+    let status = client.client.get_services(request).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
 }
 
 async fn next(stream: &mut Streaming<proto::WatchServicesResponse>) -> String {

@@ -1,21 +1,27 @@
-//! A gRPC connection to the controller: through the API server to a pod of the cluster, or to a
-//! given URL. The connection is TLS, and each call carries a token.
+//! gRPC connections to the controllers: through the API server to the pods of the cluster, or to
+//! given URLs. Each connection is TLS, and each call carries a token.
 
-use std::{collections::BTreeSet, io, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    io,
+    net::IpAddr,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use aws_lc_rs::digest;
 use clap::Args;
 use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
-use diy_mesh_issuer::hex;
 use diy_mesh_proto::{
     TOKEN_AUDIENCE,
     mesh::v1::{
-        GetServicesRequest, Service, WatchServicesRequest, WatchServicesResponse,
-        service_mesh_service_client::ServiceMeshServiceClient,
+        GetIdentityRequest, GetIdentityResponse, GetServicesRequest, Service, WatchServicesRequest,
+        WatchServicesResponse, service_mesh_service_client::ServiceMeshServiceClient,
     },
 };
 use diy_mesh_runtime::error_chain;
-use hyper::Uri;
+use futures::future::join_all;
+use hyper::{Uri, http::uri::Authority};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::{
     authentication::v1::{TokenRequest, TokenRequestSpec},
@@ -28,6 +34,7 @@ use kube::{
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
+    sync::Mutex,
     time::timeout,
 };
 use tokio_rustls::{
@@ -40,33 +47,31 @@ use tokio_rustls::{
     },
 };
 use tonic::{
-    Request, Status, Streaming,
+    Code, Request, Status, Streaming,
     metadata::{Ascii, MetadataValue},
     transport::{Channel, Endpoint},
 };
 use tower::service_fn;
 
-use crate::{
-    cluster::{self, Cluster, ConnectError},
-    identity::source::{self, Source},
-};
+use crate::cluster::{self, Cluster, ConnectError};
 
-/// How to reach a controller.
+/// How to reach the controllers.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Arguments {
     /// The cluster.
     #[command(flatten)]
     pub cluster: cluster::Arguments,
-    /// Service account in the namespace of the mesh; the command requests a token for it
-    #[arg(long, value_name = "NAME", default_value = "default")]
+    /// Service account whose token is sent: NAMESPACE/NAME, or NAME in the namespace of the mesh. The
+    /// controller lists what this account may list: the pods of all namespaces, or of its own
+    #[arg(long, value_name = "ACCOUNT", default_value = VIEWER)]
     pub account: String,
-    /// URL of a controller to query instead of one of the cluster
+    /// URL of a controller to query instead of those of a cluster; repeatable
     #[arg(
         long, value_name = "https://HOST:PORT", value_parser = https_url, requires_all = ["token_file", "roots_file"],
         conflicts_with_all = ["context", "namespace", "account"]
     )]
-    pub controller: Option<Uri>,
+    pub controller: Vec<Uri>,
     /// File with a token for --controller
     #[arg(long, value_name = "FILE", requires = "controller")]
     pub token_file: Option<PathBuf>,
@@ -75,15 +80,20 @@ pub struct Arguments {
     pub roots_file: Option<PathBuf>,
 }
 
-/// The controller cannot be reached, or rejects the call.
+/// The controllers cannot be reached, or reject the call.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The connection to the cluster failed.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// The controllers of the cluster cannot be found.
-    #[error(transparent)]
-    Source(#[from] source::Error),
+    /// The pods cannot be listed.
+    #[error("failed to list the controller pods in namespace {0}: {1}")]
+    Pods(String, String),
+    /// No controller pod is running.
+    #[error(
+        "no running controller found in namespace {0}: if Deployment controller exists there, scale it up or see its pods (kubectl describe -n {0} deployment/controller); else install the mesh there, or set its namespace with --namespace"
+    )]
+    NoPods(String),
     /// A file cannot be read.
     #[error("failed to read {0}: {1}")]
     File(PathBuf, io::Error),
@@ -93,12 +103,33 @@ pub enum Error {
     /// There are no usable trust roots.
     #[error("no trust roots of the mesh: {0}")]
     Roots(String),
-    /// No connection to a controller.
-    #[error("failed to connect to the controller {0}: {1}")]
-    Unreachable(String, String),
+    /// No controller responds.
+    #[error("no controller responds: {0}")]
+    Unreachable(String),
     /// The controller rejects the call.
     #[error("request rejected by the controller: {}: {}", .0.code(), .0.message())]
     Rejected(#[from] Status),
+}
+
+/// The replicas of the controller.
+pub struct Controllers {
+    replicas: Replicas,
+    /// The token of a cluster's service account, and the time of its request.
+    token: Mutex<Option<(MetadataValue<Ascii>, Instant)>>,
+}
+
+enum Replicas {
+    /// The pods of a cluster, and the service account whose token is sent.
+    Cluster(Box<Cluster>, String),
+    /// Addresses, with the files of a token and of the trust roots.
+    Urls(Vec<Uri>, [PathBuf; 2]),
+}
+
+/// What every connection needs.
+#[derive(Clone)]
+struct Credentials {
+    token: MetadataValue<Ascii>,
+    roots: RootCertStore,
 }
 
 /// A connection to a controller.
@@ -107,19 +138,33 @@ pub struct Controller {
     token: MetadataValue<Ascii>,
 }
 
+/// The responses of the replicas to GetIdentity.
+#[derive(Clone, Debug, Default)]
+pub struct Responses {
+    /// The status by the name of the pod or the address.
+    pub replicas: BTreeMap<String, GetIdentityResponse>,
+    /// The errors of replicas that did not respond.
+    pub unreachable: BTreeMap<String, String>,
+}
+
 /// A connection before TLS.
 trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
+/// The service account that may list the pods of all namespaces.
+const VIEWER: &str = "mesh-viewer";
 /// The port of the gRPC server.
 const PORT: u16 = 8080;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shorter than the timeout of an idle connection to the API server.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// The shortest validity that the API server grants, in seconds.
 const TOKEN_SECONDS: i64 = 600;
-/// A Service with some ten thousand endpoints has a tenth of this size.
+/// A new token is requested after this time.
+const TOKEN_AGE: Duration = Duration::from_secs(300);
+/// A page has one MiB, or a single Service with some ten thousand endpoints.
 const MAX_MESSAGE_SIZE: usize = 64 << 20;
 
 fn https_url(text: &str) -> Result<Uri, String> {
@@ -130,65 +175,204 @@ fn https_url(text: &str) -> Result<Uri, String> {
         })
 }
 
-impl Controller {
-    /// Connects to the controller at the given URL, or to the first of the cluster that responds.
-    pub async fn connect(arguments: &Arguments) -> Result<Self, Error> {
-        match (
-            &arguments.controller,
-            &arguments.token_file,
-            &arguments.roots_file,
-        ) {
-            (Some(url), Some(token), Some(roots)) => {
+impl Controllers {
+    /// The controllers at the given URLs, or those of the cluster.
+    pub async fn new(arguments: &Arguments) -> Result<Self, Error> {
+        match (&arguments.token_file, &arguments.roots_file) {
+            (Some(token), Some(roots)) => Ok(Self::of(Replicas::Urls(
+                arguments.controller.clone(),
+                [token.clone(), roots.clone()],
+            ))),
+            _ => {
+                let cluster = Cluster::connect(&arguments.cluster).await?;
+                let account = arguments.account.clone();
+                Ok(Self::of(Replicas::Cluster(Box::new(cluster), account)))
+            }
+        }
+    }
+
+    /// The controllers of a cluster, as the account that may list all pods.
+    pub fn of_cluster(cluster: &Cluster) -> Self {
+        Self::of(Replicas::Cluster(Box::new(cluster.clone()), VIEWER.into()))
+    }
+
+    fn of(replicas: Replicas) -> Self {
+        let token = Mutex::default();
+        Self { replicas, token }
+    }
+
+    /// The cluster, unless URLs are given.
+    pub fn cluster(&self) -> Option<&Cluster> {
+        match &self.replicas {
+            Replicas::Cluster(cluster, _) => Some(cluster),
+            Replicas::Urls(..) => None,
+        }
+    }
+
+    /// Connects to the first controller that responds.
+    pub async fn connect(&self) -> Result<Controller, Error> {
+        let credentials = self.credentials().await?;
+        let mut errors = Vec::new();
+        for name in self.names().await? {
+            match self.connect_to(&name, credentials.clone()).await {
+                Ok(controller) => return Ok(controller),
+                Err(error) => errors.push(format!("{name}: {error}")),
+            }
+        }
+        Err(Error::Unreachable(errors.join("; ")))
+    }
+
+    /// Reads the certificate status of all replicas concurrently. Fails if none responds.
+    pub async fn identity(&self) -> Result<Responses, Error> {
+        let credentials = self.credentials().await?;
+        let read = |name: String| {
+            let credentials = credentials.clone();
+            async move {
+                let response = async {
+                    let mut controller = self.connect_to(&name, credentials).await?;
+                    let response = timeout(REQUEST_TIMEOUT, controller.identity()).await;
+                    let response = response.map_err(|_| timed_out(REQUEST_TIMEOUT))?;
+                    response.map_err(|error| describe_status(&error))
+                };
+                let response = response.await;
+                (name, response)
+            }
+        };
+        let mut responses = Responses::default();
+        for (name, response) in join_all(self.names().await?.into_iter().map(read)).await {
+            match response {
+                Ok(status) => drop(responses.replicas.insert(name, status)),
+                Err(error) => drop(responses.unreachable.insert(name, error)),
+            }
+        }
+        if responses.replicas.is_empty() {
+            let errors = responses.unreachable.iter();
+            let errors: Vec<_> = errors
+                .map(|(name, error)| format!("{name}: {error}"))
+                .collect();
+            return Err(Error::Unreachable(errors.join("; ")));
+        }
+        Ok(responses)
+    }
+
+    /// The names of the running controller pods, or the authorities of the URLs.
+    async fn names(&self) -> Result<Vec<String>, Error> {
+        match &self.replicas {
+            Replicas::Cluster(cluster, _) => running_pods(cluster).await,
+            Replicas::Urls(urls, _) => {
+                let authorities = urls.iter().filter_map(Uri::authority);
+                Ok(authorities.map(ToString::to_string).collect())
+            }
+        }
+    }
+
+    async fn credentials(&self) -> Result<Credentials, Error> {
+        match &self.replicas {
+            Replicas::Cluster(cluster, account) => {
+                let mut cached = self.token.lock().await;
+                let fresh = cached.take().filter(|(_, at)| at.elapsed() < TOKEN_AGE);
+                let (token, at) = match fresh {
+                    Some(fresh) => fresh,
+                    None => {
+                        let token = request_token(cluster, account).await?;
+                        (metadata(&token)?, Instant::now())
+                    }
+                };
+                *cached = Some((token.clone(), at));
+                let roots = roots(cluster).await?;
+                Ok(Credentials { token, roots })
+            }
+            Replicas::Urls(_, files) => {
                 let read = |path: &PathBuf| {
                     std::fs::read_to_string(path).map_err(|error| Error::File(path.clone(), error))
                 };
-                let (token, roots) = (metadata(&read(token)?)?, certificates(&read(roots)?)?);
-                let host = url.host().unwrap_or_default();
-                let address = (host, url.port_u16().unwrap_or(PORT));
+                let [token, roots] = files.each_ref().map(read);
+                Ok(Credentials {
+                    token: metadata(&token?)?,
+                    roots: certificates(&roots?)?,
+                })
+            }
+        }
+    }
+
+    /// Connects to the controller with one of the `names`.
+    async fn connect_to(&self, name: &str, credentials: Credentials) -> Result<Controller, String> {
+        match &self.replicas {
+            Replicas::Cluster(cluster, _) => {
+                let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+                let forward = async || {
+                    let forwarder = pods.portforward(name, &[PORT]).await;
+                    let mut forwarder = forwarder.map_err(io::Error::other)?;
+                    let stream = forwarder.take_stream(PORT);
+                    Ok(Box::new(stream.ok_or(io::ErrorKind::NotConnected)?) as _)
+                };
+                let host = format!("controller.{}.svc", cluster.namespace);
+                Controller::over(forward, &host, credentials).await
+            }
+            Replicas::Urls(..) => {
+                let authority: Authority = name.parse().map_err(|_| "invalid URL".to_owned())?;
+                let host = authority.host().trim_matches(['[', ']']);
+                let address = (host, authority.port_u16().unwrap_or(PORT));
                 let connect = async || Ok(Box::new(TcpStream::connect(address).await?) as _);
-                Self::over(&url.to_string(), connect, host, &roots, token).await
-            }
-            _ => Self::in_cluster(&Cluster::connect(&arguments.cluster).await?, arguments).await,
-        }
-    }
-
-    async fn in_cluster(cluster: &Cluster, arguments: &Arguments) -> Result<Self, Error> {
-        let names = source::controllers(cluster).await?;
-        let token = metadata(&request_token(cluster, &arguments.account).await?)?;
-        let roots = roots(cluster).await?;
-        let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
-        let server_name = format!("controller.{}.svc", cluster.namespace);
-        let mut unreachable = None;
-        for name in names {
-            let forward = async || {
-                let forwarder = pods.portforward(&name, &[PORT]).await;
-                let mut forwarder = forwarder.map_err(io::Error::other)?;
-                let stream = forwarder.take_stream(PORT);
-                Ok(Box::new(stream.ok_or(io::ErrorKind::NotConnected)?) as _)
-            };
-            match Self::over(&name, forward, &server_name, &roots, token.clone()).await {
-                Err(error) => unreachable = Some(error),
-                connected => return connected,
+                // Controllers have certificates for the names of their Service and for localhost.
+                let name = match host.parse::<IpAddr>() {
+                    Ok(_) => "localhost",
+                    Err(_) => host,
+                };
+                Controller::over(connect, name, credentials).await
             }
         }
-        Err(unreachable.unwrap_or(source::Error::NoPods(cluster.namespace.clone()).into()))
     }
+}
 
-    /// Connects over the stream that `connect` opens. `name` is for messages.
+/// The names of the running controller pods.
+async fn running_pods(cluster: &Cluster) -> Result<Vec<String>, Error> {
+    let namespace = &cluster.namespace;
+    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
+    let pods = pods
+        .list(&ListParams::default().labels("app=controller"))
+        .await;
+    let pods =
+        pods.map_err(|error| Error::Pods(namespace.clone(), cluster::describe_error(&error)))?;
+    let running = pods.items.into_iter().filter(|pod| {
+        let phase = pod
+            .status
+            .as_ref()
+            .and_then(|status| status.phase.as_deref());
+        pod.metadata.deletion_timestamp.is_none() && phase == Some("Running")
+    });
+    let names: Vec<String> = running.filter_map(|pod| pod.metadata.name).collect();
+    if names.is_empty() {
+        return Err(Error::NoPods(namespace.clone()));
+    }
+    Ok(names)
+}
+
+fn timed_out(after: Duration) -> String {
+    format!("timed out after {} s", after.as_secs())
+}
+
+fn describe_status(status: &Status) -> String {
+    match status.code() {
+        Code::Unimplemented => {
+            "its release does not have this call: use the mesh command of that release".to_owned()
+        }
+        code => format!("{code}: {}", status.message()),
+    }
+}
+
+impl Controller {
+    /// Connects over the stream that `connect` opens.
     async fn over(
-        name: &str,
         connect: impl AsyncFnOnce() -> io::Result<Box<dyn Io>>,
         server_name: &str,
-        roots: &RootCertStore,
-        token: MetadataValue<Ascii>,
-    ) -> Result<Self, Error> {
+        Credentials { token, roots }: Credentials,
+    ) -> Result<Self, String> {
         let connected = async {
             let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
                 .with_protocol_versions(&[&TLS13])
                 .map_err(io::Error::other)?;
-            let mut config = config
-                .with_root_certificates(roots.clone())
-                .with_no_client_auth();
+            let mut config = config.with_root_certificates(roots).with_no_client_auth();
             config.alpn_protocols = vec![b"h2".to_vec()];
             let server_name = ServerName::try_from(server_name.to_owned());
             let server_name = server_name.map_err(io::Error::other)?;
@@ -210,10 +394,9 @@ impl Controller {
             channel.map_err(io::Error::other)
         };
         let channel = match timeout(CONNECT_TIMEOUT, connected).await {
-            Ok(channel) => channel.map_err(|error| error_chain(&error)),
-            Err(_) => Err(format!("timed out after {} s", CONNECT_TIMEOUT.as_secs())),
+            Ok(channel) => channel.map_err(|error| error_chain(&error))?,
+            Err(_) => return Err(timed_out(CONNECT_TIMEOUT)),
         };
-        let channel = channel.map_err(|error| Error::Unreachable(name.to_owned(), error))?;
         let client = ServiceMeshServiceClient::new(channel);
         Ok(Self {
             client: client.max_decoding_message_size(MAX_MESSAGE_SIZE),
@@ -222,14 +405,20 @@ impl Controller {
     }
 
     /// The named Services ("namespace/name"), or all.
-    pub async fn services(&mut self, services: Vec<String>) -> Result<Vec<Service>, Error> {
-        let request = self.authorize(GetServicesRequest { services });
-        Ok(self
-            .client
-            .get_services(request)
-            .await?
-            .into_inner()
-            .services)
+    pub async fn services(&mut self, names: Vec<String>) -> Result<Vec<Service>, Error> {
+        let (mut services, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = self.authorize(GetServicesRequest {
+                services: names.clone(),
+                page_token,
+            });
+            let page = self.client.get_services(request).await?.into_inner();
+            services.extend(page.services);
+            page_token = page.next_page_token;
+            if page_token.is_empty() {
+                return Ok(services);
+            }
+        }
     }
 
     /// The named Services, or all, then each change.
@@ -239,6 +428,20 @@ impl Controller {
     ) -> Result<Streaming<WatchServicesResponse>, Error> {
         let request = self.authorize(WatchServicesRequest { services });
         Ok(self.client.watch_services(request).await?.into_inner())
+    }
+
+    /// The certificate status of the replica with all its workloads.
+    async fn identity(&mut self) -> Result<GetIdentityResponse, Status> {
+        let (mut workloads, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = self.authorize(GetIdentityRequest { page_token });
+            let mut page = self.client.get_identity(request).await?.into_inner();
+            workloads.append(&mut page.workloads);
+            page_token = std::mem::take(&mut page.next_page_token);
+            if page_token.is_empty() {
+                return Ok(GetIdentityResponse { workloads, ..page });
+            }
+        }
     }
 
     fn authorize<T>(&self, message: T) -> Request<T> {
@@ -269,8 +472,11 @@ fn certificates(pem: &str) -> Result<RootCertStore, Error> {
     Ok(store)
 }
 
+/// A token of `account`: NAMESPACE/NAME, or NAME in the namespace of the mesh.
 async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error> {
-    let namespace = &cluster.namespace;
+    let (namespace, name) = account
+        .split_once('/')
+        .unwrap_or((&cluster.namespace, account));
     let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);
     let request = TokenRequest {
         spec: TokenRequestSpec {
@@ -281,7 +487,7 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error
         ..TokenRequest::default()
     };
     let response = accounts
-        .create_token_request(account, &PostParams::default(), &request)
+        .create_token_request(name, &PostParams::default(), &request)
         .await;
     let response = response.map_err(|error| cluster::describe_error(&error));
     let token = response.and_then(|response| {
@@ -290,80 +496,25 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error
     });
     token.map_err(|error| {
         Error::Token(format!(
-            "failed to create a token of the service account {namespace}/{account}: {error}"
+            "failed to create a token of the service account {namespace}/{name}: {error}; name one \
+             that you may create tokens for with --account NAMESPACE/NAME"
         ))
     })
 }
 
-/// The published roots that a controller confirms.
+/// The roots that the controller publishes in the namespace of the mesh.
 async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
-    let responses = Source::Cluster(Box::new(cluster.clone())).fetch().await?;
-    let statuses = responses.replicas.values();
-    let fingerprints = statuses.flat_map(|status| &status.roots);
-    let fingerprints = fingerprints.map(|root| root.fingerprint.clone()).collect();
-    let config_maps: Api<ConfigMap> = Api::all(cluster.client.clone());
-    let named = ListParams::default().fields(&format!("metadata.name={ROOTS_CONFIG_MAP}"));
-    let config_maps = config_maps.list(&named).await;
-    let config_maps = config_maps.map_err(|error| Error::Roots(cluster::describe_error(&error)))?;
-    let data = config_maps.items.iter().flat_map(|map| &map.data);
-    confirmed(data.filter_map(|data| data.get(ROOTS)), &fingerprints)
-}
-
-/// The certificates with one of the SHA-256 fingerprints. A client that may write ConfigMaps in
-/// one namespace therefore cannot add a root.
-fn confirmed<'a>(
-    pems: impl Iterator<Item = &'a String>,
-    fingerprints: &BTreeSet<String>,
-) -> Result<RootCertStore, Error> {
-    let is_confirmed = |certificate: &CertificateDer<'_>| {
-        let hash = digest::digest(&digest::SHA256, certificate);
-        fingerprints.contains(&hex(hash.as_ref()))
-    };
-    let mut store = RootCertStore::empty();
-    for pem in pems {
-        let parsed = CertificateDer::pem_slice_iter(pem.as_bytes()).filter_map(Result::ok);
-        store.add_parsable_certificates(parsed.filter(is_confirmed));
-    }
-    if store.is_empty() {
-        return Err(Error::Roots(format!(
-            "no ConfigMap {ROOTS_CONFIG_MAP} contains a root of the controller; the controller \
-             publishes it in each namespace with meshed pods"
-        )));
-    }
-    Ok(store)
+    let namespace = &cluster.namespace;
+    let config_maps: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
+    let config_map = config_maps.get(ROOTS_CONFIG_MAP).await;
+    let config_map = config_map.map_err(|error| Error::Roots(cluster::describe_error(&error)))?;
+    let pem = config_map.data.and_then(|mut data| data.remove(ROOTS));
+    certificates(&pem.unwrap_or_default())
 }
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{CertificateParams, KeyPair};
-
     use super::*;
-
-    /// A root as PEM, and its fingerprint.
-    fn root(name: &str) -> (String, String) {
-        let key = KeyPair::generate().unwrap();
-        let certificate = CertificateParams::new([name.to_owned()]).unwrap();
-        let certificate = certificate.self_signed(&key).unwrap();
-        let hash = digest::digest(&digest::SHA256, certificate.der());
-        (certificate.pem(), hex(hash.as_ref()))
-    }
-
-    #[test]
-    fn trusts_only_roots_that_a_controller_confirms() {
-        let ((own, fingerprint), (foreign, _)) = (root("mesh"), root("foreign"));
-        let fingerprints = BTreeSet::from([fingerprint]);
-        let both = format!("{foreign}{own}");
-        let store = confirmed([&foreign, &both].into_iter(), &fingerprints).unwrap();
-        assert_eq!(store.roots, certificates(&own).unwrap().roots);
-        for (pems, fingerprints) in [
-            (vec![&foreign], &fingerprints),
-            (vec![], &fingerprints),
-            (vec![&own], &BTreeSet::new()),
-        ] {
-            let error = confirmed(pems.into_iter(), fingerprints).unwrap_err();
-            assert!(error.to_string().contains(ROOTS_CONFIG_MAP), "{error}");
-        }
-    }
 
     #[test]
     fn rejects_invalid_files_and_urls() {

@@ -21,7 +21,6 @@ pub mod field;
 pub mod identity;
 pub mod pattern;
 pub mod policy;
-pub mod status;
 
 pub use identity::Identity;
 

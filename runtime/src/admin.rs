@@ -61,11 +61,6 @@ impl Page {
         Self::failure(StatusCode::OK, body)
     }
 
-    /// A page of JSON.
-    pub fn json(body: impl Into<Bytes>) -> Self {
-        Self::new(StatusCode::OK, "application/json", body)
-    }
-
     /// A page of plain text with another status than 200.
     pub fn failure(status: StatusCode, body: impl Into<Bytes>) -> Self {
         Self::new(status, TEXT, body)
@@ -231,7 +226,7 @@ mod tests {
     async fn start() -> (SocketAddr, Readiness) {
         let readiness = Readiness::default();
         let admin = Admin::new(readiness.clone(), || "# EOF\n".to_owned())
-            .route("/identity", || ready(Page::json("{}")))
+            .route("/other", || ready(Page::text("{}")))
             .route("/none", || ready(None));
         let listener = bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -311,11 +306,11 @@ mod tests {
         let (status, head, body) = send(address, "GET", "/metrics").await;
         assert_eq!((status, body.as_str()), (200, "# EOF\n"));
         assert!(head.contains(metrics::CONTENT_TYPE), "{head}");
-        let (status, head, body) = send(address, "GET", "/identity").await;
+        let (status, head, body) = send(address, "GET", "/other").await;
         assert_eq!((status, body.as_str()), (200, "{}"));
         assert!(head.contains("application/json"), "{head}");
         let (status, _, body) = send(address, "GET", "/").await;
-        assert!(status == 404 && body.contains("/identity"), "{body}");
+        assert!(status == 404 && body.contains("/other"), "{body}");
         let (status, head, _) = send(address, "POST", "/live").await;
         assert!(status == 405 && head.contains("allow: GET, HEAD"), "{head}");
         let (status, _, body) = send(address, "HEAD", "/live").await;

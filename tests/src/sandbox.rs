@@ -324,23 +324,62 @@ pub fn wait_for_idle_proxy(sandbox: &Sandbox, pod: &PodView) {
     }
 }
 
-/// Runs `mesh` in the pod of a ready controller, with the URLs of all ready controllers.
+/// The pod in which [`mesh`] runs, with a token of the account that may list all pods.
+const VIEWER: &str = "
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: mesh-viewer, namespace: service-mesh}
+spec:
+  selector: {matchLabels: {app: mesh-viewer}}
+  template:
+    metadata: {labels: {app: mesh-viewer}}
+    spec:
+      serviceAccountName: mesh-viewer
+      containers:
+        - name: viewer
+          image: diy-sm-controller:dev
+          command: [sleep, infinity]
+          volumeMounts: [{name: credentials, mountPath: /run/credentials}]
+      volumes:
+        - name: credentials
+          projected:
+            sources:
+              - serviceAccountToken: {audience: diy-service-mesh, expirationSeconds: 3600, path: token}
+              - configMap: {name: diy-service-mesh-roots}
+      terminationGracePeriodSeconds: 1
+";
+
+/// Runs `mesh` as the account that may list all pods, with the URLs of all ready controllers.
 pub fn mesh(sandbox: &Sandbox, command: &[&str]) -> Output {
+    let viewers = || sandbox.view().pods_of("service-mesh", "mesh-viewer");
+    if viewers().is_empty() {
+        sandbox.apply(VIEWER).expect("the viewer is applied");
+        let ready = |view: &View| {
+            let mut pods = view.pods_of("service-mesh", "mesh-viewer").into_iter();
+            pods.find(|pod| pod.ready)
+        };
+        let viewer = sandbox.wait("the viewer", READY_TIMEOUT, ready);
+        viewer.expect("the viewer gets ready");
+    }
     let mut controllers = sandbox.view().pods_of("service-mesh", "controller");
     controllers.retain(|pod| pod.ready);
     let urls = controllers
         .iter()
-        .filter_map(|pod| Some(format!("--controller=http://{}:8081", pod.ip.as_ref()?)));
+        .filter_map(|pod| Some(format!("--controller=https://{}:8080", pod.ip.as_ref()?)));
     let urls: Vec<String> = urls.collect();
+    let files = [
+        "--token-file=/run/credentials/token",
+        "--roots-file=/run/credentials/roots.pem",
+    ];
     let arguments: Vec<&str> = ["mesh"]
         .iter()
         .chain(command)
+        .chain(&files)
         .copied()
         .chain(urls.iter().map(String::as_str))
         .collect();
-    let controller = controllers.first().expect("a controller is ready");
     sandbox
-        .exec(controller, "controller", &arguments)
+        .exec(&viewers()[0], "viewer", &arguments)
         .expect("the program runs")
 }
 

@@ -75,8 +75,12 @@ fn requests_of_the_control_plane_have_a_concurrency_limit_of_their_own() {
     assert!(spec["matchingPrecedence"].as_u64().unwrap() < 9000);
     let subjects = spec["rules"][0]["subjects"].as_array().unwrap();
     let subjects = subjects.iter().map(|one| one["serviceAccount"].clone());
-    let accounts = objects(&all, "ServiceAccount").into_iter();
-    let accounts = accounts.map(|(name, _)| json!({"name": name, "namespace": "service-mesh"}));
+    let deployments = objects(&all, "Deployment").into_iter();
+    let accounts = deployments
+        .map(|(_, mut deployment)| {
+            deployment["spec"]["template"]["spec"]["serviceAccountName"].take()
+        })
+        .map(|name| json!({"name": name, "namespace": "service-mesh"}));
     assert_eq!(subjects.collect::<Vec<_>>(), accounts.collect::<Vec<_>>());
 }
 

@@ -1,9 +1,10 @@
 //! Authentication of clients by bearer tokens: a token in, a [`Caller`] out. All RPCs except the
-//! health check require it.
+//! health check require it. Those that list pods also require the right to list pods.
 //!
 //! Results are cached for a short time by the hash of the token. Tokens are never logged, stored or
 //! part of a message.
 
+mod access;
 pub mod jwks;
 mod precheck;
 mod tokenreview;
@@ -22,8 +23,8 @@ use tonic::metadata::MetadataMap;
 
 use crate::index::object::Key;
 use crate::metrics::Metrics;
+pub use access::Namespaces;
 pub use jwks::Jwks;
-pub use tokenreview::TokenReviews;
 
 /// Tokens of service accounts have one or two kB.
 const MAX_TOKEN_BYTES: usize = 16 * 1024;
@@ -31,6 +32,8 @@ const MAX_TOKEN_BYTES: usize = 16 * 1024;
 const ACCEPTED_TTL: Duration = Duration::from_secs(60);
 /// Cache time of a rejected token, which may become valid (a new key, a clock that is behind).
 const REFUSED_TTL: Duration = Duration::from_secs(3);
+/// Cache time of the access of a user, so that a withdrawn permission has an effect soon.
+const ACCESS_TTL: Duration = Duration::from_secs(10);
 /// The capacity of each cache.
 const MAX_CACHE_ENTRIES: usize = 10_000;
 /// More reviews wait. Addresses share the slots, so that a flood of one does not delay others.
@@ -70,9 +73,7 @@ impl PodRef {
     /// The pod of a service account's token, in the namespace of the account. `None` if a part is
     /// missing.
     fn of(user: &str, name: Option<&str>, uid: Option<&str>) -> Option<PodRef> {
-        let (namespace, _) = user
-            .strip_prefix("system:serviceaccount:")?
-            .split_once(':')?;
+        let namespace = access::namespace(user)?;
         let (name, uid) = (
             name.filter(|name| !name.is_empty())?,
             uid.filter(|uid| !uid.is_empty())?,
@@ -103,15 +104,22 @@ pub enum AuthError {
     /// The token is invalid.
     #[error("the token is refused: {0}")]
     Refused(Arc<str>),
-    /// The token cannot be verified at the moment.
+    /// The token cannot be verified at the moment, or the access of its account.
     #[error("the token cannot be checked now: {0}")]
     Unreachable(Arc<str>),
+    /// The account may not list pods.
+    #[error(
+        "{0} may not list pods, neither in all namespaces nor in its own; grant it that, or use the \
+         token of the service account mesh-viewer in the namespace of the mesh"
+    )]
+    Forbidden(Arc<str>),
 }
 
 impl From<AuthError> for Status {
     fn from(error: AuthError) -> Status {
         match error {
             AuthError::Unreachable(_) => Status::unavailable(format!("{error}; try again")),
+            AuthError::Forbidden(_) => Status::permission_denied(error.to_string()),
             _ => Status::unauthenticated(format!(
                 "{error}. Send `authorization: Bearer TOKEN` with a service account token of the audience {TOKEN_AUDIENCE:?} \
                  (in a pod: a projected token; by hand: kubectl create token ACCOUNT --audience {TOKEN_AUDIENCE})"
@@ -136,12 +144,12 @@ struct Accepted {
     expires: Option<u64>,
 }
 
-/// The authority on tokens.
+/// The authority on tokens and on the access of accounts.
 pub enum Verifier {
     /// The Kubernetes API server.
-    TokenReview(TokenReviews),
-    /// A file with the public keys of the token issuer.
-    Jwks(Jwks),
+    Kubernetes(kube::Client),
+    /// A file with the public keys of the token issuer, and the user that may list all pods.
+    Jwks(Jwks, String),
 }
 
 /// Verifies the tokens of calls.
@@ -202,7 +210,7 @@ impl Authenticator {
             let reason = format!("it is longer than {MAX_TOKEN_BYTES} bytes");
             return Err(refused(&reason));
         }
-        if let Verifier::TokenReview(_) = self.verifier {
+        if let Verifier::Kubernetes(_) = self.verifier {
             precheck::check(token, SystemTime::now())?;
         }
         let hash = hash(token);
@@ -210,7 +218,6 @@ impl Authenticator {
             return result;
         }
         let review = async {
-            let _slot = self.slots.acquire(address).await;
             // The same token may have been reviewed during the wait.
             let cached = self.cache().get(&hash, Instant::now());
             match cached {
@@ -218,17 +225,13 @@ impl Authenticator {
                 None => self.review(token, hash).await,
             }
         };
-        let result = tokio::time::timeout(REVIEW_TIMEOUT, review).await;
-        result.unwrap_or_else(|_| {
-            let reason = format!("no answer within {} s", REVIEW_TIMEOUT.as_secs());
-            Err(AuthError::Unreachable(reason.into()))
-        })
+        self.within_time(address, review).await
     }
 
     async fn review(&self, token: &str, hash: TokenHash) -> Result<Caller, AuthError> {
         let result = match &self.verifier {
-            Verifier::TokenReview(reviews) => reviews.review(token).await,
-            Verifier::Jwks(jwks) => jwks.verify(token),
+            Verifier::Kubernetes(client) => tokenreview::review(client, token).await,
+            Verifier::Jwks(keys, _) => keys.verify(token),
         };
         let (now, time) = (Instant::now(), SystemTime::now());
         match &result {
@@ -243,6 +246,52 @@ impl Authenticator {
             Err(_) => {}
         }
         result.map(|accepted| accepted.caller)
+    }
+
+    /// The namespaces whose pods the sender of a call from this address may list.
+    pub async fn namespaces(
+        &self,
+        user: &Arc<str>,
+        address: Option<IpAddr>,
+    ) -> Result<Namespaces, AuthError> {
+        let forbidden = || AuthError::Forbidden(user.clone());
+        let client = match &self.verifier {
+            Verifier::Kubernetes(client) => client,
+            Verifier::Jwks(_, viewer) => {
+                return Namespaces::of_account(user, viewer).ok_or_else(forbidden);
+            }
+        };
+        let key = hash(user);
+        let cached = self.cache().namespaces.get(&key, Instant::now());
+        if let Some(namespaces) = cached {
+            return namespaces.ok_or_else(forbidden);
+        }
+        let namespaces = self
+            .within_time(address, access::review(client, user))
+            .await?;
+        let now = Instant::now();
+        let until = now + ACCESS_TTL;
+        self.cache()
+            .namespaces
+            .put(key, namespaces.clone(), until, now);
+        namespaces.ok_or_else(forbidden)
+    }
+
+    /// A request to the API server, in a slot of this address.
+    async fn within_time<T>(
+        &self,
+        address: Option<IpAddr>,
+        review: impl Future<Output = Result<T, AuthError>>,
+    ) -> Result<T, AuthError> {
+        let review = async {
+            let _slot = self.slots.acquire(address).await;
+            review.await
+        };
+        let result = tokio::time::timeout(REVIEW_TIMEOUT, review).await;
+        result.unwrap_or_else(|_| {
+            let reason = format!("no answer within {} s", REVIEW_TIMEOUT.as_secs());
+            Err(AuthError::Unreachable(reason.into()))
+        })
     }
 
     fn cache(&self) -> MutexGuard<'_, ResultCache> {
@@ -273,8 +322,8 @@ fn bearer(metadata: &MetadataMap) -> Result<&str, AuthError> {
 
 type TokenHash = [u8; digest::SHA256_OUTPUT_LEN];
 
-fn hash(token: &str) -> TokenHash {
-    let digest = digest::digest(&digest::SHA256, token.as_bytes());
+fn hash(text: &str) -> TokenHash {
+    let digest = digest::digest(&digest::SHA256, text.as_bytes());
     let bytes = digest.as_ref().try_into();
     bytes.expect("a SHA-256 digest has 32 bytes")
 }
@@ -284,6 +333,8 @@ fn hash(token: &str) -> TokenHash {
 struct ResultCache {
     accepted: Cache<Caller>,
     refused: Cache<Arc<str>>,
+    /// By user. `None`: the user may not list pods.
+    namespaces: Cache<Option<Namespaces>>,
 }
 
 impl ResultCache {
@@ -436,7 +487,7 @@ mod tests {
     async fn flood_of_forged_tokens_does_not_delay_real_ones() {
         for flooders in [1, 8] {
             let metrics = Arc::new(Metrics::new(|_| Ok(())));
-            let verifier = Verifier::TokenReview(TokenReviews::new(api_server()));
+            let verifier = Verifier::Kubernetes(api_server());
             let authenticator = Arc::new(Authenticator::new(verifier, metrics));
             for number in 0..1000 {
                 let authenticator = authenticator.clone();

@@ -7,36 +7,22 @@ use serde::Deserialize;
 
 use super::{Accepted, AuthError, Caller, PodRef, refused, wrong_audience};
 
-/// Reviews tokens with the API server.
-pub struct TokenReviews {
-    api: Api<TokenReview>,
-}
-
-impl TokenReviews {
-    /// The account of `client` needs the verb `create` on `tokenreviews`.
-    pub fn new(client: kube::Client) -> TokenReviews {
-        TokenReviews {
-            api: Api::all(client),
-        }
-    }
-
-    /// The sender of a token.
-    pub(super) async fn review(&self, token: &str) -> Result<Accepted, AuthError> {
-        let spec = TokenReviewSpec {
+/// The sender of a token. The account of `client` needs the verb `create` on `tokenreviews`.
+pub(super) async fn review(client: &kube::Client, token: &str) -> Result<Accepted, AuthError> {
+    let review = TokenReview {
+        spec: TokenReviewSpec {
             audiences: Some(vec![TOKEN_AUDIENCE.to_owned()]),
             token: Some(token.to_owned()),
-        };
-        let review = TokenReview {
-            spec,
-            ..TokenReview::default()
-        };
-        match self.api.create(&PostParams::default(), &review).await {
-            Ok(review) => result(review.status.unwrap_or_default(), token),
-            Err(error) => {
-                let reason = explain(&error);
-                tracing::warn!("cannot verify a token: {reason}");
-                Err(AuthError::Unreachable(reason.into()))
-            }
+        },
+        ..TokenReview::default()
+    };
+    let api: Api<TokenReview> = Api::all(client.clone());
+    match api.create(&PostParams::default(), &review).await {
+        Ok(review) => result(review.status.unwrap_or_default(), token),
+        Err(error) => {
+            let reason = explain(&error, "tokenreviews (authentication.k8s.io)");
+            tracing::warn!("cannot verify a token: {reason}");
+            Err(AuthError::Unreachable(reason.into()))
         }
     }
 }
@@ -86,11 +72,12 @@ fn expiry(token: &str) -> Option<u64> {
         .map(|claims| claims.exp)
 }
 
-fn explain(error: &kube::Error) -> String {
+/// Describes an error. `resource` is what the account of this controller needs to create.
+pub(super) fn explain(error: &kube::Error, resource: &str) -> String {
     match error {
         kube::Error::Api(status) if status.code == 403 => {
             format!(
-                "{}; the controller's ServiceAccount needs the verb create on tokenreviews (authentication.k8s.io)",
+                "{}; the controller's ServiceAccount needs the verb create on {resource}",
                 status.message
             )
         }

@@ -20,7 +20,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use aws_lc_rs::{digest, rand};
-use diy_mesh_proto::status::Status;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use rustls::pki_types::CertificateDer;
@@ -33,7 +32,7 @@ use crate::proxies::Proxies;
 use publish::{Publication, PublishStatus, config_maps};
 use reconcile::Reconciler;
 use rotation::RotationPolicy;
-use status::StatusSender;
+use status::{Status, StatusSender};
 use store::Store;
 use store::files::Files;
 use store::kubernetes::Kubernetes;

@@ -4,11 +4,11 @@
 //! A report contains numbers and a few names. It contains the digests of all connected pods, so
 //! that a pod without a connection to any replica is noticed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
-pub use diy_mesh_proto::status::{BoundedNames, Report};
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::issuer::hex;
@@ -19,6 +19,43 @@ const MAX_NAMES: usize = 20;
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(15);
 /// A report that has not changed for this time is removed.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Report of a replica to the other replicas about its connected proxies.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Report {
+    /// Counter that changes with each report.
+    pub beat: u64,
+    /// Version of the CA state that the replica uses.
+    pub state: String,
+    /// Version of the roots that the replica sends to its proxies.
+    pub roots: String,
+    /// Key identifier of the issuer that the replica uses.
+    pub issuer: String,
+    /// Number of connected proxies.
+    pub connected: u64,
+    /// Number of proxies by acknowledged version of the roots.
+    pub acknowledged: BTreeMap<String, u64>,
+    /// Proxies that do not trust the current version.
+    pub not_acknowledged: BoundedNames,
+    /// Proxies whose certificate has another issuer.
+    pub not_renewed: BoundedNames,
+    /// Namespaces without the current roots.
+    pub namespaces: BoundedNames,
+    /// Digests of the connected pods; only during a rotation.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub pods: BTreeSet<String>,
+}
+
+/// Count with a bounded list of names.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BoundedNames {
+    /// Total number.
+    pub count: u64,
+    /// At most 20 names.
+    pub names: Vec<String>,
+}
 
 /// Counts names, and keeps some of them.
 pub(super) fn bounded(names: impl IntoIterator<Item = String>) -> BoundedNames {

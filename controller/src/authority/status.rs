@@ -1,19 +1,22 @@
-//! The status of the authority: JSON (GET /identity), metrics, and log messages on problems and
-//! expiry. Contains no keys and decides nothing.
+//! The status of the authority: GetIdentity, metrics, and log messages on problems and expiry.
+//! Contains no keys and decides nothing.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::Identity;
-use diy_mesh_proto::status::{self as proto, Authority, Pod, Proxy, Report, Rotation, Status};
+use diy_mesh_proto::mesh::v1::GetIdentityResponse;
+use diy_mesh_proto::mesh::v1::get_identity_response::{Authority, Rotation, Workload};
 use prometheus_client::encoding::DescriptorEncoder;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::Trust;
 use super::ca::Ca;
+use super::reports::Report;
 use super::state::{CaState, Phase, seconds};
+use crate::authenticate::Namespaces;
 use crate::issuer::{BACKDATED, Certificate};
 use crate::metrics::encode_gauges;
 use crate::proxies::ConnectedProxy;
@@ -22,6 +25,25 @@ use crate::proxies::ConnectedProxy;
 const MAX_LINES: usize = 20;
 /// The interval of log messages on the expiry of a CA.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(6 * 60 * 60);
+
+/// The status of this replica.
+#[derive(Clone, Debug, Default)]
+pub struct Status {
+    /// The location of the CA.
+    pub place: String,
+    /// The name of this replica.
+    pub replica: String,
+    /// The error of the stored CA, if any; the previous state stays in use.
+    pub problem: Option<String>,
+    /// The progress of a CA rotation.
+    pub rotation: Rotation,
+    /// The issuing CA; `None` until it is loaded.
+    pub issuer: Option<Authority>,
+    /// The trust roots.
+    pub roots: Vec<Authority>,
+    /// The reports of all live replicas.
+    pub replicas: BTreeMap<String, Report>,
+}
 
 /// Publishes the status of this replica.
 pub(super) struct StatusSender {
@@ -155,21 +177,33 @@ fn authority(certificate: &Certificate, role: &str, own: bool) -> Authority {
     }
 }
 
-/// The response of `GET /identity`: the status with the proxies that are connected to this replica.
-pub fn report(
+/// A response to GetIdentity without workloads, for a client that may list the pods of `namespaces`.
+pub fn response(
     status: Status,
     trust_domain: &str,
     trust: Option<&Trust>,
-    proxies: &[ConnectedProxy],
-) -> Status {
-    Status {
+    namespaces: &Namespaces,
+) -> GetIdentityResponse {
+    let mut rotation = status.rotation;
+    let namespace = match namespaces {
+        Namespaces::All => String::new(),
+        Namespaces::One(own) => {
+            rotation.waiting_omitted += rotation.waiting.len() as u64;
+            rotation.waiting.clear();
+            own.to_string()
+        }
+    };
+    GetIdentityResponse {
         trust_domain: trust_domain.to_owned(),
-        roots_version: trust.map(|trust| trust.roots.version.clone()),
-        proxies: proxies
-            .iter()
-            .map(|proxy| describe(proxy, trust_domain, trust))
-            .collect(),
-        ..status
+        place: status.place,
+        replica: status.replica,
+        problem: status.problem.unwrap_or_default(),
+        rotation: Some(rotation),
+        issuer: status.issuer,
+        roots: status.roots,
+        roots_version: trust.map_or(String::new(), |trust| trust.roots.version.clone()),
+        namespace,
+        ..GetIdentityResponse::default()
     }
 }
 
@@ -221,47 +255,40 @@ pub fn encode_metrics(status: &Status, encoder: &mut DescriptorEncoder<'_>) -> f
     )
 }
 
-fn describe(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Proxy {
-    let pod = proxy.pod.as_ref();
-    let status = proxy.status.as_ref();
-    Proxy {
-        pod: pod.map(|pod| Pod {
-            namespace: pod.namespace.to_string(),
-            name: pod.name.to_string(),
-            uid: pod.uid.to_string(),
-        }),
-        user: proxy.user.to_string(),
-        identity: Identity::from_user(trust_domain, &proxy.user)
-            .ok()
-            .map(|identity| identity.to_string()),
+/// A connected proxy.
+pub fn workload(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust>) -> Workload {
+    let (namespace, pod, uid) = match &proxy.pod {
+        Some(pod) => (&*pod.namespace, &*pod.name, &*pod.uid),
+        None => ("", &*proxy.user, ""),
+    };
+    let identity = Identity::from_user(trust_domain, &proxy.user);
+    let mut workload = Workload {
+        namespace: namespace.to_owned(),
+        pod: pod.to_owned(),
+        uid: uid.to_owned(),
+        identity: identity.map_or(String::new(), |identity| identity.to_string()),
         connected_since: seconds(proxy.connected_since),
-        certificate: status.map(|status| certificate(status, trust)),
-        roots_version: status.map(|status| status.roots_version.clone()),
-        acknowledged: status
-            .zip(trust)
-            .is_some_and(|(status, trust)| status.roots_version == trust.roots.version),
-        version: status.map(|status| status.proxy_version.clone()),
-        clock_skew_ms: status.map(|status| status.clock_skew),
+        ..Workload::default()
+    };
+    if let Some(status) = proxy.status.clone() {
+        let unsigned = |time: i64| u64::try_from(time).unwrap_or_default();
+        let not_before = unsigned(status.certificate_not_before);
+        workload.acknowledged =
+            trust.is_some_and(|trust| status.roots_version == trust.roots.version);
+        workload.roots_version = status.roots_version;
+        workload.certificate_not_before = not_before;
+        workload.certificate_issued_at = not_before.saturating_add(BACKDATED.as_secs());
+        workload.certificate_not_after = unsigned(status.certificate_not_after);
+        workload.certificate_serial = status.certificate_serial;
+        workload.certificate_issuer = status.certificate_issuer;
+        workload.proxy_version = status.proxy_version;
+        workload.clock_skew_ms = status.clock_skew;
     }
-}
-
-fn certificate(status: &crate::proxies::Status, trust: Option<&Trust>) -> proto::Certificate {
-    let unsigned = |time: i64| u64::try_from(time).unwrap_or_default();
-    let not_before = unsigned(status.certificate_not_before);
-    proto::Certificate {
-        not_before,
-        issued_at: not_before + BACKDATED.as_secs(),
-        not_after: unsigned(status.certificate_not_after),
-        serial: status.certificate_serial.clone(),
-        issuer: status.certificate_issuer.clone(),
-        current: trust.is_some_and(|trust| trust.issuer.id() == status.certificate_issuer),
-    }
+    workload
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
-
     use super::*;
     use crate::authenticate::PodRef;
     use crate::authority::Roots;
@@ -311,66 +338,54 @@ mod tests {
         };
         let waiting = (0..30).map(|line| line.to_string()).collect();
         let status = status_of(&state, waiting);
-        let json = json!(report(
-            status,
-            "cluster.local",
-            Some(&trust),
-            &[
-                proxy.clone(),
-                ConnectedProxy {
-                    status: None,
-                    ..proxy
-                }
-            ]
-        ));
+        let of = |namespaces| response(status.clone(), "cluster.local", Some(&trust), &namespaces);
+        let all = of(Namespaces::All);
+        let rotation = all.rotation.unwrap();
         assert_eq!(
-            (
-                json["rotation"]["phase"].as_str(),
-                json["trust_domain"].as_str()
-            ),
-            (Some("steady"), Some("cluster.local"))
+            (rotation.phase.as_str(), all.trust_domain.as_str()),
+            ("steady", "cluster.local")
         );
+        let counts = (rotation.waiting.len(), rotation.waiting_omitted);
+        assert_eq!(counts, (MAX_LINES, 30 - MAX_LINES as u64));
+        let (root, issuer) = (&all.roots[0], all.issuer.as_ref().unwrap());
+        assert_eq!(root.fingerprint, state.current.certificate().fingerprint());
+        assert_eq!((issuer.own, root.role.as_str()), (true, "current"));
         assert_eq!(
-            (
-                json["rotation"]["waiting"].as_array().unwrap().len(),
-                json["rotation"]["waiting_omitted"].as_u64()
-            ),
-            (MAX_LINES, Some(30 - MAX_LINES as u64))
+            (issuer.issued_at, issuer.not_before),
+            (seconds(start()), seconds(start()) - 300)
         );
+        // Names of pods of other namespaces are omitted.
+        let shop = of(Namespaces::One("shop".into()));
+        let rotation = shop.rotation.unwrap();
+        assert_eq!(shop.namespace, "shop");
+        assert_eq!((rotation.waiting.len(), rotation.waiting_omitted), (0, 30));
+
+        let workload = |proxy: &ConnectedProxy| workload(proxy, "cluster.local", Some(&trust));
+        let reported = workload(&proxy);
+        assert_eq!(reported.identity, "spiffe://cluster.local/ns/shop/sa/web");
+        assert_eq!((&*reported.namespace, &*reported.pod), ("shop", "web-1"));
+        let validity = [
+            reported.certificate_not_before,
+            reported.certificate_issued_at,
+            reported.certificate_not_after,
+        ];
         assert_eq!(
-            json["roots"][0]["fingerprint"],
-            json!(state.current.certificate().fingerprint())
-        );
-        assert_eq!(
-            (&json["issuer"]["own"], &json["roots"][0]["role"]),
-            (&json!(true), &json!("current"))
-        );
-        let (said, silent) = (&json["proxies"][0], &json["proxies"][1]);
-        assert_eq!(said["identity"], "spiffe://cluster.local/ns/shop/sa/web");
-        let certificate = json!({
-            "not_before": 1, "issued_at": 301, "not_after": 2, "serial": "0a", "issuer": "another", "current": false,
-        });
-        assert_eq!(
-            said["certificate"], certificate,
+            validity,
+            [1, 301, 2],
             "issued five minutes after the start of its validity"
         );
+        assert_eq!((reported.acknowledged, reported.clock_skew_ms), (true, -7));
+        let silent = ConnectedProxy {
+            status: None,
+            pod: None,
+            ..proxy
+        };
+        let silent = workload(&silent);
         assert_eq!(
-            (&json["issuer"]["issued_at"], &json["issuer"]["not_before"]),
-            (&json!(seconds(start())), &json!(seconds(start()) - 300))
+            (silent.acknowledged, silent.certificate_not_after),
+            (false, 0)
         );
-        assert_eq!(
-            (
-                &said["acknowledged"],
-                &said["clock_skew_ms"],
-                &said["pod"]["name"]
-            ),
-            (&json!(true), &json!(-7), &json!("web-1"))
-        );
-        assert_eq!(
-            (&silent["acknowledged"], &silent["certificate"]),
-            (&json!(false), &Value::Null)
-        );
-        assert!(!json.to_string().contains("PRIVATE"));
+        assert_eq!(silent.pod, "system:serviceaccount:shop:web");
     }
 
     #[test]

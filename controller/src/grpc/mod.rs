@@ -1,10 +1,12 @@
 //! The gRPC server on one port over TLS: the service of `mesh.proto`, and the health check.
 //!
 //! Every RPC authenticates the client, waits for a synced catalog, then responds. `sign` alone
-//! decides on certificate requests; `discover` and `watch` serve one stream each.
+//! decides on certificate requests; `discover` and `watch` serve one stream each, and `list` answers
+//! people and tools.
 
 mod discover;
 mod frames;
+mod list;
 mod message;
 mod name;
 pub(crate) mod routes;
@@ -13,7 +15,6 @@ mod sign;
 mod subscriptions;
 mod watch;
 
-use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -28,7 +29,6 @@ use diy_mesh_proto::{
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
 use hyper::header::HeaderValue;
-use prost::Message as _;
 use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
@@ -41,24 +41,20 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
-use crate::authority::TrustReceiver;
+use crate::authority::{AuthorityHandle, TrustReceiver};
 use crate::hub::{CatalogError, Hub};
 use crate::index::Index;
 use crate::index::enforcement::Missing;
-use crate::index::object::Key;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::quota::{Charge, Counted, Quota, Quotas, SUBSCRIPTION_BYTES};
+use crate::quota::{Charge, Counted, Quota, Quotas};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
-use name::parse_key;
 use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
-/// The length of an answer to GetServices.
-const MAX_SERVICES_BYTES: usize = 32 * 1024 * 1024;
 /// A Discover stream ends at one to two times this age.
 const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
@@ -73,6 +69,8 @@ pub struct Context {
     pub authenticator: Arc<Authenticator>,
     /// The issuer and the trust roots.
     pub trust: TrustReceiver,
+    /// The certificate authority, and its status.
+    pub authority: AuthorityHandle,
     /// The registry of connected proxies.
     pub proxies: Proxies,
     /// The limits of each caller.
@@ -176,32 +174,7 @@ impl ServiceMeshService for Mesh {
         &self,
         request: Request<proto::GetServicesRequest>,
     ) -> Result<Response<proto::GetServicesResponse>, Status> {
-        let (_, quota) = self.authenticate(&request).await?;
-        let call = open_call(&request)?;
-        let hub = &self.context.hub;
-        let mut keys = service_keys(&request.get_ref().services)?;
-        if keys.is_empty() {
-            keys = hub.service_keys();
-        }
-        let (mut services, mut bytes, mut charge) = (Vec::new(), 0, Charge::new(quota));
-        for key in &keys {
-            let service = message::service(key, hub.service(key).as_ref());
-            let length = service.encoded_len();
-            charge.add(length)?;
-            bytes += length;
-            if bytes > MAX_SERVICES_BYTES {
-                return Err(Status::resource_exhausted(format!(
-                    "the {} Services up to {key} take more than {} MiB; name the Services that you \
-                     need, fewer at a time, or use WatchServices",
-                    services.len() + 1,
-                    MAX_SERVICES_BYTES / 1024 / 1024
-                )));
-            }
-            services.push(service);
-            tokio::task::yield_now().await;
-        }
-        let _ = call.answer.set(charge);
-        Ok(Response::new(proto::GetServicesResponse { services }))
+        self.list_services(request).await
     }
 
     type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;
@@ -210,18 +183,14 @@ impl ServiceMeshService for Mesh {
         &self,
         request: Request<proto::WatchServicesRequest>,
     ) -> Result<Response<Self::WatchServicesStream>, Status> {
-        let (caller, quota) = self.authenticate(&request).await?;
-        let keys = service_keys(&request.get_ref().services)?;
-        tracing::debug!(caller = %caller.user, services = keys.len(), "WatchServices");
-        let open = Active::new(&self.context.metrics.watch_streams);
-        let mut counted = Charge::new(quota);
-        counted.add(keys.len() * SUBSCRIPTION_BYTES)?;
-        let subscriber = self.context.hub.watch_services(&keys);
-        let responses = watch::responses(subscriber, self.context.stopping.clone());
-        let responses = responses.inspect(move |_| {
-            let _until_the_end = (&open, &counted);
-        });
-        Ok(Response::new(Box::pin(responses)))
+        self.stream_services(request).await
+    }
+
+    async fn get_identity(
+        &self,
+        request: Request<proto::GetIdentityRequest>,
+    ) -> Result<Response<proto::GetIdentityResponse>, Status> {
+        self.list_workloads(request).await
     }
 
     type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
@@ -345,33 +314,15 @@ fn open_call<T>(request: &Request<T>) -> Result<Arc<Call>, Status> {
         .ok_or_else(|| Status::internal("the call is not counted"))
 }
 
-fn service_keys(names: &[String]) -> Result<BTreeSet<Key>, Status> {
-    let parse = |name: &String| {
-        let error = || format!("services: {name:?} is not NAMESPACE/NAME");
-        parse_key(name).ok_or_else(|| Status::invalid_argument(error()))
-    };
-    names.iter().map(parse).collect()
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
     fn streams_end_at_different_ages() {
         let ages: BTreeSet<_> = (0..100).map(|_| stream_age()).collect();
         assert!(ages.len() > 90 && ages.iter().all(|age| (1800..3600).contains(&age.as_secs())));
-    }
-
-    #[test]
-    fn service_names_have_two_parts() {
-        let web = BTreeSet::from([Key::new("shop", "web")]);
-        assert_eq!(service_keys(&["shop/web".to_owned()]).unwrap(), web);
-        for name in ["", "web", "/web", "shop/", "a/b/c"] {
-            let status = service_keys(&[name.to_owned()]).unwrap_err();
-            assert_eq!(status.code(), tonic::Code::InvalidArgument);
-            let message = status.message();
-            assert!(message.contains(&format!("{name:?}")), "{message}");
-        }
     }
 }

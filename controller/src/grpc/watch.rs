@@ -5,6 +5,7 @@ use std::collections::HashMap;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use futures::{Stream, stream};
+use prost::Message as _;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
@@ -12,10 +13,12 @@ use super::message;
 use crate::hub::{CatalogError, Services};
 use crate::index::object::Key;
 use crate::index::version::Version;
+use crate::quota::Charge;
 
 /// The responses of a stream until `stopping`.
 pub(super) fn responses(
     subscriber: Services,
+    charge: Charge,
     stopping: CancellationToken,
 ) -> impl Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send + 'static {
     let watch = Watch {
@@ -23,10 +26,12 @@ pub(super) fn responses(
         unsynced: Some(subscriber.pending()),
         subscriber,
         sent: HashMap::new(),
+        charge,
+        unread: 0,
     };
     stream::unfold((watch, stopping), |(mut watch, stopping)| async move {
         let response = tokio::select! {
-            response = watch.next() => Ok(response),
+            response = watch.next() => watch.charge(response),
             () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
         };
         Some((response, (watch, stopping)))
@@ -38,9 +43,23 @@ struct Watch {
     /// The number of initial Services that are not sent yet.
     unsynced: Option<usize>,
     sent: HashMap<Key, Option<Version>>,
+    charge: Charge,
+    /// The length of the previous response, which is read when this one is made.
+    unread: usize,
 }
 
 impl Watch {
+    fn charge(
+        &mut self,
+        response: proto::WatchServicesResponse,
+    ) -> Result<proto::WatchServicesResponse, Status> {
+        self.charge.remove(std::mem::take(&mut self.unread));
+        let length = response.encoded_len();
+        self.charge.add(length)?;
+        self.unread = length;
+        Ok(response)
+    }
+
     async fn next(&mut self) -> proto::WatchServicesResponse {
         loop {
             if self.unsynced == Some(0) {
@@ -84,9 +103,11 @@ mod tests {
 
     use futures::StreamExt as _;
 
+    use crate::authenticate::{Caller, Namespaces};
     use crate::hub::Hub;
     use crate::index::object::{Change, Source};
     use crate::index::tests::service_with_pods;
+    use crate::quota::Quotas;
 
     #[tokio::test]
     async fn responses_are_made_when_the_client_reads_them() {
@@ -98,8 +119,13 @@ mod tests {
         apply("a", "10.0.0.1");
         apply("b", "10.0.0.2");
         let stopping = CancellationToken::new();
-        let services = hub.watch_services(&BTreeSet::new());
-        let mut responses = pin!(responses(services, stopping.clone()));
+        let services = hub.watch_services(&BTreeSet::new(), Namespaces::All);
+        let caller = Caller {
+            user: "viewer".into(),
+            pod: None,
+        };
+        let charge = Charge::new(Quotas::default().of(&caller));
+        let mut responses = pin!(responses(services, charge, stopping.clone()));
         let mut next = async || {
             let response = responses.next().await.unwrap()?;
             Ok::<_, Status>(response.service.map(|service| {

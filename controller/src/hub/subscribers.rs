@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::history::History;
 use super::queue::Queue;
 use super::watched::{Resolved, Watched};
-use crate::authenticate::PodRef;
+use crate::authenticate::{Namespaces, PodRef};
 use crate::index::enforcement::Missing;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
@@ -28,7 +28,7 @@ pub(super) struct Subscribers {
     /// The destinations with subscribers by their port.
     destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
     named: HashMap<Key, HashMap<u64, Arc<ServiceQueue>>>,
-    all: HashMap<u64, Arc<ServiceQueue>>,
+    all: HashMap<u64, (Namespaces, Arc<ServiceQueue>)>,
     clients: HashMap<u64, Client>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
     /// The clients that lack capabilities.
@@ -142,11 +142,15 @@ impl Subscribers {
         self.clients.values().for_each(|client| client.queue.wake());
     }
 
-    pub(super) fn watch_services(&mut self, names: &BTreeSet<Key>) -> (u64, Arc<ServiceQueue>) {
+    pub(super) fn watch_services(
+        &mut self,
+        names: &BTreeSet<Key>,
+        namespaces: &Namespaces,
+    ) -> (u64, Arc<ServiceQueue>) {
         let id = self.next_id();
         let queue: Arc<ServiceQueue> = Arc::default();
         if names.is_empty() {
-            self.all.insert(id, queue.clone());
+            self.all.insert(id, (namespaces.clone(), queue.clone()));
         }
         for name in names {
             let named = self.named.entry(name.clone()).or_default();
@@ -170,7 +174,9 @@ impl Subscribers {
     pub(super) fn notify_services(&self, keys: &BTreeSet<Key>) {
         for key in keys {
             let named = self.named.get(key).into_iter().flat_map(HashMap::values);
-            let queues = named.chain(self.all.values());
+            let all = self.all.values();
+            let all = all.filter(|(namespaces, _)| namespaces.contains(&key.namespace));
+            let queues = named.chain(all.map(|(_, queue)| queue));
             queues.for_each(|queue| queue.push(key.clone(), ()));
         }
     }

@@ -183,6 +183,17 @@ impl Sandbox {
         }
     }
 
+    /// A client with the token of a service account, which is bound to no pod.
+    pub async fn account(&self, user: &str) -> Client {
+        let mut claims = claims();
+        claims["sub"] = json!(user);
+        claims["kubernetes.io"] = json!({});
+        Client {
+            token: Some(self.issuer.sign(&claims)),
+            ..self.client().await
+        }
+    }
+
     pub async fn admin(&self, path: &str) -> (u16, String) {
         get(self.admin, path).await
     }
@@ -261,16 +272,26 @@ impl Client {
         request
     }
 
+    /// The Services of all pages.
     pub async fn services(&mut self, names: &[&str]) -> Result<Vec<proto::Service>, Status> {
-        let request = self.request(proto::GetServicesRequest {
-            services: names.iter().map(|name| name.to_string()).collect(),
-        });
-        Ok(self
-            .client
-            .get_services(request)
-            .await?
-            .into_inner()
-            .services)
+        let (mut services, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = self.request(proto::GetServicesRequest {
+                services: names.iter().map(|name| name.to_string()).collect(),
+                page_token,
+            });
+            let page = self.client.get_services(request).await?.into_inner();
+            services.extend(page.services);
+            page_token = page.next_page_token;
+            if page_token.is_empty() {
+                return Ok(services);
+            }
+        }
+    }
+
+    pub async fn identity(&mut self) -> Result<proto::GetIdentityResponse, Status> {
+        let request = self.request(proto::GetIdentityRequest::default());
+        Ok(self.client.get_identity(request).await?.into_inner())
     }
 
     pub async fn watch(&mut self, names: &[&str]) -> Streaming<proto::WatchServicesResponse> {

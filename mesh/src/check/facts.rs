@@ -31,7 +31,8 @@ use super::{
 };
 use crate::{
     cluster::{self, Cluster},
-    identity::{source::Source, status::Mesh},
+    controller::Controllers,
+    identity::status::Mesh,
     routes::{self, Route},
     time::now,
 };
@@ -109,7 +110,7 @@ impl Facts {
         let (client, namespace) = (&cluster.client, cluster.namespace.as_str());
         let all = ListParams::default();
         let roots = ListParams::default().fields(&format!("metadata.name={ROOTS_CONFIG_MAP}"));
-        let source = Source::Cluster(Box::new(cluster.clone()));
+        let controllers = Controllers::of_cluster(cluster);
         let (
             nodes,
             namespaces,
@@ -136,7 +137,7 @@ impl Facts {
             list(Api::all(client.clone()), &roots),
             webhook(cluster),
             serving(cluster),
-            source.fetch(),
+            controllers.identity(),
             permissions::review(cluster),
             dry_run(cluster),
             workloads::list(cluster),

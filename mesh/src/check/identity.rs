@@ -9,8 +9,8 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use super::{Finding, Findings, certificates, count, facts::Facts, or_ok, pods};
 use crate::{
     identity::status::{
-        Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, describe_waiting, is_steady,
-        issued_at,
+        Authority, CLOCK_SKEW_WARNING_MS, Mesh, describe_phase, describe_waiting, has_certificate,
+        is_steady, workload_name,
     },
     time::format_duration,
 };
@@ -68,7 +68,7 @@ pub(super) fn authority(facts: &Facts) -> Findings<'_> {
 
 fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> {
     let (lifetime, remaining) = (
-        authority.not_after.saturating_sub(issued_at(authority)),
+        authority.not_after.saturating_sub(authority.issued_at),
         authority.not_after.saturating_sub(now),
     );
     let advice = if authority.own {
@@ -204,14 +204,14 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
             .certificate_not_after
             .saturating_sub(workload.certificate_issued_at);
         match () {
-            () if !workload.has_certificate() => pending.push(workload.name()),
-            () if remaining == 0 => expired.push(workload.name()),
+            () if !has_certificate(workload) => pending.push(workload_name(workload)),
+            () if remaining == 0 => expired.push(workload_name(workload)),
             () if is_untrusted(mesh, &workload.certificate_issuer) => {
-                untrusted.push(workload.name())
+                untrusted.push(workload_name(workload))
             }
             () if remaining < lifetime / 10 => overdue.push(format!(
                 "{}: expires in {}",
-                workload.name(),
+                workload_name(workload),
                 format_duration(remaining)
             )),
             () => {}
@@ -229,11 +229,7 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
     let finding = Finding::warning("not been renewed in time", advice);
     findings.extend(finding.about(overdue, "certificate has", "certificates have"));
     if let Ok(pods) = &facts.pods {
-        let connected: BTreeSet<String> = mesh
-            .workloads
-            .iter()
-            .map(|workload| workload.name())
-            .collect();
+        let connected: BTreeSet<String> = mesh.workloads.iter().map(workload_name).collect();
         let ready = pods::meshed(pods)
             .filter(|pod| pods::is_proxy_ready(pod))
             .map(|pod| (pods::name(pod), pods::age(pod, facts.now)));
@@ -291,7 +287,7 @@ pub(super) fn clocks(facts: &Facts) -> Findings<'_> {
         };
         format!(
             "{}: {} {direction}",
-            workload.name(),
+            workload_name(workload),
             format_duration(workload.clock_skew_ms.unsigned_abs() / 1000)
         )
     });

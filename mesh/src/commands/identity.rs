@@ -9,12 +9,10 @@ use serde_json::json;
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
-    identity::{
-        source::{self, Source},
-        status::{
-            Authority, CLOCK_SKEW_WARNING_MS, Mesh, Workload, describe_phase, describe_waiting,
-            is_steady, issued_at,
-        },
+    controller::{self, Controllers},
+    identity::status::{
+        Authority, CLOCK_SKEW_WARNING_MS, Mesh, Workload, describe_phase, describe_waiting,
+        has_certificate, is_steady, workload_name,
     },
     time::{format_duration, format_relative, format_timestamp, now},
 };
@@ -24,11 +22,11 @@ use crate::{
 #[command(
     after_help = "Examples:\n  mesh identity                         the mesh of the kubeconfig's current cluster\n  \
     mesh identity --output json | jq '.workloads[] | select(.acknowledged | not)'\n  \
-    mesh identity --controller http://127.0.0.1:8081"
+    mesh identity --account shop/viewer   the workloads of namespace shop, with the token of an account there"
 )]
 pub struct Arguments {
     #[command(flatten)]
-    source: source::Arguments,
+    controller: controller::Arguments,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
@@ -37,8 +35,8 @@ pub struct Arguments {
 /// Reads and prints the status.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mesh = super::block_on(async {
-        let responses = Source::new(&arguments.source).await?.fetch().await?;
-        Ok::<_, source::Error>(Mesh::merge(responses))
+        let controllers = Controllers::new(&arguments.controller).await?;
+        Ok::<_, controller::Error>(Mesh::merge(controllers.identity().await?))
     })??;
     let text = match arguments.output {
         Output::Json => format!("{:#}\n", json!(mesh)),
@@ -81,7 +79,10 @@ fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
     let mut text = colors.table(&rows);
     text.push('\n');
     if mesh.workloads.is_empty() {
-        text += "no workloads are connected\n";
+        text += &match mesh.namespace.as_str() {
+            "" => "no workloads are connected\n".to_owned(),
+            namespace => format!("no workloads of namespace {namespace} are connected\n"),
+        };
         return text;
     }
     let headings = [
@@ -112,7 +113,7 @@ fn authority(authority: &Authority, now: u64) -> Cell {
         authority.subject,
         format_timestamp(authority.not_after)
     );
-    let style = style_of_lifetime(issued_at(authority), authority.not_after, now, 3);
+    let style = style_of_lifetime(authority.issued_at, authority.not_after, now, 3);
     (style, text)
 }
 
@@ -146,10 +147,10 @@ fn style_of_lifetime(issued_at: u64, not_after: u64, now: u64, part: u64) -> Tex
 
 fn cells(workload: &Workload, mesh: &Mesh, now: u64) -> Vec<Cell> {
     let mut cells = vec![
-        (TextStyle::Ok, workload.name()),
+        (TextStyle::Ok, workload_name(workload)),
         (TextStyle::Dim, workload.identity.clone()),
     ];
-    if !workload.has_certificate() {
+    if !has_certificate(workload) {
         cells.push((TextStyle::Error, "pending".into()));
         return cells;
     }

@@ -14,10 +14,10 @@ use tokio::time::{Instant, sleep};
 
 use super::terminal::{self, Colors, TextStyle};
 use crate::{
+    controller::{self, Controllers},
     identity::{
         request::{Request, RequestTarget},
-        source::{self, Source},
-        status::{Mesh, Rotation, describe_phase, is_steady},
+        status::{Mesh, Rotation, describe_phase, is_steady, workload_name},
     },
     time::{format_duration, format_timestamp},
 };
@@ -34,7 +34,7 @@ use crate::{
 )]
 pub struct Arguments {
     #[command(flatten)]
-    source: source::Arguments,
+    controller: controller::Arguments,
     /// Return to the previous root
     #[arg(long)]
     abandon: bool,
@@ -72,11 +72,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 async fn rotate(arguments: &Arguments) -> Result<ExitCode> {
-    let source = Source::new(&arguments.source).await?;
-    let target = match (&arguments.ca_folder, &source) {
+    let controllers = Controllers::new(&arguments.controller).await?;
+    let target = match (&arguments.ca_folder, controllers.cluster()) {
         (Some(directory), _) => RequestTarget::Directory(directory.clone()),
-        (None, Source::Cluster(cluster)) => RequestTarget::Cluster(cluster.clone()),
-        (None, Source::Urls(_)) => {
+        (None, Some(cluster)) => RequestTarget::Cluster(Box::new(cluster.clone())),
+        (None, None) => {
             bail!("--controller requires --ca-folder, the directory of the controller's CA")
         }
     };
@@ -85,7 +85,7 @@ async fn rotate(arguments: &Arguments) -> Result<ExitCode> {
         (_, true) => Request::Force,
         _ => Request::Start,
     };
-    let before = Mesh::merge(source.fetch().await?);
+    let before = Mesh::merge(controllers.identity().await?);
     match intent(request, &before.rotation) {
         Intent::Reject(reason) => bail!("{reason}"),
         Intent::Watch => print(TextStyle::Bold, "the rotation is already in progress"),
@@ -94,7 +94,7 @@ async fn rotate(arguments: &Arguments) -> Result<ExitCode> {
                 print(TextStyle::Bold, FORCE_CONSEQUENCES);
             }
             target.submit(request).await?;
-            let answer = wait_for_answer(&source, &target, &before.rotation).await?;
+            let answer = wait_for_answer(&controllers, &target, &before.rotation).await?;
             if let Some(reason) = answer.strip_prefix("refused: ") {
                 bail!("the controller rejected the request: {reason}");
             }
@@ -108,7 +108,7 @@ async fn rotate(arguments: &Arguments) -> Result<ExitCode> {
         );
         return Ok(ExitCode::SUCCESS);
     }
-    let (mesh, elapsed) = watch(&source, request).await;
+    let (mesh, elapsed) = watch(&controllers, request).await;
     let root = mesh
         .issuer
         .map(|issuer| {
@@ -154,7 +154,7 @@ fn intent(request: Request, rotation: &Rotation) -> Intent {
 
 /// Waits until the controller accepts the request and reports its answer.
 async fn wait_for_answer(
-    source: &Source,
+    controllers: &Controllers,
     target: &RequestTarget,
     before: &Rotation,
 ) -> Result<String> {
@@ -170,8 +170,8 @@ async fn wait_for_answer(
     }
     loop {
         // The controller may be restarting, so errors are retried.
-        let current = source
-            .fetch()
+        let current = controllers
+            .identity()
             .await
             .map(|answers| Mesh::merge(answers).rotation);
         match current {
@@ -201,11 +201,11 @@ fn differs(current: &Rotation, before: &Rotation) -> bool {
 
 /// Prints each phase and what it waits for until the rotation is complete. After a forced one,
 /// until all connected proxies have a new certificate.
-async fn watch(source: &Source, request: Request) -> (Mesh, Duration) {
+async fn watch(controllers: &Controllers, request: Request) -> (Mesh, Duration) {
     let started_at = Instant::now();
     let (mut phase, mut reported) = (String::new(), String::new());
     loop {
-        let progress = match source.fetch().await {
+        let progress = match controllers.identity().await {
             Ok(answers) => {
                 let mesh = Mesh::merge(answers);
                 let outdated = match request {
@@ -245,7 +245,7 @@ fn outdated_workloads(mesh: &Mesh) -> Vec<String> {
         .iter()
         .filter(|one| !one.acknowledged || Some(&one.certificate_issuer) != issuer);
     outdated
-        .map(|one| format!("{} to renew its certificate", one.name()))
+        .map(|one| format!("{} to renew its certificate", workload_name(one)))
         .collect()
 }
 

@@ -9,12 +9,13 @@ use diy_mesh_proto::mesh::v1::{Service, service::Endpoint};
 use serde_json::{Value, json};
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle};
-use crate::controller::{self, Controller};
+use crate::controller::{self, Controller, Controllers};
 
 /// The arguments of `mesh services`.
 #[derive(Args, Debug)]
 #[command(
     after_help = "Examples:\n  mesh services                        all Services of the cluster\n  \
+    mesh services --account shop/viewer  those of namespace shop, with the token of an account there\n  \
     mesh services shop/cart --watch      one Service and its changes\n  \
     mesh services -o json | jq '.[] | select(.endpoints == [])'"
 )]
@@ -35,7 +36,8 @@ pub struct Arguments {
 /// Lists the Services.
 pub fn run(arguments: Arguments) -> Result<ExitCode> {
     super::block_on(async {
-        let mut controller = Controller::connect(&arguments.controller).await?;
+        let controllers = Controllers::new(&arguments.controller).await?;
+        let mut controller = controllers.connect().await?;
         if arguments.watch {
             return watch(&mut controller, arguments.services, arguments.output).await;
         }

@@ -1,6 +1,5 @@
-//! The certificate status of a mesh: reading it from all controller replicas (`source`), merging it
-//! (`status`), and requesting a root rotation (`request`).
+//! The certificate status of a mesh: merging that of all controller replicas (`status`), and
+//! requesting a root rotation (`request`).
 
 pub mod request;
-pub mod source;
 pub mod status;

@@ -1,13 +1,14 @@
-//! The certificate status of a mesh, merged from the `GET /identity` responses of the controller
+//! The certificate status of a mesh, merged from the GetIdentity responses of the controller
 //! replicas. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-pub use diy_mesh_proto::status::{Authority, Rotation, Status};
-use diy_mesh_proto::status::{Pod, Proxy};
+pub use diy_mesh_proto::mesh::v1::get_identity_response::{Authority, Rotation, Workload};
 use serde::Serialize;
 
-use super::source::Responses;
+use diy_mesh_proto::mesh::v1::GetIdentityResponse;
+
+use crate::controller::Responses;
 
 /// A larger clock skew is reported, in milliseconds. Certificates tolerate five minutes.
 pub const CLOCK_SKEW_WARNING_MS: i64 = 30_000;
@@ -46,83 +47,14 @@ pub fn describe_waiting(rotation: &Rotation) -> Vec<String> {
     listed.chain(omitted).collect()
 }
 
-/// The time of issue of a CA certificate. Older controllers report notBefore only.
-pub fn issued_at(authority: &Authority) -> u64 {
-    authority.issued_at.max(authority.not_before)
+/// `namespace/pod`.
+pub fn workload_name(workload: &Workload) -> String {
+    format!("{}/{}", workload.namespace, workload.pod)
 }
 
-/// A connected proxy and its certificate.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Workload {
-    /// The pod's namespace.
-    pub namespace: String,
-    /// The pod's name.
-    pub pod: String,
-    /// The pod's uid.
-    pub uid: String,
-    /// The SPIFFE identity.
-    pub identity: String,
-    /// The time of the connection, in seconds since 1970.
-    pub connected_since: u64,
-    /// The version of the trust roots that the proxy uses.
-    pub roots_version: String,
-    /// Whether the proxy uses the announced trust roots.
-    pub acknowledged: bool,
-    /// notBefore of the certificate, which is earlier than its time of issue.
-    pub certificate_not_before: u64,
-    /// The time of issue of the certificate.
-    pub certificate_issued_at: u64,
-    /// notAfter of the certificate.
-    pub certificate_not_after: u64,
-    /// The serial number of the certificate.
-    pub certificate_serial: String,
-    /// The id of the issuing CA.
-    pub certificate_issuer: String,
-    /// The version of the proxy.
-    pub proxy_version: String,
-    /// The clock of the proxy minus the clock of the controller, in milliseconds.
-    pub clock_skew_ms: i64,
-}
-
-impl From<&Proxy> for Workload {
-    fn from(proxy: &Proxy) -> Self {
-        let proxy = proxy.clone();
-        // A token that is not bound to a pod has a user only.
-        let pod = proxy.pod.unwrap_or_else(|| Pod {
-            name: proxy.user,
-            ..Pod::default()
-        });
-        let certificate = proxy.certificate.unwrap_or_default();
-        Self {
-            namespace: pod.namespace,
-            pod: pod.name,
-            uid: pod.uid,
-            identity: proxy.identity.unwrap_or_default(),
-            connected_since: proxy.connected_since,
-            roots_version: proxy.roots_version.unwrap_or_default(),
-            acknowledged: proxy.acknowledged,
-            certificate_not_before: certificate.not_before,
-            // Older controllers do not report the time of issue.
-            certificate_issued_at: certificate.issued_at.max(certificate.not_before),
-            certificate_not_after: certificate.not_after,
-            certificate_serial: certificate.serial,
-            certificate_issuer: certificate.issuer,
-            proxy_version: proxy.version.unwrap_or_default(),
-            clock_skew_ms: proxy.clock_skew_ms.unwrap_or_default(),
-        }
-    }
-}
-
-impl Workload {
-    /// `namespace/pod`.
-    pub fn name(&self) -> String {
-        format!("{}/{}", self.namespace, self.pod)
-    }
-
-    /// Whether the proxy has reported a certificate.
-    pub fn has_certificate(&self) -> bool {
-        self.certificate_not_after != 0
-    }
+/// Whether the proxy has reported a certificate.
+pub fn has_certificate(workload: &Workload) -> bool {
+    workload.certificate_not_after != 0
 }
 
 /// The merged status of a mesh.
@@ -130,6 +62,9 @@ impl Workload {
 pub struct Mesh {
     /// The trust domain.
     pub trust_domain: String,
+    /// The namespace of the workloads, if the account may not list those of all.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub namespace: String,
     /// The location of the CA.
     pub place: String,
     /// The state of the root rotation.
@@ -156,37 +91,40 @@ impl Mesh {
         let mut workloads: BTreeMap<(String, String), Workload> = BTreeMap::new();
         // Replicas list different items of one set.
         let (mut waiting, mut number) = (BTreeSet::new(), 0);
+        let rotation_of =
+            |status: &GetIdentityResponse| status.rotation.clone().unwrap_or_default();
         let newest = responses
             .replicas
             .values()
             .filter(|status| status.issuer.is_some())
-            .max_by_key(|status| status.rotation.since);
+            .max_by_key(|status| rotation_of(status).since);
         let newest = newest
             .or_else(|| responses.replicas.values().next())
             .cloned()
             .unwrap_or_default();
+        let newest_rotation = rotation_of(&newest);
         for status in responses.replicas.values() {
-            for workload in status.proxies.iter().map(Workload::from) {
+            for workload in &status.workloads {
                 let key = (workload.namespace.clone(), workload.pod.clone());
                 let later = workloads
                     .get(&key)
                     .is_none_or(|known| known.connected_since <= workload.connected_since);
                 if later {
-                    workloads.insert(key, workload);
+                    workloads.insert(key, workload.clone());
                 }
             }
-            if (&status.rotation.phase, status.rotation.since)
-                == (&newest.rotation.phase, newest.rotation.since)
+            let rotation = rotation_of(status);
+            if (&rotation.phase, rotation.since) == (&newest_rotation.phase, newest_rotation.since)
             {
-                let listed = &status.rotation.waiting;
-                number = number.max(listed.len() as u64 + status.rotation.waiting_omitted);
-                waiting.extend(listed.iter().cloned());
+                number = number.max(rotation.waiting.len() as u64 + rotation.waiting_omitted);
+                waiting.extend(rotation.waiting);
             }
         }
         let problems = responses
             .replicas
             .iter()
-            .filter_map(|(name, status)| Some((name.clone(), status.problem.clone()?)));
+            .filter(|(_, status)| !status.problem.is_empty())
+            .map(|(name, status)| (name.clone(), status.problem.clone()));
         Self {
             problems: problems.collect(),
             replicas: responses.replicas.keys().cloned().collect(),
@@ -195,9 +133,10 @@ impl Mesh {
             rotation: Rotation {
                 waiting_omitted: number.saturating_sub(waiting.len() as u64),
                 waiting: waiting.into_iter().collect(),
-                ..newest.rotation
+                ..newest_rotation
             },
             trust_domain: newest.trust_domain,
+            namespace: newest.namespace,
             place: newest.place,
             issuer: newest.issuer,
             roots: newest.roots,
@@ -208,22 +147,34 @@ impl Mesh {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
-    fn status(phase: &str, since: u64, waiting: &[&str], proxies: &[(&str, u64, &str)]) -> Status {
-        let proxies: Vec<_> = proxies
-            .iter()
-            .map(|(pod, since, serial)| {
-                let certificate = json!({"not_before": 1, "not_after": 2, "serial": serial, "issuer": "aa", "current": true});
-                let pod = json!({"namespace": "shop", "name": pod, "uid": "u"});
-                json!({"pod": pod, "user": "x", "identity": null, "connected_since": since, "certificate": certificate, "clock_skew_ms": 7})
-            })
-            .collect();
-        serde_json::from_value(json!({
-            "issuer": {"fingerprint": phase}, "rotation": {"phase": phase, "since": since, "waiting": waiting}, "proxies": proxies,
-            "something": "new",
-        }))
-        .unwrap()
+    fn status(
+        phase: &str,
+        since: u64,
+        waiting: &[&str],
+        workloads: &[(&str, u64, &str)],
+    ) -> GetIdentityResponse {
+        let workloads = workloads.iter().map(|(pod, since, serial)| Workload {
+            namespace: "shop".into(),
+            pod: (*pod).into(),
+            connected_since: *since,
+            certificate_serial: (*serial).into(),
+            ..Workload::default()
+        });
+        GetIdentityResponse {
+            issuer: Some(Authority {
+                fingerprint: phase.into(),
+                ..Authority::default()
+            }),
+            rotation: Some(Rotation {
+                phase: phase.into(),
+                since,
+                waiting: waiting.iter().map(ToString::to_string).collect(),
+                ..Rotation::default()
+            }),
+            workloads: workloads.collect(),
+            ..GetIdentityResponse::default()
+        }
     }
 
     #[test]
@@ -271,7 +222,7 @@ mod tests {
     fn counts_what_a_rotation_waits_for_once() {
         let replica = |waiting: &[&str], omitted| {
             let mut status = status("switched", 9, waiting, &[]);
-            status.rotation.waiting_omitted = omitted;
+            status.rotation.as_mut().unwrap().waiting_omitted = omitted;
             status
         };
         let replicas = BTreeMap::from([
@@ -295,12 +246,12 @@ mod tests {
 
     #[test]
     fn ignores_replicas_without_an_authority() {
-        let empty = Status {
-            rotation: Rotation {
+        let empty = GetIdentityResponse {
+            rotation: Some(Rotation {
                 since: 100,
                 ..Rotation::default()
-            },
-            ..Status::default()
+            }),
+            ..GetIdentityResponse::default()
         };
         let replicas = BTreeMap::from([
             ("a".to_owned(), empty),
@@ -314,35 +265,6 @@ mod tests {
             .rotation
             .phase,
             "steady"
-        );
-    }
-
-    #[test]
-    fn proxy_without_a_report_has_no_certificate() {
-        let silent = json!({"pod": null, "user": "system:serviceaccount:shop:till", "identity": null, "connected_since": 1, "certificate": null,
-            "roots_version": null, "acknowledged": false, "version": null, "clock_skew_ms": null});
-        let workload = Workload::from(&serde_json::from_value::<Proxy>(silent).unwrap());
-        assert_eq!(
-            (workload.has_certificate(), workload.name().as_str()),
-            (false, "/system:serviceaccount:shop:till")
-        );
-    }
-
-    #[test]
-    fn time_of_issue_defaults_to_not_before() {
-        let issued_at = |certificate: serde_json::Value| {
-            Workload::from(
-                &serde_json::from_value::<Proxy>(json!({"certificate": certificate})).unwrap(),
-            )
-            .certificate_issued_at
-        };
-        assert_eq!(
-            issued_at(json!({"not_before": 700, "issued_at": 1_000, "not_after": 9_000})),
-            1_000
-        );
-        assert_eq!(
-            issued_at(json!({"not_before": 700, "not_after": 9_000})),
-            700
         );
     }
 

@@ -258,6 +258,13 @@ impl ServiceMeshService for FakeService {
         Err(Status::unimplemented("not called by proxies"))
     }
 
+    async fn get_identity(
+        &self,
+        _: Request<proto::GetIdentityRequest>,
+    ) -> Result<Response<proto::GetIdentityResponse>, Status> {
+        Err(Status::unimplemented("not called by proxies"))
+    }
+
     async fn sign_certificate(
         &self,
         request: Request<SignCertificateRequest>,

@@ -43,7 +43,8 @@ fn check_sample_apps() -> Result<()> {
         Ok((distinct(&responses, "Hostname: ").len() == 2).then_some(()))
     })?;
     assert_dumps()?;
-    assert_services()
+    assert_services()?;
+    assert_namespaces_of_accounts()
 }
 
 /// Asserts that `mesh services` reaches the controller and lists both pods with their identity.
@@ -62,6 +63,44 @@ fn assert_services() -> Result<()> {
         .iter()
         .filter(|endpoint| endpoint["identity"] == identity);
     ensure!(meshed.count() >= 2, "{services:#}");
+    Ok(())
+}
+
+/// Asserts that a service account gets what Kubernetes RBAC allows it to list.
+fn assert_namespaces_of_accounts() -> Result<()> {
+    let account = |account: &str| {
+        let arguments = ["identity", "--output=json", "--account", account];
+        let command = programs().join("mesh");
+        Command::new(command).args(arguments).output()
+    };
+    let denied = account("http-server/http-server")?;
+    let errors = String::from_utf8_lossy(&denied.stderr);
+    ensure!(
+        !denied.status.success() && errors.contains("may not list pods"),
+        "{errors}"
+    );
+    let namespace = "--namespace=http-server";
+    let binding = ["rolebinding", "viewer", namespace];
+    let subject = "--serviceaccount=http-server:http-server";
+    kubectl(&[&["create"], &binding[..], &["--clusterrole=view", subject]].concat())?;
+    let own = wait_for("the workloads of namespace http-server", || {
+        let output = account("http-server/http-server")?;
+        Ok(output.status.success().then_some(output.stdout))
+    });
+    kubectl(&[&["delete"], &binding[..]].concat())?;
+    let workloads = |json: &[u8]| -> Result<Vec<String>> {
+        let page: Value = serde_json::from_slice(json)?;
+        let workloads = page["workloads"].as_array().context("no workloads")?;
+        let namespaces = workloads.iter().filter_map(|one| one["namespace"].as_str());
+        Ok(namespaces.map(str::to_owned).collect())
+    };
+    let own = workloads(&own?)?;
+    ensure!(
+        own.len() >= 2 && own.iter().all(|one| one == "http-server"),
+        "{own:?}"
+    );
+    let all = workloads(&account("mesh-viewer")?.stdout)?;
+    ensure!(all.iter().any(|one| one == "http-client"), "{all:?}");
     Ok(())
 }
 

@@ -128,16 +128,25 @@ fn services_lists_endpoints_with_identities_and_watches_them() {
     let all: Vec<Value> = loop {
         let output = run("SERVICES -o json");
         assert_eq!(output.code, 0, "{output:?}");
-        if output.stdout.matches("\"ready\": true").count() == 6 {
+        if output.stdout.matches("\"ready\": true").count() == 2 {
             break serde_json::from_str(&output.stdout).unwrap();
         }
         assert!(
             Instant::now() < deadline,
-            "6 endpoints are ready: {output:?}"
+            "2 endpoints are ready: {output:?}"
         );
     };
+    // The token is that of a pod: its account gets its own namespace.
     let names: Vec<&Value> = all.iter().map(|service| &service["name"]).collect();
-    assert!(names.contains(&&"controller".into()), "{names:?}");
+    assert_eq!(names, ["http-server"]);
+    let denied = run("SERVICES service-mesh/controller");
+    assert!(
+        denied.code == 1
+            && denied
+                .stderr
+                .contains("not in the namespace of your service account"),
+        "{denied:?}"
+    );
     let server = all.iter().find(|service| service["name"] == "http-server");
     let endpoints = server.unwrap()["endpoints"].as_array().unwrap();
     assert_eq!(endpoints.len(), 2, "{endpoints:?}");

@@ -1,4 +1,5 @@
-//! The roots in a ConfigMap in each namespace with meshed pods.
+//! The roots in a ConfigMap in each namespace with meshed pods, and in that of the mesh, for the
+//! command line.
 //!
 //! A namespace with errors is retried and does not delay others. ConfigMaps that this mesh has
 //! published are kept up to date, with meshed pods or without; those of others are left alone.
@@ -46,7 +47,8 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
     let mut writes = FuturesUnordered::new();
     loop {
         let roots = publication.roots();
-        let namespaces = publication.namespaces.borrow_and_update().clone();
+        let mut namespaces = publication.namespaces.borrow_and_update().clone();
+        namespaces.insert(config_maps.mesh.as_str().into());
         let mut wake = None;
         if config_maps.listed {
             warn_of_disjoint_roots(&config_maps.disjoint(&roots, &namespaces));

@@ -1,0 +1,185 @@
+//! The calls for people and tools, which list pods: GetServices, WatchServices and GetIdentity. A
+//! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are charged to the caller until it
+//! has read them.
+
+use std::collections::BTreeSet;
+use std::ops::Bound;
+use std::sync::Arc;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_runtime::metrics::Active;
+use futures::StreamExt as _;
+use prost::Message;
+use tonic::{Request, Response, Status};
+
+use super::name::parse_key;
+use super::{Call, Mesh, ResponseStream, message, open_call, watch};
+use crate::authenticate::Namespaces;
+use crate::authority::status;
+use crate::index::object::Key;
+use crate::quota::{Charge, SUBSCRIPTION_BYTES};
+
+/// The length of a page, beyond which no further item is added.
+const MAX_PAGE_BYTES: usize = 1024 * 1024;
+/// The workloads of a page, which have at most about 1 KiB each.
+const MAX_PAGE_WORKLOADS: usize = 1000;
+
+/// The caller of one of these calls.
+struct Viewer {
+    call: Arc<Call>,
+    namespaces: Namespaces,
+    charge: Charge,
+}
+
+impl Viewer {
+    /// The response is charged until it has been read.
+    fn respond<T: Message>(self, response: T) -> Result<Response<T>, Status> {
+        let mut charge = self.charge;
+        charge.add(response.encoded_len())?;
+        let _ = self.call.answer.set(charge);
+        Ok(Response::new(response))
+    }
+}
+
+impl Mesh {
+    async fn viewer<T>(&self, request: &Request<T>) -> Result<Viewer, Status> {
+        let (caller, quota) = self.authenticate(request).await?;
+        let call = open_call(request)?;
+        let authenticator = &self.context.authenticator;
+        let namespaces = authenticator
+            .namespaces(&caller.user, call.peer.ip())
+            .await?;
+        let charge = Charge::new(quota);
+        Ok(Viewer {
+            call,
+            namespaces,
+            charge,
+        })
+    }
+
+    /// A page of Services, in the order of their names.
+    pub(super) async fn list_services(
+        &self,
+        request: Request<proto::GetServicesRequest>,
+    ) -> Result<Response<proto::GetServicesResponse>, Status> {
+        let viewer = self.viewer(&request).await?;
+        let request = request.into_inner();
+        let hub = &self.context.hub;
+        let mut keys = service_keys(&request.services, &viewer.namespaces)?;
+        if keys.is_empty() {
+            keys = hub.service_keys();
+            keys.retain(|key| viewer.namespaces.contains(&key.namespace));
+        }
+        let after = match request.page_token.as_str() {
+            "" => Bound::Unbounded,
+            token => Bound::Excluded(parse_key(token).ok_or_else(|| invalid_token(token))?),
+        };
+        let (mut page, mut bytes) = (proto::GetServicesResponse::default(), 0);
+        let mut keys = keys.range((after, Bound::Unbounded)).peekable();
+        while let Some(key) = keys.next() {
+            let service = message::service(key, hub.service(key).as_ref());
+            bytes += service.encoded_len();
+            page.services.push(service);
+            if bytes >= MAX_PAGE_BYTES && keys.peek().is_some() {
+                page.next_page_token = key.to_string();
+                break;
+            }
+            tokio::task::yield_now().await;
+        }
+        viewer.respond(page)
+    }
+
+    /// A stream of Services.
+    pub(super) async fn stream_services(
+        &self,
+        request: Request<proto::WatchServicesRequest>,
+    ) -> Result<Response<ResponseStream<proto::WatchServicesResponse>>, Status> {
+        let Viewer {
+            namespaces,
+            mut charge,
+            ..
+        } = self.viewer(&request).await?;
+        let keys = service_keys(&request.get_ref().services, &namespaces)?;
+        let open = Active::new(&self.context.metrics.watch_streams);
+        let subscriber = self.context.hub.watch_services(&keys, namespaces);
+        charge.add(subscriber.pending() * SUBSCRIPTION_BYTES)?;
+        let responses = watch::responses(subscriber, charge, self.context.stopping.clone());
+        let responses = responses.inspect(move |_| {
+            let _until_the_end = &open;
+        });
+        Ok(Response::new(Box::pin(responses)))
+    }
+
+    /// A page of the workloads that are connected to this replica, with the state of the CA.
+    pub(super) async fn list_workloads(
+        &self,
+        request: Request<proto::GetIdentityRequest>,
+    ) -> Result<Response<proto::GetIdentityResponse>, Status> {
+        let viewer = self.viewer(&request).await?;
+        let after = match request.get_ref().page_token.as_str() {
+            "" => 0,
+            token => token.parse().map_err(|_| invalid_token(token))?,
+        };
+        let context = &self.context;
+        let (trust_domain, trust) = (&context.trust_domain, context.trust.borrow().clone());
+        let (authority, namespaces) = (context.authority.status(), &viewer.namespaces);
+        let mut page = status::response(authority, trust_domain, Some(&trust), namespaces);
+        let page_of_proxies = context.proxies.page(after, MAX_PAGE_WORKLOADS, |proxy| {
+            let pod = proxy.pod.as_ref();
+            *namespaces == Namespaces::All
+                || pod.is_some_and(|pod| namespaces.contains(&pod.namespace))
+        });
+        if let Some((last, _)) = page_of_proxies.get(MAX_PAGE_WORKLOADS - 1) {
+            page.next_page_token = last.to_string();
+        }
+        let workloads = page_of_proxies.iter();
+        page.workloads = workloads
+            .map(|(_, proxy)| status::workload(proxy, trust_domain, Some(&trust)))
+            .collect();
+        viewer.respond(page)
+    }
+}
+
+fn invalid_token(token: &str) -> Status {
+    Status::invalid_argument(format!(
+        "page_token: {token:?} is not a next_page_token of this call"
+    ))
+}
+
+/// The named Services, all of which are in these namespaces.
+fn service_keys(names: &[String], namespaces: &Namespaces) -> Result<BTreeSet<Key>, Status> {
+    let parse = |name: &String| {
+        let invalid = || format!("services: {name:?} is not NAMESPACE/NAME");
+        let key = parse_key(name).ok_or_else(|| Status::invalid_argument(invalid()))?;
+        match namespaces.contains(&key.namespace) {
+            true => Ok(key),
+            false => Err(Status::permission_denied(format!(
+                "services: {name:?} is not in the namespace of your service account, and it may \
+                 not list the pods of all namespaces"
+            ))),
+        }
+    };
+    names.iter().map(parse).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn service_names_have_two_parts_and_are_in_a_namespace_of_the_caller() {
+        let web = BTreeSet::from([Key::new("shop", "web")]);
+        let names = ["shop/web".to_owned()];
+        assert_eq!(service_keys(&names, &Namespaces::All).unwrap(), web);
+        let of = |namespace: &str| Namespaces::One(namespace.into());
+        assert_eq!(service_keys(&names, &of("shop")).unwrap(), web);
+        let denied = service_keys(&names, &of("other")).unwrap_err();
+        assert_eq!(denied.code(), tonic::Code::PermissionDenied);
+        for name in ["", "web", "/web", "shop/", "a/b/c"] {
+            let status = service_keys(&[name.to_owned()], &Namespaces::All).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            let message = status.message();
+            assert!(message.contains(&format!("{name:?}")), "{message}");
+        }
+    }
+}
