@@ -70,7 +70,7 @@ pub enum Failure {
     /// The endpoint did not accept the connection within the timeout.
     #[error("connection to {0} timed out")]
     ConnectTimeout(SocketAddr),
-    /// None of several endpoints accepted a connection.
+    /// None of the endpoints of a Service or pod accepted a connection.
     #[error("{message}")]
     NoneAccepts {
         /// Which endpoints, and why.
@@ -95,7 +95,11 @@ pub enum Failure {
         reason: String,
     },
     /// The client sends more requests than the pod accepts.
-    #[error("rate limit {}: the next request is possible in {:?}", .0.name, .0.retry_after)]
+    #[error(
+        "rate limit {}: the next request is possible in {} ms",
+        .0.name,
+        .0.retry_after.as_nanos().div_ceil(1_000_000)
+    )]
     RateLimited(Exceeded),
     /// The client's request violates RFC 9112 or RFC 9113.
     #[error("malformed request: {0}")]
@@ -180,8 +184,9 @@ impl Failure {
     /// one, or a summary if no endpoint accepts connections. None without attempts.
     pub fn of_attempts(mut failures: Vec<Self>, backend: &str, ready: usize) -> Option<Self> {
         let count = failures.len();
-        let mut ports: Vec<_> = failures.iter().filter_map(Self::unconnected).collect();
-        if count < 2 || ports.len() < count {
+        let addresses = failures.iter().filter_map(Self::unconnected);
+        let mut ports: Vec<_> = addresses.map(|address| address.port()).collect();
+        if ports.len() < count {
             return failures.pop();
         }
         ports.dedup();
@@ -191,6 +196,17 @@ impl Failure {
         };
         let all_refuse = failures.iter().all(is_refusal);
         let last = failures.pop()?;
+        if count == 1 {
+            // Without discovery, the address is the name of the backend.
+            let is_named = last.unconnected()?.to_string() != backend;
+            return Some(match is_named {
+                true => Self::NoneAccepts {
+                    message: format!("{backend}: {last}"),
+                    last: Box::new(last),
+                },
+                false => last,
+            });
+        }
         let endpoints = match (count, ready) {
             (2, 2) => "both ready endpoints".to_owned(),
             (count, ready) if count >= ready => format!("all {count} ready endpoints"),
@@ -215,10 +231,10 @@ impl Failure {
         self
     }
 
-    /// The port of an endpoint that accepted no connection.
-    fn unconnected(&self) -> Option<u16> {
+    /// The address of an endpoint that accepted no connection.
+    fn unconnected(&self) -> Option<SocketAddr> {
         match self {
-            Self::Connect { address, .. } | Self::ConnectTimeout(address) => Some(address.port()),
+            Self::Connect { address, .. } | Self::ConnectTimeout(address) => Some(*address),
             _ => None,
         }
     }
@@ -367,7 +383,7 @@ fn part_name(part: RequestPart) -> &'static str {
 }
 
 /// The policy that sets a limit, in a message.
-fn policy_or_defaults(policy: &str) -> &str {
+pub fn policy_or_defaults(policy: &str) -> &str {
     match policy {
         "" => "the proxy's defaults",
         policy => policy,
@@ -467,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn failure_of_several_endpoints_names_what_they_have_in_common() {
+    fn failure_of_endpoints_names_the_service_and_what_they_have_in_common() {
         let timeout = |host| Failure::ConnectTimeout(address(host, 8089));
         let handshake = Failure::Handshake {
             address: address(3, 8089),
@@ -509,7 +525,7 @@ mod tests {
             (
                 vec![timeout(1)],
                 1,
-                "connection to 10.0.0.1:8089 timed out",
+                "shop/cart: connection to 10.0.0.1:8089 timed out",
                 504,
             ),
         ];
@@ -523,6 +539,9 @@ mod tests {
                 (last.code(), last.grpc_status())
             );
         }
+        let unnamed = Failure::of_attempts(vec![timeout(1)], "10.0.0.1:8089", 1).expect("one");
+        let message = "connection to 10.0.0.1:8089 timed out";
+        assert_eq!(unnamed.to_string(), message);
         assert!(Failure::of_attempts(Vec::new(), "shop/cart", 0).is_none());
     }
 }

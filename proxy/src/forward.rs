@@ -379,7 +379,7 @@ impl Attempts {
         let is_outbound = flow.direction == Direction::Outbound;
         let others = |backend: &Rc<Backend>| backend.has_other(address);
         let has_others = is_outbound && self.backend.as_ref().is_some_and(others);
-        if verdict == Verdict::NotDelivered && request.is_kept && has_others {
+        if verdict == Verdict::NotDelivered && is_outbound {
             return Err(AttemptError::not_delivered(address));
         }
         let now = self

@@ -339,7 +339,7 @@ mod tests {
             role: "current".into(),
             subject: "CN=mesh".into(),
             own: true,
-            not_before: NOW + left * day - 365 * day,
+            issued_at: NOW + left * day - 365 * day,
             not_after: NOW + left * day,
             fingerprint: "aa".into(),
             ..Authority::default()

@@ -12,7 +12,7 @@ use diy_mesh_runtime::metrics::Active;
 use super::outlier::{Cause, Detector};
 use super::policy::BackendPolicy;
 use super::zone::ZonePreference;
-use crate::error::Failure;
+use crate::error::{Failure, policy_or_defaults};
 use crate::metrics::UpstreamMetrics;
 
 /// The health of one backend.
@@ -81,7 +81,7 @@ impl Health {
             destination,
             policy,
         } = &*self.labels.borrow();
-        let policy = policy.name.as_str();
+        let policy = policy_or_defaults(&policy.name);
         match cause {
             // Another endpoint gets the request.
             Cause::Refused => tracing::debug!(%destination, %endpoint, "endpoint quarantined"),
@@ -102,7 +102,7 @@ impl Health {
             destination,
             policy,
         } = &*self.labels.borrow();
-        let policy = policy.name.as_str();
+        let policy = policy_or_defaults(&policy.name);
         if is_closed {
             self.open.take();
             tracing::info!(%destination, policy, "circuit closed: requests pass again");

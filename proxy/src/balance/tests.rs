@@ -348,6 +348,33 @@ fn answer_names_all_endpoints_that_refuse_connections() {
 }
 
 #[test]
+fn failure_of_the_only_endpoint_names_the_service_and_counts_at_the_caller() {
+    on_worker(async {
+        let service = Service::new(&[closed_address()]).await;
+        // The second request is not repeated: its body is streamed.
+        let large = format!(
+            "POST / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\nContent-Length: 200000\r\n\r\n{}",
+            "x".repeat(200_000)
+        );
+        for (request, count) in [(POST, 1), (&large, 2)] {
+            let answer = service.call(request).await;
+            let address = service.addresses[0];
+            let expected = format!("shop/cart: cannot connect to {address}: ");
+            assert!(
+                answer.starts_with("HTTP/1.1 502 ")
+                    && answer.contains("x-mesh-error: connect-failed")
+                    && answer.contains(&expected),
+                "{answer}"
+            );
+            let name =
+                "diy_mesh_proxy_failures_total{direction=\"outbound\",code=\"connect-failed\"}";
+            let page = service.caller.metrics.render();
+            assert!(page.contains(&format!("{name} {count}\n")), "{page}");
+        }
+    });
+}
+
+#[test]
 fn attempts_to_connect_take_three_seconds_together() {
     on_worker(async {
         tokio::time::pause();

@@ -160,7 +160,9 @@ impl Dumps {
         if shared.admit() {
             shared.release();
             shared.send(Message::Opaque(Opaque {
-                time: SystemTime::now(),
+                time: SystemTime::now()
+                    .checked_sub(duration)
+                    .unwrap_or(SystemTime::UNIX_EPOCH),
                 connection: *connection,
                 sent,
                 received,

@@ -115,9 +115,26 @@ fn written(
     piece
 }
 
+/// Output of one exchange as text, and its last line, without the brackets.
+fn text(
+    mode: Mode,
+    direction: Direction,
+    fill: impl FnOnce(&mut ExchangeDump),
+) -> (String, String) {
+    let text = written(mode, Format::Text, direction, fill);
+    let (exchange, details) = text.trim_end().rsplit_once('\n').unwrap();
+    let details = details.trim_matches(['[', ']']).to_owned();
+    (format!("{exchange}\n"), details)
+}
+
 #[test]
 fn renders_exchange_as_text() {
-    let text = written(Mode::Full, Format::Text, Direction::Inbound, hello);
+    let (text, details) = text(Mode::Full, Direction::Inbound, hello);
+    let (time, details) = details.split_once(", ").unwrap();
+    let (duration, details) = details.split_once(" ms, ").unwrap();
+    assert!(time.starts_with("20") && time.ends_with('Z'), "{time}");
+    assert!(duration.parse::<f64>().unwrap() < 60_000.0, "{duration}");
+    assert_eq!(details, "no mutual TLS");
     assert_eq!(
         text,
         "Inbound connection from 10.0.0.7:41234 to port: 8080\n\
@@ -147,7 +164,7 @@ fn headers_mode_omits_bodies_and_query_strings() {
 
 #[test]
 fn renders_grpc_metadata_message_counts_and_status() {
-    let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
+    let (text, _) = text(Mode::Full, Direction::Outbound, |dump| {
         let head = Request::post("http://grpc-server:80/echo.v1.EchoService/Echo")
             .header("content-type", "application/grpc")
             .header("te", "trailers");
@@ -180,15 +197,15 @@ fn renders_grpc_metadata_message_counts_and_status() {
 
 #[test]
 fn reports_aborted_exchange() {
-    let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
+    let (aborted, _) = text(Mode::Full, Direction::Inbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.fill(|record| record.request.ended = true);
     });
     assert!(
-        text.ends_with("GET / HTTP/1.1\nHost: a\n\n[cut off before the response began]\n\n"),
-        "{text}"
+        aborted.ends_with("GET / HTTP/1.1\nHost: a\n\n[cut off before the response began]\n\n"),
+        "{aborted}"
     );
-    let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
+    let (text, _) = text(Mode::Full, Direction::Inbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.fill(|record| record.request.ended = true);
         respond(dump, StatusCode::OK, b"OK", &HeaderMap::new());
@@ -202,7 +219,7 @@ fn reports_aborted_exchange() {
 
 #[test]
 fn renders_failure_before_its_response() {
-    let text = written(Mode::Full, Format::Text, Direction::Outbound, |dump| {
+    let (text, _) = text(Mode::Full, Direction::Outbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         let failure = Failure::NoEndpoint("shop/cart".into());
         dump.fill(|record| record.failure = Some((failure.code(), failure.to_string())));
@@ -287,15 +304,19 @@ fn renders_one_json_object_per_line() {
 }
 
 #[test]
-fn json_names_endpoint_and_identity() {
+fn both_formats_name_endpoint_and_identity() {
     let identity = "spiffe://cluster.local/ns/shop/sa/cart";
-    let line = written(Mode::Full, Format::Json, Direction::Outbound, |dump| {
+    let named = |dump: &mut ExchangeDump| {
         hello(dump);
         dump.fill(|record| {
             record.endpoint = Some(([10, 244, 0, 6], 8080).into());
             record.identity = Some(identity.to_owned());
         });
-    });
+    };
+    let (_, details) = text(Mode::Full, Direction::Outbound, named);
+    let end = format!(" ms, endpoint 10.244.0.6:8080, mutual TLS with {identity}");
+    assert!(details.ends_with(&end), "{details}");
+    let line = written(Mode::Full, Format::Json, Direction::Outbound, named);
     let object: serde_json::Value = serde_json::from_str(&line).unwrap();
     assert_eq!(object["endpoint"], "10.244.0.6:8080");
     assert_eq!(object["identity"], identity);
@@ -346,11 +367,11 @@ fn renders_opaque_connection_on_one_line() {
         Duration::from_millis(1500),
     );
     dumps.flush(FLUSH_TIMEOUT);
-    assert_eq!(
-        output.pieces(),
-        [
-            "Outbound connection to 10.0.0.9:8080\n[TCP: 1 byte sent, 2345 bytes received, 1.500 s]\n\n"
-        ]
+    let [text] = output.pieces().try_into().expect("one piece");
+    let first = "Outbound connection to 10.0.0.9:8080\n[TCP: 1 byte sent, 2345 bytes received, 1.500 s from 20";
+    assert!(
+        text.starts_with(first) && text.ends_with("Z]\n\n"),
+        "{text}"
     );
     let (dumps, output, _) = start(Mode::Headers, Format::Json);
     dumps.opaque(
@@ -446,8 +467,8 @@ fn writes_long_lived_stream_once() {
     dump.response_body(b", third");
     dumps.flush(FLUSH_TIMEOUT);
     let written = output.pieces();
-    let end = "first, second\n\n[still open; what follows is not shown]\n\n";
-    assert!(written.concat().ends_with(end), "{written:?}");
+    let end = "first, second\n\n[still open; what follows is not shown]\n\n[20";
+    assert!(written.concat().contains(end), "{written:?}");
     drop(dump);
     dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(output.pieces(), written, "written once");

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::body::Shown;
 use super::exchange::{Fields, Part, Record};
-use super::{ConnectionInfo, Direction, Opaque, mask};
+use super::{ConnectionInfo, Direction, Opaque, json, mask};
 
 // Writing to a String does not fail: the results of `write!` are ignored.
 
@@ -53,7 +53,26 @@ pub(super) fn exchange(record: &Record) -> String {
     if !out.ends_with("\n\n") {
         out.push('\n');
     }
+    out.push('[');
+    mask::line(details(record).as_bytes(), &mut out);
+    out.push_str("]\n\n");
     out
+}
+
+/// When the exchange began and how long it took, its endpoint, and how that one or the caller
+/// authenticated.
+fn details(record: &Record) -> String {
+    let time = json::rfc3339(record.time);
+    let duration = record.duration.as_secs_f64() * 1000.0;
+    let mut details = format!("{time}, {duration:.3} ms");
+    if let Some(endpoint) = record.endpoint {
+        let _ = write!(details, ", endpoint {endpoint}");
+    }
+    match &record.identity {
+        Some(identity) => details += &format!(", mutual TLS with {identity}"),
+        None => details += ", no mutual TLS",
+    }
+    details
 }
 
 /// Renders an opaque connection: one line and an empty line.
@@ -61,9 +80,10 @@ pub(super) fn opaque(opaque: &Opaque) -> String {
     let duration = opaque.duration.as_secs_f64();
     let connection = connection(&opaque.connection);
     format!(
-        "{connection}\n[TCP: {} sent, {} received, {duration:.3} s]\n\n",
+        "{connection}\n[TCP: {} sent, {} received, {duration:.3} s from {}]\n\n",
         bytes(opaque.sent),
-        bytes(opaque.received)
+        bytes(opaque.received),
+        json::rfc3339(opaque.time)
     )
 }
 

@@ -5,7 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
@@ -28,6 +28,9 @@ const PROXIES: usize = 3;
 const PHASES: [&str; 2] = ["announcing", "switched"];
 /// Limit for rotation phases.
 const ROTATION_TIMEOUT: Duration = Duration::from_secs(3 * READY_TIMEOUT.as_secs());
+
+/// Time in which proxies reconnect once their volumes contain the roots of a new CA.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Kills the controller of the pod in which the script runs. Processes of all pods are visible: the
 /// network namespace identifies those of the pod.
@@ -134,6 +137,21 @@ fn mesh_that_lost_its_ca_recovers() {
             .wait("a controller with a new CA", ROTATION_TIMEOUT, restarted)
             .unwrap();
     }
+    // From when the new roots are in the volumes of all pods.
+    let roots = run(&sandbox, &pods[0], "cat /run/authority/roots.pem");
+    for pod in meshed(&sandbox.view()) {
+        let deadline = Instant::now() + READY_TIMEOUT;
+        let file = ["cat", "/var/run/secrets/diy-service-mesh/roots.pem"];
+        let read = || sandbox.exec(&pod, "proxy", &file).unwrap().stdout;
+        while read() != roots {
+            assert!(
+                Instant::now() < deadline,
+                "{} has the former roots",
+                pod.name
+            );
+            thread::sleep(Duration::from_millis(100));
+        }
+    }
     // The regular renewal after a change of the issuer takes up to ten minutes.
     let is_recovered = |now: &Value| {
         let (id, workloads) = (&now["issuer"]["id"], now["workloads"].as_array().unwrap());
@@ -146,7 +164,7 @@ fn mesh_that_lost_its_ca_recovers() {
     identity_when(
         &sandbox,
         "certificates of the new CA",
-        READY_TIMEOUT,
+        RECONNECT_TIMEOUT,
         is_recovered,
     );
     let page = mesh(&sandbox, &["identity"]).stdout;
@@ -435,9 +453,11 @@ fn kill(sandbox: &Sandbox, pods: &[PodView]) -> Vec<String> {
 }
 
 /// Runs a script in the pod of a controller.
-fn run(sandbox: &Sandbox, pod: &PodView, script: &str) {
+fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
     let output = sandbox.exec(pod, "controller", &["bash", "-c", script]);
-    assert_eq!(output.unwrap().code, 0, "{script}");
+    let output = output.unwrap();
+    assert_eq!(output.code, 0, "{script}");
+    output.stdout
 }
 
 /// Phase of a controller at its start number `time`, counted from 0.

@@ -31,6 +31,9 @@ pub struct Dump {
     pub peer: SocketAddr,
     pub destination: SocketAddr,
     pub endpoint: Option<SocketAddr>,
+    pub route: Option<String>,
+    pub backend: Option<String>,
+    pub fault: Option<Fault>,
     pub identity: Option<String>,
     pub duration_ms: f64,
     pub request: Option<Part>,
@@ -63,6 +66,13 @@ pub struct Part {
     pub messages: Option<u64>,
     #[serde(default)]
     pub trailers: Vec<(String, String)>,
+}
+
+/// An injected fault.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Fault {
+    pub policy: String,
+    pub delay_ms: Option<f64>,
 }
 
 /// An error response of the proxy itself.
@@ -155,22 +165,36 @@ impl Dump {
     pub fn text(&self) -> Vec<String> {
         let mut out = match self.direction {
             Direction::Inbound => format!(
-                "Inbound connection from {} to port: {}\n",
+                "Inbound connection from {} to port: {}",
                 self.peer,
                 self.destination.port()
             ),
-            Direction::Outbound => format!("Outbound connection to {}\n", self.destination),
+            Direction::Outbound => format!("Outbound connection to {}", self.destination),
         };
+        if let Some(route) = &self.route {
+            let _ = write!(out, " by {route}");
+            if let Some(backend) = &self.backend {
+                let _ = write!(out, " to {backend}");
+            }
+        }
+        out.push('\n');
+        let time = self.time.0.strftime("%Y-%m-%dT%H:%M:%S.%3fZ");
         if let Some(Transfer { sent, received }) = self.opaque {
             let seconds = self.duration_ms / 1000.0;
             let (sent, received) = (bytes(sent), bytes(received));
             let _ = write!(
                 out,
-                "[TCP: {sent} sent, {received} received, {seconds:.3} s]"
+                "[TCP: {sent} sent, {received} received, {seconds:.3} s from {time}]"
             );
+            return lines(&out);
         }
         if let Some(request) = &self.request {
             request.write(&mut out);
+        }
+        if let Some(Fault { policy, delay_ms }) = &self.fault {
+            let delay =
+                delay_ms.map_or_else(String::new, |delay| format!(", delayed by {delay}ms"));
+            let _ = writeln!(out, "[fault of {policy}{delay}]");
         }
         if let Some(Failure { code, message }) = &self.failure {
             let _ = writeln!(out, "[answered by the proxy: {code}: {message}]");
@@ -182,14 +206,26 @@ impl Dump {
             let (sent, received) = (bytes(sent), bytes(received));
             let _ = writeln!(
                 out,
-                "[then {sent} sent and {received} received, no longer HTTP]"
+                "[then {sent} sent and {received} received, no longer HTTP]\n"
             );
         }
         if let Some(reason) = &self.incomplete {
-            let _ = writeln!(out, "[{reason}]");
+            let _ = writeln!(out, "[{reason}]\n");
         }
-        out.trim_end().lines().map(printable).collect()
+        let _ = write!(out, "[{time}, {:.3} ms", self.duration_ms);
+        if let Some(endpoint) = self.endpoint {
+            let _ = write!(out, ", endpoint {endpoint}");
+        }
+        let _ = match &self.identity {
+            Some(identity) => writeln!(out, ", mutual TLS with {identity}]"),
+            None => writeln!(out, ", no mutual TLS]"),
+        };
+        lines(&out)
     }
+}
+
+fn lines(text: &str) -> Vec<String> {
+    text.trim_end().lines().map(printable).collect()
 }
 
 impl Part {

@@ -126,12 +126,14 @@ fn prints_first_exchange_as_block_and_the_next_as_line() {
   web[proxy]  \n  web[proxy]  HTTP/1.1 200 OK
   web[proxy]  Host: cart
   web[proxy]  \n  web[proxy]  3 items
+  web[proxy]  \n  web[proxy]  [2026-11-21T10:00:00.100Z, 1.250 ms, endpoint 10.244.0.6:8080, mutual TLS with spiffe://cluster.local/ns/shop/sa/cart]
   cart[proxy] Inbound connection from 10.244.0.7:40000 to port: 8080
   cart[proxy] GET /items HTTP/1.1
   cart[proxy] Host: cart
   cart[proxy] \n  cart[proxy] HTTP/1.1 200 OK
   cart[proxy] Host: cart
   cart[proxy] \n  cart[proxy] 3 items
+  cart[proxy] \n  cart[proxy] [2026-11-21T10:00:00.101Z, 1.250 ms, mutual TLS with spiffe://cluster.local/ns/shop/sa/cart]
   cart[cart]  Request #1
   cart[cart]  GET /items HTTP/1.1
 
@@ -237,21 +239,30 @@ fn formats_dumps_as_the_proxy_does() {
         "body_bytes": 50, "trailers": [["grpc-status", "4"]],
     });
     let page = text(grpc);
-    let end = "HTTP/2 200\n[and 2 more]\n\n[1 gRPC message, 50 bytes]\n\ngrpc-status: 4 (DEADLINE_EXCEEDED)";
-    assert!(page.ends_with(end), "{page}");
+    let end = "HTTP/2 200\n[and 2 more]\n\n[1 gRPC message, 50 bytes]\n\ngrpc-status: 4 (DEADLINE_EXCEEDED)\n\n[2026-";
+    assert!(page.contains(end), "{page}");
+    let mut routed = outbound();
+    routed["route"] = "HTTPRoute shop/cart".into();
+    routed["backend"] = "shop/cart-v2:80".into();
+    routed["fault"] = json!({"policy": "TrafficPolicy shop/cart", "delay_ms": 100.0});
+    let page = text(routed);
+    let first = "Outbound connection to 10.96.0.12:80 by HTTPRoute shop/cart to shop/cart-v2:80\n";
+    assert!(page.starts_with(first), "{page}");
+    let fault = "\n[fault of TrafficPolicy shop/cart, delayed by 100ms]\n";
+    assert!(page.contains(fault), "{page}");
     let mut long = outbound();
     long["response"]["body"] = "ab\u{1b}[2J".into();
     long["response"]["body_bytes"] = 5000.into();
     let page = text(long);
     assert!(
-        page.ends_with("ab\\u{1b}[2J\n[the first 6 of 5000 bytes]"),
+        page.contains("ab\\u{1b}[2J\n[the first 6 of 5000 bytes]\n"),
         "{page}"
     );
     let opaque = json!({
         "time": "2026-11-21T10:00:00.1Z", "direction": "inbound", "peer": "10.0.0.1:1", "destination": "[fd00::7]:25",
         "protocol": "tcp", "duration_ms": 1500.0, "sent": 1, "received": 80,
     });
-    let expected = "Inbound connection from 10.0.0.1:1 to port: 25\n[TCP: 1 byte sent, 80 bytes received, 1.500 s]";
+    let expected = "Inbound connection from 10.0.0.1:1 to port: 25\n[TCP: 1 byte sent, 80 bytes received, 1.500 s from 2026-11-21T10:00:00.100Z]";
     assert_eq!(text(opaque), expected);
 }
 

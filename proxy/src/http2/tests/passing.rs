@@ -511,11 +511,16 @@ fn dumps_exchanges() {
         .unwrap();
         until(|| !mesh.dumped.0.lock().unwrap().is_empty()).await;
         let dumped = String::from_utf8(mesh.dumped.0.lock().unwrap().clone()).unwrap();
+        let (exchange, details) = dumped.trim_end().rsplit_once('\n').unwrap();
+        assert!(
+            details.ends_with(&format!(" ms, endpoint {address}, no mutual TLS]")),
+            "{details}"
+        );
         assert_eq!(
-            dumped,
+            exchange,
             format!(
                 "Outbound connection to {address}\nPOST /echo.v1.EchoService/Echo HTTP/2\nhost: app\ncontent-type: application/grpc\nte: trailers\n\n\
-                 [1 gRPC message, 7 bytes]\n\nHTTP/2 200\ncontent-type: application/grpc\n\n[1 gRPC message, 7 bytes]\n\ngrpc-status: 0 (OK)\n\n"
+                 [1 gRPC message, 7 bytes]\n\nHTTP/2 200\ncontent-type: application/grpc\n\n[1 gRPC message, 7 bytes]\n\ngrpc-status: 0 (OK)\n"
             )
         );
     });
