@@ -5,6 +5,7 @@ use std::fs;
 use std::process::Command;
 
 use diy_mesh::sandbox::manifest::{embedded, parse};
+use diy_mesh_proto::field;
 use diy_mesh_tests::repository::root;
 use serde_json::{Value, json};
 
@@ -133,4 +134,22 @@ fn component_restricts_the_sources_of_webhook_and_admin_ports() {
             assert_eq!(is_restricted, ports(rule) != [8080], "{name}: {rule}");
         }
     }
+}
+
+/// The expression that warns of them has the names that the controller and the proxies reject.
+#[test]
+fn warnings_of_routes_know_all_reserved_headers() {
+    let policy = fs::read_to_string(root().join("manifests/route-warnings/policy.yaml"));
+    let policy = policy.unwrap();
+    let names = policy.split("'^(?i:").nth(1).unwrap();
+    let names: Vec<&str> = names.split(")$'").next().unwrap().split('|').collect();
+    let of_mesh = [
+        field::CALLED_BY,
+        field::PREVIOUS_ATTEMPTS,
+        field::MESH_ERROR,
+    ];
+    let of_mesh = of_mesh.map(|name| name.replace('-', "[^a-z0-9]"));
+    let of_connections = field::OF_CONNECTIONS.map(str::to_owned);
+    let expected: Vec<String> = of_connections.into_iter().chain(of_mesh).collect();
+    assert_eq!(names, expected);
 }

@@ -2,6 +2,9 @@
 //! field, and do not disturb an older valid route of the same Service. Their latest state alone
 //! decides, also after a restart of the controllers.
 
+use std::io::Write;
+use std::process::{Command, Stdio};
+
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::gateway_api::{ACCEPTED, apply_canary, install, wait_for_condition};
 use diy_mesh_tests::cluster::load::Load;
@@ -9,6 +12,7 @@ use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
     MESH, Namespace, in_namespace, kubectl, rolled_out, versions, wait_for,
 };
+use diy_mesh_tests::repository::root;
 use serde_json::{Value, json};
 
 /// Kind, parent and rule of an invalid route, then type, reason and a part of the message of its
@@ -260,6 +264,102 @@ fn route_without_a_readable_rule_fails_requests_also_after_a_restart_of_the_cont
         wait_for_condition(namespace, "httproute", "web", ACCEPTED)?;
         wait_for_version_2(namespace, "after")
     })
+}
+
+/// What manifests/route-warnings says about routes, and what it is silent about.
+#[test]
+fn api_server_warns_of_what_the_mesh_does_not_apply() -> Result<()> {
+    let folder = root().join("manifests/route-warnings");
+    let folder = folder.to_str().context("UTF-8")?;
+    in_namespace("warned", |namespace| {
+        install()?;
+        kubectl(&["apply", "-k", folder])?;
+        let result = check_warnings(namespace);
+        kubectl(&["delete", "-k", folder])?;
+        result
+    })
+}
+
+fn check_warnings(namespace: &Namespace) -> Result<()> {
+    let of_service = json!({"group": "", "kind": "Service", "name": "web"});
+    let of_gateway = json!({"name": "web"});
+    let rule = |rule: Value| json!({"rules": [rule]});
+    let filter = |filter: Value| json!({"filters": [filter]});
+    let extension = json!({"group": "example.com", "kind": "Filter", "name": "a"});
+    let extension = filter(json!({"type": "ExtensionRef", "extensionRef": extension}));
+    let host = json!({"remove": ["Host"]});
+    let modifier = json!({"type": "RequestHeaderModifier", "requestHeaderModifier": host});
+    let caller = json!({"set": [{"name": "X_Called-By", "value": "me"}]});
+    let forged = json!({"type": "ResponseHeaderModifier", "responseHeaderModifier": caller});
+    let redirect = json!({"type": "RequestRedirect", "requestRedirect": {"statusCode": 301}});
+    let backend = |backend: Value| rule(json!({"backendRefs": [backend]}));
+    let bucket = json!({"group": "example.com", "kind": "Bucket", "name": "a"});
+    let cases = [
+        (
+            rule(extension.clone()),
+            "no ExtensionRef and ExternalAuth filters",
+        ),
+        (
+            backend(json!({"name": "web", "port": 80, "filters": extension["filters"]})),
+            "no ExtensionRef and ExternalAuth filters",
+        ),
+        (
+            backend(json!({"name": "web", "port": 80, "filters": [redirect]})),
+            "are filters of rules",
+        ),
+        (backend(bucket), "backends of the mesh are Services"),
+        (rule(filter(modifier)), "filters do not change headers"),
+        (rule(filter(forged)), "filters do not change headers"),
+        (
+            json!({"hostnames": ["a.example"]}),
+            "spec.hostnames has no effect",
+        ),
+    ];
+    let route = |mut spec: Value, parent: &Value| {
+        spec["parentRefs"] = json!([parent]);
+        json!({"apiVersion": "gateway.networking.k8s.io/v1", "kind": HTTP,
+            "metadata": {"name": "warned"}, "spec": spec})
+    };
+    for (spec, expected) in &cases {
+        // The API server takes a moment to apply a new policy.
+        wait_for(&format!("a warning {expected:?} of {spec}"), || {
+            let warnings = warnings(namespace, &route(spec.clone(), &of_service), true)?;
+            Ok(warnings.contains(expected).then_some(()))
+        })?;
+        let of_gateway = warnings(namespace, &route(spec.clone(), &of_gateway), true)?;
+        ensure!(of_gateway.is_empty(), "{of_gateway}");
+    }
+    let valid = backend(json!({"name": "web", "port": 80}));
+    let valid = warnings(namespace, &route(valid, &of_service), true)?;
+    ensure!(valid.is_empty(), "{valid}");
+    // Only a change of the spec: neither the controller's status nor a label is the author's word.
+    let mut stored = route(cases[0].0.clone(), &of_service);
+    ensure!(!warnings(namespace, &stored, false)?.is_empty());
+    stored["metadata"]["labels"] = json!({"changed": "yes"});
+    let labeled = warnings(namespace, &stored, false)?;
+    ensure!(labeled.is_empty(), "{labeled}");
+    Ok(())
+}
+
+/// The warnings of the API server about a route.
+fn warnings(namespace: &Namespace, route: &Value, is_dry_run: bool) -> Result<String> {
+    let mut command = Command::new("kubectl");
+    command.args(["apply", "-n", &namespace.name, "-f", "-"]);
+    if is_dry_run {
+        command.arg("--dry-run=server");
+    }
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let mut input = child.stdin.take().context("a pipe")?;
+    input.write_all(route.to_string().as_bytes())?;
+    drop(input);
+    let output = child.wait_with_output()?;
+    let text = String::from_utf8(output.stderr)?;
+    ensure!(output.status.success(), "{text}");
+    Ok(text)
 }
 
 fn wait_for_failures(namespace: &Namespace, client: &str) -> Result<()> {
