@@ -121,8 +121,12 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     tokio::spawn(admin.serve(admin_listener));
 
     let drain = CancellationToken::new();
-    let limit = connection_limit().min(memory.max_connections()) / config.workers;
-    tracing::debug!(memory = memory.limit(), limit, "limits of each worker");
+    let limit = connection_limit() / config.workers;
+    tracing::debug!(
+        memory = memory.limit(),
+        limit,
+        "limits of memory and of connections"
+    );
     let mut workers = Vec::new();
     for number in 0..config.workers {
         let listeners = bind(&config)?;

@@ -66,6 +66,12 @@ impl Memory {
         }
     }
 
+    /// Changes the limit.
+    #[cfg(test)]
+    pub fn set(&self, limit: usize) {
+        self.0.store(limit, Relaxed);
+    }
+
     fn read(&self, root: &Path) {
         let limit = detect(root);
         let before = self.0.swap(limit, Relaxed);

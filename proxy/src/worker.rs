@@ -59,7 +59,7 @@ pub struct WorkerContext {
     pub discovery: Discovery,
     /// The certificate and the trust roots.
     pub credentials: CurrentCredentials,
-    /// The maximum number of open connections.
+    /// The maximum number of open connections. The memory may allow fewer.
     pub limit: usize,
     /// The memory of the proxy.
     pub memory: Memory,
@@ -113,9 +113,11 @@ pub struct Worker {
     pub drain: CancellationToken,
     /// The slots of connections, of both directions.
     pub admission: Arc<Admission<Holder>>,
+    /// The maximum number of slots. The memory may allow fewer.
+    limit: usize,
     /// The maximum number of inbound connections that have neither authenticated nor told their
     /// protocol.
-    max_pending: usize,
+    max_pending: Cell<usize>,
     /// The number of open connections, with those that have lost their slot.
     open: Cell<usize>,
     /// Requests whose copies are collected or sent.
@@ -135,9 +137,6 @@ impl Worker {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
         let memory = context.memory.buffers(context.config.workers);
-        let max_pending = (context.limit / MAX_PENDING_SHARE).min(MAX_PENDING);
-        // Less than the memory that one address may use before authentication.
-        let max_pending = max_pending.min(memory / 3 / PENDING_COST);
         let outbound_memory = Budgets::new(memory);
         let tls = Tls::new(
             context.credentials,
@@ -149,7 +148,7 @@ impl Worker {
         let workers = u32::try_from(context.config.workers).unwrap_or(u32::MAX);
         let metrics = context.metrics.clone();
         let pools = |direction| Pools::new(workers, metrics.upstream(direction));
-        Rc::new(Self {
+        let worker = Self {
             policy: RefCell::new(Arc::new(context.config.policy.clone())),
             policy_updates: context.discovery.policy(),
             config: context.config,
@@ -162,7 +161,8 @@ impl Worker {
             choices: RandomState::new(),
             drain: context.drain,
             admission: Admission::new(context.limit),
-            max_pending,
+            limit: context.limit,
+            max_pending: Cell::new(0),
             open: Cell::new(0),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             memory: context.memory,
@@ -170,7 +170,23 @@ impl Worker {
             outbound_memory,
             warned_at: Cell::new(None),
             idle: Notify::new(),
-        })
+        };
+        worker.follow_memory_limit();
+        Rc::new(worker)
+    }
+
+    /// Divides the memory of the container, whose limit may change, into slots and buffers.
+    fn follow_memory_limit(&self) {
+        let workers = self.config.workers;
+        let limit = self.limit.min(self.memory.max_connections() / workers);
+        self.admission.resize(limit);
+        let memory = self.memory.buffers(workers);
+        // Less than the memory that one address may use before authentication.
+        let max_pending = (limit / MAX_PENDING_SHARE).min(MAX_PENDING);
+        self.max_pending
+            .set(max_pending.min(memory / 3 / PENDING_COST));
+        self.inbound_memory.resize(memory);
+        self.outbound_memory.resize(memory);
     }
 
     /// Random numbers for a connection of this client, the same ones on each call.
@@ -200,9 +216,7 @@ impl Worker {
                 _ = eviction.tick() => {
                     self.destinations.evict_idle(Instant::now());
                     self.apps.evict_idle(Instant::now());
-                    let memory = self.memory.buffers(self.config.workers);
-                    self.inbound_memory.resize(memory);
-                    self.outbound_memory.resize(memory);
+                    self.follow_memory_limit();
                 }
                 () = &mut drained => return,
             }
@@ -218,7 +232,7 @@ impl Worker {
         };
         let path = holder.path();
         let admitted = match direction {
-            Direction::Inbound => self.admission.admit_within(&path, self.max_pending),
+            Direction::Inbound => self.admission.admit_within(&path, self.max_pending.get()),
             Direction::Outbound => self.admission.admit(&path),
         };
         let Some(slot) = admitted else {
@@ -337,6 +351,25 @@ mod tests {
                 limit: 1000,
                 drain: CancellationToken::new(),
             }
+        }
+    }
+
+    #[tokio::test]
+    async fn slots_follow_the_memory_limit() {
+        let memory = Memory::new(32 << 20);
+        let worker = Worker::new(WorkerContext {
+            limit: 3000,
+            memory: memory.clone(),
+            ..WorkerContext::for_a_test("")
+        });
+        // A slot has 16 KiB of the memory, and the application may use all slots.
+        for (mebibytes, slots) in [(32, 2048), (64, 3000), (16, 1024)] {
+            memory.set(mebibytes << 20);
+            worker.follow_memory_limit();
+            let admit = || worker.admit(Direction::Outbound, [127, 0, 0, 1].into());
+            let open: Vec<_> = (0..4000).map(|_| admit()).collect();
+            assert_eq!(worker.admission.used(&[]), slots, "{mebibytes} MiB");
+            drop(open);
         }
     }
 

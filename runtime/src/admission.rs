@@ -77,6 +77,11 @@ impl<K: Clone + Eq + Hash> Admission<K> {
         })))
     }
 
+    /// Changes the number of slots. Beyond a smaller one, connections end as new ones come.
+    pub fn resize(&self, limit: usize) {
+        self.tree().limit = limit.max(1);
+    }
+
     /// A slot for a connection of the last holder of this path. It may be that of another
     /// connection, which is told to end. None if the new one is refused.
     pub fn admit(self: &Arc<Self>, path: &[K]) -> Option<Slot<K>> {
