@@ -13,7 +13,7 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 use super::name::parse_key;
-use super::{Call, Mesh, ResponseStream, message, open_call, watch};
+use super::{Call, Mesh, ResponseStream, message, open_call, stream_age, watch};
 use crate::authenticate::Namespaces;
 use crate::authority::status;
 use crate::index::object::Key;
@@ -107,6 +107,8 @@ impl Mesh {
         let responses = responses.inspect(move |_| {
             let _until_the_end = &open;
         });
+        // The permissions of the caller may have changed by then.
+        let responses = responses.take_until(tokio::time::sleep(stream_age()));
         Ok(Response::new(Box::pin(responses)))
     }
 

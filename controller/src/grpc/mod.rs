@@ -55,7 +55,7 @@ use sign::Signer;
 
 /// For the largest messages: a certificate request, or a list of names.
 const MAX_MESSAGE_BYTES: usize = 256 * 1024;
-/// A Discover stream ends at one to two times this age.
+/// A stream ends at one to two times this age.
 const MIN_STREAM_AGE: Duration = Duration::from_secs(30 * 60);
 /// Time for streams to end after shutdown.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
@@ -204,7 +204,7 @@ impl ServiceMeshService for Mesh {
     }
 }
 
-/// The age at which a Discover stream ends, so that its client connects again, perhaps to another
+/// The age at which a stream ends, so that its client connects again, perhaps to another
 /// replica. Random, so that streams that begin together do not end together.
 fn stream_age() -> Duration {
     MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())

@@ -139,7 +139,8 @@ fn mesh_that_lost_its_ca_recovers() {
     }
     // From when the new roots are in the volumes of all pods.
     let roots = run(&sandbox, &pods[0], "cat /run/authority/roots.pem");
-    for pod in meshed(&sandbox.view()) {
+    let proxies = meshed(&sandbox.view());
+    for pod in proxies {
         let deadline = Instant::now() + READY_TIMEOUT;
         let file = ["cat", "/var/run/secrets/diy-service-mesh/roots.pem"];
         let read = || sandbox.exec(&pod, "proxy", &file).unwrap().stdout;
