@@ -308,7 +308,7 @@ mod tests {
         assert!(head.contains(metrics::CONTENT_TYPE), "{head}");
         let (status, head, body) = send(address, "GET", "/other").await;
         assert_eq!((status, body.as_str()), (200, "{}"));
-        assert!(head.contains("application/json"), "{head}");
+        assert!(head.contains("text/plain"), "{head}");
         let (status, _, body) = send(address, "GET", "/").await;
         assert!(status == 404 && body.contains("/other"), "{body}");
         let (status, head, _) = send(address, "POST", "/live").await;
