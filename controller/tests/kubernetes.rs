@@ -63,6 +63,11 @@ async fn scenario(cluster: Cluster) {
         assert!(status.message().contains(reason), "{}", status.message());
     }
 
+    // An account that may not list pods.
+    let token = cluster.token("other", OURS).await;
+    let denied = answered(&mut controller.client(token).await).await;
+    assert_eq!(denied.unwrap_err().code(), Code::PermissionDenied);
+
     // A Service, its pod and its slice, from nothing to gone.
     let mut discover = client.discover().await;
     let service: Service = cluster.create(json!({
@@ -221,7 +226,7 @@ impl Cluster {
             .create(&all, &namespace)
             .await
             .unwrap();
-        for account in ["controller", "web"] {
+        for account in ["controller", "web", "other"] {
             let account = cluster.create(json!({"metadata": {"name": account}}));
             cluster
                 .api::<ServiceAccount>()
@@ -233,6 +238,7 @@ impl Cluster {
             {"apiGroups": [""], "resources": ["services", "pods", "nodes"], "verbs": ["list", "watch"]},
             {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
+            {"apiGroups": ["authorization.k8s.io"], "resources": ["subjectaccessreviews"], "verbs": ["create"]},
             definitions_rule(),
         ]}));
         Api::<ClusterRole>::all(cluster.client.clone())
@@ -241,7 +247,11 @@ impl Cluster {
             .unwrap();
         let binding = cluster.create(json!({
             "metadata": {"name": name}, "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": "controller", "namespace": name}],
+            "subjects": [
+                {"kind": "ServiceAccount", "name": "controller", "namespace": name},
+                // It may list pods.
+                {"kind": "ServiceAccount", "name": "web", "namespace": name},
+            ],
         }));
         Api::<ClusterRoleBinding>::all(cluster.client.clone())
             .create(&all, &binding)
