@@ -6,6 +6,7 @@
 //! --ignored`
 #![allow(missing_docs, clippy::unwrap_used)]
 
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
@@ -61,7 +62,7 @@ async fn scenario(cluster: &Cluster) {
         .unwrap();
     assert_eq!(secret.type_.as_deref(), Some("kubernetes.io/tls"));
 
-    // The roots are where the first meshed pod is, and nowhere else.
+    // The roots are where the first meshed pod is and where the mesh is, and nowhere else.
     one.knows(&cluster.shop, true);
     cluster.until_published(&cluster.shop, &roots).await;
     two.knows(&cluster.shop, true);
@@ -77,13 +78,15 @@ async fn scenario(cluster: &Cluster) {
         .await
         .unwrap();
     cluster.until_published(&cluster.shop, &roots).await;
-    assert!(
-        cluster
-            .api::<ConfigMap>(&cluster.mesh)
-            .get_opt(ROOTS)
-            .await
-            .unwrap()
-            .is_none()
+    cluster.until_published(&cluster.mesh, &roots).await;
+    let ours = format!("diy-service-mesh.dev/mesh={}", cluster.mesh);
+    let all = Api::<ConfigMap>::all(cluster.client.clone());
+    let all = all.list(&ListParams::default().labels(&ours)).await;
+    let namespaces = all.unwrap().into_iter();
+    let namespaces = namespaces.filter_map(|one| one.metadata.namespace);
+    assert_eq!(
+        namespaces.collect::<BTreeSet<_>>(),
+        [cluster.mesh.clone(), cluster.shop.clone()].into()
     );
     // A namespace that does not exist holds up no other.
     one.knows("no-such-namespace-of-ours", false);
@@ -215,15 +218,11 @@ async fn scenario(cluster: &Cluster) {
 
 /// An event names a ConfigMap that cannot be written: here, an immutable one.
 async fn reports_roots_that_cannot_be_published(cluster: &Cluster, replica: &Replica) {
-    let config_map =
-        json!({"metadata": {"name": ROOTS}, "immutable": true, "data": {"roots.pem": "other"}});
     let config_maps = cluster.api::<ConfigMap>(&cluster.mesh);
-    let config_map = serde_json::from_value(config_map).unwrap();
-    let created = config_maps
-        .create(&PostParams::default(), &config_map)
-        .await;
-    created.unwrap();
-    replica.knows(&cluster.mesh, false);
+    let edit = Patch::Merge(json!({"immutable": true, "data": {"roots.pem": "other"}}));
+    let parameters = PatchParams::default();
+    let edited = config_maps.patch(ROOTS, &parameters, &edit).await;
+    edited.unwrap();
     let events = cluster.api::<Event>(&cluster.mesh);
     cluster
         .until("an event names the ConfigMap", async || {
@@ -237,9 +236,10 @@ async fn reports_roots_that_cannot_be_published(cluster: &Cluster, replica: &Rep
             })
         })
         .await;
-    replica.forgets(&cluster.mesh);
     let deleted = config_maps.delete(ROOTS, &DeleteParams::default()).await;
     deleted.unwrap();
+    let roots = replica.roots().await;
+    cluster.until_published(&cluster.mesh, &roots).await;
 }
 
 /// Connects one proxy, which always has the trust of its replica.
