@@ -362,15 +362,23 @@ mod tests {
             memory: memory.clone(),
             ..WorkerContext::for_a_test("")
         });
+        let mut open = Vec::new();
         // A slot has 16 KiB of the memory, and the application may use all slots.
         for (mebibytes, slots) in [(32, 2048), (64, 3000), (16, 1024)] {
             memory.set(mebibytes << 20);
             worker.follow_memory_limit();
             let admit = || worker.admit(Direction::Outbound, [127, 0, 0, 1].into());
-            let open: Vec<_> = (0..4000).map(|_| admit()).collect();
+            open.extend((0..4000).map(|_| admit()));
             assert_eq!(worker.admission.used(&[]), slots, "{mebibytes} MiB");
-            drop(open);
         }
+        // One new connection is enough.
+        memory.set(32 << 20);
+        worker.follow_memory_limit();
+        open.extend((0..4000).map(|_| worker.admit(Direction::Outbound, [127, 0, 0, 1].into())));
+        memory.set(16 << 20);
+        worker.follow_memory_limit();
+        open.push(worker.admit(Direction::Outbound, [127, 0, 0, 1].into()));
+        assert_eq!(worker.admission.used(&[]), 1024);
     }
 
     #[tokio::test]

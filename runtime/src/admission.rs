@@ -77,7 +77,7 @@ impl<K: Clone + Eq + Hash> Admission<K> {
         })))
     }
 
-    /// Changes the number of slots. Beyond a smaller one, connections end as new ones come.
+    /// Changes the number of slots. Connections beyond a smaller one end when the next one comes.
     pub fn resize(&self, limit: usize) {
         self.tree().limit = limit.max(1);
     }
@@ -96,10 +96,10 @@ impl<K: Clone + Eq + Hash> Admission<K> {
         let group = tree.above(entry.leaf.load(Relaxed)).unwrap_or(ROOT);
         let mut predecessor = None;
         let exceeded = [(ROOT, tree.limit), (group, group_limit.max(1))];
-        let exceeded = exceeded
-            .iter()
+        let mut exceeded = exceeded
+            .into_iter()
             .find(|(id, limit)| tree.nodes[id].used > *limit);
-        if let Some(&(from, slots)) = exceeded {
+        while let Some((from, slots)) = exceeded {
             let Some(victim) = tree.victim(&entry, from, slots) else {
                 tree.remove(&entry);
                 return None;
@@ -112,6 +112,8 @@ impl<K: Clone + Eq + Hash> Admission<K> {
                 }
                 _ => victim.tell(ENDED),
             }
+            // More than one only after the number of slots has become smaller.
+            exceeded = Some((ROOT, tree.limit)).filter(|(id, limit)| tree.nodes[id].used > *limit);
         }
         drop(tree);
         Some(Slot {
