@@ -106,8 +106,11 @@ pub enum Error {
     /// No controller responds.
     #[error("no controller responds: {0}")]
     Unreachable(String),
+    /// The connection to one replica failed.
+    #[error("{0}")]
+    Connection(String),
     /// The controller rejects the call.
-    #[error("request rejected by the controller: {}: {}", .0.code(), .0.message())]
+    #[error("request rejected by the controller: {}", describe_status(.0))]
     Rejected(#[from] Status),
 }
 
@@ -231,19 +234,26 @@ impl Controllers {
                 let response = async {
                     let mut controller = self.connect_to(&name, credentials).await?;
                     let response = timeout(REQUEST_TIMEOUT, controller.identity()).await;
-                    let response = response.map_err(|_| timed_out(REQUEST_TIMEOUT))?;
-                    response.map_err(|error| describe_status(&error))
+                    Ok::<_, Error>(response.map_err(|_| timed_out(REQUEST_TIMEOUT))??)
                 };
                 let response = response.await;
                 (name, response)
             }
         };
-        let mut responses = Responses::default();
+        let (mut responses, mut rejected) = (Responses::default(), None);
         for (name, response) in join_all(self.names().await?.into_iter().map(read)).await {
             match response {
                 Ok(status) => drop(responses.replicas.insert(name, status)),
-                Err(error) => drop(responses.unreachable.insert(name, error)),
+                Err(error) => {
+                    responses.unreachable.insert(name, error.to_string());
+                    if let Error::Rejected(_) = error {
+                        rejected = Some(error);
+                    }
+                }
             }
+        }
+        if let Some(rejected) = rejected.filter(|_| responses.replicas.is_empty()) {
+            return Err(rejected);
         }
         if responses.replicas.is_empty() {
             let errors = responses.unreachable.iter();
@@ -296,7 +306,7 @@ impl Controllers {
     }
 
     /// Connects to the controller with one of the `names`.
-    async fn connect_to(&self, name: &str, credentials: Credentials) -> Result<Controller, String> {
+    async fn connect_to(&self, name: &str, credentials: Credentials) -> Result<Controller, Error> {
         match &self.replicas {
             Replicas::Cluster(cluster, _) => {
                 let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
@@ -310,7 +320,9 @@ impl Controllers {
                 Controller::over(forward, &host, credentials).await
             }
             Replicas::Urls(..) => {
-                let authority: Authority = name.parse().map_err(|_| "invalid URL".to_owned())?;
+                let authority: Authority = name
+                    .parse()
+                    .map_err(|_| Error::Connection("invalid URL".to_owned()))?;
                 let host = authority.host().trim_matches(['[', ']']);
                 let address = (host, authority.port_u16().unwrap_or(PORT));
                 let connect = async || Ok(Box::new(TcpStream::connect(address).await?) as _);
@@ -348,8 +360,8 @@ async fn running_pods(cluster: &Cluster) -> Result<Vec<String>, Error> {
     Ok(names)
 }
 
-fn timed_out(after: Duration) -> String {
-    format!("timed out after {} s", after.as_secs())
+fn timed_out(after: Duration) -> Error {
+    Error::Connection(format!("timed out after {} s", after.as_secs()))
 }
 
 fn describe_status(status: &Status) -> String {
@@ -357,7 +369,7 @@ fn describe_status(status: &Status) -> String {
         Code::Unimplemented => {
             "its release does not have this call: use the mesh command of that release".to_owned()
         }
-        code => format!("{code}: {}", status.message()),
+        code => format!("{code:?}: {}", status.message()),
     }
 }
 
@@ -367,7 +379,7 @@ impl Controller {
         connect: impl AsyncFnOnce() -> io::Result<Box<dyn Io>>,
         server_name: &str,
         Credentials { token, roots }: Credentials,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, Error> {
         let connected = async {
             let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
                 .with_protocol_versions(&[&TLS13])
@@ -394,7 +406,7 @@ impl Controller {
             channel.map_err(io::Error::other)
         };
         let channel = match timeout(CONNECT_TIMEOUT, connected).await {
-            Ok(channel) => channel.map_err(|error| error_chain(&error))?,
+            Ok(channel) => channel.map_err(|error| Error::Connection(error_chain(&error)))?,
             Err(_) => return Err(timed_out(CONNECT_TIMEOUT)),
         };
         let client = ServiceMeshServiceClient::new(channel);
