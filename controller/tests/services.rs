@@ -217,22 +217,9 @@ async fn services_come_in_pages() {
     ];
     let sandbox = Sandbox::start(&files).await;
     let mut client = sandbox.client().await;
-    let mut pages = Vec::new();
-    let mut page_token = String::new();
-    loop {
-        let request = client.request(proto::GetServicesRequest {
-            services: Vec::new(),
-            page_token,
-        });
-        let page = client.client.get_services(request).await.unwrap();
-        let page = page.into_inner();
-        let names = page.services.iter().map(|service| service.name.clone());
-        pages.push(names.collect::<Vec<_>>());
-        page_token = page.next_page_token;
-        if page_token.is_empty() {
-            break;
-        }
-    }
+    let pages = client.pages_of_services(&[]).await.unwrap();
+    let names = |page: &Vec<proto::Service>| page.iter().map(|one| one.name.clone()).collect();
+    let pages: Vec<Vec<String>> = pages.iter().map(names).collect();
     assert_eq!(pages, [vec!["a"], vec!["b"], vec!["c"]]);
     let request = client.request(proto::GetServicesRequest {
         services: Vec::new(),

@@ -38,10 +38,11 @@ impl Namespaces {
     }
 }
 
-/// The namespace of a service account.
+/// The namespace of a service account. Never empty: in a review, that would be all namespaces.
 pub(super) fn namespace(user: &str) -> Option<&str> {
     let account = user.strip_prefix("system:serviceaccount:")?;
-    account.split_once(':').map(|(namespace, _)| namespace)
+    let (namespace, _) = account.split_once(':')?;
+    Some(namespace).filter(|namespace| !namespace.is_empty())
 }
 
 /// The namespaces of an account, as many as it may list. The account of `client` needs the verb
@@ -114,7 +115,12 @@ mod tests {
         assert_eq!(of("system:serviceaccount:shop:mesh-viewer"), Some(shop));
         let own = of("system:serviceaccount:service-mesh:default").unwrap();
         assert!(own.contains("service-mesh") && !own.contains("shop"));
-        for user in ["admin", "", "system:serviceaccount:shop"] {
+        for user in [
+            "admin",
+            "",
+            "system:serviceaccount:shop",
+            "system:serviceaccount::mesh-viewer",
+        ] {
             assert_eq!(of(user), None, "{user}");
         }
     }

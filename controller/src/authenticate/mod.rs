@@ -510,6 +510,31 @@ mod tests {
         }
     }
 
+    #[tokio::test]
+    async fn denied_calls_cost_the_api_server_one_answer_in_ten_seconds() {
+        let reviews = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let counter = reviews.clone();
+        let answer = move |_: http::Request<kube::client::Body>| {
+            counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let review = json!({
+                "apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview",
+                "metadata": {}, "spec": {}, "status": {"allowed": false},
+            });
+            let body = kube::client::Body::from(review.to_string().into_bytes());
+            Box::pin(async move { Ok::<_, tower::BoxError>(http::Response::new(body)) })
+        };
+        let client = kube::Client::new(tower::service_fn(answer), "default");
+        let metrics = Arc::new(Metrics::new(|_| Ok(())));
+        let authenticator = Authenticator::new(Verifier::Kubernetes(client), metrics);
+        let user: Arc<str> = "system:serviceaccount:shop:web".into();
+        for _ in 0..1000 {
+            let denied = authenticator.namespaces(&user, None).await;
+            assert_eq!(denied, Err(AuthError::Forbidden(user.clone())));
+        }
+        // Of all namespaces, and of its own.
+        assert_eq!(reviews.load(std::sync::atomic::Ordering::Relaxed), 2);
+    }
+
     fn key(number: u8) -> TokenHash {
         [number; 32]
     }

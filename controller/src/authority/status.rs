@@ -190,6 +190,8 @@ pub fn response(
         Namespaces::One(own) => {
             rotation.waiting_omitted += rotation.waiting.len() as u64;
             rotation.waiting.clear();
+            // It may name namespaces too.
+            rotation.reason.clear();
             own.to_string()
         }
     };
@@ -354,11 +356,13 @@ mod tests {
             (issuer.issued_at, issuer.not_before),
             (seconds(start()), seconds(start()) - 300)
         );
-        // Names of pods of other namespaces are omitted.
+        assert!(!rotation.reason.is_empty());
+        // Names of other namespaces and of their pods are omitted.
         let shop = of(Namespaces::One("shop".into()));
         let rotation = shop.rotation.unwrap();
         assert_eq!(shop.namespace, "shop");
         assert_eq!((rotation.waiting.len(), rotation.waiting_omitted), (0, 30));
+        assert_eq!(rotation.reason, "");
 
         let workload = |proxy: &ConnectedProxy| workload(proxy, "cluster.local", Some(&trust));
         let reported = workload(&proxy);

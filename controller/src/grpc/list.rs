@@ -1,6 +1,6 @@
 //! The calls for people and tools, which list pods: GetServices, WatchServices and GetIdentity. A
-//! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are charged to the caller until it
-//! has read them.
+//! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are
+//! charged to the caller until it has read them.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_runtime::metrics::Active;
 use futures::StreamExt as _;
-use prost::Message;
+use prost::Message as _;
 use tonic::{Request, Response, Status};
 
 use super::name::parse_key;
@@ -32,12 +32,10 @@ struct Viewer {
 }
 
 impl Viewer {
-    /// The response is charged until it has been read.
-    fn respond<T: Message>(self, response: T) -> Result<Response<T>, Status> {
-        let mut charge = self.charge;
-        charge.add(response.encoded_len())?;
-        let _ = self.call.answer.set(charge);
-        Ok(Response::new(response))
+    /// The response, which stays charged until it has been read.
+    fn respond<T>(self, response: T) -> Response<T> {
+        let _ = self.call.answer.set(self.charge);
+        Response::new(response)
     }
 }
 
@@ -62,7 +60,7 @@ impl Mesh {
         &self,
         request: Request<proto::GetServicesRequest>,
     ) -> Result<Response<proto::GetServicesResponse>, Status> {
-        let viewer = self.viewer(&request).await?;
+        let mut viewer = self.viewer(&request).await?;
         let request = request.into_inner();
         let hub = &self.context.hub;
         let mut keys = service_keys(&request.services, &viewer.namespaces)?;
@@ -78,7 +76,10 @@ impl Mesh {
         let mut keys = keys.range((after, Bound::Unbounded)).peekable();
         while let Some(key) = keys.next() {
             let service = message::service(key, hub.service(key).as_ref());
-            bytes += service.encoded_len();
+            // Before another page is made in the meantime.
+            let length = service.encoded_len();
+            viewer.charge.add(length)?;
+            bytes += length;
             page.services.push(service);
             if bytes >= MAX_PAGE_BYTES && keys.peek().is_some() {
                 page.next_page_token = key.to_string();
@@ -86,7 +87,7 @@ impl Mesh {
             }
             tokio::task::yield_now().await;
         }
-        viewer.respond(page)
+        Ok(viewer.respond(page))
     }
 
     /// A stream of Services.
@@ -117,7 +118,7 @@ impl Mesh {
         &self,
         request: Request<proto::GetIdentityRequest>,
     ) -> Result<Response<proto::GetIdentityResponse>, Status> {
-        let viewer = self.viewer(&request).await?;
+        let mut viewer = self.viewer(&request).await?;
         let after = match request.get_ref().page_token.as_str() {
             "" => 0,
             token => token.parse().map_err(|_| invalid_token(token))?,
@@ -138,7 +139,8 @@ impl Mesh {
         page.workloads = workloads
             .map(|(_, proxy)| status::workload(proxy, trust_domain, Some(&trust)))
             .collect();
-        viewer.respond(page)
+        viewer.charge.add(page.encoded_len())?;
+        Ok(viewer.respond(page))
     }
 }
 

@@ -274,17 +274,24 @@ impl Client {
 
     /// The Services of all pages.
     pub async fn services(&mut self, names: &[&str]) -> Result<Vec<proto::Service>, Status> {
-        let (mut services, mut page_token) = (Vec::new(), String::new());
+        Ok(self.pages_of_services(names).await?.concat())
+    }
+
+    pub async fn pages_of_services(
+        &mut self,
+        names: &[&str],
+    ) -> Result<Vec<Vec<proto::Service>>, Status> {
+        let (mut pages, mut page_token) = (Vec::new(), String::new());
         loop {
             let request = self.request(proto::GetServicesRequest {
                 services: names.iter().map(|name| name.to_string()).collect(),
                 page_token,
             });
             let page = self.client.get_services(request).await?.into_inner();
-            services.extend(page.services);
+            pages.push(page.services);
             page_token = page.next_page_token;
             if page_token.is_empty() {
-                return Ok(services);
+                return Ok(pages);
             }
         }
     }
