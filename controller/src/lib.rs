@@ -195,7 +195,8 @@ impl Controller {
         let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
-        let metrics = metrics(&hub, &freshness, &self.authority);
+        let quotas = Quotas::default();
+        let metrics = metrics(&hub, &freshness, &self.authority, &quotas);
         add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
         let page = metrics.clone();
         let admin = Admin::new(readiness.clone(), move || page.render());
@@ -210,7 +211,7 @@ impl Controller {
             trust,
             authority: self.authority.clone(),
             proxies: self.proxies,
-            quotas: Quotas::default(),
+            quotas,
             trust_domain: trust_domain.clone(),
             certificate_life: config.certificate_life,
             metrics: metrics.clone(),
@@ -276,10 +277,17 @@ fn add_conditions(
     readiness.check("catalog updates", move || freshness.stale());
 }
 
-fn metrics(hub: &Hub, freshness: &Freshness, authority: &AuthorityHandle) -> Arc<Metrics> {
+fn metrics(
+    hub: &Hub,
+    freshness: &Freshness,
+    authority: &AuthorityHandle,
+    quotas: &Quotas,
+) -> Arc<Metrics> {
     let (hub, freshness, authority) = (hub.clone(), freshness.clone(), authority.clone());
+    let quotas = quotas.clone();
     Arc::new(Metrics::new(move |encoder| {
         metrics::encode_counts(&hub, encoder)?;
+        metrics::encode_charged(&quotas, encoder)?;
         metrics::encode_ages(&freshness, encoder)?;
         authority::status::encode_metrics(&authority.status(), encoder)
     }))

@@ -12,6 +12,7 @@ use prometheus_client::registry::Registry;
 
 use crate::catalog::freshness::Freshness;
 use crate::hub::{Counts, Hub};
+use crate::quota::Quotas;
 
 /// Counters and gauges that the RPCs update.
 #[derive(Debug)]
@@ -155,6 +156,19 @@ impl Metrics {
     pub fn render(&self) -> String {
         render(&self.registry)
     }
+}
+
+/// Encodes what callers hold, in bytes.
+pub fn encode_charged(quotas: &Quotas, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let (used, budget) = quotas.charged();
+    let bytes = [("used", used), ("limit", budget)].into_iter();
+    encode_gauges(
+        encoder,
+        "budget_bytes",
+        "Budget for subscriptions and unsent answers of all callers, and what is charged",
+        "of",
+        bytes.map(|(of, bytes)| (of, i64::try_from(bytes).unwrap_or(i64::MAX))),
+    )
 }
 
 /// Encodes the sizes of the catalog and of its subscriptions.

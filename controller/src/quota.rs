@@ -2,13 +2,14 @@
 //! pod, by its UID, or else a user. Never an address: a gateway or a node that translates addresses
 //! is one address of many callers.
 //!
-//! Subscriptions, and answers that are not read yet, are charged in bytes. A caller may have what is free of the budget of the replica.
-//! When nothing is free, it may have its share: the budget, divided by the namespaces of callers
-//! and by the callers in its own.
+//! Subscriptions, and answers that are not sent yet, are charged in bytes. A caller may have what is
+//! free of the budget of the replica. When nothing is free, it may have its share: the budget,
+//! divided by the namespaces of callers and by the callers in its own.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
@@ -49,6 +50,7 @@ pub struct Counted(
 );
 
 /// The quota of one caller.
+#[derive(Debug)]
 pub struct Quota {
     connections: Arc<Semaphore>,
     calls: Arc<Semaphore>,
@@ -58,12 +60,13 @@ pub struct Quota {
 }
 
 /// The bytes that callers share.
+#[derive(Debug)]
 struct Budget {
     bytes: usize,
     used: Mutex<Used>,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Used {
     all: usize,
     /// By namespace and caller, without zeros.
@@ -113,6 +116,7 @@ impl Budget {
 }
 
 /// What a call holds, in bytes, which are charged until it is dropped.
+#[derive(Debug)]
 pub struct Charge {
     quota: Arc<Quota>,
     bytes: usize,
@@ -122,6 +126,11 @@ impl Charge {
     /// Nothing yet, of this caller.
     pub fn new(quota: Arc<Quota>) -> Charge {
         Charge { quota, bytes: 0 }
+    }
+
+    /// The quota of the caller.
+    pub fn quota(&self) -> &Arc<Quota> {
+        &self.quota
     }
 
     /// Charges further bytes, if the caller may have them.
@@ -153,6 +162,43 @@ impl Drop for Charge {
     }
 }
 
+/// The charges of a call's responses, until their encoded bytes are known. hyper reads a response
+/// ahead of what it sends, and keeps what it has read: only the bytes know when they have been sent.
+#[derive(Clone, Debug, Default)]
+pub struct Unsent(Arc<Mutex<Vec<Charge>>>);
+
+impl Unsent {
+    /// Adds the charge of a response, which is encoded next.
+    pub fn push(&self, charge: Charge) {
+        self.lock().push(charge);
+    }
+
+    /// The encoded bytes of these responses, which are charged until they have been sent.
+    pub fn attach(&self, bytes: Bytes) -> Bytes {
+        let charges = std::mem::take(&mut *self.lock());
+        match charges.is_empty() {
+            true => bytes,
+            false => Bytes::from_owner(Charged { bytes, charges }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Charge>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Charged {
+    bytes: Bytes,
+    #[expect(dead_code)]
+    charges: Vec<Charge>,
+}
+
+impl AsRef<[u8]> for Charged {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 #[cfg(test)]
 impl Quotas {
     /// Quotas with a budget for this number of subscriptions.
@@ -165,6 +211,13 @@ impl Quotas {
 }
 
 impl Quotas {
+    /// The charged bytes of all callers, and the budget.
+    pub fn charged(&self) -> (usize, usize) {
+        let used = self.budget.used.lock();
+        let used = used.unwrap_or_else(PoisonError::into_inner).all;
+        (used, self.budget.bytes)
+    }
+
     /// The quota of a caller, which its calls and connections share.
     pub fn of(&self, caller: &Caller) -> Arc<Quota> {
         let pod = caller.pod.as_ref().map(|pod| &pod.uid);

@@ -8,9 +8,10 @@ use std::net::SocketAddr;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1 as proto;
 use futures::future::join_all;
 use rustls::pki_types::ServerName;
-use support::{DEADLINE, Discover, Sandbox, get, scratch};
+use support::{DEADLINE, Discover, Sandbox, get, scratch, web};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpSocket, TcpStream};
 use tonic::{Code, Status};
@@ -203,4 +204,58 @@ fn missing_cluster_is_reported_once() {
     assert_eq!(output.status.code(), Some(1), "{log}");
     assert_eq!(log.matches("No such file or directory").count(), 1, "{log}");
     assert!(log.contains("expected a service account in a pod"), "{log}");
+}
+
+/// hyper reads a response ahead of what it sends: it is charged until it has been sent nevertheless.
+#[tokio::test]
+async fn responses_that_the_client_does_not_read_are_charged_until_they_are_sent() {
+    let slices = (0..60).map(|slice| {
+        let address = |one| format!("10.{slice}.{}.{}", one / 250, one % 250);
+        let endpoints = (0..1000).map(|one| format!("- {{addresses: ['{}']}}\n", address(one)));
+        format!(
+            "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+             metadata: {{name: web-{slice}, namespace: shop, \
+             labels: {{kubernetes.io/service-name: web}}}}\naddressType: IPv4\n\
+             ports: [{{name: {}, port: 8080}}]\nendpoints:\n{}",
+            "a".repeat(63),
+            endpoints.collect::<String>()
+        )
+    });
+    let file = format!("{}{}", web(&[]), slices.collect::<String>());
+    let sandbox = Sandbox::start(&[("web.yaml", file)]).await;
+    let pod = sandbox.pod(1).await;
+    for path in ["GetServices", "WatchServices"] {
+        // As streams, both of which this client does not read.
+        let path = format!("/mesh.v1.ServiceMeshService/{path}");
+        let mut grpc = tonic::client::Grpc::new(sandbox.channel().await);
+        grpc = grpc.max_decoding_message_size(64 << 20);
+        grpc.ready().await.unwrap();
+        let codec = tonic_prost::ProstCodec::<proto::GetServicesRequest, proto::GetServicesResponse>::default();
+        let request = pod.request(proto::GetServicesRequest::default());
+        let response = grpc.server_streaming(request, path.parse().unwrap(), codec);
+        let mut response = response.await.unwrap().into_inner();
+        // Two MiB are in the window of the client, and the answer has five.
+        until_charged(&sandbox, |bytes| bytes > 5_000_000).await;
+        while !matches!(response.message().await, Ok(None) | Err(_)) {
+            if path.ends_with("WatchServices") {
+                break;
+            }
+        }
+        until_charged(&sandbox, |bytes| bytes <= 1024).await;
+    }
+}
+
+async fn until_charged(sandbox: &Sandbox, is_it: impl Fn(u64) -> bool) {
+    let deadline = tokio::time::Instant::now() + DEADLINE;
+    loop {
+        let (_, metrics) = sandbox.admin("/metrics").await;
+        let name = "diy_mesh_controller_budget_bytes{of=\"used\"} ";
+        let used = metrics.lines().find_map(|line| line.strip_prefix(name));
+        let used = used.unwrap().parse().unwrap();
+        if is_it(used) {
+            return;
+        }
+        assert!(tokio::time::Instant::now() < deadline, "{used} bytes");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
 }

@@ -1,6 +1,6 @@
 //! The calls for people and tools, which list pods: GetServices, WatchServices and GetIdentity. A
 //! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are
-//! charged to the caller until it has read them.
+//! charged to the caller until they have been sent.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -32,9 +32,9 @@ struct Viewer {
 }
 
 impl Viewer {
-    /// The response, which stays charged until it has been read.
+    /// The response, which stays charged until it has been sent.
     fn respond<T>(self, response: T) -> Response<T> {
-        let _ = self.call.answer.set(self.charge);
+        self.call.unsent.push(self.charge);
         Response::new(response)
     }
 }
@@ -96,17 +96,21 @@ impl Mesh {
         request: Request<proto::WatchServicesRequest>,
     ) -> Result<Response<ResponseStream<proto::WatchServicesResponse>>, Status> {
         let Viewer {
+            call,
             namespaces,
             mut charge,
-            ..
         } = self.viewer(&request).await?;
         let keys = service_keys(&request.get_ref().services, &namespaces)?;
         let open = Active::new(&self.context.metrics.watch_streams);
         let subscriber = self.context.hub.watch_services(&keys, namespaces);
         charge.add(subscriber.pending() * SUBSCRIPTION_BYTES)?;
-        let responses = watch::responses(subscriber, charge, self.context.stopping.clone());
+        let account = watch::Account {
+            quota: charge.quota().clone(),
+            unsent: call.unsent.clone(),
+        };
+        let responses = watch::responses(subscriber, account, self.context.stopping.clone());
         let responses = responses.inspect(move |_| {
-            let _until_the_end = &open;
+            let _until_the_end = (&open, &charge);
         });
         // The permissions of the caller may have changed by then.
         let responses = responses.take_until(tokio::time::sleep(stream_age()));

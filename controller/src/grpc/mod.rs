@@ -47,7 +47,7 @@ use crate::index::Index;
 use crate::index::enforcement::Missing;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::quota::{Charge, Counted, Quota, Quotas};
+use crate::quota::{Counted, Quota, Quotas, Unsent};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
@@ -139,8 +139,7 @@ async fn report(health: &HealthReporter, status: ServingStatus) {
 struct Call {
     peer: Peer,
     counted: OnceLock<Counted>,
-    /// The bytes of its response.
-    answer: OnceLock<Charge>,
+    unsent: Unsent,
 }
 
 /// The implementation of `mesh.proto`.

@@ -20,6 +20,7 @@ use tonic::service::Routes;
 use tower::ServiceExt as _;
 
 use super::Call;
+use crate::quota::Unsent;
 use crate::serving::Peer;
 
 /// The largest header block: a token and little else.
@@ -97,18 +98,17 @@ async fn call(
 ) -> Result<hyper::Response<Body>, Infallible> {
     let mut request = request.map(Body::new);
     let open = peer.call();
-    let (counted, answer) = (OnceLock::new(), OnceLock::new());
     let call = Arc::new(Call {
         peer,
-        counted,
-        answer,
+        counted: OnceLock::new(),
+        unsent: Unsent::default(),
     });
     request.extensions_mut().insert(call.clone());
     let response = routes.oneshot(request).await?;
     Ok(response.map(|body| {
         Body::new(body.map_frame(move |frame| {
-            let _until_the_end = (&call, &open);
-            frame
+            let _until_the_end = &open;
+            frame.map_data(|bytes| call.unsent.attach(bytes))
         }))
     }))
 }

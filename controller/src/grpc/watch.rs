@@ -1,7 +1,8 @@
 //! One WatchServices stream: the existing Services, then each change. A response is made when the
-//! client reads it, from the latest state of a Service.
+//! one before it can be sent, from the latest state of a Service.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use futures::{Stream, stream};
@@ -13,12 +14,30 @@ use super::message;
 use crate::hub::{CatalogError, Services};
 use crate::index::object::Key;
 use crate::index::version::Version;
-use crate::quota::Charge;
+use crate::quota::{Charge, Quota, Unsent};
+
+/// The caller that responses are charged to until they have been sent.
+pub(super) struct Account {
+    pub quota: Arc<Quota>,
+    pub unsent: Unsent,
+}
+
+impl Account {
+    fn charge(
+        &self,
+        response: proto::WatchServicesResponse,
+    ) -> Result<proto::WatchServicesResponse, Status> {
+        let mut charge = Charge::new(self.quota.clone());
+        charge.add(response.encoded_len())?;
+        self.unsent.push(charge);
+        Ok(response)
+    }
+}
 
 /// The responses of a stream until `stopping`.
 pub(super) fn responses(
     subscriber: Services,
-    charge: Charge,
+    account: Account,
     stopping: CancellationToken,
 ) -> impl Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send + 'static {
     let watch = Watch {
@@ -26,12 +45,11 @@ pub(super) fn responses(
         unsynced: Some(subscriber.pending()),
         subscriber,
         sent: HashMap::new(),
-        charge,
-        unread: 0,
+        account,
     };
     stream::unfold((watch, stopping), |(mut watch, stopping)| async move {
         let response = tokio::select! {
-            response = watch.next() => watch.charge(response),
+            response = watch.next() => watch.account.charge(response),
             () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
         };
         Some((response, (watch, stopping)))
@@ -43,23 +61,10 @@ struct Watch {
     /// The number of initial Services that are not sent yet.
     unsynced: Option<usize>,
     sent: HashMap<Key, Option<Version>>,
-    charge: Charge,
-    /// The length of the previous response, which is read when this one is made.
-    unread: usize,
+    account: Account,
 }
 
 impl Watch {
-    fn charge(
-        &mut self,
-        response: proto::WatchServicesResponse,
-    ) -> Result<proto::WatchServicesResponse, Status> {
-        self.charge.remove(std::mem::take(&mut self.unread));
-        let length = response.encoded_len();
-        self.charge.add(length)?;
-        self.unread = length;
-        Ok(response)
-    }
-
     async fn next(&mut self) -> proto::WatchServicesResponse {
         loop {
             if self.unsynced == Some(0) {
@@ -124,8 +129,11 @@ mod tests {
             user: "viewer".into(),
             pod: None,
         };
-        let charge = Charge::new(Quotas::default().of(&caller));
-        let mut responses = pin!(responses(services, charge, stopping.clone()));
+        let account = Account {
+            quota: Quotas::default().of(&caller),
+            unsent: Unsent::default(),
+        };
+        let mut responses = pin!(responses(services, account, stopping.clone()));
         let mut next = async || {
             let response = responses.next().await.unwrap()?;
             Ok::<_, Status>(response.service.map(|service| {
@@ -142,5 +150,41 @@ mod tests {
         stopping.cancel();
         let status = next().await.unwrap_err();
         assert_eq!(status.code(), tonic::Code::Unavailable);
+    }
+
+    #[tokio::test]
+    async fn response_is_charged_until_its_bytes_are_gone() {
+        let hub = Hub::new([]);
+        let pods: Vec<String> = (0..100).map(|pod| format!("10.0.0.{pod}")).collect();
+        let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
+        let objects = service_with_pods("a", "10.96.0.1", &pods).into_iter();
+        hub.apply(objects.map(|object| Change::Apply(Source::Kubernetes, object)));
+        let caller = Caller {
+            user: "viewer".into(),
+            pod: None,
+        };
+        // For one response, and not for two.
+        let quotas = Quotas::with_subscriptions(16);
+        let unsent = Unsent::default();
+        let stream = || {
+            let services = hub.watch_services(&BTreeSet::new(), Namespaces::All);
+            let account = Account {
+                quota: quotas.of(&caller),
+                unsent: unsent.clone(),
+            };
+            Box::pin(responses(services, account, CancellationToken::new()))
+        };
+        let mut unread = stream();
+        let first = unread.next().await.unwrap().unwrap();
+        let bytes = first.encoded_len();
+        assert!((8 << 10..16 << 10).contains(&bytes), "{bytes}");
+        let on_the_way = unsent.attach(first.encode_to_vec().into());
+        // hyper asks for the next response before the first one has been sent.
+        assert!(unread.next().await.unwrap().unwrap().synced);
+        drop(unread);
+        let rejected = stream().next().await.unwrap().unwrap_err();
+        assert_eq!(rejected.code(), tonic::Code::ResourceExhausted);
+        drop(on_the_way);
+        stream().next().await.unwrap().unwrap();
     }
 }
