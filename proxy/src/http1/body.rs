@@ -10,7 +10,7 @@ use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_na
 use thiserror::Error;
 use tokio::io::AsyncWrite;
 
-use super::head::{Framing, put_field};
+use super::head::{Framing, LineSearch, put_field};
 use crate::http::replay::Replay;
 use crate::io::Io;
 
@@ -286,10 +286,10 @@ enum Decoded {
 enum Decoder {
     Length(u64),
     UntilClose,
-    ChunkSize,
+    ChunkSize(LineSearch),
     ChunkData(u64),
     ChunkEnd,
-    Trailers,
+    Trailers(LineSearch),
     Done,
 }
 
@@ -298,7 +298,7 @@ impl Decoder {
         match framing {
             Framing::None | Framing::Length(0) => Self::Done,
             Framing::Length(length) => Self::Length(length),
-            Framing::Chunked => Self::ChunkSize,
+            Framing::Chunked => Self::ChunkSize(LineSearch::default()),
             Framing::UntilClose => Self::UntilClose,
         }
     }
@@ -308,10 +308,10 @@ impl Decoder {
     }
 
     fn decode(&mut self, from: &mut BytesMut) -> Result<Decoded, &'static str> {
-        match *self {
+        match self {
             Self::Done => Ok(Decoded::Nothing),
             Self::UntilClose => Ok(Decoded::Data(from.split())),
-            Self::Length(left) | Self::ChunkData(left) => {
+            &mut (Self::Length(left) | Self::ChunkData(left)) => {
                 let data = take(from, left);
                 *self = match (*self, left - data.len() as u64) {
                     (Self::Length(_), 0) => Self::Done,
@@ -321,12 +321,12 @@ impl Decoder {
                 };
                 Ok(Decoded::Data(data))
             }
-            Self::ChunkSize => {
-                let Some(line) = take_line(from, MAX_CHUNK_LINE)? else {
+            Self::ChunkSize(search) => {
+                let Some(line) = take_line(from, search)? else {
                     return Ok(Decoded::Nothing);
                 };
                 *self = match parse_chunk_size(&line)? {
-                    0 => Self::Trailers,
+                    0 => Self::Trailers(LineSearch::default()),
                     size => Self::ChunkData(size),
                 };
                 Ok(Decoded::Nothing)
@@ -339,39 +339,18 @@ impl Decoder {
                 }
                 if ends {
                     from.advance(2);
-                    *self = Self::ChunkSize;
+                    *self = Self::ChunkSize(LineSearch::default());
                 }
                 Ok(Decoded::Nothing)
             }
-            Self::Trailers => self.decode_trailers(from),
+            Self::Trailers(search) => {
+                let Some(raw) = take_trailers(from, search)? else {
+                    return Ok(Decoded::Nothing);
+                };
+                *self = Self::Done;
+                Ok(Decoded::Trailers(permitted_trailers(&raw)?))
+            }
         }
-    }
-
-    fn decode_trailers(&mut self, from: &mut BytesMut) -> Result<Decoded, &'static str> {
-        let end = if from.starts_with(b"\r\n") {
-            Some(2)
-        } else {
-            memchr::memmem::find(from, b"\r\n\r\n").map(|at| at + 4)
-        };
-        if end.unwrap_or(from.len()) > MAX_TRAILERS {
-            return Err("the trailer section is over 16384 bytes");
-        }
-        let Some(end) = end else {
-            return Ok(Decoded::Nothing);
-        };
-        let raw = from.split_to(end);
-        let mut storage = [httparse::EMPTY_HEADER; 32];
-        let fields = match httparse::parse_headers(&raw, &mut storage) {
-            Ok(httparse::Status::Complete((read, fields))) if read == end => fields,
-            _ => return Err("the trailers are malformed"),
-        };
-        let mut trailers = BytesMut::with_capacity(end);
-        let permitted = |field: &&httparse::Header<'_>| !is_forbidden_in_trailers(field.name);
-        for field in fields.iter().filter(permitted) {
-            put_field(&mut trailers, field.name.as_bytes(), field.value);
-        }
-        *self = Self::Done;
-        Ok(Decoded::Trailers(trailers))
     }
 
     fn end_of_stream(&mut self) -> Result<(), BodyError> {
@@ -412,17 +391,51 @@ fn take(from: &mut BytesMut, at_most: u64) -> BytesMut {
     from.split_to(length)
 }
 
-fn take_line(from: &mut BytesMut, limit: usize) -> Result<Option<BytesMut>, &'static str> {
-    match memchr::memchr(b'\n', from) {
-        Some(at) if at <= limit && at > 0 && from[at - 1] == b'\r' => {
-            let mut line = from.split_to(at + 1);
-            line.truncate(at - 1);
-            Ok(Some(line))
-        }
-        Some(at) if at <= limit => Err("a chunk-size line ends without CR LF"),
-        None if from.len() <= limit => Ok(None),
-        _ => Err("a chunk-size line is too long"),
+/// A complete chunk-size line, without its end.
+fn take_line(
+    from: &mut BytesMut,
+    search: &mut LineSearch,
+) -> Result<Option<BytesMut>, &'static str> {
+    let end = search.next_end(from);
+    if end.unwrap_or(from.len()) > MAX_CHUNK_LINE {
+        return Err("a chunk-size line is over 4096 bytes");
     }
+    let Some(end) = end else {
+        return Ok(None);
+    };
+    let mut line = from.split_to(end);
+    let Some(length) = line.strip_suffix(b"\r\n").map(<[u8]>::len) else {
+        return Err("a chunk-size line ends without CR LF");
+    };
+    line.truncate(length);
+    Ok(Some(line))
+}
+
+/// A complete trailer section, with the empty line at its end.
+fn take_trailers(
+    from: &mut BytesMut,
+    search: &mut LineSearch,
+) -> Result<Option<BytesMut>, &'static str> {
+    let end = search.next_empty(from)?;
+    match end.unwrap_or(from.len()) > MAX_TRAILERS {
+        true => Err("the trailer section is over 16384 bytes"),
+        false => Ok(end.map(|end| from.split_to(end))),
+    }
+}
+
+/// Encodes the trailer fields that are not forbidden.
+fn permitted_trailers(raw: &[u8]) -> Result<BytesMut, &'static str> {
+    let mut storage = [httparse::EMPTY_HEADER; 32];
+    let fields = match httparse::parse_headers(raw, &mut storage) {
+        Ok(httparse::Status::Complete((read, fields))) if read == raw.len() => fields,
+        _ => return Err("the trailers are malformed"),
+    };
+    let mut trailers = BytesMut::with_capacity(raw.len());
+    let is_permitted = |field: &&httparse::Header<'_>| !is_forbidden_in_trailers(field.name);
+    for field in fields.iter().filter(is_permitted) {
+        put_field(&mut trailers, field.name.as_bytes(), field.value);
+    }
+    Ok(trailers)
 }
 
 fn parse_chunk_size(line: &[u8]) -> Result<u64, &'static str> {
@@ -607,6 +620,31 @@ mod tests {
                 .decode_buffered(&mut BytesMut::from(&endless[..]), &mut |_| {})
                 .is_err()
         );
+    }
+
+    #[test]
+    fn searches_each_byte_of_chunk_sizes_and_trailers_once() {
+        let long = "a".repeat(4000);
+        let body = format!("1;{long}\r\nx\r\n0;{long}\r\nX: {long}\r\nY: {long}\r\n\r\n");
+        let mut decoder = Decoder::new(Framing::Chunked);
+        let (mut from, mut trailers) = (BytesMut::new(), BytesMut::new());
+        for byte in body.into_bytes() {
+            from.extend_from_slice(&[byte]);
+            // Line ends in place of the bytes that were searched, other than those of the last line
+            // end, would end the line, or the section.
+            let searched = from.len().saturating_sub(4);
+            let mut received = from.clone();
+            received[..searched].fill(b'\n');
+            match decoder.clone().decode(&mut received) {
+                // Complete: what was searched is parsed.
+                Err(_) if byte == b'\n' => {}
+                decoded => assert!(decoded.is_ok(), "byte {} was searched again", from.len()),
+            }
+            if let Decoded::Trailers(fields) = decoder.decode(&mut from).unwrap() {
+                trailers = fields;
+            }
+        }
+        assert!(decoder.is_done() && trailers.len() == 2 * long.len() + 10);
     }
 
     #[test]

@@ -113,13 +113,41 @@ impl Connection {
     }
 }
 
-/// The search for the end of a head. It searches each byte once: a peer that sends byte by byte
+/// The search for the ends of lines. It searches each byte once: a peer that sends byte by byte
 /// costs no more than one that sends at once.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct LineSearch {
+    searched: usize,
+}
+
+impl LineSearch {
+    /// The end of the next line, after its LF. `bytes` are those of earlier calls, and more.
+    pub fn next_end(&mut self, bytes: &[u8]) -> Option<usize> {
+        let found = memchr::memchr(b'\n', &bytes[self.searched..]);
+        let end = found.map(|at| self.searched + at + 1);
+        self.searched = end.unwrap_or(bytes.len());
+        end
+    }
+
+    /// The end of the next empty line, which ends a head or a trailer section.
+    pub fn next_empty(&mut self, bytes: &[u8]) -> Result<Option<usize>, &'static str> {
+        while let Some(end) = self.next_end(bytes) {
+            match bytes[..end] {
+                [b'\n'] | [.., b'\n', b'\n'] => return Err("a line ends without CR LF"),
+                [b'\r', b'\n'] | [.., b'\r', b'\n', b'\r', b'\n'] => return Ok(Some(end)),
+                _ => {}
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The search for the end of a head.
 #[derive(Debug, Default)]
 pub struct HeadSearch {
     /// The number of bytes of blank lines before the head.
     blank: usize,
-    searched: usize,
+    lines: LineSearch,
 }
 
 impl HeadSearch {
@@ -129,20 +157,9 @@ impl HeadSearch {
         if self.is_blank() {
             let is_blank = |byte: &&u8| matches!(byte, b'\r' | b'\n');
             self.blank += bytes[self.blank..].iter().take_while(is_blank).count();
-            self.searched = self.blank;
+            self.lines.searched = self.blank;
         }
-        let from = std::mem::replace(&mut self.searched, bytes.len());
-        let mut end = None;
-        for at in memchr::memchr_iter(b'\n', &bytes[from..]).map(|at| from + at) {
-            match bytes[self.blank..at] {
-                [.., b'\n'] => {
-                    return Err(Refused::Malformed("a line of the head ends without CR LF"));
-                }
-                [.., b'\r', b'\n', b'\r'] => end = Some(at + 1),
-                _ => continue,
-            }
-            break;
-        }
+        let end = self.lines.next_empty(bytes).map_err(Refused::Malformed)?;
         match end.unwrap_or(bytes.len()) > MAX_HEAD {
             true => Err(Refused::TooLarge),
             false => Ok(end),
@@ -151,7 +168,7 @@ impl HeadSearch {
 
     /// Whether no head has begun: there are blank lines at most.
     pub fn is_blank(&self) -> bool {
-        self.blank == self.searched
+        self.blank == self.lines.searched
     }
 }
 
@@ -400,7 +417,7 @@ fn whole(parsed: httparse::Result<usize>, length: usize) -> Result<(), Refused> 
     Err(Refused::Malformed(match parsed {
         Ok(httparse::Status::Complete(read)) if read == length => return Ok(()),
         Err(httparse::Error::TooManyHeaders) => return Err(Refused::TooLarge),
-        Ok(_) | Err(httparse::Error::NewLine) => "a line of the head ends without CR LF",
+        Ok(_) | Err(httparse::Error::NewLine) => "a line ends without CR LF",
         Err(httparse::Error::HeaderName) => "a field's name is not a token",
         Err(httparse::Error::HeaderValue) => "a field's value has a forbidden byte",
         Err(httparse::Error::Version) => "the version is not HTTP/1.0 or HTTP/1.1",

@@ -368,7 +368,7 @@ fn rejects_status_below_100() {
 #[test]
 fn finds_complete_head_and_rejects_endless_one() {
     let find_end = |bytes: &[u8]| HeadSearch::default().find_end(bytes);
-    let malformed = Err(Refused::Malformed("a line of the head ends without CR LF"));
+    let malformed = Err(Refused::Malformed("a line ends without CR LF"));
     for (bytes, expected) in [
         (&b"GET / HTTP/1.1\r\nHost: a\r\n\r"[..], Ok(None)),
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nrest\n\n", Ok(Some(27))),
