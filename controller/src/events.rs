@@ -1,5 +1,6 @@
 //! Kubernetes Events about refused certificates, roots that cannot be published, rotations that make
-//! no progress, and routes that have no status, on the pod, the ConfigMap, the Secret and the route.
+//! no progress, routes that have no status, and kinds that cannot be read, on the pod, the ConfigMap,
+//! the Secret, the route and the Deployment of the controller.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -14,6 +15,7 @@ use crate::authority::publish::PublishStatus;
 use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
 use crate::authority::store::kubernetes::SECRET;
+use crate::catalog::freshness::Unreadable;
 use crate::catalog::resource;
 use crate::index::excess::APPLIES_TO_ALL_PORTS;
 use crate::routes::{Condition, RouteStatus};
@@ -43,6 +45,27 @@ pub fn route_not_accepted(events: &Events, route: &RouteStatus, condition: &Cond
         _ => "RouteNotAccepted",
     };
     events.warn(object, reason, "Route", &note);
+}
+
+/// Logs that a kind cannot be read, and queues an event about it on the Deployment of the
+/// controller, which is in `namespace`.
+pub fn kind_unreadable(events: &Events, namespace: &str, unreadable: &Unreadable) {
+    let Unreadable { kind, error, .. } = unreadable;
+    let consequence = match (unreadable.is_known, kind.is_optional()) {
+        (true, _) => "its former objects stay in use",
+        (false, true) => "this replica sends nothing that depends on it",
+        (false, false) => "this replica is not ready",
+    };
+    let note = format!(
+        "{kind} cannot be read for a minute: {error}; {consequence}; repair the cause, or delete the \
+         definition if nothing uses the kind"
+    );
+    tracing::error!("{note}");
+    let object = ObjectReference {
+        api_version: Some("apps/v1".into()),
+        ..reference("Deployment", namespace, "controller")
+    };
+    events.warn(object, "KindUnreadable", "Watch", &note);
 }
 
 fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {

@@ -23,7 +23,7 @@ mod turns;
 mod update;
 mod watched;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
@@ -83,7 +83,8 @@ impl From<CatalogError> for tonic::Status {
 pub struct Hub {
     index: Arc<RwLock<Index>>,
     subscribers: Arc<Mutex<Subscribers>>,
-    missing: watch::Sender<BTreeSet<(Source, Kind)>>,
+    /// The kinds that were not listed yet, and whether calls wait for them.
+    unlisted: watch::Sender<Unlisted>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
@@ -95,6 +96,8 @@ pub struct Hub {
     history: Arc<Mutex<History>>,
     holds: Arc<[Longest; 3]>,
 }
+
+type Unlisted = BTreeMap<(Source, Kind), bool>;
 
 /// Sizes for the metrics.
 #[derive(Debug, Default, PartialEq)]
@@ -112,11 +115,11 @@ pub struct Counts {
 impl Hub {
     /// An empty catalog that is synced when each of these sources has listed each kind.
     pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
-        let all = |source| Kind::ALL.map(|kind| (source, kind));
+        let all = |source| Kind::ALL.map(|kind| ((source, kind), true));
         Hub {
             index: Arc::default(),
             subscribers: Arc::default(),
-            missing: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
+            unlisted: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
@@ -200,23 +203,36 @@ impl Hub {
             }
             is_changed
         });
+        self.unlisted.send_if_modified(|unlisted| {
+            let mut is_changed = false;
+            for (key, is_readable) in &update.readable {
+                let is_awaited = unlisted.get_mut(key);
+                is_changed |= is_awaited.is_some();
+                match (is_awaited, is_readable) {
+                    (None, _) => continue,
+                    (Some(is_awaited), false) => *is_awaited = false,
+                    (Some(_), true) => drop(unlisted.remove(key)),
+                }
+                index.set_readable(key.1, *is_readable, touched);
+            }
+            is_changed
+        });
         drop(index);
         self.changed.send_replace(());
-        self.missing.send_if_modified(|missing| {
-            let before = missing.len();
-            missing.retain(|one| !update.listed.contains(one));
-            missing.len() < before
-        });
         true
     }
 
-    /// The kinds that were not listed yet. Empty if the catalog is synced.
+    /// The kinds that calls wait for. Empty if the catalog is synced.
     pub fn missing(&self) -> BTreeSet<Kind> {
-        self.missing
-            .borrow()
-            .iter()
-            .map(|(_, kind)| *kind)
-            .collect()
+        let unlisted = self.unlisted.borrow();
+        let awaited = unlisted.iter().filter(|(_, is_awaited)| **is_awaited);
+        awaited.map(|((_, kind), _)| *kind).collect()
+    }
+
+    /// Whether the objects of a kind were listed.
+    pub fn is_listed(&self, kind: Kind) -> bool {
+        let unlisted = self.unlisted.borrow();
+        unlisted.keys().all(|(_, other)| *other != kind)
     }
 
     /// Waits for a synced catalog, for a few seconds at most.
@@ -224,7 +240,7 @@ impl Hub {
         self.wait_listed(&Kind::ALL, stopping).await
     }
 
-    /// Waits until the objects of these kinds are listed, for a few seconds at most.
+    /// Waits until nothing waits for the objects of these kinds, for a few seconds at most.
     pub async fn wait_listed(
         &self,
         kinds: &[Kind],
@@ -247,13 +263,22 @@ impl Hub {
         self.listed(&Kind::ALL).await;
     }
 
+    /// Waits until all kinds are listed, also those that cannot be read at first.
+    pub async fn complete(&self) {
+        self.until(Unlisted::is_empty).await;
+    }
+
     async fn listed(&self, kinds: &[Kind]) {
-        let mut missing = self.missing.subscribe();
-        let is_listed = |missing: &BTreeSet<(Source, Kind)>| {
-            missing.iter().all(|(_, kind)| !kinds.contains(kind))
-        };
-        let waited = missing.wait_for(is_listed).await;
-        debug_assert!(waited.is_ok(), "self holds the sender");
+        self.until(|unlisted| {
+            let mut unlisted = unlisted.iter();
+            unlisted.all(|((_, kind), is_awaited)| !is_awaited || !kinds.contains(kind))
+        })
+        .await;
+    }
+
+    async fn until(&self, holds: impl FnMut(&Unlisted) -> bool) {
+        let waited = self.unlisted.subscribe().wait_for(holds).await.is_ok();
+        debug_assert!(waited, "self holds the sender");
     }
 
     /// The namespaces with meshed pods, and changes.

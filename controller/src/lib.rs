@@ -234,7 +234,7 @@ impl Controller {
         };
         let background = async {
             tokio::join!(
-                watch_catalog(&config, &self.client, &trust_domain, &freshness, sender),
+                watch_catalog(&config, &self.client, &freshness, sender, &events),
                 hub.follow(changes),
                 log_sync(&hub),
                 self.run_authority,
@@ -315,14 +315,15 @@ fn status_writer(
     Some((election, writer))
 }
 
-/// Writes the statuses of routes, or logs them without a cluster, from the first synced catalog on.
+/// Writes the statuses of routes, or logs them without a cluster, from the first complete catalog
+/// on: a route whose grant is not known yet is not to be rejected.
 async fn publish_statuses(
     hub: &Hub,
     writer: Option<(Election, Writer)>,
     stopping: &CancellationToken,
 ) {
     tokio::select! {
-        () = hub.synced() => {}
+        () = hub.complete() => {}
         () = stopping.cancelled() => return,
     }
     let statuses = Statuses::new(hub.clone());
@@ -364,14 +365,16 @@ async fn serve_calls(
 async fn watch_catalog(
     config: &Config,
     client: &Option<kube::Client>,
-    trust_domain: &str,
     freshness: &Freshness,
     sender: mpsc::Sender<Event>,
+    events: &Events,
 ) {
+    let (trust_domain, namespace) = (&config.trust_domain, &config.pod_namespace);
     match &config.catalog {
         config::Storage::Kubernetes => {
             let client = client.clone().expect(CLIENT);
-            catalog::kubernetes::run(client, trust_domain, freshness, sender).await
+            let report = |kind: &_| events::kind_unreadable(events, namespace, kind);
+            catalog::kubernetes::run(client, trust_domain, freshness, sender, report).await
         }
         config::Storage::Files(folder) => {
             catalog::files::run(folder.clone(), trust_domain, freshness, sender).await

@@ -224,7 +224,11 @@ pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -
     let ignored = freshness.ignored().into_iter();
     let ignored = ignored.map(|(kind, count)| (kind.name(), count as i64));
     let help = "Objects that the controller ignores, because they are invalid or exceed a limit";
-    encode_gauges(encoder, "ignored_objects", help, "kind", ignored)
+    encode_gauges(encoder, "ignored_objects", help, "kind", ignored)?;
+    let unreadable = freshness.unreadable().into_iter();
+    let unreadable = unreadable.map(|(kind, is_unreadable)| (kind.name(), is_unreadable.into()));
+    let help = "1 for a kind whose objects cannot be read for at least a minute";
+    encode_gauges(encoder, "unreadable_kinds", help, "kind", unreadable)
 }
 
 /// Encodes a gauge with one label. `help` has no full stop.

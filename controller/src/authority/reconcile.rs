@@ -24,6 +24,7 @@ use super::status::StatusSender;
 use super::store::{Store, StoreError, Stored, Written};
 use super::{Roots, Trust, TrustSender};
 use crate::hub::Hub;
+use crate::index::object::Kind;
 use crate::proxies::{ConnectedProxy, Proxies};
 
 /// Interval of reports during a rotation.
@@ -316,7 +317,7 @@ impl<S: Store> Reconciler<S> {
             Step::Wait(waiting) => (waiting, None),
             Step::Write(next) => (Vec::new(), Some(next)),
         };
-        let agree = next.is_some() && self.hub.missing().is_empty();
+        let agree = next.is_some() && self.hub.is_listed(Kind::Pod);
         let is_stable = memory.agreement.is_stable(agree, &observed);
         self.status.remind(loaded.state.signer(), &waiting, now);
         self.status.update(&loaded.state, waiting, observed.reports);
@@ -357,7 +358,7 @@ impl<S: Store> Reconciler<S> {
     fn report(&self, loaded: &Loaded, beat: u64) -> Report {
         let (trust, proxies) = (loaded.trust.borrow().clone(), self.proxies.snapshot());
         // An incomplete catalog excludes nothing.
-        let is_complete = self.hub.missing().is_empty();
+        let is_complete = self.hub.is_listed(Kind::Pod);
         let meshed: Vec<&ConnectedProxy> = self.hub.read(|index| {
             let counts = |proxy: &&ConnectedProxy| !is_complete || proxy.is_meshed(index);
             proxies.iter().filter(counts).collect()

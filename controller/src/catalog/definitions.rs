@@ -61,7 +61,7 @@ pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'
         selector: Selector {
             fields: Some(&selector),
         },
-        is_optional: true,
+        page_size: 1,
         permission: format!(
             "{} of {} with the name {name}",
             definitions.plural, definitions.group
@@ -144,7 +144,7 @@ impl Sink for DefinitionSink {
         self.installed = Some(installed);
     }
 
-    async fn failed(&mut self, _: bool) {
+    fn failed(&mut self, _: String) {
         self.versions.send_if_modified(|versions| {
             let is_unknown = versions.is_none();
             versions.get_or_insert_with(|| resources(self.kind));

@@ -226,7 +226,9 @@ mod tests {
         let one = |change: &Change| match change {
             Change::Apply(_, object) => format!("apply {}", object.key()),
             Change::Delete(_, _, key) => format!("delete {key}"),
-            Change::Unavailable(_, kind) => format!("unavailable {kind}"),
+            Change::NotInstalled(_, kind) | Change::Unreadable(_, kind) => {
+                panic!("a folder has {kind}")
+            }
             Change::Reset(_, kind, objects) => {
                 format!("reset {kind} {}", objects.len())
             }

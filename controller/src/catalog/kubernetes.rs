@@ -2,10 +2,11 @@
 //! of the routes and grants of the Gateway API, and of TrafficPolicies, where they are installed.
 //!
 //! Each kind has its own watch (`watch.rs`). After an error, the watch logs the cause
-//! and the required permissions and retries with back-off. Only the fields that the index needs are
-//! kept.
+//! and the required permissions and retries with back-off. A kind that cannot be read for a minute is
+//! reported. Only the fields that the index needs are kept.
 
 use std::fmt::Debug;
+use std::time::Duration;
 
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::{Node, Pod, Service};
@@ -16,18 +17,24 @@ use tokio::sync::mpsc;
 
 use super::convert::CatalogObject;
 use super::definitions::watch_custom;
-use super::freshness::Freshness;
+use super::freshness::{Freshness, Unreadable};
 use super::objects::{Context, Objects};
 use super::watch::{ALL, Selector, Timing};
-use crate::index::object::{Event, Kind};
+use crate::index::object::{Change, Event, Kind, Source};
 
-/// Sends the objects of the cluster, then changes, until the receiver is dropped.
+/// Interval of checks whether kinds cannot be read.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Sends the objects of the cluster, then changes, until the receiver is dropped. Reports each kind
+/// that cannot be read.
 pub async fn run(
     client: Client,
     trust_domain: &str,
     freshness: &Freshness,
     changes: mpsc::Sender<Event>,
+    report: impl Fn(&Unreadable),
 ) {
+    Kind::ALL.into_iter().for_each(|kind| freshness.begin(kind));
     // Finished pods own no address. The watch reports them as deleted.
     let running = Selector {
         fields: Some("status.phase!=Succeeded,status.phase!=Failed"),
@@ -50,8 +57,25 @@ pub async fn run(
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
     let custom = custom.map(|kind| watch_custom(&client, kind, context));
     tokio::select! {
-        _ = async { tokio::join!(core, join_all(custom)) } => {}
+        _ = async { tokio::join!(core, join_all(custom), check(context, report)) } => {}
         () = changes.closed() => {}
+    }
+}
+
+/// Reports the kinds that cannot be read. An optional one without a former state delays no call any
+/// longer. Never ends.
+async fn check(context: Context<'_>, report: impl Fn(&Unreadable)) {
+    loop {
+        tokio::time::sleep(CHECK_INTERVAL).await;
+        for unreadable in context.freshness.take_unreadable() {
+            let kind = unreadable.kind;
+            report(&unreadable);
+            if kind.is_optional() && !unreadable.is_known {
+                let change = Change::Unreadable(Source::Kubernetes, kind);
+                // An error means that the controller stops, and with it this task.
+                let _ = context.changes.send(change.into()).await;
+            }
+        }
     }
 }
 
@@ -62,4 +86,61 @@ where
 {
     let mut objects = Objects::new(kind, context);
     objects.watch(vec![api], selector).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::super::freshness::MAX_FAILURE;
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn kind_that_cannot_be_read_is_reported_and_delays_calls_for_a_minute() {
+        let (sender, mut changes) = mpsc::channel(16);
+        let (freshness, reports) = (Freshness::default(), RefCell::<Vec<String>>::default());
+        let context = Context {
+            trust_domain: "cluster.local",
+            freshness: &freshness,
+            changes: &sender,
+            timing: Timing::default(),
+        };
+        Kind::ALL.into_iter().for_each(|kind| freshness.begin(kind));
+        freshness.fail(Kind::Grant, "forbidden".to_owned());
+        for kind in Kind::ALL {
+            match kind {
+                Kind::Grant | Kind::Pod => {}
+                // Its watch breaks later.
+                Kind::HttpRoute => {
+                    freshness.confirm(kind, 0);
+                    freshness.fail(kind, "broken".to_owned());
+                }
+                Kind::TrafficSplit => freshness.remove(kind),
+                _ => freshness.confirm(kind, 0),
+            }
+        }
+        let report = |unreadable: &Unreadable| {
+            let text = format!("{}: {}", unreadable.kind, unreadable.error);
+            reports.borrow_mut().push(text);
+        };
+        let checked = tokio::time::timeout(MAX_FAILURE * 3, check(context, report));
+        let started = tokio::time::Instant::now();
+        let (result, (change, elapsed)) = tokio::join!(checked, async {
+            let change = changes.recv().await.unwrap().change;
+            (change, started.elapsed())
+        });
+        assert!(result.is_err(), "never ends");
+        assert_eq!(change, Change::Unreadable(Source::Kubernetes, Kind::Grant));
+        assert!(elapsed >= MAX_FAILURE && elapsed <= MAX_FAILURE + CHECK_INTERVAL);
+        // A required kind blocks the replica, and a former list stays in use: both are reported.
+        assert!(changes.try_recv().is_err());
+        assert_eq!(
+            *reports.borrow(),
+            [
+                "Pod: the API server has not listed its objects",
+                "HTTPRoute: broken",
+                "ReferenceGrant: forbidden"
+            ]
+        );
+    }
 }

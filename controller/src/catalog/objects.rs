@@ -61,7 +61,11 @@ where
             name: self.kind.to_string(),
             apis,
             selector,
-            is_optional: self.kind.is_optional(),
+            page_size: match self.kind.is_optional() {
+                // A route may have 1 MiB.
+                true => 50,
+                false => 500,
+            },
             permission: format!("{} of {group}, in all namespaces", resource.plural),
         }
     }
@@ -71,7 +75,7 @@ where
         self.context.freshness.remove(self.kind);
         let change = match self.latest {
             Some(_) => Change::Reset(Source::Kubernetes, self.kind, Vec::new()),
-            None => Change::Unavailable(Source::Kubernetes, self.kind),
+            None => Change::NotInstalled(Source::Kubernetes, self.kind),
         };
         // Versions of definitions are of another kind: the position of the catalog stays.
         let version = self.latest.flatten();
@@ -113,10 +117,7 @@ where
         self.queue(Event { change, version }).await;
     }
 
-    async fn failed(&mut self, is_unavailable: bool) {
-        if is_unavailable {
-            let change = Change::Unavailable(Source::Kubernetes, self.kind);
-            self.queue(change.into()).await;
-        }
+    fn failed(&mut self, error: String) {
+        self.context.freshness.fail(self.kind, error);
     }
 }

@@ -177,7 +177,8 @@ impl Server {
                 let keys: Vec<String> = objects.iter().map(|one| one.key().to_string()).collect();
                 format!("reset {kind} [{}]", keys.join(" "))
             }
-            Change::Unavailable(_, kind) => format!("unavailable {kind}"),
+            Change::NotInstalled(_, kind) => format!("not installed {kind}"),
+            Change::Unreadable(_, kind) => format!("unreadable {kind}"),
         };
         (text, event.version)
     }

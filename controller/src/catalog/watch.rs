@@ -24,10 +24,6 @@ use crate::index::object::Key;
 
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
-/// Objects in one response to a LIST, which is in memory as a whole.
-const PAGE_SIZE: u32 = 500;
-/// Of optional objects: a route may have 1 MiB.
-const OPTIONAL_PAGE_SIZE: u32 = 50;
 /// Invalid objects that the log names.
 const MAX_NAMED: usize = 100;
 /// The duration of a watch, in seconds. The API server ends it.
@@ -72,8 +68,8 @@ pub(super) struct Target<'a, K> {
     pub apis: Vec<Api<K>>,
     /// Those of the resource that are watched.
     pub selector: Selector<'a>,
-    /// Whether the mesh works without these objects.
-    pub is_optional: bool,
+    /// Objects in one response to a LIST, which is in memory as a whole.
+    pub page_size: u32,
     /// What the controller must be permitted to list and watch.
     pub permission: String,
 }
@@ -104,9 +100,8 @@ pub(super) trait Sink {
     /// Receives a change, with its resource version if it is an integer.
     async fn send(&mut self, update: Update<Self::Item>, version: Option<u64>);
 
-    /// A request has failed. `is_unavailable`: the objects are optional, and not installed or not
-    /// permitted.
-    async fn failed(&mut self, is_unavailable: bool);
+    /// A request has failed, in all versions of the resource.
+    fn failed(&mut self, error: String);
 }
 
 /// Why a LIST or a watch has ended.
@@ -135,7 +130,7 @@ pub(super) async fn watch<S: Sink>(target: Target<'_, S::Object>, sink: &mut S, 
         sink,
         timing,
         missing: 0,
-        is_unavailable: false,
+        logged: String::new(),
         version: None,
         invalid: BTreeSet::new(),
         backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
@@ -150,8 +145,8 @@ struct Watch<'a, S: Sink> {
     timing: Timing,
     /// Versions that are not installed, in a row.
     missing: usize,
-    /// The objects are optional, and not installed or not permitted.
-    is_unavailable: bool,
+    /// The error that the log has.
+    logged: String,
     /// The version of the last event. `None`: the objects must be listed.
     version: Option<String>,
     /// The invalid objects.
@@ -174,10 +169,7 @@ impl<S: Sink> Watch<'_, S> {
 
     /// Lists all objects, in pages, and sends them as one change.
     async fn list(&mut self) -> Result<(), Error> {
-        let mut params = ListParams::default().limit(match self.target.is_optional {
-            true => OPTIONAL_PAGE_SIZE,
-            false => PAGE_SIZE,
-        });
+        let mut params = ListParams::default().limit(self.target.page_size);
         let Selector { fields } = self.target.selector;
         params.field_selector = fields.map(str::to_owned);
         self.invalid.clear();
@@ -306,25 +298,21 @@ impl<S: Sink> Watch<'_, S> {
         }
         self.missing = 0;
         let delay = self.backoff.next_delay();
-        let is_unavailable = self.target.is_optional && error.is_unavailable();
-        let name = &self.target.name;
-        // Objects that are not available are no news after the first request.
-        if is_unavailable && self.is_unavailable {
-            tracing::debug!("{name} is still not available: {error}");
-        } else if is_unavailable {
-            tracing::info!("{name} is not available, and will be used once it is: {error}");
-        } else {
+        let (name, error) = (&self.target.name, error.to_string());
+        // The same error is no news.
+        if error != self.logged {
             tracing::warn!("cannot watch {name}, retrying in {delay:?}: {error}");
+            self.logged.clone_from(&error);
         }
-        self.is_unavailable |= is_unavailable;
-        self.sink.failed(is_unavailable).await;
+        self.sink.failed(error);
         tokio::time::sleep(delay).await;
     }
 
     /// The objects are current.
     fn confirm(&mut self) {
         self.backoff.reset();
-        (self.missing, self.is_unavailable) = (0, false);
+        self.missing = 0;
+        self.logged.clear();
         self.sink.confirm(self.invalid.len());
     }
 
@@ -369,11 +357,6 @@ impl Error {
     fn is_missing(&self) -> bool {
         matches!(self, Error::Status { status, .. } if status.code == 404)
     }
-
-    /// Whether the cluster does not have the resource, or does not permit to list it.
-    fn is_unavailable(&self) -> bool {
-        matches!(self, Error::Status { status, .. } if matches!(status.code, 403 | 404))
-    }
 }
 
 /// A status with its remedy.
@@ -381,6 +364,11 @@ fn explain_status(permission: &str, status: &Status) -> String {
     match status.code {
         403 => format!(
             "{}; the controller's ServiceAccount needs the verbs list and watch on {permission}",
+            status.message
+        ),
+        404 => format!(
+            "{} (status 404); the controller must be able to read the definition of this kind, which \
+             names the versions that are served",
             status.message
         ),
         code => format!("{} (status {code})", status.message),

@@ -226,8 +226,7 @@ impl Subscriptions {
     /// The response with a state, if it differs from the client's.
     fn response(&mut self, resource: &Resource, state: &State) -> Option<(Sent, Vec<Bytes>)> {
         let Subscription { name, known } = self.by_resource.get_mut(resource)?;
-        if state.target.is_none() && matches!(resource, Resource::Workload(..)) {
-            // The pod is not in the catalog yet.
+        if state.is_withheld {
             return None;
         }
         let mut response = header(resource, name.as_deref(), state);
@@ -320,7 +319,7 @@ mod tests {
     use super::*;
     use crate::authenticate::Caller;
     use crate::hub::Hub;
-    use crate::index::object::{Change, Object, Source};
+    use crate::index::object::{Change, Kind, Object, Source};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
 
@@ -646,6 +645,30 @@ mod tests {
         other.retry().unwrap();
         assert!(!other.has_refused());
         assert_eq!(messages(frames(&mut other)).len(), 10);
+    }
+
+    #[test]
+    fn withheld_state_gets_no_answer_and_the_client_keeps_what_it_has() {
+        let (hub, _) = hub_with_service(1);
+        let service = "10.96.0.1:80".parse().unwrap();
+        let mut before = stream(&hub);
+        before.subscribe(subscribe(service, "")).unwrap();
+        let version = messages(frames(&mut before)).remove(0).version;
+        // Another replica, which cannot read a kind.
+        let (hub, _) = hub_with_service(1);
+        hub.apply([Change::Unreadable(Source::Kubernetes, Kind::TcpRoute)]);
+        let [mut known, mut new] = [(); 2].map(|()| stream(&hub));
+        known.subscribe(subscribe(service, &version)).unwrap();
+        new.subscribe(subscribe(service, "")).unwrap();
+        new.subscribe(subscribe("10.64.0.0:80".parse().unwrap(), ""))
+            .unwrap();
+        assert!(frames(&mut known).is_empty());
+        let served = messages(frames(&mut new));
+        assert_eq!(served.len(), 1, "the pod by its own address: {served:?}");
+        hub.apply([Change::Reset(Source::Kubernetes, Kind::TcpRoute, vec![])]);
+        let update = |stream: &mut Subscriptions| messages(frames(stream)).remove(0).update;
+        assert!(matches!(update(&mut known), Some(Response::Unchanged(_))));
+        assert!(matches!(update(&mut new), Some(Response::Snapshot(_))));
     }
 
     #[test]

@@ -225,6 +225,10 @@ impl Subscribers {
     /// The resources with subscribers that changes of the index affect.
     pub(super) fn affected(&self, index: &Index, touched: &Touched) -> BTreeSet<Arc<Resource>> {
         let mut affected = BTreeSet::new();
+        if touched.all {
+            affected.extend(self.resources.keys().cloned());
+            return affected;
+        }
         for ip in &touched.addresses {
             let first = Resource::Destination(SocketAddr::new(*ip, 0));
             let is_affected =

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use futures::FutureExt;
+
 use super::*;
 use crate::index::object::{Change, Object, Pod, Resource};
 use crate::index::state::State;
@@ -32,7 +34,7 @@ fn destination(text: &str) -> Resource {
 }
 
 #[tokio::test]
-async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
+async fn is_synced_when_each_kind_is_listed_or_not_installed_or_cannot_be_read() {
     let (kubernetes, files) = (Source::Kubernetes, Source::Files);
     let hub = Hub::new([kubernetes, files]);
     let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
@@ -40,7 +42,13 @@ async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
     hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
     let optional = Kind::ALL.into_iter().filter(|kind| kind.is_optional());
     assert_eq!(hub.missing().len(), 1 + optional.clone().count());
-    hub.apply(optional.map(|kind| Change::Unavailable(kubernetes, kind)));
+    let mut unlisted = optional.clone();
+    hub.apply(
+        unlisted
+            .next()
+            .map(|kind| Change::Unreadable(kubernetes, kind)),
+    );
+    hub.apply(unlisted.map(|kind| Change::NotInstalled(kubernetes, kind)));
     assert_eq!(hub.missing(), [Kind::Slice].into());
     let waiting = tokio::spawn({
         let hub = hub.clone();
@@ -49,6 +57,40 @@ async fn is_synced_when_each_source_has_listed_or_lacks_each_kind() {
     hub.apply([listed(kubernetes)(Kind::Slice)]);
     waiting.await.unwrap();
     assert!(hub.missing().is_empty());
+    // What judges routes waits on.
+    assert!(hub.complete().now_or_never().is_none() && !hub.is_listed(Kind::Node));
+    hub.apply([listed(kubernetes)(Kind::Node)]);
+    assert!(hub.complete().now_or_never().is_some());
+    // A kind that was listed keeps its objects.
+    hub.apply([Change::Unreadable(kubernetes, Kind::HttpRoute)]);
+    assert!(hub.is_listed(Kind::HttpRoute));
+}
+
+#[test]
+fn subscribers_get_what_was_withheld_when_the_kind_can_be_read() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let objects = crate::index::tests::service_with_pods("web", "10.96.0.1", &["10.0.0.1"]);
+    hub.apply(
+        objects
+            .into_iter()
+            .map(|object| Change::Apply(Source::Kubernetes, object)),
+    );
+    hub.apply([Change::Unreadable(Source::Kubernetes, Kind::HttpRoute)]);
+    let mut reader = hub.watch_resources(None);
+    for text in ["10.96.0.1:80", "10.0.0.1:80", "192.0.2.1:80"] {
+        reader.subscribe(&destination(text));
+    }
+    let next = || {
+        let (resource, state) = reader.next()?;
+        Some(((*resource).clone(), state.is_withheld))
+    };
+    assert_eq!(next(), Some((destination("10.96.0.1:80"), true)));
+    assert_eq!(next(), Some((destination("10.0.0.1:80"), false)));
+    assert_eq!(next(), Some((destination("192.0.2.1:80"), false)));
+    assert_eq!(next(), None);
+    hub.apply([Change::Reset(Source::Kubernetes, Kind::HttpRoute, vec![])]);
+    assert_eq!(next(), Some((destination("10.96.0.1:80"), false)));
+    assert_eq!(next(), None, "the others are as before");
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,6 +1,6 @@
 //! A batch of changes as steps, so that a list of all objects of a kind is applied in parts.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::index::object::{Change, Event, Kind, Source};
 use crate::index::{Index, Step};
@@ -10,8 +10,9 @@ pub(super) struct Update {
     events: VecDeque<Event>,
     /// Of the events before them.
     steps: VecDeque<Step>,
-    /// What these events list, or find unavailable.
-    pub(super) listed: BTreeSet<(Source, Kind)>,
+    /// The kinds that can be read according to these events, because they are listed or have no
+    /// objects, and those that cannot be read.
+    pub(super) readable: BTreeMap<(Source, Kind), bool>,
 }
 
 impl Update {
@@ -19,7 +20,7 @@ impl Update {
         Update {
             events: events.collect(),
             steps: VecDeque::new(),
-            listed: BTreeSet::new(),
+            readable: BTreeMap::new(),
         }
     }
 
@@ -32,10 +33,14 @@ impl Update {
                 self.events.push_front(event);
                 break;
             }
-            if let Change::Reset(source, kind, _) | Change::Unavailable(source, kind) =
-                &event.change
-            {
-                self.listed.insert((*source, *kind));
+            match event.change {
+                Change::Reset(source, kind, _) | Change::NotInstalled(source, kind) => {
+                    self.readable.insert((source, kind), true);
+                }
+                Change::Unreadable(source, kind) => {
+                    self.readable.insert((source, kind), false);
+                }
+                Change::Apply(..) | Change::Delete(..) => {}
             }
             self.steps.extend(index.steps(event));
             if is_list {

@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod dependencies;
 pub mod endpoints;
 pub mod enforcement;
 pub mod excess;
@@ -66,6 +67,8 @@ pub struct Index {
     meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
     /// The objects whose status may have changed.
     changed_statuses: BTreeSet<RouteId>,
+    /// The kinds that are installed and could not be listed so far.
+    unreadable: BTreeSet<Kind>,
 }
 
 /// A part of an event.
@@ -94,6 +97,8 @@ pub struct Touched {
     pub node_ports: BTreeSet<u16>,
     /// Services with rate limits and another number of replicas, which concerns their pods.
     pub replicas: BTreeSet<Key>,
+    /// All resources: one of the kinds that they depend on can be read now, or cannot be read.
+    pub all: bool,
 }
 
 impl Index {
@@ -119,8 +124,7 @@ impl Index {
                 let record = Step::Record(source, kind, true, version);
                 deleted.chain(set).chain([record]).collect()
             }
-            // What was listed before stays.
-            Change::Unavailable(..) => vec![],
+            Change::NotInstalled(..) | Change::Unreadable(..) => vec![],
         }
     }
 
@@ -186,6 +190,14 @@ impl Index {
             }
         }
         while !self.settle_one(touched) {}
+    }
+
+    /// Records whether an installed kind that was not listed before can be read.
+    pub fn set_readable(&mut self, kind: Kind, is_readable: bool, touched: &mut Touched) {
+        touched.all |= match is_readable {
+            true => self.unreadable.remove(&kind),
+            false => self.unreadable.insert(kind),
+        };
     }
 
     /// The objects whose status may have changed since the last call.

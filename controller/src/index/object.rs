@@ -41,7 +41,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All kinds. The catalog is synced when all were listed, or are unavailable.
+    /// All kinds. The catalog is synced when each was listed, is not installed, or cannot be read.
     pub const ALL: [Kind; 11] = [
         Kind::Service,
         Kind::Slice,
@@ -144,9 +144,11 @@ pub enum Change {
     Delete(Source, Kind, Key),
     /// All objects of a kind. Others of the source are deleted.
     Reset(Source, Kind, Vec<Object>),
-    /// The source cannot list an optional kind, which is not installed or not permitted. The
-    /// catalog does not wait for it.
-    Unavailable(Source, Kind),
+    /// A kind is not installed, and has no objects.
+    NotInstalled(Source, Kind),
+    /// The source could not list an optional kind so far, and nothing waits for it any longer. What
+    /// depends on it is withheld until it is listed.
+    Unreadable(Source, Kind),
 }
 
 /// A resource that proxies subscribe to.

@@ -27,11 +27,14 @@ impl Index {
             Resource::Workload(pod, uid) => self.workload(pod, uid, client),
         };
         let (scope, target) = resolved.unzip();
-        let state = State {
-            position: self.position.clone(),
-            ..State::new(target)
+        // A pod that is not in the catalog yet has no configuration.
+        let is_new_pod = target.is_none() && matches!(resource, Resource::Workload(..));
+        let state = match is_new_pod || self.is_withheld(resource, target.as_ref()) {
+            true => State::withheld(),
+            false => State::new(target),
         };
-        (scope.unwrap_or_default(), state)
+        let position = self.position.clone();
+        (scope.unwrap_or_default(), State { position, ..state })
     }
 
     /// The namespace, and the node and the zone of a pod, not of another one with its name.

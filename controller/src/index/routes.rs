@@ -70,6 +70,16 @@ impl Routes {
         }
     }
 
+    /// The routes with a Service as parent.
+    pub(super) fn of_service(&self, service: &Key) -> impl Iterator<Item = &Route> {
+        let namespaces = self.attachments.get(service).into_iter();
+        let groups = namespaces.flat_map(BTreeMap::keys).filter_map(|namespace| {
+            let group = (service.clone(), namespace.clone());
+            self.of_group.get(&group)
+        });
+        groups.flatten().filter_map(|id| self.get(id))
+    }
+
     /// The routes of a Service port for the clients of a namespace.
     pub(super) fn of_client(&self, service: &Key, port: u16, client: &str) -> Option<&Arc<Table>> {
         let attachments = self.attachments.get(service)?;

@@ -22,8 +22,10 @@ pub struct State {
     pub version: Version,
     /// The digest of all but the endpoints.
     pub rest: Version,
-    /// The target. `None`: neither a Service nor a pod, or a pod that is not meshed.
+    /// The target. `None`: neither a Service nor a pod, or a withheld state.
     pub target: Option<Target>,
+    /// The state is not known yet. Subscribers keep what they have.
+    pub is_withheld: bool,
 }
 
 /// The target of a resource.
@@ -118,6 +120,18 @@ impl State {
             version: version::of("state", &(rest, endpoints)),
             rest,
             target,
+            is_withheld: false,
+        }
+    }
+
+    /// The state of a resource that is not known yet.
+    pub fn withheld() -> State {
+        let rest = Digest::new("withheld").finish();
+        State {
+            version: rest,
+            rest,
+            is_withheld: true,
+            ..State::new(None)
         }
     }
 

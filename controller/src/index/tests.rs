@@ -1155,7 +1155,7 @@ fn remember(objects: &mut BTreeMap<(Kind, Key, Source), Object>, change: &Change
             objects
                 .extend(all.map(|object| ((*kind, object.key().clone(), *source), object.clone())));
         }
-        Change::Unavailable(..) => {}
+        Change::NotInstalled(..) | Change::Unreadable(..) => {}
     }
 }
 

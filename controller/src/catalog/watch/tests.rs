@@ -145,29 +145,34 @@ async fn changes_have_the_version_of_their_event_if_it_is_an_integer() {
 }
 
 #[tokio::test]
-async fn kind_that_is_not_installed_or_not_permitted_is_unavailable_if_it_is_optional() {
-    for code in [403, 404] {
+async fn kind_that_cannot_be_read_has_no_objects_by_that_whatever_the_error() {
+    for code in [403, 404, 500] {
         let mut server = start::<Node>(Kind::Node).await;
         server.respond(code, failure(code)).await;
-        assert_eq!(server.change().await, "unavailable Node");
+        // It is requested again, and has failed by then.
+        server.hang().await;
+        let error = server.freshness.failure(Kind::Node).unwrap();
+        assert!(error.starts_with("no"), "{error}");
         server.respond(200, list("1", "", &[])).await;
-        assert_eq!(server.change().await, "reset Node []");
-        let mut server = start::<Service>(Kind::Service).await;
-        server.respond(code, failure(code)).await;
-        server.respond(200, list("1", "", &[])).await;
-        assert_eq!(server.change().await, "reset Service []");
+        assert_eq!(server.change().await, "reset Node []", "and nothing before");
+        assert_eq!(server.freshness.failure(Kind::Node), None);
     }
+    let mut server = start::<Node>(Kind::Node).await;
+    server.hang().await;
+    server.hang().await;
+    let error = server.freshness.failure(Kind::Node).unwrap();
+    assert!(error.contains("has not completed the LIST"), "{error}");
 }
 
 #[tokio::test]
 async fn uses_the_version_that_is_installed_and_waits_until_one_is() {
     let mut server = start_with(Kind::Grant, custom(Kind::Grant)).await;
-    // Before all versions were tried, the kind is not unavailable.
-    for _ in 0..2 {
-        server.respond(404, failure(404)).await;
-    }
-    assert_eq!(server.change().await, "unavailable ReferenceGrant");
     server.respond(404, failure(404)).await;
+    // The other version is requested at once.
+    server.respond(404, failure(404)).await;
+    server.respond(404, failure(404)).await;
+    let error = server.freshness.failure(Kind::Grant).unwrap();
+    assert!(error.contains("the definition of this kind"), "{error}");
     let grant = json!({
         "metadata": {"name": "g", "namespace": "shop", "resourceVersion": "5"},
         "spec": {"from": [], "to": [{"group": "", "kind": "Service"}]},

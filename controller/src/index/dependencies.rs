@@ -1,0 +1,183 @@
+//! The table of the kinds whose objects a state depends on, and what is withheld while one of them
+//! cannot be read. Pure.
+//!
+//! A state without routes or policies that exist would send requests elsewhere, or admit what they
+//! forbid. So it is withheld, and its subscribers keep what they have. All else is served.
+
+use std::net::SocketAddr;
+
+use super::Index;
+use super::object::{Key, Kind, Resource};
+use super::routes::Routes;
+use super::state::Target;
+
+/// Without a Service, and so without routes and policies. Any of these objects may change that.
+const WITHOUT_SERVICE: &[Kind] = &[Kind::Service, Kind::Slice, Kind::Pod, Kind::Node];
+const BACKEND: &[Kind] = &[
+    Kind::Service,
+    Kind::Slice,
+    Kind::Pod,
+    Kind::Node,
+    Kind::TrafficPolicy,
+];
+/// A Service selects the pod, and a TrafficPolicy limits the Service or the namespace.
+const WORKLOAD: &[Kind] = &[Kind::Service, Kind::Pod, Kind::Node, Kind::TrafficPolicy];
+
+/// The kinds whose objects the state of a resource with this target depends on.
+pub fn kinds(resource: &Resource, target: Option<&Target>) -> &'static [Kind] {
+    let has_service = target.is_some_and(|target| target.service.is_some());
+    match resource {
+        Resource::Workload(..) => WORKLOAD,
+        _ if !has_service => WITHOUT_SERVICE,
+        Resource::Backend(..) => BACKEND,
+        Resource::Destination(_) => &Kind::ALL,
+    }
+}
+
+impl Index {
+    /// Whether the state of a resource may be another one with the objects that cannot be read.
+    pub(super) fn is_withheld(&self, resource: &Resource, target: Option<&Target>) -> bool {
+        let mut unreadable = kinds(resource, target).iter();
+        unreadable.any(|kind| {
+            let service = target.and_then(|target| target.service.as_ref());
+            self.unreadable.contains(kind)
+                && match (kind, resource) {
+                    (Kind::Node, Resource::Destination(address)) => {
+                        target.is_none() && self.may_be_node_port(*address)
+                    }
+                    // The zone is a preference.
+                    (Kind::Node, _) => false,
+                    (Kind::Grant, _) => service.is_some_and(|key| self.routes.needs_grants(key)),
+                    (Kind::RouteGroup, _) => {
+                        service.is_some_and(|key| self.routes.needs_groups(key))
+                    }
+                    _ => true,
+                }
+        })
+    }
+
+    fn may_be_node_port(&self, address: SocketAddr) -> bool {
+        self.services_on_nodes.contains_key(&address.port())
+    }
+}
+
+impl Routes {
+    /// Whether routes of a Service refer to other namespaces.
+    fn needs_grants(&self, service: &Key) -> bool {
+        let mut routes = self.of_service(service);
+        routes.any(|route| {
+            let mut references = route.references();
+            let own = |key: &Key| key.namespace == route.key.namespace || key == service;
+            references.any(|reference| !own(&reference.key))
+        })
+    }
+
+    /// Whether TrafficSplits of a Service refer to HTTPRouteGroups.
+    fn needs_groups(&self, service: &Key) -> bool {
+        let mut routes = self.of_service(service);
+        routes.any(|route| {
+            let is_split = route.kind == Kind::TrafficSplit;
+            let split = self.traffic_splits.get(&route.key).filter(|_| is_split);
+            let rule = split.and_then(|split| split.content.as_ref().ok());
+            rule.is_some_and(|rule| !rule.groups.is_empty())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::sync::Arc;
+
+    use super::super::Touched;
+    use super::*;
+    use crate::catalog::parse;
+    use crate::index::locality::Location;
+    use crate::index::tests::index;
+
+    const OBJECTS: &str = r#"
+{apiVersion: v1, kind: Service, metadata: {name: plain, namespace: shop}, spec: {
+  clusterIP: 10.96.0.1, ports: [{port: 80, nodePort: 30080}], type: NodePort}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: split, namespace: shop}, spec: {
+  clusterIP: 10.96.0.2, ports: [{port: 80}]}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: other, namespace: shop}, spec: {
+  clusterIP: 10.96.0.3, ports: [{port: 80}]}}
+---
+{apiVersion: split.smi-spec.io/v1alpha4, kind: TrafficSplit, metadata: {name: split, namespace: shop},
+ spec: {service: split, backends: [{service: plain, weight: 1}],
+  matches: [{kind: HTTPRouteGroup, name: absent}]}}
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, metadata: {name: other, namespace: shop},
+ spec: {parentRefs: [{group: "", kind: Service, name: other}],
+  rules: [{backendRefs: [{name: api, namespace: till, port: 80}]}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: alone, namespace: shop, uid: u}, status: {
+  podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}]}}
+"#;
+
+    /// What is withheld while a kind cannot be read.
+    fn withheld(kind: Kind) -> Vec<&'static str> {
+        let mut index = index(parse(OBJECTS, "cluster.local").unwrap().objects);
+        index.set_readable(kind, false, &mut Touched::default());
+        let destinations = [
+            ("plain", "10.96.0.1:80"),
+            ("split", "10.96.0.2:80"),
+            ("other", "10.96.0.3:80"),
+            ("no port", "10.96.0.1:81"),
+            ("pod", "10.0.0.1:80"),
+            ("node port", "10.1.0.1:30080"),
+            ("unknown", "192.0.2.1:443"),
+        ];
+        let destinations = destinations.map(|(name, address)| {
+            let address = address.parse().unwrap();
+            (name, Resource::Destination(address))
+        });
+        let backend = |name| Resource::Backend(Key::new("shop", name), 80);
+        let others = [
+            ("backend", backend("plain")),
+            ("no backend", backend("none")),
+            (
+                "self",
+                Resource::Workload(Key::new("shop", "alone"), Arc::from("u")),
+            ),
+        ];
+        let all = destinations.into_iter().chain(others);
+        let is_withheld = |resource: &Resource| {
+            let (_, state) = index.resolve(resource, &Location::default());
+            assert!(!state.is_withheld || state.target.is_none());
+            state.is_withheld
+        };
+        let all = all.filter(|(_, resource)| is_withheld(resource));
+        let names = all.map(|(name, _)| name).collect();
+        // The state is known as soon as the kind is.
+        let mut touched = Touched::default();
+        index.set_readable(kind, true, &mut touched);
+        assert!(touched.all);
+        names
+    }
+
+    #[test]
+    fn unreadable_kind_withholds_only_what_depends_on_it() {
+        let services = ["plain", "split", "other"];
+        // The pod is not meshed: it has no configuration of its own.
+        let own = ["self"];
+        for kind in Kind::ALL {
+            let expected: Vec<&str> = match kind {
+                Kind::Node => vec!["node port"],
+                Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute | Kind::TrafficSplit => {
+                    services.to_vec()
+                }
+                Kind::Grant => vec!["other"],
+                Kind::RouteGroup => vec!["split"],
+                Kind::TrafficPolicy => [&services[..], &["backend"]].concat(),
+                Kind::Service | Kind::Slice | Kind::Pod => continue,
+            };
+            let withheld = withheld(kind);
+            let withheld: BTreeSet<&str> = withheld.into_iter().collect();
+            let expected = expected.into_iter().chain(own).collect();
+            assert_eq!(withheld, expected, "{kind}");
+        }
+    }
+}
