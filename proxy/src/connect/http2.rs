@@ -1,18 +1,20 @@
 //! The HTTP/2 connections of one worker to one endpoint, inbound for the requests of one caller.
 //! Streams share a connection. A new connection is opened if the open ones have reached the peer's
-//! SETTINGS_MAX_CONCURRENT_STREAMS. Each connection has its own task.
+//! SETTINGS_MAX_CONCURRENT_STREAMS. Each connection has its own task. A stream that the proxy resets
+//! counts until the peer has read the reset.
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use h2::SendStream;
 use h2::client::{ResponseFuture, SendRequest};
-use h2::{Ping, PingPong, SendStream};
 use http::Request;
-use tokio::sync::{Mutex, OnceCell};
+use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
 use tokio::task::AbortHandle;
 
 use super::queue::{LimitKind, Limiter, Slot};
@@ -45,8 +47,9 @@ pub const CONNECTION_COST: usize = 16 * 1024;
 const INITIAL_MAX_STREAMS: usize = 100;
 /// How long a connection without streams stays open.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the peer of a connection with open streams may be silent before the proxy sends a PING.
-/// After the same time again without a byte the proxy closes the connection.
+/// How long the peer of a connection with open streams may be silent before the proxy sends a
+/// SETTINGS frame. After the same time again without a byte the proxy closes the connection. It also
+/// does so if a SETTINGS frame is not acknowledged for both times together.
 const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A worker's HTTP/2 connections to one endpoint.
@@ -74,15 +77,15 @@ pub(super) struct Connection {
     sender: RefCell<SendRequest<Queued>>,
     io: Batched,
     is_secured: bool,
-    streams: Cell<usize>,
-    limiter: Rc<Limiter>,
+    streams: Rc<Streams>,
+    /// What the task keeps until the peer has read all earlier frames.
+    unread: mpsc::UnboundedSender<Unread>,
     /// A stream on the connection has ended. The peer may have closed the connection since.
     reused: Cell<bool>,
     /// The peer's SETTINGS have arrived, if somebody has waited for them.
     settled: OnceCell<()>,
     health: RefCell<Health>,
     lifetime: Option<Lifetime>,
-    blocked: Rc<Blocked>,
     /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
     task: AbortHandle,
@@ -90,22 +93,30 @@ pub(super) struct Connection {
 
 /// The liveness of a connection, updated by [`Connections::maintain`].
 struct Health {
-    ping: Option<PingPong>,
-    /// A PING frame was sent and not yet acknowledged.
-    pinged: bool,
     bytes_read: u64,
     /// When the connection last received bytes, or had no streams.
     last_read: Instant,
     last_used: Instant,
 }
 
-/// A slot for one stream on a connection. Released on drop.
+/// A slot for one stream on a connection. Released on drop, or when the peer has read the reset of
+/// the stream.
 pub struct Lease {
     connection: Rc<Connection>,
-    /// [`Blocked`] counts the stream.
+    /// [`Streams::blocked`] counts the stream.
     is_blocked: Cell<bool>,
+    slot: Option<StreamSlot>,
+    /// The stream was opened. Unless its end is recorded, it is reset on drop.
+    is_open: Cell<bool>,
+}
+
+/// What one stream occupies.
+struct StreamSlot {
+    streams: Rc<Streams>,
     /// The request is in flight.
     _request: Slot,
+    /// The place of the request on the connection of its client.
+    place: Option<Rc<dyn Any>>,
 }
 
 impl Connections {
@@ -252,7 +263,7 @@ impl Connection {
         }
         let mut sender = self.sender.borrow_mut();
         match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(Ok(())) if self.streams.get() < sender.current_max_send_streams() => {
+            Poll::Ready(Ok(())) if self.streams.open.get() < sender.current_max_send_streams() => {
                 Capacity::Available
             }
             Poll::Ready(Ok(())) | Poll::Pending => Capacity::Exhausted,
@@ -261,17 +272,19 @@ impl Connection {
         }
     }
 
-    /// Waits for the answer to a PING frame.
-    async fn round_trip(&self) -> Result<(), h2::Error> {
-        let ping = |cx: &mut Context<'_>| match &mut self.health.borrow_mut().ping {
-            Some(ping) => ping.poll_pong(cx).map_ok(drop),
-            None => Poll::Ready(Ok(())),
-        };
-        if let Some(ping) = &mut self.health.borrow_mut().ping {
-            // Fails while another PING frame is in flight: its answer serves as well.
-            let _ = ping.send_ping(Ping::opaque());
-        }
-        poll_fn(ping).await
+    /// Waits until the peer has acknowledged a SETTINGS frame, or the connection has ended.
+    async fn round_trip(&self) {
+        let (kept, read) = oneshot::channel::<()>();
+        self.keep_until_read(1, kept);
+        // Fails when `kept` is dropped.
+        let _ = read.await;
+    }
+
+    /// Keeps `kept` until this number of further SETTINGS frames was sent, or the connection has
+    /// ended. `h2` sends one after the acknowledgment of the one before.
+    fn keep_until_read(&self, further: u64, kept: impl Any) {
+        // Fails if the connection has ended.
+        let _ = self.unread.send((further, Box::new(kept)));
     }
 
     /// Updates the state of the connection. Returns whether it stays in the pool.
@@ -284,15 +297,21 @@ impl Connection {
                 .is_some_and(|lifetime| lifetime.is_retired(now)),
         );
         let health = &mut *self.health.borrow_mut();
-        if self.streams.get() == 0 {
+        if self.streams.open.get() == 0 {
             health.last_read = now;
             let idle = now.saturating_duration_since(health.last_used);
             return !self.retired.get() && idle < IDLE_TIMEOUT;
         }
         health.last_used = now;
-        let is_alive = health.update(now, self.io.bytes_read());
+        let silence = health.silence(now, self.io.bytes_read());
+        if silence >= READ_IDLE_TIMEOUT {
+            self.keep_until_read(1, ());
+        }
+        let unread_since = self.streams.unread_since.get().unwrap_or(now);
+        let is_alive =
+            silence.max(now.saturating_duration_since(unread_since)) < 2 * READ_IDLE_TIMEOUT;
         if !is_alive {
-            tracing::debug!("upstream connection closed: the peer does not answer PING frames");
+            tracing::debug!("upstream connection closed: the peer acknowledges no SETTINGS frame");
             self.task.abort();
         }
         is_alive
@@ -300,56 +319,57 @@ impl Connection {
 }
 
 impl Health {
-    /// Sends a PING frame if the peer is silent. Returns whether the connection is alive.
-    fn update(&mut self, now: Instant, bytes_read: u64) -> bool {
+    /// For how long the peer has sent nothing.
+    fn silence(&mut self, now: Instant, bytes_read: u64) -> Duration {
         if bytes_read != self.bytes_read {
             (self.bytes_read, self.last_read) = (bytes_read, now);
         }
-        let Some(ping) = &mut self.ping else {
-            return true;
-        };
-        if self.pinged
-            && ping
-                .poll_pong(&mut Context::from_waker(Waker::noop()))
-                .is_ready()
-        {
-            self.pinged = false;
-        }
-        let silence = now.saturating_duration_since(self.last_read);
-        if silence >= READ_IDLE_TIMEOUT && !self.pinged {
-            self.pinged = ping.send_ping(Ping::opaque()).is_ok();
-        }
-        silence < 2 * READ_IDLE_TIMEOUT
+        now.saturating_duration_since(self.last_read)
     }
 }
 
 impl Lease {
     fn new(connection: Rc<Connection>, request: Slot) -> Self {
-        connection.streams.set(connection.streams.get() + 1);
+        let streams = connection.streams.clone();
+        streams.open.set(streams.open.get() + 1);
         Self {
             connection,
             is_blocked: Cell::new(false),
-            _request: request,
+            slot: Some(StreamSlot {
+                streams,
+                _request: request,
+                place: None,
+            }),
+            is_open: Cell::new(false),
         }
     }
 
     /// Counts a stream whose client does not read all at once: bytes wait for it.
     pub fn record_blocked(&self) {
         if !self.is_blocked.replace(true) {
-            self.connection.blocked.add();
+            self.connection.streams.add_blocked();
         }
     }
 
-    /// Opens the stream.
+    /// Opens the stream. If it is reset, `place` is kept until the peer has read the reset.
     pub fn send(
-        &self,
+        &mut self,
         request: Request<()>,
         end_of_stream: bool,
+        place: Option<Rc<dyn Any>>,
     ) -> Result<(ResponseFuture, SendStream<Queued>), h2::Error> {
-        self.connection
-            .sender
-            .borrow_mut()
-            .send_request(request, end_of_stream)
+        let mut sender = self.connection.sender.borrow_mut();
+        let opened = sender.send_request(request, end_of_stream)?;
+        if let Some(slot) = &mut self.slot {
+            slot.place = place;
+        }
+        self.is_open.set(true);
+        Ok(opened)
+    }
+
+    /// The stream has ended on both sides, or the peer has reset it.
+    pub fn record_end(&self) {
+        self.is_open.set(false);
     }
 
     /// The connection.
@@ -370,13 +390,13 @@ impl Lease {
             .is_extended_connect_protocol_enabled()
     }
 
-    /// Waits until the peer's SETTINGS have arrived: they precede the answer to a PING frame.
-    pub async fn settled(&self) -> Result<(), h2::Error> {
+    /// Waits until the peer's SETTINGS have arrived: they precede its first acknowledgment. Returns
+    /// false if the connection has ended.
+    pub async fn settled(&self) -> bool {
         let connection = &self.connection;
-        let settled = connection
-            .settled
-            .get_or_try_init(|| connection.round_trip());
-        settled.await.copied()
+        let settled = connection.settled.get_or_init(|| connection.round_trip());
+        settled.await;
+        !matches!(connection.capacity(), Capacity::Closed)
     }
 
     /// Whether the peer has accepted the TLS handshake.
@@ -392,18 +412,31 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.connection
-            .streams
-            .set(self.connection.streams.get() - 1);
-        self.connection.reused.set(true);
+        let connection = &self.connection;
+        let streams = &connection.streams;
+        connection.reused.set(true);
         if self.is_blocked.get() {
-            self.connection.blocked.remove();
+            streams.blocked.set(streams.blocked.get() - 1);
         }
-        let limiter = &self.connection.limiter;
-        limiter.release(LimitKind::Http2Connections);
-        if self.connection.streams.get() == 0 {
-            self.connection.health.borrow_mut().last_used = Instant::now();
+        let slot = self.slot.take();
+        if self.is_open.get() {
+            // The first SETTINGS frame follows the reset. The second one follows the acknowledgment of
+            // the first one.
+            connection.keep_until_read(2, slot);
+        } else {
+            drop(slot);
         }
+        if streams.open.get() == 0 {
+            connection.health.borrow_mut().last_used = Instant::now();
+        }
+    }
+}
+
+impl Drop for StreamSlot {
+    fn drop(&mut self) {
+        let streams = &self.streams;
+        streams.open.set(streams.open.get() - 1);
+        streams.limiter.release(LimitKind::Http2Connections);
     }
 }
 
@@ -419,10 +452,10 @@ async fn open(
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
     let mut memory = Charge::new(caller.clone());
-    let blocked = Rc::<Blocked>::default();
+    let streams = Rc::new(Streams::new(limiter.clone()));
     let mut window = windows.map(|windows| Window {
         charge: Charge::new(windows.clone()),
-        blocked: blocked.clone(),
+        streams: streams.clone(),
     });
     if !memory.try_grow(CONNECTION_COST) {
         return Err(memory.exceeded());
@@ -449,7 +482,8 @@ async fn open(
         address,
         reason: error.to_string(),
     })?;
-    let (ping, now) = (connection.ping_pong(), Instant::now());
+    let (unread, kept) = mpsc::unbounded_channel();
+    let mut barrier = Barrier::new(kept, streams.clone());
     let task = tokio::task::spawn_local({
         let io = io.clone();
         async move {
@@ -468,7 +502,19 @@ async fn open(
                     if let Some(size) = resized {
                         connection.set_target_window_size(size);
                     }
-                    Pin::new(&mut connection).poll(cx)
+                    barrier.receive(cx);
+                    loop {
+                        let polled = Pin::new(&mut connection).poll(cx);
+                        // The window stays the same: the acknowledgment matters. Fails until that of
+                        // the frame before has arrived.
+                        let sends = polled.is_pending()
+                            && barrier.is_needed()
+                            && connection.set_initial_window_size(STREAM_WINDOW).is_ok();
+                        if !sends {
+                            break polled;
+                        }
+                        barrier.record_sent();
+                    }
                 }
             });
             if let Err(error) = ended.await {
@@ -476,9 +522,8 @@ async fn open(
             }
         }
     });
+    let now = Instant::now();
     let health = Health {
-        ping,
-        pinged: false,
         bytes_read: 0,
         last_read: now,
         last_used: now,
@@ -487,16 +532,102 @@ async fn open(
         sender: RefCell::new(sender),
         io,
         is_secured,
-        streams: Cell::new(0),
-        limiter: limiter.clone(),
+        streams,
+        unread,
         reused: Cell::new(false),
         settled: OnceCell::new(),
         health: RefCell::new(health),
         lifetime,
-        blocked,
         retired: Cell::new(false),
         task: task.abort_handle(),
     }))
+}
+
+/// The streams of a connection, shared with its task.
+struct Streams {
+    limiter: Rc<Limiter>,
+    /// Open ones, and those whose reset the peer has not read.
+    open: Cell<usize>,
+    /// Open ones whose clients did not read all at once.
+    blocked: Cell<u32>,
+    /// Since when a SETTINGS frame has to be acknowledged.
+    unread_since: Cell<Option<Instant>>,
+    /// Wakes the task of the connection.
+    task: RefCell<Option<Waker>>,
+}
+
+impl Streams {
+    fn new(limiter: Rc<Limiter>) -> Self {
+        Self {
+            limiter,
+            open: Cell::new(0),
+            blocked: Cell::new(0),
+            unread_since: Cell::new(None),
+            task: RefCell::default(),
+        }
+    }
+
+    fn add_blocked(&self) {
+        self.blocked.set(self.blocked.get() + 1);
+        if let Some(task) = &*self.task.borrow() {
+            task.wake_by_ref();
+        }
+    }
+}
+
+/// What is dropped after this number of further SETTINGS frames.
+type Unread = (u64, Box<dyn Any>);
+
+/// Shows what the peer has read: it acknowledges a SETTINGS frame after it has processed the frames
+/// before (RFC 9113, section 6.5.3). PING frames would show the same, but gRPC servers close a
+/// connection with more than two of them in five minutes in which they send no response.
+struct Barrier {
+    received: mpsc::UnboundedReceiver<Unread>,
+    streams: Rc<Streams>,
+    /// The number of SETTINGS frames sent after that of the handshake.
+    sent: u64,
+    /// What is dropped when that number was sent.
+    kept: VecDeque<Unread>,
+}
+
+impl Barrier {
+    fn new(received: mpsc::UnboundedReceiver<Unread>, streams: Rc<Streams>) -> Self {
+        Self {
+            received,
+            streams,
+            sent: 0,
+            kept: VecDeque::new(),
+        }
+    }
+
+    /// Takes what is to be kept. The task of the connection then polls it, which sends earlier frames.
+    fn receive(&mut self, cx: &mut Context<'_>) {
+        while let Poll::Ready(Some((further, kept))) = self.received.poll_recv(cx) {
+            if self.kept.is_empty() {
+                self.streams.unread_since.set(Some(Instant::now()));
+            }
+            self.kept.push_back((self.sent + further, kept));
+        }
+    }
+
+    /// Whether a SETTINGS frame has to be sent.
+    fn is_needed(&self) -> bool {
+        !self.kept.is_empty()
+    }
+
+    /// A SETTINGS frame was sent: the peer has acknowledged the one before.
+    fn record_sent(&mut self) {
+        self.sent += 1;
+        while self
+            .kept
+            .front()
+            .is_some_and(|(sent, _)| *sent <= self.sent)
+        {
+            self.kept.pop_front();
+        }
+        let is_needed = self.is_needed();
+        self.streams.unread_since.set(is_needed.then(Instant::now));
+    }
 }
 
 /// The flow-control window of a connection, charged to its caller. It grows with the number of
@@ -504,40 +635,19 @@ async fn open(
 /// peer may use what it was granted.
 struct Window {
     charge: Charge,
-    blocked: Rc<Blocked>,
-}
-
-/// The open streams of a connection whose clients did not read all at once.
-#[derive(Default)]
-struct Blocked {
-    streams: Cell<u32>,
-    /// Wakes the task of the connection.
-    task: RefCell<Option<Waker>>,
-}
-
-impl Blocked {
-    fn add(&self) {
-        self.streams.set(self.streams.get() + 1);
-        if let Some(task) = &*self.task.borrow() {
-            task.wake_by_ref();
-        }
-    }
-
-    fn remove(&self) {
-        self.streams.set(self.streams.get() - 1);
-    }
+    streams: Rc<Streams>,
 }
 
 impl Window {
     /// The new size, if the window has to grow and the caller may use the memory for it. `cx` is
     /// that of the connection's task.
     fn grow(&mut self, cx: &Context<'_>) -> Option<u32> {
-        let task = &mut *self.blocked.task.borrow_mut();
+        let task = &mut *self.streams.task.borrow_mut();
         match task {
             Some(task) => task.clone_from(cx.waker()),
             None => *task = Some(cx.waker().clone()),
         }
-        let streams = (1 + self.blocked.streams.get()).min(CONNECTION_WINDOW / STREAM_WINDOW);
+        let streams = (1 + self.streams.blocked.get()).min(CONNECTION_WINDOW / STREAM_WINDOW);
         let wanted = streams.next_power_of_two() * STREAM_WINDOW;
         let granted = self.charge.amount();
         // A smaller one if the caller may not use as much.

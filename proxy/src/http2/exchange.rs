@@ -18,7 +18,7 @@ use tokio::time::timeout_at;
 
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
-use super::{STREAM_COST, Stream};
+use super::{Place, STREAM_COST, Stream};
 use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::batched::Queued;
@@ -56,9 +56,9 @@ pub(super) async fn carry(
     let refused = memory.check_head(head_size).err().or(malformed);
     memory.set(STREAM_COST + head_size);
     let deadline = head::deadline(&parts);
-    if client.wait_after_resets(&mut respond).await.is_none() {
+    let Some(place) = client.place(&mut respond).await else {
         return;
-    }
+    };
     let mut record = ExchangeRecord::new(flow, HttpVersion::Http2);
     record.attempts.previous = flow.previous_attempts(&parts.headers);
     record.attempts.exchange_deadline = deadline;
@@ -96,6 +96,7 @@ pub(super) async fn carry(
             false => 0,
         },
         client,
+        place: Rc::new(place),
         parts,
         memory,
     };
@@ -119,6 +120,8 @@ struct Exchange {
     /// The number of interim responses that the client still gets. It waits for one of them.
     interim_left: u32,
     client: Stream,
+    /// Kept until the endpoint has read the resets of all attempts.
+    place: Rc<Place>,
     /// Charged for the stream and the heads.
     memory: Charge,
 }
@@ -201,8 +204,8 @@ impl Exchange {
             if is_extended && !lease.supports_extended_connect() {
                 // Boxed: it is rare. Without SETTINGS, the peer does not support the request.
                 let settled = Box::pin(timeout_at(dialer.deadline, lease.settled()));
-                if let Ok(Err(error)) = settled.await {
-                    let (address, reason) = (endpoint.address, error.to_string());
+                if let Ok(false) = settled.await {
+                    let (address, reason) = (endpoint.address, "it sent no SETTINGS".into());
                     return Err(Failure::UpstreamClosed { address, reason });
                 }
             }
@@ -298,6 +301,7 @@ impl Exchange {
         self.record.attempts.end();
         match relayed {
             Ok(()) => {
+                attempt.lease.record_end();
                 self.record.response_end();
                 if self.upload.is_complete() {
                     self.record.request_end();
@@ -310,6 +314,7 @@ impl Exchange {
                 Outcome::Cancelled
             }
             Err(Ended::Upstream(error)) => {
+                attempt.lease.record_end();
                 self.break_off(&error, endpoint);
                 Outcome::Ended
             }
@@ -445,15 +450,17 @@ impl Exchange {
 
 /// Reads the rest of a response in whose place another attempt follows, so that its stream ends
 /// without a reset.
-async fn discard(_attempt: Attempt, mut body: RecvStream) {
+async fn discard(attempt: Attempt, mut body: RecvStream) {
     let mut left = MAX_DISCARD;
-    while let Some(Ok(data)) = body.data().await
-        && data.len() <= left
-    {
+    while let Some(Ok(data)) = body.data().await {
+        if data.len() > left {
+            return;
+        }
         left -= data.len();
         // Fails only if the stream is closed.
         let _ = body.flow_control().release_capacity(data.len());
     }
+    attempt.lease.record_end();
 }
 
 impl Forward for Exchange {
@@ -473,7 +480,7 @@ impl Forward for Exchange {
         endpoint: &Rc<Endpoint>,
     ) -> Result<Outcome, AttemptError> {
         // 7. Connect.
-        let lease = match self.connect(flow, endpoint).await {
+        let mut lease = match self.connect(flow, endpoint).await {
             Some(Ok(lease)) => lease,
             Some(Err(failure)) => return Err(AttemptError::connect(failure)),
             None => return Ok(Outcome::Cancelled),
@@ -494,7 +501,8 @@ impl Forward for Exchange {
         }
         head::set_deadline(&mut parts, self.record.attempts.exchange_deadline);
         let request = Request::from_parts(parts, ());
-        let (response, to_upstream) = match lease.send(request, self.upload.is_done()) {
+        let (place, is_complete) = (self.place.clone(), self.upload.is_done());
+        let (response, to_upstream) = match lease.send(request, is_complete, Some(place)) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, endpoint, &lease, false),
         };
@@ -511,6 +519,7 @@ impl Forward for Exchange {
                 return Ok(Outcome::Cancelled);
             }
             Err(Ended::Upstream(error)) => {
+                attempt.lease.record_end();
                 return self.failed(&error, endpoint, &attempt.lease, true);
             }
         };

@@ -28,12 +28,12 @@ pub async fn attempt(
     let pool = endpoint.pool();
     let windows = &worker.memory(flow.direction).app_windows;
     let leased = pool.http2(memory.account(), windows, dialer, expiry).await;
-    let lease = leased.map_err(AttemptError::connect)?;
+    let mut lease = leased.map_err(AttemptError::connect)?;
     attempts.connected();
     let closed =
         |error: h2::Error| AttemptError::closed(endpoint.address, error.to_string(), false);
     let request = Request::from_parts(parts.clone(), ());
-    let (response, mut stream) = lease.send(request, body.is_empty()).map_err(closed)?;
+    let (response, mut stream) = lease.send(request, body.is_empty(), None).map_err(closed)?;
     if !body.is_empty() {
         stream
             .send_data(lease.io().queue(body.clone()), true)
@@ -44,6 +44,7 @@ pub async fn attempt(
     let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
     let answered = attempts.answered(status, verdict, Replayable::ONCE, flow);
     let drained = drain(body).await.map_err(closed);
+    lease.record_end();
     attempts.end();
     answered.and(drained)
 }

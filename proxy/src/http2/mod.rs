@@ -12,17 +12,18 @@ mod relay;
 #[cfg(test)]
 mod tests;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use diy_mesh_runtime::admission::Class;
 use h2::Reason;
 use h2::server::{Builder, Connection, SendResponse};
-use tokio::time::timeout;
+use tokio::sync::Semaphore;
+use tokio::time::{sleep, timeout};
 
 use crate::account::{Account, Charge, ConnectionSlot};
 use crate::batched::{Batched, Queued};
@@ -37,7 +38,8 @@ use crate::lifetime::{Expiry, drained_or};
 use crate::record::ConnectionRecord;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
-/// The maximum number of concurrent streams of a client connection.
+/// The maximum number of concurrent streams of a client connection, and of its requests that the
+/// application has. Those whose streams were reset count until the application has read the reset.
 const MAX_STREAMS: u32 = 250;
 /// The maximum number of streams that the client has reset before the proxy accepted them: all that
 /// it may open at once.
@@ -208,7 +210,7 @@ impl ClientConnection {
             }
         }
         self.resize_window();
-        if self.connection.has_streams() {
+        if self.connection.has_streams() || self.shared.places.are_taken(cx) {
             self.idle.touch();
             self.slot.iter().for_each(|slot| slot.touch());
         } else if self.shared.has_served.get() {
@@ -296,6 +298,7 @@ struct Shared {
     /// A stream was opened or polled since the last check for floods.
     progress: Cell<bool>,
     resets: Resets,
+    places: Rc<Places>,
 }
 
 impl Shared {
@@ -308,6 +311,7 @@ impl Shared {
             has_served: Cell::new(false),
             progress: Cell::new(false),
             resets: Resets::new(Instant::now()),
+            places: Rc::default(),
         }
     }
 
@@ -315,21 +319,80 @@ impl Shared {
         self.progress.set(true);
     }
 
-    /// Waits while the client has reset too many streams. None if it resets this one: the application
-    /// has not seen it, so it does not count.
-    async fn wait_after_resets(&self, respond: &mut SendResponse<Queued>) -> Option<()> {
-        loop {
-            let delay = self.resets.delay(Instant::now());
-            if delay.is_zero() {
-                return Some(());
+    /// A place for a request. Waits while all are taken, or the client has reset too many streams.
+    /// None if it resets this one: the application has not seen it, so it does not count.
+    async fn place(&self, respond: &mut SendResponse<Queued>) -> Option<Place> {
+        let is_free = self.resets.delay(Instant::now()).is_zero();
+        if let Some(place) = self.places.try_take().filter(|_| is_free) {
+            return Some(place);
+        }
+        // Boxed: it is rare.
+        let mut waiting = Box::pin(async {
+            let place = self.places.take().await;
+            loop {
+                match self.resets.delay(Instant::now()) {
+                    Duration::ZERO => return place,
+                    delay => sleep(delay).await,
+                }
             }
-            // Boxed: it is rare.
-            let mut pause = Box::pin(tokio::time::sleep(delay));
-            let waited = poll_fn(|cx| match pause.as_mut().poll(cx) {
-                Poll::Ready(()) => Poll::Ready(Some(())),
-                Poll::Pending => respond.poll_reset(cx).map(|_| None),
-            });
-            waited.await?;
+        });
+        poll_fn(|cx| match waiting.as_mut().poll(cx) {
+            Poll::Pending => respond.poll_reset(cx).map(|_| None),
+            taken => taken,
+        })
+        .await
+    }
+}
+
+/// The places for requests of one client connection, [`MAX_STREAMS`]. The client cannot have more of
+/// them with the application by resetting streams.
+struct Places {
+    free: Semaphore,
+    /// Wakes the task of the connection.
+    task: RefCell<Option<Waker>>,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self {
+            free: Semaphore::new(MAX_STREAMS as usize),
+            task: RefCell::default(),
+        }
+    }
+}
+
+impl Places {
+    fn try_take(self: &Rc<Self>) -> Option<Place> {
+        self.free.try_acquire().ok()?.forget();
+        Some(Place(self.clone()))
+    }
+
+    async fn take(self: &Rc<Self>) -> Option<Place> {
+        self.free.acquire().await.ok()?.forget();
+        Some(Place(self.clone()))
+    }
+
+    fn are_all_free(&self) -> bool {
+        self.free.available_permits() == MAX_STREAMS as usize
+    }
+
+    /// Whether a place is taken. Then the task wakes when all are free.
+    fn are_taken(&self, cx: &Context<'_>) -> bool {
+        let are_taken = !self.are_all_free();
+        self.task.replace(are_taken.then(|| cx.waker().clone()));
+        are_taken
+    }
+}
+
+/// One of the [`Places`]. Released on drop.
+struct Place(Rc<Places>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let Self(places) = self;
+        places.free.add_permits(1);
+        if places.are_all_free() {
+            places.task.take().into_iter().for_each(Waker::wake);
         }
     }
 }

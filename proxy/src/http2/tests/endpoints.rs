@@ -524,7 +524,7 @@ fn replies_with_upstream_malformed_to_non_http2_response() {
 }
 
 #[test]
-fn closes_connection_without_ping_response() {
+fn closes_connection_of_silent_endpoint() {
     on_worker(async {
         // A server that sends nothing after its preface.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -558,7 +558,7 @@ fn closes_connection_without_ping_response() {
 }
 
 #[test]
-fn keeps_silent_connection_that_answers_pings() {
+fn keeps_silent_connection_that_acknowledges_settings() {
     on_worker(async {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(10, go.clone()).await;
@@ -576,7 +576,7 @@ fn keeps_silent_connection_that_answers_pings() {
                 .pool()
                 .http2
                 .maintain(now + round * Duration::from_secs(25));
-            // Time for the PING frame and its acknowledgement, which the test cannot observe.
+            // Time for the SETTINGS frame and its acknowledgment, which the test cannot observe.
             for _ in 0..100 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }

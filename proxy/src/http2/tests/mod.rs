@@ -6,6 +6,7 @@ mod endpoints;
 mod forgery;
 mod hostile;
 mod passing;
+mod resets;
 
 use std::future::{Future, poll_fn};
 use std::io::Write;
