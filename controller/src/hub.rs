@@ -7,12 +7,12 @@
 //!
 //! Two locks: that of the index, and that of the subscribers, in this order. States are resolved
 //! under a shared lock of the index only, so streams read their queues meanwhile. The conditions of
-//! `enforcement` have a lock of their own, which is taken alone.
+//! `acknowledgements` have a lock of their own, which is taken alone.
 //!
 //! [`Hub::follow`] alone changes the index. It works in slices of a few milliseconds, without a lock
 //! between them. Namespaces take turns in publications, so that none waits for the states of another.
 
-mod enforcement;
+mod acknowledgements;
 mod history;
 mod queue;
 mod resources;
@@ -39,8 +39,9 @@ use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
-use crate::routes::enforcement::Reports;
+use crate::routes::programmed::Reports;
 use crate::routes::statuses::Source as Statuses;
+pub use acknowledgements::{Missing, Rejection};
 use history::History;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
@@ -90,7 +91,7 @@ pub struct Hub {
     changed: watch::Sender<()>,
     /// The objects whose status may have changed since they were last taken.
     changed_statuses: watch::Sender<BTreeSet<RouteId>>,
-    /// The routes and policies that connected proxies do not apply.
+    /// What connected proxies do with routes and policies.
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,

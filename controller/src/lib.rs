@@ -241,7 +241,7 @@ impl Controller {
                 stop_after(shutdown, &readiness, &stopping),
                 publish_events(&self.client, queue),
                 observe_authority,
-                hub.review_enforcement(),
+                hub.review_acknowledgements(),
                 &mut statuses,
             )
         };

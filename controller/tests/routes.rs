@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::ResourceType;
+use proto::discover_request::Action;
 use proto::discover_response::Update;
 use support::{Client, DEADLINE, Discover, Sandbox, claims, pod_manifest, web};
 
@@ -470,7 +471,7 @@ impl std::io::Write for Log {
 }
 
 #[tokio::test]
-async fn conditions_tell_which_proxies_do_not_announce_that_they_apply_routes() {
+async fn conditions_tell_which_proxies_reject_routes_or_do_not_announce_that_they_apply_them() {
     let log = Log::of_process();
     // The pods of the tokens.
     let pod = |name: &str, uid: &str| {
@@ -486,22 +487,30 @@ async fn conditions_tell_which_proxies_do_not_announce_that_they_apply_routes() 
     let sandbox = Sandbox::start(&[
         ("web.yaml", web(&["10.0.0.1"])),
         ("pods.yaml", pods),
-        ("r.yaml", named("enforced")),
+        ("r.yaml", named("programmed")),
     ])
     .await;
     let mut current = sandbox.pod(2).await;
     current.announced = Some("chunks, routes, policy");
     let mut current = current.discover().await;
     let mut old = sandbox.pod(1).await.discover().await;
-    for discover in [&mut current, &mut old] {
-        discover.subscribe(WEB, "").await;
-        backends(discover).await;
-    }
-    let line = log.line("Enforced=False").await;
-    let expected = "HTTPRoute shop/enforced, parent Service shop/web:80: Accepted=True; \
-        ResolvedRefs=True; diy-service-mesh.dev/Enforced=False, ProxyLacksCapability: \
-        proxies of an older release do not apply this route: those of 1 pod of namespace shop \
-        (web-1); restart these pods";
+    old.subscribe(WEB, "").await;
+    backends(&mut old).await;
+    current.subscribe(WEB, "").await;
+    let answer = current.answer().await.unwrap();
+    let acknowledgement = proto::Acknowledgement {
+        name: answer.name,
+        version: answer.version,
+        rejection: "rule 0 (HTTPRoute shop/programmed): unknown".to_owned(),
+        ..proto::Acknowledgement::default()
+    };
+    current.send(Action::Acknowledgement(acknowledgement)).await;
+    let line = log.line("Programmed=False").await;
+    let expected = "HTTPRoute shop/programmed, parent Service shop/web:80: Accepted=True; \
+        ResolvedRefs=True; diy-service-mesh.dev/Programmed=False, Rejected: \
+        0 of 2 connected pods have generation 0; not: \
+        web-1 (the proxy is of an older release: restart the pod), \
+        web-2 (rejected: rule 0 (HTTPRoute shop/programmed): unknown)";
     assert!(line.contains(expected), "{line}");
     let (_, metrics) = sandbox.admin("/metrics").await;
     for capability in ["routes", "policy"] {

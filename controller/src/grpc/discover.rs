@@ -60,7 +60,8 @@ pub(super) async fn read(
                 proxy.update(proxy_status(status, SystemTime::now())?);
             }
             Some(Action::Acknowledgement(request)) => {
-                acknowledge(&request, &mut has_rejected, proxy, metrics);
+                subscriptions.lock().acknowledge(&request);
+                log_rejection(&request, &mut has_rejected, proxy, metrics);
             }
             None => tracing::debug!("ignoring a request with an action of a later release"),
         }
@@ -143,7 +144,7 @@ impl SharedSubscriptions {
 }
 
 /// Counts an acknowledgement. Logs the first rejection of a stream.
-fn acknowledge(
+fn log_rejection(
     acknowledgement: &proto::Acknowledgement,
     has_rejected: &mut bool,
     proxy: &ConnectedGuard,
@@ -293,7 +294,7 @@ mod tests {
         tracing::subscriber::with_default(log.subscriber(), || {
             let mut has_rejected = false;
             for _ in 0..1_000 {
-                acknowledge(&rejection, &mut has_rejected, &proxy, &metrics);
+                log_rejection(&rejection, &mut has_rejected, &proxy, &metrics);
             }
         });
         let text = log.text();

@@ -42,9 +42,8 @@ use tonic_health::server::HealthReporter;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::{AuthorityHandle, TrustReceiver};
-use crate::hub::{CatalogError, Hub};
+use crate::hub::{CatalogError, Hub, Missing};
 use crate::index::Index;
-use crate::index::enforcement::Missing;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
 use crate::quota::{Counted, Quota, Quotas, Unsent};

@@ -8,23 +8,27 @@ use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message as _;
 use proto::ResourceType;
+use proto::acknowledgement::Part;
 use proto::discover_response::Update as Response;
 use tonic::Status;
 
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
-use crate::hub::Resources;
+use crate::hub::{Rejection, Resources};
 use crate::index::object::Resource;
 use crate::index::state::{State, Target, TargetKind};
 use crate::index::version::Version;
 use crate::metrics::Sent;
+use crate::policy::Side;
 use crate::quota::{Charge, MAX_SUBSCRIPTIONS, Quota, SUBSCRIPTION_BYTES};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
 /// Refused subscriptions of a stream. One with more ends.
 const MAX_REFUSED: usize = 1000;
+/// The length of the reason of a rejection.
+const MAX_REASON_CHARS: usize = 200;
 /// The fields of a [`proto::DiscoverResponse`] with shared encodings.
 const SNAPSHOT: u32 = 3;
 const DELTA: u32 = 4;
@@ -60,6 +64,8 @@ struct Subscription {
     /// The name of the resource as the client wrote it, if that is not the usual spelling.
     name: Option<Box<str>>,
     known: Known,
+    /// The version of the last state that the client is to acknowledge.
+    unacknowledged: Option<Version>,
 }
 
 /// The state of a resource that the client has.
@@ -119,7 +125,11 @@ impl Subscriptions {
         let name = Some(request.name).filter(|name| *name != name_of(&resource));
         let name = name.map(String::into_boxed_str);
         let resource = self.subscriber.subscribe(&resource);
-        let subscription = Subscription { name, known };
+        let subscription = Subscription {
+            name,
+            known,
+            unacknowledged: None,
+        };
         self.by_resource.insert(resource, subscription);
         Ok(())
     }
@@ -150,6 +160,24 @@ impl Subscriptions {
             self.subscriber.unsubscribe(&resource);
         }
         Ok(())
+    }
+
+    /// Records whether the client applies the last state of a resource. What it says about others is
+    /// of no effect.
+    pub(super) fn acknowledge(&mut self, message: &proto::Acknowledgement) {
+        let resource = self.resource(message.r#type, &message.name);
+        let Ok(Some(resource)) = resource else {
+            return;
+        };
+        let version = Version::parse(&message.version);
+        if let Some(subscription) = self.by_resource.get_mut(&resource)
+            && let Known::Sent(_, rest) = subscription.known
+            && version.is_some()
+            && subscription.unacknowledged == version
+        {
+            self.subscriber
+                .acknowledge(&resource, rest, rejection(message));
+        }
     }
 
     /// Whether subscriptions were refused.
@@ -225,7 +253,8 @@ impl Subscriptions {
 
     /// The response with a state, if it differs from the client's.
     fn response(&mut self, resource: &Resource, state: &State) -> Option<(Sent, Vec<Bytes>)> {
-        let Subscription { name, known } = self.by_resource.get_mut(resource)?;
+        let subscription = self.by_resource.get_mut(resource)?;
+        let Subscription { name, known, .. } = subscription;
         if state.is_withheld {
             return None;
         }
@@ -251,10 +280,13 @@ impl Subscriptions {
                 }
             }
             Known::Earlier(version) if version == state.version => {
+                // Of a state that it has rejected, a client does not name the version.
+                self.subscriber.acknowledge(resource, state.rest, None);
                 return plain(Sent::Unchanged, Response::Unchanged(proto::Unchanged {}));
             }
             Known::Nothing | Known::Earlier(_) | Known::Sent(..) => {}
         }
+        subscription.unacknowledged = Some(state.version);
         match &state.target {
             None => plain(Sent::Unknown, Response::Unknown(proto::Unknown {})),
             Some(target) => match &target.kind {
@@ -266,6 +298,29 @@ impl Subscriptions {
             },
         }
     }
+}
+
+/// The rejection in an acknowledgement, if it is one. Its reason stays in memory, and authors read
+/// it.
+fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
+    let printable = |one: char| match one.is_alphanumeric() || one.is_ascii_graphic() {
+        true => one,
+        false => ' ',
+    };
+    let reason: String = message
+        .rejection
+        .chars()
+        .map(printable)
+        .take(MAX_REASON_CHARS)
+        .collect();
+    (!message.rejection.is_empty()).then(|| Rejection {
+        reason: reason.into(),
+        part: match message.part() {
+            Part::Unspecified => None,
+            Part::Routes => Some(Side::Requests),
+            Part::Policy => Some(Side::Endpoints),
+        },
+    })
 }
 
 /// A response about a resource without its update.
@@ -322,6 +377,7 @@ mod tests {
     use crate::index::object::{Change, Kind, Object, Source};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
+    use crate::routes::statuses::Source as _;
 
     /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]
@@ -645,6 +701,73 @@ mod tests {
         other.retry().unwrap();
         assert!(!other.has_refused());
         assert_eq!(messages(frames(&mut other)).len(), 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn acknowledgements_count_for_the_state_that_was_sent_alone() {
+        let (hub, _) = hub_with_service(1);
+        let limits = serde_json::json!({"connections": {"maxRequests": 1}});
+        let client = crate::index::tests::pod("client", &[]);
+        let pod = PodRef {
+            namespace: client.key.namespace.clone(),
+            name: client.key.name.clone(),
+            uid: client.uid.clone(),
+        };
+        let policy = crate::policy::tests::policy("p", 0, limits);
+        let id = (Kind::TrafficPolicy, policy.key.clone());
+        hub.apply([Object::Pod(client), Object::Policy(policy)].map(apply));
+        let message = async || {
+            for _ in 0..2 {
+                hub.review().await;
+                tokio::time::advance(std::time::Duration::from_secs(60)).await;
+            }
+            let conditions = hub.get(&id).unwrap().parents.remove(0).conditions;
+            let last = conditions.into_iter().next_back().unwrap();
+            last.message
+                .replace("connected pods have generation 7", "have it")
+        };
+        let resources = hub.watch_resources(Some(pod.clone()));
+        let mut stream = Subscriptions::new(resources, Some(pod.clone()), quota(), ALL);
+        let web = "10.96.0.1:80".parse().unwrap();
+        stream.subscribe(subscribe(web, "")).unwrap();
+        let version = messages(frames(&mut stream)).remove(0).version;
+        let waiting = "0 of 1 have it; not: client (not acknowledged yet)";
+        let acknowledgement = proto::Acknowledgement {
+            name: web.to_string(),
+            version: version.clone(),
+            rejection: format!("bad\n\u{1b}[2J\u{202e}{}", "y".repeat(100_000)),
+            part: Part::Policy.into(),
+            ..proto::Acknowledgement::default()
+        };
+        let others = [
+            ("10.96.0.1:81", &*version, 0),
+            ("nonsense", &*version, 0),
+            ("10.96.0.1:80", "", 0),
+            ("10.96.0.1:80", &*"0".repeat(32), 0),
+            ("10.96.0.1:80", &*version, 77),
+            ("", &*version, ResourceType::Self_.into()),
+        ];
+        for (name, version, kind) in others {
+            stream.acknowledge(&proto::Acknowledgement {
+                name: name.to_owned(),
+                version: version.to_owned(),
+                r#type: kind,
+                ..proto::Acknowledgement::default()
+            });
+            assert_eq!(message().await, waiting, "{name} {version} {kind}");
+        }
+        stream.acknowledge(&acknowledgement);
+        let reason = format!("bad  [2J {}", "y".repeat(MAX_REASON_CHARS - 9));
+        let rejected = format!("0 of 1 have it; not: client (rejected: {reason})");
+        assert_eq!(message().await, rejected);
+        // A proxy that resumes names the version that it applies.
+        for (known, expected) in [("", waiting), (&*version, "1 of 1 have it")] {
+            let resources = hub.watch_resources(Some(pod.clone()));
+            let mut stream = Subscriptions::new(resources, Some(pod.clone()), quota(), ALL);
+            stream.subscribe(subscribe(web, known)).unwrap();
+            frames(&mut stream);
+            assert_eq!(message().await, expected, "{known}");
+        }
     }
 
     #[test]

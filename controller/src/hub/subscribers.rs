@@ -5,16 +5,18 @@ use std::net::SocketAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
+use super::MAX_SLICE;
+use super::acknowledgements::{Missing, Review, is_reviewed};
 use super::history::History;
 use super::queue::Queue;
-use super::watched::{Resolved, Watched};
+use super::watched::{Resolved, Subscriber, Watched};
 use crate::authenticate::{Namespaces, PodRef};
-use crate::index::enforcement::Missing;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
 use crate::index::state::State;
 use crate::index::{Index, Touched, link, unlink};
-use crate::routes::attach::Table;
 
 /// The notifications of a subscriber to resources.
 pub(super) type ResourceQueue = Queue<Arc<Resource>, Arc<State>>;
@@ -31,8 +33,6 @@ pub(super) struct Subscribers {
     all: HashMap<u64, (Namespaces, Arc<ServiceQueue>)>,
     clients: HashMap<u64, Client>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
-    /// The clients that lack capabilities.
-    missing: BTreeMap<u64, Missing>,
     next_id: u64,
 }
 
@@ -44,6 +44,8 @@ pub(super) struct Client {
     /// The location of its pod. Unknown until the pod is in the catalog.
     location: Location,
     subscribed: HashSet<Arc<Resource>>,
+    /// The capabilities that it lacks.
+    missing: Missing,
 }
 
 /// The location of a pod, if a token is bound to one.
@@ -69,6 +71,7 @@ impl Subscribers {
             pod,
             location,
             subscribed: HashSet::new(),
+            missing: Missing::default(),
         };
         self.clients.insert(id, client);
         (id, queue)
@@ -78,7 +81,6 @@ impl Subscribers {
         let Some(client) = self.clients.remove(&id) else {
             return;
         };
-        self.missing.remove(&id);
         for resource in &client.subscribed {
             self.forget(resource, id);
         }
@@ -88,54 +90,64 @@ impl Subscribers {
     }
 
     pub(super) fn set_missing(&mut self, id: u64, missing: Missing) {
-        let has_pod = self.client(id).pod.is_some();
-        if has_pod && missing != Missing::default() {
-            self.missing.insert(id, missing);
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.missing = missing;
         }
     }
 
-    /// The clients without the capability `routes`, and without `policy`.
+    /// The clients in pods without the capability `routes`, and without `policy`.
     pub(super) fn count_missing(&self) -> [usize; 2] {
-        let clients = self.missing.values();
+        let clients = self.clients.values();
+        let in_pods = clients.filter(|client| client.pod.is_some());
         [
-            clients.clone().filter(|missing| missing.routes).count(),
-            clients.filter(|missing| missing.policy).count(),
+            in_pods.clone().filter(|one| one.missing.routes).count(),
+            in_pods.filter(|one| one.missing.policy).count(),
         ]
     }
 
-    /// The clients that lack capabilities, by their pod: in the order of names, and of streams.
-    pub(super) fn with_missing(&self) -> BTreeMap<PodRef, Vec<(u64, Missing)>> {
-        let mut clients: BTreeMap<PodRef, Vec<(u64, Missing)>> = BTreeMap::new();
-        for (id, missing) in &self.missing {
-            if let Some(pod) = &self.client(*id).pod {
-                clients
-                    .entry(pod.clone())
-                    .or_default()
-                    .push((*id, *missing));
-            }
-        }
-        clients
+    /// The pods of clients.
+    pub(super) fn pods(&self) -> Vec<Key> {
+        self.clients_of_pod.keys().cloned().collect()
     }
 
-    /// The Services that a client has subscribed to, with their routes.
-    pub(super) fn used(&self, id: u64) -> Vec<(Key, Option<Arc<Table>>)> {
-        let Some(client) = self.clients.get(&id) else {
-            return Vec::new();
-        };
-        let states = client.subscribed.iter().filter_map(|resource| {
-            let state = self.resources.get(resource)?.state(&client.location)?;
-            let target = state.target.as_ref()?;
-            Some((target.service.clone()?, target.routes.clone()))
-        });
-        // Many destinations of a Service have the same routes.
-        let version = |table: &Option<Arc<Table>>| table.as_ref().map(|table| table.version);
-        let distinct: HashMap<_, _> = states
-            .map(|(service, table)| ((service, version(&table)), table))
-            .collect();
-        let distinct = distinct.into_iter();
-        distinct
-            .map(|((service, _), table)| (service, table))
-            .collect()
+    /// The latest client in a pod of this name: its number, its pod, and what it lacks.
+    pub(super) fn latest_in(&self, pod: &Key) -> Option<(u64, &PodRef, Missing)> {
+        let id = *self.clients_of_pod.get(pod)?.last()?;
+        let client = self.client(id);
+        Some((id, client.pod.as_ref()?, client.missing))
+    }
+
+    /// The subscription of a client.
+    pub(super) fn subscriber(&mut self, id: u64, resource: &Resource) -> Option<&mut Subscriber> {
+        self.resources.get_mut(resource)?.subscribers.get_mut(&id)
+    }
+
+    /// Reviews the resources after the last one, for the time of a slice. Returns the last one, unless
+    /// none is left.
+    pub(super) fn review(
+        &self,
+        last: Option<&Resource>,
+        review: &mut Review,
+    ) -> Option<Arc<Resource>> {
+        let end = Instant::now() + MAX_SLICE;
+        let after = last.map_or(Bound::Unbounded, Bound::Excluded);
+        let resources = self
+            .resources
+            .range::<Resource, _>((after, Bound::Unbounded));
+        for (resource, watched) in resources {
+            if watched.states.values().any(|state| is_reviewed(state)) {
+                for (id, subscriber) in &watched.subscribers {
+                    let state = watched.state(&self.client(*id).location);
+                    state
+                        .iter()
+                        .for_each(|state| review.add(*id, subscriber, state));
+                }
+            }
+            if Instant::now() >= end {
+                return Some(resource.clone());
+            }
+        }
+        None
     }
 
     pub(super) fn wake_clients(&self) {
@@ -206,7 +218,11 @@ impl Subscribers {
         }
         let client = self.clients.get_mut(&id).expect("a client is removed last");
         let state = watched.add(index, resource, &client.location, resolved);
-        watched.subscribers.insert(id, client.queue.clone());
+        let subscriber = Subscriber {
+            queue: client.queue.clone(),
+            acknowledged: None,
+        };
+        watched.subscribers.insert(id, subscriber);
         client.subscribed.insert(shared.clone());
         client.queue.push(shared.clone(), state);
         shared
@@ -386,6 +402,5 @@ impl Subscribers {
             && self.all.is_empty()
             && self.clients.is_empty()
             && self.clients_of_pod.is_empty()
-            && self.missing.is_empty()
     }
 }

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use super::acknowledgements::Acknowledged;
 use super::history::History;
 use super::subscribers::ResourceQueue;
 use crate::index::Index;
@@ -50,7 +51,13 @@ pub(super) struct Watched {
     scope: Scope,
     /// The states by the location of clients within the scope. One for most resources.
     pub(super) states: HashMap<Location, Arc<State>>,
-    pub(super) subscribers: BTreeMap<u64, Arc<ResourceQueue>>,
+    pub(super) subscribers: BTreeMap<u64, Subscriber>,
+}
+
+/// A subscriber to a resource.
+pub(super) struct Subscriber {
+    pub(super) queue: Arc<ResourceQueue>,
+    pub(super) acknowledged: Option<Acknowledged>,
 }
 
 impl Watched {
@@ -102,7 +109,7 @@ impl Watched {
         let is_shared = [&before.scope, &self.scope] == [&Scope::default(); 2];
         let is_same = |known: &Arc<State>| Arc::ptr_eq(known, &shared);
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
-        for (id, queue) in before.subscribers.iter().filter(|_| !is_unchanged) {
+        for (id, Subscriber { queue, .. }) in before.subscribers.iter().filter(|_| !is_unchanged) {
             if is_shared {
                 queue.push(resource.clone(), shared.clone());
                 continue;

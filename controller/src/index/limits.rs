@@ -11,17 +11,15 @@ use prost::Message;
 use super::object::{Key, Pod, Service, TargetPort, Transport};
 use super::store::Store;
 use super::{Index, Touched};
+use crate::policy::{Side, Target};
 
 /// Services whose limits a pod has at most: the oldest ones. A proxy does not accept more than 256
 /// limits with 1,000 regular expressions.
 pub(crate) const MAX_SERVICES: usize = 15;
 /// The length of the limits of a pod in a message. Each pod has a copy. One Service has less.
 pub(crate) const MAX_BYTES: usize = 128 * 1024;
-/// Pods of a namespace for which a review looks for limits beyond these bounds.
-const MAX_REVIEWED_PODS: usize = 100;
-/// At most the length of a port, and of the other fields that a limit gets for a pod.
-const PORT_BYTES: usize = 3;
-const FIELDS_BYTES: usize = 16;
+/// Services whose limits a pod does not have that are remembered.
+const MAX_SURPLUS: usize = 15;
 
 /// The Services with rate limits.
 #[derive(Debug, Default)]
@@ -144,15 +142,13 @@ impl Index {
         services
     }
 
-    /// The limits of a pod, and the Services whose limits it does not have, because they are too
-    /// many.
-    pub(super) fn rate_limits(&self, pod: &Pod) -> (Vec<proto::RateLimit>, Vec<&Key>) {
-        let (mut all, mut omitted, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for (position, (service, replicas)) in self.limiting(pod).into_iter().enumerate() {
-            if position >= MAX_SERVICES || bytes > MAX_BYTES {
-                omitted.push(&service.key);
-                continue;
-            }
+    /// The limits of a pod, and the Services with limits that select it. Those of the last ones are
+    /// surplus.
+    pub(super) fn rate_limits(&self, pod: &Pod) -> (Vec<proto::RateLimit>, Vec<(Key, bool)>) {
+        let (mut all, mut limiting, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let services = self.limiting(pod).into_iter();
+        for (position, (service, replicas)) in services.enumerate().take(MAX_SERVICES + MAX_SURPLUS)
+        {
             let limits = self.policies.rate_limits(&service.key).into_iter();
             let limits = limits.flat_map(|limits| limits.iter());
             let ports = target_ports(service, pod);
@@ -163,32 +159,25 @@ impl Index {
             };
             let limits = Vec::from_iter(limits.map(of_pod));
             bytes += limits.iter().map(Message::encoded_len).sum::<usize>();
-            match bytes <= MAX_BYTES {
-                true => all.extend(limits),
-                false => omitted.push(&service.key),
+            let is_surplus = position >= MAX_SERVICES || bytes > MAX_BYTES;
+            if !is_surplus {
+                all.extend(limits);
             }
+            limiting.push((service.key.clone(), is_surplus));
         }
-        (all, omitted)
+        (all, limiting)
     }
 
-    /// Some pods of each namespace whose Services may have more limits than a pod can have.
-    pub fn pods_with_many_limits(&self) -> Vec<Key> {
-        let mut sizes: BTreeMap<&Arc<str>, (usize, usize)> = BTreeMap::new();
-        for key in self.limits.replicas.keys() {
-            let ports = self.services[key].ports.len() * PORT_BYTES;
-            let limits = self.policies.rate_limits(key).into_iter();
-            let limits = limits.flat_map(|limits| limits.iter());
-            let bytes = limits.map(|limit| limit.encoded_len() + ports + FIELDS_BYTES);
-            let (services, total) = sizes.entry(&key.namespace).or_default();
-            *services += 1;
-            *total += bytes.sum::<usize>();
-        }
-        sizes.retain(|_, (services, bytes)| *services > MAX_SERVICES || *bytes > MAX_BYTES);
-        let pods = sizes
-            .keys()
-            .filter_map(|namespace| self.meshed.get(*namespace));
-        let some = pods.flat_map(|pods| pods.iter().take(MAX_REVIEWED_PODS));
-        some.cloned().collect()
+    /// The Services with limits that select a pod.
+    pub fn limiting_services(&self, pod: &Key) -> impl Iterator<Item = &Key> {
+        let pod = self.pods.get(pod).into_iter();
+        let services = pod.flat_map(|pod| self.limiting(pod));
+        services.map(|(service, _)| &service.key)
+    }
+
+    /// The policies in force for a Service, which one side applies, with their targets.
+    pub fn policies_of(&self, service: &Key, side: Side) -> Vec<(Key, Target)> {
+        self.policies.sources(service, side)
     }
 }
 

@@ -6,7 +6,6 @@
 
 pub mod dependencies;
 pub mod endpoints;
-pub mod enforcement;
 pub mod excess;
 mod headless;
 pub(crate) mod limits;
@@ -36,6 +35,7 @@ use routes::Routes;
 use store::{Objects, Replaced, Store};
 use view::ServiceView;
 
+use crate::authenticate::PodRef;
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 
@@ -243,6 +243,7 @@ impl Index {
             uid: service.uid.clone(),
             generation: 0,
             parents: parents.collect(),
+            keeps_programmed: false,
         };
         (!status.parents.is_empty()).then_some(status)
     }
@@ -270,6 +271,22 @@ impl Index {
         Some(ServiceView {
             canaries: self.routes.canaries(key).to_vec(),
             ..view::of(service, &slices, pod_of, |ip| self.holder(ip))
+        })
+    }
+
+    /// The generation of a route or of a policy.
+    pub fn generation(&self, (kind, key): &RouteId) -> Option<i64> {
+        match kind {
+            Kind::TrafficPolicy => Some(self.policies.objects.get(key)?.generation),
+            _ => Some(self.routes.get(&(*kind, key.clone()))?.generation),
+        }
+    }
+
+    /// Whether a pod has a proxy, and does not terminate. Not another pod with its name.
+    pub fn has_proxy(&self, pod: &PodRef) -> bool {
+        let known = self.pods.get(&pod.key());
+        known.is_some_and(|known| {
+            known.uid == pod.uid && known.identity.is_some() && !known.terminating
         })
     }
 

@@ -159,7 +159,7 @@ impl Policies {
         true
     }
 
-    /// The policies with sections in force for the clients of a Service, or for its pods, with their
+    /// The policies with sections in force for a Service, which one side applies, with their
     /// targets.
     pub(super) fn sources(&self, service: &Key, side: Side) -> Vec<(Key, Target)> {
         let of_namespace = Target::Namespace(service.namespace.clone());
@@ -167,11 +167,10 @@ impl Policies {
         let mut replaced = Vec::new();
         let layers = layers.filter_map(|target| {
             let sections = self.settings(&target)?.sections(side);
-            let is_replaced = |at: usize| replaced.get(at).copied().unwrap_or(false);
-            let is_in_force = sections
-                .iter()
-                .enumerate()
-                .any(|(at, has)| *has && !is_replaced(at));
+            let is_replaced = |at: usize| replaced.get(at).copied().flatten().is_some();
+            let mut sections_in_force = sections.iter().enumerate();
+            let is_in_force =
+                sections_in_force.any(|(at, has)| *has == Some(true) && !is_replaced(at));
             replaced = sections;
             is_in_force.then(|| (self.applied[&target].clone(), target))
         });
@@ -192,6 +191,7 @@ impl Policies {
             uid: "".into(),
             generation: policy.generation,
             parents: self.conditions(policy, services),
+            keeps_programmed: false,
         })
     }
 

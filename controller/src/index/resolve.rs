@@ -208,10 +208,12 @@ impl Index {
             area: Area::Zone,
             namespaces: None,
         };
+        let (rate_limits, limiting) = self.rate_limits(pod);
         let workload = Workload {
             inbound: pod.inbound.clone(),
             zone: client.zone.clone(),
-            rate_limits: self.rate_limits(pod).0,
+            rate_limits,
+            limiting,
         };
         let target = Target::new(TargetKind::Workload(Box::new(workload)), pod.key.clone());
         (pod.identity.is_some() && *pod.uid == *uid).then_some((scope, target))

@@ -63,7 +63,7 @@ impl Routes {
         }
     }
 
-    fn get(&self, id: &RouteId) -> Option<&Route> {
+    pub(super) fn get(&self, id: &RouteId) -> Option<&Route> {
         match id.0 {
             Kind::Service | Kind::TrafficSplit => self.splits.get(id),
             kind => self.of_kind(kind).get(&id.1),
@@ -420,6 +420,7 @@ impl Routes {
             },
             generation: route.generation,
             parents: parents.collect(),
+            keeps_programmed: false,
         }
     }
 

@@ -73,6 +73,8 @@ pub struct Workload {
     pub zone: Arc<str>,
     /// The limits of its requests.
     pub rate_limits: Vec<RateLimit>,
+    /// The Services that they are of, and those whose limits are surplus.
+    pub limiting: Vec<(Key, bool)>,
 }
 
 /// The update for a subscriber.
@@ -166,6 +168,12 @@ fn digest_of_rest(target: Option<&Target>) -> Version {
         digest.text(&workload.zone);
         for limit in &workload.rate_limits {
             digest.text(&version::of("rate limit", &limit.encode_to_vec()).to_string());
+        }
+        // Reviews read them from the state.
+        for (service, is_surplus) in &workload.limiting {
+            digest.text(&service.namespace);
+            digest.text(&service.name);
+            digest.number((*is_surplus).into());
         }
     }
     if let TargetKind::UnknownPort(ports) = &target.kind {

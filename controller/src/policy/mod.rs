@@ -93,11 +93,13 @@ impl PartialEq for Faults {
     }
 }
 
-/// Who applies sections of a policy.
-#[derive(Clone, Copy, Debug)]
+/// Who applies sections of a policy, and with what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// The proxies of clients.
-    Clients,
+    /// The proxies of clients, with the routes of the Service.
+    Requests,
+    /// The proxies of clients, with its endpoints.
+    Endpoints,
     /// The proxies of the pods of the Service.
     Pods,
 }
@@ -135,20 +137,25 @@ pub struct Requests {
 }
 
 impl Settings {
-    /// For each section of a side, whether the policy has it.
-    pub fn sections(&self, side: Side) -> Vec<bool> {
+    /// The sections of a side that the policy has, and whether each has an effect there.
+    pub fn sections(&self, side: Side) -> Vec<Option<bool>> {
+        let has = |is_set: bool| is_set.then_some(true);
+        let retry = self.retry.as_ref();
         match side {
-            Side::Clients => vec![
-                self.balancing.is_some(),
-                self.connections.is_some(),
-                self.outlier_detection.is_some(),
-                self.circuit_breaker.is_some(),
-                self.retry.is_some(),
-                self.timeouts.is_some(),
-                self.session.is_some(),
-                self.faults.is_some(),
+            Side::Requests => vec![
+                has(self.timeouts.is_some()),
+                has(self.session.is_some()),
+                has(self.faults.is_some()),
+                retry.map(|retry| retry.retry.is_some()),
             ],
-            Side::Pods => vec![self.rate_limits.is_some()],
+            Side::Endpoints => vec![
+                has(self.balancing.is_some()),
+                has(self.connections.is_some()),
+                has(self.outlier_detection.is_some()),
+                has(self.circuit_breaker.is_some()),
+                retry.map(|retry| retry.budget.is_some()),
+            ],
+            Side::Pods => vec![has(self.rate_limits.is_some())],
         }
     }
 }

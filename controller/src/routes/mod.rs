@@ -6,12 +6,12 @@
 
 pub mod attach;
 pub mod canary;
-pub mod enforcement;
 pub(crate) mod filters;
 pub mod lease;
 pub(crate) mod matches;
 pub mod model;
 pub mod parse;
+pub mod programmed;
 pub mod report;
 pub mod smi;
 #[allow(missing_docs)]
@@ -58,6 +58,8 @@ pub struct RouteStatus {
     pub generation: i64,
     /// In the order of `spec.parentRefs`, only those that are Services.
     pub parents: Vec<ParentStatus>,
+    /// The condition `Programmed` of another replica stays where this one has none.
+    pub keeps_programmed: bool,
 }
 
 /// The status of a route at one parent.
@@ -126,6 +128,8 @@ pub struct Condition {
     pub reason: &'static str,
     /// What is wrong, where, and what to do.
     pub message: String,
+    /// The generation of the route that it is about, if it may be an earlier one.
+    pub generation: Option<i64>,
 }
 
 impl Condition {
@@ -136,6 +140,7 @@ impl Condition {
             holds,
             reason,
             message,
+            generation: None,
         }
     }
 

@@ -93,13 +93,8 @@ fn changes(
     for (route, status) in with_status(current) {
         let (kind, key) = route;
         for parent in changed(before, route, status) {
-            let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
             let is_error = parent.conditions.iter().any(Condition::is_problem);
-            let line = format!(
-                "{kind} {key}, parent {}: {}",
-                parent.parent,
-                conditions.join("; ")
-            );
+            let line = format!("{kind} {key}, parent {}", described(parent));
             lines.push((line, is_error));
         }
     }
@@ -113,7 +108,7 @@ fn with_status(
     all.filter_map(|(route, status)| Some((route, status.as_ref()?)))
 }
 
-/// The parents whose conditions have changed.
+/// The parents whose conditions have changed, by more than a message that is not logged.
 fn changed<'a>(
     before: &'a BTreeMap<RouteId, RouteStatus>,
     route: &RouteId,
@@ -121,7 +116,16 @@ fn changed<'a>(
 ) -> impl Iterator<Item = &'a ParentStatus> + use<'a> {
     let old = before.get(route).map(|old| old.parents.as_slice());
     let old = old.unwrap_or_default();
-    status.parents.iter().filter(|parent| !old.contains(parent))
+    let is_new = |parent: &&ParentStatus| {
+        let described = described(parent);
+        !old.iter().any(|old| self::described(old) == described)
+    };
+    status.parents.iter().filter(is_new)
+}
+
+fn described(parent: &ParentStatus) -> String {
+    let conditions: Vec<String> = parent.conditions.iter().map(describe).collect();
+    format!("{}: {}", parent.parent, conditions.join("; "))
 }
 
 fn describe(condition: &Condition) -> String {

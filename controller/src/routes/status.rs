@@ -8,6 +8,7 @@
 use kube::core::DynamicObject;
 use serde_json::{Map, Value, json};
 
+use super::programmed::PROGRAMMED;
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::index::object::Kind;
 use crate::policy;
@@ -82,15 +83,14 @@ pub fn merge(
         // An entry without a parent, or a second one for the same parent, is removed.
         if let Some(index) = missing.iter().position(|status| is_same(status)) {
             let status = missing.remove(index);
-            parents.push(updated(entry, status, desired.generation, latest, now));
+            parents.push(updated(entry, status, desired, latest, now));
         }
     }
-    for status in missing {
+    for (status, desired) in missing.into_iter().zip(desired.into_iter().cycle()) {
         let entry = json!({
             fields.reference: to_json(&status.parent), "controllerName": CONTROLLER_NAME,
         });
-        let generation = desired.map_or(0, |desired| desired.generation);
-        parents.push(updated(&entry, status, generation, latest, now));
+        parents.push(updated(&entry, status, desired, latest, now));
     }
     parents.truncate(fields.max_entries);
     if parents == before {
@@ -105,7 +105,18 @@ pub fn merge(
 }
 
 /// An entry of the mesh with these conditions. `latest` is the generation of the object.
-fn updated(entry: &Value, status: &ParentStatus, generation: i64, latest: i64, now: &str) -> Value {
+fn updated(
+    entry: &Value,
+    status: &ParentStatus,
+    desired: &RouteStatus,
+    latest: i64,
+    now: &str,
+) -> Value {
+    let RouteStatus {
+        generation,
+        keeps_programmed,
+        ..
+    } = *desired;
     let before = entry["conditions"].as_array();
     let before = before.map(Vec::as_slice).unwrap_or_default();
     let observed = |condition: &Value| condition["observedGeneration"].as_i64().unwrap_or(0);
@@ -119,6 +130,7 @@ fn updated(entry: &Value, status: &ParentStatus, generation: i64, latest: i64, n
     for old in before {
         match status.conditions.iter().find(|new| old["type"] == new.kind) {
             Some(new) => conditions.push(condition(new, Some(old), generation, now)),
+            None if keeps_programmed && old["type"] == PROGRAMMED => conditions.push(old.clone()),
             None if is_of_others(&old["type"]) => conditions.push(old.clone()),
             None => {}
         }
@@ -147,7 +159,7 @@ pub(super) fn condition(new: &Condition, old: Option<&Value>, generation: i64, n
     let message = &new.message[..new.message.floor_char_boundary(MAX_MESSAGE_BYTES)];
     json!({
         "type": new.kind, "status": status, "reason": new.reason, "message": message,
-        "observedGeneration": generation,
+        "observedGeneration": new.generation.unwrap_or(generation),
         "lastTransitionTime": since.unwrap_or(now),
     })
 }
@@ -323,13 +335,35 @@ mod tests {
                 {"type": "example.net/Audited", "status": "True"},
                 {"type": "PartiallyInvalid", "status": "True"},
                 {"type": "diy-service-mesh.dev/Enforced", "status": "False"},
+                {"type": PROGRAMMED, "status": "True"},
             ],
         }]));
-        let desired = status(2, vec![service("web", None, vec![accepted(false)])]);
-        let merged = merge(KIND, &object, Some(&desired), NOW).unwrap();
-        let conditions = merged["parents"][0]["conditions"].as_array().unwrap();
-        let kinds: Vec<&Value> = conditions.iter().map(|one| &one["type"]).collect();
-        assert_eq!(kinds, ["example.net/Audited", "Accepted"]);
+        let mut desired = status(2, vec![service("web", None, vec![accepted(false)])]);
+        let kinds = |desired: &RouteStatus| -> Vec<Value> {
+            let merged = merge(KIND, &object, Some(desired), NOW).unwrap();
+            let conditions = merged["parents"][0]["conditions"].as_array().unwrap();
+            conditions.iter().map(|one| one["type"].clone()).collect()
+        };
+        assert_eq!(kinds(&desired), ["example.net/Audited", "Accepted"]);
+        // This replica does not know yet what the proxies do.
+        desired.keeps_programmed = true;
+        let kept = ["example.net/Audited", PROGRAMMED, "Accepted"];
+        assert_eq!(kinds(&desired), kept);
+    }
+
+    #[test]
+    fn condition_may_be_about_an_earlier_generation() {
+        let earlier = Condition {
+            kind: PROGRAMMED,
+            generation: Some(1),
+            ..accepted(true)
+        };
+        let conditions = vec![accepted(true), earlier];
+        let desired = status(2, vec![service("web", None, conditions)]);
+        let merged = merge(KIND, &route(json!([])), Some(&desired), NOW).unwrap();
+        let conditions = &merged["parents"][0]["conditions"];
+        let observed = [0, 1].map(|at| conditions[at]["observedGeneration"].clone());
+        assert_eq!(observed, [2, 1]);
     }
 
     #[test]

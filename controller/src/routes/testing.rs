@@ -222,6 +222,7 @@ pub(crate) fn status(generation: i64, parents: Vec<ParentStatus>) -> RouteStatus
         uid: "".into(),
         generation,
         parents,
+        keeps_programmed: false,
     }
 }
 

@@ -267,14 +267,14 @@ mod tests {
         let partial = &findings(json!([
             accepted,
             condition(
-                "diy-service-mesh.dev/Enforced",
+                "diy-service-mesh.dev/Programmed",
                 "False",
                 "ProxyLacksCapability"
             ),
             condition("example.net/Audited", "False", "Unknown"),
         ]));
-        let expected = "HTTPRoute shop/canary, parent shop/web:80: diy-service-mesh.dev/Enforced \
-                        is False, ProxyLacksCapability: what to do";
+        let expected = "HTTPRoute shop/canary, parent shop/web:80: \
+                        diy-service-mesh.dev/Programmed is False, ProxyLacksCapability: what to do";
         assert_eq!((partial[0].level, partial.len()), (Level::Warning, 1));
         assert_eq!(partial[0].details, [expected]);
         let partial = condition("PartiallyInvalid", "True", "UnsupportedValue");

@@ -220,10 +220,17 @@ mod tests {
             find(condition(1, "True")).details,
             ["shop/web: no condition yet"]
         );
-        let enforced = typed("diy-service-mesh.dev/Enforced", 2, "False");
-        let partial = find(json!([typed("Accepted", 2, "True"), enforced]));
-        assert_eq!(partial.level, Level::Warning);
-        assert_eq!(partial.text, "policies that do not apply everywhere");
-        assert_eq!(partial.details, ["shop/web, Service web: Conflicted: why"]);
+        // An earlier release writes `Enforced`.
+        for kind in ["Programmed", "Enforced"] {
+            let programmed = typed(&format!("{GROUP}/{kind}"), 2, "False");
+            let partial = find(json!([typed("Accepted", 2, "True"), programmed]));
+            assert_eq!(partial.level, Level::Warning);
+            assert_eq!(partial.text, "policies that do not apply everywhere");
+            assert_eq!(partial.details, ["shop/web, Service web: Conflicted: why"]);
+        }
+        // About a generation that is no longer the current one.
+        let earlier = typed("diy-service-mesh.dev/Programmed", 1, "False");
+        let pending = find(json!([typed("Accepted", 2, "True"), earlier]));
+        assert_eq!(pending.level, Level::Ok);
     }
 }

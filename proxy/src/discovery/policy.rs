@@ -128,6 +128,7 @@ impl From<proto::Balancing> for Balancing {
 mod tests {
     use std::net::SocketAddr;
 
+    use proto::acknowledgement::Part;
     use proto::discover_response::Update;
     use proto::snapshot::Kind;
     use tokio::time::Instant;
@@ -248,6 +249,8 @@ mod tests {
                 .clone();
             let rejection = applied.acknowledgement.map(|one| {
                 assert_eq!(one.version, version);
+                let is_rejected = !one.rejection.is_empty();
+                assert_eq!(one.part() == Part::Policy, is_rejected);
                 one.rejection
             });
             (algorithm, rejection)

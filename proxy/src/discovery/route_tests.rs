@@ -14,6 +14,7 @@ use std::rc::Rc;
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
 use http::{Request, Response};
+use proto::acknowledgement::Part;
 use proto::{path_match, path_modifier, route_filter};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -172,6 +173,8 @@ impl Mesh {
             ),
             (WEB, version)
         );
+        let is_rejected = !acknowledgement.rejection.is_empty();
+        assert_eq!(acknowledgement.part() == Part::Routes, is_rejected);
         acknowledgement.rejection
     }
 }

@@ -88,16 +88,14 @@ spec:
 ",
     )?;
     let condition = [
-        "diy-service-mesh.dev/Enforced",
+        "diy-service-mesh.dev/Programmed",
         "False",
         "ProxyLacksCapability",
     ];
     let route = wait_for_condition(namespace, "httproute", "old-server", condition)?;
     let status = route["status"].to_string();
-    let name = &namespace.name;
-    let expected =
-        format!("do not apply this route: those of 1 pod of namespace {name} (old-client-");
-    ensure!(status.contains(&expected), "{status}");
+    let expected = "0 of 1 connected pods have generation 1; not: old-client-";
+    ensure!(status.contains(expected), "{status}");
     namespace.kubectl(&["delete", "httproute", "old-server"])?;
     scale("2")
 }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_proto::mesh::v1::acknowledgement::Part;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{Acknowledgement, DiscoverResponse, Endpoint, Snapshot};
 use tokio::sync::watch;
@@ -171,6 +172,11 @@ impl Entry {
         let names_identity = endpoints.any(is_meshed);
         let target = target::from_snapshot(resource, snapshot, subset, report);
         let reasons = [error_of(&routes), error_of(&policy)];
+        let part = match reasons {
+            [Some(_), None] => Part::Routes,
+            [None, Some(_)] => Part::Policy,
+            _ => Part::Unspecified,
+        };
         let reasons: Vec<&str> = reasons.into_iter().flatten().collect();
         self.is_rejected = !reasons.is_empty();
         let rejection = reasons.join("; ");
@@ -183,6 +189,7 @@ impl Entry {
             name: resource.to_string(),
             version: version.to_owned(),
             rejection,
+            part: part.into(),
         });
         if target.is_err() && names_identity && !self.settled {
             // The endpoint is meshed, and its identity is invalid.

@@ -1,0 +1,293 @@
+//! Acknowledgements of proxies, and the reviews that tell from them which proxies apply which routes
+//! and policies.
+//!
+//! An acknowledgement is recorded with the subscription that it is about: work of constant size. A
+//! review reads all of them every 10 seconds, in slices of a few milliseconds under a lock, and takes
+//! a twentieth of the time at most.
+
+use std::collections::{BTreeMap, HashMap};
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use tokio::task::yield_now;
+use tokio::time::{Instant, sleep};
+
+use super::watched::Subscriber;
+use super::{Hub, Resources};
+use crate::index::object::{Key, Kind, Resource};
+use crate::index::state::{State, TargetKind};
+use crate::index::version::Version;
+use crate::policy::{Side, Target};
+use crate::routes::attach::Table;
+use crate::routes::programmed::{Outcome, Progress, REVIEW_INTERVAL, Subject};
+
+/// The time between two reviews is this multiple of the time that a review takes, at least.
+const PAUSE: u32 = 20;
+/// Pods that are looked up under a lock.
+const MAX_PODS: usize = 512;
+
+/// The capabilities that a proxy lacks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Missing {
+    /// It applies no routes, and with them no timeouts and retries of policies.
+    pub routes: bool,
+    /// It applies no other sections of policies.
+    pub policy: bool,
+}
+
+/// The rejection of a state.
+#[derive(Clone, Debug)]
+pub struct Rejection {
+    /// Why.
+    pub reason: Arc<str>,
+    /// What it is about. `None`: all of the state.
+    pub part: Option<Side>,
+}
+
+/// What a proxy has acknowledged: the digest of a state without its endpoints.
+pub(super) type Acknowledged = (Version, Option<Box<Rejection>>);
+
+impl Resources {
+    /// Sets the capabilities that the proxy of the client lacks.
+    pub fn set_missing(&mut self, missing: Missing) {
+        self.hub.subscribers().set_missing(self.id, missing);
+    }
+
+    /// Records that the client applies the state of a resource with this digest, or rejects it.
+    pub fn acknowledge(&self, resource: &Resource, rest: Version, rejection: Option<Rejection>) {
+        let mut subscribers = self.hub.subscribers();
+        if let Some(subscriber) = subscribers.subscriber(self.id, resource) {
+            subscriber.acknowledged = Some((rest, rejection.map(Box::new)));
+        }
+    }
+}
+
+impl Subscriber {
+    /// What the proxy does with a part of the current state, which has this digest.
+    fn outcome(&self, side: Side, current: Version, missing: Missing) -> Outcome {
+        let is_incapable = match side {
+            Side::Requests => missing.routes,
+            Side::Endpoints | Side::Pods => missing.policy,
+        };
+        match &self.acknowledged {
+            _ if is_incapable => Outcome::Incapable,
+            Some((rest, rejection)) if *rest == current => {
+                let rejection = rejection.as_deref();
+                let rejection = rejection.filter(|one| one.part.is_none_or(|part| part == side));
+                rejection.map_or(Outcome::Applied, |one| {
+                    Outcome::Rejected(one.reason.clone())
+                })
+            }
+            _ => Outcome::Waiting,
+        }
+    }
+}
+
+/// What a review has found.
+#[derive(Default)]
+pub(super) struct Review {
+    /// The pods with connected proxies, in order.
+    pods: Vec<Key>,
+    /// The positions of their pods, and what they lack, by the number of the client.
+    proxies: HashMap<u64, (usize, Missing)>,
+    parts: HashMap<PartId, Part>,
+}
+
+/// A Service, who applies the part, and the address of the table in it.
+type PartId = (Key, Side, usize);
+
+/// A part of states that proxies apply as a whole.
+#[derive(Default)]
+struct Part {
+    table: Option<Arc<Table>>,
+    /// By the position of the pod.
+    outcomes: Vec<(usize, Outcome)>,
+}
+
+impl Review {
+    /// Adds what a subscriber does with its state.
+    pub(super) fn add(&mut self, id: u64, subscriber: &Subscriber, state: &State) {
+        let (Some((pod, missing)), Some(target)) = (self.proxies.get(&id), &state.target) else {
+            return;
+        };
+        let (pod, missing) = (*pod, *missing);
+        let outcome = |side| subscriber.outcome(side, state.rest, missing);
+        if let TargetKind::Workload(workload) = &target.kind {
+            for (service, is_surplus) in &workload.limiting {
+                let outcome = match is_surplus {
+                    true => outcome(Side::Pods).min(Outcome::Surplus),
+                    false => outcome(Side::Pods),
+                };
+                self.add_part(service, Side::Pods, None, (pod, outcome));
+            }
+        }
+        let Some(service) = &target.service else {
+            return;
+        };
+        if let Some(table) = &target.routes {
+            let outcome = outcome(Side::Requests);
+            self.add_part(service, Side::Requests, Some(table), (pod, outcome));
+        }
+        if target.policy.is_some() {
+            let outcome = outcome(Side::Endpoints);
+            self.add_part(service, Side::Endpoints, None, (pod, outcome));
+        }
+    }
+
+    fn add_part(
+        &mut self,
+        service: &Key,
+        side: Side,
+        table: Option<&Arc<Table>>,
+        outcome: (usize, Outcome),
+    ) {
+        let address = table.map_or(0, |table| Arc::as_ptr(table).addr());
+        let part = self
+            .parts
+            .entry((service.clone(), side, address))
+            .or_default();
+        // It keeps the address.
+        part.table = table.cloned();
+        part.outcomes.push(outcome);
+    }
+
+    /// What the proxies do with an object, which has these parts.
+    fn progress(&self, subject: &Subject, parts: &[&Part]) -> Progress {
+        let mut all: Vec<&(usize, Outcome)> = Vec::new();
+        all.extend(parts.iter().flat_map(|part| &part.outcomes));
+        if parts.len() > 1 {
+            all.sort_unstable();
+            all.dedup_by_key(|(pod, _)| *pod);
+        }
+        let pods = all.into_iter();
+        let pods = pods.map(|(pod, outcome)| (&self.pods[*pod], outcome));
+        Progress::of(&subject.key.namespace, pods)
+    }
+}
+
+/// Whether routes or policies have a part in a state.
+pub(super) fn is_reviewed(state: &State) -> bool {
+    state.target.as_ref().is_some_and(|target| {
+        let is_limited = match &target.kind {
+            TargetKind::Workload(workload) => !workload.limiting.is_empty(),
+            _ => false,
+        };
+        is_limited || target.routes.is_some() || target.policy.is_some()
+    })
+}
+
+impl Hub {
+    /// Reviews the acknowledgements until it is dropped.
+    pub async fn review_acknowledgements(&self) -> Infallible {
+        loop {
+            let begin = Instant::now();
+            self.review().await;
+            sleep(REVIEW_INTERVAL.max(begin.elapsed() * PAUSE)).await;
+        }
+    }
+
+    /// Updates the conditions once.
+    pub async fn review(&self) {
+        let mut review = self.proxies().await;
+        let mut last = None;
+        loop {
+            last = self.subscribers().review(last.as_deref(), &mut review);
+            if last.is_none() {
+                break;
+            }
+            // Streams and changes of the catalog come first.
+            yield_now().await;
+        }
+        let found = self.progress(review).await;
+        let changed = self.reports().update(Instant::now(), found);
+        self.mark_statuses(changed);
+    }
+
+    /// The proxies of meshed pods. Clients without a pod are tools, and every service account can
+    /// open a stream. A proxy that replaces its stream has two of them: the latest one counts.
+    async fn proxies(&self) -> Review {
+        let mut review = Review::default();
+        let mut pods = self.subscribers().pods();
+        pods.sort_unstable();
+        for pods in pods.chunks(MAX_PODS) {
+            self.add_proxies(&mut review, pods);
+            yield_now().await;
+        }
+        review
+    }
+
+    fn add_proxies(&self, review: &mut Review, pods: &[Key]) {
+        let (index, subscribers) = (self.index(), self.subscribers());
+        for key in pods {
+            let latest = subscribers.latest_in(key);
+            let latest = latest.filter(|(_, pod, _)| index.has_proxy(pod));
+            let Some((id, _, missing)) = latest else {
+                continue;
+            };
+            let pod = review.pods.len();
+            review.pods.push(key.clone());
+            review.proxies.insert(id, (pod, missing));
+            if missing.policy {
+                // Perhaps it does not even ask for its limits.
+                for service in index.limiting_services(key) {
+                    review.add_part(service, Side::Pods, None, (pod, Outcome::Incapable));
+                }
+            }
+        }
+    }
+
+    /// What the proxies do with each object, with its generation. Work and memory at a time are those
+    /// of one Service, and of the policies of namespaces.
+    async fn progress(&self, mut review: Review) -> BTreeMap<Subject, (i64, Progress)> {
+        let parts = std::mem::take(&mut review.parts).into_iter();
+        let parts = parts.map(|((service, side, _), part)| (service, side, part));
+        let mut parts: Vec<(Key, Side, Part)> = parts.collect();
+        parts.sort_by(|(one, ..), (other, ..)| one.cmp(other));
+        for (.., part) in &mut parts {
+            part.outcomes.sort_unstable();
+            part.outcomes.dedup_by_key(|(pod, _)| *pod);
+        }
+        let (mut found, mut of_namespaces) = (BTreeMap::new(), BTreeMap::new());
+        let mut add = |subject: Subject, parts: &[&Part]| {
+            let id = (subject.kind, subject.key.clone());
+            let generation = self.index().generation(&id);
+            if let Some(generation) = generation {
+                let progress = review.progress(&subject, parts);
+                found.insert(subject, (generation, progress));
+            }
+        };
+        for of_service in parts.chunk_by(|(one, ..), (other, ..)| one == other) {
+            let mut subjects: BTreeMap<Subject, Vec<&Part>> = BTreeMap::new();
+            for (service, side, part) in of_service {
+                let routes = part.table.iter().flat_map(|table| &table.routes);
+                let routes = routes.map(|(kind, key)| Subject {
+                    kind: *kind,
+                    key: key.clone(),
+                    target: Target::Service(service.clone()),
+                });
+                let policies = self.index().policies_of(service, *side).into_iter();
+                let policies = policies.map(|(key, target)| Subject {
+                    kind: Kind::TrafficPolicy,
+                    key,
+                    target,
+                });
+                for subject in routes.chain(policies) {
+                    let of_all = match &subject.target {
+                        Target::Service(_) => &mut subjects,
+                        Target::Namespace(_) => &mut of_namespaces,
+                    };
+                    of_all.entry(subject).or_default().push(part);
+                }
+            }
+            for (subject, parts) in subjects {
+                add(subject, &parts);
+            }
+            yield_now().await;
+        }
+        for (subject, parts) in of_namespaces {
+            add(subject, &parts);
+            yield_now().await;
+        }
+        found
+    }
+}

@@ -1,0 +1,364 @@
+//! The condition `Programmed` of routes and policies: what the connected proxies of the pods that
+//! they concern do with them. Pure.
+//!
+//! Any meshed pod can connect, disconnect, acknowledge and reject as it likes. Therefore a condition
+//! changes once per review at most, only a limited number of them does, and while proxies are still
+//! to acknowledge an object, other counts alone are no change. The names of pods, and the reasons
+//! that they give, are for authors of their own namespace only.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::attach::RouteId;
+use super::{Condition, RouteStatus};
+use crate::index::limits::{MAX_BYTES, MAX_SERVICES};
+use crate::index::object::{Key, Kind};
+use crate::policy::Target;
+
+/// The type of the condition.
+pub const PROGRAMMED: &str = "diy-service-mesh.dev/Programmed";
+/// Time between two reviews, at least. The states of an object that is known for this time are
+/// published.
+pub const REVIEW_INTERVAL: Duration = Duration::from_secs(10);
+/// Time after which proxies that are still to acknowledge an object are named, and other counts are
+/// written.
+const STILL_TIME: Duration = Duration::from_secs(60);
+/// Time that a condition stays after the last pod that it concerns, and that the condition of an
+/// earlier replica stays: the proxies connect to this one within this time.
+const HOLD_TIME: Duration = Duration::from_secs(300);
+/// Objects whose condition a review changes at most, those with the oldest ones first: each is two
+/// requests to the API server.
+const MAX_CHANGES: usize = 100;
+/// Names of pods, and reasons, in a message.
+const MAX_NAMES: usize = 10;
+const MAX_REASONS: usize = 3;
+
+/// A route or a policy at one of its targets.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Subject {
+    /// The kind of the object.
+    pub kind: Kind,
+    /// Its namespace and name.
+    pub key: Key,
+    /// The Service or the namespace that it concerns.
+    pub target: Target,
+}
+
+/// What a proxy does with an object. The worst comes first.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outcome {
+    /// It rejects it, for this reason.
+    Rejected(Arc<str>),
+    /// It is of an older release, and lacks the capability.
+    Incapable,
+    /// Its pod has as many rate limits as it can have.
+    Surplus,
+    /// It has not acknowledged the current state yet.
+    Waiting,
+    /// It applies it.
+    Applied,
+}
+
+impl Outcome {
+    /// The reason of the condition.
+    fn reason(&self) -> &'static str {
+        match self {
+            Outcome::Rejected(_) => "Rejected",
+            Outcome::Incapable => "ProxyLacksCapability",
+            Outcome::Surplus => "TooManyRateLimits",
+            Outcome::Waiting => "Pending",
+            Outcome::Applied => "Programmed",
+        }
+    }
+
+    /// Without what a proxy says.
+    fn without_text(&self) -> Outcome {
+        match self {
+            Outcome::Rejected(_) => Outcome::Rejected("".into()),
+            other => other.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Outcome::Rejected(reason) if reason.is_empty() => f.write_str("rejected"),
+            Outcome::Rejected(reason) => write!(f, "rejected: {reason}"),
+            Outcome::Incapable => f.write_str("the proxy is of an older release: restart the pod"),
+            Outcome::Surplus => write!(
+                f,
+                "a pod has the rate limits of the {MAX_SERVICES} oldest Services that select it, \
+                 at most {} KiB",
+                MAX_BYTES / 1024
+            ),
+            Outcome::Waiting => f.write_str("not acknowledged yet"),
+            Outcome::Applied => f.write_str("applied"),
+        }
+    }
+}
+
+/// What the connected proxies do with an object.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Progress {
+    pods: usize,
+    applied: usize,
+    exceptions: Exceptions,
+    waiting: Exceptions,
+}
+
+/// Proxies that do not apply an object.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Exceptions {
+    /// Some of the namespace of the object.
+    named: Vec<(Outcome, Vec<Arc<str>>)>,
+    /// The numbers of the others: of this namespace, and of other ones.
+    more: BTreeMap<Outcome, [usize; 2]>,
+}
+
+impl Progress {
+    /// What these pods do with an object of a namespace.
+    pub fn of<'a>(namespace: &str, pods: impl Iterator<Item = (&'a Key, &'a Outcome)>) -> Progress {
+        let mut progress = Progress::default();
+        for (pod, outcome) in pods {
+            progress.pods += 1;
+            match outcome {
+                Outcome::Applied => progress.applied += 1,
+                Outcome::Waiting => progress.waiting.add(namespace, pod, outcome),
+                _ => progress.exceptions.add(namespace, pod, outcome),
+            }
+        }
+        progress
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.waiting != Exceptions::default()
+    }
+
+    fn condition(&self, subject: &Subject, generation: i64) -> Condition {
+        let worst = [&self.exceptions, &self.waiting];
+        let worst = worst.into_iter().find_map(Exceptions::worst);
+        let worst = worst.unwrap_or(&Outcome::Applied);
+        let (applied, pods) = (self.applied, self.pods);
+        let mut message =
+            format!("{applied} of {pods} connected pods have generation {generation}");
+        let exceptions = self.exceptions.describe(&subject.key.namespace);
+        let waiting = self.waiting.describe(&subject.key.namespace);
+        let all = [exceptions, waiting].concat();
+        if !all.is_empty() {
+            message.push_str(&format!("; not: {}", all.join(", ")));
+        }
+        Condition {
+            generation: Some(generation),
+            ..Condition::new(
+                PROGRAMMED,
+                *worst == Outcome::Applied,
+                worst.reason(),
+                message,
+            )
+        }
+    }
+}
+
+impl Exceptions {
+    fn add(&mut self, namespace: &str, pod: &Key, outcome: &Outcome) {
+        let is_own = *pod.namespace == *namespace;
+        let names: usize = self.named.iter().map(|(_, names)| names.len()).sum();
+        if is_own && names < MAX_NAMES {
+            let group = self.named.iter().position(|(one, _)| one == outcome);
+            if group.is_none() && self.named.len() < MAX_REASONS {
+                self.named.push((outcome.clone(), Vec::new()));
+            }
+            let group = group.or_else(|| self.named.iter().position(|(one, _)| one == outcome));
+            if let Some(group) = group {
+                self.named[group].1.push(pod.name.clone());
+                return;
+            }
+        }
+        let [own, others] = self.more.entry(outcome.without_text()).or_default();
+        *(if is_own { own } else { others }) += 1;
+    }
+
+    fn worst(&self) -> Option<&Outcome> {
+        let named = self.named.iter().map(|(outcome, _)| outcome);
+        named.chain(self.more.keys()).min()
+    }
+
+    /// Whether it differs by more than the numbers of pods without a name.
+    fn differs(&self, other: &Exceptions) -> bool {
+        let kinds = |one: &Exceptions| {
+            let more = one.more.iter();
+            let kinds = more.map(|(outcome, count)| (outcome.clone(), count.map(|one| one > 0)));
+            kinds.collect::<Vec<_>>()
+        };
+        self.named != other.named || kinds(self) != kinds(other)
+    }
+
+    fn describe(&self, namespace: &str) -> Vec<String> {
+        let named = self.named.iter();
+        let named = named.map(|(outcome, names)| format!("{} ({outcome})", names.join(", ")));
+        let more = self.more.iter().flat_map(|(outcome, [own, others])| {
+            let count = |count: usize, of: &str| match count {
+                0 => None,
+                1 => Some(format!("1 pod of {of} ({outcome})")),
+                _ => Some(format!("{count} pods of {of} ({outcome})")),
+            };
+            let own = count(*own, &format!("namespace {namespace}"));
+            [own, count(*others, "other namespaces")]
+        });
+        named.chain(more.flatten()).collect()
+    }
+}
+
+/// The conditions.
+#[derive(Debug, Default)]
+pub struct Reports {
+    reports: BTreeMap<Subject, Report>,
+    /// The first review.
+    started: Option<Instant>,
+    /// What this replica does not know of concerns no proxy.
+    is_complete: bool,
+}
+
+#[derive(Debug)]
+struct Report {
+    generation: i64,
+    progress: Progress,
+    /// The review that found this generation first, this progress first, and any progress last.
+    generation_since: Instant,
+    progress_since: Instant,
+    seen: Instant,
+    written: Option<Written>,
+}
+
+#[derive(Debug)]
+struct Written {
+    generation: i64,
+    progress: Progress,
+    at: Instant,
+    condition: Condition,
+}
+
+impl Reports {
+    /// Updates the conditions to what a review has found, with the generations of the objects.
+    /// Returns the objects whose conditions change.
+    pub fn update(
+        &mut self,
+        now: Instant,
+        found: BTreeMap<Subject, (i64, Progress)>,
+    ) -> BTreeSet<RouteId> {
+        let started = *self.started.get_or_insert(now);
+        self.is_complete = now.duration_since(started) >= HOLD_TIME;
+        for (subject, (generation, progress)) in found {
+            match self.reports.get_mut(&subject) {
+                Some(report) => report.update(now, generation, progress),
+                None => {
+                    let report = Report {
+                        generation,
+                        progress,
+                        generation_since: now,
+                        progress_since: now,
+                        seen: now,
+                        written: None,
+                    };
+                    self.reports.insert(subject, report);
+                }
+            }
+        }
+        let due = self.reports.iter();
+        let due = due.filter(|(_, report)| report.is_due(now));
+        let at = |report: &Report| report.written.as_ref().map(|written| written.at);
+        let due = due.map(|(subject, report)| (at(report), subject.clone()));
+        let mut due: Vec<(Option<Instant>, Subject)> = due.collect();
+        due.sort();
+        let mut changed = BTreeSet::new();
+        for (_, subject) in due {
+            let id = (subject.kind, subject.key.clone());
+            if changed.len() >= MAX_CHANGES && !changed.contains(&id) {
+                continue;
+            }
+            changed.insert(id);
+            let report = self.reports.get_mut(&subject);
+            if let Some(report) = report.filter(|report| report.seen == now) {
+                report.write(now, &subject);
+            } else {
+                self.reports.remove(&subject);
+            }
+        }
+        self.reports
+            .retain(|_, report| report.written.is_some() || report.seen == now);
+        changed
+    }
+
+    /// Adds the conditions of an object to its status, where the object is accepted.
+    pub fn add_to(&self, status: &mut RouteStatus) {
+        status.keeps_programmed = !self.is_complete;
+        for parent in &mut status.parents {
+            let mut conditions = parent.conditions.iter();
+            if !conditions.any(|one| one.kind == "Accepted" && one.holds) {
+                continue;
+            }
+            let target = match parent.parent.kind.as_deref() {
+                Some("Namespace") => Target::Namespace(status.key.namespace.clone()),
+                _ => Target::Service(parent.parent.key(&status.key)),
+            };
+            let report = self.reports.get(&Subject {
+                kind: status.kind,
+                key: status.key.clone(),
+                target,
+            });
+            let written = report.and_then(|report| report.written.as_ref());
+            parent
+                .conditions
+                .extend(written.map(|written| written.condition.clone()));
+        }
+    }
+}
+
+impl Report {
+    fn update(&mut self, now: Instant, generation: i64, progress: Progress) {
+        self.seen = now;
+        if self.generation != generation {
+            (self.generation, self.generation_since) = (generation, now);
+        }
+        if self.progress != progress {
+            (self.progress, self.progress_since) = (progress, now);
+        }
+    }
+
+    /// Whether its condition is to change.
+    fn is_due(&self, now: Instant) -> bool {
+        if self.seen != now {
+            return self.written.is_some() && now.duration_since(self.seen) >= HOLD_TIME;
+        }
+        let age = now.duration_since(self.generation_since);
+        if age < REVIEW_INTERVAL {
+            return false;
+        }
+        let (none, is_waiting) = (Progress::default(), self.progress.is_waiting());
+        let written = self.written.as_ref();
+        let before = written.map_or(&none, |written| &written.progress);
+        let is_new = written.is_none_or(|written| written.generation != self.generation);
+        let is_still = now.duration_since(self.progress_since) >= STILL_TIME;
+        self.progress.exceptions.differs(&before.exceptions)
+            || (!is_waiting && (is_new || before.is_waiting()))
+            || (is_new && age >= STILL_TIME)
+            || (is_still && self.progress != *before)
+    }
+
+    fn write(&mut self, now: Instant, subject: &Subject) {
+        self.written = Some(Written {
+            generation: self.generation,
+            progress: self.progress.clone(),
+            at: now,
+            condition: self.progress.condition(subject, self.generation),
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;
