@@ -4,6 +4,7 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
+use diy_mesh_controller::authenticate::PodRef;
 use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::object::{
     Change, Inbound, Key, Kind, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
@@ -152,6 +153,10 @@ fn pods(service: u32) -> impl Iterator<Item = (String, IpAddr)> {
 fn measure(hub: &Hub, what: &str, changes: impl IntoIterator<Item = Change>) {
     let begin = Instant::now();
     hub.apply(changes);
+    print(hub, what, begin);
+}
+
+fn print(hub: &Hub, what: &str, begin: Instant) {
     let millis = |time: Duration| time.as_secs_f64() * 1e3;
     let [index, shared, subscribers] = hub.longest_holds().map(millis);
     println!(
@@ -171,6 +176,31 @@ fn subscribe(hub: &Hub, addresses: impl Iterator<Item = SocketAddr>) -> Resource
         subscriber.subscribe(&Resource::Destination(address));
     }
     subscriber
+}
+
+/// The proxies of the pods of a Service, each with 20 subscriptions, which it acknowledges.
+fn proxies(hub: &Hub, service: u32) -> impl Iterator<Item = Resources> {
+    pods(service).map(move |(name, _)| {
+        let pod = Key::new(&namespace(service), &name);
+        let mut proxy = hub.watch_resources(Some(PodRef {
+            namespace: pod.namespace.clone(),
+            name: pod.name.clone(),
+            uid: "".into(),
+        }));
+        proxy.subscribe(&Resource::Workload(pod, "".into()));
+        for other in (0..SERVICES)
+            .skip(service as usize % 250)
+            .step_by(250)
+            .take(19)
+        {
+            let address = SocketAddr::new(cluster_ip(other).into(), 1);
+            proxy.subscribe(&Resource::Destination(address));
+        }
+        while let Some((resource, state)) = proxy.next() {
+            proxy.acknowledge(&resource, state.rest, None);
+        }
+        proxy
+    })
 }
 
 fn main() {
@@ -227,6 +257,21 @@ fn main() {
             )
         })
         .collect();
+    let proxies: Vec<Resources> = (0..SERVICES)
+        .step_by(10)
+        .flat_map(|one| proxies(&hub, one))
+        .collect();
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    let runtime = runtime.expect("a runtime");
+    for _ in 0..2 {
+        let begin = Instant::now();
+        runtime.block_on(hub.review());
+        print(
+            &hub,
+            "a review of 5,000 proxies, 100,000 subscriptions",
+            begin,
+        );
+    }
     let (name, ip) = pods(0).next().expect("a pod");
     for ready in [false, true] {
         let pod = pod("ns-0", "s0", &name, ip, ready);
@@ -310,5 +355,5 @@ fn main() {
     let what = "hostile: 1,000 EndpointSlices with 1,000 endpoints";
     measure(&hub, what, slices(1, 1000));
     measure(&hub, "hostile: one of them again", slices(1, 999).take(1));
-    drop((subscribers, hostile, one));
+    drop((subscribers, proxies, hostile, one));
 }

@@ -138,49 +138,24 @@ impl Progress {
     fn is_waiting(&self) -> bool {
         self.waiting != Exceptions::default()
     }
-
-    fn condition(&self, subject: &Subject, generation: i64) -> Condition {
-        let worst = [&self.exceptions, &self.waiting];
-        let worst = worst.into_iter().find_map(Exceptions::worst);
-        let worst = worst.unwrap_or(&Outcome::Applied);
-        let (applied, pods) = (self.applied, self.pods);
-        let mut message =
-            format!("{applied} of {pods} connected pods have generation {generation}");
-        let exceptions = self.exceptions.describe(&subject.key.namespace);
-        let waiting = self.waiting.describe(&subject.key.namespace);
-        let all = [exceptions, waiting].concat();
-        if !all.is_empty() {
-            message.push_str(&format!("; not: {}", all.join(", ")));
-        }
-        Condition {
-            generation: Some(generation),
-            ..Condition::new(
-                PROGRAMMED,
-                *worst == Outcome::Applied,
-                worst.reason(),
-                message,
-            )
-        }
-    }
 }
 
 impl Exceptions {
     fn add(&mut self, namespace: &str, pod: &Key, outcome: &Outcome) {
         let is_own = *pod.namespace == *namespace;
-        let names: usize = self.named.iter().map(|(_, names)| names.len()).sum();
-        if is_own && names < MAX_NAMES {
-            let group = self.named.iter().position(|(one, _)| one == outcome);
-            if group.is_none() && self.named.len() < MAX_REASONS {
-                self.named.push((outcome.clone(), Vec::new()));
+        let (reasons, named) = (self.named.len(), self.named.iter());
+        let names: usize = named.map(|(_, names)| names.len()).sum();
+        let is_named = is_own && names < MAX_NAMES;
+        match self.named.iter_mut().find(|(one, _)| one == outcome) {
+            Some((_, names)) if is_named => names.push(pod.name.clone()),
+            None if is_named && reasons < MAX_REASONS => {
+                self.named.push((outcome.clone(), vec![pod.name.clone()]));
             }
-            let group = group.or_else(|| self.named.iter().position(|(one, _)| one == outcome));
-            if let Some(group) = group {
-                self.named[group].1.push(pod.name.clone());
-                return;
+            _ => {
+                let [own, others] = self.more.entry(outcome.without_text()).or_default();
+                *(if is_own { own } else { others }) += 1;
             }
         }
-        let [own, others] = self.more.entry(outcome.without_text()).or_default();
-        *(if is_own { own } else { others }) += 1;
     }
 
     fn worst(&self) -> Option<&Outcome> {
@@ -226,21 +201,19 @@ pub struct Reports {
 
 #[derive(Debug)]
 struct Report {
-    generation: i64,
-    progress: Progress,
-    /// The review that found this generation first, this progress first, and any progress last.
+    state: ReportState,
+    /// The review that found this generation first, this state first, and any state last.
     generation_since: Instant,
-    progress_since: Instant,
+    since: Instant,
     seen: Instant,
-    written: Option<Written>,
+    /// What the condition says, and since when.
+    written: Option<(ReportState, Instant)>,
 }
 
-#[derive(Debug)]
-struct Written {
+#[derive(Clone, Debug, Default, PartialEq)]
+struct ReportState {
     generation: i64,
     progress: Progress,
-    at: Instant,
-    condition: Condition,
 }
 
 impl Reports {
@@ -254,24 +227,18 @@ impl Reports {
         let started = *self.started.get_or_insert(now);
         self.is_complete = now.duration_since(started) >= HOLD_TIME;
         for (subject, (generation, progress)) in found {
+            let state = ReportState {
+                generation,
+                progress,
+            };
             match self.reports.get_mut(&subject) {
-                Some(report) => report.update(now, generation, progress),
-                None => {
-                    let report = Report {
-                        generation,
-                        progress,
-                        generation_since: now,
-                        progress_since: now,
-                        seen: now,
-                        written: None,
-                    };
-                    self.reports.insert(subject, report);
-                }
+                Some(report) => report.update(now, state),
+                None => drop(self.reports.insert(subject, Report::new(now, state))),
             }
         }
         let due = self.reports.iter();
         let due = due.filter(|(_, report)| report.is_due(now));
-        let at = |report: &Report| report.written.as_ref().map(|written| written.at);
+        let at = |report: &Report| report.written.as_ref().map(|(_, at)| *at);
         let due = due.map(|(subject, report)| (at(report), subject.clone()));
         let mut due: Vec<(Option<Instant>, Subject)> = due.collect();
         due.sort();
@@ -282,11 +249,9 @@ impl Reports {
                 continue;
             }
             changed.insert(id);
-            let report = self.reports.get_mut(&subject);
-            if let Some(report) = report.filter(|report| report.seen == now) {
-                report.write(now, &subject);
-            } else {
-                self.reports.remove(&subject);
+            match self.reports.get_mut(&subject) {
+                Some(one) if one.seen == now => one.written = Some((one.state.clone(), now)),
+                _ => drop(self.reports.remove(&subject)),
             }
         }
         self.reports
@@ -306,27 +271,59 @@ impl Reports {
                 Some("Namespace") => Target::Namespace(status.key.namespace.clone()),
                 _ => Target::Service(parent.parent.key(&status.key)),
             };
-            let report = self.reports.get(&Subject {
+            let subject = Subject {
                 kind: status.kind,
                 key: status.key.clone(),
                 target,
-            });
+            };
+            let report = self.reports.get(&subject);
             let written = report.and_then(|report| report.written.as_ref());
-            parent
-                .conditions
-                .extend(written.map(|written| written.condition.clone()));
+            let condition = written.map(|(state, _)| state.condition(&subject));
+            parent.conditions.extend(condition);
+        }
+    }
+}
+
+impl ReportState {
+    fn condition(&self, subject: &Subject) -> Condition {
+        let (generation, progress) = (self.generation, &self.progress);
+        let all = [&progress.exceptions, &progress.waiting];
+        let worst = all.into_iter().find_map(Exceptions::worst);
+        let worst = worst.unwrap_or(&Outcome::Applied);
+        let described = all.map(|one| one.describe(&subject.key.namespace)).concat();
+        let exceptions = match described.is_empty() {
+            true => String::new(),
+            false => format!("; not: {}", described.join(", ")),
+        };
+        let (applied, pods) = (progress.applied, progress.pods);
+        let message =
+            format!("{applied} of {pods} connected pods have generation {generation}{exceptions}");
+        let holds = *worst == Outcome::Applied;
+        Condition {
+            generation: Some(generation),
+            ..Condition::new(PROGRAMMED, holds, worst.reason(), message)
         }
     }
 }
 
 impl Report {
-    fn update(&mut self, now: Instant, generation: i64, progress: Progress) {
-        self.seen = now;
-        if self.generation != generation {
-            (self.generation, self.generation_since) = (generation, now);
+    fn new(now: Instant, state: ReportState) -> Report {
+        Report {
+            state,
+            generation_since: now,
+            since: now,
+            seen: now,
+            written: None,
         }
-        if self.progress != progress {
-            (self.progress, self.progress_since) = (progress, now);
+    }
+
+    fn update(&mut self, now: Instant, state: ReportState) {
+        self.seen = now;
+        if self.state.generation != state.generation {
+            self.generation_since = now;
+        }
+        if self.state != state {
+            (self.state, self.since) = (state, now);
         }
     }
 
@@ -339,24 +336,15 @@ impl Report {
         if age < REVIEW_INTERVAL {
             return false;
         }
-        let (none, is_waiting) = (Progress::default(), self.progress.is_waiting());
-        let written = self.written.as_ref();
-        let before = written.map_or(&none, |written| &written.progress);
-        let is_new = written.is_none_or(|written| written.generation != self.generation);
-        let is_still = now.duration_since(self.progress_since) >= STILL_TIME;
-        self.progress.exceptions.differs(&before.exceptions)
-            || (!is_waiting && (is_new || before.is_waiting()))
+        let written = self.written.as_ref().map(|(state, _)| state);
+        let is_new = written.is_none_or(|before| before.generation != self.state.generation);
+        let (none, current) = (ReportState::default(), &self.state.progress);
+        let before = &written.unwrap_or(&none).progress;
+        let is_still = now.duration_since(self.since) >= STILL_TIME;
+        current.exceptions.differs(&before.exceptions)
+            || (!current.is_waiting() && (is_new || before.is_waiting()))
             || (is_new && age >= STILL_TIME)
-            || (is_still && self.progress != *before)
-    }
-
-    fn write(&mut self, now: Instant, subject: &Subject) {
-        self.written = Some(Written {
-            generation: self.generation,
-            progress: self.progress.clone(),
-            at: now,
-            condition: self.progress.condition(subject, self.generation),
-        });
+            || (is_still && current != before)
     }
 }
 
