@@ -295,12 +295,21 @@ impl Hub {
         });
     }
 
-    /// The keys and UIDs of ready meshed pods.
+    /// The keys and UIDs of the meshed pods that are ready and do not terminate.
     pub fn ready_meshed_pods(&self) -> Vec<(Key, Arc<str>)> {
-        self.index()
-            .ready_meshed_pods()
-            .map(|pod| (pod.key.clone(), pod.uid.clone()))
-            .collect()
+        let (mut pods, mut last) = (Vec::new(), Key::new("", ""));
+        loop {
+            let index = self.index();
+            let slice: Vec<_> = index.meshed_pods_after(&last).take(MAX_BATCH).collect();
+            let Some(end) = slice.last() else {
+                return pods;
+            };
+            last = end.key.clone();
+            let ready = slice
+                .into_iter()
+                .filter(|pod| pod.ready && !pod.terminating);
+            pods.extend(ready.map(|pod| (pod.key.clone(), pod.uid.clone())));
+        }
     }
 
     /// Reads the index, again after each change, until `read` returns a value.

@@ -263,6 +263,20 @@ async fn replicas_share_and_publish_one_ca() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn reports_of_replicas_that_never_lived_for_long_are_removed() {
+    let (_dir, folder) = folder();
+    let dead = (0..100).map(|number| format!("\"crashed-{number}\": \"{{\\\"beat\\\": 1}}\""));
+    let dead: Vec<String> = dead.chain(["\"broken\": \"x\"".to_owned()]).collect();
+    write(&folder, "reports.json", &format!("{{{}}}", dead.join(",")));
+    let one = Replica::start(&folder);
+    one.until("it reports", |status| !status.replicas.is_empty())
+        .await;
+    let reports = std::fs::read_to_string(folder.join("reports.json")).unwrap();
+    assert!(!reports.contains("crashed") && !reports.contains("broken"));
+    assert!(reports.contains(&one.authority.status().replica));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn rotation_waits_for_all_proxies_and_survives_restarts() {
     let (_dir, folder) = folder();
     let (one, two) = (Replica::start(&folder), Replica::start(&folder));

@@ -47,6 +47,8 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
     let address: SocketAddr = address.split(' ').next().unwrap().parse().unwrap();
     until(&mut controller, "this replica writes the status").await;
     let roots = api.until("the roots are published", roots).await;
+    // Before, it would show that the mesh had a CA.
+    api.0.lock().unwrap().add_report_of_crashed_replica();
     let channel = support::connect(address, &roots).await.unwrap();
     let token = Issuer::new("any").token();
     let mut client = Client {
@@ -328,8 +330,6 @@ impl Api {
         let role = "diy-service-mesh-controller";
         let role = ["rbac.authorization.k8s.io", "clusterroles", "", role].map(String::from);
         state.store(role, json!({"metadata": {"uid": "1"}, "rules": []}));
-        let reports = ["", "configmaps", MESH, "diy-service-mesh-identity"].map(String::from);
-        state.store(reports, json!({"metadata": {}}));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let api = Api(Arc::default(), listener.local_addr().unwrap());
         *api.0.lock().unwrap() = state;
@@ -402,6 +402,14 @@ async fn serve(stream: TcpStream, objects: Arc<Mutex<Objects>>) {
 }
 
 impl Objects {
+    fn add_report_of_crashed_replica(&mut self) {
+        let lease = "diy-service-mesh-replica-crashed";
+        let lease = ["coordination.k8s.io", "leases", MESH, lease].map(String::from);
+        let metadata = json!({"annotations": {"diy-service-mesh.dev/report": "{}"}});
+        let spec = json!({"holderIdentity": "crashed"});
+        self.store(lease, json!({"metadata": metadata, "spec": spec}));
+    }
+
     fn store(&mut self, key: [String; 4], mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["name"] = json!(key[3]);
@@ -490,7 +498,10 @@ impl Objects {
                         self.objects.remove(&key);
                         (200, object)
                     }
-                    ("patch", None) if query.contains("fieldManager") && main == "configmaps" => {
+                    ("patch", None)
+                        if query.contains("fieldManager")
+                            && matches!(&*main, "configmaps" | "leases") =>
+                    {
                         // Server-side apply creates the object, if that is permitted too.
                         self.calls.insert(Call {
                             verb: "create",

@@ -14,10 +14,13 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use tokio::sync::watch;
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 
 use super::publish::PublishStatus;
-use super::reports::{Agreement, BoundedNames, Liveness, Observation, Report, bounded, pod_digest};
+use super::reports::{
+    Agreement, BoundedNames, END, Liveness, Observation, Pods, Report, bounded, pod_digest,
+};
 use super::rotation::{RotationPolicy, Step};
 use super::state::{CaState, Phase, fields_digest, seconds};
 use super::status::StatusSender;
@@ -25,12 +28,14 @@ use super::store::{Store, StoreError, Stored, Written};
 use super::{Roots, Trust, TrustSender};
 use crate::hub::Hub;
 use crate::index::object::Kind;
-use crate::proxies::{ConnectedProxy, Proxies};
+use crate::proxies::Proxies;
 
 /// Interval of reports during a rotation.
-const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(1);
+const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(2);
 /// Interval of reports without a rotation.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+/// Proxies that a report counts without a pause.
+const MAX_SLICE: usize = 1000;
 /// Time until the loaded state is written to an empty store. An operator may replace it in two
 /// steps.
 const RESTORE_DELAY: Duration = Duration::from_secs(5);
@@ -65,8 +70,12 @@ struct Memory {
     empty_since: Option<Instant>,
     liveness: Liveness,
     agreement: Agreement,
-    /// The counter in the reports of this replica.
+    /// The latest one in the reports of this replica.
     beat: u64,
+    /// Of the current state: the pods below this digest are accounted for.
+    confirmed: u64,
+    /// The digest from which on the next report names pods.
+    from: u64,
     next_report: Option<Instant>,
 }
 
@@ -100,10 +109,7 @@ impl<S: Store> Reconciler<S> {
     pub(super) async fn run(mut self) {
         let store = self.store.clone();
         let mut changes = pin!(store.changes());
-        let mut memory = Memory {
-            beat: seconds(SystemTime::now()),
-            ..Memory::default()
-        };
+        let mut memory = Memory::default();
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         let mut conflicts = 0;
         loop {
@@ -251,6 +257,7 @@ impl<S: Store> Reconciler<S> {
                 self.status.load(&state);
                 loaded.trust.send_replace(Arc::new(trust));
                 (loaded.state, loaded.digest) = (state, digest);
+                (memory.confirmed, memory.from) = (0, 0);
                 memory.next_report = None;
             }
             None => {
@@ -303,15 +310,25 @@ impl<S: Store> Reconciler<S> {
             false => ROTATION_REPORT_INTERVAL,
         };
         memory.next_report = Some(Instant::now() + interval);
-        memory.beat += 1;
-        let report = self.report(loaded, memory.beat);
+        let now = SystemTime::now();
+        memory.beat = seconds(now).max(memory.beat + 1);
+        let report = Report {
+            beat: memory.beat,
+            confirmed: memory.confirmed,
+            ..self.report(loaded, memory.from).await
+        };
         let reports = self.exchange_reports(&mut memory.liveness, report).await?;
         let observed = Observation {
             state: loaded.digest.clone(),
             reports,
-            pods: self.ready_pods(),
+            confirmed: memory.confirmed,
+            pods: match is_steady || memory.confirmed == END {
+                true => BTreeMap::new(),
+                false => self.ready_pods(memory.confirmed),
+            },
         };
-        let now = SystemTime::now();
+        memory.confirmed = observed.next_confirmed();
+        memory.from = observed.next_from();
         let step = self.policy.next(&loaded.state, &observed, now);
         let (waiting, next) = match step.map_err(other)? {
             Step::Wait(waiting) => (waiting, None),
@@ -334,76 +351,98 @@ impl<S: Store> Reconciler<S> {
         }
     }
 
-    /// Writes the report of this replica and returns those of the live replicas.
+    /// Removes the reports of dead replicas, writes that of this one and returns those of the live
+    /// ones.
     async fn exchange_reports(
         &self,
         liveness: &mut Liveness,
         report: Report,
     ) -> Result<BTreeMap<String, Report>, Error> {
         let text = serde_json::to_string(&report).expect("numbers and texts are valid JSON");
-        self.store.report(&self.replica, Some(&text)).await?;
         let others = self.store.reports().await?.into_iter();
-        let mut reports: BTreeMap<String, Report> = others
-            .filter_map(|(name, text)| Some((name, serde_json::from_str(&text).ok()?)))
-            .collect();
-        reports.insert(self.replica.clone(), report);
-        let (live, dead) = liveness.update(reports, Instant::now());
+        let others = others.filter(|(name, _)| *name != self.replica);
+        // An invalid one is too old.
+        let others = others.map(|(name, text)| {
+            let report = serde_json::from_str(&text);
+            (name, report.unwrap_or_default())
+        });
+        let (mut live, dead) = liveness.update(others.collect(), Instant::now(), report.beat);
         for name in dead {
             tracing::info!("replica {name} has stopped, removing its report");
             self.store.report(&name, None).await?;
         }
+        self.store.report(&self.replica, Some(&text)).await?;
+        live.insert(self.replica.clone(), report);
         Ok(live)
     }
 
-    fn report(&self, loaded: &Loaded, beat: u64) -> Report {
-        let (trust, proxies) = (loaded.trust.borrow().clone(), self.proxies.snapshot());
+    /// The report of this replica, with connected pods from a digest on.
+    async fn report(&self, loaded: &Loaded, from: u64) -> Report {
+        let trust = loaded.trust.borrow().clone();
+        let phase = loaded.state.rotation.phase;
+        let mut report = Report {
+            state: loaded.digest.clone(),
+            roots: trust.roots.version.clone(),
+            issuer: trust.issuer.id().to_owned(),
+            namespaces: self.unpublished(&trust.roots.version),
+            ..Report::default()
+        };
         // An incomplete catalog excludes nothing.
         let is_complete = self.hub.is_listed(Kind::Pod);
-        let meshed: Vec<&ConnectedProxy> = self.hub.read(|index| {
-            let counts = |proxy: &&ConnectedProxy| !is_complete || proxy.is_meshed(index);
-            proxies.iter().filter(counts).collect()
-        });
-        let (roots, issuer) = (trust.roots.version.clone(), trust.issuer.id().to_owned());
-        let mut acknowledged = BTreeMap::new();
-        for proxy in &proxies {
-            let version = proxy.roots_version().to_owned();
-            *acknowledged.entry(version).or_default() += 1;
+        let (mut pods, mut last) = (Vec::new(), 0);
+        loop {
+            let mut proxies = self.proxies.page(last, MAX_SLICE, |_| true);
+            let Some((number, _)) = proxies.last() else {
+                break;
+            };
+            last = *number;
+            report.connected += proxies.len() as u64;
+            self.hub.read(|index| {
+                proxies.retain(|(_, proxy)| !is_complete || proxy.is_meshed(index));
+            });
+            for (_, proxy) in proxies {
+                let trusts = proxy.roots_version() == report.roots;
+                let has_renewed = proxy.certificate_issuer() == report.issuer;
+                if !trusts {
+                    report.not_acknowledged.add(&proxy);
+                }
+                if !has_renewed {
+                    report.not_renewed.add(&proxy);
+                }
+                let is_done = match phase {
+                    Phase::Switched => has_renewed,
+                    _ => trusts,
+                };
+                let pod = proxy.pod.filter(|_| phase != Phase::Steady);
+                let digest = pod.map(|pod| pod_digest(&pod.namespace, &pod.name, &pod.uid));
+                pods.extend(digest.map(|digest| (digest, is_done)));
+            }
+            yield_now().await;
         }
-        let names = |matches: &dyn Fn(&ConnectedProxy) -> bool| -> BoundedNames {
-            let proxies = meshed.iter().filter(|proxy| !matches(proxy));
-            bounded(proxies.map(|proxy| proxy.to_string()))
-        };
+        if phase != Phase::Steady {
+            report.pods = Pods::new(from, pods);
+        }
+        report
+    }
+
+    /// The namespaces without the current roots.
+    fn unpublished(&self, roots: &str) -> BoundedNames {
         let published = self.published.borrow();
-        let namespaces = match published.version == roots {
+        match published.version == *roots {
             true => {
                 let namespaces = published.waiting.keys();
                 bounded(namespaces.map(|name| format!("namespace {name}")))
             }
             false => bounded([format!("the namespaces of replica {}", self.replica)]),
-        };
-        let in_rotation = loaded.state.rotation.phase != Phase::Steady;
-        let pods = meshed.iter().filter_map(|proxy| proxy.pod.as_ref());
-        Report {
-            beat,
-            state: loaded.digest.clone(),
-            connected: proxies.len() as u64,
-            acknowledged,
-            not_acknowledged: names(&|proxy| proxy.roots_version() == roots),
-            not_renewed: names(&|proxy| proxy.certificate_issuer() == issuer),
-            namespaces,
-            pods: pods
-                .filter(|_| in_rotation)
-                .map(|pod| pod_digest(&pod.namespace, &pod.name, &pod.uid))
-                .collect(),
-            roots,
-            issuer,
         }
     }
 
-    /// The names of ready meshed pods by digest.
-    fn ready_pods(&self) -> BTreeMap<String, String> {
+    /// The names of ready meshed pods by digest, from one on.
+    fn ready_pods(&self, from: u64) -> BTreeMap<u64, String> {
         let pods = self.hub.ready_meshed_pods().into_iter();
-        pods.map(|(key, uid)| (pod_digest(&key.namespace, &key.name, &uid), key.to_string()))
+        let pods = pods.map(|(key, uid)| (pod_digest(&key.namespace, &key.name, &uid), key));
+        let pods = pods.filter(|(digest, _)| *digest >= from);
+        pods.map(|(digest, key)| (digest, key.to_string()))
             .collect()
     }
 

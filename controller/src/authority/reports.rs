@@ -1,17 +1,17 @@
 //! Reports of the replicas on their connected proxies, and the unmet conditions of a rotation
 //! according to them. Pure.
 //!
-//! A report contains numbers and a few names. It contains the digests of all connected pods, so
-//! that a pod without a connection to any replica is noticed.
+//! A report contains numbers and a few names. During a rotation, the replicas also compare which pods
+//! are connected, so that one without a connection to any replica is noticed: part by part in the
+//! order of their digests, so that the size of a report does not depend on the number of pods. A pod
+//! that was connected once and fulfilled the condition of the phase is accounted for.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
-
-use crate::issuer::hex;
 
 /// The maximum number of names in a list.
 const MAX_NAMES: usize = 20;
@@ -19,12 +19,19 @@ const MAX_NAMES: usize = 20;
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(15);
 /// A report that has not changed for this time is removed.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
+/// The age, in seconds, above which a report is removed at once. Clocks differ by less. Replicas that
+/// never live for [`REMOVAL_TIMEOUT`] leave no more reports than they start within this time.
+const MAX_AGE: u64 = 600;
+/// The maximum number of pods in a report, 64 KB: an object may have 256 KB of annotations.
+const MAX_DIGESTS: usize = 4000;
+/// Above all digests.
+pub(super) const END: u64 = 1 << 48;
 
 /// Report of a replica to the other replicas about its connected proxies.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Report {
-    /// Counter that changes with each report.
+    /// The time in seconds since 1970, or more: each report has another one.
     pub beat: u64,
     /// Version of the CA state that the replica uses.
     pub state: String,
@@ -34,17 +41,50 @@ pub struct Report {
     pub issuer: String,
     /// Number of connected proxies.
     pub connected: u64,
-    /// Number of proxies by acknowledged version of the roots.
-    pub acknowledged: BTreeMap<String, u64>,
     /// Proxies that do not trust the current version.
     pub not_acknowledged: BoundedNames,
     /// Proxies whose certificate has another issuer.
     pub not_renewed: BoundedNames,
     /// Namespaces without the current roots.
     pub namespaces: BoundedNames,
-    /// Digests of the connected pods; only during a rotation.
-    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
-    pub pods: BTreeSet<String>,
+    /// The ready pods below this digest are accounted for, as this replica has seen.
+    pub confirmed: u64,
+    /// A part of the connected pods; only during a rotation.
+    pub pods: Pods,
+}
+
+/// The connected pods of a replica in a range of digests.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Pods {
+    /// The start of the range.
+    pub from: u64,
+    /// The end of the range, which does not belong to it.
+    pub to: u64,
+    /// The pods that fulfil the condition of the phase, ascending.
+    pub done: Vec<u64>,
+    /// The other ones, ascending.
+    pub lacking: Vec<u64>,
+}
+
+impl Pods {
+    /// As many of these pods as a report may have, from a digest on.
+    pub(super) fn new(from: u64, mut all: Vec<(u64, bool)>) -> Pods {
+        all.retain(|(digest, _)| *digest >= from);
+        all.sort_unstable();
+        // A pod may have many streams.
+        all.dedup();
+        let to = all.get(MAX_DIGESTS).map_or(END, |(digest, _)| *digest);
+        let all = all.into_iter().filter(|(digest, _)| *digest < to);
+        let (done, lacking): (Vec<_>, Vec<_>) = all.partition(|(_, is_done)| *is_done);
+        let digests = |pods: Vec<(u64, bool)>| pods.into_iter().map(|(digest, _)| digest).collect();
+        Pods {
+            from,
+            to,
+            done: digests(done),
+            lacking: digests(lacking),
+        }
+    }
 }
 
 /// Count with a bounded list of names.
@@ -57,15 +97,20 @@ pub struct BoundedNames {
     pub names: Vec<String>,
 }
 
+impl BoundedNames {
+    /// Counts a name, and keeps the first ones.
+    pub(super) fn add(&mut self, name: impl ToString) {
+        self.count += 1;
+        if self.names.len() < MAX_NAMES {
+            self.names.push(name.to_string());
+        }
+    }
+}
+
 /// Counts names, and keeps some of them.
 pub(super) fn bounded(names: impl IntoIterator<Item = String>) -> BoundedNames {
     let mut bounded = BoundedNames::default();
-    for name in names {
-        bounded.count += 1;
-        if bounded.names.len() < MAX_NAMES {
-            bounded.names.push(name);
-        }
-    }
+    names.into_iter().for_each(|name| bounded.add(name));
     bounded
 }
 
@@ -78,12 +123,13 @@ fn conditions(names: &BoundedNames, condition: &str) -> Vec<String> {
 }
 
 /// A digest of a pod's UID, or of its name if it has no UID.
-pub(super) fn pod_digest(namespace: &str, name: &str, uid: &str) -> String {
-    let text = match uid {
-        "" => format!("{namespace}/{name}"),
-        uid => uid.to_owned(),
+pub(super) fn pod_digest(namespace: &str, name: &str, uid: &str) -> u64 {
+    let digest = match uid {
+        "" => digest(&SHA256, format!("{namespace}/{name}").as_bytes()),
+        uid => digest(&SHA256, uid.as_bytes()),
     };
-    hex(&digest(&SHA256, text.as_bytes()).as_ref()[..6])
+    let bytes = digest.as_ref()[..6].iter();
+    bytes.fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 /// The observed state of the mesh.
@@ -93,8 +139,10 @@ pub struct Observation {
     pub state: String,
     /// The reports of live replicas by name.
     pub reports: BTreeMap<String, Report>,
-    /// The names of ready meshed pods by digest.
-    pub pods: BTreeMap<String, String>,
+    /// The ready meshed pods below this digest are accounted for.
+    pub confirmed: u64,
+    /// The names of the other ones by digest.
+    pub pods: BTreeMap<u64, String>,
 }
 
 impl Observation {
@@ -140,16 +188,49 @@ impl Observation {
             .collect()
     }
 
-    /// Ready pods without a connection to a replica.
+    /// Ready pods without a connection to a replica, and the number of those to be compared.
     fn absent_pods(&self) -> Vec<String> {
-        let connected = |pod: &str| {
-            self.reports
-                .values()
-                .any(|report| report.pods.contains(pod))
+        let covered = self.covered();
+        let is_connected = |pod: &u64| {
+            self.current().any(|Report { pods, .. }| {
+                let mut lists = [&pods.done, &pods.lacking].into_iter();
+                lists.any(|list| list.binary_search(pod).is_ok())
+            })
         };
-        let absent = self.pods.iter().filter(|(digest, _)| !connected(digest));
+        let compared = self.pods.range(..covered);
+        let absent = compared.filter(|(digest, _)| !is_connected(digest));
         let absent = bounded(absent.map(|(_, name)| format!("pod {name}")));
-        conditions(&absent, "to connect to the controller")
+        let left = self.pods.range(covered..).count();
+        let left = (left > 0).then(|| format!("{left} pods to be compared by the replicas"));
+        let absent = conditions(&absent, "to connect to the controller");
+        absent.into_iter().chain(left).collect()
+    }
+
+    /// The end of the range of digests that all replicas report.
+    fn covered(&self) -> u64 {
+        let ends = self.current().map(|Report { pods, .. }| match pods.from {
+            from if from <= self.confirmed => pods.to,
+            _ => self.confirmed,
+        });
+        ends.min().unwrap_or_default().max(self.confirmed)
+    }
+
+    /// The pods below this digest are accounted for, now or before.
+    pub(super) fn next_confirmed(&self) -> u64 {
+        let is_done = |pod: &u64| {
+            let mut reports = self.current();
+            reports.any(|report| report.pods.done.binary_search(pod).is_ok())
+        };
+        let covered = self.covered();
+        let mut open = self.pods.range(..covered).map(|(digest, _)| *digest);
+        open.find(|digest| !is_done(digest)).unwrap_or(covered)
+    }
+
+    /// The digest from which on the next report names pods: a replica still compares them.
+    pub(super) fn next_from(&self) -> u64 {
+        let confirmed = self.current().map(|report| report.confirmed);
+        let confirmed = confirmed.filter(|confirmed| *confirmed < END);
+        confirmed.min().unwrap_or_default()
     }
 }
 
@@ -158,11 +239,13 @@ impl Observation {
 pub(super) struct Liveness(BTreeMap<String, (u64, Instant)>);
 
 impl Liveness {
-    /// Returns the live reports, and the names of reports to remove.
+    /// Returns the live reports, and the names of reports to remove. `clock` is the time in seconds
+    /// since 1970.
     pub(super) fn update(
         &mut self,
         reports: BTreeMap<String, Report>,
         now: Instant,
+        clock: u64,
     ) -> (BTreeMap<String, Report>, Vec<String>) {
         self.0.retain(|name, _| reports.contains_key(name));
         let (mut live, mut dead) = (BTreeMap::new(), Vec::new());
@@ -172,10 +255,10 @@ impl Liveness {
                 (*beat, *since) = (report.beat, now);
             }
             let age = now.duration_since(*since);
-            if age < LIVENESS_TIMEOUT {
-                live.insert(name, report);
-            } else if age >= REMOVAL_TIMEOUT {
+            if age >= REMOVAL_TIMEOUT || report.beat.saturating_add(MAX_AGE) < clock {
                 dead.push(name);
+            } else if age < LIVENESS_TIMEOUT {
+                live.insert(name, report);
             }
         }
         (live, dead)
@@ -207,5 +290,180 @@ impl Agreement {
                 false
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PODS: usize = 100_000;
+
+    /// A replica with these connected pods.
+    #[derive(Default)]
+    struct Replica {
+        connected: BTreeMap<u64, bool>,
+        confirmed: u64,
+        from: u64,
+    }
+
+    impl Replica {
+        fn report(&self) -> Report {
+            let lacking = self.connected.values().filter(|is_done| !*is_done);
+            let names = lacking.map(|_| "proxy ".to_owned() + &"n".repeat(316));
+            let connected = self.connected.iter();
+            Report {
+                confirmed: self.confirmed,
+                not_acknowledged: bounded(names),
+                pods: Pods::new(
+                    self.from,
+                    connected.map(|(pod, done)| (*pod, *done)).collect(),
+                ),
+                ..Report::default()
+            }
+        }
+    }
+
+    /// One report of each replica. Returns what the first one waits for.
+    fn exchange(replicas: &mut [Replica], ready: &BTreeMap<u64, String>) -> Vec<String> {
+        let reports = replicas.iter().map(Replica::report).enumerate();
+        let reports: BTreeMap<String, Report> = reports
+            .map(|(number, report)| {
+                let text = serde_json::to_string(&report).unwrap();
+                assert!(text.len() < 80 * 1024, "{} bytes", text.len());
+                (number.to_string(), serde_json::from_str(&text).unwrap())
+            })
+            .collect();
+        let observed = replicas.iter_mut().map(|replica| {
+            let pods = ready.range(replica.confirmed..);
+            let observed = Observation {
+                reports: reports.clone(),
+                confirmed: replica.confirmed,
+                pods: pods.map(|(pod, name)| (*pod, name.clone())).collect(),
+                ..Observation::default()
+            };
+            replica.confirmed = observed.next_confirmed();
+            replica.from = observed.next_from();
+            observed.not_acknowledged(true, true)
+        });
+        observed.collect::<Vec<_>>().swap_remove(0)
+    }
+
+    /// Ready pods, and two replicas to which they are connected.
+    fn mesh() -> (BTreeMap<u64, String>, [Replica; 2]) {
+        let ready = (0..PODS).map(|number| {
+            let uid = format!("6f1d52a5-{number:012}");
+            (
+                pod_digest("shop", "web", &uid),
+                format!("shop/web-{number}"),
+            )
+        });
+        let (ready, mut replicas) = (ready.collect::<BTreeMap<_, _>>(), <[Replica; 2]>::default());
+        for (number, digest) in ready.keys().enumerate() {
+            replicas[number % 2].connected.insert(*digest, true);
+        }
+        (ready, replicas)
+    }
+
+    #[test]
+    fn replicas_compare_a_hundred_thousand_pods_in_small_reports() {
+        let (ready, mut replicas) = mesh();
+        assert_eq!(ready.len(), PODS, "no digest is that of two pods");
+        let first = exchange(&mut replicas, &ready);
+        assert!(
+            first[0].ends_with(" pods to be compared by the replicas"),
+            "{first:?}"
+        );
+        let pages = PODS.div_ceil(2 * MAX_DIGESTS);
+        let rounds = (1..=2 * pages).find(|_| exchange(&mut replicas, &ready).is_empty());
+        assert_eq!(rounds, Some(2 * pages - 2), "a part in every other report");
+        assert_eq!(replicas[0].confirmed, END);
+        // A replica that starts now compares all of them.
+        replicas[1].confirmed = 0;
+        for _ in 0..=2 * pages {
+            exchange(&mut replicas, &ready);
+        }
+        assert_eq!(replicas[1].confirmed, END);
+    }
+
+    #[test]
+    fn pod_without_a_connection_or_an_acknowledgement_holds_a_large_rotation() {
+        let (ready, mut replicas) = mesh();
+        let mut digests = ready.keys().skip(PODS / 2);
+        let [absent, lacking] = [(); 2].map(|()| *digests.next().unwrap());
+        for replica in &mut replicas {
+            replica.connected.remove(&absent);
+            replica
+                .connected
+                .entry(lacking)
+                .and_modify(|is_done| *is_done = false);
+        }
+        let mut waiting = Vec::new();
+        for _ in 0..=PODS / MAX_DIGESTS {
+            waiting = exchange(&mut replicas, &ready);
+        }
+        assert!(
+            waiting[0].ends_with(" to trust the current roots"),
+            "{waiting:?}"
+        );
+        let name = format!("pod {} to connect to the controller", ready[&absent]);
+        assert!(waiting.contains(&name), "{waiting:?}");
+        assert_eq!(replicas[0].confirmed, absent);
+        replicas[0].connected.insert(absent, true);
+        exchange(&mut replicas, &ready);
+        assert_eq!(replicas[0].confirmed, lacking);
+        // Connected to both, it fulfils the condition at one of them.
+        replicas[0].connected.insert(lacking, true);
+        replicas[1].connected.insert(lacking, true);
+        for _ in 0..=PODS / MAX_DIGESTS {
+            waiting = exchange(&mut replicas, &ready);
+        }
+        assert_eq!(waiting, [""; 0]);
+        // It was accounted for, so that a new connection of it does not hold the rotation.
+        replicas[0].connected.remove(&absent);
+        assert_eq!(exchange(&mut replicas, &ready), [""; 0]);
+    }
+
+    #[test]
+    fn pod_with_many_streams_leaves_room_for_others() {
+        let streams = (0..100_000).map(|stream| (7, stream % 2 == 0));
+        let pods = Pods::new(0, streams.chain([(9, true)]).collect());
+        let (done, lacking) = (vec![7, 9], vec![7]);
+        let (from, to) = (0, END);
+        let expected = Pods {
+            from,
+            to,
+            done,
+            lacking,
+        };
+        assert_eq!(pods, expected);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn report_that_does_not_change_or_is_old_at_first_sight_is_removed() {
+        let report = |beat| Report {
+            beat,
+            ..Report::default()
+        };
+        let reports = |old, idle| {
+            let of = |(name, beat): (&str, u64)| (name.to_owned(), report(beat));
+            BTreeMap::from([("old", old), ("idle", idle)].map(of))
+        };
+        let mut liveness = Liveness::default();
+        let mut update = |beat, clock| {
+            let (live, dead) = liveness.update(reports(beat, 5000), Instant::now(), clock);
+            (Vec::from_iter(live.into_keys()), dead)
+        };
+        let (idle, old) = (vec!["idle".to_owned()], vec!["old".to_owned()]);
+        assert_eq!(update(5000 - MAX_AGE, 5001), (idle.clone(), old));
+        tokio::time::advance(LIVENESS_TIMEOUT).await;
+        let both = (vec!["old".to_owned()], vec![]);
+        assert_eq!(
+            update(5010, 5010),
+            both,
+            "one that does not change does not count"
+        );
+        tokio::time::advance(REMOVAL_TIMEOUT).await;
+        assert_eq!(update(5080, 5080).1, idle);
     }
 }

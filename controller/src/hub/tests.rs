@@ -105,6 +105,33 @@ async fn call_that_needs_pods_waits_for_no_other_kind() {
 }
 
 #[test]
+fn ready_meshed_pods_are_all_those_that_do_not_terminate() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let all = (0..3 * MAX_BATCH).map(|number| {
+        let Change::Apply(_, Object::Pod(pod)) = pod("web", "10.0.0.1") else {
+            panic!("a pod")
+        };
+        let namespace = ["bank", "shop"][number % 2];
+        Object::Pod(Pod {
+            key: Key::new(namespace, &format!("web-{number}")),
+            ready: number >= 10,
+            terminating: number >= 3 * MAX_BATCH - 10,
+            identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+            ..pod
+        })
+    });
+    let all = Change::Reset(Source::Kubernetes, Kind::Pod, all.collect());
+    hub.apply([all]);
+    let pods: BTreeSet<Key> = hub
+        .ready_meshed_pods()
+        .into_iter()
+        .map(|(key, _)| key)
+        .collect();
+    assert_eq!(pods.len(), 3 * MAX_BATCH - 20);
+    assert!(!pods.contains(&Key::new("shop", "web-9")));
+}
+
+#[test]
 fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
     let objects =
         |addresses: &[&str]| crate::index::tests::service_with_pods("web", "10.96.0.1", addresses);

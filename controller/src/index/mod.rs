@@ -23,6 +23,7 @@ pub mod view;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::Hash;
 use std::net::IpAddr;
+use std::ops::Bound;
 use std::sync::Arc;
 
 use excess::ExcessServices;
@@ -314,10 +315,12 @@ impl Index {
         self.meshed.keys()
     }
 
-    /// The meshed pods that are ready and do not terminate.
-    pub fn ready_meshed_pods(&self) -> impl Iterator<Item = &Pod> {
-        let meshed = self.meshed.values().flatten().map(|key| &self.pods[key]);
-        meshed.filter(|pod| pod.ready && !pod.terminating)
+    /// The meshed pods after one, in the order of their keys.
+    pub fn meshed_pods_after(&self, last: &Key) -> impl Iterator<Item = &Pod> {
+        let meshed = self.meshed.range(last.namespace.clone()..);
+        let after = (Bound::Excluded(last.clone()), Bound::Unbounded);
+        let keys = meshed.flat_map(move |(_, keys)| keys.range(after.clone()));
+        keys.map(|key| &self.pods[key])
     }
 
     /// The number of objects of a kind.

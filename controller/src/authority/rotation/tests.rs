@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::reports::{self, BoundedNames, Report};
+use super::super::reports::{self, BoundedNames, Pods, Report};
 use super::super::testing::{TestCa, YEAR, operator_ca, secret, start};
 use super::*;
 
@@ -39,13 +39,14 @@ fn all_current() -> Observation {
     let report = Report {
         state: "s".into(),
         connected: 1,
-        pods: ["web".to_owned()].into(),
+        pods: Pods::new(0, vec![(1, true)]),
         ..Report::default()
     };
     Observation {
         state: "s".into(),
         reports: BTreeMap::from([("a".into(), report)]),
-        pods: BTreeMap::from([("web".into(), "shop/web".into())]),
+        pods: BTreeMap::from([(1, "shop/web".into())]),
+        ..Observation::default()
     }
 }
 
@@ -53,6 +54,11 @@ fn with(change: impl FnOnce(&mut Report)) -> Observation {
     let mut evidence = all_current();
     change(evidence.reports.get_mut("a").unwrap());
     evidence
+}
+
+/// The replica has no connections.
+fn nobody(report: &mut Report) {
+    report.pods = Pods::new(0, vec![]);
 }
 
 fn names(name: &str) -> BoundedNames {
@@ -153,7 +159,7 @@ fn announcing_waits_for_replicas_namespaces_proxies_and_pods() {
             .contains("replica a to load the current state")
     );
     assert_eq!(
-        said(&with(|report| report.pods.clear())),
+        said(&with(nobody)),
         "pod shop/web to connect to the controller"
     );
     let many = with(|report| {
@@ -171,7 +177,7 @@ fn announcing_waits_for_replicas_namespaces_proxies_and_pods() {
 fn missing_connections_after_a_restart_do_not_count_as_agreement() {
     let (announced, _) = requested(&ours(), START, start());
     let switched = written(&announced, &all_current(), start() + minutes(3));
-    let nobody = with(|report| (report.connected, report.pods) = (0, [].into()));
+    let nobody = with(nobody);
     assert_eq!(
         waiting(&announced, &nobody, start() + minutes(3)),
         ["pod shop/web to connect to the controller"]
@@ -185,7 +191,7 @@ fn missing_connections_after_a_restart_do_not_count_as_agreement() {
 #[test]
 fn absent_pods_are_ignored_after_the_lifetime_of_a_certificate() {
     let (announced, _) = requested(&ours(), START, start());
-    let away = with(|report| report.pods.clear());
+    let away = with(nobody);
     waiting(&announced, &away, start() + DAY);
     let switched = written(&announced, &away, start() + DAY + minutes(6));
     let now = start() + DAY + minutes(7);

@@ -1,7 +1,7 @@
-//! The state of the authority in a Secret, and the reports of the replicas in a ConfigMap, both in
-//! the namespace of the mesh.
+//! The state of the authority in a Secret, and the report of each replica in a Lease, all in the
+//! namespace of the mesh.
 //!
-//! Writes are merge patches of the mesh's own fields with the resource version that they are based
+//! Writes of the state are merge patches of the mesh's own fields with the resource version that they are based
 //! on.
 
 use std::collections::BTreeMap;
@@ -10,8 +10,9 @@ use std::time::Duration;
 use diy_mesh_runtime::error_chain;
 use futures::{Stream, StreamExt};
 use k8s_openapi::ByteString;
+use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use kube::api::{ListParams, ObjectMeta, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::{Value, json};
@@ -23,8 +24,8 @@ use crate::authority::state::{FIELDS, Fields};
 
 /// The Secret with the CA.
 pub const SECRET: &str = "diy-service-mesh-ca";
-/// The ConfigMap with the reports.
-pub const REPORTS: &str = "diy-service-mesh-identity";
+/// The annotation of a Lease with the report of its holder.
+pub const REPORT: &str = "diy-service-mesh.dev/report";
 /// The annotation of the Secret with the request.
 pub const REQUEST: &str = "diy-service-mesh.dev/rotate-root";
 /// The field manager of all writes.
@@ -36,7 +37,7 @@ pub const API_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Kubernetes {
     namespace: String,
     secrets: Api<Secret>,
-    config_maps: Api<ConfigMap>,
+    leases: Api<Lease>,
     /// The ConfigMaps of all namespaces.
     published: Api<ConfigMap>,
 }
@@ -47,7 +48,7 @@ impl Kubernetes {
         Kubernetes {
             namespace: namespace.to_owned(),
             secrets: Api::namespaced(client.clone(), namespace),
-            config_maps: Api::namespaced(client.clone(), namespace),
+            leases: Api::namespaced(client.clone(), namespace),
             published: Api::all(client),
         }
     }
@@ -119,30 +120,46 @@ impl Store for Kubernetes {
     }
 
     async fn reports(&self) -> Result<BTreeMap<String, String>, StoreError> {
-        let action = format!("read ConfigMap {REPORTS}");
-        let reports = request(&action, &[], self.config_maps.get_opt(REPORTS)).await?;
-        let data = reports.flatten().and_then(|reports| reports.data);
-        Ok(data.unwrap_or_default())
+        let action = format!("list Leases of {}", self.namespace);
+        let params = ListParams::default().labels(&format!("{LABEL}={}", self.namespace));
+        let leases = request(&action, &[], self.leases.list(&params)).await?;
+        let report = |lease: Lease| {
+            let report = lease.metadata.annotations?.remove(REPORT)?;
+            Some((lease.spec?.holder_identity?, report))
+        };
+        Ok(leases.into_iter().flatten().filter_map(report).collect())
     }
 
     async fn report(&self, replica: &str, report: Option<&str>) -> Result<(), StoreError> {
-        let action = format!("write ConfigMap {REPORTS}");
-        let (params, patch) = (params(), Patch::Merge(json!({"data": {replica: report}})));
-        let write = self.config_maps.patch(REPORTS, &params, &patch);
-        let patched = request(&action, &[404], write).await?;
-        if let (None, Some(report)) = (patched, report) {
-            let reports = ConfigMap {
-                metadata: metadata(REPORTS),
-                data: Some([(replica.to_owned(), report.to_owned())].into()),
-                ..ConfigMap::default()
-            };
-            // After a conflict, the next report finds the ConfigMap of another replica.
-            let params = PostParams::default();
-            let create = self.config_maps.create(&params, &reports);
-            request(&action, &[409], create).await?;
-        }
+        let name = lease_name(replica);
+        let Some(report) = report else {
+            let action = format!("delete Lease {name}");
+            let params = DeleteParams::default();
+            request(&action, &[404], self.leases.delete(&name, &params)).await?;
+            return Ok(());
+        };
+        let action = format!("write Lease {name}");
+        let lease = json!({
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {
+                "name": name,
+                "labels": {"app.kubernetes.io/part-of": "diy-service-mesh", LABEL: self.namespace},
+                "annotations": {REPORT: report},
+            },
+            "spec": {"holderIdentity": replica},
+        });
+        let (params, patch) = (
+            PatchParams::apply(FIELD_MANAGER).force(),
+            Patch::Apply(lease),
+        );
+        request(&action, &[], self.leases.patch(&name, &params, &patch)).await?;
         Ok(())
     }
+}
+
+/// The name of the Lease of a replica.
+fn lease_name(replica: &str) -> String {
+    format!("diy-service-mesh-replica-{}", replica.to_lowercase())
 }
 
 fn params() -> PatchParams {
