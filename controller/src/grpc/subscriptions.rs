@@ -723,8 +723,10 @@ mod tests {
             }
             let conditions = hub.get(&id).unwrap().parents.remove(0).conditions;
             let last = conditions.into_iter().next_back().unwrap();
-            last.message
-                .replace("connected pods have generation 7", "have it")
+            last.message.replace(
+                "pods connected to the writing replica have generation 7",
+                "have it",
+            )
         };
         let resources = hub.watch_resources(Some(pod.clone()));
         let mut stream = Subscriptions::new(resources, Some(pod.clone()), quota(), ALL);

@@ -153,12 +153,11 @@ impl Review {
 
     /// What the proxies do with an object, which has these parts.
     fn progress(&self, subject: &Subject, parts: &[&Part]) -> Progress {
-        let mut all: Vec<&(usize, Outcome)> = Vec::new();
-        all.extend(parts.iter().flat_map(|part| &part.outcomes));
-        if parts.len() > 1 {
-            all.sort_unstable();
-            all.dedup_by_key(|(pod, _)| *pod);
-        }
+        let all = parts.iter().flat_map(|part| &part.outcomes);
+        let mut all: Vec<&(usize, Outcome)> = all.collect();
+        // Those of each part are sorted. Of a pod, the worst comes first.
+        all.sort();
+        all.dedup_by_key(|(pod, _)| *pod);
         let pods = all.into_iter();
         let pods = pods.map(|(pod, outcome)| (&self.pods[*pod], outcome));
         Progress::of(&subject.key.namespace, pods)
@@ -236,56 +235,34 @@ impl Hub {
         }
     }
 
-    /// What the proxies do with each object, with its generation. Work and memory at a time are those
-    /// of one Service, and of the policies of namespaces.
+    /// What the proxies do with each object, with its generation.
     async fn progress(&self, mut review: Review) -> BTreeMap<Subject, (i64, Progress)> {
-        let parts = std::mem::take(&mut review.parts).into_iter();
-        let parts = parts.map(|((service, side, _), part)| (service, side, part));
-        let mut parts: Vec<(Key, Side, Part)> = parts.collect();
-        parts.sort_by(|(one, ..), (other, ..)| one.cmp(other));
-        for (.., part) in &mut parts {
+        let mut parts = std::mem::take(&mut review.parts);
+        for part in parts.values_mut() {
             part.outcomes.sort_unstable();
-            part.outcomes.dedup_by_key(|(pod, _)| *pod);
         }
-        let (mut found, mut of_namespaces) = (BTreeMap::new(), BTreeMap::new());
-        let mut add = |subject: Subject, parts: &[&Part]| {
-            let id = (subject.kind, subject.key.clone());
-            let generation = self.index().generation(&id);
-            if let Some(generation) = generation {
-                let progress = review.progress(&subject, parts);
-                found.insert(subject, (generation, progress));
-            }
-        };
-        for of_service in parts.chunk_by(|(one, ..), (other, ..)| one == other) {
-            let mut subjects: BTreeMap<Subject, Vec<&Part>> = BTreeMap::new();
-            for (service, side, part) in of_service {
-                let routes = part.table.iter().flat_map(|table| &table.routes);
-                let routes = routes.map(|(kind, key)| Subject {
-                    kind: *kind,
-                    key: key.clone(),
-                    target: Target::Service(service.clone()),
-                });
-                let policies = self.index().policies_of(service, *side).into_iter();
-                let policies = policies.map(|(key, target)| Subject {
-                    kind: Kind::TrafficPolicy,
-                    key,
-                    target,
-                });
-                for subject in routes.chain(policies) {
-                    let of_all = match &subject.target {
-                        Target::Service(_) => &mut subjects,
-                        Target::Namespace(_) => &mut of_namespaces,
-                    };
-                    of_all.entry(subject).or_default().push(part);
-                }
-            }
-            for (subject, parts) in subjects {
-                add(subject, &parts);
+        let mut subjects: BTreeMap<Subject, Vec<&Part>> = BTreeMap::new();
+        for ((service, side, _), part) in &parts {
+            let routes = part.table.iter().flat_map(|table| table.routes.clone());
+            let target = Target::Service(service.clone());
+            let routes = routes.map(|(kind, key)| (kind, key, target.clone()));
+            let policies = self.index().policies_of(service, *side).into_iter();
+            let policies = policies.map(|(key, target)| (Kind::TrafficPolicy, key, target));
+            for (kind, key, target) in routes.chain(policies) {
+                let subject = Subject { kind, key, target };
+                subjects.entry(subject).or_default().push(part);
             }
             yield_now().await;
         }
-        for (subject, parts) in of_namespaces {
-            add(subject, &parts);
+        let mut found = BTreeMap::new();
+        for (subject, parts) in subjects {
+            let generation = self
+                .index()
+                .generation(&(subject.kind, subject.key.clone()));
+            if let Some(generation) = generation {
+                let progress = review.progress(&subject, &parts);
+                found.insert(subject, (generation, progress));
+            }
             yield_now().await;
         }
         found

@@ -296,8 +296,10 @@ impl ReportState {
             false => format!("; not: {}", described.join(", ")),
         };
         let (applied, pods) = (progress.applied, progress.pods);
-        let message =
-            format!("{applied} of {pods} connected pods have generation {generation}{exceptions}");
+        let message = format!(
+            "{applied} of {pods} pods connected to the writing replica have generation \
+                 {generation}{exceptions}"
+        );
         let holds = *worst == Outcome::Applied;
         Condition {
             generation: Some(generation),

@@ -250,8 +250,8 @@ async fn policies_with_limits_that_a_pod_does_not_have_say_so() {
     apply(&hub, [of_web]);
     answer(&replica, None);
     review(&hub).await;
-    let message = "0 of 1 connected pods have generation 7; not: replica (a pod has the rate limits \
-        of the 15 oldest Services that select it, at most 128 KiB)";
+    let message = "0 of 1 pods connected to the writing replica have generation 7; not: \
+        replica (a pod has the rate limits of the 15 oldest Services that select it, at most 128 KiB)";
     let youngest = || "TrafficPolicy shop/p14 at s14".to_owned();
     assert_eq!(conditions(&hub), [(youngest(), message.to_owned())]);
     // A proxy of an older release has none of them, which is said first.
@@ -342,7 +342,7 @@ async fn only_proxies_of_meshed_pods_count_and_only_names_of_the_own_namespace_a
         .flat_map(|pod| [(); 2].map(|()| stream(&hub, &pod, OLD, &[WEB])))
         .collect();
     review(&hub).await;
-    let expected = "0 of 14 connected pods have generation 7; not: \
+    let expected = "0 of 14 pods connected to the writing replica have generation 7; not: \
         c0, c1, c10, c11, c2, c3, c4, c5, c6, c7 (the proxy is of an older release: restart the pod), \
         2 pods of namespace shop (the proxy is of an older release: restart the pod), \
         2 pods of other namespaces (the proxy is of an older release: restart the pod)";
@@ -385,7 +385,7 @@ async fn rejection_reaches_the_status_of_what_it_is_about() {
         Some(&rejection("of another namespace", Some(Side::Requests))),
     );
     review(&hub).await;
-    let message = "1 of 4 connected pods have generation 7; not: \
+    let message = "1 of 4 pods connected to the writing replica have generation 7; not: \
         c1 (rejected: rule 0 (HTTPRoute shop/r): unknown), 1 pod of other namespaces (rejected), \
         c2 (not acknowledged yet)";
     let expected = ("HTTPRoute shop/r at web".to_owned(), message.to_owned());
@@ -395,7 +395,7 @@ async fn rejection_reaches_the_status_of_what_it_is_about() {
     let all = all_conditions(&hub);
     let seen: Vec<_> = all.iter().map(|(_, one)| (one.reason, one.holds)).collect();
     assert_eq!(seen, [("Rejected", false), ("Programmed", true)]);
-    let of_policy = "4 of 4 connected pods have generation 7";
+    let of_policy = "4 of 4 pods connected to the writing replica have generation 7";
     assert_eq!(all[1].1.message, of_policy, "it is not in the routes");
     // Without the part, all of the state is rejected.
     let unnamed = rejection("x", None);
@@ -424,7 +424,8 @@ async fn new_generation_is_not_applied_before_it_is_acknowledged() {
         (condition.generation, condition.message)
     };
     let applied = |generation: i64| {
-        let message = format!("1 of 1 connected pods have generation {generation}");
+        let message = "1 of 1 pods connected to the writing replica have generation";
+        let message = format!("{message} {generation}");
         (Some(generation), message)
     };
     assert_eq!(message().await, applied(7));
@@ -435,7 +436,8 @@ async fn new_generation_is_not_applied_before_it_is_acknowledged() {
         assert_eq!(message().await, applied(7));
     }
     advance(STILL_TIME).await;
-    let waiting = "0 of 1 connected pods have generation 8; not: client (not acknowledged yet)";
+    let waiting = "0 of 1 pods connected to the writing replica have generation 8; not: \
+        client (not acknowledged yet)";
     assert_eq!(message().await, (Some(8), waiting.to_owned()));
     answer(&client, None);
     assert_eq!(message().await, applied(8));
@@ -594,7 +596,8 @@ async fn five_thousand_pods_that_acknowledge_a_policy_are_a_few_writes() {
     assert!(begin.elapsed() > Duration::from_secs(400));
     streams.iter().for_each(|stream| answer(stream, None));
     let count = streams.len();
-    let expected = format!("{count} of {count} connected pods have generation 7");
+    let expected = "pods connected to the writing replica have generation 7";
+    let expected = format!("{count} of {count} {expected}");
     let is_complete = |one: Option<&Value>| message(one) == expected;
     written.until(Written::POLICY, is_complete).await;
     let writes = written.metrics.statuses_written.get();
