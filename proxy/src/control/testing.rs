@@ -50,7 +50,7 @@ pub(crate) struct FakeController {
     pub signing: Arc<Mutex<Option<Signing>>>,
     /// Whether it announces that it sends the inbound configuration of the proxy's pod.
     pub announces_self: Arc<AtomicBool>,
-    streams: mpsc::Receiver<FakeStream>,
+    pub streams: mpsc::Receiver<FakeStream>,
     stop: CancellationToken,
     server: JoinHandle<()>,
 }
@@ -65,7 +65,7 @@ pub(crate) struct Signing {
 
 /// The controller's end of a stream, closed on drop.
 pub(crate) struct FakeStream {
-    requests: Streaming<DiscoverRequest>,
+    pub requests: Streaming<DiscoverRequest>,
     responses: mpsc::Sender<Result<DiscoverResponse, Status>>,
     pub authorization: Option<String>,
 }

@@ -5,6 +5,7 @@ mod admission;
 mod callers;
 mod client_end;
 mod floods;
+mod fragments;
 mod namespaces;
 mod slots;
 

@@ -2,12 +2,21 @@
 //! as in a container: no flood, and not all together, reaches the limit or leaves memory behind.
 //! `--ignored` runs each flood alone and all together with each limit.
 
-use std::io::Write;
-use std::net::TcpStream;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::discover_request::Action;
+use proto::discover_response::Update;
+
+use super::control::testing::{CONTROLLER, FakeController, FakeStream, Mounted, Signing};
+use super::fragments::{ALLOWED, Fragments, HostileClient, HostileServer};
+use super::identity::testing::{Authority, WEB, token};
 use super::*;
 
 /// The memory that may stay after a flood.
@@ -104,7 +113,150 @@ fn scanned_ports() -> Held {
     Held::new()
 }
 
-const FLOODS: [fn() -> Held; 5] = [
+/// The endpoint of [`SERVICE`], a server that floods its handshakes. The kernel connects to it from
+/// another address, as to another pod.
+const ENDPOINT: ([u8; 4], u16) = ([127, 0, 0, 2], 30_000);
+const ALPN: &[u8] = b"diy-mesh/http1";
+
+/// Sends so many fragments that the proxy keeps them, or more, which it does not.
+fn send_fragments(stream: &mut TcpStream, fragments: &mut Fragments, is_long: bool) {
+    let count = if is_long { 16 * ALLOWED } else { ALLOWED };
+    for _ in 0..count {
+        // The proxy closes the connection of a handshake that is too long.
+        if stream.write_all(&fragments.next()).is_err() {
+            return;
+        }
+    }
+}
+
+fn unfinished_handshakes_of_clients() -> Held {
+    let handshake = |number| {
+        let mut stream = connect(20_000 + number % ADDRESSES).ok()?;
+        let mut client = HostileClient::new(ALPN);
+        stream.write_all(&client.hello()).ok()?;
+        let mut fragments = loop {
+            let mut bytes = [0; 4096];
+            let read = stream.read(&mut bytes).ok().filter(|read| *read > 0)?;
+            if let Some(fragments) = client.receive(&bytes[..read]) {
+                break fragments;
+            }
+        };
+        send_fragments(&mut stream, &mut fragments, number % 2 == 1);
+        Some(stream)
+    };
+    let held: Held = (0..1000).filter_map(handshake).collect();
+    assert!(held.len() > 10, "{} handshakes have begun", held.len());
+    held
+}
+
+/// Requests of the application to [`SERVICE`].
+fn unfinished_handshakes_of_servers() -> Held {
+    let before = FLOODED.load(Relaxed);
+    let connection = |number| {
+        let mut stream = connect_to(24_000 + number % ADDRESSES, SERVICE).ok()?;
+        let sent = stream.write_all(b"GET / HTTP/1.1\r\nHost: cart\r\n\r\n");
+        sent.ok().map(|()| stream)
+    };
+    let held = (0..1000).filter_map(connection).collect();
+    let end = Instant::now() + DEADLINE;
+    while FLOODED.load(Relaxed) < before + 100 {
+        assert!(Instant::now() < end, "the proxy does not connect");
+        thread::yield_now();
+    }
+    held
+}
+
+/// The number of handshakes that the endpoint of [`SERVICE`] has flooded.
+static FLOODED: AtomicUsize = AtomicUsize::new(0);
+
+/// Floods a handshake as a server.
+fn flood_client(mut stream: TcpStream, mut server: HostileServer) -> Option<()> {
+    let (hello, mut fragments) = loop {
+        let mut bytes = [0; 4096];
+        let read = stream.read(&mut bytes).ok().filter(|read| *read > 0)?;
+        if let Some(begun) = server.receive(&bytes[..read]) {
+            break begun;
+        }
+    };
+    stream.write_all(&hello).ok()?;
+    let number = FLOODED.fetch_add(1, Relaxed);
+    send_fragments(&mut stream, &mut fragments, number % 2 == 1);
+    // Until the proxy closes the connection.
+    while stream.read(&mut [0; 4096]).ok()? > 0 {}
+    Some(())
+}
+
+async fn answer_subscriptions(mut stream: FakeStream, answer: impl Fn(&str) -> Update) {
+    while let Ok(Some(request)) = stream.requests.message().await {
+        if let Some(Action::Subscribe(subscribe)) = request.action {
+            let update = answer(&subscribe.name);
+            stream.respond(&subscribe.name, "1", update).await;
+        }
+    }
+}
+
+/// Starts a controller, and the endpoint of [`SERVICE`]. Returns the arguments of the proxy, and the
+/// files that they name.
+fn start_controller() -> (Vec<String>, Mounted) {
+    let authority = Arc::new(Authority::new("root"));
+    let (certificate, key) = authority.leaf_and_key(WEB, |_| {});
+    let listener = TcpListener::bind(SocketAddr::from(ENDPOINT)).unwrap();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let server = HostileServer::new(ALPN, certificate.clone(), key.serialize_der());
+            thread::spawn(|| flood_client(stream.unwrap(), server));
+        }
+    });
+    let mounted = Mounted::new(&authority, &token("system:serviceaccount:shop:web"));
+    let endpoint = proto::Endpoint {
+        address: SocketAddr::from(ENDPOINT).to_string(),
+        identity: WEB.to_owned(),
+        ..proto::Endpoint::default()
+    };
+    let service = proto::Snapshot {
+        kind: proto::snapshot::Kind::Service.into(),
+        endpoints: vec![endpoint],
+        ..proto::Snapshot::default()
+    };
+    let name = SocketAddr::from((APP.0, SERVICE)).to_string();
+    let answer = move |resource: &str| match resource == name {
+        true => Update::Snapshot(service.clone()),
+        false => Update::Unknown(proto::Unknown {}),
+    };
+    let address = SocketAddr::from((APP.0, 8443));
+    let (started, is_started) = std::sync::mpsc::channel();
+    thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let mut controller = FakeController::start_tls(address, &authority, CONTROLLER).await;
+            controller.sign(Some(Signing {
+                authority: authority.clone(),
+                lifetime: Duration::from_secs(3600),
+                roots_version: "1",
+            }));
+            started.send(()).unwrap();
+            while let Some(stream) = controller.streams.recv().await {
+                tokio::spawn(answer_subscriptions(stream, answer.clone()));
+            }
+        });
+    });
+    is_started.recv().unwrap();
+    let arguments = vec![
+        format!("--controller=https://{address}"),
+        format!("--controller-identity={CONTROLLER}"),
+        format!("--roots-file={}", mounted.roots_file().display()),
+        format!("--token-file={}", mounted.token_file().display()),
+    ];
+    (arguments, mounted)
+}
+
+/// In an order in which the first ones leave memory to the others.
+const FLOODS: [fn() -> Held; 7] = [
+    unfinished_handshakes_of_servers,
+    unfinished_handshakes_of_clients,
     unfinished_heads,
     unfinished_hellos,
     silent_connections,
@@ -112,8 +264,17 @@ const FLOODS: [fn() -> Held; 5] = [
     scanned_ports,
 ];
 
+/// Whether the proxy has its certificate.
+fn is_ready() -> bool {
+    let Ok(mut client) = connect_to(7000, 4001) else {
+        return false;
+    };
+    let sent = client.write_all(b"GET /ready HTTP/1.1\r\nHost: a\r\n\r\n");
+    sent.is_ok() && answer(&client).starts_with("HTTP/1.1 200 ")
+}
+
 /// Runs these floods against a proxy with this limit.
-fn withstands(floods: &[fn() -> Held], limit: u64) -> Result<(), String> {
+fn withstands(floods: &[fn() -> Held], limit: u64, control: &[String]) -> Result<(), String> {
     let group = Group::new(limit)?;
     let program = env!("CARGO_BIN_EXE_proxy");
     // The pages of the program count for whoever reads them first.
@@ -124,7 +285,8 @@ fn withstands(floods: &[fn() -> Held], limit: u64) -> Result<(), String> {
     );
     let mut command = Command::new("sh");
     command.env_clear().args(["-c", &join, program]);
-    let proxy = Proxy::spawn(command, &[]);
+    let proxy = Proxy::spawn(command, control);
+    proxy.wait("it has a certificate", is_ready);
     let idle = proxy.anonymous();
     let held: Vec<Held> = floods.iter().map(|flood| flood()).collect();
     // Each client has its own address.
@@ -158,31 +320,32 @@ fn withstands(floods: &[fn() -> Held], limit: u64) -> Result<(), String> {
     Ok(())
 }
 
-fn prepare() -> Result<(), String> {
+fn prepare() -> Result<(Vec<String>, Mounted), String> {
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
     enter_namespace()?;
     static RESPONSES: LazyLock<Responses> = LazyLock::new(Responses::default);
     accept_streams(100, Some(&RESPONSES));
-    Ok(())
+    Ok(start_controller())
 }
 
 #[test]
 fn all_floods_together_stay_within_the_memory_limit_and_their_memory_returns() {
-    let result = prepare().and_then(|()| withstands(&FLOODS, 64 * MIB));
+    let result = prepare().and_then(|(control, _files)| withstands(&FLOODS, 64 * MIB, &control));
     result.unwrap_or_else(|reason| skip(&reason));
 }
 
 #[test]
 #[ignore = "takes minutes"]
 fn each_flood_and_all_together_stay_within_each_memory_limit() {
-    if let Err(reason) = prepare() {
-        return skip(&reason);
-    }
+    let (control, _files) = match prepare() {
+        Ok(prepared) => prepared,
+        Err(reason) => return skip(&reason),
+    };
     for limit in [32, 64, 256] {
         for flood in &FLOODS {
-            withstands(std::slice::from_ref(flood), limit * MIB).unwrap();
+            withstands(std::slice::from_ref(flood), limit * MIB, &control).unwrap();
         }
-        withstands(&FLOODS, limit * MIB).unwrap();
+        withstands(&FLOODS, limit * MIB, &control).unwrap();
     }
 }

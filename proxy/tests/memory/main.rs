@@ -2,7 +2,22 @@
 //! and iptables.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+/// The controller and the hostile peers of the unit tests.
+#[allow(dead_code)]
+#[path = "../../src/control"]
+mod control {
+    pub use diy_mesh_proxy::control::Tls;
+    pub mod testing;
+}
 mod floods;
+#[path = "../../src/tls/tests/fragments.rs"]
+mod fragments;
+#[allow(dead_code)]
+#[path = "../../src/identity"]
+mod identity {
+    pub use diy_mesh_proxy::identity::Trust;
+    pub mod testing;
+}
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -25,6 +40,8 @@ const DEADLINE: Duration = Duration::from_secs(60);
 const PROXY_GROUP: u32 = 1337;
 /// The address of the application, behind the proxy.
 const APP: ([u8; 4], u16) = ([127, 0, 0, 1], 9999);
+/// The port of a Service, as the application uses it.
+const SERVICE: u16 = 30_000;
 
 /// Why this machine cannot run the test. In CI it must.
 fn skip(reason: &str) {
@@ -49,15 +66,18 @@ fn run(command: &str) -> Result<(), String> {
 }
 
 /// Moves this thread to a network namespace where connections to [`APP`] and to the next ports are
-/// redirected.
+/// redirected, as inbound ones, and those to [`SERVICE`] as outbound ones.
 fn enter_namespace() -> Result<(), String> {
     unshare(CloneFlags::CLONE_NEWNET)
         .map_err(|error| format!("cannot create a namespace: {error}"))?;
     run("ip link set lo up")?;
-    run(&format!(
-        "iptables -w -t nat -A OUTPUT -p tcp --dport {}:20000 -m owner ! --gid-owner {PROXY_GROUP} -j REDIRECT --to-ports 4000",
-        APP.1
-    ))
+    let inbound = format!("{}:20000", APP.1);
+    for (ports, to) in [(inbound, 4000), (SERVICE.to_string(), 5000)] {
+        run(&format!(
+            "iptables -w -t nat -A OUTPUT -p tcp --dport {ports} -m owner ! --gid-owner {PROXY_GROUP} -j REDIRECT --to-ports {to}"
+        ))?;
+    }
+    Ok(())
 }
 
 struct Proxy(Child);
@@ -66,18 +86,18 @@ impl Proxy {
     fn start() -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_proxy"));
         command.env_clear();
-        let limit = (LIMIT / MIB).to_string();
-        Self::spawn(command, &["--memory-limit", &limit])
+        let limit = format!("--memory-limit={}", LIMIT / MIB);
+        let control = ["--controller=http://127.0.0.1:1", "--token-file=/dev/null"];
+        command.arg(limit);
+        Self::spawn(command, &control)
     }
 
     /// Starts the proxy by this command, with more arguments.
-    fn spawn(mut command: Command, more: &[&str]) -> Self {
+    fn spawn(mut command: Command, more: &[impl AsRef<std::ffi::OsStr>]) -> Self {
         let arguments = [
             "--inbound-port=4000",
             "--outbound-port=5000",
             "--admin-port=4001",
-            "--controller=http://127.0.0.1:1",
-            "--token-file=/dev/null",
             "--dump=off",
         ];
         let child = command
