@@ -1,5 +1,6 @@
 //! The roots in a ConfigMap in each namespace with meshed pods, and in that of the mesh, for the
-//! command line.
+//! command line. Where a label of the namespace enables injection, before the first pod: a kubelet
+//! that does not find the ConfigMap logs `FailedMount` and tries again later.
 //!
 //! A namespace with errors is retried and does not delay others. ConfigMaps that this mesh has
 //! published are kept up to date, with meshed pods or without; those of others are left alone.
@@ -12,12 +13,12 @@ use std::time::Duration;
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
-use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace};
 use k8s_openapi::api::rbac::v1::ClusterRole;
-use kube::api::{Patch, PatchParams};
+use kube::api::{PartialObjectMeta, Patch, PatchParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 use serde_json::json;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -32,23 +33,31 @@ pub const LABEL: &str = "diy-service-mesh.dev/mesh";
 /// Owns the ConfigMaps of all namespaces, as an object of the installation without a namespace:
 /// Kubernetes deletes them after it.
 const OWNER: &str = "diy-service-mesh-controller";
+/// Enables injection for all new pods of a namespace.
+const INJECT: &str = "diy-service-mesh/inject=enabled";
 const MAX_CONCURRENT_WRITES: usize = 16;
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Writes the roots to a ConfigMap in each namespace with meshed pods, and restores it after
-/// changes. `mesh` is the namespace of the mesh. Returns when the authority ends.
+/// Writes the roots to a ConfigMap in each namespace with meshed pods or with the label, and restores
+/// it after changes. `mesh` is the namespace of the mesh. Returns when the authority ends.
 pub async fn run(client: Client, mesh: String, mut publication: Publication) {
     let all: Api<ConfigMap> = Api::all(client.clone());
     let name = format!("metadata.name={CONFIG_MAP}");
     let config = watcher::Config::default().fields(&name);
     let mut events = pin!(watcher(all, config).default_backoff());
+    let labelled = watcher::Config::default().labels(INJECT);
+    let metadata: Api<PartialObjectMeta<Namespace>> = Api::all(client.clone());
+    let labelled = watcher(metadata, labelled);
+    let mut labelled = pin!(labelled.default_backoff());
+    let mut injected = Injected::default();
     let mut config_maps = ConfigMaps::new(mesh, owner(&client).await);
     let mut writes = FuturesUnordered::new();
     loop {
         let roots = publication.roots();
         let mut namespaces = publication.namespaces.borrow_and_update().clone();
         namespaces.insert(config_maps.mesh.as_str().into());
+        namespaces.extend(injected.names.iter().cloned());
         let mut wake = None;
         if config_maps.listed {
             warn_of_disjoint_roots(&config_maps.disjoint(&roots, &namespaces));
@@ -65,10 +74,40 @@ pub async fn run(client: Client, mesh: String, mut publication: Publication) {
         }
         tokio::select! {
             Some(event) = events.next() => config_maps.apply(event),
+            Some(event) = labelled.next() => injected.apply(event),
             Some((namespace, result)) = writes.next() => config_maps.written(namespace, result, Instant::now()),
             changed = publication.trust.changed() => if changed.is_err() { return },
             changed = publication.namespaces.changed() => if changed.is_err() { return },
             () = sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {}
+        }
+    }
+}
+
+/// The namespaces whose label enables injection. Pure.
+#[derive(Default)]
+struct Injected {
+    names: BTreeSet<Arc<str>>,
+    listing: BTreeSet<Arc<str>>,
+}
+
+impl Injected {
+    fn apply(&mut self, event: Result<Event<PartialObjectMeta<Namespace>>, watcher::Error>) {
+        // The API server refuses new objects in a namespace that terminates.
+        let is_usable = |one: &PartialObjectMeta<_>| one.metadata.deletion_timestamp.is_none();
+        let name = |one: &PartialObjectMeta<Namespace>| Arc::from(one.name_any());
+        match event {
+            Ok(Event::Init) => self.listing.clear(),
+            Ok(Event::InitApply(one)) if is_usable(&one) => drop(self.listing.insert(name(&one))),
+            Ok(Event::InitApply(_)) => {}
+            Ok(Event::InitDone) => self.names = std::mem::take(&mut self.listing),
+            Ok(Event::Apply(one)) if is_usable(&one) => drop(self.names.insert(name(&one))),
+            Ok(Event::Apply(one) | Event::Delete(one)) => drop(self.names.remove(&name(&one))),
+            Err(error) => {
+                let error = error_chain(&error);
+                tracing::warn!(
+                    "cannot watch namespaces with the label {INJECT}, retrying: {error}"
+                );
+            }
         }
     }
 }
@@ -456,6 +495,85 @@ mod tests {
         }
     }
 
+    /// A publication to no namespaces with pods, and what must live as long.
+    fn publication() -> (Publication, impl Sized) {
+        let hour = Duration::from_secs(3600);
+        let state = CaState::generate("cluster.local", SystemTime::now(), hour).unwrap();
+        let roots = state.roots().into_iter().map(|root| root.der.clone());
+        let trust = watch::Sender::new(Arc::new(Trust {
+            issuer: state.current.issuer().unwrap().clone(),
+            roots: Arc::new(Roots::new(roots)),
+            renew_within: Duration::ZERO,
+        }));
+        let namespaces = watch::Sender::default();
+        let publication = Publication {
+            trust: trust.subscribe(),
+            namespaces: namespaces.subscribe(),
+            status: watch::Sender::default(),
+        };
+        (publication, (trust, namespaces))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn namespace_with_the_label_has_the_roots_before_its_first_pod() {
+        let (written, mut writes) = tokio::sync::mpsc::unbounded_channel();
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let (path, query) = (request.uri().path(), request.uri().query());
+            let query = query.unwrap_or_default();
+            let is_watch = query.contains("watch=");
+            let mut items = Vec::new();
+            if path.ends_with("/namespaces") {
+                assert!(query.contains("labelSelector=diy-service-mesh%2Finject%3Denabled"));
+                let leaving =
+                    json!({"name": "leaving", "deletionTimestamp": "2026-11-24T00:00:00Z"});
+                items.extend([
+                    json!({"metadata": {"name": "shop"}}),
+                    json!({"metadata": leaving}),
+                ]);
+            }
+            if request.method() == "PATCH" {
+                written.send(path.to_owned()).unwrap();
+            }
+            async move {
+                if is_watch {
+                    return pending().await;
+                }
+                let list = json!({"metadata": {"resourceVersion": "1"}, "items": items});
+                let body = Body::from(list.to_string().into_bytes());
+                Ok::<_, kube::Error>(Response::new(body))
+            }
+        });
+        let (publication, _senders) = publication();
+        let run = run(Client::new(service, "mesh"), "mesh".into(), publication);
+        let ended = timeout(Duration::from_secs(60), run).await;
+        assert!(ended.is_err(), "the authority has not ended");
+        let paths = std::iter::from_fn(|| writes.try_recv().ok());
+        let path = |namespace| format!("/api/v1/namespaces/{namespace}/configmaps/{CONFIG_MAP}");
+        let expected = ["mesh", "shop"].map(path);
+        assert_eq!(BTreeSet::from_iter(paths), expected.into());
+    }
+
+    #[test]
+    fn namespaces_follow_their_label_until_they_terminate() {
+        let namespace = |metadata| {
+            let object = json!({"metadata": metadata});
+            serde_json::from_value::<PartialObjectMeta<Namespace>>(object).unwrap()
+        };
+        let named = |name| namespace(json!({"name": name}));
+        let mut injected = Injected::default();
+        injected.apply(Ok(Event::Init));
+        injected.apply(Ok(Event::InitApply(named("shop"))));
+        assert!(injected.names.is_empty(), "the list is not complete");
+        injected.apply(Ok(Event::InitDone));
+        injected.apply(Ok(Event::Apply(named("bank"))));
+        assert_eq!(injected.names, namespaces(&["bank", "shop"]));
+        // A namespace without the label is deleted for a watch of the label.
+        injected.apply(Ok(Event::Delete(named("shop"))));
+        let leaving = json!({"name": "bank", "deletionTimestamp": "2026-11-24T00:00:00Z"});
+        injected.apply(Ok(Event::Apply(namespace(leaving))));
+        assert!(injected.names.is_empty());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn lists_config_maps_once() {
         let lists = Arc::new(AtomicUsize::new(0));
@@ -477,22 +595,9 @@ mod tests {
                 Ok::<_, kube::Error>(Response::new(body))
             }
         });
-        let hour = Duration::from_secs(3600);
-        let state = CaState::generate("cluster.local", SystemTime::now(), hour).unwrap();
-        let roots = state.roots().into_iter().map(|root| root.der.clone());
-        let trust = watch::Sender::new(Arc::new(Trust {
-            issuer: state.current.issuer().unwrap().clone(),
-            roots: Arc::new(Roots::new(roots)),
-            renew_within: Duration::ZERO,
-        }));
-        let namespaces = watch::Sender::default();
-        let publication = Publication {
-            trust: trust.subscribe(),
-            namespaces: namespaces.subscribe(),
-            status: watch::Sender::default(),
-        };
+        let (publication, _senders) = publication();
         let run = run(Client::new(service, "mesh"), "mesh".into(), publication);
-        let ended = timeout(hour, run).await;
+        let ended = timeout(Duration::from_secs(3600), run).await;
         assert!(ended.is_err(), "the authority has not ended");
         assert_eq!(lists.load(Ordering::Relaxed), 1);
     }
