@@ -81,8 +81,8 @@ pub struct Facts {
     pub policy_definition: Fact<Option<Value>>,
     /// The TrafficPolicies of all namespaces.
     pub policies: Fact<Vec<Value>>,
-    /// Routes and policies with other conditions than this release would write.
-    pub judged_differently: Fact<Vec<String>>,
+    /// What this release says about routes and policies.
+    pub judgement: Fact<upgrade::Judgement>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
 }
@@ -127,7 +127,7 @@ impl Facts {
             gateway_api,
             routes,
             (policy_definition, policies),
-            judged_differently,
+            judgement,
         ) = join!(
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -171,7 +171,7 @@ impl Facts {
             routes,
             policy_definition,
             policies,
-            judged_differently,
+            judgement,
             dry_run,
         }
     }

@@ -92,12 +92,22 @@ pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
     Ok(vec![Finding::ok(text + &suffix)])
 }
 
-/// The mesh has accepted the routes, and all of their references resolve.
+/// The mesh has accepted the routes, and all of their references resolve. So it has the TrafficSplits
+/// and the canary annotations of Services.
 pub(super) fn routes(facts: &Facts) -> Findings<'_> {
     let routes = facts.routes.as_ref()?;
-    if routes.is_empty() {
+    let errors = match &facts.judgement {
+        Ok(judgement) => judgement.errors.clone(),
+        // The check of the upgrade says why.
+        Err(_) => Vec::new(),
+    };
+    if routes.is_empty() && errors.is_empty() {
         return Ok(Vec::new());
     }
+    let text =
+        "TrafficSplits or Services with errors: their canaries, weights or ports do not apply";
+    let advice = "correct the TrafficSplits, and the annotations and ports of the Services";
+    let errors = Finding::problem(text, advice).if_any(errors);
     let (mut invalid, mut partial, mut pending) = (Vec::new(), Vec::new(), Vec::new());
     for (route, parent) in parents(routes) {
         let title = format!("{}, parent {}", route.title(), parent.title());
@@ -126,7 +136,7 @@ pub(super) fn routes(facts: &Facts) -> Findings<'_> {
     );
     let pending = Finding::warning(text, advice).if_any(pending);
     let text = format!("{} accepted", count(routes.len(), "route is", "routes are"));
-    Ok(or_ok([invalid, partial, pending], text))
+    Ok(or_ok([invalid, errors, partial, pending], text))
 }
 
 fn parents(routes: &[Route]) -> impl Iterator<Item = (&Route, &crate::routes::Parent)> {
@@ -139,7 +149,7 @@ fn parents(routes: &[Route]) -> impl Iterator<Item = (&Route, &crate::routes::Pa
 mod tests {
     use serde_json::json;
 
-    use super::super::{Level, facts::testing::unknown_facts};
+    use super::super::{Level, facts::testing::unknown_facts, upgrade::Judgement};
     use super::*;
     use crate::routes::testing::{condition, route};
 
@@ -289,5 +299,20 @@ mod tests {
             pending.details,
             ["HTTPRoute shop/canary, parent shop/web:80"]
         );
+    }
+
+    #[test]
+    fn errors_of_splits_and_canaries_are_a_problem_without_any_route() {
+        let errors = vec!["TrafficSplit shop/cart: UnsupportedValue: no".to_owned()];
+        let facts = Facts {
+            routes: Ok(Vec::new()),
+            judgement: Ok(Judgement {
+                errors: errors.clone(),
+                ..Judgement::default()
+            }),
+            ..unknown_facts()
+        };
+        let finding = super::routes(&facts).unwrap().remove(0);
+        assert_eq!((finding.level, finding.details), (Level::Problem, errors));
     }
 }

@@ -11,7 +11,7 @@ mod pods;
 mod policies;
 mod services;
 mod settings;
-mod upgrade;
+pub mod upgrade;
 mod webhook;
 mod workloads;
 

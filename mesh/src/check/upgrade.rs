@@ -1,8 +1,11 @@
-//! Objects that this release judges differently than the controllers that wrote their conditions.
+//! What this release says about the routes and policies of the cluster: those that it judges
+//! differently than the controllers that wrote their conditions, and errors of objects that have no
+//! conditions.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use diy_mesh_controller::explain;
+use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::routes::{PARTIALLY_INVALID, RouteStatus, status};
 use kube::Client;
 use kube::core::DynamicObject;
@@ -16,38 +19,69 @@ use crate::routes::{self, CONTROLLER_NAME};
 /// The conditions that the objects of the cluster alone decide.
 const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
 
-/// Reads the objects, and compares their conditions with those of this release.
-pub(super) async fn read(client: &Client) -> Fact<Vec<String>> {
+/// What this release says about the objects of the cluster.
+#[derive(Clone, Debug, Default)]
+pub struct Judgement {
+    /// The objects with other conditions than this release would write.
+    pub differences: Vec<String>,
+    /// The errors of TrafficSplits and of the canary annotations and ports of Services, which have
+    /// no conditions.
+    pub errors: Vec<String>,
+}
+
+/// Reads the objects, and judges them.
+pub(super) async fn read(client: &Client) -> Fact<Judgement> {
     let (objects, mut unknown) = routes::fetch_all(client, &BTreeSet::new()).await?;
     match unknown.pop() {
         Some(reason) => Err(reason),
-        None => Ok(differences(&objects)),
+        None => Ok(judge(&objects)),
     }
 }
 
 /// Controllers of this release leave the conditions as they are.
 pub(super) fn upgrade(facts: &Facts) -> Findings<'_> {
-    let differences = facts.judged_differently.as_ref()?;
+    let judgement = facts.judgement.as_ref()?;
     let text = "objects that controllers of the release of this program would judge differently";
     let advice =
         "correct them before you upgrade the controllers, or use the program of their release";
-    let found = Finding::warning(text, advice).if_any(differences.clone());
+    let found = Finding::warning(text, advice).if_any(judgement.differences.clone());
     let text = "this release judges all routes and policies as the controllers do";
     Ok(or_ok([found], text.to_owned()))
 }
 
-fn differences(objects: &[Value]) -> Vec<String> {
+fn judge(objects: &[Value]) -> Judgement {
+    let statuses = explain::statuses(objects);
+    Judgement {
+        differences: differences(objects, &statuses),
+        errors: statuses.iter().flat_map(errors).collect(),
+    }
+}
+
+/// The errors of an object without conditions.
+fn errors(status: &RouteStatus) -> Vec<String> {
+    if !matches!(status.kind, Kind::TrafficSplit | Kind::Service) {
+        return Vec::new();
+    }
+    let conditions = status.parents.iter().flat_map(|parent| &parent.conditions);
+    let problems = conditions.filter(|condition| condition.is_problem());
+    let (kind, key) = (status.kind, &status.key);
+    let describe = |reason: &str, message: &str| format!("{kind} {key}: {reason}: {message}");
+    problems
+        .map(|one| describe(one.reason, &one.message))
+        .collect()
+}
+
+fn differences(objects: &[Value], statuses: &[RouteStatus]) -> Vec<String> {
     let name = |object: &Value| {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let metadata = &object["metadata"];
         [&object["kind"], &metadata["namespace"], &metadata["name"]].map(text)
     };
     let by_name: BTreeMap<_, _> = objects.iter().map(|one| (name(one), one)).collect();
-    let statuses = explain::statuses(objects).into_iter();
-    let differences = statuses.filter_map(|status| {
+    let differences = statuses.iter().filter_map(|status| {
         let (kind, key) = (status.kind.name(), &status.key);
         let object = by_name.get(&[kind, &*key.namespace, &*key.name].map(str::to_owned))?;
-        difference(object, &status)
+        difference(object, status)
     });
     differences.collect()
 }
@@ -138,23 +172,55 @@ mod tests {
         let valid = || json!({"backendRefs": [{"name": "web", "port": 80}]});
         let invalid = json!({"filters": [{"type": "FilterOfALaterRelease"}]});
         let accepted = |generation| conditions(generation, "True", "Accepted");
-        assert_eq!(differences(&objects(valid(), accepted(2))), [""; 0]);
-        let found = differences(&objects(
-            valid(),
-            conditions(2, "False", "UnsupportedValue"),
-        ));
+        assert_eq!(judge(&objects(valid(), accepted(2))).differences, [""; 0]);
+        let refused = conditions(2, "False", "UnsupportedValue");
+        let found = judge(&objects(valid(), refused)).differences;
         let expected = "HTTPRoute shop/r: Accepted True (Accepted) at web instead of Accepted False \
                         (UnsupportedValue) at web";
         assert_eq!(found, [expected]);
-        let found = differences(&objects(invalid.clone(), accepted(2)));
+        let found = judge(&objects(invalid.clone(), accepted(2))).differences;
         assert!(found[0].starts_with("HTTPRoute shop/r: "), "{found:?}");
         // The controllers have not judged this generation.
-        assert_eq!(differences(&objects(invalid, accepted(1))), [""; 0]);
+        assert_eq!(judge(&objects(invalid, accepted(1))).differences, [""; 0]);
         let facts = Facts {
-            judged_differently: Ok(found),
+            judgement: Ok(Judgement {
+                differences: found,
+                ..Judgement::default()
+            }),
             ..unknown_facts()
         };
         let finding = upgrade(&facts).unwrap().remove(0);
         assert_eq!((finding.level, finding.details.len()), (Level::Warning, 1));
+    }
+    #[test]
+    fn errors_of_objects_without_conditions_are_listed() {
+        let service = |name: &str, annotations: Value| {
+            json!({"apiVersion": "v1", "kind": "Service",
+                "metadata": {"name": name, "namespace": "shop", "annotations": annotations},
+                "spec": {"clusterIP": "10.0.0.1", "ports": [{"port": 80}]}})
+        };
+        let canary = |weight: &str| {
+            let annotations = json!({"diy-service-mesh/canary-of": "web",
+                "diy-service-mesh/canary-weight": weight});
+            service("web-v2", annotations)
+        };
+        let split = |backend: &str| {
+            json!({"apiVersion": "split.smi-spec.io/v1alpha4", "kind": "TrafficSplit",
+                "metadata": {"name": "cart", "namespace": "shop"},
+                "spec": {"service": "cart", "backends": [{"service": backend, "weight": 1}]}})
+        };
+        let errors = |canary: Value, split: Value| {
+            let others = ["web", "cart", "cart-v2"].map(|name| service(name, json!({})));
+            judge(&[&others[..], &[canary, split]].concat()).errors
+        };
+        assert_eq!(errors(canary("20"), split("cart-v2")), [""; 0]);
+        let found = errors(canary("200"), split("cart-v3")).join("\n");
+        for part in [
+            "Service shop/web-v2: ",
+            "TrafficSplit shop/cart: ",
+            "cart-v3",
+        ] {
+            assert!(found.contains(part), "{found}");
+        }
     }
 }

@@ -35,7 +35,7 @@ pub(crate) fn unknown_facts() -> Facts {
         routes: unknown(),
         policy_definition: unknown(),
         policies: unknown(),
-        judged_differently: unknown(),
+        judgement: unknown(),
         dry_run: unknown(),
     }
 }
