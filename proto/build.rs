@@ -19,6 +19,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "GetIdentityResponse.Workload",
             "#[derive(serde::Serialize)]",
         )
+        .message_attribute("Exceptions", "#[derive(serde::Serialize)]")
+        .message_attribute("Exceptions.Exception", "#[derive(serde::Serialize)]")
         .compile_fds(descriptors)?;
     for file in files {
         println!("cargo:rerun-if-changed={file}");

@@ -7,6 +7,8 @@ use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
+use bytes::Bytes;
+
 use crate::authenticate::{Caller, PodRef};
 use crate::index::Index;
 use crate::index::object::Key;
@@ -32,6 +34,8 @@ pub struct ConnectedProxy {
     pub connected_since: SystemTime,
     /// The latest status, if the proxy has reported one.
     pub status: Option<Status>,
+    /// The latest exceptions, encoded.
+    pub exceptions: Bytes,
 }
 
 /// The status of a proxy. Times are in seconds since 1970.
@@ -93,6 +97,7 @@ impl Proxies {
             user: caller.user.clone(),
             connected_since: now,
             status: None,
+            exceptions: Bytes::new(),
         };
         let mut inner = self.lock();
         inner.last += 1;
@@ -155,6 +160,13 @@ impl ConnectedGuard {
             proxy.status = Some(status);
         }
     }
+
+    /// Replaces the exceptions of the proxy, whose length the caller has checked.
+    pub fn set_exceptions(&self, exceptions: Bytes) {
+        if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
+            proxy.exceptions = exceptions;
+        }
+    }
 }
 
 impl Drop for ConnectedGuard {
@@ -213,6 +225,7 @@ mod tests {
             user: "tool".into(),
             connected_since: SystemTime::UNIX_EPOCH,
             status: None,
+            exceptions: Bytes::new(),
         };
         assert_eq!(proxy.to_string(), "proxy shop/web");
         proxy.pod = None;

@@ -27,6 +27,11 @@ pub use identity::Identity;
 /// Audience of the service account tokens that authenticate workloads to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";
 
+/// The length of an encoded `Exceptions` message, and the number of its exceptions.
+pub const MAX_EXCEPTIONS_BYTES: usize = 1024;
+/// See [`MAX_EXCEPTIONS_BYTES`].
+pub const MAX_EXCEPTIONS: usize = 64;
+
 /// Metadata of a Discover call and of its response: what the sender understands, words separated by
 /// commas.
 pub const CAPABILITIES_METADATA: &str = "diy-mesh-capabilities";

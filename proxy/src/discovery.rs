@@ -5,6 +5,7 @@
 //! module.
 
 mod affinity;
+mod exceptions;
 mod limits;
 mod own_pod;
 mod policy;
@@ -35,10 +36,12 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tracing::{debug, info, warn};
 
 use crate::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, describe};
+use crate::exceptions::Exceptions;
 use crate::identity::{CurrentCredentials, Roots, Trust};
 use crate::metrics::DiscoveryMetrics;
 use crate::policy::Policy;
 pub use affinity::Affinity;
+use exceptions::Reported;
 use own_pod::OwnPod;
 pub use resource::Resource;
 use table::{MAX_REFUSAL, Table, Watched};
@@ -79,6 +82,8 @@ struct Timing {
     /// Time until a destination without receivers expires.
     idle_timeout: Duration,
     sweep_interval: Duration,
+    /// Minimum interval between messages about exceptions.
+    exceptions_interval: Duration,
     max_destinations: usize,
 }
 
@@ -90,6 +95,7 @@ impl Default for Timing {
             backoff_reset_after: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
             sweep_interval: Duration::from_secs(2),
+            exceptions_interval: Duration::from_secs(10),
             max_destinations: MAX_DESTINATIONS,
         }
     }
@@ -103,17 +109,28 @@ struct WatchRequest {
 }
 
 /// Returns the handle for the workers and the task that the main thread runs. The task ends when
-/// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials` are
-/// reported to the controller. All destinations together have about `max_endpoints` endpoints.
+/// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials`
+/// and `exceptions` are reported to the controller. All destinations together have about
+/// `max_endpoints` endpoints.
 pub fn start(
     control: Control,
     trust: Trust,
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
+    exceptions: Arc<Exceptions>,
     max_endpoints: impl Fn() -> usize + Send + 'static,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
+    let reported = Reported::new(exceptions);
     let timing = Timing::default();
-    start_with(control, trust, credentials, metrics, timing, max_endpoints)
+    start_with(
+        control,
+        trust,
+        credentials,
+        metrics,
+        reported,
+        timing,
+        max_endpoints,
+    )
 }
 
 fn start_with(
@@ -121,6 +138,7 @@ fn start_with(
     trust: Trust,
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
+    exceptions: Reported,
     timing: Timing,
     max_endpoints: impl Fn() -> usize + Send + 'static,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
@@ -145,6 +163,7 @@ fn start_with(
             unready: set_unready,
             own_pod: OwnPod::new(set_policy),
             metrics,
+            exceptions,
             sweep,
             timing,
             log_limiter: LogLimiter::default(),
@@ -226,6 +245,7 @@ struct Driver {
     unready: watch::Sender<Option<String>>,
     own_pod: OwnPod,
     metrics: DiscoveryMetrics,
+    exceptions: Reported,
     sweep: Interval,
     timing: Timing,
     max_endpoints: Box<dyn Fn() -> usize + Send>,
@@ -283,6 +303,7 @@ impl Driver {
             self.table.len()
         );
         self.controller_unavailable = false;
+        self.exceptions.stream_opened();
         self.stream = Some(requests);
         self.send_status();
         let DiscoveryStream {
@@ -459,6 +480,9 @@ impl Driver {
             }
             let requests = self.table.sweep(Instant::now(), self.timing.idle_timeout);
             self.send(requests);
+            let interval = self.timing.exceptions_interval;
+            let exceptions = self.exceptions.changed(interval, Instant::now());
+            self.send(exceptions.map(Action::Exceptions));
         }
     }
 

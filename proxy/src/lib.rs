@@ -9,7 +9,8 @@
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core. It
-//! takes no lock but for rate limits and session affinity, which the workers share.
+//! takes no lock but for rate limits and session affinity, which the workers share, and for failures
+//! (`exceptions.rs`).
 
 pub mod account;
 pub mod authority;
@@ -26,6 +27,7 @@ pub mod detect;
 pub mod discovery;
 pub mod dump;
 pub mod error;
+pub mod exceptions;
 pub mod flow;
 pub mod forward;
 pub mod http;
@@ -111,7 +113,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         );
     }
     let admin = match config.kubelet_probes() {
-        Some((pod, probes)) => probe::add_routes(admin, probes, pod),
+        Some((pod, probes)) => probe::add_routes(admin, probes, pod, &metrics.exceptions),
         None => admin,
     };
     let admin_port = config.admin_port;
@@ -219,6 +221,7 @@ fn start_control(
         trust,
         credentials.clone(),
         metrics.discovery.clone(),
+        metrics.exceptions.clone(),
         move || memory.max_endpoints(workers),
     );
     tokio::spawn(driver);

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use diy_mesh_proto::MAX_EXCEPTIONS;
 use diy_mesh_runtime::metrics::{
     Active, on_scrape, register, register_family, register_process, render,
 };
@@ -21,6 +22,7 @@ use tokio::sync::watch;
 use crate::balance::Cause;
 use crate::connect::LimitKind;
 use crate::error::Failure;
+use crate::exceptions::{Exception, Exceptions};
 use crate::flow::Direction;
 use crate::forward::RetryDenial;
 use crate::limit::Exceeded;
@@ -94,6 +96,8 @@ pub struct Metrics {
     pub discovery: DiscoveryMetrics,
     /// Metrics of the workload certificate.
     pub identity: IdentityMetrics,
+    /// What failed in the last minute.
+    pub exceptions: Arc<Exceptions>,
 }
 
 /// Metrics of clients' connections and requests, by [`Direction`].
@@ -171,6 +175,7 @@ impl Metrics {
         let upstream = UpstreamMetrics::register(r).map(Arc::new);
         let discovery = DiscoveryMetrics::register(r);
         let identity = IdentityMetrics::register(r);
+        let exceptions = register_exceptions(r);
         let mirrors = register_family(
             r,
             "mirrored_requests",
@@ -224,6 +229,7 @@ impl Metrics {
             dumps_dropped,
             discovery,
             identity,
+            exceptions,
         })
     }
 
@@ -523,6 +529,36 @@ impl IdentityMetrics {
         self.certificates.inc();
         self.not_after.send_replace(Some(not_after));
     }
+}
+
+/// Registers what failed in the last minute, as the messages to the controller have it.
+fn register_exceptions(registry: &mut Registry) -> Arc<Exceptions> {
+    let exceptions = Arc::new(Exceptions::new(Instant::now()));
+    let mut gauge = |name, help, read: fn(&Exception) -> u32| {
+        let exceptions = exceptions.clone();
+        on_scrape(registry, move |encoder| {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+            for one in exceptions
+                .report(Instant::now())
+                .iter()
+                .take(MAX_EXCEPTIONS)
+            {
+                let labels = [
+                    ("kind", one.kind.name()),
+                    ("destination", &one.destination),
+                    ("endpoint", &one.endpoint),
+                    ("reason", &one.reason),
+                ];
+                family.encode_family(&labels)?.encode_gauge(&read(one))?;
+            }
+            Ok(())
+        });
+    };
+    let help = "Failures of the last minute, by kind and reason.";
+    gauge("exceptions", help, |one| one.count);
+    let help = "Requests, connections or probes of the last minute among which the exceptions are.";
+    gauge("exception_attempts", help, |one| one.total);
+    exceptions
 }
 
 type Labels<const N: usize> = [(&'static str, &'static str); N];

@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ::http::StatusCode;
 use diy_mesh_runtime::{Admin, Page};
@@ -22,7 +22,11 @@ use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
+use crate::exceptions::{Event, Exceptions, Kind};
 pub use perform::ProbeError;
+
+/// The length of the name of a probe in exceptions.
+const MAX_NAME_CHARS: usize = 100;
 
 /// A probe, or a lifecycle hook if it has no timeout. Only the caller limits the duration of a
 /// hook. The fields are those of a Kubernetes probe, with the number of a named port.
@@ -101,12 +105,19 @@ pub struct Pod {
 }
 
 /// Adds a route for each probe: `/probes/0`, `/probes/1`, ...
-pub fn add_routes(admin: Admin, probes: &[KubeletProbe], pod: Pod) -> Admin {
+pub fn add_routes(
+    admin: Admin,
+    probes: &[KubeletProbe],
+    pod: Pod,
+    exceptions: &Arc<Exceptions>,
+) -> Admin {
     let probers = probes.iter().enumerate().map(|(index, probe)| {
         let prober = Arc::new(Prober {
             index,
             probe: probe.clone(),
             pod,
+            name: probe.to_string().chars().take(MAX_NAME_CHARS).collect(),
+            exceptions: exceptions.clone(),
             state: Mutex::default(),
         });
         (format!("/probes/{index}"), prober)
@@ -121,6 +132,9 @@ struct Prober {
     index: usize,
     probe: KubeletProbe,
     pod: Pod,
+    /// What it does, in exceptions.
+    name: String,
+    exceptions: Arc<Exceptions>,
     state: Mutex<State>,
 }
 
@@ -184,9 +198,28 @@ impl Prober {
             }
         };
         let outcome = result.unwrap_or(Err(ProbeError::Timeout(limit)));
+        self.report(&outcome);
         self.log_change(&outcome);
         self.state().in_progress = None;
         results.send_replace(Some(outcome.map_err(Arc::new)));
+    }
+
+    /// Counts the result of a probe.
+    fn report(&self, outcome: &Result<(), ProbeError>) {
+        let now = Instant::now();
+        match outcome {
+            _ if self.probe.is_hook() => {}
+            Ok(()) => self.exceptions.count(Kind::Probe, &self.name, 1, now),
+            Err(error) => {
+                let event = Event {
+                    kind: Kind::Probe,
+                    destination: &self.name,
+                    endpoint: "",
+                    reason: &error.code(),
+                };
+                self.exceptions.record(event, 1, now);
+            }
+        }
     }
 
     /// Logs a failure after a success, and a success after a failure.

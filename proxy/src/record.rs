@@ -341,6 +341,9 @@ impl Drop for ExchangeRecord {
         if let Some(status) = self.status {
             worker.metrics.request(*direction, self.version, status);
         }
+        if self.status.is_some() || self.failure.is_some() {
+            worker.ended(*direction, self.backend(), self.failure);
+        }
         tracing::trace!(
             direction = direction.name(),
             %peer,
@@ -366,6 +369,7 @@ pub struct ConnectionRecord {
     flow: Rc<Flow>,
     started: Instant,
     copied: Option<(u64, u64)>,
+    failure: Option<&'static str>,
 }
 
 impl ConnectionRecord {
@@ -375,6 +379,7 @@ impl ConnectionRecord {
             flow: flow.clone(),
             started: Instant::now(),
             copied: None,
+            failure: None,
         }
     }
 
@@ -386,14 +391,19 @@ impl ConnectionRecord {
     /// The proxy could not carry the connection. The log is the only place where a failed
     /// authentication shows: the client cannot be told.
     pub fn fail(&mut self, failure: &Failure) {
+        self.failure = Some(failure.code());
         report(&self.flow, failure, failure.is_identity_failure());
     }
 }
 
 impl Drop for ConnectionRecord {
     fn drop(&mut self) {
+        let worker = &self.flow.worker;
+        if self.copied.is_some() || self.failure.is_some() {
+            let backend = self.flow.destination.backend();
+            worker.ended(self.flow.direction, backend, self.failure);
+        }
         if let Some((sent, received)) = self.copied {
-            let worker = &self.flow.worker;
             worker.metrics.opaque(self.flow.direction, sent, received);
             let duration = self.started.elapsed();
             worker

@@ -16,12 +16,14 @@ use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::account::{ConnectionSlot, Holder};
+use crate::balance::Backend;
 use crate::config::Config;
 use crate::connect::Pools;
 use crate::destination::Destinations;
 use crate::discovery::Discovery;
 use crate::dump::Dumps;
 use crate::error::Failure;
+use crate::exceptions::{Event, Kind};
 use crate::flow::Direction;
 use crate::identity::CurrentCredentials;
 use crate::io::Io;
@@ -214,8 +216,12 @@ impl Worker {
                     }
                 }
                 _ = eviction.tick() => {
-                    self.destinations.evict_idle(Instant::now());
-                    self.apps.evict_idle(Instant::now());
+                    let now = Instant::now();
+                    let exceptions = &self.metrics.exceptions;
+                    self.destinations.report(Direction::Outbound, exceptions, now);
+                    self.apps.report(Direction::Inbound, exceptions, now);
+                    self.destinations.evict_idle(now);
+                    self.apps.evict_idle(now);
                     self.follow_memory_limit();
                 }
                 () = &mut drained => return,
@@ -236,7 +242,7 @@ impl Worker {
             Direction::Outbound => self.admission.admit(&path),
         };
         let Some(slot) = admitted else {
-            self.metrics.failure(direction, &NO_SLOT);
+            self.count_no_slot(direction);
             return None;
         };
         self.open.set(self.open.get() + 1);
@@ -246,6 +252,31 @@ impl Worker {
             slot: Rc::new(slot),
             _counted: self.metrics.connection(direction),
         })
+    }
+
+    /// Counts a connection without a slot.
+    fn count_no_slot(&self, direction: Direction) {
+        self.metrics.failure(direction, &NO_SLOT);
+        let event = Event {
+            // The destination of an outbound connection is unknown.
+            kind: match direction {
+                Direction::Inbound => Kind::Inbound,
+                Direction::Outbound => Kind::Addresses,
+            },
+            destination: "",
+            endpoint: "",
+            reason: NO_SLOT.code(),
+        };
+        self.metrics.exceptions.record(event, 1, Instant::now());
+    }
+
+    /// Counts an exchange or an opaque connection that ended, with the code of its failure.
+    pub fn ended(&self, direction: Direction, backend: &Backend, failure: Option<&'static str>) {
+        backend.count_end();
+        if let Some(code) = failure {
+            let exceptions = &self.metrics.exceptions;
+            backend.report_failure(direction, code, exceptions, Instant::now());
+        }
     }
 
     /// The inbound policy of the pod.
@@ -316,7 +347,7 @@ impl Open {
     pub async fn run(self, work: Pin<&mut impl Future<Output = ()>>) {
         self.slot.run(work).await;
         if self.slot.is_ended() {
-            self.worker.metrics.failure(self.direction, &NO_SLOT);
+            self.worker.count_no_slot(self.direction);
         }
     }
 }

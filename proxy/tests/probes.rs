@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use diy_mesh_proxy::exceptions::Exceptions;
+use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::probe::{KubeletProbe, Pod, add_routes};
 use diy_mesh_runtime::{Admin, Readiness};
 use rustls::pki_types::PrivatePkcs8KeyDer;
@@ -30,12 +32,18 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The address of an admin server with these probes.
 async fn admin(probes: &[String]) -> SocketAddr {
+    admin_with(probes, &Metrics::new().exceptions).await
+}
+
+/// An admin server whose failed probes are exceptions.
+async fn admin_with(probes: &[String], exceptions: &Arc<Exceptions>) -> SocketAddr {
     let probes: Vec<KubeletProbe> = probes.iter().map(|probe| probe.parse().unwrap()).collect();
     let pod = Pod {
         ip: Ipv4Addr::LOCALHOST.into(),
         proxy_ports: [4000, 5000, PROXY_PORT],
     };
-    let admin = add_routes(Admin::new(Readiness::default(), String::new), &probes, pod);
+    let admin = Admin::new(Readiness::default(), String::new);
+    let admin = add_routes(admin, &probes, pod, exceptions);
     let (listener, address) = listen().await;
     tokio::spawn(admin.serve(listener));
     address
@@ -428,6 +436,43 @@ fn hook_fails_without_a_response_and_succeeds_with_any_status() {
         let dead = closed_address();
         let admin = admin(&[hook(dead)]).await;
         assert_eq!(request(admin, "GET /probes/0").await, "");
+    });
+}
+
+#[test]
+fn failed_probes_are_exceptions_and_hooks_are_none() {
+    on_worker(async {
+        let limited = "HTTP/1.1 429 x\r\nContent-Length: 0\r\n\r\n".to_owned();
+        let (address, _requests) = app([limited, OK.to_owned()]).await;
+        let probes = [probe("httpGet", address, ""), hook(closed_address())];
+        let metrics = Metrics::new();
+        let admin = admin_with(&probes, &metrics.exceptions).await;
+        assert_eq!(get(admin, "/probes/0").await.0, 429);
+        assert_eq!(get(admin, "/probes/0").await.0, 200);
+        assert_eq!(request(admin, "GET /probes/1").await, "");
+        let report = metrics.exceptions.report(std::time::Instant::now());
+        let [failed] = &report[..] else {
+            panic!("{report:?}");
+        };
+        let destination = format!("HTTP GET / on port {}", address.port());
+        assert_eq!(failed.destination, destination);
+        assert_eq!(
+            (
+                failed.kind.name(),
+                &*failed.reason,
+                failed.count,
+                failed.total
+            ),
+            ("probe", "status-429", 1, 2)
+        );
+        let labels = format!(
+            "kind=\"probe\",destination=\"{destination}\",endpoint=\"\",reason=\"status-429\""
+        );
+        let text = metrics.render();
+        for (name, value) in [("exceptions", 1), ("exception_attempts", 2)] {
+            let line = format!("diy_mesh_proxy_{name}{{{labels}}} {value}\n");
+            assert!(text.contains(&line), "{line}: {text}");
+        }
     });
 }
 

@@ -4,7 +4,11 @@
 //! Some are the proxy's complete [`Discovery`], whose targets are compared with the cluster at the
 //! end. Some subscribe and then do not read.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result};
 use bytes::Bytes;
@@ -15,6 +19,7 @@ use diy_mesh_proto::mesh::v1::{
 use diy_mesh_proxy::{
     control::Control,
     discovery::{self, Target},
+    exceptions::Exceptions,
     identity::{self, Trust},
     metrics::DiscoveryMetrics,
 };
@@ -189,6 +194,7 @@ impl Subscriber {
             Trust::default(),
             identity::none(),
             DiscoveryMetrics::default(),
+            Arc::new(Exceptions::new(Instant::now())),
             || usize::MAX,
         );
         let driver = tokio::spawn(driver);

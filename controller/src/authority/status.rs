@@ -6,9 +6,10 @@ use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::Identity;
-use diy_mesh_proto::mesh::v1::GetIdentityResponse;
 use diy_mesh_proto::mesh::v1::get_identity_response::{Authority, Rotation, Workload};
+use diy_mesh_proto::mesh::v1::{Exceptions, GetIdentityResponse};
 use prometheus_client::encoding::DescriptorEncoder;
+use prost::Message as _;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -286,6 +287,9 @@ pub fn workload(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust
         workload.proxy_version = status.proxy_version;
         workload.clock_skew_ms = status.clock_skew;
     }
+    if !proxy.exceptions.is_empty() {
+        workload.exceptions = Exceptions::decode(proxy.exceptions.clone()).ok();
+    }
     workload
 }
 
@@ -337,6 +341,7 @@ mod tests {
             user,
             connected_since: start(),
             status: Some(said),
+            exceptions: bytes::Bytes::new(),
         };
         let waiting = (0..30).map(|line| line.to_string()).collect();
         let status = status_of(&state, waiting);

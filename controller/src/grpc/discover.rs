@@ -10,7 +10,9 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::{MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
 use futures::{Stream, stream};
+use prost::Message as _;
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
@@ -41,7 +43,7 @@ pub(super) async fn read(
     proxy: &ConnectedGuard,
     metrics: &Metrics,
 ) -> Result<Infallible, Status> {
-    let mut has_rejected = false;
+    let (mut has_rejected, mut has_exceeded) = (false, false);
     loop {
         let request = tokio::select! {
             request = requests.message() => request?,
@@ -62,6 +64,9 @@ pub(super) async fn read(
             Some(Action::Acknowledgement(request)) => {
                 subscriptions.lock().acknowledge(&request);
                 log_rejection(&request, &mut has_rejected, proxy, metrics);
+            }
+            Some(Action::Exceptions(exceptions)) => {
+                set_exceptions(&exceptions, &mut has_exceeded, proxy);
             }
             None => tracing::debug!("ignoring a request with an action of a later release"),
         }
@@ -162,6 +167,22 @@ fn log_rejection(
         let kind = ResourceType::try_from(acknowledgement.r#type);
         let kind = kind.map_or("a resource", |kind| kind.as_str_name());
         tracing::warn!(resource = kind, name, reason, "{proxy} rejects an update");
+    }
+}
+
+/// Stores the exceptions of a proxy while it is connected. Too large ones count as none, which is
+/// logged once for a stream.
+fn set_exceptions(exceptions: &proto::Exceptions, has_exceeded: &mut bool, proxy: &ConnectedGuard) {
+    let (bytes, count) = (exceptions.encoded_len(), exceptions.exceptions.len());
+    if bytes <= MAX_EXCEPTIONS_BYTES && count <= MAX_EXCEPTIONS {
+        return proxy.set_exceptions(exceptions.encode_to_vec().into());
+    }
+    proxy.set_exceptions(Bytes::new());
+    if !std::mem::replace(has_exceeded, true) {
+        tracing::warn!(
+            "{proxy}: ignoring {count} exceptions of {bytes} bytes, expected at most \
+             {MAX_EXCEPTIONS} of {MAX_EXCEPTIONS_BYTES} bytes"
+        );
     }
 }
 
@@ -275,6 +296,50 @@ mod tests {
         subscriptions.end(Status::new(tonic::Code::Ok, ""));
         let status = responses.next().await.unwrap().unwrap_err();
         assert_eq!(status.code(), tonic::Code::Ok);
+    }
+
+    #[test]
+    fn exceptions_of_a_hostile_proxy_are_ignored_and_logged_once() {
+        let log = Log::default();
+        let caller = crate::authenticate::Caller {
+            user: "system:serviceaccount:shop:web".into(),
+            pod: None,
+        };
+        let proxies = proxies::Proxies::default();
+        let proxy = proxies.connect(&caller, SystemTime::now());
+        let stored = || {
+            let proxy = proxies.snapshot().remove(0);
+            let workload = crate::authority::status::workload(&proxy, "cluster.local", None);
+            workload.exceptions.map(|stored| stored.exceptions.len())
+        };
+        let of = |count, destination: String| proto::Exceptions {
+            exceptions: vec![
+                proto::exceptions::Exception {
+                    destination,
+                    ..Default::default()
+                };
+                count
+            ],
+            omitted: 0,
+        };
+        let mut has_exceeded = false;
+        let mut set = |exceptions| set_exceptions(&exceptions, &mut has_exceeded, &proxy);
+        tracing::subscriber::with_default(log.subscriber(), || {
+            set(of(2, "shop/cart:80".into()));
+            assert_eq!(stored(), Some(2));
+            for hostile in [of(1, "x".repeat(100_000)), of(65, String::new())] {
+                set(of(1, "shop/cart:80".into()));
+                set(hostile);
+                assert_eq!(stored(), None);
+            }
+            set(of(MAX_EXCEPTIONS, String::new()));
+            assert_eq!(stored(), Some(MAX_EXCEPTIONS));
+            set(of(0, String::new()));
+            assert_eq!(stored(), None);
+        });
+        let text = log.text();
+        assert_eq!(text.matches("ignoring 1 exceptions of 1000").count(), 1);
+        assert_eq!(text.lines().count(), 1, "{text}");
     }
 
     #[test]

@@ -21,8 +21,8 @@ use crate::quota::{Charge, SUBSCRIPTION_BYTES};
 
 /// The length of a page, beyond which no further item is added.
 const MAX_PAGE_BYTES: usize = 1024 * 1024;
-/// The workloads of a page, which have at most about 1 KiB each.
-const MAX_PAGE_WORKLOADS: usize = 1000;
+/// The workloads of a page, which have at most about 2 KiB each.
+const MAX_PAGE_WORKLOADS: usize = 500;
 
 /// The caller of one of these calls.
 struct Viewer {

@@ -102,6 +102,11 @@ impl Endpoint {
         self.judgement.is_quarantined(now)
     }
 
+    /// Why the endpoint is quarantined, if it is.
+    pub(super) fn quarantine(&self, now: Instant) -> Option<Cause> {
+        self.judgement.quarantine(now)
+    }
+
     /// The share of the requests that the endpoint gets, from nearly 0 to 1 after `slow_start`,
     /// which is not 0.
     pub(super) fn share(&self, slow_start: Duration, now: Instant) -> f64 {

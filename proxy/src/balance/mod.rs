@@ -27,6 +27,8 @@ use crate::connect::{Limits, OpenPool, Pools, Remote};
 use crate::detect::Protocol;
 use crate::discovery::{Affinity, EndpointInfo, Resource, Target};
 use crate::error::Failure;
+use crate::exceptions::{Event, Exceptions, Kind};
+use crate::flow::Direction;
 use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
@@ -57,6 +59,8 @@ pub struct Backend {
     turns: Turns,
     /// The budget for retries of its requests.
     pub retries: RetryBudget,
+    /// Exchanges and opaque connections that ended since the last report.
+    ended: Cell<u32>,
 }
 
 struct State {
@@ -118,6 +122,7 @@ impl Backend {
             compared_in: Cell::new(0),
             turns: Turns::default(),
             retries: RetryBudget::new(Instant::now()),
+            ended: Cell::default(),
         };
         backend.apply_policy();
         backend
@@ -157,6 +162,82 @@ impl Backend {
     /// Whether it is one pod, and not a Service.
     pub fn is_pod(&self) -> bool {
         self.state.borrow().is_pod
+    }
+
+    /// Counts an exchange or an opaque connection that ended.
+    pub fn count_end(&self) {
+        self.ended.set(self.ended.get().saturating_add(1));
+    }
+
+    /// Reports that one of those that ended has failed.
+    pub fn report_failure(
+        &self,
+        direction: Direction,
+        code: &'static str,
+        exceptions: &Exceptions,
+        now: Instant,
+    ) {
+        let (kind, destination) = self.subject(direction);
+        let event = Event {
+            kind,
+            destination: &destination,
+            endpoint: "",
+            reason: code,
+        };
+        exceptions.record(event, self.ended.take(), now);
+    }
+
+    /// Reports the number of those that ended, if there are exceptions, and what is ejected or open.
+    pub fn report(
+        &self,
+        direction: Direction,
+        exceptions: &Exceptions,
+        has_exceptions: bool,
+        now: Instant,
+    ) {
+        let (ended, detector) = (self.ended.take(), &self.health.detector);
+        if ended > 0 && has_exceptions {
+            let (kind, destination) = self.subject(direction);
+            exceptions.count(kind, &destination, ended, now);
+        }
+        let state = self.state.borrow();
+        let is_judged = direction == Direction::Outbound && state.members.len() > 1;
+        let ejected = is_judged && detector.has_quarantined();
+        if !detector.is_open(now) && !ejected {
+            return;
+        }
+        let (_, destination) = self.subject(direction);
+        let report = |kind, endpoint: &str, reason: &str| {
+            let event = Event {
+                kind,
+                destination: &destination,
+                endpoint,
+                reason,
+            };
+            exceptions.record(event, 0, now);
+        };
+        if detector.is_open(now) {
+            report(Kind::CircuitOpen, "", &state.policy.name);
+        }
+        for member in state.members.iter().filter(|_| ejected) {
+            if let Some(cause) = member.endpoint.quarantine(now) {
+                let address = member.info.address.to_string();
+                report(Kind::Ejected, &address, cause.name());
+            }
+        }
+    }
+
+    /// The kind and the name of its requests in exceptions.
+    fn subject(&self, direction: Direction) -> (Kind, String) {
+        let name = &*self.state.borrow().name;
+        match (direction, &self.resource) {
+            (Direction::Inbound, _) => (Kind::Inbound, String::new()),
+            (_, Resource::Backend(backend)) => (Kind::Requests, backend.to_string()),
+            (_, Resource::Destination(address)) if name.contains('/') => {
+                (Kind::Requests, format!("{name}:{}", address.port()))
+            }
+            (_, Resource::Destination(address)) => (Kind::Addresses, address.to_string()),
+        }
     }
 
     /// Selects the endpoint for the next request as the policy of the Service says, without those in

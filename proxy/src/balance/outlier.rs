@@ -260,6 +260,11 @@ impl Detector {
         self.circuit.is_closed()
     }
 
+    /// Whether the quarantine of an endpoint has not ended.
+    pub fn has_quarantined(&self) -> bool {
+        self.quarantined.get() > 0
+    }
+
     /// The number of the half interval that contains `now`.
     pub fn half(&self, now: Instant) -> u32 {
         half(self.start, now, self.settings.get().interval)
@@ -329,6 +334,11 @@ impl Judgement {
     /// Whether requests avoid the endpoint.
     pub fn is_quarantined(&self, now: Instant) -> bool {
         self.circuit.is_open(now)
+    }
+
+    /// Why requests avoid the endpoint, if they do.
+    pub fn quarantine(&self, now: Instant) -> Option<Cause> {
+        self.is_quarantined(now).then(|| self.cause.get())
     }
 
     /// A request begins, which may be the one that decides.

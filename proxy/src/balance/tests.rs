@@ -12,7 +12,7 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use http::{HeaderValue, Method, Request, Response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -20,10 +20,12 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::{Avoided, Backend, Endpoint, Member, Preference};
+use super::policy::BackendPolicy;
+use super::{Avoided, Backend, BreakerSettings, Endpoint, Member, Preference};
 use crate::destination::Destination;
 use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
 use crate::error::Failure;
+use crate::flow::Direction;
 use crate::identity::testing::{Authority, WEB};
 use crate::io::Io;
 use crate::tls::tests::{
@@ -318,6 +320,110 @@ fn silent_address(held: &mut Vec<socket2::Socket>) -> SocketAddr {
     }
     held.push(listener);
     address.as_socket().expect("IPv4")
+}
+
+impl Service {
+    /// Waits until the exceptions of a side are these, as "KIND DESTINATION ENDPOINT REASON: COUNT of
+    /// TOTAL". The record of an exchange ends after the response.
+    async fn wait_for_exceptions(&self, side: &Side, expected: &[String]) {
+        loop {
+            let now = Instant::now();
+            let report = side.metrics.exceptions.report(now);
+            let lines = report.iter().map(|one| {
+                let kind = one.kind.name();
+                let [to, at, why] = [&one.destination, &one.endpoint, &one.reason];
+                format!("{kind} {to} {at} {why}: {} of {}", one.count, one.total)
+            });
+            let mut lines: Vec<String> = lines.collect();
+            lines.sort();
+            if lines == expected {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+#[test]
+fn failures_ejected_endpoints_and_open_circuits_are_exceptions() {
+    on_worker(async {
+        let service = Service::new(&[closed_address(), closed_address()]).await;
+        let caller = &service.caller.worker;
+        let look = || {
+            let (exceptions, now) = (&caller.metrics.exceptions, Instant::now());
+            caller
+                .destinations
+                .report(Direction::Outbound, exceptions, now);
+        };
+        for _ in 0..3 {
+            service.call(POST).await;
+        }
+        let failed = |count| format!("requests shop/cart:80  connect-failed: {count} of {count}");
+        service
+            .wait_for_exceptions(&service.caller, &[failed(3)])
+            .await;
+        let refused = service.endpoints[0]
+            .metrics
+            .exceptions
+            .report(Instant::now());
+        let refused = &refused[0];
+        assert_eq!(
+            (refused.kind.name(), &*refused.destination),
+            ("inbound", "")
+        );
+        assert_eq!(
+            (&*refused.reason, refused.total),
+            ("connect-failed", refused.count)
+        );
+        // A quarantine for a refused connection is short, so one look may miss it.
+        let is_ejected = |address: &SocketAddr| {
+            let report = caller.metrics.exceptions.report(Instant::now());
+            let mut ejected = report.into_iter();
+            ejected.any(|one| {
+                (one.kind.name(), &*one.reason, one.endpoint)
+                    == ("ejected", "refused", address.to_string())
+            })
+        };
+        while !service.addresses.iter().all(is_ejected) {
+            service.call(POST).await;
+            look();
+        }
+
+        let service = Service::new(&[failing_app(Rc::default()).await]).await;
+        let caller = &service.caller.worker;
+        let mut target = (*service.updates.borrow()).as_ref().clone();
+        let Target::Service(of) = &mut target else {
+            panic!("a Service");
+        };
+        of.policy = Arc::new(BackendPolicy {
+            name: "TrafficPolicy shop/cart".into(),
+            breaker: Some(BreakerSettings {
+                failure_percent: 50,
+                min_requests: 2,
+                interval: Duration::from_secs(60),
+                open_time: Duration::from_secs(60),
+            }),
+            ..BackendPolicy::default()
+        });
+        service.updates.send_replace(Arc::new(target));
+        while !service
+            .call(GET)
+            .await
+            .contains("x-mesh-error: circuit-open")
+        {}
+        let (exceptions, now) = (&caller.metrics.exceptions, Instant::now());
+        caller
+            .destinations
+            .report(Direction::Outbound, exceptions, now);
+        // The two other requests had a response.
+        let expected = [
+            "circuit-open shop/cart:80  TrafficPolicy shop/cart: 1 of 0".to_owned(),
+            "requests shop/cart:80  circuit-open: 1 of 3".to_owned(),
+        ];
+        service
+            .wait_for_exceptions(&service.caller, &expected)
+            .await;
+    });
 }
 
 #[test]

@@ -171,6 +171,7 @@ impl FakeStream {
                 acknowledgement.rejection
             ),
             Action::Status(status) => format!("={}", status.roots_version),
+            Action::Exceptions(exceptions) => format!("{exceptions:?}"),
         }
     }
 

@@ -15,7 +15,7 @@ use super::*;
 use crate::discovery::{self, Discovery};
 use crate::identity::testing::{Authority, WEB, token};
 use crate::identity::{self, CurrentCredentials, Trust};
-use crate::metrics::{DiscoveryMetrics, IdentityMetrics};
+use crate::metrics::{DiscoveryMetrics, IdentityMetrics, Metrics};
 use crate::tls::tests::closed_address;
 
 const LOOPBACK: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
@@ -216,6 +216,7 @@ impl Proxy {
             trust,
             credentials.clone(),
             DiscoveryMetrics::default(),
+            Metrics::new().exceptions.clone(),
             || usize::MAX,
         );
         let mut tasks = JoinSet::new();

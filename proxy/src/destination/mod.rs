@@ -20,6 +20,8 @@ use crate::balance::Backend;
 use crate::connect::Pools;
 use crate::detect::Protocol;
 use crate::discovery::{Discovery, Resource};
+use crate::exceptions::Exceptions;
+use crate::flow::Direction;
 use crate::route::Routes;
 
 /// The maximum number of destinations of a worker, and of backends. Those above it are served, but
@@ -128,6 +130,12 @@ impl Destinations {
         destination
     }
 
+    /// Reports what has ended since the last time, and what is ejected or open.
+    pub fn report(&self, direction: Direction, exceptions: &Exceptions, now: Instant) {
+        self.destinations.report(direction, exceptions, now);
+        self.backends.report(direction, exceptions, now);
+    }
+
     /// Evicts what is idle (destinations, backends, connections), and applies updates to those
     /// without requests. The worker calls it every few seconds.
     pub fn evict_idle(&self, now: Instant) {
@@ -173,6 +181,16 @@ impl<K: Clone + Eq + Hash, T: AsRef<Backend>> Registry<K, T> {
         };
         let value = entry.value.get_or_try_init(resolve).await;
         value.cloned().unwrap_or_else(|refused| refused)
+    }
+
+    fn report(&self, direction: Direction, exceptions: &Exceptions, now: Instant) {
+        let has_exceptions = !exceptions.is_empty();
+        for value in self.entries.borrow().values() {
+            if let Some(value) = value.value.get() {
+                let backend = (**value).as_ref();
+                backend.report(direction, exceptions, has_exceptions, now);
+            }
+        }
     }
 
     fn evict_idle(&self, now: Instant) {

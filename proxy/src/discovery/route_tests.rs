@@ -88,9 +88,9 @@ impl Mesh {
         let mut fake = FakeController::start().await;
         let control = Control::new(fake.url(), None, None);
         let (trust, none) = (Trust::default(), crate::identity::none());
-        let (discovery, driver) = start(control, trust, none, DiscoveryMetrics::default(), || {
-            usize::MAX
-        });
+        let exceptions = Arc::new(Exceptions::new(std::time::Instant::now()));
+        let metrics = DiscoveryMetrics::default();
+        let (discovery, driver) = start(control, trust, none, metrics, exceptions, || usize::MAX);
         tokio::spawn(driver);
         let stream = fake.stream().await;
         let backends = backends.iter();

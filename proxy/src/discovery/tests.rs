@@ -8,6 +8,7 @@ use tokio::task::{JoinHandle, JoinSet};
 
 use super::*;
 use crate::control::testing::{FakeController, soon};
+use crate::exceptions::{Event, Kind};
 
 /// Longer than any test.
 const FOREVER: Duration = Duration::from_secs(3600);
@@ -16,6 +17,7 @@ const FOREVER: Duration = Duration::from_secs(3600);
 struct Running {
     discovery: Discovery,
     metrics: DiscoveryMetrics,
+    exceptions: Arc<Exceptions>,
     _driver: JoinSet<()>,
 }
 
@@ -32,11 +34,13 @@ impl Running {
         let url = format!("http://{controller}").parse().expect("a URL");
         let control = Control::new(url, token_file, None);
         let metrics = DiscoveryMetrics::default();
+        let exceptions = Arc::new(Exceptions::new(std::time::Instant::now()));
         let (discovery, driver) = start_with(
             control,
             Trust::default(),
             crate::identity::none(),
             metrics.clone(),
+            Reported::new(exceptions.clone()),
             timing,
             || usize::MAX,
         );
@@ -45,6 +49,7 @@ impl Running {
         Self {
             discovery,
             metrics,
+            exceptions,
             _driver: tasks,
         }
     }
@@ -65,6 +70,7 @@ fn timing() -> Timing {
         backoff_reset_after: FOREVER,
         idle_timeout: FOREVER,
         sweep_interval: Duration::from_millis(5),
+        exceptions_interval: Duration::ZERO,
         max_destinations: 100,
     }
 }
@@ -537,6 +543,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
         Trust::default(),
         crate::identity::none(),
         DiscoveryMetrics::default(),
+        Reported::new(Arc::new(Exceptions::new(std::time::Instant::now()))),
         timing(),
         || usize::MAX,
     );
@@ -568,4 +575,25 @@ fn limits_log_messages_by_kind() {
         .collect();
     assert_eq!(logged, [1]);
     assert_eq!(limiter.should_log(LogKind::TableFull), Some(1));
+}
+
+#[tokio::test]
+async fn reports_exceptions_to_each_controller_and_clears_them() {
+    let failed = Event {
+        kind: Kind::Requests,
+        destination: "shop/cart:80",
+        endpoint: "",
+        reason: "connect-failed",
+    };
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(controller.address, timing());
+    let now = Instant::now().into_std();
+    proxy.exceptions.record(failed, 1, now);
+    for _ in 0..2 {
+        let mut stream = controller.stream().await;
+        let Action::Exceptions(received) = stream.action().await else {
+            panic!("expected exceptions");
+        };
+        assert_eq!(received.exceptions[0].destination, "shop/cart:80");
+    }
 }

@@ -1,6 +1,7 @@
 //! One attempt of a probe, with the rules of the kubelet for success. Never reads the environment:
 //! the target is an argument.
 
+use std::borrow::Cow;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -62,6 +63,24 @@ pub enum ProbeError {
     /// The application did not respond in time.
     #[error("no response within {0:?}")]
     Timeout(Duration),
+}
+
+impl ProbeError {
+    /// The reason in exceptions: one of few words.
+    pub fn code(&self) -> Cow<'static, str> {
+        match self {
+            Self::Connect(..) => "connect-failed".into(),
+            Self::ProxyPort(_) => "proxy-port".into(),
+            Self::Tls(..) => "tls-failed".into(),
+            Self::Request(_) => "invalid-request".into(),
+            Self::Response(_) | Self::GrpcConnection(_) => "no-response".into(),
+            Self::Status(status) => format!("status-{}", status.as_u16()).into(),
+            Self::Redirect | Self::TooManyRedirects(_) => "redirect".into(),
+            Self::Grpc(_) => "grpc-failed".into(),
+            Self::NotServing(_) => "not-serving".into(),
+            Self::Timeout(_) => "timeout".into(),
+        }
+    }
 }
 
 /// Performs a probe once. The caller limits its duration.
