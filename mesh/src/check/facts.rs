@@ -5,7 +5,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use diy_mesh_injector::containers::{ADMIN_PORT_FLAG, ROOTS_CONFIG_MAP};
-use futures::future::join_all;
+use futures::{AsyncReadExt, future::join_all};
 use hyper::Request;
 use k8s_openapi::{
     api::{
@@ -26,7 +26,9 @@ use tokio::{join, time::timeout};
 use super::{
     MAX_DETAILS,
     permissions::{self, Permission},
-    pods, policies, upgrade,
+    pods, policies,
+    traffic::{self, Traffic},
+    upgrade,
     workloads::{self, Workload},
 };
 use crate::{
@@ -83,6 +85,8 @@ pub struct Facts {
     pub policies: Fact<Vec<Value>>,
     /// What this release says about routes and policies.
     pub judgement: Fact<upgrade::Judgement>,
+    /// What failed at the proxies in the last minute.
+    pub traffic: Fact<Traffic>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
 }
@@ -102,7 +106,9 @@ pub enum DryRun {
 pub const WEBHOOK: &str = "diy-service-mesh-injector";
 /// The Secret with the serving certificate of the injector.
 const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
-const READY_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
+const ADMIN_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The length of a page of an admin server, which may be hostile.
+const MAX_ADMIN_PAGE_BYTES: u64 = 1024 * 1024;
 
 impl Facts {
     /// Reads all facts from the cluster.
@@ -147,15 +153,20 @@ impl Facts {
             upgrade::read(client),
         );
         let now = now();
-        let ready_pages = match &pods {
-            Ok(pods) => ready_pages(cluster, pods, now).await,
-            Err(_) => BTreeMap::new(),
+        let identity = identity.map(Mesh::merge).map_err(|error| error.to_string());
+        let ready_pages = async {
+            match &pods {
+                Ok(pods) => ready_pages(cluster, pods, now).await,
+                Err(_) => BTreeMap::new(),
+            }
         };
+        let traffic = traffic::read(cluster, &identity, &pods);
+        let (ready_pages, traffic) = join!(ready_pages, traffic);
         Self {
             namespace: namespace.to_owned(),
             now,
             version: cluster.version.clone(),
-            identity: identity.map(Mesh::merge).map_err(|error| error.to_string()),
+            identity,
             nodes,
             namespaces,
             pods,
@@ -172,35 +183,45 @@ impl Facts {
             policy_definition,
             policies,
             judgement,
+            traffic,
             dry_run,
         }
     }
 }
 
-/// Reads `/ready` of the proxies that are not ready through the API server. The text of an error is
-/// the page: a proxy that is not ready responds with 503.
+/// Reads `/ready` of the proxies that are not ready. The text of an error is the page: a proxy that is
+/// not ready responds with 503.
 async fn ready_pages(cluster: &Cluster, pods: &[Pod], now: u64) -> BTreeMap<String, String> {
-    let read = |pod: &Pod| {
-        let (name, client) = (pods::name(pod), cluster.client.clone());
-        let port = pods::proxy(pod).and_then(|proxy| pods::argument(proxy, ADMIN_PORT_FLAG));
-        let path = format!(
-            "/api/v1/namespaces/{}/pods/{}:{}/proxy/ready",
-            pod.namespace().unwrap_or_default(),
-            pod.name_any(),
-            port.unwrap_or("4001")
-        );
-        async move {
-            let request = Request::get(path).body(Vec::new()).ok()?;
-            let page = match timeout(READY_PAGE_TIMEOUT, client.request_text(request)).await {
-                Ok(Ok(page)) => page,
-                Ok(Err(error)) => cluster::describe_error(&error),
-                Err(_) => "its /ready does not respond".into(),
-            };
-            Some((name, page))
-        }
+    let read = async |pod: &Pod| {
+        let page = admin_page(cluster, pod, "ready").await;
+        (pods::name(pod), page.unwrap_or_else(|error| error))
     };
-    let pages = pods::unready_proxies(pods, now).take(MAX_DETAILS).map(read);
-    join_all(pages).await.into_iter().flatten().collect()
+    let unready = pods::unready_proxies(pods, now).take(MAX_DETAILS);
+    join_all(unready.map(read)).await.into_iter().collect()
+}
+
+/// Reads a page of the admin server of a proxy through the API server.
+pub(super) async fn admin_page(cluster: &Cluster, pod: &Pod, page: &str) -> Fact<String> {
+    let port = pods::proxy(pod).and_then(|proxy| pods::argument(proxy, ADMIN_PORT_FLAG));
+    let path = format!(
+        "/api/v1/namespaces/{}/pods/{}:{}/proxy/{page}",
+        pod.namespace().unwrap_or_default(),
+        pod.name_any(),
+        port.unwrap_or("4001")
+    );
+    let request = Request::get(path).body(Vec::new());
+    let request = request.map_err(|error| error.to_string())?;
+    let read = async {
+        let body = cluster.client.request_stream(request).await;
+        let body = body.map_err(|error| cluster::describe_error(&error))?;
+        let mut text = Vec::new();
+        let mut body = Box::pin(body).take(MAX_ADMIN_PAGE_BYTES);
+        let read = body.read_to_end(&mut text).await;
+        read.map_err(|error| error.to_string())?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    };
+    let read = timeout(ADMIN_PAGE_TIMEOUT, read).await;
+    read.unwrap_or_else(|_| Err(format!("its /{page} does not respond")))
 }
 
 /// Lists all objects.

@@ -11,6 +11,7 @@ mod pods;
 mod policies;
 mod services;
 mod settings;
+pub mod traffic;
 pub mod upgrade;
 mod webhook;
 mod workloads;
@@ -121,7 +122,7 @@ fn or_ok(findings: impl IntoIterator<Item = Option<Finding>>, text: String) -> V
 
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [(&str, Check); 24] = [
+    let checks: [(&str, Check); 25] = [
         ("kubernetes", platform::kubernetes),
         ("controller", platform::controller),
         ("injector", platform::injector),
@@ -144,6 +145,7 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("upgrade", upgrade::upgrade),
         ("pods", pods::injected),
         ("proxies", pods::proxies),
+        ("traffic", traffic::traffic),
         ("certificates", identity::workloads),
         ("clocks", identity::clocks),
     ];

@@ -44,7 +44,10 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
     let unknown = services
         .iter()
         .filter(|service| meshed.contains(&service.namespace().unwrap_or_default()))
-        .flat_map(|service| unknown_ports(service, pods));
+        .flat_map(|service| {
+            let unknown = unknown_ports(service, pods).into_iter();
+            unknown.map(|(_, text)| format!("{}: {text}", full_name(service)))
+        });
     let finding = Finding::warning(text, advice);
     let unknown = finding.about(unknown.collect(), "target port", "target ports");
     let number = count(number, "Service", "Services");
@@ -53,9 +56,22 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
     Ok(or_ok([broken, unmatched, unknown], text))
 }
 
-/// The TCP target ports of a Service that none of its pods declares. A number matters only where
-/// pods declare ports.
-fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<String> {
+/// Why no pod listens on the target port of `NAMESPACE/NAME:PORT`, as far as pods declare ports.
+pub(super) fn target_port_hint(
+    destination: &str,
+    services: &[Service],
+    pods: &[Pod],
+) -> Option<String> {
+    let (name, port) = destination.rsplit_once(':')?;
+    let port: i32 = port.parse().ok()?;
+    let service = services.iter().find(|service| full_name(service) == name)?;
+    let mut unknown = unknown_ports(service, pods).into_iter();
+    unknown.find_map(|(number, text)| (number == port).then_some(text))
+}
+
+/// The ports of a Service with TCP target ports that none of its pods declares, and a description. A
+/// number matters only where pods declare ports.
+fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<(i32, String)> {
     let Some(selector) = selector(service) else {
         return Vec::new();
     };
@@ -98,13 +114,17 @@ fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<String> {
         let target = port.target_port.clone();
         let target = target.unwrap_or(IntOrString::Int(port.port));
         is_unknown(&target).then(|| match target {
-            IntOrString::Int(number) => number.to_string(),
-            IntOrString::String(name) => format!("{name:?}"),
+            IntOrString::Int(number) => (port.port, number.to_string()),
+            IntOrString::String(name) => (port.port, format!("{name:?}")),
         })
     });
-    let (namespace, name) = (service.namespace().unwrap_or_default(), service.name_any());
     unknown
-        .map(|target| format!("{namespace}/{name}: targetPort {target}, its pods have {described}"))
+        .map(|(port, target)| {
+            (
+                port,
+                format!("targetPort {target}, its pods have {described}"),
+            )
+        })
         .collect()
 }
 
@@ -173,14 +193,18 @@ fn matches(selector: &Labels, labels: &Labels) -> bool {
         .all(|(name, value)| labels.get(name) == Some(value))
 }
 
+fn full_name(service: &Service) -> String {
+    let namespace = service.namespace().unwrap_or_default();
+    format!("{namespace}/{}", service.name_any())
+}
+
 fn describe(service: &Service, selector: &Labels) -> String {
     let selector = selector
         .iter()
         .map(|(name, value)| format!("{name}={value}"))
         .collect::<Vec<_>>()
         .join(",");
-    let namespace = service.namespace().unwrap_or_default();
-    format!("{namespace}/{}: selector {selector:?}", service.name_any())
+    format!("{}: selector {selector:?}", full_name(service))
 }
 
 #[cfg(test)]

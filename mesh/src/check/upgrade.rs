@@ -49,7 +49,8 @@ pub(super) fn upgrade(facts: &Facts) -> Findings<'_> {
     Ok(or_ok([found], text.to_owned()))
 }
 
-fn judge(objects: &[Value]) -> Judgement {
+/// Judges the objects of a cluster.
+pub fn judge(objects: &[Value]) -> Judgement {
     let statuses = explain::statuses(objects);
     Judgement {
         differences: differences(objects, &statuses),

@@ -8,6 +8,7 @@ mod basics;
 mod cleanup;
 mod commands;
 mod connections;
+mod exceptions;
 mod identity;
 mod lifecycle;
 mod policies;

@@ -36,6 +36,7 @@ pub(crate) fn unknown_facts() -> Facts {
         policy_definition: unknown(),
         policies: unknown(),
         judgement: unknown(),
+        traffic: unknown(),
         dry_run: unknown(),
     }
 }
