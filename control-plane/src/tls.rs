@@ -1,44 +1,33 @@
 //! A TLS server for clients that nobody vouches for: from a listener to connections with a
 //! completed handshake, and the time that each may take.
 //!
-//! A client that sends no ClientHello takes no slot, and is closed when many newer ones have come.
-//! With its ClientHello, it takes one of the slots that addresses share. It releases the slot when
-//! it has authenticated, or when the connection ends.
+//! Each connection has a slot (`runtime/src/admission.rs`), held by the client's address until the
+//! client has authenticated, then by its pod. From its first byte until then, it also has one of
+//! fewer slots, which the addresses hold and wait for: thousands of clients behind one address get
+//! in one after the other.
 
-use std::collections::VecDeque;
-use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use diy_mesh_runtime::admission::{Admission, Class, Slot, network};
 use diy_mesh_runtime::listen::Acceptor;
 use diy_mesh_runtime::max_open_files;
-use diy_mesh_runtime::shares::{Share, Shares};
 use rustls::ServerConfig;
-use rustls::server::{Accepted, Acceptor as HelloReader};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
-use tokio_rustls::StartHandshake;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-/// Time for the ClientHello and for a slot.
-pub const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time from the slot to the first call, the rest of the handshake included.
+/// Time for the first byte and for the slot of the handshake.
+pub const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time from the slot of the handshake to the first call.
 pub const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Age at which a connection ends if others wait for its slot.
-pub const CONTENDED_AGE: Duration = Duration::from_secs(10);
-/// Time without a call after which a connection ends if others wait for its slot.
-pub const CONTENDED_IDLE_TIMEOUT: Duration = Duration::from_secs(3);
-/// The maximum number of connections without a slot.
-pub const MAX_WAITING: usize = 8192;
-/// A ClientHello has one or two kilobytes.
-pub const MAX_CLIENT_HELLO_BYTES: usize = 16 * 1024;
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-const READ_BYTES: u64 = 4096;
+/// The maximum number of connections whose clients have not authenticated.
+pub const MAX_UNAUTHENTICATED: usize = 8192;
 /// Open files that are not connections of clients.
 const OTHER_FILES: usize = 128;
 
@@ -47,23 +36,33 @@ const OTHER_FILES: usize = 128;
 pub struct Limits {
     /// Open connections. The limit of open files may allow fewer.
     pub connections: usize,
-    /// Connections that have sent a ClientHello and have not authenticated.
-    pub slots: usize,
+    /// Connections that have sent a byte, and whose clients have not authenticated.
+    pub handshakes: usize,
     /// Time without a call.
     pub idle: Duration,
+}
+
+/// Who holds connections.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Holder {
+    /// All clients that have not authenticated.
+    Unauthenticated,
+    /// Those at one [`network`].
+    Address(IpAddr),
+    /// The pods of a namespace.
+    Namespace(Arc<str>),
+    /// A pod, by its UID.
+    Pod(Arc<str>),
 }
 
 /// Accepts TLS connections.
 pub struct TlsServer {
     acceptor: Acceptor,
-    config: Arc<ServerConfig>,
+    tls: TlsAcceptor,
     idle: Duration,
-    connections: Arc<Semaphore>,
-    slots: Arc<Shares<IpAddr>>,
-    handshakes: JoinSet<Option<Connection>>,
-    /// The newest connections. One that has no slot yet ends when its sender is dropped.
-    newest: VecDeque<oneshot::Sender<Infallible>>,
-    max_waiting: usize,
+    connections: Arc<Admission<Holder>>,
+    handshakes: Arc<Admission<IpAddr>>,
+    tasks: JoinSet<Option<Connection>>,
 }
 
 /// A connection with a completed handshake, and its client.
@@ -73,17 +72,14 @@ impl TlsServer {
     /// A server of a bound listener.
     pub fn new(listener: TcpListener, config: Arc<ServerConfig>, limits: Limits) -> Self {
         let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
-        let connections = files.saturating_sub(OTHER_FILES).max(1);
-        let connections = connections.min(limits.connections);
+        let connections = files.saturating_sub(OTHER_FILES).min(limits.connections);
         Self {
             acceptor: Acceptor::new(listener),
-            config,
+            tls: config.into(),
             idle: limits.idle,
-            connections: Arc::new(Semaphore::new(connections)),
-            slots: Shares::new(limits.slots, limits.slots / 2),
-            handshakes: JoinSet::new(),
-            newest: VecDeque::new(),
-            max_waiting: MAX_WAITING.min(connections / 2),
+            connections: Admission::new(connections),
+            handshakes: Admission::new(limits.handshakes),
+            tasks: JoinSet::new(),
         }
     }
 
@@ -92,7 +88,7 @@ impl TlsServer {
         loop {
             tokio::select! {
                 (stream, peer) = self.acceptor.accept() => self.start(stream, peer),
-                Some(done) = self.handshakes.join_next() => {
+                Some(done) = self.tasks.join_next() => {
                     if let Ok(Some(connection)) = done {
                         return connection;
                     }
@@ -101,21 +97,18 @@ impl TlsServer {
         }
     }
 
-    /// Starts the handshake of a connection. At the limit of connections it is closed.
+    /// Starts the handshake of a connection. Without a slot, it is closed.
     fn start(&mut self, stream: TcpStream, peer: SocketAddr) {
-        let Ok(permit) = self.connections.clone().try_acquire_owned() else {
-            return tracing::warn!("connection closed: the limit of connections is reached");
+        let address = network(peer.ip());
+        let holder = [Holder::Unauthenticated, Holder::Address(address)];
+        let admitted = self.connections.admit_within(&holder, MAX_UNAUTHENTICATED);
+        let Some(connection) = admitted else {
+            let limit = "the limit of connections is reached, and its address has its share";
+            return tracing::warn!(%peer, "connection closed: {limit}");
         };
-        let (newest, displaced) = oneshot::channel();
-        self.newest.push_back(newest);
-        if self.newest.len() > self.max_waiting {
-            self.newest.pop_front();
-        }
-        let (config, slots, idle) = (self.config.clone(), self.slots.clone(), self.idle);
-        self.handshakes.spawn(async move {
-            let client = |slot| Client::new(slots.clone(), slot, permit, idle);
-            let slot = slots.acquire(peer.ip().to_canonical());
-            handshake(stream, config, displaced, slot, client)
+        let (tls, handshakes, idle) = (self.tls.clone(), self.handshakes.clone(), self.idle);
+        self.tasks.spawn(async move {
+            connect(stream, connection, tls, &handshakes, address, idle)
                 .await
                 .inspect_err(|error| tracing::debug!(%peer, "TLS handshake failed: {error}"))
                 .ok()
@@ -123,66 +116,53 @@ impl TlsServer {
     }
 }
 
-async fn handshake(
-    mut stream: TcpStream,
-    config: Arc<ServerConfig>,
-    displaced: oneshot::Receiver<Infallible>,
-    slot: impl Future<Output = Share<IpAddr>>,
-    client: impl FnOnce(Share<IpAddr>) -> Arc<Client>,
+async fn connect(
+    stream: TcpStream,
+    connection: Slot<Holder>,
+    tls: TlsAcceptor,
+    handshakes: &Arc<Admission<IpAddr>>,
+    address: IpAddr,
+    idle: Duration,
 ) -> io::Result<Connection> {
-    let start = async {
-        let hello = client_hello(&mut stream).await?;
-        io::Result::Ok((hello, client(slot.await)))
-    };
-    let (hello, client) = tokio::select! {
-        started = timeout(CLIENT_HELLO_TIMEOUT, start) => started??,
-        _ = displaced => return Err(io::Error::other("too many newer connections wait")),
-    };
-    tokio::select! {
-        stream = StartHandshake::from_parts(hello, stream).into_stream(config) => Ok((stream?, client)),
-        () = client.expired() => Err(io::ErrorKind::TimedOut.into()),
-    }
-}
-
-async fn client_hello(stream: &mut TcpStream) -> io::Result<Accepted> {
-    let mut reader = HelloReader::default();
-    let mut total = 0;
-    let mut bytes = Vec::new();
-    loop {
-        bytes.clear();
-        let read = stream.take(READ_BYTES).read_buf(&mut bytes).await?;
-        total += read;
-        if read == 0 {
+    let wait = async {
+        // Without a byte, the client has closed the connection.
+        if stream.peek(&mut [0]).await? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        if total > MAX_CLIENT_HELLO_BYTES {
-            return Err(io::Error::other("the ClientHello is too long"));
+        connection.set(Class::Idle);
+        io::Result::Ok(handshakes.acquire(&[address]).await)
+    };
+    let waited = connection
+        .run(pin!(timeout(FIRST_BYTE_TIMEOUT, wait)))
+        .await;
+    let handshake = waited.ok_or_else(displaced)???;
+    let client = Client::new(connection, handshake, idle);
+    let accepted = client.run(async {
+        tokio::select! {
+            accepted = tls.accept(stream) => accepted,
+            () = client.expired() => Err(io::ErrorKind::TimedOut.into()),
         }
-        reader.read_tls(&mut bytes.as_slice())?;
-        match reader.accept() {
-            Ok(Some(accepted)) => return Ok(accepted),
-            Ok(None) => {}
-            Err((error, mut alert)) => {
-                bytes.clear();
-                alert.write(&mut bytes)?;
-                stream.write_all(&bytes).await?;
-                return Err(io::Error::other(error));
-            }
-        }
-    }
+    });
+    // Boxed, so that a connection that waits takes little memory.
+    let stream = Box::pin(accepted).await.ok_or_else(displaced)??;
+    Ok((stream, client))
+}
+
+fn displaced() -> io::Error {
+    io::Error::other("another connection has taken its slot")
 }
 
 /// The client of one connection.
 pub struct Client {
-    connected: Instant,
+    started: Instant,
     idle: Duration,
-    slots: Arc<Shares<IpAddr>>,
+    connection: Slot<Holder>,
+    /// Until the client has authenticated.
+    handshake: Slot<IpAddr>,
     state: Mutex<ClientState>,
-    _permit: OwnedSemaphorePermit,
 }
 
 struct ClientState {
-    slot: Option<Share<IpAddr>>,
     /// A call has been served.
     is_served: bool,
     /// Open calls.
@@ -191,30 +171,35 @@ struct ClientState {
 }
 
 impl Client {
-    fn new(
-        slots: Arc<Shares<IpAddr>>,
-        slot: Share<IpAddr>,
-        permit: OwnedSemaphorePermit,
-        idle: Duration,
-    ) -> Arc<Self> {
+    fn new(connection: Slot<Holder>, handshake: Slot<IpAddr>, idle: Duration) -> Arc<Self> {
         let now = Instant::now();
-        Arc::new(Self {
-            connected: now,
+        let client = Self {
+            started: now,
             idle,
-            slots,
+            connection,
+            handshake,
             state: Mutex::new(ClientState {
-                slot: Some(slot),
                 is_served: false,
                 calls: 0,
                 idle_since: now,
             }),
-            _permit: permit,
-        })
+        };
+        client.set(Class::BetweenExchanges);
+        Arc::new(client)
+    }
+
+    /// Serves the connection. None if another connection takes its slot before it ends.
+    pub async fn run<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        let work = pin!(work);
+        let in_handshake_slot = pin!(self.handshake.run(work));
+        self.connection.run(in_handshake_slot).await.flatten()
     }
 
     /// Counts a call until the value is dropped: the connection is not idle.
     pub fn call(self: &Arc<Self>) -> OpenCall {
-        self.state().calls += 1;
+        let mut state = self.state();
+        state.calls += 1;
+        self.set(Class::InUse);
         OpenCall(self.clone())
     }
 
@@ -223,44 +208,43 @@ impl Client {
         self.state().is_served = true;
     }
 
-    /// The client has authenticated: the connection releases the slot of its address.
-    pub fn authenticate(&self) {
-        let mut state = self.state();
-        state.is_served = true;
-        let slot = state.slot.take();
-        drop(state);
-        drop(slot);
+    /// The client has authenticated: a pod with this UID, or none, in this namespace. It holds the
+    /// connection in place of its address.
+    pub fn authenticate(&self, namespace: Arc<str>, pod: Arc<str>) {
+        self.serve();
+        let holder = [Holder::Namespace(namespace), Holder::Pod(pod)];
+        self.connection.reassign(&holder);
+        self.handshake.release();
     }
 
-    /// Completes when the connection must end: without a first call in time, idle, or while others
-    /// wait for its slot.
+    /// Completes when the connection must end: without a first call in time, or idle.
     pub async fn expired(&self) {
         loop {
-            // Connections without a slot are many.
-            let has_slot = self.state().slot.is_some();
-            sleep(if has_slot {
-                CHECK_INTERVAL
-            } else {
-                self.idle / 4
-            })
-            .await;
-            if self.is_expired(Instant::now()) {
+            let deadline = self.deadline();
+            if deadline <= Instant::now() {
                 return;
             }
+            sleep_until(deadline).await;
         }
     }
 
-    fn is_expired(&self, now: Instant) -> bool {
+    /// When the connection must end, if nothing happens until then.
+    fn deadline(&self) -> Instant {
         let state = self.state();
-        let age = now.duration_since(self.connected);
-        let idle = match state.calls {
-            0 => now.duration_since(state.idle_since),
-            _ => Duration::ZERO,
+        let idle_since = match state.calls {
+            0 => state.idle_since,
+            _ => Instant::now(),
         };
-        let is_contended = state.slot.is_some() && self.slots.is_contended();
-        (!state.is_served && age >= FIRST_CALL_TIMEOUT)
-            || (is_contended && (idle >= CONTENDED_IDLE_TIMEOUT || age >= CONTENDED_AGE))
-            || idle >= self.idle
+        let idle = idle_since + self.idle;
+        match state.is_served {
+            true => idle,
+            false => idle.min(self.started + FIRST_CALL_TIMEOUT),
+        }
+    }
+
+    fn set(&self, class: Class) {
+        self.connection.set(class);
+        self.handshake.set(class);
     }
 
     /// Each update is one assignment, so the state is valid after a panic.
@@ -278,40 +262,61 @@ impl Drop for OpenCall {
         state.calls -= 1;
         if state.calls == 0 {
             state.idle_since = Instant::now();
+            self.0.set(Class::BetweenExchanges);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use rustls::server::{ClientHello, ResolvesServerCert};
+    use rustls::sign::CertifiedKey;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpSocket;
+
     use super::*;
 
-    fn client(slots: &Arc<Shares<IpAddr>>) -> Arc<Client> {
-        let slot = slots.try_acquire(IpAddr::from([127, 0, 0, 1])).unwrap();
-        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
-        Client::new(slots.clone(), slot, permit, Duration::from_secs(300))
+    const A: [u8; 4] = [127, 0, 0, 1];
+    const B: [u8; 4] = [127, 0, 0, 2];
+
+    struct Slots(Arc<Admission<Holder>>, Arc<Admission<IpAddr>>);
+
+    impl Slots {
+        fn new(handshakes: usize) -> Self {
+            Self(Admission::new(100), Admission::new(handshakes))
+        }
+
+        async fn client(&self, address: [u8; 4]) -> Arc<Client> {
+            let address = IpAddr::from(address);
+            let holder = [Holder::Unauthenticated, Holder::Address(address)];
+            let connection = self.0.admit(&holder).unwrap();
+            let handshake = self.1.acquire(&[address]).await;
+            Client::new(connection, handshake, Duration::from_secs(300))
+        }
     }
 
     async fn lifetime(client: &Client) -> u64 {
-        client.expired().await;
-        client.connected.elapsed().as_secs()
+        client.run(client.expired()).await;
+        client.started.elapsed().as_secs()
     }
 
     #[tokio::test(start_paused = true)]
     async fn connection_without_a_served_call_ends() {
-        let slots = Shares::new(4, 2);
-        let client = client(&slots);
+        let client = Slots::new(4).client(A).await;
         let _failing = client.call();
         assert_eq!(lifetime(&client).await, FIRST_CALL_TIMEOUT.as_secs());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn authenticated_connection_keeps_no_slot_and_ends_when_idle() {
-        let slots = Shares::new(4, 2);
-        let client = client(&slots);
+    async fn authenticated_connection_keeps_no_slot_of_its_address_and_ends_when_idle() {
+        let slots = Slots::new(4);
+        let client = slots.client(A).await;
         let call = client.call();
-        client.authenticate();
-        assert_eq!(slots.in_use(), 0);
+        client.authenticate("shop".into(), "1".into());
+        assert_eq!(slots.1.used(&[]), 0);
+        assert_eq!(slots.0.used(&[Holder::Unauthenticated]), 0);
+        let pod = [Holder::Namespace("shop".into()), Holder::Pod("1".into())];
+        assert_eq!(slots.0.used(&pod), 1);
         let year = Duration::from_secs(365 * 24 * 3600);
         assert!(
             timeout(year, client.expired()).await.is_err(),
@@ -319,21 +324,119 @@ mod tests {
         );
         drop(call);
         let ended = lifetime(&client).await - year.as_secs();
-        assert!((300..400).contains(&ended), "{ended}");
+        assert_eq!(ended, 300);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn connection_with_a_slot_ends_soon_while_others_wait_for_one() {
-        for (call, expected) in [(false, CONTENDED_IDLE_TIMEOUT), (true, CONTENDED_AGE)] {
-            let slots = Shares::new(1, 0);
-            let client = client(&slots);
-            client.serve();
-            let _call = call.then(|| client.call());
-            let other = slots.acquire(IpAddr::from([127, 0, 0, 2]));
-            tokio::select! {
-                _ = other => panic!("the slot is in use"),
-                ended = lifetime(&client) => assert_eq!(ended, expected.as_secs()),
-            }
+    async fn connection_ends_soon_if_its_address_has_more_than_its_share() {
+        for (call, expected) in [(false, 1), (true, 0)] {
+            let slots = Slots::new(2);
+            let both = [slots.client(A).await, slots.client(A).await];
+            both[0].serve();
+            both[1].serve();
+            let _calls = both.each_ref().map(|client| call.then(|| client.call()));
+            let other = slots.client(B).await;
+            let started = other.run(async { Instant::now() });
+            let (first, second, started) = tokio::join!(
+                timeout(
+                    FIRST_CALL_TIMEOUT,
+                    both[0].run(std::future::pending::<()>())
+                ),
+                timeout(
+                    FIRST_CALL_TIMEOUT,
+                    both[1].run(std::future::pending::<()>())
+                ),
+                started,
+            );
+            // Of those with a call, the youngest ends.
+            assert_eq!((first.is_ok(), second.is_ok()), (!call, call));
+            let waited = started.unwrap() - other.started;
+            assert!(
+                waited.as_secs_f64() < f64::from(expected) * 2.0 + 0.1,
+                "{waited:?}"
+            );
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn handshake_of_an_address_above_its_share_has_a_second_to_be_done() {
+        let slots = Slots::new(2);
+        let (first, _second) = (slots.client(A).await, slots.client(A).await);
+        let other = slots.client(B).await;
+        let authenticates = async {
+            tokio::task::yield_now().await;
+            first.authenticate("shop".into(), "1".into());
+            first.expired().await;
+        };
+        let (first, started) = tokio::join!(first.run(authenticates), async {
+            other.run(async { Instant::now() }).await
+        });
+        assert_eq!(first, Some(()));
+        assert_eq!(started, Some(other.started), "it has not waited");
+    }
+
+    /// A server without a certificate answers a ClientHello with an alert.
+    #[derive(Debug)]
+    struct NoCertificate;
+
+    impl ResolvesServerCert for NoCertificate {
+        fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+            None
+        }
+    }
+
+    async fn connect_from(source: [u8; 4], to: SocketAddr) -> TcpStream {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind((source, 0).into()).unwrap();
+        socket.connect(to).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn silent_connections_from_many_addresses_leave_slots_to_others() {
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config = ServerConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_no_client_auth()
+            .with_cert_resolver(Arc::new(NoCertificate));
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let limits = Limits {
+            connections: 40,
+            handshakes: 4,
+            idle: Duration::from_secs(60),
+        };
+        let mut server = TlsServer::new(listener, Arc::new(config), limits);
+        tokio::spawn(async move {
+            loop {
+                server.accept().await;
+            }
+        });
+        let mut silent = Vec::new();
+        for number in 0..300 {
+            silent.push(connect_from([127, 0, 1, number as u8 % 30], address).await);
+        }
+        let config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(rustls::RootCertStore::empty())
+            .with_no_client_auth();
+        let mut hello = Vec::new();
+        rustls::ClientConnection::new(config.into(), "a".try_into().unwrap())
+            .unwrap()
+            .write_tls(&mut hello)
+            .unwrap();
+        // New addresses, also while those before them are there.
+        let start = Instant::now();
+        for number in 0..5 {
+            let mut stream = connect_from([127, 0, 2, number], address).await;
+            stream.write_all(&hello).await.unwrap();
+            stream.read_exact(&mut [0]).await.expect("an alert");
+        }
+        assert!(
+            start.elapsed() < FIRST_BYTE_TIMEOUT,
+            "{:?}",
+            start.elapsed()
+        );
     }
 }

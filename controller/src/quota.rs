@@ -243,6 +243,11 @@ impl Quotas {
 }
 
 impl Quota {
+    /// Who holds what is shared: a namespace, and the UID of a pod in it.
+    pub fn holder(&self) -> &(Arc<str>, Arc<str>) {
+        &self.holder
+    }
+
     /// Counts a connection.
     pub fn connection(self: &Arc<Self>) -> Result<Counted, Status> {
         let permit = self.connections.clone().try_acquire_owned();

@@ -26,7 +26,7 @@ use crate::quota::{Counted, Quota};
 /// A proxy has one or two.
 const MAX_CONNECTIONS: usize = 50_000;
 /// Connections in their handshake, or without an authenticated call.
-const MAX_UNAUTHENTICATED: usize = 1024;
+const MAX_HANDSHAKES: usize = 1024;
 /// Time without an open call after which a connection ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(5 * 60);
 /// Delay after a failure to sign the certificate.
@@ -181,7 +181,7 @@ fn sign(issuer: Arc<Issuer>, names: &Names, life: Duration) -> Result<Current, S
 pub fn server(tls: Arc<ServerConfig>, listener: TcpListener) -> TlsServer {
     let limits = Limits {
         connections: MAX_CONNECTIONS,
-        slots: MAX_UNAUTHENTICATED,
+        handshakes: MAX_HANDSHAKES,
         idle: IDLE_TIMEOUT,
     };
     TlsServer::new(listener, tls, limits)
@@ -207,6 +207,11 @@ impl Peer {
         }
     }
 
+    /// Serves the connection. None if another connection takes its slot before it ends.
+    pub async fn run<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        self.client.run(work).await
+    }
+
     /// Completes when the connection must end.
     pub async fn expired(&self) {
         self.client.expired().await;
@@ -227,8 +232,9 @@ impl Peer {
         if self.counted.get().is_none() {
             // At most one of several concurrent calls keeps its permit.
             let _ = self.counted.set(quota.connection()?);
+            let (namespace, pod) = quota.holder().clone();
+            self.client.authenticate(namespace, pod);
         }
-        self.client.authenticate();
         Ok(())
     }
 }

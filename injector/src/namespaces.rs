@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_runtime::admission::{Admission, network};
 use diy_mesh_runtime::error_chain;
-use diy_mesh_runtime::shares::Shares;
 use k8s_openapi::api::core::v1::Namespace;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
@@ -21,14 +21,14 @@ use crate::publish;
 
 /// Timeout of a read, well below the timeout of a review.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum number of reads at a time. Bounds the connections to the Kubernetes API. While more than
-/// half are in use, the client of one address has at most a quarter: anyone may send reviews.
+/// Maximum number of reads at a time. Bounds the connections to the Kubernetes API. Held by
+/// addresses: anyone may send reviews.
 const MAX_READS: usize = 64;
 
 /// The namespaces of the cluster.
 pub struct Namespaces {
     source: Source,
-    reads: Arc<Shares<IpAddr>>,
+    reads: Arc<Admission<IpAddr>>,
 }
 
 /// The source of namespaces.
@@ -58,13 +58,15 @@ impl Namespaces {
 
     /// The namespaces of a source.
     pub fn new(source: Source) -> Self {
-        let reads = Shares::new(MAX_READS, MAX_READS / 2);
+        let reads = Admission::new(MAX_READS);
         Self { source, reads }
     }
 
     /// Reads the labels of a namespace for a client, or returns the reason for a rejection.
     pub async fn labels(&self, name: &str, client: IpAddr) -> Result<NamespaceLabels, String> {
-        let read = timeout(READ_TIMEOUT, self.read(name, client)).await;
+        let holder = [network(client)];
+        let read = self.reads.run(&holder, || self.read(name));
+        let read = timeout(READ_TIMEOUT, read).await;
         let timed_out = || format!("no response within {} seconds", READ_TIMEOUT.as_secs());
         let metadata = read.unwrap_or_else(|_| Err(timed_out())).map_err(|reason| {
             format!("cannot read the labels of namespace {name:?}, which decide about injection and strictness: {reason}; create the pod again, as its controller does, and run `mesh check` if it fails again")
@@ -77,9 +79,8 @@ impl Namespaces {
         })
     }
 
-    async fn read(&self, name: &str, client: IpAddr) -> Result<ObjectMeta, String> {
+    async fn read(&self, name: &str) -> Result<ObjectMeta, String> {
         config::namespace(name)?;
-        let _slot = self.reads.acquire(client).await;
         match &self.source {
             // A read without a resource version is never older than the label that the API server
             // has confirmed.

@@ -1,7 +1,7 @@
 //! An HTTPS server: HTTP/1.1 and HTTP/2 over TLS, with limits and graceful shutdown. Independent of
 //! the handler.
 //!
-//! The API server has no identity here: a connection keeps the slot of its address until it ends.
+//! The API server has no identity here: a connection keeps the slots of its address until it ends.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -24,10 +24,10 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-/// Connections that have sent a ClientHello.
-const MAX_CONNECTIONS: usize = 512;
-/// Connections, with those that have sent no ClientHello.
-const MAX_OPEN_CONNECTIONS: usize = 16 * 1024;
+/// Connections, with those that have sent nothing.
+const MAX_CONNECTIONS: usize = 8192;
+/// Connections that have sent a byte.
+const MAX_HANDSHAKES: usize = 512;
 /// Time without a request after which a connection ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
@@ -50,8 +50,8 @@ pub async fn serve<H, F>(
     F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
 {
     let limits = Limits {
-        connections: MAX_OPEN_CONNECTIONS,
-        slots: MAX_CONNECTIONS,
+        connections: MAX_CONNECTIONS,
+        handshakes: MAX_HANDSHAKES,
         idle: IDLE_TIMEOUT,
     };
     let mut server = TlsServer::new(listener, tls, limits);
@@ -65,8 +65,11 @@ pub async fn serve<H, F>(
         };
         let (handler, stop) = (handler.clone(), stop.clone());
         tasks.spawn(async move {
-            if let Err(error) = requests(connection, handler, stop).await {
-                tracing::debug!(error, "connection failed");
+            let client = connection.1.clone();
+            match client.run(requests(connection, handler, stop)).await {
+                Some(Err(error)) => tracing::debug!(error, "connection failed"),
+                Some(Ok(())) => {}
+                None => tracing::debug!("another connection has taken its slot"),
             }
         });
     }

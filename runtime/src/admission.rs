@@ -1,5 +1,5 @@
-//! Admission: who may have a connection while connections are limited. Each connection takes a slot
-//! of its holder. Holders are a tree, such as a namespace with its workloads.
+//! Admission: who may have a connection, or may work, while slots for it are limited. Each takes a
+//! slot of its holder. Holders are a tree, such as a namespace with its workloads.
 //!
 //! A share is the number of slots of a level, divided by its holders; the slots of a level are the
 //! share of the holder above it. A holder may use what others leave free. When all slots are in use,
@@ -8,7 +8,8 @@
 //! order is: silent connections, idle ones, those between two HTTP exchanges, and then its youngest
 //! exchange or opaque connection, first those without traffic. If the holder of the new connection
 //! is furthest above its share, only a connection of it without an exchange ends, or else the new
-//! one is refused.
+//! one is refused. A new one that may wait ends none of its own holder: it waits. A slot that is
+//! released goes to the waiting holder that is furthest below its share, among equals to the first.
 //!
 //! Knows neither sockets nor what a holder is. Below the limit, a new connection only changes the
 //! counts of its holders. What a connection does while it is open is one store to an atomic.
@@ -18,7 +19,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::future::{Future, poll_fn};
 use std::hash::Hash;
 use std::net::{IpAddr, Ipv6Addr};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
@@ -27,7 +28,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// Time that an HTTP connection between two exchanges has to end.
+/// Time that a connection has to end, or work to be done, from when it is asked to end.
 pub const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a connection does, in the order in which connections end.
@@ -37,7 +38,7 @@ pub enum Class {
     Silent,
     /// HTTP without a request so far.
     Idle,
-    /// HTTP between two exchanges: it is asked to end.
+    /// HTTP between two exchanges, or work that others may wait for: it is asked to end.
     BetweenExchanges,
     /// An HTTP exchange, or an opaque connection.
     InUse,
@@ -50,10 +51,15 @@ const CLASSES: [Class; 4] = [
     Class::InUse,
 ];
 
-/// What a connection was told.
-const NOTHING: u8 = 0;
-const ASKED: u8 = 1;
-const ENDED: u8 = 2;
+/// The state of a slot. It only increases.
+const WAITING: u8 = 0;
+const HELD: u8 = 1;
+/// Another connection has taken it. This one is asked to end.
+const ASKED: u8 = 2;
+/// Another connection has taken it. This one ends.
+const ENDED: u8 = 3;
+/// The holder needs it no longer.
+const RELEASED: u8 = 4;
 
 /// The part of the address by which clients are told apart: a host has all addresses of a /64.
 pub fn network(address: IpAddr) -> IpAddr {
@@ -79,7 +85,9 @@ impl<K: Clone + Eq + Hash> Admission<K> {
 
     /// Changes the number of slots. Connections beyond a smaller one end when the next one comes.
     pub fn resize(&self, limit: usize) {
-        self.tree().limit = limit.max(1);
+        let mut tree = self.tree();
+        tree.limit = limit.max(1);
+        tree.grant();
     }
 
     /// A slot for a connection of the last holder of this path. It may be that of another
@@ -90,9 +98,42 @@ impl<K: Clone + Eq + Hash> Admission<K> {
 
     /// As [`Admission::admit`], with at most this many slots for the holder above the last one.
     pub fn admit_within(self: &Arc<Self>, path: &[K], group_limit: usize) -> Option<Slot<K>> {
+        self.enter(path, group_limit, false)
+    }
+
+    /// A slot, as [`Admission::admit`]. Waits where the new connection would be refused, or would
+    /// end another one of its own holder. Cancel-safe.
+    pub async fn acquire(self: &Arc<Self>, path: &[K]) -> Slot<K> {
+        let slot = self.enter(path, usize::MAX, true);
+        let slot = slot.expect("a connection that waits is not refused");
+        poll_fn(|cx| {
+            *lock(&slot.entry.task) = Some(cx.waker().clone());
+            match slot.entry.state.load(Relaxed) {
+                WAITING => Poll::Pending,
+                _ => Poll::Ready(()),
+            }
+        })
+        .await;
+        slot
+    }
+
+    /// Works in a slot that it waits for. If others take the slot, the work has [`END_TIMEOUT`] to
+    /// be done, and then waits and starts again.
+    pub async fn run<F: Future>(self: &Arc<Self>, path: &[K], work: impl Fn() -> F) -> F::Output {
+        loop {
+            let slot = self.acquire(path).await;
+            slot.set(Class::BetweenExchanges);
+            if let Some(done) = slot.run(pin!(work())).await {
+                return done;
+            }
+        }
+    }
+
+    fn enter(self: &Arc<Self>, path: &[K], group_limit: usize, waits: bool) -> Option<Slot<K>> {
         let mut tree = self.tree();
         let entry = Arc::new(Entry::new(tree.number()));
         tree.insert(path, &entry);
+        tree.hold(&entry);
         let group = tree.above(entry.leaf.load(Relaxed)).unwrap_or(ROOT);
         let mut predecessor = None;
         let exceeded = [(ROOT, tree.limit), (group, group_limit.max(1))];
@@ -100,9 +141,14 @@ impl<K: Clone + Eq + Hash> Admission<K> {
             .into_iter()
             .find(|(id, limit)| tree.nodes[id].used > *limit);
         while let Some((from, slots)) = exceeded {
-            let Some(victim) = tree.victim(&entry, from, slots) else {
+            let Some(victim) = tree.victim(&entry, from, slots, waits) else {
                 tree.remove(&entry);
-                return None;
+                if !waits {
+                    return None;
+                }
+                tree.insert(path, &entry);
+                tree.wait(&entry);
+                break;
             };
             tree.remove(&victim);
             match victim.class() {
@@ -187,7 +233,18 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         let mut tree = self.admission.tree();
         if tree.remove(&self.entry) {
             tree.insert(path, &self.entry);
+            tree.hold(&self.entry);
         }
+    }
+
+    /// Releases the slot before the end of the connection, which others do not end from now on.
+    pub fn release(&self) {
+        let mut tree = self.admission.tree();
+        self.entry.state.store(RELEASED, Relaxed);
+        tree.remove(&self.entry);
+        tree.grant();
+        drop(tree);
+        self.entry.gone.notify_one();
     }
 
     /// What the connection does from now on.
@@ -203,23 +260,22 @@ impl<K: Clone + Eq + Hash> Slot<K> {
 
     /// Whether the connection must carry no further exchange.
     pub fn is_asked_to_end(&self) -> bool {
-        self.entry.told.load(Relaxed) != NOTHING
+        [ASKED, ENDED].contains(&self.entry.state.load(Relaxed))
     }
 
     /// Whether the connection has to be reset.
     pub fn is_ended(&self) -> bool {
-        self.entry.told.load(Relaxed) == ENDED
+        self.entry.state.load(Relaxed) == ENDED
     }
 }
 
 impl<K: Clone + Eq + Hash> Drop for Slot<K> {
     fn drop(&mut self) {
-        self.admission.tree().remove(&self.entry);
-        self.entry.gone.notify_one();
+        self.release();
     }
 }
 
-/// A connection between two exchanges, which ends in favor of another one.
+/// A connection that is asked to end in favor of another one.
 #[derive(Debug)]
 struct Predecessor(Arc<Entry>);
 
@@ -244,14 +300,15 @@ impl Drop for Predecessor {
 struct Entry {
     /// In the order of their start.
     number: u64,
-    /// The node of its holder, which only changes under the lock. [`ROOT`] without a slot.
+    /// The node of its holder, which only changes under the lock. [`ROOT`] if it neither has a slot
+    /// nor waits for one.
     leaf: AtomicU64,
     class: AtomicU8,
     /// There was traffic since the last time that a connection in use of this holder ended.
     has_traffic: AtomicBool,
-    told: AtomicU8,
+    state: AtomicU8,
     task: Mutex<Option<Waker>>,
-    /// Notified when the slot is dropped.
+    /// Notified when the slot is released.
     gone: Notify,
 }
 
@@ -262,7 +319,7 @@ impl Entry {
             leaf: AtomicU64::new(ROOT),
             class: AtomicU8::new(Class::Silent as u8),
             has_traffic: AtomicBool::new(false),
-            told: AtomicU8::new(NOTHING),
+            state: AtomicU8::new(HELD),
             task: Mutex::new(None),
             gone: Notify::new(),
         }
@@ -284,8 +341,8 @@ impl Entry {
         }
     }
 
-    fn tell(&self, word: u8) {
-        self.told.store(word, Relaxed);
+    fn tell(&self, state: u8) {
+        self.state.fetch_max(state, Relaxed);
         if let Some(task) = &*lock(&self.task) {
             task.wake_by_ref();
         }
@@ -315,6 +372,8 @@ struct Node<K> {
     children: HashMap<K, u64>,
     /// Of a holder without others below it.
     connections: BTreeMap<u64, Arc<Entry>>,
+    /// What waits for a slot of this holder, or of one below it.
+    waiting: BTreeMap<u64, Arc<Entry>>,
 }
 
 impl<K> Node<K> {
@@ -324,6 +383,7 @@ impl<K> Node<K> {
             used: 0,
             children: HashMap::new(),
             connections: BTreeMap::new(),
+            waiting: BTreeMap::new(),
         }
     }
 }
@@ -340,10 +400,10 @@ impl<K: Clone + Eq + Hash> Tree<K> {
         node.expect("a holder with connections is in the tree")
     }
 
-    fn insert(&mut self, path: &[K], entry: &Arc<Entry>) {
+    /// Adds a connection to the last holder of this path, so far without a slot.
+    fn insert(&mut self, path: &[K], entry: &Entry) {
         let mut id = ROOT;
         for key in path {
-            self.node(id).used += 1;
             id = match self.nodes[&id].children.get(key) {
                 Some(child) => *child,
                 None => {
@@ -354,27 +414,78 @@ impl<K: Clone + Eq + Hash> Tree<K> {
                 }
             };
         }
-        let leaf = self.node(id);
-        leaf.used += 1;
-        leaf.connections.insert(entry.number, entry.clone());
         entry.leaf.store(id, Relaxed);
     }
 
-    /// Takes the slot of a connection. False if it has none.
+    /// Gives a connection of the tree a slot.
+    fn hold(&mut self, entry: &Arc<Entry>) {
+        let leaf = entry.leaf.load(Relaxed);
+        let connections = &mut self.node(leaf).connections;
+        connections.insert(entry.number, entry.clone());
+        let mut holder = Some(leaf);
+        while let Some(id) = holder {
+            let node = self.node(id);
+            node.used += 1;
+            node.waiting.remove(&entry.number);
+            holder = self.above(id);
+        }
+    }
+
+    /// Adds a connection of the tree to those that wait for a slot.
+    fn wait(&mut self, entry: &Arc<Entry>) {
+        entry.state.store(WAITING, Relaxed);
+        let mut holder = Some(entry.leaf.load(Relaxed));
+        while let Some(id) = holder {
+            let waiting = &mut self.node(id).waiting;
+            waiting.insert(entry.number, entry.clone());
+            holder = self.above(id);
+        }
+    }
+
+    /// Gives free slots to those that wait: of the holders of a level, to the one with the fewest,
+    /// since the shares of a level are equal.
+    fn grant(&mut self) {
+        while let root = &self.nodes[&ROOT]
+            && !root.waiting.is_empty()
+            && root.used < self.limit
+        {
+            let mut id = ROOT;
+            let first = loop {
+                let children = self.nodes[&id].children.values();
+                let turns = children.filter_map(|child| {
+                    let node = &self.nodes[child];
+                    let first = node.waiting.keys().next()?;
+                    Some((node.used, *first, *child))
+                });
+                match turns.min() {
+                    Some((_, _, child)) => id = child,
+                    None => break self.nodes[&id].waiting.values().next(),
+                }
+            };
+            let Some(first) = first.cloned() else {
+                return;
+            };
+            self.hold(&first);
+            first.tell(HELD);
+        }
+    }
+
+    /// Takes the slot of a connection, or its turn. False if it has none.
     fn remove(&mut self, entry: &Entry) -> bool {
         let mut id = entry.leaf.swap(ROOT, Relaxed);
         if id == ROOT {
             return false;
         }
-        self.node(id).connections.remove(&entry.number);
+        let has_slot = self.node(id).connections.remove(&entry.number).is_some();
         loop {
             let node = self.node(id);
-            node.used -= 1;
-            let (used, parent) = (node.used, node.parent.clone());
-            let Some((parent, key)) = parent else {
+            node.used -= usize::from(has_slot);
+            node.waiting.remove(&entry.number);
+            let is_unused = node.used == 0 && node.waiting.is_empty();
+            let Some((parent, key)) = node.parent.clone() else {
                 return true;
             };
-            if used == 0 {
+            if is_unused {
                 self.nodes.remove(&id);
                 self.node(parent).children.remove(&key);
             }
@@ -388,19 +499,29 @@ impl<K: Clone + Eq + Hash> Tree<K> {
     }
 
     /// The connection of the holder `id` with `slots`, or of one below it, that ends in favor of a
-    /// new one, which has been inserted. None if the new one is refused.
-    fn victim(&self, new: &Entry, mut id: u64, mut slots: usize) -> Option<Arc<Entry>> {
+    /// new one, which has been inserted. None if the new one is refused, or waits.
+    fn victim(
+        &self,
+        new: &Entry,
+        mut id: u64,
+        mut slots: usize,
+        waits: bool,
+    ) -> Option<Arc<Entry>> {
         let own_leaf = new.leaf.load(Relaxed);
         let own = std::iter::successors(Some(own_leaf), |id| self.above(*id));
         let own: Vec<u64> = own.collect();
         while !self.nodes[&id].children.is_empty() {
             let children = &self.nodes[&id].children;
             slots = (slots / children.len()).max(1);
-            let furthest = children.values().max_by_key(|child| {
+            let holding = children.values().filter(|child| self.nodes[child].used > 0);
+            let furthest = holding.max_by_key(|child| {
                 let excess = self.nodes[child].used.saturating_sub(slots);
                 (excess, own.contains(child), **child)
             });
             id = *furthest?;
+        }
+        if waits && id == own_leaf {
+            return None;
         }
         let connections = &self.nodes[&id].connections;
         let others = || connections.values().filter(|one| one.number != new.number);

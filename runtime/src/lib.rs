@@ -1,6 +1,6 @@
 //! Shared parts of the long-running components (controller, injector, proxy): the admin server,
-//! listeners, admission, fair shares, readiness, metrics, logs, back-off, signals and error
-//! chains. Has no knowledge of Kubernetes, of the mesh or of any component.
+//! listeners, admission, readiness, metrics, logs, back-off, signals and error chains. Has no
+//! knowledge of Kubernetes, of the mesh or of any component.
 
 pub mod admin;
 pub mod admission;
@@ -8,7 +8,6 @@ pub mod listen;
 pub mod metrics;
 mod process;
 mod readiness;
-pub mod shares;
 
 use std::time::Duration;
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use aws_lc_rs::digest;
 use diy_mesh_proto::TOKEN_AUDIENCE;
-use diy_mesh_runtime::shares::Shares;
+use diy_mesh_runtime::admission::{Admission, network};
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 
@@ -36,7 +36,7 @@ const REFUSED_TTL: Duration = Duration::from_secs(3);
 const ACCESS_TTL: Duration = Duration::from_secs(10);
 /// The capacity of each cache.
 const MAX_CACHE_ENTRIES: usize = 10_000;
-/// More reviews wait. Addresses share the slots, so that a flood of one does not delay others.
+/// More reviews wait. They are held by addresses, so that a flood of one does not delay others.
 const MAX_CONCURRENT_REVIEWS: usize = 32;
 /// Time for a review, including its wait for a slot.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(5);
@@ -155,7 +155,7 @@ pub enum Verifier {
 /// Verifies the tokens of calls.
 pub struct Authenticator {
     verifier: Verifier,
-    slots: Arc<Shares<Option<IpAddr>>>,
+    reviews: Arc<Admission<Option<IpAddr>>>,
     cache: Mutex<ResultCache>,
     metrics: Arc<Metrics>,
 }
@@ -165,7 +165,7 @@ impl Authenticator {
     pub fn new(verifier: Verifier, metrics: Arc<Metrics>) -> Authenticator {
         Authenticator {
             verifier,
-            slots: Shares::new(MAX_CONCURRENT_REVIEWS, MAX_CONCURRENT_REVIEWS / 2),
+            reviews: Admission::new(MAX_CONCURRENT_REVIEWS),
             cache: Mutex::default(),
             metrics,
         }
@@ -217,7 +217,7 @@ impl Authenticator {
         if let Some(result) = self.cache().get(&hash, Instant::now()) {
             return result;
         }
-        let review = async {
+        let review = || async {
             // The same token may have been reviewed during the wait.
             let cached = self.cache().get(&hash, Instant::now());
             match cached {
@@ -267,7 +267,7 @@ impl Authenticator {
             return namespaces.ok_or_else(forbidden);
         }
         let namespaces = self
-            .within_time(address, access::review(client, user))
+            .within_time(address, || access::review(client, user))
             .await?;
         let now = Instant::now();
         let until = now + ACCESS_TTL;
@@ -278,16 +278,14 @@ impl Authenticator {
     }
 
     /// A request to the API server, in a slot of this address.
-    async fn within_time<T>(
+    async fn within_time<T, F: Future<Output = Result<T, AuthError>>>(
         &self,
         address: Option<IpAddr>,
-        review: impl Future<Output = Result<T, AuthError>>,
+        review: impl Fn() -> F,
     ) -> Result<T, AuthError> {
-        let review = async {
-            let _slot = self.slots.acquire(address).await;
-            review.await
-        };
-        let result = tokio::time::timeout(REVIEW_TIMEOUT, review).await;
+        let holder = [address.map(network)];
+        let reviewed = self.reviews.run(&holder, review);
+        let result = tokio::time::timeout(REVIEW_TIMEOUT, reviewed).await;
         result.unwrap_or_else(|_| {
             let reason = format!("no answer within {} s", REVIEW_TIMEOUT.as_secs());
             Err(AuthError::Unreachable(reason.into()))

@@ -41,7 +41,12 @@ pub(super) async fn serve(mut server: TlsServer, routes: Routes, stopping: Cance
             (stream, client) = server.accept() => {
                 let peer = Peer::new(stream.get_ref().0, client);
                 let (routes, stopping) = (routes.clone(), stopping.clone());
-                connections.spawn(serve_connection(stream, peer, routes, stopping));
+                connections.spawn(async move {
+                    let serving = serve_connection(stream, peer.clone(), routes, stopping);
+                    if peer.run(serving).await.is_none() {
+                        tracing::debug!(peer = ?peer.address, "another connection has taken its slot");
+                    }
+                });
             }
             () = stopping.cancelled() => break,
         }

@@ -1,6 +1,6 @@
 //! The rule in pure histories, and the signals between a connection and the one that it displaces.
 
-use std::pin::pin;
+use std::task::Context;
 
 use super::*;
 
@@ -161,6 +161,163 @@ async fn displaced_connection_ends_the_one_that_it_waits_for() {
     assert_eq!(newest.run(pin!(async {})).await, Some(()));
 }
 
+/// A wait for a slot, in a test.
+struct Waiting<'a> {
+    path: Path,
+    slot: Pin<Box<dyn Future<Output = Slot<&'static str>> + 'a>>,
+}
+
+impl<'a> Waiting<'a> {
+    fn new(admission: &'a Arc<Admission<&'static str>>, path: Path) -> Self {
+        let slot = Box::pin(admission.acquire(path));
+        Self { path, slot }
+    }
+
+    fn poll(&mut self) -> Option<Open> {
+        match self
+            .slot
+            .as_mut()
+            .poll(&mut Context::from_waker(Waker::noop()))
+        {
+            Poll::Ready(slot) => Some(Open {
+                path: self.path,
+                slot,
+            }),
+            Poll::Pending => None,
+        }
+    }
+}
+
+/// What waits, in its order. It has been polled once.
+fn queue<'a>(
+    admission: &'a Arc<Admission<&'static str>>,
+    paths: &[Path],
+) -> Vec<Option<Waiting<'a>>> {
+    let mut queue: Vec<_> = paths
+        .iter()
+        .map(|path| Some(Waiting::new(admission, path)))
+        .collect();
+    assert!(granted(&mut queue).is_empty(), "it waits");
+    queue
+}
+
+/// Those that have got a slot.
+fn granted(queue: &mut [Option<Waiting<'_>>]) -> Vec<(usize, Open)> {
+    let mut granted = Vec::new();
+    for (index, waiting) in queue.iter_mut().enumerate() {
+        if let Some(open) = waiting.as_mut().and_then(Waiting::poll) {
+            *waiting = None;
+            granted.push((index, open));
+        }
+    }
+    granted
+}
+
+#[test]
+fn released_slot_goes_to_the_waiting_holder_furthest_below_its_share() {
+    let admission = Admission::new(8);
+    let mut a = fill(&admission, &["n", "a"]);
+    let mut b = fill(&admission, &["m", "b"]);
+    let mut d = fill(&admission, &["n", "d"]);
+    a.retain(|open| !open.slot.is_ended());
+    assert_eq!((a.len(), b.len(), d.len()), (2, 4, 2));
+    let paths: [Path; 5] = [
+        &["n", "a"],
+        &["n", "a"],
+        &["m", "b"],
+        &["n", "d"],
+        &["m", "b"],
+    ];
+    let mut waiting = queue(&admission, &paths);
+    let mut next = |released: &mut Vec<Open>| {
+        drop(released.pop());
+        let granted = granted(&mut waiting);
+        assert_eq!(granted.len(), 1);
+        granted.into_iter().next().unwrap()
+    };
+    // Of both namespaces the one with fewer, and in it the holder with fewer.
+    let first = next(&mut d);
+    let second = next(&mut b);
+    assert_eq!((first.0, second.0), (3, 2));
+    // A flood of one holder waits before another one does.
+    let third = next(&mut b);
+    assert_eq!(third.0, 4);
+    drop((a, b, d, first, second, third));
+    assert_eq!(granted(&mut waiting).len(), 2);
+    drop(waiting);
+    assert_eq!((admission.used(&[]), admission.tree().nodes.len()), (0, 1));
+}
+
+#[test]
+fn slots_of_waiters_that_have_gone_are_passed_on() {
+    let admission = Admission::new(1);
+    let only = admit(&admission, &["a"], Class::InUse);
+    let mut waiting = queue(&admission, &[&["b"], &["b"], &["c"], &["d"]]);
+    // One has not been polled since it got its slot.
+    drop(only);
+    assert_eq!(admission.used(&["b"]), 1);
+    waiting[0] = None;
+    waiting[2] = None;
+    let second = granted(&mut waiting);
+    assert_eq!(second[0].0, 1);
+    drop(second);
+    assert_eq!(granted(&mut waiting)[0].0, 3);
+    assert_eq!((admission.used(&[]), admission.tree().nodes.len()), (0, 1));
+}
+
+#[test]
+fn more_slots_are_for_those_that_wait() {
+    let admission = Admission::new(1);
+    let _one = admit(&admission, &["a"], Class::InUse);
+    let mut waiting = queue(&admission, &[&["a"], &["a"], &["a"]]);
+    admission.resize(3);
+    assert_eq!(granted(&mut waiting).len(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn work_has_a_second_to_be_done_and_then_starts_again() {
+    for (seconds, started_after, starts) in [(0.5, 0.5, 1), (5.0, 1.0, 2)] {
+        let admission = Admission::new(2);
+        let count = AtomicU64::new(0);
+        let work = || async {
+            count.fetch_add(1, Relaxed);
+            tokio::time::sleep(Duration::from_secs_f64(seconds)).await;
+        };
+        let start = tokio::time::Instant::now();
+        let other = async {
+            tokio::task::yield_now().await;
+            let started = admission.run(&["b"], async || start.elapsed().as_secs_f64());
+            let started = started.await;
+            assert!((started - started_after).abs() < 0.1, "{started}");
+        };
+        let both = async { tokio::join!(admission.run(&["a"], work), other) };
+        tokio::select! {
+            biased;
+            _ = both => assert_eq!(count.load(Relaxed), starts),
+            () = admission.run(&["a"], std::future::pending) => unreachable!(),
+        }
+        assert_eq!(admission.used(&[]), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn connection_that_has_released_its_slot_in_time_does_not_end() {
+    let admission = Admission::new(2);
+    let first = admit(&admission, &["a"], Class::BetweenExchanges).unwrap();
+    let _second = admit(&admission, &["a"], Class::InUse);
+    let other = admission.acquire(&["b"]).await;
+    assert!(first.slot.is_asked_to_end());
+    let starts = async { other.run(pin!(async { 7 })).await };
+    let (started, ()) = tokio::join!(starts, async {
+        tokio::task::yield_now().await;
+        first.slot.release();
+    });
+    assert_eq!(started, Some(7));
+    drop(other);
+    let mut open_for_long = pin!(tokio::time::sleep(END_TIMEOUT * 3));
+    assert_eq!(first.slot.run(open_for_long.as_mut()).await, Some(()));
+}
+
 #[test]
 fn group_keeps_within_its_own_limit_while_slots_are_free() {
     let admission = Admission::new(100);
@@ -206,23 +363,25 @@ const PATHS: [Path; 9] = [
     &["others", "o", "a"],
 ];
 
-/// At each level of a path: what the holder has, its share, and the number of holders beyond slots.
-/// Counted anew from the list of open connections.
-fn levels(open: &[Open], path: Path, limit: usize) -> Vec<(usize, usize, bool)> {
+/// At each level of a path: what the holder has, its share, and whether there are more holders than
+/// slots. Counted anew from the lists of open connections and of those that wait.
+fn levels(open: &[Open], waiting: &[Path], path: Path, limit: usize) -> Vec<(usize, usize, bool)> {
     let mut slots = limit;
     let levels = (1..=path.len()).map(|length| {
         let above = &path[..length - 1];
-        let below: Vec<_> = open
-            .iter()
-            .filter(|open| open.path.len() >= length && open.path.starts_with(above))
-            .map(|open| open.path[length - 1])
-            .collect();
-        let mut holders: Vec<_> = below.iter().chain([&path[length - 1]]).collect();
+        let of_level = |path: &Path| path.len() >= length && path.starts_with(above);
+        let keys = |paths: &mut dyn Iterator<Item = Path>| -> Vec<_> {
+            let paths = paths.filter(of_level);
+            paths.map(|path| path[length - 1]).collect()
+        };
+        let has = keys(&mut open.iter().map(|open| open.path));
+        let wait = keys(&mut waiting.iter().copied());
+        let mut holders: Vec<_> = has.iter().chain(&wait).chain([&path[length - 1]]).collect();
         holders.sort_unstable();
         holders.dedup();
         let is_crowded = holders.len() > slots;
         slots = (slots / holders.len()).max(1);
-        let has = below.iter().filter(|name| **name == path[length - 1]);
+        let has = has.iter().filter(|name| **name == path[length - 1]);
         (has.count(), slots, is_crowded)
     });
     levels.collect()
@@ -240,7 +399,7 @@ fn random_histories_follow_the_rule() {
             let path = PATHS[random.below(PATHS.len())];
             match random.below(8) {
                 0..5 => {
-                    let before = levels(&open, path, limit);
+                    let before = levels(&open, &[], path, limit);
                     let is_below = before.iter().all(|(has, share, _)| has < share);
                     let is_crowded = before.iter().any(|(_, _, is_crowded)| *is_crowded);
                     let new = admit(&admission, path, CLASSES[random.below(4)]);
@@ -252,7 +411,7 @@ fn random_histories_follow_the_rule() {
                     // Whoever lost a slot was above its share at one level of its path, or there
                     // are more holders than slots.
                     for lost in open.iter().filter(|open| open.slot.is_asked_to_end()) {
-                        let levels = levels(&open, lost.path, limit);
+                        let levels = levels(&open, &[], lost.path, limit);
                         let is_above = levels.iter().any(|(has, share, _)| has > share);
                         let is_crowded = levels.iter().any(|(_, _, is_crowded)| *is_crowded);
                         assert!(is_above || is_crowded, "{context}: {:?} lost", lost.path);
@@ -280,4 +439,96 @@ fn random_histories_follow_the_rule() {
         drop(open);
         assert_eq!(admission.tree().nodes.len(), 1, "seed {seed}");
     }
+}
+
+/// The first in the queue of the holder with the fewest slots, at each level.
+fn next(open: &[Open], waiting: &[Path]) -> Option<usize> {
+    let mut candidates: Vec<usize> = (0..waiting.len()).collect();
+    for length in 1..=3 {
+        let holder = |index: usize| &waiting[index][..length.min(waiting[index].len())];
+        let has = |index| {
+            let of_holder = open
+                .iter()
+                .filter(|open| open.path.starts_with(holder(index)));
+            of_holder.count()
+        };
+        let first = candidates
+            .iter()
+            .copied()
+            .min_by_key(|index| (has(*index), *index))?;
+        candidates.retain(|index| holder(*index) == holder(first));
+    }
+    candidates.first().copied()
+}
+
+#[test]
+fn random_histories_of_those_that_wait_follow_the_rule() {
+    let mut longest = 0;
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        let limit = 1 + random.below(30);
+        let admission = Admission::new(limit);
+        let mut open: Vec<Open> = Vec::new();
+        let mut queue: Vec<Option<Waiting<'_>>> = Vec::new();
+        for step in 0..400 {
+            let context = format!("seed {seed}, step {step}, limit {limit}");
+            let paths: Vec<Path> = queue.iter().flatten().map(|one| one.path).collect();
+            match random.below(8) {
+                0..4 => {
+                    let path = PATHS[random.below(PATHS.len())];
+                    let before = levels(&open, &paths, path, limit);
+                    let is_below = before.iter().all(|(has, share, _)| has < share);
+                    let is_crowded = before.iter().any(|(_, _, is_crowded)| *is_crowded);
+                    let mut new = Waiting::new(&admission, path);
+                    if let Some(new) = new.poll() {
+                        new.slot.set(CLASSES[random.below(4)]);
+                        open.push(new);
+                    } else {
+                        assert!(!is_below || is_crowded, "{context}: it waits");
+                        queue.push(Some(new));
+                    }
+                    for lost in open.iter().filter(|open| open.slot.is_asked_to_end()) {
+                        assert!(lost.path != path, "{context}: one of its own ended");
+                        let levels = levels(&open, &paths, lost.path, limit);
+                        let is_above = levels.iter().any(|(has, share, _)| has > share);
+                        let is_crowded = levels.iter().any(|(_, _, is_crowded)| *is_crowded);
+                        assert!(is_above || is_crowded, "{context}: {:?} lost", lost.path);
+                    }
+                    open.retain(|open| !open.slot.is_asked_to_end());
+                }
+                4..7 if !open.is_empty() => {
+                    drop(open.swap_remove(random.below(open.len())));
+                    let expected = next(&open, &paths);
+                    let mut got = granted(&mut queue);
+                    let index = got.first().map(|(index, _)| *index);
+                    assert_eq!(
+                        (index, got.len()),
+                        (expected, got.len().min(1)),
+                        "{context}"
+                    );
+                    open.extend(got.pop().map(|(_, open)| open));
+                }
+                _ if !queue.is_empty() => {
+                    queue.remove(random.below(queue.len()));
+                    assert!(granted(&mut queue).is_empty(), "{context}");
+                }
+                _ => {}
+            }
+            queue.retain(Option::is_some);
+            longest = longest.max(queue.len());
+            // Nobody waits below its share, or while a slot is free.
+            let paths: Vec<Path> = queue.iter().flatten().map(|one| one.path).collect();
+            assert!(paths.is_empty() || open.len() == limit, "{context}");
+            for path in &paths {
+                let levels = levels(&open, &paths, path, limit);
+                let is_below = levels.iter().all(|(has, share, _)| has < share);
+                let is_crowded = levels.iter().any(|(_, _, is_crowded)| *is_crowded);
+                assert!(!is_below || is_crowded, "{context}: {path:?} waits");
+            }
+            assert_eq!(admission.used(&[]), open.len(), "{context}");
+        }
+        drop((open, queue));
+        assert_eq!(admission.tree().nodes.len(), 1, "seed {seed}");
+    }
+    assert!(longest > 20, "{longest}");
 }
