@@ -17,16 +17,22 @@ pub enum Side {
     Envoy,
     /// HAProxy, configured as a sidecar.
     Haproxy,
+    /// Our proxy beside the client only, dumps off.
+    MeshClient,
+    /// Our proxy beside the server only, dumps off.
+    MeshServer,
 }
 
 impl Side {
     /// All sides in measurement order.
-    pub const ALL: [Side; 5] = [
+    pub const ALL: [Side; 7] = [
         Side::Direct,
         Side::Mesh,
         Side::Dumps,
         Side::Envoy,
         Side::Haproxy,
+        Side::MeshClient,
+        Side::MeshServer,
     ];
 
     /// The name in options, tables and JSON.
@@ -37,12 +43,24 @@ impl Side {
             Side::Dumps => "dumps",
             Side::Envoy => "envoy",
             Side::Haproxy => "haproxy",
+            Side::MeshClient => "mesh-client",
+            Side::MeshServer => "mesh-server",
         }
     }
 
-    /// Whether two of our proxies carry the traffic.
+    /// Whether our proxies carry the traffic.
     pub fn is_mesh(self) -> bool {
-        matches!(self, Side::Mesh | Side::Dumps)
+        !matches!(self, Side::Direct | Side::Envoy | Side::Haproxy)
+    }
+
+    /// Whether client and server have a proxy.
+    pub fn ends(self) -> [bool; 2] {
+        match self {
+            Side::Direct => [false, false],
+            Side::MeshClient => [true, false],
+            Side::MeshServer => [false, true],
+            _ => [true, true],
+        }
     }
 }
 
@@ -143,6 +161,14 @@ pub enum Kind {
         /// Connections, used round robin.
         connections: u32,
     },
+    /// Requests at a constant rate on new connections, to a server that writes head and body
+    /// separately.
+    TwoWrites {
+        /// Requests per second.
+        rate: u32,
+        /// Threads that send them, round robin.
+        clients: u32,
+    },
     /// New connections with one request each.
     Connect {
         /// Connections opened concurrently.
@@ -173,6 +199,16 @@ impl Kind {
             Kind::Destinations { .. } => true,
             Kind::Closed(traffic) => traffic.routes != Routes::None,
             _ => false,
+        }
+    }
+
+    /// Whether the case compares this side.
+    pub fn is_measured_on(self, side: Side) -> bool {
+        let has_one_end = matches!(side, Side::MeshClient | Side::MeshServer);
+        match self {
+            Kind::TwoWrites { .. } => has_one_end || matches!(side, Side::Direct | Side::Mesh),
+            kind if kind.is_mesh_only() => side == Side::Mesh,
+            _ => !has_one_end,
         }
     }
 }
@@ -439,6 +475,15 @@ pub const CASES: &[Case] = &[
             (Metric::AddedP50, 110.0 / 461.0),
             (Metric::AddedP99, 230.0 / 1_152.0),
         ],
+    },
+    Case {
+        name: "two-writes",
+        title: "Head and body in two writes, 100 new connections/s",
+        kind: Kind::TwoWrites {
+            rate: 100,
+            clients: 8,
+        },
+        goals: &[],
     },
     Case {
         name: "connect",

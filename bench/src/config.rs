@@ -187,7 +187,9 @@ impl RawConfig {
             errors.push("--profile takes one case, not a group".to_string());
         }
         let programs = self.programs(own);
-        let (sides, skipped_sides) = self.sides(&programs, &mut errors);
+        let (mut sides, skipped_sides) = self.sides(&programs, &mut errors);
+        let is_measured = |side: &Side| cases.iter().any(|case| case.kind.is_measured_on(*side));
+        sides.retain(|side| cases.is_empty() || is_measured(side));
         if !self.list && self.records_server.is_none() {
             let alone = !cases.is_empty() && cases.iter().all(|case| case.kind.is_standalone());
             let compared = if alone { &[][..] } else { &sides[..] };
@@ -437,7 +439,7 @@ mod tests {
             "--haproxy",
             "/proc/self/exe",
         ];
-        assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL));
+        assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL[..5]));
         assert!(
             check(&["--only", "certificates,tcp", "--sides", "envoy"], true)
                 .unwrap_err()

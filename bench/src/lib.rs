@@ -245,11 +245,11 @@ impl Testbed {
         let proxies = running
             .proxies()
             .context("the direct side has no proxies to profile")?;
-        let targets = [
-            ("client", proxies.client.id()),
-            ("server", proxies.server.id()),
-        ];
-        let targets = targets.map(|(role, id)| (format!("{}-{role}", running.side.name()), id));
+        let ends = ["client", "server"].iter().zip(&proxies.ends);
+        let targets: Vec<_> = ends
+            .filter_map(|(role, end)| Some((role, end.as_ref()?.id())))
+            .map(|(role, id)| (format!("{}-{role}", running.side.name()), id))
+            .collect();
         run_profiler(&targets, &mut || load_only(case, running, config.window))
     }
 
@@ -312,11 +312,10 @@ impl Testbed {
         let sides = match (case.kind, &self.certificates) {
             (Kind::Records(_), _) | (Kind::Certificates { .. }, Some(_)) => vec![Side::Mesh],
             (Kind::Certificates { .. }, None) => Vec::new(),
-            (kind, _) if kind.is_mesh_only() => {
+            (kind, _) => {
                 let sides = self.running.iter().map(|running| running.side);
-                sides.filter(|side| *side == Side::Mesh).collect()
+                sides.filter(|side| kind.is_measured_on(*side)).collect()
             }
-            _ => self.running.iter().map(|running| running.side).collect(),
         };
         (0..repeats)
             .flat_map(|_| sides.iter().map(|&side| (case, side)))

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{
     cases::{Case, Kind, Metric, Payload},
-    load::{self, Tally, Window},
+    load::{self, Rate, Tally, Window},
     process::Meter,
     sides::{Destinations, Running},
 };
@@ -27,7 +27,7 @@ pub fn measure(case: &Case, running: &mut Running, window: Window) -> Result<Num
         Kind::Start { idle_connections } => start(running, idle_connections),
         Kind::Destinations { number } => destinations(running, number),
         Kind::Tcp(payload) => tcp(running, window, payload),
-        Kind::Latency { rate, connections } => latency(running, window, rate, connections),
+        Kind::Latency { .. } | Kind::TwoWrites { .. } => latency(case.kind, running, window),
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window),
         Kind::Certificates { .. } | Kind::Records(_) => unreachable!("standalone case"),
     };
@@ -53,8 +53,8 @@ pub fn load_only(case: &Case, running: &Running, window: Window) -> Result<()> {
             all.try_for_each(load::one_request)
         }),
         Kind::Tcp(payload) => tcp(running, window, payload).map(drop),
-        Kind::Latency { rate, connections } => {
-            latency(running, window, rate, connections).map(drop)
+        Kind::Latency { .. } | Kind::TwoWrites { .. } => {
+            latency(case.kind, running, window).map(drop)
         }
         Kind::Closed(_) | Kind::Connect { .. } => requests(case, running, window).map(drop),
         Kind::Certificates { .. } | Kind::Records(_) => unreachable!("standalone case"),
@@ -68,7 +68,7 @@ fn start(running: &mut Running, connections: usize) -> Result<Numbers> {
     let Some(proxies) = running.proxies() else {
         return Ok(Vec::new());
     };
-    let (ready, meter) = (proxies.ready, proxies.client.meter());
+    let (ready, meter) = (proxies.ready, proxies.first()?.meter());
     // One extra connection: the idle figure includes one-time allocations.
     let idle =
         client.enter(|| load::idle_connections(1, target, SETTLE_TIME, || meter.resident()))?;
@@ -91,7 +91,7 @@ fn destinations(running: &mut Running, number: u16) -> Result<Numbers> {
     let Some(proxies) = running.proxies() else {
         return Ok(Vec::new());
     };
-    let meter = proxies.client.meter();
+    let meter = proxies.first()?.meter();
     let resident_after = |mut targets: Vec<SocketAddr>| {
         client.enter(|| {
             let last = targets.pop().context("a case has destinations")?;
@@ -147,12 +147,22 @@ fn requests(case: &Case, running: &Running, window: Window) -> Result<Numbers> {
     Ok(numbers)
 }
 
-fn latency(running: &Running, window: Window, rate: u32, connections: u32) -> Result<Numbers> {
-    let (target, meters) = (running.http(), running.meters());
+fn latency(kind: Kind, running: &Running, window: Window) -> Result<Numbers> {
+    let meters = running.meters();
+    let (target, rate) = match kind {
+        Kind::Latency { rate, connections } => {
+            (running.http(), Rate::on_connections(rate, connections))
+        }
+        Kind::TwoWrites { rate, clients } => (
+            running.two_writes(),
+            Rate::on_new_connections(rate, clients),
+        ),
+        _ => unreachable!("measured elsewhere"),
+    };
     let (tally, times) = running
         .pair
         .client
-        .enter(|| load::constant_rate(rate, connections, target, window, || cpu(&meters)))?;
+        .enter(|| load::constant_rate(rate, target, window, || cpu(&meters)))?;
     let at = |share| load::percentile(&times, share).as_secs_f64() * 1e6;
     let mut numbers = vec![
         (Metric::LatencyP50, at(0.5)),

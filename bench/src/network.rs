@@ -33,8 +33,12 @@ use nix::{
 pub const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 10);
 /// Pod IP of the server.
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 20);
+/// IP of the server as an endpoint without a proxy.
+pub const PLAIN_SERVER: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 21);
 /// Cluster IP of the Service. Only the client's proxy resolves it.
 pub const CLUSTER: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 80);
+/// Cluster IP of the Service with [`PLAIN_SERVER`].
+pub const PLAIN_CLUSTER: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 81);
 /// IP of the controller for the proxies.
 pub const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 255, 0, 1);
 
@@ -138,6 +142,9 @@ impl Pair {
         let client = Namespace::create(&format!("{side}-client"), namespaces)?;
         let server = Namespace::create(&format!("{side}-server"), namespaces)?;
         create_veth((&client, "eth0", CLIENT), (&server, "eth0", SERVER))?;
+        let plain = format!("{PLAIN_SERVER}/24");
+        let (name, add) = (server.name(), ["address", "add", &plain, "dev", "eth0"]);
+        ip(&[&["-n", name], &add[..]].concat())?;
         // Without a route to the cluster IP, the packet never reaches the redirect rules.
         ip(&[
             "-n",

@@ -1,5 +1,6 @@
 //! Origin server: answers every request with the same 1 kB over HTTP/1.1, HTTP/2 or gRPC on one
-//! port, and discards bytes on another. It ignores the content of requests, to use little CPU time.
+//! port, over HTTP/1.1 with separate writes of head and body on another, and discards bytes on a
+//! third. It ignores the content of requests, to use little CPU time.
 
 use std::{
     collections::VecDeque,
@@ -25,11 +26,13 @@ use tokio::{
 
 use crate::{
     http2::{END_STREAM, Field, Frame, PREFACE, Session, kind, put_frame},
-    network::{Namespace, SERVER},
+    network::Namespace,
 };
 
 /// HTTP port.
 pub const HTTP_PORT: u16 = 8080;
+/// Port of HTTP/1.1 with two writes for each response, and without TCP_NODELAY.
+pub const TWO_WRITES_PORT: u16 = 8082;
 /// Port of the byte sink.
 pub const SINK_PORT: u16 = 9000;
 /// Body length of every response.
@@ -77,9 +80,12 @@ impl Server {
 
 fn run(received: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
     let serve = async {
-        let http = TcpListener::bind((SERVER, HTTP_PORT))
+        let http = TcpListener::bind((Ipv4Addr::UNSPECIFIED, HTTP_PORT))
             .await
             .context("listen for HTTP")?;
+        let two_writes = TcpListener::bind((Ipv4Addr::UNSPECIFIED, TWO_WRITES_PORT))
+            .await
+            .context("listen for HTTP with two writes")?;
         let sink = TcpListener::bind((Ipv4Addr::UNSPECIFIED, SINK_PORT))
             .await
             .context("listen for bytes")?;
@@ -87,6 +93,8 @@ fn run(received: Arc<AtomicU64>, ready: &mpsc::Sender<Result<()>>) {
         let _ = ready.send(Ok(()));
         tokio::join!(
             accept(http, |stream| _ = task::spawn_local(serve(stream))),
+            accept(two_writes, |stream| _ =
+                task::spawn_local(serve_http1(stream, Vec::new(), true))),
             accept(sink, |stream| _ =
                 task::spawn_local(receive_bytes(stream, received.clone()))),
         );
@@ -125,10 +133,14 @@ async fn serve(mut stream: TcpStream) -> io::Result<()> {
         input.drain(..PREFACE.len());
         return serve_http2(stream, input).await;
     }
-    serve_http1(stream, input).await
+    serve_http1(stream, input, false).await
 }
 
-async fn serve_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()> {
+async fn serve_http1(
+    mut stream: TcpStream,
+    mut input: Vec<u8>,
+    two_writes: bool,
+) -> io::Result<()> {
     let head = format!(
         "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {BODY_LENGTH}\r\nServer: bench-origin\r\n\r\n"
     );
@@ -138,7 +150,12 @@ async fn serve_http1(mut stream: TcpStream, mut input: Vec<u8>) -> io::Result<()
         let mut taken = 0;
         while let Some(end) = memmem::find(&input[taken..], b"\r\n\r\n") {
             taken += end + 4;
-            output.extend_from_slice(&response);
+            if two_writes {
+                stream.write_all(head.as_bytes()).await?;
+                stream.write_all(&response[head.len()..]).await?;
+            } else {
+                output.extend_from_slice(&response);
+            }
         }
         input.drain(..taken);
         stream.write_all(&output).await?;

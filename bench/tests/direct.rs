@@ -46,7 +46,7 @@ fn direct_loads(namespaces: &NamespaceSet) -> Result<()> {
     let loads = CASES
         .iter()
         .filter(|case| !matches!(case.kind, Kind::Start { .. }) && !case.kind.is_standalone())
-        .filter(|case| !case.kind.is_mesh_only());
+        .filter(|case| case.kind.is_measured_on(Side::Direct));
     for case in loads {
         let numbers = measure(case, &mut direct, WINDOW)?;
         let expected = main_metric(case);
@@ -84,7 +84,7 @@ fn processes_end(namespaces: &NamespaceSet) -> Result<()> {
 
 fn main_metric(case: &Case) -> Metric {
     match case.kind {
-        Kind::Latency { .. } => Metric::LatencyP50,
+        Kind::Latency { .. } | Kind::TwoWrites { .. } => Metric::LatencyP50,
         Kind::Tcp(_) => Metric::Gigabits,
         _ => Metric::Requests,
     }

@@ -13,16 +13,45 @@ use nix::sys::prctl::set_timerslack;
 
 use super::{Tally, Window, http1};
 
-/// Sends `rate` requests per second, one thread per connection, round robin. Returns the sorted
-/// latencies.
+/// A constant rate of requests.
+#[derive(Clone, Copy)]
+pub struct Rate {
+    /// Requests per second.
+    per_second: u32,
+    /// One thread each, round robin.
+    clients: u32,
+    /// Each request has a connection of its own, which counts as a part of its latency.
+    reconnects: bool,
+}
+
+impl Rate {
+    /// On so many connections.
+    pub fn on_connections(per_second: u32, connections: u32) -> Self {
+        Self {
+            per_second,
+            clients: connections,
+            reconnects: false,
+        }
+    }
+
+    /// On a new connection for each request, by so many threads.
+    pub fn on_new_connections(per_second: u32, clients: u32) -> Self {
+        Self {
+            per_second,
+            clients,
+            reconnects: true,
+        }
+    }
+}
+
+/// Sends requests at this rate. Returns the sorted latencies.
 pub fn constant_rate<T>(
-    rate: u32,
-    connections: u32,
+    rate: Rate,
     target: SocketAddr,
     window: Window,
     probe: impl Fn() -> Result<T>,
 ) -> Result<(Tally<T>, Vec<Duration>)> {
-    let step = Duration::from_secs(1) / rate;
+    let step = Duration::from_secs(1) / rate.per_second;
     // All connections are open by then.
     let start = Instant::now() + Duration::from_millis(100);
     let (count_from, end) = (
@@ -30,11 +59,12 @@ pub fn constant_rate<T>(
         start + window.warm_up + window.length,
     );
     thread::scope(|scope| {
-        let turns: Vec<_> = (0..connections)
+        let turns: Vec<_> = (0..rate.clients)
             .map(|turn| {
                 let schedule = Schedule {
                     first: start + step * turn,
-                    step: step * connections,
+                    step: step * rate.clients,
+                    reconnects: rate.reconnects,
                     count_from,
                     end,
                 };
@@ -83,6 +113,7 @@ pub fn percentile(times: &[Duration], share: f64) -> Duration {
 struct Schedule {
     first: Instant,
     step: Duration,
+    reconnects: bool,
     count_from: Instant,
     end: Instant,
 }
@@ -90,11 +121,7 @@ struct Schedule {
 fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration>> {
     // Precise wake-ups, within a microsecond.
     set_timerslack(1000).context("set the timer slack")?;
-    let mut stream = TcpStream::connect(target).with_context(|| format!("connect to {target}"))?;
-    stream.set_nodelay(true).context("set TCP_NODELAY")?;
-    stream
-        .set_read_timeout(Some(Duration::from_secs(5)))
-        .context("set a read timeout")?;
+    let mut stream = connect(target)?;
     let mut times = Vec::new();
     let mut input = Vec::new();
     let mut due = schedule.first;
@@ -102,6 +129,9 @@ fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration
         let late = Instant::now() > due;
         sleep_until(due);
         let start = if late { due } else { Instant::now() };
+        if schedule.reconnects {
+            stream = connect(target)?;
+        }
         stream.write_all(http1::REQUEST).context("send a request")?;
         read_response(&mut stream, &mut input)?;
         if due >= schedule.count_from {
@@ -110,6 +140,15 @@ fn one_connection(target: SocketAddr, schedule: Schedule) -> Result<Vec<Duration
         due += schedule.step;
     }
     Ok(times)
+}
+
+fn connect(target: SocketAddr) -> Result<TcpStream> {
+    let stream = TcpStream::connect(target).with_context(|| format!("connect to {target}"))?;
+    stream.set_nodelay(true).context("set TCP_NODELAY")?;
+    stream
+        .set_read_timeout(Some(Duration::from_secs(5)))
+        .context("set a read timeout")?;
+    Ok(stream)
 }
 
 fn read_response(stream: &mut TcpStream, input: &mut Vec<u8>) -> Result<()> {

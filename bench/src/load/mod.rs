@@ -22,7 +22,7 @@ use tokio::{
 };
 
 pub use self::{
-    latency::{constant_rate, percentile},
+    latency::{Rate, constant_rate, percentile},
     tcp::stream_bytes,
 };
 use crate::cases::{Protocol, Traffic};

@@ -1,5 +1,5 @@
 //! The real controller for the mesh sides. Its catalog has one Service with one endpoint, and ports
-//! with routes; its keys are generated for the run.
+//! with routes, and one whose endpoint has no proxy; its keys are generated for the run.
 
 use std::{
     fs,
@@ -15,15 +15,17 @@ use super::{copy_for_proxy_user, write_readable};
 use crate::{
     cases::{CASES, Kind, Routes},
     config::Programs,
-    network::{CLIENT, CLUSTER, ControlNetwork, NamespaceSet, Pair, SERVER},
+    network::{
+        CLIENT, CLUSTER, ControlNetwork, NamespaceSet, PLAIN_CLUSTER, PLAIN_SERVER, Pair, SERVER,
+    },
     process::{Meter, Process, Program},
-    server::{HTTP_PORT, SINK_PORT},
+    server::{HTTP_PORT, SINK_PORT, TWO_WRITES_PORT},
     tokens,
 };
 
 const ADMIN_PORT: u16 = 8081;
 
-/// Running controller, shared by both mesh sides, whose pods have the same names and addresses.
+/// Running controller, shared by the mesh sides, whose pods have the same names and addresses.
 pub struct Control {
     network: ControlNetwork,
     controller: Process,
@@ -166,7 +168,7 @@ impl Destinations {
         services.flat_map(move |(address, at): (SocketAddr, u16)| {
             let name = format!("{self:?}-{at}").to_lowercase();
             let ports = [("http".to_string(), address.port(), HTTP_PORT)];
-            let mut objects = service(&name, address.ip(), &ports);
+            let mut objects = service(&name, address.ip(), SERVER, &ports);
             if let Destinations::WithPolicy = self {
                 objects.extend(route_and_policy(&name));
             }
@@ -228,6 +230,7 @@ fn objects() -> String {
     let mut ports = vec![
         ("http".to_string(), Routes::None.port(), HTTP_PORT),
         ("bytes".to_string(), SINK_PORT, SINK_PORT),
+        ("two-writes".to_string(), TWO_WRITES_PORT, TWO_WRITES_PORT),
     ];
     ports.extend(Routes::ALL.map(|routes| {
         let port = routes.port();
@@ -237,7 +240,8 @@ fn objects() -> String {
         .iter()
         .map(|&workload| pod(workload))
         .collect();
-    items.extend(service("http-server", CLUSTER.into(), &ports));
+    items.extend(service("http-server", CLUSTER.into(), SERVER, &ports));
+    items.extend(service("plain", PLAIN_CLUSTER.into(), PLAIN_SERVER, &ports));
     items.extend(Routes::ALL.into_iter().flat_map(http_routes));
     let numbers = CASES.iter().filter_map(|case| match case.kind {
         Kind::Destinations { number } => Some(number),
@@ -251,8 +255,15 @@ fn objects() -> String {
     documents.join("\n---\n")
 }
 
-/// A Service and its EndpointSlice. Each port has a name, a number and that of the server.
-fn service(name: &str, address: IpAddr, ports: &[(String, u16, u16)]) -> Vec<serde_json::Value> {
+/// A Service and its EndpointSlice, with one endpoint: the pod of the server, or one that is no pod.
+/// Each port has a name, a number and that of the server.
+fn service(
+    name: &str,
+    address: IpAddr,
+    endpoint: Ipv4Addr,
+    ports: &[(String, u16, u16)],
+) -> Vec<serde_json::Value> {
+    let pod = json!({ "kind": "Pod", "name": "http-server", "namespace": "http-server" });
     let numbered = |port: &dyn Fn(&(String, u16, u16)) -> serde_json::Value| -> Vec<_> {
         ports.iter().map(port).collect()
     };
@@ -274,8 +285,8 @@ fn service(name: &str, address: IpAddr, ports: &[(String, u16, u16)]) -> Vec<ser
                 "labels": { "kubernetes.io/service-name": name },
             },
             "endpoints": [{
-                "addresses": [SERVER], "conditions": { "ready": true, "serving": true, "terminating": false },
-                "targetRef": { "kind": "Pod", "name": "http-server", "namespace": "http-server" },
+                "addresses": [endpoint], "conditions": { "ready": true, "serving": true, "terminating": false },
+                "targetRef": (endpoint == SERVER).then_some(pod),
             }],
             "ports": numbered(&|(name, _, target)| {
                 json!({ "name": name, "port": target, "protocol": "TCP" })

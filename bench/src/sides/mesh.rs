@@ -1,4 +1,4 @@
-//! Our two proxies, with the real controller.
+//! Our proxies, with the real controller.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -13,17 +13,18 @@ use super::{
     copy_for_proxy_user,
 };
 use crate::{
+    cases::Side,
     config::Programs,
     network::{CONTROL, Namespace, Pair},
     process::{PROXY_UID, Process, Program},
 };
 
-/// Starts both proxies and waits until they are ready.
-pub(super) fn start(programs: &Programs, pair: &Pair, dumps: bool) -> Result<Proxies> {
+/// Starts the proxies of a side and waits until they are ready.
+pub(super) fn start(programs: &Programs, pair: &Pair, side: Side) -> Result<Proxies> {
     let proxy = copy_for_proxy_user(&programs.proxy, &programs.state)?;
     let one = |workload: Workload, namespace: &Namespace| {
         let mut process = Process::start(
-            program(&proxy, &programs.state, workload, dumps),
+            program(&proxy, &programs.state, workload, side),
             namespace,
             &programs.state,
         )?;
@@ -34,16 +35,19 @@ pub(super) fn start(programs: &Programs, pair: &Pair, dumps: bool) -> Result<Pro
         )?;
         anyhow::Ok((process, ready))
     };
-    let (server, _) = one(Workload::Server, &pair.server)?;
-    let (client, ready) = one(Workload::Client, &pair.client)?;
+    let [has_client, has_server] = side.ends();
+    let server = has_server.then(|| one(Workload::Server, &pair.server));
+    let server = server.transpose()?;
+    let client = has_client.then(|| one(Workload::Client, &pair.client));
+    let client = client.transpose()?;
+    let ready = client.as_ref().or(server.as_ref()).map(|(_, ready)| *ready);
     Ok(Proxies {
-        client,
-        server,
-        ready,
+        ends: [client, server].map(|end| end.map(|(process, _)| process)),
+        ready: ready.unwrap_or_default(),
     })
 }
 
-fn program(proxy: &Path, state: &Path, workload: Workload, dumps: bool) -> Program {
+fn program(proxy: &Path, state: &Path, workload: Workload, side: Side) -> Program {
     let mut arguments = Vec::new();
     for (flag, port) in [
         ("--inbound-port", INBOUND_PORT),
@@ -53,14 +57,10 @@ fn program(proxy: &Path, state: &Path, workload: Workload, dumps: bool) -> Progr
         arguments.extend([flag.to_string(), port.to_string()]);
     }
     arguments.extend(["--workers".to_string(), "1".to_string()]);
-    let dump = if dumps { "full" } else { "off" };
+    let dump = if side == Side::Dumps { "full" } else { "off" };
     arguments.extend(["--dump".to_string(), dump.to_string()]);
     Program {
-        name: format!(
-            "{}-proxy-{}",
-            if dumps { "dumps" } else { "mesh" },
-            workload.name()
-        ),
+        name: format!("{}-proxy-{}", side.name(), workload.name()),
         path: proxy.to_path_buf(),
         arguments,
         environment: vec![

@@ -22,9 +22,9 @@ use crate::{
     cases::Side,
     config::Programs,
     load,
-    network::{CLUSTER, Namespace, NamespaceSet, Pair, SERVER},
+    network::{CLUSTER, Namespace, NamespaceSet, PLAIN_CLUSTER, Pair, SERVER},
     process::{Meter, PROXY_UID, Process},
-    server::{HTTP_PORT, SINK_PORT, Server},
+    server::{HTTP_PORT, SINK_PORT, Server, TWO_WRITES_PORT},
 };
 
 const INBOUND_PORT: u16 = 4000;
@@ -45,12 +45,17 @@ pub struct Running {
 
 /// Proxy processes of a side.
 pub struct Proxies {
-    /// Proxy of the client; dropped first.
-    pub client: Process,
-    /// Proxy of the server.
-    pub server: Process,
-    /// Time from the start of the client's proxy until it was ready.
+    /// Those of client and server; the first one is dropped first.
+    pub ends: [Option<Process>; 2],
+    /// Time from the start of the first one until it was ready.
     pub ready: Duration,
+}
+
+impl Proxies {
+    /// The proxy of the client, or of the server if the client has none.
+    pub fn first(&self) -> Result<&Process> {
+        self.ends.iter().flatten().next().context("no proxy runs")
+    }
 }
 
 impl Running {
@@ -63,9 +68,10 @@ impl Running {
     ) -> Result<Self> {
         let pair = Pair::create(side.name(), namespaces)?;
         let server = Server::start(&pair.server)?;
-        if side != Side::Direct {
-            redirect(&programs.proxy_init, &pair.client)?;
-            redirect(&programs.proxy_init, &pair.server)?;
+        for (has_proxy, namespace) in side.ends().into_iter().zip([&pair.client, &pair.server]) {
+            if has_proxy {
+                redirect(&programs.proxy_init, namespace)?;
+            }
         }
         if let (true, Some(control)) = (side.is_mesh(), control) {
             control.connect(&pair)?;
@@ -86,8 +92,9 @@ impl Running {
         self.proxies = None;
         self.proxies = match self.side {
             Side::Direct => None,
-            Side::Mesh => Some(mesh::start(&self.programs, &self.pair, false)?),
-            Side::Dumps => Some(mesh::start(&self.programs, &self.pair, true)?),
+            Side::Mesh | Side::Dumps | Side::MeshClient | Side::MeshServer => {
+                Some(mesh::start(&self.programs, &self.pair, self.side)?)
+            }
             Side::Envoy => Some(envoy::peer(&self.programs)?.start(&self.programs, &self.pair)?),
             Side::Haproxy => Some(haproxy::peer(&self.programs).start(&self.programs, &self.pair)?),
         };
@@ -104,17 +111,25 @@ impl Running {
 
     /// Address for HTTP requests.
     pub fn http(&self) -> SocketAddr {
-        match self.side {
-            Side::Direct => (SERVER, HTTP_PORT).into(),
-            _ => (CLUSTER, 80).into(),
-        }
+        self.address(80, HTTP_PORT)
+    }
+
+    /// Address for HTTP/1 requests whose responses have two writes.
+    pub fn two_writes(&self) -> SocketAddr {
+        self.address(TWO_WRITES_PORT, TWO_WRITES_PORT)
     }
 
     /// Address of the byte sink.
     pub fn sink(&self) -> SocketAddr {
+        self.address(SINK_PORT, SINK_PORT)
+    }
+
+    /// Address of a port of the Service, or of the server for a client without a proxy.
+    fn address(&self, service: u16, server: u16) -> SocketAddr {
         match self.side {
-            Side::Direct => (SERVER, SINK_PORT).into(),
-            _ => (CLUSTER, SINK_PORT).into(),
+            Side::Direct | Side::MeshServer => (SERVER, server).into(),
+            Side::MeshClient => (PLAIN_CLUSTER, service).into(),
+            _ => (CLUSTER, service).into(),
         }
     }
 
@@ -127,7 +142,7 @@ impl Running {
     pub fn meters(&self) -> Vec<Meter> {
         self.proxies
             .iter()
-            .flat_map(|proxies| [proxies.client.meter(), proxies.server.meter()])
+            .flat_map(|proxies| proxies.ends.iter().flatten().map(Process::meter))
             .collect()
     }
 
@@ -141,16 +156,20 @@ impl Running {
             );
             return Ok(());
         };
-        proxies.client.ensure_running()?;
-        proxies.server.ensure_running()
+        let mut ends = proxies.ends.iter_mut().flatten();
+        ends.try_for_each(Process::ensure_running)
     }
 
     /// Last log lines of both proxies, for error messages.
     pub fn log_tail(&self) -> String {
-        let log = self
-            .proxies
-            .as_ref()
-            .map(|proxies| proxies.client.log_tail() + &proxies.server.log_tail());
+        let log = self.proxies.as_ref().map(|proxies| {
+            proxies
+                .ends
+                .iter()
+                .flatten()
+                .map(Process::log_tail)
+                .collect()
+        });
         log.unwrap_or_default()
     }
 }

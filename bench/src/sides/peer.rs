@@ -61,8 +61,7 @@ impl Peer {
         let (server, _) = start("server", self.server, &pair.server)?;
         let (client, ready) = start("client", self.client, &pair.client)?;
         Ok(Proxies {
-            client,
-            server,
+            ends: [Some(client), Some(server)],
             ready,
         })
     }
