@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use clap::Args;
 use diy_mesh_runtime::error_chain;
+use futures::AsyncReadExt;
+use hyper::Request;
 use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::{Api, Client, Config, api::ListParams, config::KubeConfigOptions};
 use serde::de::DeserializeOwned;
@@ -56,6 +58,9 @@ pub enum ConnectError {
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
+const ADMIN_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The length of a page of an admin server, which may be hostile.
+const MAX_ADMIN_PAGE_BYTES: u64 = 1024 * 1024;
 
 impl Cluster {
     /// Connects and reads the version of the API server.
@@ -92,6 +97,26 @@ impl Cluster {
             namespace: arguments.namespace.clone(),
             version,
         })
+    }
+
+    /// Reads a page of the admin server of a pod through the API server. `path` is
+    /// `POD:PORT/proxy/PAGE`. The text of an error is the page: one that is not ready has the status
+    /// 503.
+    pub(crate) async fn admin_page(&self, namespace: &str, path: &str) -> Result<String, String> {
+        let request = Request::get(format!("/api/v1/namespaces/{namespace}/pods/{path}"));
+        let request = request.body(Vec::new());
+        let request = request.map_err(|error| error.to_string())?;
+        let read = async {
+            let body = self.client.request_stream(request).await;
+            let body = body.map_err(|error| describe_error(&error))?;
+            let mut text = Vec::new();
+            let mut body = Box::pin(body).take(MAX_ADMIN_PAGE_BYTES);
+            let read = body.read_to_end(&mut text).await;
+            read.map_err(|error| error.to_string())?;
+            Ok(String::from_utf8_lossy(&text).into_owned())
+        };
+        let read = tokio::time::timeout(ADMIN_PAGE_TIMEOUT, read).await;
+        read.unwrap_or_else(|_| Err(format!("{path} does not respond")))
     }
 }
 

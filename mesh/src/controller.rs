@@ -159,6 +159,8 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 const VIEWER: &str = "mesh-viewer";
 /// The port of the gRPC server.
 const PORT: u16 = 8080;
+/// The port of the admin server.
+const ADMIN_PORT: u16 = 8081;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// Shorter than the timeout of an idle connection to the API server.
@@ -236,7 +238,10 @@ impl Controllers {
                     let response = timeout(REQUEST_TIMEOUT, controller.identity()).await;
                     Ok::<_, Error>(response.map_err(|_| timed_out(REQUEST_TIMEOUT))??)
                 };
-                let response = response.await;
+                let response = match response.await {
+                    Err(Error::Connection(error)) => Err(self.explain(&name, error).await),
+                    response => response,
+                };
                 (name, response)
             }
         };
@@ -263,6 +268,20 @@ impl Controllers {
             return Err(Error::Unreachable(errors.join("; ")));
         }
         Ok(responses)
+    }
+
+    /// The error of a replica without a connection, with the reason why the pod is not ready: one
+    /// without a CA has no certificate, and cannot serve.
+    async fn explain(&self, name: &str, error: String) -> Error {
+        let Replicas::Cluster(cluster, _) = &self.replicas else {
+            return Error::Connection(error);
+        };
+        let path = format!("{name}:{ADMIN_PORT}/proxy/ready");
+        let ready = cluster.admin_page(&cluster.namespace, &path).await;
+        let reasons = ready.err().unwrap_or_default();
+        let reasons = reasons.lines().filter(|line| !line.trim().is_empty());
+        let texts: Vec<&str> = std::iter::once(&*error).chain(reasons).collect();
+        Error::Connection(texts.join("; "))
     }
 
     /// The names of the running controller pods, or the authorities of the URLs.
@@ -527,6 +546,30 @@ async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn replica_without_a_ca_is_named_with_the_reason() {
+        let service = service_fn(|request: hyper::Request<kube::client::Body>| async move {
+            let is_ready = request.uri().path()
+                == "/api/v1/namespaces/service-mesh/pods/controller-1:8081/proxy/ready";
+            let page = match is_ready {
+                true => "certificate authority: the Secret contains no CA\n",
+                false => "unexpected path\n",
+            };
+            let response = hyper::Response::builder().status(503);
+            response.body(kube::client::Body::from(page.as_bytes().to_vec()))
+        });
+        let controllers = Controllers::of_cluster(&Cluster {
+            client: kube::Client::new(service, "default"),
+            namespace: "service-mesh".into(),
+            version: crate::check::facts::testing::unknown_facts().version,
+        });
+        let error = controllers.explain("controller-1", "refused".into()).await;
+        assert_eq!(
+            error.to_string(),
+            "refused; certificate authority: the Secret contains no CA"
+        );
+    }
 
     #[test]
     fn rejects_invalid_files_and_urls() {

@@ -2,11 +2,10 @@
 //! dry run of the injection. They are read concurrently. A fact that cannot be read is stored as
 //! the error message.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::collections::BTreeMap;
 
 use diy_mesh_injector::containers::{ADMIN_PORT_FLAG, ROOTS_CONFIG_MAP};
-use futures::{AsyncReadExt, future::join_all};
-use hyper::Request;
+use futures::future::join_all;
 use k8s_openapi::{
     api::{
         admissionregistration::v1::MutatingWebhookConfiguration,
@@ -21,7 +20,7 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tokio::{join, time::timeout};
+use tokio::join;
 
 use super::{
     MAX_DETAILS,
@@ -106,9 +105,6 @@ pub enum DryRun {
 pub const WEBHOOK: &str = "diy-service-mesh-injector";
 /// The Secret with the serving certificate of the injector.
 const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
-const ADMIN_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// The length of a page of an admin server, which may be hostile.
-const MAX_ADMIN_PAGE_BYTES: u64 = 1024 * 1024;
 
 impl Facts {
     /// Reads all facts from the cluster.
@@ -200,28 +196,12 @@ async fn ready_pages(cluster: &Cluster, pods: &[Pod], now: u64) -> BTreeMap<Stri
     join_all(unready.map(read)).await.into_iter().collect()
 }
 
-/// Reads a page of the admin server of a proxy through the API server.
+/// Reads a page of the admin server of a proxy.
 pub(super) async fn admin_page(cluster: &Cluster, pod: &Pod, page: &str) -> Fact<String> {
     let port = pods::proxy(pod).and_then(|proxy| pods::argument(proxy, ADMIN_PORT_FLAG));
-    let path = format!(
-        "/api/v1/namespaces/{}/pods/{}:{}/proxy/{page}",
-        pod.namespace().unwrap_or_default(),
-        pod.name_any(),
-        port.unwrap_or("4001")
-    );
-    let request = Request::get(path).body(Vec::new());
-    let request = request.map_err(|error| error.to_string())?;
-    let read = async {
-        let body = cluster.client.request_stream(request).await;
-        let body = body.map_err(|error| cluster::describe_error(&error))?;
-        let mut text = Vec::new();
-        let mut body = Box::pin(body).take(MAX_ADMIN_PAGE_BYTES);
-        let read = body.read_to_end(&mut text).await;
-        read.map_err(|error| error.to_string())?;
-        Ok(String::from_utf8_lossy(&text).into_owned())
-    };
-    let read = timeout(ADMIN_PAGE_TIMEOUT, read).await;
-    read.unwrap_or_else(|_| Err(format!("its /{page} does not respond")))
+    let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
+    let path = format!("{name}:{}/proxy/{page}", port.unwrap_or("4001"));
+    cluster.admin_page(&namespace, &path).await
 }
 
 /// Lists all objects.
@@ -280,4 +260,4 @@ async fn dry_run(cluster: &Cluster) -> Fact<DryRun> {
 const WEBHOOK_DOMAIN: &str = "injector.diy-service-mesh.dev";
 
 #[cfg(test)]
-pub(super) mod testing;
+pub(crate) mod testing;
