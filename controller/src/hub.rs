@@ -34,7 +34,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::{Namespaces, PodRef};
 use crate::index::locality::Location;
-use crate::index::object::{Event, Key, Kind, Source};
+use crate::index::object::{Event, Key, Kind, Resource, Source};
+use crate::index::position::Requests;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
@@ -95,6 +96,7 @@ pub struct Hub {
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
+    requests: watch::Sender<Requests>,
     holds: Arc<[Longest; 3]>,
 }
 
@@ -126,6 +128,7 @@ impl Hub {
             changed_statuses: watch::Sender::default(),
             reports: Arc::default(),
             history: Arc::default(),
+            requests: watch::Sender::default(),
             holds: Arc::default(),
         }
     }
@@ -138,6 +141,7 @@ impl Hub {
         let mut replicas = BTreeSet::new();
         let (mut next_publication, mut next_replicas) = (Instant::now(), Instant::now());
         let mut turns = Turns::default();
+        let mut is_published = true;
         loop {
             tokio::select! {
                 count = changes.recv_many(&mut batch, MAX_BATCH) => {
@@ -146,6 +150,7 @@ impl Hub {
                         yield_now().await;
                     }
                     replicas.append(&mut touched.replicas);
+                    is_published = false;
                     if count == 0 {
                         touched.replicas = replicas;
                         self.begin_publication(&touched, &mut turns);
@@ -155,10 +160,12 @@ impl Hub {
                 }
                 () = sleep_until(next_replicas), if !replicas.is_empty() => {
                     touched.replicas = std::mem::take(&mut replicas);
+                    is_published = false;
                     next_replicas = Instant::now() + REPLICAS_INTERVAL;
                 }
-                () = sleep_until(next_publication), if touched != Touched::default() => {
+                () = sleep_until(next_publication), if !is_published => {
                     self.begin_publication(&std::mem::take(&mut touched), &mut turns);
+                    is_published = true;
                     next_publication = Instant::now() + PUBLICATION_INTERVAL;
                 }
                 () = yield_now(), if !turns.is_empty() => drop(self.publish(&mut turns)),
@@ -342,9 +349,21 @@ impl Hub {
     pub fn watch_resources(&self, pod: Option<PodRef>) -> Resources {
         let index = self.index();
         let location = subscribers::location(&index, pod.as_ref());
-        let (id, queue) = self.subscribers().add_client(pod, location);
+        let mut subscribers = self.subscribers();
+        let (id, queue) = subscribers.add_client(pod, location);
+        let published = subscribers.published.subscribe();
         let hub = self.clone();
-        Resources { hub, id, queue }
+        Resources {
+            hub,
+            id,
+            queue,
+            published,
+        }
+    }
+
+    /// What subscribers request of the source of the catalog.
+    pub fn requests(&self) -> watch::Receiver<Requests> {
+        self.requests.subscribe()
     }
 
     /// A subscriber to these Services, or to all in these namespaces if `names` is empty, with a pending
@@ -392,8 +411,16 @@ impl Hub {
         let mut subscribers = self.subscribers();
         for resource in subscribers.affected(&index, touched) {
             let namespace = subscribers.namespace(&resource);
+            subscribers.mark_pending(&resource);
             turns.add(namespace, resource);
         }
+        // From here on, the states of all others are also those at this position.
+        subscribers.published.send_if_modified(|published| {
+            let position = index.position();
+            let is_changed = published.as_ref() != position;
+            *published = position.cloned();
+            is_changed
+        });
         subscribers.relocate(&index, touched);
         subscribers.notify_services(&touched.services);
     }
@@ -405,19 +432,23 @@ impl Hub {
         let index = self.index();
         let end = Instant::now() + MAX_SLICE;
         while let Some(resource) = turns.next() {
-            let mut resolved = Resolved::new(&index, &resource, &Location::default());
-            let locations = self.subscribers().locations(&resource, &resolved.scope);
-            for location in locations {
-                resolved.add(&index, &resource, location);
-            }
-            let (mut subscribers, mut history) = (self.subscribers(), self.history());
-            subscribers.update(&index, &resource, resolved, &mut history);
-            drop((subscribers, history));
+            self.publish_one(&index, &resource);
             if Instant::now() >= end {
                 break;
             }
         }
         !turns.is_empty()
+    }
+
+    /// Resolves a resource, and notifies its subscribers.
+    fn publish_one(&self, index: &Index, resource: &Resource) {
+        let mut resolved = Resolved::new(index, resource, &Location::default());
+        let locations = self.subscribers().locations(resource, &resolved.scope);
+        for location in locations {
+            resolved.add(index, resource, location);
+        }
+        let (mut subscribers, mut history) = (self.subscribers(), self.history());
+        subscribers.update(index, resource, resolved, &mut history);
     }
 
     /// The time for which the locks were held at most: that of the index, exclusive and shared, and

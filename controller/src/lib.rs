@@ -234,7 +234,7 @@ impl Controller {
         };
         let background = async {
             tokio::join!(
-                watch_catalog(&config, &self.client, &freshness, sender, &events),
+                watch_catalog(&config, &self.client, &freshness, sender, &events, &hub),
                 hub.follow(changes),
                 log_sync(&hub),
                 self.run_authority,
@@ -368,13 +368,15 @@ async fn watch_catalog(
     freshness: &Freshness,
     sender: mpsc::Sender<Event>,
     events: &Events,
+    hub: &Hub,
 ) {
     let (trust_domain, namespace) = (&config.trust_domain, &config.pod_namespace);
     match &config.catalog {
         config::Storage::Kubernetes => {
             let client = client.clone().expect(CLIENT);
             let report = |kind: &_| events::kind_unreadable(events, namespace, kind);
-            catalog::kubernetes::run(client, trust_domain, freshness, sender, report).await
+            let requests = hub.requests();
+            catalog::kubernetes::run(client, config, freshness, sender, requests, report).await
         }
         config::Storage::Files(folder) => {
             catalog::files::run(folder.clone(), trust_domain, freshness, sender).await

@@ -33,6 +33,7 @@ pub struct Metrics {
     pub acknowledged: Counter,
     /// Updates that proxies reject.
     pub rejected: Counter,
+    behind: [Counter; 2],
     /// Workload certificates issued.
     pub certificates_issued: Counter,
     /// Certificate requests rejected.
@@ -106,6 +107,13 @@ impl Metrics {
             "result",
             ["accepted", "rejected"],
         );
+        let behind = register_family(
+            r,
+            "behind_subscriptions",
+            "Subscriptions of proxies that knew of later events than this replica, by result",
+            "result",
+            ["timeout", "caught-up"],
+        );
         let [certificates_issued, certificates_refused] = register_family(
             r,
             "certificates",
@@ -138,6 +146,7 @@ impl Metrics {
             updates,
             acknowledged,
             rejected,
+            behind,
             certificates_issued,
             certificates_refused,
             statuses_written,
@@ -150,6 +159,11 @@ impl Metrics {
     /// The messages of a kind.
     pub fn updates(&self, kind: Sent) -> &Counter {
         &self.updates[kind as usize]
+    }
+
+    /// The subscriptions with which this replica has, or has not, caught up.
+    pub fn behind(&self, has_caught_up: bool) -> &Counter {
+        &self.behind[usize::from(has_caught_up)]
     }
 
     /// All metrics in the OpenMetrics text format.

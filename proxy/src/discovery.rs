@@ -9,7 +9,7 @@ mod exceptions;
 mod limits;
 mod own_pod;
 mod policy;
-mod position;
+pub mod position;
 mod resource;
 #[cfg(test)]
 mod route_tests;
@@ -42,9 +42,10 @@ use crate::metrics::DiscoveryMetrics;
 use crate::policy::Policy;
 pub use affinity::Affinity;
 use exceptions::Reported;
-use own_pod::OwnPod;
+use own_pod::{OwnPod, Received};
+use position::MAX_REFUSAL;
 pub use resource::Resource;
-use table::{MAX_REFUSAL, Table, Watched};
+use table::{Table, Watched};
 pub use target::{EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
 #[cfg(test)]
 pub(crate) use testing::Questions;
@@ -311,7 +312,7 @@ impl Driver {
             sends_own_pod,
         } = stream;
         if sends_own_pod {
-            let subscription = self.own_pod.subscribe();
+            let subscription = self.own_pod.subscribe(Instant::now());
             self.send([subscription]);
         }
         // Without it, the arguments of the proxy count.
@@ -331,6 +332,8 @@ impl Driver {
             }
         };
         self.stream = None;
+        self.table.pause(Instant::now());
+        self.own_pod.pause(Instant::now());
         self.trust.stream_closed();
         self.metrics.connected.set(0);
         Some(end)
@@ -388,12 +391,7 @@ impl Driver {
             own_pod,
             ..
         } = self;
-        let mut report = |error: String| {
-            metrics.broken.inc();
-            if let Some(count) = log_limiter.should_log(LogKind::InvalidResponse) {
-                warn!("invalid discovery response: {error} ({count} errors)");
-            }
-        };
+        let mut report = |error: String| log_limiter.report_invalid(metrics, &error);
         match response {
             DiscoverResponse {
                 update: Some(Update::Roots(roots)),
@@ -414,21 +412,25 @@ impl Driver {
             DiscoverResponse {
                 update: Some(Update::Workload(workload)),
                 version,
+                position,
                 ..
             } => {
-                let acknowledgement = own_pod.apply(workload, version);
-                if acknowledgement.rejection.is_empty() {
-                    self.unready.send_replace(None);
-                } else {
-                    let reason = &acknowledgement.rejection;
-                    let rejected = format!("inbound configuration rejected: {reason}");
-                    report(rejected.clone());
-                    self.set_unready(rejected);
+                let received = Received {
+                    workload,
+                    version,
+                    position: position.into(),
+                };
+                match own_pod.receive(received, Instant::now()) {
+                    Some(acknowledgement) => self.acknowledge_own_pod(acknowledgement),
+                    None => {
+                        metrics.older_refused.inc();
+                    }
                 }
-                self.send([Action::Acknowledgement(acknowledgement)]);
             }
             // The only other resource without destinations: its version is current.
-            response if response.r#type() == ResourceType::Self_ => {}
+            response if response.r#type() == ResourceType::Self_ => {
+                own_pod.confirm(response.position.into());
+            }
             response => {
                 let applied = table.apply(response, Instant::now(), &mut report);
                 if applied.is_older {
@@ -444,6 +446,19 @@ impl Driver {
                 self.send(applied.acknowledgement.map(Action::Acknowledgement));
             }
         }
+    }
+
+    /// The inbound configuration of this pod was applied, or is invalid.
+    fn acknowledge_own_pod(&mut self, acknowledgement: Acknowledgement) {
+        if acknowledgement.rejection.is_empty() {
+            self.unready.send_replace(None);
+        } else {
+            let reason = &acknowledgement.rejection;
+            let rejected = format!("inbound configuration rejected: {reason}");
+            self.log_limiter.report_invalid(&self.metrics, &rejected);
+            self.set_unready(rejected);
+        }
+        self.send([Action::Acknowledgement(acknowledgement)]);
     }
 
     /// Sets why the proxy is not ready, unless it has been ready.
@@ -469,12 +484,17 @@ impl Driver {
         self.table.max_endpoints = (self.max_endpoints)();
         if self.stream.is_some() {
             let accepted = self.table.accept_refused(Instant::now());
+            let mut accepted: Vec<_> = accepted.iter().map(Resource::to_string).collect();
+            if let Some(acknowledgement) = self.own_pod.accept_refused(Instant::now()) {
+                self.acknowledge_own_pod(acknowledgement);
+                accepted.push("the inbound configuration of this pod".to_owned());
+            }
             self.metrics.older_accepted.inc_by(accepted.len() as u64);
-            if let Some(destination) = accepted.first()
+            if let Some(first) = accepted.first()
                 && let Some(count) = self.log_limiter.should_log(LogKind::OlderState)
             {
                 warn!(
-                    "using an older state of {destination}: no controller has sent a newer one for {MAX_REFUSAL:?} ({} destinations, {count} times)",
+                    "using an older state of {first}: no controller has sent a newer one for {MAX_REFUSAL:?} ({} states, {count} times)",
                     accepted.len()
                 );
             }
@@ -545,6 +565,14 @@ struct LogState {
 }
 
 impl LogLimiter {
+    /// Counts an invalid response, and logs it if it is time.
+    fn report_invalid(&mut self, metrics: &DiscoveryMetrics, error: &str) {
+        metrics.broken.inc();
+        if let Some(count) = self.should_log(LogKind::InvalidResponse) {
+            warn!("invalid discovery response: {error} ({count} errors)");
+        }
+    }
+
     /// Counts an event. Returns the number of events since the last message if it is time for the
     /// next message.
     fn should_log(&mut self, kind: LogKind) -> Option<u64> {

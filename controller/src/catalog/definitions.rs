@@ -127,6 +127,7 @@ impl Sink for DefinitionSink {
             Update::Reset(mut listed) => listed.pop(),
             Update::Apply(installed) => Some(installed),
             Update::Delete(_) => None,
+            Update::Bookmark => return,
         };
         let installed = installed.unwrap_or(Installed::No);
         if self.installed.as_ref() == Some(&installed) {

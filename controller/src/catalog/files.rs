@@ -232,6 +232,7 @@ mod tests {
             Change::Reset(_, kind, objects) => {
                 format!("reset {kind} {}", objects.len())
             }
+            other => panic!("files have no {other:?}"),
         };
         changes.iter().map(one).collect()
     }

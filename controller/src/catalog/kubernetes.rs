@@ -13,52 +13,73 @@ use k8s_openapi::api::core::v1::{Node, Pod, Service};
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::convert::CatalogObject;
 use super::definitions::watch_custom;
+use super::epoch::Epoch;
 use super::freshness::{Freshness, Unreadable};
 use super::objects::{Context, Objects};
 use super::watch::{ALL, Selector, Timing};
+use crate::config::Config;
 use crate::index::object::{Change, Event, Kind, Source};
+use crate::index::position::Requests;
 
 /// Interval of checks whether kinds cannot be read.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Sends the objects of the cluster, then changes, until the receiver is dropped. Reports each kind
-/// that cannot be read.
+/// Sends the objects of the cluster, then changes, until the receiver is dropped. Lists all objects
+/// again in a new epoch. Reports each kind that cannot be read.
 pub async fn run(
     client: Client,
-    trust_domain: &str,
+    config: &Config,
     freshness: &Freshness,
     changes: mpsc::Sender<Event>,
+    requests: watch::Receiver<Requests>,
     report: impl Fn(&Unreadable),
 ) {
+    let namespace = &config.pod_namespace;
+    let mut epoch = Epoch::new(client.clone(), namespace, requests.clone(), changes.clone());
+    // The states of the first proxies have an order.
+    epoch.read().await;
+    let context = Context {
+        trust_domain: &config.trust_domain,
+        freshness,
+        changes: &changes,
+        requests: &requests,
+        is_restored: &epoch.is_restored(),
+        timing: Timing::default(),
+    };
+    loop {
+        tokio::select! {
+            () = watch_all(&client, context, &report) => return,
+            () = epoch.changed() => {}
+        }
+        tracing::info!("the cluster was restored from a backup, listing all objects again");
+    }
+}
+
+async fn watch_all(client: &Client, context: Context<'_>, report: impl Fn(&Unreadable)) {
+    let Context { freshness, .. } = context;
     Kind::ALL.into_iter().for_each(|kind| freshness.begin(kind));
     // Finished pods own no address. The watch reports them as deleted.
     let running = Selector {
         fields: Some("status.phase!=Succeeded,status.phase!=Failed"),
     };
-    let context = Context {
-        trust_domain,
-        freshness,
-        changes: &changes,
-        timing: Timing::default(),
-    };
     let core = async {
         let client = || client.clone();
         tokio::join!(
-            watch::<Service>(Kind::Service, Api::all(client()), ALL, context),
-            watch::<EndpointSlice>(Kind::Slice, Api::all(client()), ALL, context),
-            watch::<Pod>(Kind::Pod, Api::all(client()), running, context),
-            watch::<Node>(Kind::Node, Api::all(client()), ALL, context),
+            follow::<Service>(Kind::Service, Api::all(client()), ALL, context),
+            follow::<EndpointSlice>(Kind::Slice, Api::all(client()), ALL, context),
+            follow::<Pod>(Kind::Pod, Api::all(client()), running, context),
+            follow::<Node>(Kind::Node, Api::all(client()), ALL, context),
         )
     };
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
-    let custom = custom.map(|kind| watch_custom(&client, kind, context));
+    let custom = custom.map(|kind| watch_custom(client, kind, context));
     tokio::select! {
         _ = async { tokio::join!(core, join_all(custom), check(context, report)) } => {}
-        () = changes.closed() => {}
+        () = context.changes.closed() => {}
     }
 }
 
@@ -80,7 +101,7 @@ async fn check(context: Context<'_>, report: impl Fn(&Unreadable)) {
 }
 
 /// Sends all objects of a kind that every cluster has, then changes. Never ends.
-async fn watch<K>(kind: Kind, api: Api<K>, selector: Selector<'_>, context: Context<'_>)
+async fn follow<K>(kind: Kind, api: Api<K>, selector: Selector<'_>, context: Context<'_>)
 where
     K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
 {
@@ -103,6 +124,8 @@ mod tests {
             trust_domain: "cluster.local",
             freshness: &freshness,
             changes: &sender,
+            requests: &watch::channel(Requests::default()).1,
+            is_restored: &watch::Sender::new(false),
             timing: Timing::default(),
         };
         Kind::ALL.into_iter().for_each(|kind| freshness.begin(kind));

@@ -5,6 +5,7 @@
 
 mod convert;
 pub mod definitions;
+pub mod epoch;
 pub mod files;
 pub mod freshness;
 mod injected;

@@ -2,16 +2,22 @@
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
+use std::time::Duration;
 
 use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
+use tokio::time::sleep;
 
 use super::convert::{CatalogObject, ConvertError};
 use super::freshness::Freshness;
 use super::resources::resource;
-use super::watch::{Selector, Sink, Target, Timing, Update, watch};
+use super::watch::{Selector, Sink, Target, Timing, Update, watch as follow};
 use crate::index::object::{Change, Event, Kind, Object, Source};
+use crate::index::position::Requests;
+
+/// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.
+const EPOCH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the watches of a cluster share.
 #[derive(Clone, Copy)]
@@ -19,6 +25,8 @@ pub(super) struct Context<'a> {
     pub trust_domain: &'a str,
     pub freshness: &'a Freshness,
     pub changes: &'a mpsc::Sender<Event>,
+    pub requests: &'a watch::Receiver<Requests>,
+    pub is_restored: &'a watch::Sender<bool>,
     pub timing: Timing,
 }
 
@@ -28,6 +36,8 @@ pub(super) struct Objects<'a, K> {
     context: Context<'a>,
     /// The latest version since the list, if the objects were listed.
     latest: Option<Option<u64>>,
+    /// The requests for later events before the latest LIST.
+    answered: u64,
     object: PhantomData<fn() -> K>,
 }
 
@@ -40,6 +50,7 @@ where
             kind,
             context,
             latest: None,
+            answered: 0,
             object: PhantomData,
         }
     }
@@ -48,7 +59,7 @@ where
     /// that is installed is used. Never ends.
     pub async fn watch(&mut self, apis: Vec<Api<K>>, selector: Selector<'_>) {
         let (target, timing) = (self.target(apis, selector), self.context.timing);
-        watch(target, self, timing).await;
+        follow(target, self, timing).await;
     }
 
     pub(super) fn target<'s>(&self, apis: Vec<Api<K>>, selector: Selector<'s>) -> Target<'s, K> {
@@ -104,6 +115,12 @@ where
     }
 
     async fn send(&mut self, update: Update<Object>, version: Option<u64>) {
+        let is_earlier = version.is_some() && version < self.latest.flatten();
+        if matches!(update, Update::Reset(_)) && is_earlier {
+            // A new epoch ends this watch.
+            self.context.is_restored.send_replace(true);
+            sleep(EPOCH_TIMEOUT).await;
+        }
         // Events may arrive in another order than their versions.
         self.latest = Some(match &update {
             Update::Reset(_) => version,
@@ -113,8 +130,22 @@ where
             Update::Reset(objects) => Change::Reset(Source::Kubernetes, self.kind, objects),
             Update::Apply(object) => Change::Apply(Source::Kubernetes, object),
             Update::Delete(key) => Change::Delete(Source::Kubernetes, self.kind, key),
+            Update::Bookmark => Change::Bookmark(Source::Kubernetes, self.kind),
         };
         self.queue(Event { change, version }).await;
+    }
+
+    fn begin_list(&mut self) {
+        self.answered = self.context.requests.borrow().kinds[self.kind as usize];
+    }
+
+    async fn requested(&self) {
+        let mut requests = self.context.requests.clone();
+        let is_new = |requests: &Requests| requests.kinds[self.kind as usize] != self.answered;
+        if requests.wait_for(is_new).await.is_err() {
+            // The controller stops.
+            std::future::pending().await
+        }
     }
 
     fn failed(&mut self, error: String) {

@@ -6,12 +6,13 @@ use kube::{Client, Config};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::freshness::Freshness;
 use super::objects::Context;
 use super::watch::Timing;
 use crate::index::object::{Change, Event};
+use crate::index::position::Requests;
 
 /// Longer than anything takes.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -20,6 +21,9 @@ const DEADLINE: Duration = Duration::from_secs(20);
 pub struct Cluster {
     pub client: Client,
     changes: mpsc::Sender<Event>,
+    pub requests: watch::Sender<Requests>,
+    known: watch::Receiver<Requests>,
+    pub is_restored: watch::Sender<bool>,
     freshness: Freshness,
     timing: Timing,
 }
@@ -30,6 +34,8 @@ impl Cluster {
             trust_domain: "cluster.local",
             freshness: &self.freshness,
             changes: &self.changes,
+            requests: &self.known,
+            is_restored: &self.is_restored,
             timing: self.timing,
         }
     }
@@ -52,7 +58,11 @@ impl Server {
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (sender, changes) = mpsc::channel(16);
         let freshness = Freshness::default();
+        let (requests, known) = watch::channel(Requests::default());
         let cluster = Cluster {
+            requests,
+            known,
+            is_restored: watch::Sender::new(false),
             client: Client::try_from(Config::new(url.parse().unwrap())).unwrap(),
             changes: sender,
             freshness: freshness.clone(),
@@ -82,7 +92,7 @@ impl Server {
                 }
             },
         };
-        let (_, query) = target.split_once('?').unwrap();
+        let (_, query) = target.split_once('?').unwrap_or_default();
         let is_relevant = |part: &&str| {
             ["watch=", "resourceVersion=", "continue="]
                 .iter()
@@ -179,6 +189,8 @@ impl Server {
             }
             Change::NotInstalled(_, kind) => format!("not installed {kind}"),
             Change::Unreadable(_, kind) => format!("unreadable {kind}"),
+            Change::Bookmark(_, kind) => format!("bookmark {kind}"),
+            Change::Epoch(epoch) => format!("epoch {epoch}"),
         };
         (text, event.version)
     }

@@ -3,7 +3,8 @@
 //! Each request has a deadline: a LIST, the start of a watch, and the watch itself, which the API
 //! server ends after [`WATCH_SECONDS`]. A request that exceeds it is abandoned and repeated with
 //! back-off. A watch resumes from the last version. Objects are listed again only if the API server
-//! refuses that version; the list then replaces the previous one in a single change, so that no
+//! refuses that version, or if the watch is silent while proxies know of later events from another
+//! replica; the list then replaces the previous one in a single change, so that no
 //! state in between is visible.
 
 use std::collections::BTreeSet;
@@ -17,7 +18,7 @@ use kube::api::{ListParams, WatchParams};
 use kube::core::{Status, WatchEvent};
 use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 use super::convert::ConvertError;
 use crate::index::object::Key;
@@ -26,6 +27,8 @@ const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Invalid objects that the log names.
 const MAX_NAMED: usize = 100;
+/// Minimum time between two LISTs in place of silent watches, as a multiple of what one takes.
+const MIN_LIST_INTERVAL: u32 = 10;
 /// The duration of a watch, in seconds. The API server ends it.
 const WATCH_SECONDS: u32 = 180;
 
@@ -38,6 +41,8 @@ pub(super) struct Timing {
     pub start_timeout: Duration,
     /// For the end of a watch.
     pub watch_timeout: Duration,
+    /// For an event of a watch, if someone knows of later ones.
+    pub stall_timeout: Duration,
 }
 
 impl Default for Timing {
@@ -46,6 +51,7 @@ impl Default for Timing {
             list_timeout: Duration::from_secs(30),
             start_timeout: Duration::from_secs(15),
             watch_timeout: Duration::from_secs(u64::from(WATCH_SECONDS) + 15),
+            stall_timeout: Duration::from_secs(1),
         }
     }
 }
@@ -82,6 +88,8 @@ pub(super) enum Update<T> {
     Apply(T),
     /// A deleted object.
     Delete(Key),
+    /// There are no other changes up to the version.
+    Bookmark,
 }
 
 /// The receiver of the objects of a watch.
@@ -99,6 +107,14 @@ pub(super) trait Sink {
 
     /// Receives a change, with its resource version if it is an integer.
     async fn send(&mut self, update: Update<Self::Item>, version: Option<u64>);
+
+    /// A LIST begins, which answers all requests for later events.
+    fn begin_list(&mut self) {}
+
+    /// Waits until someone knows of later events than the watch has sent since the last LIST.
+    async fn requested(&self) {
+        std::future::pending().await
+    }
 
     /// A request has failed, in all versions of the resource.
     fn failed(&mut self, error: String);
@@ -132,6 +148,7 @@ pub(super) async fn watch<S: Sink>(target: Target<'_, S::Object>, sink: &mut S, 
         missing: 0,
         logged: String::new(),
         version: None,
+        next_list: Instant::now(),
         invalid: BTreeSet::new(),
         backoff: Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL),
     };
@@ -149,6 +166,8 @@ struct Watch<'a, S: Sink> {
     logged: String,
     /// The version of the last event. `None`: the objects must be listed.
     version: Option<String>,
+    /// Before this time, a silent watch is not replaced by a LIST.
+    next_list: Instant,
     /// The invalid objects.
     invalid: BTreeSet<Key>,
     backoff: Backoff,
@@ -172,6 +191,8 @@ impl<S: Sink> Watch<'_, S> {
         let mut params = ListParams::default().limit(self.target.page_size);
         let Selector { fields } = self.target.selector;
         params.field_selector = fields.map(str::to_owned);
+        let started = Instant::now();
+        self.sink.begin_list();
         self.invalid.clear();
         let mut listed = Vec::new();
         let version = loop {
@@ -188,6 +209,7 @@ impl<S: Sink> Watch<'_, S> {
         };
         let version = version.filter(|version| !version.is_empty());
         let version = version.ok_or(Error::NoVersion)?;
+        self.next_list = started + started.elapsed() * MIN_LIST_INTERVAL;
         self.confirm();
         self.send(Update::Reset(listed), &version).await;
         self.version = Some(version);
@@ -213,9 +235,17 @@ impl<S: Sink> Watch<'_, S> {
         })?;
         self.confirm();
         let mut events = pin!(events);
-        let deadline = tokio::time::Instant::now() + watch_timeout;
+        let deadline = Instant::now() + watch_timeout;
         loop {
-            let event = tokio::time::timeout_at(deadline, events.next()).await;
+            let event = tokio::select! {
+                event = timeout_at(deadline, events.next()) => event,
+                () = self.stalled() => {
+                    let name = &self.target.name;
+                    tracing::info!("the watch of {name} lags behind another replica, listing again");
+                    self.version = None;
+                    return Ok(());
+                }
+            };
             let event = event.map_err(|_| Error::Timeout {
                 request: "watch",
                 deadline: watch_timeout,
@@ -229,8 +259,15 @@ impl<S: Sink> Watch<'_, S> {
             }
         }
         // An API server that ends each watch at once is not overloaded by the next one.
-        tokio::time::sleep(MIN_RETRY_INTERVAL).await;
+        sleep(MIN_RETRY_INTERVAL).await;
         Ok(())
+    }
+
+    /// Waits until someone knows of later events, and the watch stays silent.
+    async fn stalled(&self) {
+        self.sink.requested().await;
+        sleep(self.timing.stall_timeout).await;
+        sleep_until(self.next_list).await;
     }
 
     async fn receive(&mut self, event: WatchEvent<S::Object>) -> Result<(), Error> {
@@ -247,7 +284,10 @@ impl<S: Sink> Watch<'_, S> {
                 self.invalid.remove(&key);
                 (Some(Update::Delete(key)), object.resource_version())
             }
-            WatchEvent::Bookmark(bookmark) => (None, Some(bookmark.metadata.resource_version)),
+            WatchEvent::Bookmark(bookmark) => {
+                let version = bookmark.metadata.resource_version;
+                (Some(Update::Bookmark), Some(version))
+            }
             WatchEvent::Error(status) => {
                 self.version = None;
                 return Err(self.error(kube::Error::Api(status)));
@@ -305,7 +345,7 @@ impl<S: Sink> Watch<'_, S> {
             self.logged.clone_from(&error);
         }
         self.sink.failed(error);
-        tokio::time::sleep(delay).await;
+        sleep(delay).await;
     }
 
     /// The objects are current.

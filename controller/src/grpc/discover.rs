@@ -16,7 +16,8 @@ use prost::Message as _;
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update as Response;
-use tokio::time::sleep;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout_at};
 use tonic::{Status, Streaming};
 
 use super::frames;
@@ -24,6 +25,7 @@ use super::subscriptions::{Announced, Subscriptions};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::{Notifications, Resources};
+use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
 use crate::proxies::{self, ConnectedGuard};
 use crate::quota::Quota;
@@ -44,11 +46,18 @@ pub(super) async fn read(
     metrics: &Metrics,
 ) -> Result<Infallible, Status> {
     let (mut has_rejected, mut has_exceeded) = (false, false);
+    let mut published = subscriptions.lock().published();
     loop {
+        let behind_until = subscriptions.lock().behind_until();
         let request = tokio::select! {
             request = requests.message() => request?,
             () = sleep(RETRY_INTERVAL), if subscriptions.lock().has_refused() => {
                 subscriptions.lock().retry()?;
+                continue;
+            }
+            () = wait(&mut published, behind_until) => {
+                let (count, has_caught_up) = subscriptions.lock().end_wait();
+                metrics.behind(has_caught_up).inc_by(count as u64);
                 continue;
             }
         };
@@ -70,6 +79,14 @@ pub(super) async fn read(
             }
             None => tracing::debug!("ignoring a request with an action of a later release"),
         }
+    }
+}
+
+/// Waits for another position of this replica, at most until a time. Forever without one.
+async fn wait(published: &mut watch::Receiver<Option<Arc<Position>>>, until: Option<Instant>) {
+    match until {
+        Some(until) => drop(timeout_at(until, published.changed()).await),
+        None => std::future::pending().await,
     }
 }
 
@@ -236,7 +253,6 @@ mod tests {
 
     use futures::{FutureExt, StreamExt};
     use prost::Message;
-    use tokio::sync::watch;
 
     use super::*;
     use crate::authority::{Roots, self_signed};

@@ -5,8 +5,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 
 use super::{frames, routes};
 use crate::index::endpoints::{Delta, Endpoint, Endpoints};
-use crate::index::object::{Key, Kind, ServicePort, TargetPort};
-use crate::index::position::Position;
+use crate::index::object::{Key, ServicePort, TargetPort};
 use crate::index::state::{Target, TargetKind, Workload};
 use crate::index::view::{EndpointView, ServiceView};
 use crate::routes::attach::Table;
@@ -125,18 +124,6 @@ pub(super) fn workload(workload: &Workload) -> proto::Workload {
             .collect(),
         zone: workload.zone.to_string(),
         rate_limits: workload.rate_limits.clone(),
-    }
-}
-
-/// The position of a state.
-pub(super) fn position(position: &Position) -> proto::Position {
-    let component = |(kind, version): (&Kind, &u64)| proto::position::Component {
-        kind: kind.name().to_owned(),
-        resource_version: *version,
-    };
-    proto::Position {
-        epoch: position.epoch.to_string(),
-        components: position.versions.iter().map(component).collect(),
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
@@ -10,13 +11,17 @@ use prost::Message as _;
 use proto::ResourceType;
 use proto::acknowledgement::Part;
 use proto::discover_response::Update as Response;
+use tokio::sync::watch;
+use tokio::time::Instant;
 use tonic::Status;
 
 use super::name::{MAX_NAME_BYTES, name_of, parse_backend, parse_destination};
 use super::{frames, message};
 use crate::authenticate::PodRef;
 use crate::hub::{Rejection, Resources};
+use crate::index::dependencies;
 use crate::index::object::Resource;
+use crate::index::position::{self, Position};
 use crate::index::state::{State, Target, TargetKind};
 use crate::index::version::Version;
 use crate::metrics::Sent;
@@ -25,6 +30,9 @@ use crate::quota::{Charge, MAX_SUBSCRIPTIONS, Quota, SUBSCRIPTION_BYTES};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
+/// Time for which subscriptions wait until this replica has caught up with their client. A proxy
+/// takes an older state 30 seconds after the start of its stream.
+const MAX_CATCH_UP: Duration = Duration::from_secs(10);
 /// Refused subscriptions of a stream. One with more ends.
 const MAX_REFUSED: usize = 1000;
 /// The length of the reason of a rejection.
@@ -51,6 +59,9 @@ pub(super) struct Subscriptions {
     pod: Option<PodRef>,
     announced: Announced,
     by_resource: HashMap<Arc<Resource>, Subscription>,
+    /// Those that wait until this replica has caught up with the client, and the end of the wait.
+    behind: HashMap<Resource, (proto::Subscribe, position::Known)>,
+    behind_until: Option<Instant>,
     charged: Charge,
     /// Whether the log says that subscriptions are refused.
     is_logged: bool,
@@ -90,6 +101,8 @@ impl Subscriptions {
             pod,
             announced,
             by_resource: HashMap::new(),
+            behind: HashMap::new(),
+            behind_until: None,
             charged: Charge::new(quota),
             is_logged: false,
             refused: HashMap::new(),
@@ -98,7 +111,7 @@ impl Subscriptions {
         }
     }
 
-    pub(super) fn subscribe(&mut self, request: proto::Subscribe) -> Result<(), Status> {
+    pub(super) fn subscribe(&mut self, mut request: proto::Subscribe) -> Result<(), Status> {
         let Some(resource) = self.resource(request.r#type, &request.name)? else {
             return Ok(());
         };
@@ -108,8 +121,10 @@ impl Subscriptions {
                 request.name
             )));
         }
-        if !self.by_resource.contains_key(&resource) {
-            if self.by_resource.len() >= MAX_SUBSCRIPTIONS {
+        // Without its texts, which have no limit.
+        let known = request.known_position.take().map(position::Known::from);
+        if !self.by_resource.contains_key(&resource) && !self.behind.contains_key(&resource) {
+            if self.by_resource.len() + self.behind.len() >= MAX_SUBSCRIPTIONS {
                 return Err(Status::resource_exhausted(format!(
                     "this stream has {MAX_SUBSCRIPTIONS} subscriptions, the maximum; unsubscribe \
                      from idle destinations"
@@ -120,18 +135,64 @@ impl Subscriptions {
             }
         }
         self.refused.remove(&resource);
+        self.behind.remove(&resource);
+        match known.filter(|known| self.subscriber.is_behind(known)) {
+            Some(known) => self.catch_up(resource, request, known),
+            None => self.add(&resource, request),
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, resource: &Resource, request: proto::Subscribe) {
         let known = Version::parse(&request.known_version);
         let known = known.map_or(Known::Nothing, Known::Earlier);
-        let name = Some(request.name).filter(|name| *name != name_of(&resource));
+        let name = Some(request.name).filter(|name| *name != name_of(resource));
         let name = name.map(String::into_boxed_str);
-        let resource = self.subscriber.subscribe(&resource);
+        let resource = self.subscriber.subscribe(resource);
         let subscription = Subscription {
             name,
             known,
             unacknowledged: None,
         };
         self.by_resource.insert(resource, subscription);
-        Ok(())
+    }
+
+    /// The client has a state that may be newer. It keeps it while this replica catches up.
+    fn catch_up(&mut self, resource: Resource, request: proto::Subscribe, known: position::Known) {
+        self.subscriber.catch_up(&known);
+        if self.behind.is_empty() {
+            self.behind_until = Some(Instant::now() + MAX_CATCH_UP);
+        }
+        self.behind.insert(resource, (request, known));
+    }
+
+    /// Until when subscriptions wait at most, if there are any.
+    pub(super) fn behind_until(&self) -> Option<Instant> {
+        self.behind_until.filter(|_| !self.behind.is_empty())
+    }
+
+    /// The positions of this replica that are published.
+    pub(super) fn published(&self) -> watch::Receiver<Option<Arc<Position>>> {
+        self.subscriber.published()
+    }
+
+    /// Ends the wait of subscriptions if this replica has caught up, or if it takes too long: the
+    /// client then decides. Returns their number, and whether it has caught up.
+    pub(super) fn end_wait(&mut self) -> (usize, bool) {
+        let mut known = self.behind.values().map(|(_, known)| known);
+        let has_caught_up = !known.any(|known| self.subscriber.is_behind(known));
+        let is_due = self
+            .behind_until
+            .is_some_and(|until| Instant::now() >= until);
+        if !has_caught_up && !is_due {
+            return (0, false);
+        }
+        let behind = std::mem::take(&mut self.behind);
+        let count = behind.len();
+        for (resource, (request, _)) in behind {
+            self.add(&resource, request);
+        }
+        (count, has_caught_up)
     }
 
     /// The others stay. It is requested again later.
@@ -154,7 +215,8 @@ impl Subscriptions {
     pub(super) fn unsubscribe(&mut self, request: proto::Unsubscribe) -> Result<(), Status> {
         if let Some(resource) = self.resource(request.r#type, &request.name)? {
             self.refused.remove(&resource);
-            if self.by_resource.remove(&resource).is_some() {
+            let was_behind = self.behind.remove(&resource).is_some();
+            if self.by_resource.remove(&resource).is_some() || was_behind {
                 self.charged.remove(SUBSCRIPTION_BYTES);
             }
             self.subscriber.unsubscribe(&resource);
@@ -325,6 +387,8 @@ fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
 
 /// A response about a resource without its update.
 fn header(resource: &Resource, name: Option<&str>, state: &State) -> proto::DiscoverResponse {
+    let kinds = dependencies::kinds(resource, state.target.as_ref());
+    let position = state.position.as_deref();
     let kind = match resource {
         Resource::Destination(_) => ResourceType::Destination,
         Resource::Backend(..) => ResourceType::Backend,
@@ -334,7 +398,7 @@ fn header(resource: &Resource, name: Option<&str>, state: &State) -> proto::Disc
         name: name.map_or_else(|| name_of(resource), str::to_owned),
         version: state.version.to_string(),
         r#type: kind.into(),
-        position: state.position.as_deref().map(message::position),
+        position: position.map(|position| position.message(kinds)),
         ..proto::DiscoverResponse::default()
     }
 }
@@ -374,7 +438,7 @@ mod tests {
     use super::*;
     use crate::authenticate::Caller;
     use crate::hub::Hub;
-    use crate::index::object::{Change, Kind, Object, Source};
+    use crate::index::object::{Change, Event, Kind, Object, Source};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
     use crate::routes::statuses::Source as _;
@@ -557,6 +621,104 @@ mod tests {
         };
         slice.endpoints.pop();
         apply(Object::Slice(slice.clone()))
+    }
+
+    fn at(change: Change, version: u64) -> Event {
+        Event {
+            change,
+            version: Some(version),
+        }
+    }
+
+    /// A cluster whose pods are at this version.
+    fn hub_at(pods: u64) -> Hub {
+        let hub = Hub::new([Source::Kubernetes]);
+        let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+        let api = crate::index::tests::api_service("uid");
+        hub.apply([Change::Epoch(0)]);
+        hub.apply([
+            at(list(Kind::Service, vec![api]), 1),
+            at(list(Kind::Slice, vec![]), 1),
+            at(list(Kind::Pod, vec![]), pods),
+        ]);
+        hub
+    }
+
+    fn known(pods: u64, restored: u64) -> Option<proto::Position> {
+        let components = [("Pod", pods), ("HTTPRoute", 99), ("of a later release", 1)];
+        let component = |(kind, version): (&str, u64)| proto::position::Component {
+            kind: kind.to_owned(),
+            resource_version: version,
+            restored,
+            ..proto::position::Component::default()
+        };
+        Some(proto::Position {
+            epoch: "uid".to_owned(),
+            components: components.map(component).into(),
+        })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn replica_that_is_behind_catches_up_before_it_responds() {
+        let hub = hub_at(10);
+        let mut stream = stream(&hub);
+        let destination = |port| SocketAddr::from(([10, 0, 0, 1], port));
+        let subscribe = |port, known_position| proto::Subscribe {
+            known_position,
+            ..subscribe(destination(port), "")
+        };
+        // HTTPRoutes are not installed.
+        stream.subscribe(subscribe(1, known(10, 0))).unwrap();
+        stream.subscribe(subscribe(2, known(20, 0))).unwrap();
+        stream.subscribe(subscribe(3, known(20, 0))).unwrap();
+        stream.subscribe(subscribe(4, known(20, 0))).unwrap();
+        let requests = hub.requests();
+        assert_eq!(requests.borrow().kinds[Kind::Pod as usize], 3);
+        let unsubscribe = proto::Unsubscribe {
+            name: destination(3).to_string(),
+            r#type: 0,
+        };
+        stream.unsubscribe(unsubscribe).unwrap();
+        let names = |stream: &mut Subscriptions| {
+            let messages = messages(frames(stream)).into_iter();
+            messages.map(|message| message.name).collect::<HashSet<_>>()
+        };
+        assert_eq!(names(&mut stream), ["10.0.0.1:1".to_owned()].into());
+        hub.apply([at(Change::Bookmark(Source::Kubernetes, Kind::Pod), 19)]);
+        assert_eq!(stream.end_wait(), (0, false));
+        hub.apply([at(Change::Bookmark(Source::Kubernetes, Kind::Pod), 20)]);
+        assert_eq!(stream.end_wait(), (2, true));
+        let expected = ["10.0.0.1:2".to_owned(), "10.0.0.1:4".to_owned()];
+        assert_eq!(names(&mut stream), expected.into());
+        assert_eq!(stream.behind_until(), None);
+        // A later epoch, or a client that lies.
+        stream.subscribe(subscribe(5, known(1, 1000))).unwrap();
+        assert_eq!(requests.borrow().epochs, 1);
+        let until = stream.behind_until().unwrap();
+        assert_eq!(until, Instant::now() + MAX_CATCH_UP);
+        tokio::time::advance(MAX_CATCH_UP).await;
+        assert_eq!(stream.end_wait(), (1, false));
+        assert_eq!(names(&mut stream), ["10.0.0.1:5".to_owned()].into());
+    }
+
+    #[test]
+    fn waiting_subscriptions_are_charged() {
+        let hub = hub_at(10);
+        let quotas = Quotas::with_subscriptions(10);
+        let quota = quotas.of(&Caller {
+            user: "".into(),
+            pod: None,
+        });
+        let mut stream = Subscriptions::new(hub.watch_resources(None), None, quota, ALL);
+        for port in 1..=100 {
+            let destination = SocketAddr::from(([10, 0, 0, 1], port));
+            let request = proto::Subscribe {
+                known_position: known(20, 0),
+                ..subscribe(destination, "")
+            };
+            stream.subscribe(request).unwrap();
+        }
+        assert_eq!((stream.behind.len(), stream.refused.len()), (10, 90));
     }
 
     #[test]

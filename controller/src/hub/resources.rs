@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use tokio::sync::watch;
 
 use super::Hub;
 use super::subscribers::ResourceQueue;
 use super::watched::Resolved;
 use crate::index::endpoints::{Delta, Endpoints};
 use crate::index::object::Resource;
+use crate::index::position::{Known, Lack, Position};
 use crate::index::state::State;
 use crate::index::version::Version;
 
@@ -17,15 +19,43 @@ pub struct Resources {
     pub(super) hub: Hub,
     pub(super) id: u64,
     pub(super) queue: Arc<ResourceQueue>,
+    pub(super) published: watch::Receiver<Option<Arc<Position>>>,
 }
 
 impl Resources {
+    /// Whether this replica may lack events that a state at a known position includes.
+    pub fn is_behind(&self, known: &Known) -> bool {
+        let published = self.published.borrow();
+        let position = published.as_ref();
+        position.is_some_and(|position| position.lacks(known).next().is_some())
+    }
+
+    /// Requests what this replica lacks from its source.
+    pub fn catch_up(&self, known: &Known) {
+        let position = self.published.borrow().clone();
+        let lacks = position.iter().flat_map(|position| position.lacks(known));
+        self.hub.requests.send_modify(|requests| {
+            lacks.for_each(|lack| match lack {
+                Lack::Epoch => requests.epochs += 1,
+                Lack::Kind(kind) => requests.kinds[kind as usize] += 1,
+            });
+        });
+    }
+
+    /// The latest position whose changes are published, and later ones.
+    pub fn published(&self) -> watch::Receiver<Option<Arc<Position>>> {
+        self.published.clone()
+    }
+
     /// Adds a subscription, and a notification of its current state, even if it exists. Returns the
     /// resource as all subscribers share it.
     pub fn subscribe(&mut self, resource: &Resource) -> Arc<Resource> {
         // The index stays unchanged until the state is published.
         let index = self.hub.index();
-        let (location, is_known) = self.hub.subscribers().known(self.id, resource);
+        let (location, is_known, is_pending) = self.hub.subscribers().known(self.id, resource);
+        if is_pending {
+            self.hub.publish_one(&index, resource);
+        }
         let resolved = (!is_known).then(|| Resolved::new(&index, resource, &location));
         let mut subscribers = self.hub.subscribers();
         subscribers.subscribe(&index, self.id, resource, resolved)

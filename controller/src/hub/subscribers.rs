@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::MAX_SLICE;
@@ -15,6 +16,7 @@ use super::watched::{Resolved, Subscriber, Watched};
 use crate::authenticate::{Namespaces, PodRef};
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
+use crate::index::position::Position;
 use crate::index::state::State;
 use crate::index::{Index, Touched, link, unlink};
 
@@ -33,6 +35,8 @@ pub(super) struct Subscribers {
     all: HashMap<u64, (Namespaces, Arc<ServiceQueue>)>,
     clients: HashMap<u64, Client>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
+    /// The latest position whose changes are published, except those of pending resources.
+    pub(super) published: watch::Sender<Option<Arc<Position>>>,
     next_id: u64,
 }
 
@@ -193,12 +197,13 @@ impl Subscribers {
         }
     }
 
-    /// The location of a client, and the state of a resource there, if a subscriber has it.
-    pub(super) fn known(&self, id: u64, resource: &Resource) -> (Location, bool) {
+    /// The location of a client, and whether the state of a resource there is known, and pending.
+    pub(super) fn known(&self, id: u64, resource: &Resource) -> (Location, bool, bool) {
         let location = &self.client(id).location;
         let watched = self.resources.get(resource);
         let is_known = watched.is_some_and(|watched| watched.state(location).is_some());
-        (location.clone(), is_known)
+        let is_pending = watched.is_some_and(|watched| watched.is_pending);
+        (location.clone(), is_known, is_pending)
     }
 
     /// Adds a subscription, and a notification of its current state, even if it exists. `resolved`
@@ -217,7 +222,10 @@ impl Subscribers {
             link(&mut self.destinations_on, &address.port(), address);
         }
         let client = self.clients.get_mut(&id).expect("a client is removed last");
-        let state = watched.add(index, resource, &client.location, resolved);
+        let published = self.published.borrow();
+        let location = &client.location;
+        let state = watched.add(index, resource, location, resolved, published.as_ref());
+        drop(published);
         let subscriber = Subscriber {
             queue: client.queue.clone(),
             acknowledged: None,
@@ -235,6 +243,13 @@ impl Subscribers {
         {
             client.queue.remove(&resource);
             self.forget(&resource, id);
+        }
+    }
+
+    /// A change may concern a resource.
+    pub(super) fn mark_pending(&mut self, resource: &Resource) {
+        if let Some(watched) = self.resources.get_mut(resource) {
+            watched.is_pending = true;
         }
     }
 
@@ -327,6 +342,7 @@ impl Subscribers {
     /// Moves the clients in pods and on nodes that have changed, and notifies them of the resources
     /// that depend on their location.
     pub(super) fn relocate(&mut self, index: &Index, touched: &Touched) {
+        let published = self.published.borrow();
         let pods = touched.pods.iter();
         let in_pods = pods.filter_map(|pod| self.clients_of_pod.get(pod));
         let mut moved: BTreeSet<u64> = in_pods.flatten().copied().collect();
@@ -346,7 +362,8 @@ impl Subscribers {
             }
             for resource in &client.subscribed {
                 if let Some(watched) = self.resources.get_mut(resource) {
-                    let state = watched.add(index, resource, &client.location, None);
+                    let (location, published) = (&client.location, published.as_ref());
+                    let state = watched.add(index, resource, location, None, published);
                     client.queue.push(resource.clone(), state);
                 }
             }

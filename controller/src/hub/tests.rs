@@ -160,45 +160,79 @@ fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
     }
 }
 
+/// The epoch of the next state, and the versions of pods.
+fn position(reader: &Resources) -> Option<(String, u64, u64)> {
+    let (_, published) = reader.next()?;
+    let position = published.position.as_ref()?;
+    let mut message = position.message(&[Kind::Pod]);
+    let pods = message.components.pop()?;
+    Some((message.epoch, pods.resource_version, pods.seen))
+}
+
 #[test]
-fn states_have_the_position_of_the_event_that_changed_them() {
+fn states_have_the_latest_position_without_a_change() {
     let hub = Hub::new([Source::Kubernetes]);
     let event = |change, version| Event {
         change,
         version: Some(version),
     };
+    let at = |latest, seen| Some(("uid".to_owned(), latest, seen));
     let api = crate::index::tests::api_service("uid");
     let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
     let mut reader = hub.watch_resources(None);
-    let position = |reader: &Resources| {
-        let (_, published) = reader.next()?;
-        let position = published.position.as_ref()?;
-        Some((position.epoch.to_string(), position.versions[&Kind::Pod]))
-    };
-    hub.apply([event(list(Kind::Service, vec![api]), 10)]);
+    hub.apply([event(list(Kind::Service, vec![api.clone()]), 10)]);
     hub.apply([event(list(Kind::Slice, vec![]), 11)]);
     hub.apply([event(list(Kind::Pod, vec![]), 12)]);
-    let mut other = hub.watch_resources(None);
-    other.subscribe(&destination("10.0.0.2:80"));
-    reader.subscribe(&destination("10.0.0.1:80"));
-    assert_eq!(position(&reader), Some(("uid".to_owned(), 12)));
+    let address = destination("10.0.0.1:80");
+    reader.subscribe(&address);
+    assert_eq!(position(&reader), None, "the epoch is unknown");
+    hub.apply([Change::Epoch(0)]);
+    reader.subscribe(&address);
+    assert_eq!(position(&reader), at(12, 12));
     hub.apply([
         event(pod("p", "10.0.0.1"), 20),
         event(pod("q", "10.0.0.9"), 21),
     ]);
-    assert_eq!(position(&reader), Some(("uid".to_owned(), 21)));
-    let deleted = Change::Delete(Source::Kubernetes, Kind::Pod, Key::new("shop", "p"));
-    hub.apply([event(deleted, 30)]);
-    assert_eq!(position(&reader), Some(("uid".to_owned(), 30)));
+    assert_eq!(position(&reader), at(21, 21));
+    // Another pod has changed: the next subscriber to the same state gets a later position.
+    hub.apply([event(pod("q", "10.0.0.8"), 22)]);
+    hub.apply([event(Change::Bookmark(Source::Kubernetes, Kind::Pod), 25)]);
+    assert_eq!(position(&reader), None, "nothing has changed");
+    let mut other = hub.watch_resources(None);
+    other.subscribe(&address);
+    assert_eq!(position(&other), at(22, 25));
+    // The same for a change without an effect.
+    hub.apply([
+        event(pod("p", "10.0.0.2"), 26),
+        event(pod("p", "10.0.0.1"), 27),
+    ]);
+    other.subscribe(&address);
+    assert_eq!(position(&other), at(27, 27));
     // A list after a restore from a backup.
+    hub.apply([Change::Epoch(1000)]);
     hub.apply([event(list(Kind::Pod, vec![]), 5)]);
-    hub.apply([event(list(Kind::Service, vec![]), 6)]);
-    hub.apply([event(pod("p", "10.0.0.1"), 7)]);
-    assert_eq!(position(&reader), None, "the Service of the API is gone");
-    assert_eq!(
-        other.next().unwrap().1.position.as_ref().unwrap().versions[&Kind::Pod],
-        12
-    );
+    let epoch = "uid, restored at 1000".to_owned();
+    assert_eq!(position(&reader), Some((epoch, 5, 5)));
+}
+
+#[test]
+fn state_that_is_not_published_yet_is_resolved_for_a_new_subscriber() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let address = destination("10.0.0.1:80");
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&address);
+    assert!(reader.next().unwrap().1.target.is_none());
+    let (mut touched, mut turns) = (Touched::default(), Turns::default());
+    let mut update = Update::new([pod("p", "10.0.0.1").into()].into_iter());
+    while !hub.update(&mut update, &mut touched) {}
+    hub.begin_publication(&touched, &mut turns);
+    let mut other = hub.watch_resources(None);
+    other.subscribe(&address);
+    // For all of them.
+    for reader in [&reader, &other] {
+        assert!(reader.next().unwrap().1.target.is_some());
+    }
+    assert!(!hub.publish(&mut turns) && reader.next().is_none() && other.next().is_none());
 }
 
 #[tokio::test]

@@ -28,7 +28,7 @@ impl Update {
     /// of a list depend. Returns whether there are steps.
     pub(super) fn prepare(&mut self, index: &Index) -> bool {
         while let Some(event) = self.events.pop_front() {
-            let is_list = matches!(event.change, Change::Reset(..));
+            let is_list = matches!(event.change, Change::Reset(..) | Change::NotInstalled(..));
             if is_list && !self.steps.is_empty() {
                 self.events.push_front(event);
                 break;
@@ -41,6 +41,7 @@ impl Update {
                     self.readable.insert((source, kind), false);
                 }
                 Change::Apply(..) | Change::Delete(..) => {}
+                Change::Bookmark(..) | Change::Epoch(_) => {}
             }
             self.steps.extend(index.steps(event));
             if is_list {

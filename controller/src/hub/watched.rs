@@ -10,6 +10,7 @@ use super::subscribers::ResourceQueue;
 use crate::index::Index;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::Resource;
+use crate::index::position::Position;
 use crate::index::state::State;
 
 /// The states of a resource in an index, by the location of clients within the scope.
@@ -52,6 +53,8 @@ pub(super) struct Watched {
     /// The states by the location of clients within the scope. One for most resources.
     pub(super) states: HashMap<Location, Arc<State>>,
     pub(super) subscribers: BTreeMap<u64, Subscriber>,
+    /// A change may concern it, which is not published yet.
+    pub(super) is_pending: bool,
 }
 
 /// A subscriber to a resource.
@@ -61,15 +64,21 @@ pub(super) struct Subscriber {
 }
 
 impl Watched {
-    /// The state at a location, which is added if there is none.
+    /// The state at a location, which is added if there is none, with its latest position: nothing
+    /// up to the published one concerns it.
     pub(super) fn add(
         &mut self,
         index: &Index,
         resource: &Resource,
         location: &Location,
         resolved: Option<Resolved>,
+        published: Option<&Arc<Position>>,
     ) -> Arc<State> {
-        if let Some(known) = self.state(location) {
+        let within = location.within(&self.scope);
+        if let Some(known) = self.states.get_mut(&within) {
+            if !self.is_pending {
+                State::advance(known, published);
+            }
             return known.clone();
         }
         let mut resolved = resolved.unwrap_or_else(|| Resolved::new(index, resource, location));
@@ -107,7 +116,7 @@ impl Watched {
         let shared = next(&anywhere);
         self.states.insert(anywhere.clone(), shared.clone());
         let is_shared = [&before.scope, &self.scope] == [&Scope::default(); 2];
-        let is_same = |known: &Arc<State>| Arc::ptr_eq(known, &shared);
+        let is_same = |known: &Arc<State>| known.version == shared.version;
         let is_unchanged = is_shared && before.states.get(&anywhere).is_some_and(is_same);
         for (id, Subscriber { queue, .. }) in before.subscribers.iter().filter(|_| !is_unchanged) {
             if is_shared {
@@ -126,14 +135,16 @@ impl Watched {
     }
 }
 
-/// The next state of a resource: the current one, if the versions are equal. The endpoints that
-/// subscribers may have are recorded.
+/// The next state of a resource: the current one at a later position, if the versions are equal. The
+/// endpoints that subscribers may have are recorded.
 fn next(current: Option<&Arc<State>>, next: State, history: &mut History) -> Arc<State> {
     let Some(current) = current else {
         return Arc::new(next);
     };
     if current.version == next.version {
-        return current.clone();
+        let mut current = current.clone();
+        State::advance(&mut current, next.position.as_ref());
+        return current;
     }
     if let Some(target) = current
         .target

@@ -31,7 +31,7 @@ use headless::Headless;
 use limits::Limits;
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
 use policies::Policies;
-use position::{History, Position};
+use position::{History, Position, Progress};
 use routes::Routes;
 use store::{Objects, Replaced, Store};
 use view::ServiceView;
@@ -63,7 +63,9 @@ pub struct Index {
     pods_at: HashMap<IpAddr, BTreeSet<Key>>,
     nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
     history: History,
+    /// The position after the latest complete batch of changes.
     position: Option<Arc<Position>>,
+    is_position_current: bool,
     /// The meshed pods by namespace.
     meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
     /// The objects whose status may have changed.
@@ -79,8 +81,10 @@ pub enum Step {
     Set(Source, Object),
     /// A deleted object.
     Remove(Source, Kind, Key),
-    /// The source has reached this resource version of a kind, perhaps by a list.
-    Record(Source, Kind, bool, Option<u64>),
+    /// The source has reached this resource version of a kind.
+    Record(Source, Kind, Progress, Option<u64>),
+    /// The epoch of the resource versions.
+    SetEpoch(u64),
 }
 
 /// The topics that changes may affect.
@@ -105,13 +109,14 @@ pub struct Touched {
 impl Index {
     /// The steps of an event: a list of all objects is as many as there are objects.
     pub fn steps(&self, Event { change, version }: Event) -> Vec<Step> {
+        let record = |source, kind, progress| Step::Record(source, kind, progress, version);
         match change {
             Change::Apply(source, object) => {
-                let record = Step::Record(source, object.kind(), false, version);
+                let record = record(source, object.kind(), Progress::Change);
                 vec![Step::Set(source, object), record]
             }
             Change::Delete(source, kind, key) => {
-                let record = Step::Record(source, kind, false, version);
+                let record = record(source, kind, Progress::Change);
                 vec![Step::Remove(source, kind, key), record]
             }
             Change::Reset(source, kind, objects) => {
@@ -122,10 +127,18 @@ impl Index {
                 let deleted = deleted.map(|key| Step::Remove(source, kind, key));
                 let objects = objects.into_iter();
                 let set = objects.map(|object| Step::Set(source, object));
-                let record = Step::Record(source, kind, true, version);
+                let record = record(source, kind, Progress::List);
                 deleted.chain(set).chain([record]).collect()
             }
-            Change::NotInstalled(..) | Change::Unreadable(..) => vec![],
+            Change::NotInstalled(source, kind) => {
+                let removed = self.objects(kind).keys_of(source).into_iter();
+                let removed = removed.map(|key| Step::Remove(source, kind, key));
+                let record = record(source, kind, Progress::NotInstalled);
+                removed.chain([record]).collect()
+            }
+            Change::Unreadable(..) => vec![],
+            Change::Bookmark(source, kind) => vec![record(source, kind, Progress::Bookmark)],
+            Change::Epoch(epoch) => vec![Step::SetEpoch(epoch)],
         }
     }
 
@@ -135,15 +148,21 @@ impl Index {
         match step {
             Step::Set(source, object) => self.set(source, object, touched),
             Step::Remove(source, kind, key) => self.remove(source, kind, &key, touched),
-            Step::Record(Source::Kubernetes, kind, is_list, version) => {
-                self.history.record(kind, is_list, version);
-                let api = self.services.get(&Key::new("default", "kubernetes"));
-                let cluster = api.map(|service| &*service.uid);
-                let position = cluster.and_then(|uid| self.history.position(uid));
-                self.position = position.map(Arc::new);
+            Step::Record(Source::Kubernetes, kind, progress, version) => {
+                self.history.record(kind, progress, version);
+                self.is_position_current = false;
             }
             Step::Record(..) => {}
+            Step::SetEpoch(epoch) => {
+                self.history.set_epoch(epoch);
+                self.is_position_current = false;
+            }
         }
+    }
+
+    /// The position after the latest complete batch of changes, if positions have an order.
+    pub fn position(&self) -> Option<&Arc<Position>> {
+        self.position.as_ref()
     }
 
     /// Computes a part of what changes concern: the policies of a Service first, then what depends
@@ -178,6 +197,12 @@ impl Index {
         } else if let Some(service) = self.excess.changed.pop_first() {
             self.settle_room(&service, touched);
         } else {
+            if !std::mem::replace(&mut self.is_position_current, true) {
+                let api = self.services.get(&Key::new("default", "kubernetes"));
+                let cluster = api.map(|service| &*service.uid);
+                let position = cluster.and_then(|uid| self.history.position(uid));
+                self.position = position.map(Arc::new);
+            }
             return true;
         }
         false

@@ -149,6 +149,10 @@ pub enum Change {
     /// The source could not list an optional kind so far, and nothing waits for it any longer. What
     /// depends on it is withheld until it is listed.
     Unreadable(Source, Kind),
+    /// The source has no other changes of a kind up to a resource version.
+    Bookmark(Source, Kind),
+    /// The epoch of the resource versions of the Kubernetes API.
+    Epoch(u64),
 }
 
 /// A resource that proxies subscribe to.

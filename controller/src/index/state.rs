@@ -16,7 +16,7 @@ use crate::routes::attach::Table;
 /// The state of a resource.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// The position of the index when it resolved the resource, if positions have an order.
+    /// The latest known position of an index with this state, if positions have an order.
     pub position: Option<Arc<Position>>,
     /// The version.
     pub version: Version,
@@ -113,6 +113,15 @@ impl PartialEq for State {
 }
 
 impl State {
+    /// Sets the position, unless it is an earlier one.
+    pub fn advance(state: &mut Arc<State>, position: Option<&Arc<Position>>) {
+        if let Some(position) = position
+            && position.is_after(state.position.as_deref())
+        {
+            Arc::make_mut(state).position = Some(position.clone());
+        }
+    }
+
     /// The state of a resource with this target.
     pub fn new(target: Option<Target>) -> State {
         let rest = digest_of_rest(target.as_ref());

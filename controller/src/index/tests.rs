@@ -1156,6 +1156,7 @@ fn remember(objects: &mut BTreeMap<(Kind, Key, Source), Object>, change: &Change
                 .extend(all.map(|object| ((*kind, object.key().clone(), *source), object.clone())));
         }
         Change::NotInstalled(..) | Change::Unreadable(..) => {}
+        Change::Bookmark(..) | Change::Epoch(_) => {}
     }
 }
 

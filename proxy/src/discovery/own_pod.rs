@@ -3,15 +3,16 @@
 //! the arguments of the proxy apply, which contain the same values.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
 use diy_mesh_proto::mesh::v1::{Acknowledgement, ResourceType, Subscribe, Workload};
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tracing::info;
 
 use super::limits;
+use super::position::{Order, Position};
 use crate::policy::Policy;
 use crate::ports::PortSet;
 
@@ -23,6 +24,17 @@ pub(super) struct OwnPod {
     logged: String,
     /// Version of the policy; empty if there is none.
     version: String,
+    order: Order,
+    /// A configuration that is older than the policy: that of a replica that lags behind.
+    refused: Option<Received>,
+}
+
+/// A configuration, as a response has it.
+#[derive(Debug)]
+pub(super) struct Received {
+    pub workload: Workload,
+    pub version: String,
+    pub position: Position,
 }
 
 impl OwnPod {
@@ -31,6 +43,8 @@ impl OwnPod {
             policy,
             logged: String::new(),
             version: String::new(),
+            order: Order::default(),
+            refused: None,
         }
     }
 
@@ -40,10 +54,13 @@ impl OwnPod {
     }
 
     /// The subscription on a new stream.
-    pub fn subscribe(&self) -> Action {
+    pub fn subscribe(&mut self, now: Instant) -> Action {
+        self.refused = None;
+        self.order.resume(now);
         Action::Subscribe(Subscribe {
             known_version: self.version.clone(),
             r#type: ResourceType::Self_.into(),
+            known_position: self.order.known(now),
             ..Subscribe::default()
         })
     }
@@ -61,15 +78,48 @@ impl OwnPod {
         }
     }
 
+    /// The stream has ended.
+    pub fn pause(&mut self, now: Instant) {
+        self.order.pause(now);
+    }
+
+    /// The version is current.
+    pub fn confirm(&mut self, position: Position) {
+        self.refused = None;
+        self.order.confirm(position);
+    }
+
+    /// Applies a configuration, unless it is older than the policy. Returns its acknowledgement.
+    pub fn receive(&mut self, received: Received, now: Instant) -> Option<Acknowledgement> {
+        if self.is_configured() && !self.order.admits(&received.position, now) {
+            self.refused = Some(received);
+            return None;
+        }
+        self.refused = None;
+        Some(self.apply(received, now))
+    }
+
+    /// Applies the configuration that was refused for long enough: no replica sends a newer one.
+    pub fn accept_refused(&mut self, now: Instant) -> Option<Acknowledgement> {
+        let refused = self.refused.take_if(|_| self.order.is_due(now))?;
+        Some(self.apply(refused, now))
+    }
+
     /// Applies a valid configuration; an invalid one leaves the previous one in force. The
     /// acknowledgement contains why it is rejected.
-    pub fn apply(&mut self, workload: Workload, version: String) -> Acknowledgement {
+    fn apply(&mut self, received: Received, now: Instant) -> Acknowledgement {
+        let Received {
+            workload,
+            version,
+            position,
+        } = received;
         let earlier = self.policy.borrow().clone().unwrap_or_default();
-        let rejection = match policy(&workload, &earlier, Instant::now()) {
+        let rejection = match policy(&workload, &earlier, now.into_std()) {
             Ok(policy) => {
                 self.log(&policy);
                 self.policy.send_replace(Some(Arc::new(policy)));
                 self.version = version.clone();
+                self.order.apply(position);
                 String::new()
             }
             Err(reason) => reason,
@@ -85,7 +135,11 @@ impl OwnPod {
 
 /// Converts a configuration. Fails if a part is unknown to this proxy: it cannot enforce it. The
 /// rate limits keep the fill of `earlier` ones.
-fn policy(workload: &Workload, earlier: &Policy, now: Instant) -> Result<Policy, String> {
+fn policy(
+    workload: &Workload,
+    earlier: &Policy,
+    now: std::time::Instant,
+) -> Result<Policy, String> {
     let strict = match InboundMode::try_from(workload.inbound_mode) {
         Ok(InboundMode::Strict) => true,
         Ok(InboundMode::Permissive) => false,
@@ -116,9 +170,29 @@ fn policy(workload: &Workload, earlier: &Policy, now: Instant) -> Result<Policy,
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use diy_mesh_proto::mesh::v1 as proto;
     use diy_mesh_proto::mesh::v1::workload::PortRange;
 
+    use super::super::position::MAX_REFUSAL;
     use super::*;
+
+    fn received(workload: Workload, version: &str, pods: u64) -> Received {
+        let position = proto::Position {
+            epoch: "a".to_owned(),
+            components: vec![proto::position::Component {
+                kind: "Pod".to_owned(),
+                resource_version: pods,
+                ..proto::position::Component::default()
+            }],
+        };
+        Received {
+            workload,
+            version: version.to_owned(),
+            position: Some(position).into(),
+        }
+    }
 
     fn workload(mode: i32, opaque: (u32, u32)) -> Workload {
         Workload {
@@ -137,7 +211,9 @@ mod tests {
         let (sender, receiver) = watch::channel(None);
         let mut own = OwnPod::new(sender);
         let mut apply = |workload, version: &str| {
-            let acknowledgement = own.apply(workload, version.to_owned());
+            let acknowledgement = own
+                .receive(received(workload, version, 0), Instant::now())
+                .unwrap();
             assert_eq!(acknowledgement.version, version);
             (own.is_configured(), acknowledgement.rejection)
         };
@@ -161,9 +237,38 @@ mod tests {
         let policy = receiver.borrow().clone().unwrap();
         assert!(policy.strict && policy.opaque_ports.contains(26) && !policy.allow_connect);
         assert_eq!(policy.zone, "eu-1a");
-        let Action::Subscribe(subscribe) = own.subscribe() else {
+        let Action::Subscribe(subscribe) = own.subscribe(Instant::now()) else {
             panic!("expected a subscription");
         };
         assert_eq!(subscribe.known_version, "2");
+    }
+
+    #[test]
+    fn lagging_replica_restores_an_older_configuration_only_if_no_newer_one_arrives() {
+        let (sender, receiver) = watch::channel(None);
+        let (mut own, start) = (OwnPod::new(sender), Instant::now());
+        let is_strict = || receiver.borrow().as_ref().is_some_and(|one| one.strict);
+        let [strict, permissive] = [2, 1].map(|mode| workload(mode, (25, 25)));
+        let newer = received(strict, "newer", 20);
+        assert!(own.receive(newer, start).is_some() && is_strict());
+        own.pause(start);
+        let Action::Subscribe(subscribe) = own.subscribe(start) else {
+            panic!("expected a subscription");
+        };
+        let known = subscribe.known_position.unwrap();
+        assert_eq!(known.components[0].resource_version, 20);
+        let older = received(permissive.clone(), "older", 19);
+        assert!(own.receive(older, start).is_none() && is_strict());
+        let due = start + MAX_REFUSAL;
+        assert!(own.accept_refused(due - Duration::from_millis(1)).is_none());
+        let acknowledgement = own.accept_refused(due).unwrap();
+        assert_eq!(acknowledgement.version, "older");
+        assert!(!is_strict() && own.accept_refused(due).is_none());
+        // A newer state of the replica, before the time has passed.
+        let earlier = received(permissive, "earlier", 18);
+        assert!(own.receive(earlier, due).is_none());
+        let strict = received(workload(2, (25, 25)), "newer", 20);
+        assert!(own.receive(strict, due).is_some() && is_strict());
+        assert!(own.accept_refused(due + MAX_REFUSAL).is_none());
     }
 }

@@ -15,19 +15,17 @@ use diy_mesh_proto::mesh::v1::{
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::position::Position;
+use super::position::Order;
 use super::resource::Resource;
 use super::target::Target;
 
 mod entry;
 
-use entry::{Bounds, Entry, Phase, Refused};
+use entry::{Bounds, Entry, Phase};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
 
-/// Time for which states that are older than the known one are refused.
-pub(super) const MAX_REFUSAL: Duration = Duration::from_secs(30);
 /// Endpoints that each Service may have, whatever the others have.
 const MIN_ENDPOINTS: usize = 64;
 
@@ -123,7 +121,7 @@ impl Table {
         let entry = Entry {
             sender,
             version: String::new(),
-            position: Position::default(),
+            order: Order::default(),
             refused: None,
             phase: Phase::Subscribed,
             partial: None,
@@ -132,7 +130,7 @@ impl Table {
             is_rejected: false,
             unused_since: None,
         };
-        requests.push(subscribe(&resource, &entry));
+        requests.push(subscribe(&resource, &entry, Instant::now()));
         self.entries.insert(resource, entry);
         Ok((
             Watched {
@@ -221,6 +219,12 @@ impl Table {
         }
     }
 
+    /// The stream has ended.
+    pub fn pause(&mut self, now: Instant) {
+        let entries = self.entries.values_mut();
+        entries.for_each(|entry| entry.order.pause(now));
+    }
+
     /// Requests to send on a new stream: a subscription for each destination, with the known
     /// version. Removes idle destinations.
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
@@ -230,7 +234,8 @@ impl Table {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
             entry.refused = None;
-            subscribe(resource, entry)
+            entry.order.resume(now);
+            subscribe(resource, entry, now)
         };
         self.entries.iter_mut().map(resubscribe).collect()
     }
@@ -256,7 +261,7 @@ impl Table {
             .filter(|(_, entry)| entry.phase == Phase::OutOfSync)
         {
             entry.phase = Phase::Subscribed;
-            requests.extend([unsubscribe(resource), subscribe(resource, entry)]);
+            requests.extend([unsubscribe(resource), subscribe(resource, entry, now)]);
         }
         if self.entries.len() < self.entries.capacity() / 4 {
             self.entries.shrink_to_fit();
@@ -278,13 +283,12 @@ impl Table {
         idle_entries.map(remember).collect()
     }
 
-    /// Publishes the states that were refused for [`MAX_REFUSAL`]: no replica sends newer ones.
+    /// Publishes the states that were refused for long enough: no replica sends newer ones.
     /// Returns their names.
     pub fn accept_refused(&mut self, now: Instant) -> Vec<Resource> {
-        let is_due = |refused: &mut Refused| now.duration_since(refused.since) >= MAX_REFUSAL;
         let due = self.entries.iter_mut().filter_map(|(resource, entry)| {
-            let refused = entry.refused.take_if(is_due)?;
-            entry.publish(refused.state);
+            let refused = entry.refused.take_if(|_| entry.order.is_due(now))?;
+            entry.publish(refused);
             Some(resource.clone())
         });
         due.collect()
@@ -322,11 +326,12 @@ impl WereMeshed {
     }
 }
 
-fn subscribe(resource: &Resource, entry: &Entry) -> Action {
+fn subscribe(resource: &Resource, entry: &Entry, now: Instant) -> Action {
     Action::Subscribe(Subscribe {
         name: resource.to_string(),
         known_version: entry.version.clone(),
         r#type: resource.kind().into(),
+        known_position: entry.order.known(now),
     })
 }
 

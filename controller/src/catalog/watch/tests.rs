@@ -17,6 +17,7 @@ const TIMING: Timing = Timing {
     list_timeout: Duration::from_millis(500),
     start_timeout: Duration::from_millis(500),
     watch_timeout: Duration::from_secs(1),
+    stall_timeout: Duration::from_millis(100),
 };
 
 /// A server that a watch of `K` uses.
@@ -89,12 +90,40 @@ async fn lists_pages_and_resumes_after_a_bookmark() {
     assert_eq!(second, "continue=more");
     assert_eq!(server.change().await, "reset Service [shop/a shop/b]");
     assert_eq!(server.freshness.ages().len(), 1);
+    let known = "bookmark Service".to_owned();
     let bookmark =
         json!({"apiVersion": "v1", "kind": "Service", "metadata": {"resourceVersion": "90"}});
     let invalid = event("MODIFIED", service("b", "not an address", "91"));
     server.events(&[event("BOOKMARK", bookmark), invalid]).await;
+    assert_eq!(server.event().await, (known, Some(90)));
     assert_eq!(server.change().await, "delete Service shop/b");
     assert_eq!(server.hang().await, "watch=true&resourceVersion=91");
+}
+
+#[tokio::test]
+async fn one_list_replaces_a_silent_watch_if_proxies_know_of_later_events() {
+    let (mut server, cluster) = Server::start(TIMING).await;
+    let requests = cluster.requests.clone();
+    let api = vec![Api::<Service>::all(cluster.client.clone())];
+    tokio::spawn(async move {
+        let mut objects = Objects::new(Kind::Service, cluster.context());
+        objects.watch(api, ALL).await;
+    });
+    server.respond(200, list("7", "", &[])).await;
+    assert_eq!(server.change().await, "reset Service []");
+    server.events(&[]).await;
+    for kind in [Kind::Pod, Kind::Service, Kind::Service] {
+        requests.send_modify(|requests| requests.kinds[kind as usize] += 1);
+    }
+    let one = service("a", "10.0.0.1", "8");
+    let listing = server.respond(200, list("9", "", &[one])).await;
+    assert_eq!(listing, "", "a LIST before the end of the watch");
+    assert_eq!(server.change().await, "reset Service [shop/a]");
+    // All requests are answered: the next watch lasts until its own end.
+    let started = Instant::now();
+    assert_eq!(server.events(&[]).await, "watch=true&resourceVersion=9");
+    assert_eq!(server.hang().await, "watch=true&resourceVersion=9");
+    assert!(started.elapsed() >= TIMING.watch_timeout);
 }
 
 #[tokio::test]

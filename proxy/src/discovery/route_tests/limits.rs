@@ -6,7 +6,8 @@ use diy_mesh_proto::Identity;
 use proto::rate_limit::Scope;
 use proto::workload::InboundMode;
 
-use super::super::own_pod::OwnPod;
+use super::super::own_pod::{OwnPod, Received};
+use super::super::position::Position;
 use super::*;
 use crate::limit::RateLimits;
 use crate::route::matching::MatchInput;
@@ -52,7 +53,16 @@ impl Pod {
             rate_limits,
             ..proto::Workload::default()
         };
-        let rejection = self.own.apply(workload, "1".to_owned()).rejection;
+        let received = Received {
+            workload,
+            version: "1".to_owned(),
+            position: Position::default(),
+        };
+        let acknowledgement = self
+            .own
+            .receive(received, tokio::time::Instant::now())
+            .unwrap();
+        let rejection = acknowledgement.rejection;
         if rejection.is_empty() {
             until(|| self.worker.policy().rate_limits.0.len() == count).await;
         }

@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::super::policy;
-use super::super::position::Position;
+use super::super::position::{Order, Position};
 use super::super::resource::Resource;
 use super::super::routes;
 use super::super::subset::Subset;
@@ -25,9 +25,10 @@ pub(super) struct Entry {
     pub(super) sender: watch::Sender<Arc<Target>>,
     /// Version of the target in `sender`; empty if there is none to resume from.
     pub(super) version: String,
-    pub(super) position: Position,
-    /// The state on the stream, if it is older than the target in `sender`.
-    pub(super) refused: Option<Refused>,
+    pub(super) order: Order,
+    /// The state on the stream, if it is older than the target in `sender`: that of a replica of the
+    /// controller that lags behind.
+    pub(super) refused: Option<Received>,
     pub(super) phase: Phase,
     /// The part of a snapshot in several messages that has arrived.
     pub(super) partial: Option<(Snapshot, Subset)>,
@@ -45,12 +46,6 @@ pub(super) struct Received {
     pub(super) target: Target,
     pub(super) version: String,
     pub(super) position: Position,
-}
-
-/// An older state of a replica of the controller that lags behind.
-pub(super) struct Refused {
-    pub(super) state: Received,
-    pub(super) since: Instant,
 }
 
 /// What the next response may be.
@@ -75,8 +70,7 @@ impl Entry {
     /// The number of endpoints that it holds.
     pub(super) fn endpoints(&self) -> usize {
         let refused = self.refused.as_ref();
-        self.sender.borrow().endpoints()
-            + refused.map_or(0, |refused| refused.state.target.endpoints())
+        self.sender.borrow().endpoints() + refused.map_or(0, |refused| refused.target.endpoints())
     }
 
     /// Applies a response. Returns the acknowledgement of its routes and its policy.
@@ -109,6 +103,7 @@ impl Entry {
             Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
                 self.phase = Phase::Current;
                 self.refused = None;
+                self.order.confirm(position);
                 return None;
             }
             Some(Update::Unchanged(_)) => Err("unchanged, but no version is known".to_owned()),
@@ -118,7 +113,7 @@ impl Entry {
             }
             Some(Update::Delta(delta)) => {
                 let before = match &self.refused {
-                    Some(refused) => Arc::new(refused.state.target.clone()),
+                    Some(refused) => Arc::new(refused.target.clone()),
                     None => self.sender.borrow().clone(),
                 };
                 let mut report_part = |error: String| {
@@ -232,10 +227,9 @@ impl Entry {
 
     /// Publishes the state, unless the known one is newer.
     fn accept(&mut self, state: Received, now: Instant) {
-        if self.settled && state.position.is_older_than(&self.position) {
-            let since = self.refused.take().map_or(now, |refused| refused.since);
+        if self.settled && !self.order.admits(&state.position, now) {
             self.phase = Phase::Current;
-            self.refused = Some(Refused { state, since });
+            self.refused = Some(state);
         } else {
             self.publish(state);
         }
@@ -260,7 +254,7 @@ impl Entry {
         } else {
             version
         };
-        self.position = position;
+        self.order.apply(position);
         self.refused = None;
         self.phase = Phase::Current;
         if is_short {

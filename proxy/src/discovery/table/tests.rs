@@ -1,5 +1,6 @@
 //! The table of destinations, response by response.
 
+use super::super::position::MAX_REFUSAL;
 use super::*;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::snapshot::Kind;
@@ -573,6 +574,7 @@ fn apply_at(
     let component = |(kind, resource_version): (&str, u64)| proto::position::Component {
         kind: kind.to_owned(),
         resource_version,
+        ..proto::position::Component::default()
     };
     let response = DiscoverResponse {
         name: "10.96.0.7:80".to_owned(),
@@ -700,9 +702,6 @@ fn states_without_order_apply() {
     let (mut table, start) = (table(), Instant::now());
     let receiver = watch(&mut table);
     for (position, endpoint) in [
-        (("a", 50, 60), "10.0.0.1:80"),
-        // Each replica is ahead in one kind.
-        (("a", 40, 70), "10.0.0.2:80"),
         (("a", 50, 60), "10.0.0.3:80"),
         // The cluster was restored from a backup.
         (("a, restored", 1, 1), "10.0.0.4:80"),
@@ -714,6 +713,44 @@ fn states_without_order_apply() {
         assert!(!apply_at(&mut table, start, position, "1", update));
         assert_eq!(addresses(&receiver), [endpoint]);
     }
+}
+
+#[test]
+fn replicas_with_one_stalled_watch_each_do_not_take_turns() {
+    let (mut table, start) = (table(), Instant::now());
+    let receiver = watch(&mut table);
+    let [first, second] = ["10.0.0.1:80", "10.0.0.2:80"].map(|one| snapshot(Kind::Service, &[one]));
+    assert!(!apply_at(
+        &mut table,
+        start,
+        ("a", 50, 60),
+        "1",
+        first.clone()
+    ));
+    for stream in 0..10 {
+        let now = start + MAX_REFUSAL / 10 * stream;
+        let Some(Action::Subscribe(request)) = table.resume(now, MINUTE).pop() else {
+            panic!("expected a subscription");
+        };
+        let known = request.known_position.unwrap().components;
+        let known: Vec<_> = known.iter().map(|kind| kind.resource_version).collect();
+        assert_eq!(known, [60, 50], "EndpointSlice, Pod");
+        // It lacks the latest events of pods, and has later ones of slices.
+        assert!(apply_at(
+            &mut table,
+            now,
+            ("a", 40, 70),
+            "2",
+            second.clone()
+        ));
+        assert_eq!(addresses(&receiver), ["10.0.0.1:80"]);
+        table.pause(start + MAX_REFUSAL / 10 * (stream + 1));
+    }
+    // The time passes, although none of the streams has lasted as long.
+    let now = start + MAX_REFUSAL;
+    table.resume(now, MINUTE);
+    assert!(!apply_at(&mut table, now, ("a", 40, 70), "2", second));
+    assert_eq!(addresses(&receiver), ["10.0.0.2:80"]);
 }
 
 #[test]

@@ -1,0 +1,258 @@
+//! The epoch of the resource versions of the cluster: one value for all replicas, in a ConfigMap in
+//! the namespace of the mesh.
+//!
+//! A watch whose list has a lower version than it has seen notices that etcd was restored. Its
+//! replica stores the time as the new epoch, before it applies the list; the others read it. Each
+//! lists all objects again then. The ConfigMap is restored too, so an epoch is never earlier than the
+//! one of the replica that stores it. A subscriber can only cause a read, at most one a second.
+
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
+use kube::{Api, Client};
+use serde_json::json;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{sleep, timeout};
+
+use crate::index::object::{Change, Event};
+use crate::index::position::Requests;
+
+/// The ConfigMap with the epoch. Without it, there was no restore.
+pub const CONFIG_MAP: &str = "diy-service-mesh-epoch";
+/// The field with the time of the latest restore, in seconds since 1970.
+const FIELD: &str = "restored";
+/// The epoch is read again after this time, or if it is requested.
+const READ_INTERVAL: Duration = Duration::from_secs(10);
+/// Minimum time between two reads.
+const MIN_READ_INTERVAL: Duration = Duration::from_secs(1);
+/// Time for a request to the API.
+const API_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why the epoch cannot be read or stored.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{0}; the controller's ServiceAccount needs the verbs get and patch on this ConfigMap")]
+    Forbidden(kube::Error),
+    #[error("{0}")]
+    Api(#[from] kube::Error),
+    #[error("the API server has not responded within {API_TIMEOUT:?}")]
+    Timeout(#[from] tokio::time::error::Elapsed),
+}
+
+/// The epoch that this replica knows.
+pub struct Epoch {
+    config_maps: Api<ConfigMap>,
+    place: String,
+    requests: watch::Receiver<Requests>,
+    changes: mpsc::Sender<Event>,
+    known: Option<u64>,
+    /// Whether a watch has noticed a restore since.
+    is_restored: watch::Sender<bool>,
+    has_failed: bool,
+}
+
+impl Epoch {
+    /// The epoch in this namespace, which is not known yet.
+    pub fn new(
+        client: Client,
+        namespace: &str,
+        requests: watch::Receiver<Requests>,
+        changes: mpsc::Sender<Event>,
+    ) -> Epoch {
+        Epoch {
+            config_maps: Api::namespaced(client, namespace),
+            place: format!("ConfigMap {namespace}/{CONFIG_MAP}"),
+            requests,
+            changes,
+            known: None,
+            is_restored: watch::Sender::new(false),
+            has_failed: false,
+        }
+    }
+
+    /// Where watches report a restore.
+    pub(super) fn is_restored(&self) -> watch::Sender<bool> {
+        self.is_restored.clone()
+    }
+
+    /// Reads the epoch, if the API server responds. Returns whether a new one begins.
+    pub async fn read(&mut self) -> bool {
+        let is_restored = *self.is_restored.borrow();
+        let epoch = match timeout(API_TIMEOUT, self.exchange(is_restored)).await {
+            Ok(Ok(epoch)) => epoch,
+            Ok(Err(error)) => {
+                self.failed(&error);
+                return false;
+            }
+            Err(elapsed) => {
+                self.failed(&elapsed.into());
+                return false;
+            }
+        };
+        self.has_failed = false;
+        if self.known == Some(epoch) {
+            return false;
+        }
+        // An error means that the controller stops.
+        let _ = self.changes.send(Change::Epoch(epoch).into()).await;
+        self.is_restored.send_replace(false);
+        self.known.replace(epoch).is_some()
+    }
+
+    /// Reads the epoch again and again, until a new one begins.
+    pub async fn changed(&mut self) {
+        loop {
+            sleep(MIN_READ_INTERVAL).await;
+            let answered = self.requests.borrow().epochs;
+            let mut restored = self.is_restored.subscribe();
+            tokio::select! {
+                _ = self.requests.wait_for(|requests| requests.epochs != answered) => {}
+                _ = restored.wait_for(|is_restored| *is_restored) => {}
+                () = sleep(READ_INTERVAL) => {}
+            }
+            if self.read().await {
+                return;
+            }
+        }
+    }
+
+    /// The epoch from now on, which is stored if it is new.
+    async fn exchange(&self, is_restored: bool) -> Result<u64, Error> {
+        let stored = self.config_maps.get_opt(CONFIG_MAP).await;
+        let stored = stored.map_err(explain)?;
+        let data = stored.as_ref().and_then(|map| map.data.as_ref());
+        let value = data.and_then(|data| data.get(FIELD)?.parse().ok());
+        let value = value.unwrap_or_default();
+        let epoch = next(self.known, is_restored, value, now());
+        if epoch > value {
+            self.store(stored, epoch).await?;
+            tracing::warn!(
+                "the cluster or {} was restored from a backup: stored epoch {epoch} in place of \
+                 {value}",
+                self.place
+            );
+        }
+        Ok(epoch)
+    }
+
+    /// Fails if another replica has stored an epoch since.
+    async fn store(&self, before: Option<ConfigMap>, epoch: u64) -> Result<(), Error> {
+        let data = (FIELD.to_owned(), epoch.to_string());
+        let Some(before) = before else {
+            let label = ("app.kubernetes.io/part-of", "diy-service-mesh");
+            let new = ConfigMap {
+                metadata: ObjectMeta {
+                    name: Some(CONFIG_MAP.to_owned()),
+                    labels: Some([(label.0.to_owned(), label.1.to_owned())].into()),
+                    ..ObjectMeta::default()
+                },
+                data: Some([data].into()),
+                ..ConfigMap::default()
+            };
+            let created = self.config_maps.create(&PostParams::default(), &new).await;
+            created.map_err(explain)?;
+            return Ok(());
+        };
+        let patch = json!({
+            "metadata": {"resourceVersion": before.metadata.resource_version},
+            "data": {FIELD: data.1},
+        });
+        let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+        let patched = self.config_maps.patch(CONFIG_MAP, &params, &patch).await;
+        patched.map_err(explain)?;
+        Ok(())
+    }
+
+    /// Logs the first of several failures in a row.
+    fn failed(&mut self, error: &Error) {
+        if !std::mem::replace(&mut self.has_failed, true) {
+            tracing::warn!(
+                "cannot use the epoch in {}, retrying; replicas may disagree on the order of \
+                 states: {error}",
+                self.place
+            );
+        }
+    }
+}
+
+fn explain(error: kube::Error) -> Error {
+    match &error {
+        kube::Error::Api(status) if status.code == 403 => Error::Forbidden(error),
+        _ => Error::Api(error),
+    }
+}
+
+/// The epoch of a replica after a read of the stored one: the latest that is known, or a new one for
+/// a restore that no other replica has noticed before.
+pub fn next(known: Option<u64>, is_restored: bool, stored: u64, now: u64) -> u64 {
+    let known = known.unwrap_or_default();
+    match is_restored && stored <= known {
+        true => now.max(known.saturating_add(1)),
+        false => stored.max(known),
+    }
+}
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Server, failure};
+    use super::super::watch::Timing;
+    use super::*;
+
+    #[test]
+    fn epoch_changes_only_if_a_restore_was_noticed() {
+        assert_eq!(next(None, false, 0, 100), 0);
+        assert_eq!(next(None, false, 50, 100), 50);
+        assert_eq!(next(Some(50), false, 0, 100), 50, "that of a backup");
+        assert_eq!(next(Some(0), true, 0, 100), 100);
+        assert_eq!(next(Some(0), true, 90, 100), 90, "of another replica");
+        assert_eq!(next(Some(200), true, 90, 100), 201, "clocks differ");
+    }
+
+    fn stored(epoch: &str, version: &str) -> serde_json::Value {
+        json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "data": {"restored": epoch},
+            "metadata": {"name": CONFIG_MAP, "namespace": "mesh", "resourceVersion": version},
+        })
+    }
+
+    #[tokio::test]
+    async fn restore_is_stored_unless_another_replica_has_stored_it() {
+        let (mut server, cluster) = Server::start(Timing::default()).await;
+        let requests = watch::Sender::new(Requests::default());
+        let (sender, mut changes) = mpsc::channel(4);
+        let requests = requests.subscribe();
+        let mut epoch = Epoch::new(cluster.client.clone(), "mesh", requests, sender);
+        let (begins, _) = tokio::join!(epoch.read(), server.respond(200, stored("7", "69")));
+        assert!(!begins, "it is the first one");
+        assert_eq!(changes.try_recv().unwrap().change, Change::Epoch(7));
+        epoch.is_restored().send_replace(true);
+        // The other replica is faster.
+        let respond = async {
+            server.respond(200, stored("7", "70")).await;
+            server.respond(409, failure(409)).await;
+        };
+        let (begins, ()) = tokio::join!(epoch.read(), respond);
+        assert!(!begins && changes.try_recv().is_err());
+        let (begins, _) = tokio::join!(epoch.read(), server.respond(200, stored("9", "71")));
+        assert!(begins && !*epoch.is_restored().borrow());
+        assert_eq!(changes.try_recv().unwrap().change, Change::Epoch(9));
+        epoch.is_restored().send_replace(true);
+        let respond = async {
+            let mut missing = failure(404);
+            missing["reason"] = json!("NotFound");
+            server.respond(404, missing).await;
+            server.respond(201, stored("1", "1")).await;
+        };
+        let (begins, ()) = tokio::join!(epoch.read(), respond);
+        let Change::Epoch(new) = changes.try_recv().unwrap().change else {
+            panic!("expected an epoch");
+        };
+        assert!(begins && new > 1_700_000_000, "{new}");
+    }
+}
