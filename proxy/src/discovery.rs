@@ -483,7 +483,10 @@ impl Driver {
     fn sweep(&mut self) {
         self.table.max_endpoints = (self.max_endpoints)();
         if self.stream.is_some() {
-            let accepted = self.table.accept_refused(Instant::now());
+            let accepted = self.table.accept_refused(Instant::now()).into_iter();
+            let (accepted, acknowledgements): (Vec<_>, Vec<_>) = accepted.unzip();
+            let acknowledgements = acknowledgements.into_iter().flatten();
+            self.send(acknowledgements.map(Action::Acknowledgement));
             let mut accepted: Vec<_> = accepted.iter().map(Resource::to_string).collect();
             if let Some(acknowledgement) = self.own_pod.accept_refused(Instant::now()) {
                 self.acknowledge_own_pod(acknowledgement);

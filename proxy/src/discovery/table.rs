@@ -284,12 +284,11 @@ impl Table {
     }
 
     /// Publishes the states that were refused for long enough: no replica sends newer ones.
-    /// Returns their names.
-    pub fn accept_refused(&mut self, now: Instant) -> Vec<Resource> {
+    /// Returns their names and acknowledgements.
+    pub fn accept_refused(&mut self, now: Instant) -> Vec<(Resource, Option<Acknowledgement>)> {
         let due = self.entries.iter_mut().filter_map(|(resource, entry)| {
             let refused = entry.refused.take_if(|_| entry.order.is_due(now))?;
-            entry.publish(refused);
-            Some(resource.clone())
+            Some((resource.clone(), entry.publish(refused)))
         });
         due.collect()
     }

@@ -46,6 +46,8 @@ pub(super) struct Received {
     pub(super) target: Target,
     pub(super) version: String,
     pub(super) position: Position,
+    /// Of its routes and its policy, to be sent when they are in force.
+    pub(super) acknowledgement: Option<Acknowledgement>,
 }
 
 /// What the next response may be.
@@ -73,7 +75,8 @@ impl Entry {
         self.sender.borrow().endpoints() + refused.map_or(0, |refused| refused.target.endpoints())
     }
 
-    /// Applies a response. Returns the acknowledgement of its routes and its policy.
+    /// Applies a response. Returns the acknowledgement of the routes and the policy that it has put in
+    /// force, or has rejected.
     pub(super) fn apply(
         &mut self,
         resource: &Resource,
@@ -133,17 +136,21 @@ impl Entry {
             }
         };
         let is_in_sync = next.is_ok() && invalid_parts == 0;
-        match next {
+        let acknowledgement = match next {
             Ok(target) => {
                 let state = Received {
                     target,
                     version,
                     position,
+                    acknowledgement,
                 };
-                self.accept(state, now);
+                self.accept(state, now)
             }
-            Err(error) => report(error),
-        }
+            Err(error) => {
+                report(error);
+                acknowledgement.filter(|one| !one.rejection.is_empty())
+            }
+        };
         if !is_in_sync {
             self.mark_out_of_sync();
         }
@@ -225,22 +232,27 @@ impl Entry {
         (snapshot, subset)
     }
 
-    /// Publishes the state, unless the known one is newer.
-    fn accept(&mut self, state: Received, now: Instant) {
+    /// Publishes the state, unless the known one is newer. A difference to a refused state keeps its
+    /// acknowledgement.
+    fn accept(&mut self, mut state: Received, now: Instant) -> Option<Acknowledgement> {
+        let refused = self.refused.take();
+        let refused = refused.and_then(|refused| refused.acknowledgement);
+        state.acknowledgement = state.acknowledgement.or(refused);
         if self.settled && !self.order.admits(&state.position, now) {
             self.phase = Phase::Current;
             self.refused = Some(state);
-        } else {
-            self.publish(state);
+            return None;
         }
+        self.publish(state)
     }
 
-    /// Sends the target to its receivers.
-    pub(super) fn publish(&mut self, state: Received) {
+    /// Sends the target to its receivers. Returns the acknowledgement.
+    pub(super) fn publish(&mut self, state: Received) -> Option<Acknowledgement> {
         let Received {
             mut target,
             version,
             position,
+            acknowledgement,
         } = state;
         target.inherit_affinity(&self.sender.borrow());
         if !target.is_without_endpoint() {
@@ -261,6 +273,7 @@ impl Entry {
             self.mark_out_of_sync();
         }
         self.settled = true;
+        acknowledgement
     }
 
     /// Keeps the target until a snapshot arrives, for which no receiver waits.

@@ -586,9 +586,9 @@ fn apply_at(
         }),
         ..DiscoverResponse::default()
     };
-    table
-        .apply(response, now, &mut |error| panic!("{error}"))
-        .is_older
+    let applied = table.apply(response, now, &mut |error| panic!("{error}"));
+    assert!(!applied.is_older || applied.acknowledgement.is_none());
+    applied.is_older
 }
 
 #[test]
@@ -759,7 +759,10 @@ fn older_state_applies_if_no_newer_one_arrives() {
     let receiver = watch(&mut table);
     let known = snapshot(Kind::Service, &["10.0.0.1:80"]);
     apply_at(&mut table, start, ("a", 50, 60), "known", known);
-    let old = snapshot(Kind::Service, &["10.0.0.2:80"]);
+    let mut old = snapshot(Kind::Service, &["10.0.0.2:80"]);
+    if let Update::Snapshot(old) = &mut old {
+        old.policy = Some(proto::BackendPolicy::default());
+    }
     assert!(apply_at(&mut table, start, ("a", 1, 1), "old", old));
     let later = start + MAX_REFUSAL / 2;
     let update = delta(&["10.0.0.3:80"], &[]);
@@ -770,7 +773,14 @@ fn older_state_applies_if_no_newer_one_arrives() {
             .accept_refused(due - Duration::from_millis(1))
             .is_empty()
     );
-    assert_eq!(table.accept_refused(due), [address("10.96.0.7:80").into()]);
+    // Only now is its policy in force.
+    let acknowledgement = proto::Acknowledgement {
+        name: "10.96.0.7:80".to_owned(),
+        version: "old".to_owned(),
+        ..proto::Acknowledgement::default()
+    };
+    let accepted = (address("10.96.0.7:80").into(), Some(acknowledgement));
+    assert_eq!(table.accept_refused(due), [accepted]);
     assert_eq!(addresses(&receiver), ["10.0.0.2:80", "10.0.0.3:80"]);
     assert!(table.accept_refused(due).is_empty());
     // From there on, the order counts from that state.
