@@ -85,6 +85,8 @@ struct Replica {
 struct Watch {
     revision: u64,
     is_stalled: bool,
+    /// It sends nothing, and the objects cannot be listed either.
+    is_broken: bool,
     /// The next LIST or events, and the next bookmark.
     next: Instant,
     bookmark: Instant,
@@ -99,6 +101,7 @@ impl Replica {
         let watch = |_| Watch {
             revision: 0,
             is_stalled: false,
+            is_broken: false,
             next: now,
             bookmark: now,
             must_list: true,
@@ -129,7 +132,7 @@ impl Replica {
                 watch.silent = now;
             }
             watch.must_list |= now - watch.silent >= STALL_TIMEOUT;
-            if now < watch.next {
+            if now < watch.next || watch.is_broken {
                 continue;
             }
             let is_list = std::mem::take(&mut watch.must_list);
@@ -532,4 +535,19 @@ async fn replica_that_cannot_catch_up_takes_proxies_back_after_30_seconds() {
         world.settle().await;
     }
     assert!(taken_back > 0, "no proxy is frozen");
+}
+
+#[tokio::test(start_paused = true)]
+async fn replicas_that_cannot_read_a_kind_each_take_proxies_back_after_30_seconds() {
+    for seed in 0..6 {
+        let mut world = World::new(seed);
+        world.run(20).await;
+        for broken in [true, false] {
+            for place in 0..2 {
+                world.replicas[place].watches[place].is_broken = broken;
+            }
+            world.run(if broken { 200 } else { 10 }).await;
+        }
+        world.settle().await;
+    }
 }
