@@ -551,3 +551,19 @@ async fn replicas_that_cannot_read_a_kind_each_take_proxies_back_after_30_second
         world.settle().await;
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn replicas_catch_up_before_proxies_take_an_older_state() {
+    for seed in 0..6 {
+        let mut world = World::new(seed);
+        world.run(20).await;
+        for _ in 0..4 {
+            world.stall(0, 0);
+            world.stall(1, 1);
+            world.run(45).await;
+        }
+        for proxy in &world.proxies {
+            assert_eq!(proxy.taken_back, 0, "seed {seed}");
+        }
+    }
+}
