@@ -19,10 +19,9 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::timeout;
 
-use crate::account::Charge;
 use crate::error::Failure;
 use crate::io::Io;
-use crate::memory::max_read;
+use crate::memory::{Charge, max_read};
 use crate::tls::Acceptance;
 
 /// The maximum number of buffered bytes. Above it, a write waits for the socket.
@@ -77,10 +76,15 @@ struct Inner {
     /// Charged for the connection, and for what waits for its peer.
     memory: Charge,
     /// What was charged at first.
-    base: usize,
+    cost: usize,
+    /// The most streams that were open at once.
+    streams: usize,
     /// The memory that the connection needs is not left.
     overload: Option<Failure>,
 }
+
+/// What `h2` keeps of each stream, also for later ones: as many as were open at once.
+const STREAM_STATE: usize = 512;
 
 impl Batched {
     /// A handle to a connection, for which `memory` has been charged already.
@@ -90,7 +94,8 @@ impl Batched {
             buffer: Vec::new(),
             written: 0,
             bytes_read: 0,
-            base: memory.amount(),
+            cost: memory.amount(),
+            streams: 0,
             memory,
             overload: None,
         };
@@ -109,7 +114,7 @@ impl Batched {
                 queue.ended.set(0);
             }
             let held = inner.buffer.capacity() + inner.io.buffered();
-            let held = inner.base + held + queue.bytes.get() + queue.ended.get();
+            let held = inner.base() + held + queue.bytes.get() + queue.ended.get();
             if let Err(failure) = inner.memory.hold(held) {
                 inner.overload = Some(failure);
                 cx.waker().wake_by_ref();
@@ -134,7 +139,7 @@ impl Batched {
         let queued = queue.bytes.get();
         let is_left = || {
             let inner = &mut *inner.borrow_mut();
-            inner.memory.try_grow(inner.base + queued + length)
+            inner.memory.try_grow(inner.base() + queued + length)
         };
         if queued == 0 || queued + length <= MAX_QUEUED && is_left() {
             return Poll::Ready(());
@@ -170,6 +175,20 @@ impl Batched {
         let _ = timeout(LINGER_TIMEOUT, discarded).await;
     }
 
+    /// The connection has ended: it holds nothing, however long there are handles to it.
+    pub fn release(&self) {
+        let inner = &mut *self.0.borrow_mut();
+        inner.buffer = Vec::new();
+        // Never fails: it does not grow.
+        let _ = inner.memory.hold(0);
+    }
+
+    /// Charges the connection for this many streams that are open at once, until it ends.
+    pub fn open_streams(&self, count: usize) {
+        let inner = &mut *self.0.borrow_mut();
+        inner.streams = inner.streams.max(count);
+    }
+
     /// Makes the connection end with a reset when it is dropped.
     pub fn reset_on_drop(&self) {
         self.0.borrow().io.reset_on_drop();
@@ -187,6 +206,11 @@ impl Batched {
 }
 
 impl Inner {
+    /// What the connection holds when nothing waits for its peer.
+    fn base(&self) -> usize {
+        self.cost + self.streams * STREAM_STATE
+    }
+
     /// Writes the buffered bytes. Pending while the socket's send buffer is full.
     fn poll_write_out(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.written < self.buffer.len() {
@@ -306,16 +330,19 @@ mod tests {
     use tokio::net::{TcpListener, TcpStream};
 
     use super::*;
-    use crate::account::{Budget, Holder};
+    use crate::memory::Holder;
+    use diy_mesh_runtime::admission::Admission;
 
     #[tokio::test]
     async fn bodies_wait_while_the_queue_is_full_or_the_memory_is_short() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stream = TcpStream::connect(address).await.unwrap();
-        let budget = Budget::bytes(1024 * 1024);
-        let account = budget.account(Holder::Plaintext(address.ip()));
-        let io = Batched::new(Io::new(stream), Charge::new(account));
+        let admission = Admission::new(2);
+        admission.resize(2, 1024 * 1024);
+        let slot = |holder: Holder| Rc::new(admission.admit(&holder.path()).expect("a slot"));
+        let charge = Charge::new(slot(Holder::Plaintext(address.ip())));
+        let io = Batched::new(Io::new(stream), charge);
         let has_room = |length| {
             let task = Context::from_waker(Waker::noop());
             io.poll_room(&task, length).is_ready()
@@ -326,12 +353,12 @@ mod tests {
         // What `h2` has written needs no room.
         drop(bodies);
         assert_eq!(io.queued(), 0);
-        let (mut partly_written, mut other) =
-            (body(10_000), Charge::new(budget.account(Holder::App)));
+        let (mut partly_written, mut other) = (body(10_000), Charge::new(slot(Holder::App)));
         partly_written.advance(6000);
         assert_eq!((io.queued(), partly_written.remaining()), (4000, 4000));
         assert!(has_room(5000));
-        other.set(budget.limit());
+        io.drive(|_| Poll::Ready(())).await;
+        other.hold(admission.max_bytes() - 6000).unwrap();
         assert!(!has_room(5000), "one body at a time");
         drop(partly_written);
         assert!(has_room(5000));

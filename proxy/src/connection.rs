@@ -16,6 +16,7 @@ use crate::detect::{Protocol, RequestDetector, detect};
 use crate::error::Failure;
 use crate::flow::{Direction, Flow};
 use crate::io::Io;
+use crate::memory::{ConnectionSlot, PENDING_COST};
 use crate::opaque;
 use crate::policy::Caller;
 use crate::record::ConnectionRecord;
@@ -68,11 +69,13 @@ pub fn start(
     let Some(open) = worker.admit(direction, peer.ip()) else {
         return Io::new(stream).reset();
     };
-    let client = Io::in_slot(stream, open.slot.clone());
-    let worker = worker.clone();
+    let (worker, slot) = (worker.clone(), open.slot.clone());
     spawn_local(async move {
-        open.run(pin!(redirected(worker, direction, client, peer, original)))
-            .await;
+        let client = Io::in_slot(stream, slot.clone());
+        open.run(pin!(redirected(
+            worker, direction, client, peer, slot, original
+        )))
+        .await;
     });
 }
 
@@ -82,6 +85,7 @@ async fn redirected(
     direction: Direction,
     client: Io,
     peer: SocketAddr,
+    slot: Rc<ConnectionSlot>,
     original: impl OriginalDestination,
 ) {
     // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
@@ -108,6 +112,7 @@ async fn redirected(
             peer,
             destination,
             caller,
+            slot,
         },
     )
     .await;
@@ -115,10 +120,11 @@ async fn redirected(
 
 /// Carries a connection from step 3 on until it ends.
 pub async fn carry(mut client: Io, mut flow: Flow) {
-    let mut pending = match flow.charge_pending() {
-        Ok(pending) => pending,
-        Err(failure) => return refuse(client, flow, &failure),
-    };
+    // The state of a TLS handshake, until the protocol is known.
+    let mut pending = flow.charge();
+    if let Err(failure) = pending.begin(PENDING_COST) {
+        return refuse(client, flow, &failure);
+    }
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
     let declared = flow.declared_protocol();
@@ -131,18 +137,14 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
         }
         // 4. Identity: the peer's certificate. Its ALPN cannot switch detection off: it counts only
         // where it leads to an HTTP parser.
-        let accepted = flow
-            .worker
-            .tls
-            .accept(client, flow.peer, flow.pending_charge());
+        let accepted = flow.worker.tls.accept(client, flow.peer, flow.charge());
         let (secured, identity, alpn) = match accepted.await {
             Ok(session) => session,
             Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),
         };
         client = secured;
         flow.caller = Caller::Peer(Rc::new(identity));
-        assign_slot(&client, &flow);
-        pending = None;
+        flow.assign_slot();
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,
             (None, Alpn::Http1) => break Protocol::Http1,
@@ -152,7 +154,7 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
     };
     drop(pending);
     if flow.caller == Caller::Unauthenticated {
-        assign_slot(&client, &flow);
+        flow.assign_slot();
     }
     // 4. Authorization, 5. route, 6. balance, 7. connect: forward.rs, per request or for the connection.
     // 8. Serve or copy.
@@ -169,13 +171,6 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
             let detector = declared.is_none().then(RequestDetector::default);
             Box::pin(opaque::serve(client, Rc::new(flow), dialed, detector)).await;
         }
-    }
-}
-
-/// Moves the connection's slot to the caller, who is known from now on.
-fn assign_slot(client: &Io, flow: &Flow) {
-    if let Some(slot) = client.slot() {
-        slot.reassign(&flow.holder().path());
     }
 }
 

@@ -230,7 +230,7 @@ impl Detector {
             }
             // The rest is charged with the connection.
             if let Some(more) = client.buffered().checked_sub(PENDING_COST) {
-                let memory = memory.get_or_insert_with(|| flow.pending_charge());
+                let memory = memory.get_or_insert_with(|| flow.charge());
                 memory.hold(more)?;
             }
         }

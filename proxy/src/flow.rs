@@ -11,7 +11,6 @@ use std::time::Instant;
 use diy_mesh_proto::Identity;
 use diy_mesh_runtime::admission::network;
 
-use crate::account::{Charge, Holder};
 use crate::balance::Backend;
 use crate::destination::Destination;
 use crate::detect::Protocol;
@@ -21,7 +20,7 @@ use crate::http::edits::Edit;
 use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
-use crate::memory::PENDING_COST;
+use crate::memory::{Charge, ConnectionSlot, Holder};
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
 use crate::route::matching::MatchInput;
 use crate::route::{Route, Routes, Service, Unrouted};
@@ -63,6 +62,8 @@ pub struct Flow {
     pub destination: Rc<Destination>,
     /// The client, as far as it has authenticated.
     pub caller: Caller,
+    /// The slot of the connection, and what it holds.
+    pub slot: Rc<ConnectionSlot>,
 }
 
 impl Flow {
@@ -86,40 +87,19 @@ impl Flow {
         }
     }
 
-    /// The memory of an inbound client until it has authenticated or its protocol is known.
-    pub fn charge_pending(&self) -> Result<Option<Charge>, Failure> {
-        if self.caller == Caller::App {
-            return Ok(None);
-        }
-        let mut memory = self.pending_charge();
-        match memory.try_grow(PENDING_COST) {
-            true => Ok(Some(memory)),
-            false => Err(memory.exceeded()),
-        }
-    }
-
-    /// A charge for what a client holds until its protocol is known.
-    pub fn pending_charge(&self) -> Charge {
-        let buffers = &self.worker.memory(self.direction).buffers;
-        Charge::new(buffers.account(match self.caller {
-            Caller::Unauthenticated => Holder::Pending(network(self.peer.ip())),
-            _ => self.holder(),
-        }))
-    }
-
-    /// Who uses the memory and the slot of this connection.
-    pub fn holder(&self) -> Holder {
-        match &self.caller {
+    /// Charges the connection to the caller, who is known from now on.
+    pub fn assign_slot(&self) {
+        let holder = match &self.caller {
             Caller::App => Holder::App,
             Caller::Unauthenticated => Holder::Plaintext(network(self.peer.ip())),
             Caller::Peer(identity) => Holder::Peer(identity.clone()),
-        }
+        };
+        self.slot.reassign(&holder.path());
     }
 
-    /// A charge for the buffers of this connection.
+    /// A charge for what the connection holds.
     pub fn charge(&self) -> Charge {
-        let buffers = &self.worker.memory(self.direction).buffers;
-        Charge::new(buffers.account(self.holder()))
+        Charge::new(self.slot.clone())
     }
 
     /// Whether the client may have a connection to the application, whatever it carries.
@@ -196,13 +176,10 @@ impl Flow {
     ) -> impl Future<Output = ()> + Unpin + use<'a> {
         let mut expiry = self.expiry(client, upstream);
         let mut idle = IdleTimer::new(self.worker.config.timeouts.opaque_idle);
-        let slot = client.slot().cloned();
         poll_fn(move |cx| {
-            if let Some(slot) = &slot {
-                slot.touch();
-                if slot.is_ended() {
-                    return Poll::Ready(());
-                }
+            self.slot.touch();
+            if self.slot.is_ended() {
+                return Poll::Ready(());
             }
             if idle.poll_active(cx).is_ready() {
                 self.count_timeout(TimeoutKind::OpaqueIdle);

@@ -17,7 +17,7 @@ use crate::error::Failure;
 use crate::flow::{Direction, Flow};
 use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::route::RetryPolicy;
-use crate::tls::{Acceptance, Tls};
+use crate::tls::Acceptance;
 use crate::worker::Worker;
 
 /// Endpoints that one request is sent to at most, unless its route asks for another number.
@@ -328,8 +328,8 @@ impl Attempts {
     }
 
     /// Opens the connections of the current attempt.
-    pub fn dialer<'a>(&self, tls: &'a Tls) -> Dialer<'a> {
-        Dialer::new(tls, self.connect_timeout)
+    pub fn dialer<'a>(&self, flow: &'a Flow) -> Dialer<'a> {
+        Dialer::new(&flow.worker.tls, self.connect_timeout, &flow.slot)
     }
 
     /// The endpoint of the current attempt, or of the last one.

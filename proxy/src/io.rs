@@ -18,15 +18,13 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf, BytesMut};
-use diy_mesh_runtime::admission::Class;
 use diy_mesh_runtime::metrics::Active;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-use crate::account::ConnectionSlot;
 use crate::lifetime::Lifetime;
-use crate::memory::max_read;
+use crate::memory::{ConnectionSlot, max_read};
 use crate::scratch::Scratch;
 use crate::tls::{Acceptance, Handshake, Negotiated, Session};
 
@@ -79,25 +77,6 @@ impl Io {
         let mut io = Self::new(stream);
         io.slot = Some(slot);
         io
-    }
-
-    /// The slot of a connection to the proxy.
-    pub fn slot(&self) -> Option<&Rc<ConnectionSlot>> {
-        self.slot.as_ref()
-    }
-
-    /// What the client's connection does from now on.
-    pub fn set_class(&self, class: Class) {
-        if let Some(slot) = &self.slot {
-            slot.set(class);
-        }
-    }
-
-    /// Whether the connection must carry no further exchange: another one needs its slot.
-    pub fn is_asked_to_end(&self) -> bool {
-        self.slot
-            .as_ref()
-            .is_some_and(|slot| slot.is_asked_to_end())
     }
 
     /// Counts the connection until it is dropped.

@@ -12,7 +12,6 @@
 //! takes no lock but for rate limits and session affinity, which the workers share, and for failures
 //! (`exceptions.rs`).
 
-pub mod account;
 pub mod authority;
 pub mod balance;
 mod batched;

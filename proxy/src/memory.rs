@@ -1,12 +1,14 @@
 //! The memory that connections may use: the limit of the container, divided into connections and
-//! buffers. It is read every few seconds.
+//! the bytes that they hold, and who uses both. It is read every few seconds.
 //!
-//! A task that runs may use more; what it holds while it waits is charged to the account of its
-//! caller (`account.rs`). Under pressure, reads become small and large heads are rejected. When the
-//! budget is exhausted, or the caller has its share of it, new work is rejected. Nothing here
-//! allocates or frees these bytes.
+//! A task that runs may use more; what it holds while it waits is charged to its connection, by the
+//! rule of `runtime/src/admission.rs`. Under pressure, reads become small. Nothing here allocates or
+//! frees these bytes.
+//!
+//! Of one worker: nothing is shared between threads.
 
 use std::cell::Cell;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,7 +16,10 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::account::Budget;
+use diy_mesh_proto::Identity;
+use diy_mesh_runtime::admission;
+
+use crate::error::Failure;
 
 /// The budget of a machine without a limit is this fraction of its memory.
 const MACHINE_FRACTION: usize = 8;
@@ -29,9 +34,13 @@ pub const PENDING_COST: usize = 8 * 1024;
 /// The size of reads under pressure.
 const SMALL_READ: usize = 4 * 1024;
 
+/// The failure of work for which no memory is left.
+pub const EXHAUSTED: Failure =
+    Failure::Overloaded("the memory is in use, and this caller uses more than its share");
+
 thread_local! {
-    /// Budgets of this thread that are under pressure.
-    static UNDER_PRESSURE: Cell<usize> = const { Cell::new(0) };
+    /// Whether the memory of this worker is under pressure.
+    static UNDER_PRESSURE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// How often unused memory is returned to the kernel, and the limit is read: it changes when the pod
@@ -99,11 +108,10 @@ impl Memory {
         self.limit() / 8 / (ENDPOINT_COST.0 + ENDPOINT_COST.1 * workers)
     }
 
-    /// The budget for the buffers of one direction in each of `workers` workers. Both directions
-    /// together use half of the memory. The last eighth is for windows of connections to the
-    /// application ([`Budgets`]), the program, the kernel and the fragmentation of the heap.
-    pub fn buffers(&self, workers: usize) -> usize {
-        self.limit() / 4 / workers.max(1)
+    /// What the connections of each of `workers` workers may hold. Together, they use an eighth of the
+    /// memory: tasks, the allocator and the kernel add more. The rest is for the program.
+    pub fn bytes(&self, workers: usize) -> usize {
+        self.limit() / 8 / workers.max(1)
     }
 }
 
@@ -150,61 +158,132 @@ fn machine_memory(root: &Path) -> usize {
     })
 }
 
-/// The budgets of one worker and direction.
+/// The slot of a connection among those of its worker, and the bytes that it holds.
+pub type ConnectionSlot = admission::Slot<Holder>;
+
+/// Who uses slots and bytes. Addresses are [`admission::network`]s.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Holder {
+    /// The pod's own application. Only it uses the outbound path.
+    App,
+    /// All clients of the application: they share half.
+    Clients,
+    /// A workload of the mesh.
+    Peer(Rc<Identity>),
+    /// A client without mutual TLS.
+    Plaintext(IpAddr),
+    /// A client that has not authenticated, and whose protocol is unknown.
+    Pending(IpAddr),
+    /// All workloads of a namespace, with the trust domain: a tenant creates service accounts at will.
+    Namespace(Rc<str>),
+    /// All clients without mutual TLS: a client with many addresses is one holder.
+    AllPlaintext,
+    /// All clients whose protocol is unknown.
+    AllPending,
+}
+
+impl Holder {
+    /// The holders of a connection, from the largest group on.
+    pub fn path(self) -> Vec<Self> {
+        let group = match &self {
+            Self::Peer(identity) => {
+                let namespace = format!("{}/{}", identity.trust_domain(), identity.namespace());
+                Self::Namespace(namespace.into())
+            }
+            Self::Plaintext(_) => Self::AllPlaintext,
+            Self::Pending(_) => Self::AllPending,
+            _ => return vec![self],
+        };
+        vec![Self::Clients, group, self]
+    }
+}
+
+/// Bytes that a task holds for a connection while it waits, released on drop.
 #[derive(Debug)]
-pub struct Budgets {
-    /// For buffers.
-    pub buffers: Rc<Budget>,
-    /// For flow-control windows of HTTP/2 connections beyond the first stream's. Separate: a window
-    /// that is granted may stay unused.
-    pub windows: Rc<Budget>,
-    /// For those of HTTP/2 connections to the application, by the callers of the requests on them.
-    pub app_windows: Rc<Budget>,
+pub struct Charge {
+    slot: Rc<ConnectionSlot>,
+    amount: usize,
 }
 
-impl Budgets {
-    /// Divides `bytes` bytes.
-    pub fn new(bytes: usize) -> Self {
-        Self {
-            buffers: Budget::bytes(bytes / 4 * 3),
-            windows: Budget::bytes(bytes / 4),
-            app_windows: Budget::bytes(bytes / 4),
+impl Charge {
+    /// A charge of nothing.
+    pub fn new(slot: Rc<ConnectionSlot>) -> Self {
+        Self { slot, amount: 0 }
+    }
+
+    /// The connection.
+    pub fn slot(&self) -> &Rc<ConnectionSlot> {
+        &self.slot
+    }
+
+    /// Changes the charge for new work. Fails, and changes nothing, if it grows and the holder has to
+    /// give way.
+    pub fn begin(&mut self, amount: usize) -> Result<(), Failure> {
+        self.change(amount, ConnectionSlot::begin)
+    }
+
+    /// As [`Charge::begin`], for work in progress, which grows as its peers send.
+    pub fn hold(&mut self, amount: usize) -> Result<(), Failure> {
+        self.change(amount, ConnectionSlot::hold)
+    }
+
+    /// Increases the charge to `amount` for what the holder can do without, unless memory is short.
+    pub fn try_grow(&mut self, amount: usize) -> bool {
+        let more = amount.max(self.amount);
+        self.change(more, ConnectionSlot::try_hold).is_ok()
+    }
+
+    fn change(
+        &mut self,
+        amount: usize,
+        hold: impl Fn(&ConnectionSlot, usize, usize) -> bool,
+    ) -> Result<(), Failure> {
+        if amount == self.amount {
+            return Ok(());
         }
+        let is_held = hold(&self.slot, self.amount, amount);
+        if is_held {
+            self.amount = amount;
+        }
+        UNDER_PRESSURE.set(self.slot.is_under_pressure());
+        is_held.then_some(()).ok_or(EXHAUSTED)
     }
 
-    /// Divides another number of bytes.
-    pub fn resize(&self, bytes: usize) {
-        self.buffers.resize(bytes / 4 * 3);
-        self.windows.resize(bytes / 4);
-        self.app_windows.resize(bytes / 4);
+    /// What is charged.
+    pub fn amount(&self) -> usize {
+        self.amount
     }
 }
 
-/// Counts a budget of this thread whose pressure begins (1) or ends (-1).
-pub(crate) fn count_pressure(change: isize) {
-    UNDER_PRESSURE.set(UNDER_PRESSURE.get().saturating_add_signed(change));
+impl Drop for Charge {
+    fn drop(&mut self) {
+        // Never fails: it does not grow.
+        let _ = self.hold(0);
+    }
 }
 
-/// The size of one read: small while a budget of this thread is under pressure.
+/// Whether three quarters of the memory of this worker are in use.
+pub fn is_under_pressure() -> bool {
+    UNDER_PRESSURE.get()
+}
+
+/// The size of one read: small under pressure.
 pub fn max_read(usual: usize) -> usize {
-    if UNDER_PRESSURE.get() > 0 {
-        SMALL_READ.min(usual)
-    } else {
-        usual
+    match is_under_pressure() {
+        true => SMALL_READ.min(usual),
+        false => usual,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::account::{Charge, Holder};
-
     const MIB: usize = 1024 * 1024;
 
     impl Memory {
-        /// The memory of which each direction of each of `workers` workers has `bytes` for buffers.
-        pub fn of_buffers(bytes: usize, workers: usize) -> Self {
-            Self::new(4 * bytes * workers)
+        /// The memory of which each of `workers` workers has `bytes` for what connections hold.
+        pub fn of_bytes(bytes: usize, workers: usize) -> Self {
+            Self::new(bytes * workers * 8)
         }
     }
 
@@ -277,30 +356,39 @@ mod tests {
             root(&files)
         };
         let memory = Memory::new(detect(v2("268435456\n").path()));
-        let budgets = Budgets::new(memory.buffers(1));
-        let mut charge = Charge::new(budgets.buffers.account(Holder::App));
-        charge.set(20 * MIB);
-        assert!(!budgets.buffers.is_under_pressure());
+        let admission = admission::Admission::new(10);
+        let resize = || admission.resize(10, memory.bytes(1));
+        resize();
+        let slot = admission.admit(&Holder::App.path()).unwrap();
+        let mut charge = Charge::new(Rc::new(slot));
+        charge.hold(6 * MIB).unwrap();
+        assert!(!is_under_pressure());
         for (limit, expected) in [
             ("67108864\n", 64),
-            ("1\n", 32),
             ("536870912\n", 512),
             ("max", 1024),
+            ("67108864\n", 64),
         ] {
             memory.read(v2(limit).path());
             assert_eq!(memory.limit(), expected * MIB, "{limit}");
-            budgets.resize(memory.buffers(1));
-            assert_eq!(budgets.buffers.limit(), expected * MIB / 16 * 3);
-            assert_eq!(budgets.buffers.is_under_pressure(), expected < 100);
+            resize();
+            assert_eq!(admission.max_bytes(), expected * MIB / 64 * 7);
+            // With the next charge.
+            Charge::new(charge.slot().clone()).hold(1).unwrap();
+            assert_eq!(is_under_pressure(), expected < 100);
             assert_eq!(max_read(100_000) < 100_000, expected < 100);
         }
+        // A connection that uses more than all ends.
+        memory.read(v2("1\n").path());
+        resize();
+        assert!(memory.limit() == 32 * MIB && charge.slot().is_ended());
     }
 
     #[test]
     fn divides_the_limit() {
         let memory = Memory::new(256 * MIB);
         assert_eq!(memory.max_connections(), 16 * 1024);
-        assert_eq!((memory.buffers(1), memory.buffers(4)), (64 * MIB, 16 * MIB));
+        assert_eq!((memory.bytes(1), memory.bytes(4)), (32 * MIB, 8 * MIB));
         let endpoints = (memory.max_endpoints(1), memory.max_endpoints(4));
         assert_eq!(endpoints, (39_475, 15_252));
     }

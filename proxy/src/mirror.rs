@@ -2,6 +2,7 @@
 //! whole request has passed, and is sent by a task of its own: the request never waits for it. Its
 //! response is read and dropped.
 
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +12,6 @@ use http::request::Parts;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_local;
 
-use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::deadline::{Deadline, Limit};
 use crate::error::Failure;
@@ -19,6 +19,7 @@ use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::http::replay::MAX_REPLAY;
 use crate::io::MAX_FILL;
+use crate::memory::Charge;
 use crate::{http1, http2};
 
 /// The maximum number of requests of a worker whose copies are collected or sent.
@@ -82,7 +83,7 @@ impl Mirror {
     /// Begins a copy for each of these backends. None if there are too many.
     pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: CopiedHead) -> Option<Box<Self>> {
         let slot = flow.worker.mirrors.clone().try_acquire_owned().ok();
-        let mut memory = flow.charge();
+        let mut memory = Charge::new(Rc::new(flow.slot.beside()));
         // The copy, its message for a backend, and the response that is read.
         let needed = 2 * (head.size() + MAX_REPLAY) + MAX_FILL;
         let slot = slot.filter(|_| memory.try_grow(needed));
@@ -101,7 +102,7 @@ impl Mirror {
 
     /// Copies bytes of the body. False if the body is too long.
     pub fn body(&mut self, data: &[u8]) -> bool {
-        let fits = self.body.len() + data.len() <= MAX_REPLAY;
+        let fits = self.body.len() + data.len() <= MAX_REPLAY && !self.memory.slot().is_ended();
         if fits {
             self.body.extend_from_slice(data);
         } else {
@@ -122,11 +123,16 @@ impl Mirror {
                 slot,
             } = self;
             let body = body.freeze();
-            for name in backends {
-                let result = send(&flow, &name, head.clone(), body.clone()).await;
-                flow.worker.metrics.mirror(result);
+            let sent = pin!(async {
+                for name in backends {
+                    let result = send(&flow, &name, head.clone(), body.clone()).await;
+                    flow.worker.metrics.mirror(result);
+                }
+            });
+            if memory.slot().run(sent).await.is_none() {
+                flow.worker.metrics.mirror(MirrorResult::Dropped);
             }
-            drop((memory, slot));
+            drop(slot);
         });
     }
 }
@@ -194,14 +200,17 @@ mod tests {
     use super::*;
     use crate::destination::Destination;
     use crate::flow::Direction;
+    use crate::memory::Holder;
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
 
     #[tokio::test]
     async fn copy_is_charged_with_all_that_it_holds() {
         let address = ([127, 0, 0, 1], 80).into();
+        let worker = Worker::new(WorkerContext::for_a_test(""));
         let flow = Rc::new(Flow {
-            worker: Worker::new(WorkerContext::for_a_test("")),
+            slot: worker.slot(),
+            worker: worker.clone(),
             direction: Direction::Outbound,
             peer: address,
             destination: Rc::new(Destination::fixed(address)),
@@ -213,10 +222,9 @@ mod tests {
             chunked: true,
         };
         let mirror = Mirror::new(&flow, &[], head);
-        let buffers = &flow.worker.memory(Direction::Outbound).buffers;
-        let message = 60_000 + MAX_REPLAY;
-        assert!(buffers.used() >= 2 * message, "{} bytes", buffers.used());
+        let used = || worker.admission.used_bytes(&Holder::App.path());
+        assert!(used() >= 2 * (60_000 + MAX_REPLAY), "{} bytes", used());
         drop(mirror);
-        assert_eq!(buffers.used(), 0);
+        assert_eq!(used(), 0);
     }
 }

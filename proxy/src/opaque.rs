@@ -14,6 +14,7 @@ use crate::error::Failure;
 use crate::flow::Flow;
 use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::io::Io;
+use crate::memory::EXHAUSTED;
 use crate::record::ConnectionRecord;
 use crate::tls::Alpn;
 
@@ -37,8 +38,7 @@ pub async fn serve(
 ) {
     let mut record = ConnectionRecord::new(&flow);
     let mut memory = flow.charge();
-    let admitted = flow.authorize_connection().and_then(|()| memory.check());
-    let dialed = match (admitted, dialed) {
+    let dialed = match (flow.authorize_connection(), dialed) {
         (Err(refused), _) => Err(refused),
         (Ok(()), Some(dialed)) => Ok(dialed),
         (Ok(()), None) => dial(&flow, Alpn::Opaque).await,
@@ -63,7 +63,7 @@ pub async fn serve(
         End::Http => record.fail(&Failure::BadRequest(
             "the client paused in the first line of an HTTP request",
         )),
-        End::Overloaded => record.fail(&memory.exceeded()),
+        End::Overloaded => record.fail(&EXHAUSTED),
         End::Complete | End::Failed | End::Expired => {}
     }
 }
@@ -119,7 +119,7 @@ impl Forward for Dial {
         flow: &Flow,
         endpoint: &Rc<Endpoint>,
     ) -> Result<Upstream, AttemptError> {
-        let dialer = self.attempts.dialer(&flow.worker.tls);
+        let dialer = self.attempts.dialer(flow);
         let dialed = endpoint.pool().opaque(dialer, self.alpn).await;
         let upstream = dialed.map_err(AttemptError::connect)?;
         self.attempts.opened();

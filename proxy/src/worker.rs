@@ -15,7 +15,6 @@ use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::account::{ConnectionSlot, Holder};
 use crate::balance::Backend;
 use crate::config::Config;
 use crate::connect::Pools;
@@ -28,7 +27,7 @@ use crate::flow::Direction;
 use crate::identity::CurrentCredentials;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
-use crate::memory::{Budgets, Memory, PENDING_COST};
+use crate::memory::{ConnectionSlot, Holder, Memory};
 use crate::metrics::Metrics;
 use crate::mirror::MAX_MIRRORS;
 use crate::policy::Policy;
@@ -37,17 +36,11 @@ use crate::tls::Tls;
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The maximum number of inbound connections that have neither authenticated nor told their
-/// protocol: each may hold the state of a TLS handshake.
-const MAX_PENDING: usize = 8192;
-/// They use at most one part in this many of the slots.
-const MAX_PENDING_SHARE: usize = 5;
-
 /// At most one warning about a peer is logged in this time; the metrics count them all.
 const PEER_WARNING_INTERVAL: Duration = Duration::from_secs(10);
 
 const NO_SLOT: Failure =
-    Failure::Overloaded("all connection slots are in use, and its holder has its share of them");
+    Failure::Overloaded("the connections or the memory are in use, and its holder has its share");
 
 /// The inputs of a worker.
 pub struct WorkerContext {
@@ -113,20 +106,15 @@ pub struct Worker {
     choices: RandomState,
     /// Cancelled when the proxy shuts down: connections end after their current exchange.
     pub drain: CancellationToken,
-    /// The slots of connections, of both directions.
+    /// The slots and the bytes of connections, of both directions.
     pub admission: Arc<Admission<Holder>>,
     /// The maximum number of slots. The memory may allow fewer.
     limit: usize,
-    /// The maximum number of inbound connections that have neither authenticated nor told their
-    /// protocol.
-    max_pending: Cell<usize>,
     /// The number of open connections, with those that have lost their slot.
     open: Cell<usize>,
     /// Requests whose copies are collected or sent.
     pub mirrors: Arc<Semaphore>,
     memory: Memory,
-    inbound_memory: Budgets,
-    outbound_memory: Budgets,
     /// When a peer was last warned about.
     warned_at: Cell<Option<Instant>>,
     /// Notified when the last connection closes.
@@ -138,14 +126,11 @@ impl Worker {
     pub fn new(context: WorkerContext) -> Rc<Self> {
         let mut rng = fastrand::Rng::new();
         let lifetimes = Lifetimes::new(context.config.max_connection_age, rng.fork());
-        let memory = context.memory.buffers(context.config.workers);
-        let outbound_memory = Budgets::new(memory);
         let tls = Tls::new(
             context.credentials,
             lifetimes,
             context.config.timeouts,
             context.metrics.clone(),
-            outbound_memory.buffers.account(Holder::App),
         );
         let workers = u32::try_from(context.config.workers).unwrap_or(u32::MAX);
         let metrics = context.metrics.clone();
@@ -164,12 +149,9 @@ impl Worker {
             drain: context.drain,
             admission: Admission::new(context.limit),
             limit: context.limit,
-            max_pending: Cell::new(0),
             open: Cell::new(0),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             memory: context.memory,
-            inbound_memory: Budgets::new(memory),
-            outbound_memory,
             warned_at: Cell::new(None),
             idle: Notify::new(),
         };
@@ -177,18 +159,11 @@ impl Worker {
         Rc::new(worker)
     }
 
-    /// Divides the memory of the container, whose limit may change, into slots and buffers.
+    /// Divides the memory of the container, whose limit may change, into slots and bytes.
     fn follow_memory_limit(&self) {
         let workers = self.config.workers;
         let limit = self.limit.min(self.memory.max_connections() / workers);
-        self.admission.resize(limit);
-        let memory = self.memory.buffers(workers);
-        // Less than the memory that one address may use before authentication.
-        let max_pending = (limit / MAX_PENDING_SHARE).min(MAX_PENDING);
-        self.max_pending
-            .set(max_pending.min(memory / 3 / PENDING_COST));
-        self.inbound_memory.resize(memory);
-        self.outbound_memory.resize(memory);
+        self.admission.resize(limit, self.memory.bytes(workers));
     }
 
     /// Random numbers for a connection of this client, the same ones on each call.
@@ -236,12 +211,7 @@ impl Worker {
             Direction::Inbound => Holder::Pending(network(peer)),
             Direction::Outbound => Holder::App,
         };
-        let path = holder.path();
-        let admitted = match direction {
-            Direction::Inbound => self.admission.admit_within(&path, self.max_pending.get()),
-            Direction::Outbound => self.admission.admit(&path),
-        };
-        let Some(slot) = admitted else {
+        let Some(slot) = self.admission.admit(&holder.path()) else {
             self.count_no_slot(direction);
             return None;
         };
@@ -282,14 +252,6 @@ impl Worker {
     /// The inbound policy of the pod.
     pub fn policy(&self) -> Ref<'_, Policy> {
         Ref::map(self.policy.borrow(), |policy| &**policy)
-    }
-
-    /// The memory for the buffers of one direction.
-    pub fn memory(&self, direction: Direction) -> &Budgets {
-        match direction {
-            Direction::Inbound => &self.inbound_memory,
-            Direction::Outbound => &self.outbound_memory,
-        }
     }
 
     /// Whether to log a warning about a peer. Limits the rate of these warnings.
@@ -354,6 +316,7 @@ impl Open {
 
 impl Drop for Open {
     fn drop(&mut self) {
+        self.slot.release();
         self.worker.open.set(self.worker.open.get() - 1);
         if self.worker.open.get() == 0 {
             self.worker.idle.notify_one();
@@ -365,6 +328,13 @@ impl Drop for Open {
 mod tests {
     use super::*;
 
+    impl Worker {
+        /// A slot of the application.
+        pub fn slot(&self) -> Rc<ConnectionSlot> {
+            Rc::new(self.admission.admit(&Holder::App.path()).expect("a slot"))
+        }
+    }
+
     impl WorkerContext {
         /// The inputs of a worker in a test, with additional arguments and without discovery.
         pub fn for_a_test(arguments: &str) -> Self {
@@ -373,7 +343,7 @@ mod tests {
             let config = Config::parse_from(format!("{usual}{arguments}").split(' '));
             let config = Arc::new(config.check().unwrap());
             Self {
-                memory: Memory::of_buffers(64 * 1024 * 1024, config.workers),
+                memory: Memory::of_bytes(64 * 1024 * 1024, config.workers),
                 config,
                 dumps: Dumps::off(),
                 metrics: Metrics::new(),

@@ -5,23 +5,30 @@
 mod support;
 
 use bytes::Bytes;
-use diy_mesh_proxy::account::{Budget, Charge, Holder};
-use diy_mesh_proxy::flow::Direction::{Inbound, Outbound};
+use diy_mesh_proxy::memory::{Charge, Holder};
+use diy_mesh_runtime::admission::Class;
 use support::{App, Mesh, answering_app, is_reset, listen, on_worker, read_until, until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\n\r\n";
 
-/// The budget of outbound buffers.
-fn buffers(mesh: &Mesh) -> &std::rc::Rc<Budget> {
-    &mesh.worker.memory(Outbound).buffers
+/// What all connections hold.
+fn used(mesh: &Mesh) -> usize {
+    mesh.worker.admission.used_bytes(&[])
 }
 
-/// Uses all of the memory for outbound buffers.
+/// A connection of the application in use that holds this much.
+fn hold(mesh: &Mesh, bytes: usize) -> Charge {
+    let slot = mesh.worker.admission.admit(&Holder::App.path()).unwrap();
+    slot.set(Class::InUse);
+    let mut charge = Charge::new(std::rc::Rc::new(slot));
+    charge.hold(bytes).unwrap();
+    charge
+}
+
+/// A connection of the application in use that holds all the memory.
 fn exhaust(mesh: &Mesh) -> Charge {
-    let mut all = Charge::new(buffers(mesh).account(Holder::App));
-    all.set(buffers(mesh).limit());
-    all
+    hold(mesh, mesh.worker.admission.max_bytes() - used(mesh))
 }
 
 #[test]
@@ -29,9 +36,12 @@ fn http1_requests_get_503_until_memory_is_free() {
     on_worker(async {
         let (mesh, app) = (Mesh::new(), answering_app().await);
         let mut client = mesh.connect_to(app).await;
+        write(&mut client, GET).await;
+        read_until(&mut client, "\r\n\r\n").await;
+        until(|| used(&mesh) == 0).await;
         let all = exhaust(&mesh);
         write(&mut client, GET).await;
-        let reply = read_until(&mut client, "may use\n").await;
+        let reply = read_until(&mut client, "its share\n").await;
         assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
         assert!(reply.contains("x-mesh-error: overloaded"), "{reply}");
         assert_eq!(
@@ -48,7 +58,7 @@ fn http1_requests_get_503_until_memory_is_free() {
 #[test]
 fn request_that_the_application_has_got_is_not_offered_for_a_retry() {
     on_worker(async {
-        let mesh = Mesh::with_memory(64 * 1024, |_| {});
+        let mesh = Mesh::with_memory(24 * 1024, |_| {});
         let (mut server, address) = App::listen().await;
         let mut client = mesh.connect_inbound(address).await;
         write(
@@ -58,10 +68,8 @@ fn request_that_the_application_has_got_is_not_offered_for_a_retry() {
         .await;
         let mut app = server.accept().await;
         read_until(&mut app, "start").await;
-        // The rest of the memory is for others once the client uses more than a quarter.
-        let buffers = &mesh.worker.memory(Inbound).buffers;
-        let mut others = Charge::new(buffers.account(Holder::App));
-        others.set(buffers.limit() / 8 * 7);
+        // Less than its half of the memory, so that the client grows above its own half.
+        let _others = hold(&mesh, 10_500);
         write(&mut client, &"x".repeat(15_000)).await;
         let reply = read_until(&mut client, "\r\n\r\n").await;
         assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
@@ -74,13 +82,16 @@ fn http2_requests_get_503_until_memory_is_free() {
     on_worker(async {
         let (mesh, (listener, address)) = (Mesh::new(), listen().await);
         tokio::task::spawn_local(async move {
-            let mut app = h2::server::handshake(listener.accept().await.unwrap().0)
-                .await
-                .unwrap();
-            while let Some(Ok((_, mut respond))) = app.accept().await {
-                respond
-                    .send_response(http::Response::new(()), true)
-                    .unwrap();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                tokio::task::spawn_local(async move {
+                    let mut app = h2::server::handshake(stream).await.unwrap();
+                    while let Some(Ok((_, mut respond))) = app.accept().await {
+                        respond
+                            .send_response(http::Response::new(()), true)
+                            .unwrap();
+                    }
+                });
             }
         });
         let stream = mesh.connect_to(address).await;
@@ -116,15 +127,15 @@ fn opaque_connections_are_reset_until_memory_is_free() {
 }
 
 #[test]
-fn directions_have_separate_memory() {
+fn clients_get_their_half_of_the_memory_from_the_application() {
     on_worker(async {
         let (mesh, app) = (Mesh::new(), answering_app().await);
-        let _all = exhaust(&mesh);
+        let all = exhaust(&mesh);
         let mut client = mesh.connect_inbound(app).await;
         write(&mut client, GET).await;
         let reply = read_until(&mut client, "\r\n\r\n").await;
         assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
-        assert!(!mesh.worker.memory(Inbound).buffers.is_exhausted());
+        assert!(all.slot().is_ended());
     });
 }
 
@@ -148,9 +159,9 @@ fn unauthenticated_clients_that_read_nothing_leave_memory_to_peers() {
                 });
             }
         });
-        let (mut flood, inbound) = (Vec::new(), mesh.worker.memory(Inbound).buffers.clone());
-        let overloaded = "failures_total{direction=\"inbound\",code=\"overloaded\"}";
-        while mesh.metric(overloaded) < 20 {
+        let mut flood = Vec::new();
+        // More than the memory permits: the youngest of them end.
+        while flood.len() < 300 {
             let mut client = mesh.connect_inbound(address).await;
             let socket = socket2::SockRef::from(&client);
             socket.set_recv_buffer_size(4096).unwrap();
@@ -159,6 +170,7 @@ fn unauthenticated_clients_that_read_nothing_leave_memory_to_peers() {
             client.readable().await.unwrap();
             flood.push(client);
         }
+        assert!(used(&mesh) > mesh.worker.admission.max_bytes() / 4 * 3);
         let far = std::time::Instant::now() + std::time::Duration::from_secs(3600);
         let lifetime = diy_mesh_proxy::lifetime::Lifetime {
             retires_at: far,
@@ -168,7 +180,7 @@ fn unauthenticated_clients_that_read_nothing_leave_memory_to_peers() {
         let mut peer = mesh.connect_peer(address, lifetime).await;
         write(&mut peer, GET).await;
         let reply = read_until(&mut peer, "\r\n\r\n").await;
-        let (count, used) = (flood.len(), inbound.used());
+        let (count, used) = (flood.len(), used(&mesh));
         assert!(
             reply.starts_with("HTTP/1.1 200 "),
             "{count} clients, {used} bytes: {reply}"
@@ -201,11 +213,11 @@ fn buffers_of_slow_receivers_are_charged_and_released() {
             let sent = [head, &body].concat();
             tokio::task::spawn_local(async move { upstream.write_all(&sent).await });
             // More than the heads: the part of a read that the client has not accepted.
-            until(|| buffers(&mesh).used() > 256).await;
+            until(|| used(&mesh) > 256).await;
             let mut received = vec![0; head.len().max(1) - 1 + body.len()];
             client.read_exact(&mut received).await.unwrap();
             drop(client);
-            until(|| buffers(&mesh).used() == 0).await;
+            until(|| used(&mesh) == 0).await;
         }
     });
 }
@@ -217,19 +229,18 @@ fn unfinished_heads_are_charged_and_released() {
         let mut client = mesh.connect_to(app).await;
         write(&mut client, "GET / HTTP/1.1\r\nHost: cart\r\nX: ").await;
         write(&mut client, &"a".repeat(20_000)).await;
-        until(|| buffers(&mesh).used() >= 20_000).await;
-        // Under pressure, only small heads may be unfinished.
-        let mut most = Charge::new(buffers(&mesh).account(Holder::App));
-        most.set(buffers(&mesh).limit() / 4 * 3);
-        write(&mut client, "a").await;
-        let reply = read_until(&mut client, "may use\n").await;
+        until(|| used(&mesh) >= 20_000).await;
+        drop(client);
+        until(|| used(&mesh) == 0).await;
+        let mut client = mesh.connect_to(app).await;
+        write(&mut client, GET).await;
+        read_until(&mut client, "\r\n\r\n").await;
+        let all = exhaust(&mesh);
+        write(&mut client, &GET[..GET.len() - 2]).await;
+        let reply = read_until(&mut client, "its share\n").await;
         assert!(reply.starts_with("HTTP/1.1 503 "), "{reply}");
-        let mut small = mesh.connect_to(app).await;
-        write(&mut small, GET).await;
-        let reply = read_until(&mut small, "\r\n\r\n").await;
-        assert!(reply.starts_with("HTTP/1.1 200 "), "{reply}");
-        drop((client, small, most));
-        until(|| buffers(&mesh).used() == 0).await;
+        drop((client, all));
+        until(|| used(&mesh) == 0).await;
     });
 }
 
@@ -237,9 +248,7 @@ fn unfinished_heads_are_charged_and_released() {
 fn uploads_complete_without_memory_for_larger_windows() {
     on_worker(async {
         let (mesh, (listener, address)) = (Mesh::new(), listen().await);
-        let windows = &mesh.worker.memory(Outbound).windows;
-        let mut all = Charge::new(windows.account(Holder::App));
-        all.set(windows.limit());
+        let _most = hold(&mesh, mesh.worker.admission.max_bytes() - 200 * 1024);
         tokio::task::spawn_local(async move {
             let mut app = h2::server::handshake(listener.accept().await.unwrap().0)
                 .await

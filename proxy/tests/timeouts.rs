@@ -206,7 +206,8 @@ fn every_socket_has_user_timeout_and_keepalive() {
             address: listener.local_addr().unwrap(),
             identity: None,
         };
-        let dialer = Dialer::new(&mesh.worker.tls, support::TEST_TIMEOUT);
+        let slot = mesh.slot();
+        let dialer = Dialer::new(&mesh.worker.tls, support::TEST_TIMEOUT, &slot);
         let (dialed, accepted) = tokio::join!(dialer.dial(&remote, Alpn::Http1), listener.accept());
         let (dialed, accepted) = (dialed.unwrap(), accepted.unwrap().0);
         for socket in [SockRef::from(dialed.socket()), SockRef::from(&accepted)] {

@@ -1,18 +1,27 @@
-//! Admission: who may have a connection, or may work, while slots for it are limited. Each takes a
-//! slot of its holder. Holders are a tree, such as a namespace with its workloads.
+//! Admission: who may have connections, work and memory while these are limited. Each connection
+//! takes a slot of its holder, and the bytes that it holds. Holders are a tree, such as a namespace
+//! with its workloads.
 //!
-//! A share is the number of slots of a level, divided by its holders; the slots of a level are the
-//! share of the holder above it. A holder may use what others leave free. When all slots are in use,
-//! a new connection takes the slot of the holder that is furthest above its share, never of one at
-//! or below it. Among more holders than slots, the first ones keep one each. Within that holder, the
-//! order is: silent connections, idle ones, those between two HTTP exchanges, and then its youngest
-//! exchange or opaque connection, first those without traffic. If the holder of the new connection
-//! is furthest above its share, only a connection of it without an exchange ends, or else the new
-//! one is refused. A new one that may wait ends none of its own holder: it waits. A slot that is
-//! released goes to the waiting holder that is furthest below its share, among equals to the first.
+//! Slots and bytes follow one rule. A share is what a level has, divided by its holders; a level has
+//! the share of the holder above it. A holder may use what others leave free. When all is in use, a
+//! new connection, or one that needs more bytes, takes them from the holder that is furthest above
+//! its share, never from one at or below it. Among more holders than slots, the first ones keep one
+//! each. Within that holder, the connections end in this order: silent ones, idle ones, those
+//! between two HTTP exchanges, and then the youngest exchange or opaque connection, first those
+//! without traffic. If the holder of the new or growing connection is itself furthest above its
+//! share, only a connection of it without an exchange ends, or else the new one is refused, or grows
+//! no further. A new one that may wait ends none of its own holder: it waits. A slot that is released
+//! goes to the waiting holder that is furthest below its share, among equals to the first.
 //!
-//! Knows neither sockets nor what a holder is. Below the limit, a new connection only changes the
-//! counts of its holders. What a connection does while it is open is one store to an atomic.
+//! The holders of a level have the same share: the largest one is furthest above it, and above it at
+//! all, because the level has more than it may have. What ends holds its bytes until its task has
+//! run: these belong to nobody. An eighth of the limit is left for them, and for work in progress that
+//! would grow no further: it may answer. What can wait or be left
+//! out, such as a flow-control window, ends nothing: it gets bytes while three quarters are free, or one
+//! quarter, and each of its holders has at most what would be its share beside one more.
+//!
+//! Knows neither sockets nor what a holder is. What a connection does while it is open is one store
+//! to an atomic, and a change of its bytes is an addition for each holder above it.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -20,13 +29,13 @@ use std::future::{Future, poll_fn};
 use std::hash::Hash;
 use std::net::{IpAddr, Ipv6Addr};
 use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 /// Time that a connection has to end, or work to be done, from when it is asked to end.
 pub const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -69,31 +78,53 @@ pub fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// A limited number of slots.
+/// What is limited. Indexes.
+type Resource = usize;
+const SLOTS: Resource = 0;
+const BYTES: Resource = 1;
+
+/// One part in this many of the bytes is for connections that end, and for work in progress.
+const RESERVE: usize = 8;
+
+/// A limited number of slots, and of bytes.
 #[derive(Debug)]
-pub struct Admission<K: Clone + Eq + Hash>(Mutex<Tree<K>>);
+pub struct Admission<K: Clone + Eq + Hash> {
+    tree: Mutex<Tree<K>>,
+    is_under_pressure: AtomicBool,
+}
 
 impl<K: Clone + Eq + Hash> Admission<K> {
-    /// This many slots, and at least one.
-    pub fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Tree {
-            limit: limit.max(1),
-            next: ROOT + 1,
-            nodes: HashMap::from([(ROOT, Node::new(None))]),
-        })))
+    /// This many slots, and at least one. The bytes are unlimited.
+    pub fn new(slots: usize) -> Arc<Self> {
+        let tree = Tree {
+            limits: [slots.max(1), usize::MAX],
+            next: 0,
+            ending: 0,
+            nodes: vec![Node::new(0, None)],
+            free: Vec::new(),
+        };
+        Arc::new(Self {
+            tree: Mutex::new(tree),
+            is_under_pressure: AtomicBool::new(false),
+        })
     }
 
-    /// Changes the number of slots. Connections beyond a smaller one end when the next one comes.
-    pub fn resize(&self, limit: usize) {
+    /// Changes the number of slots and of bytes. Connections beyond smaller ones end.
+    pub fn resize(&self, slots: usize, bytes: usize) {
         let mut tree = self.tree();
-        tree.limit = limit.max(1);
+        tree.limits = [slots.max(1), bytes - bytes / RESERVE];
+        for resource in [SLOTS, BYTES] {
+            // Fails where nothing is left that could end.
+            let _ = tree.make_room(resource, None, false);
+        }
         tree.grant();
+        self.update_pressure(&tree);
     }
 
     /// A slot for a connection of the last holder of this path. It may be that of another
     /// connection, which is told to end. None if the new one is refused.
     pub fn admit(self: &Arc<Self>, path: &[K]) -> Option<Slot<K>> {
-        self.admit_within(path, usize::MAX)
+        self.enter(path, usize::MAX, false)
     }
 
     /// As [`Admission::admit`], with at most this many slots for the holder above the last one.
@@ -131,64 +162,75 @@ impl<K: Clone + Eq + Hash> Admission<K> {
 
     fn enter(self: &Arc<Self>, path: &[K], group_limit: usize, waits: bool) -> Option<Slot<K>> {
         let mut tree = self.tree();
-        let entry = Arc::new(Entry::new(tree.number()));
-        tree.insert(path, &entry);
-        tree.hold(&entry);
-        let group = tree.above(entry.leaf.load(Relaxed)).unwrap_or(ROOT);
-        let mut predecessor = None;
-        let exceeded = [(ROOT, tree.limit), (group, group_limit.max(1))];
-        let mut exceeded = exceeded
-            .into_iter()
-            .find(|(id, limit)| tree.nodes[id].used > *limit);
-        while let Some((from, slots)) = exceeded {
-            let Some(victim) = tree.victim(&entry, from, slots, waits) else {
-                tree.remove(&entry);
-                if !waits {
-                    return None;
-                }
-                tree.insert(path, &entry);
+        let leaf = tree.leaf(path);
+        let entry = tree.entry(leaf, 1);
+        let group = tree.holders(leaf).nth(1).unwrap_or(ROOT);
+        let within_group =
+            tree.make_room_in((group, group_limit.max(1)), SLOTS, Some(&entry), waits);
+        let made = within_group.and_then(|asked| {
+            let within_all = tree.make_room(SLOTS, Some(&entry), waits);
+            within_all.map(|other| other.or(asked))
+        });
+        let asked = match made {
+            Ok(asked) => asked,
+            Err(Refused) if waits => {
                 tree.wait(&entry);
-                break;
-            };
-            tree.remove(&victim);
-            match victim.class() {
-                Class::BetweenExchanges => {
-                    victim.tell(ASKED);
-                    predecessor = Some(Predecessor(victim));
-                }
-                _ => victim.tell(ENDED),
+                None
             }
-            // More than one only after the number of slots has become smaller.
-            exceeded = Some((ROOT, tree.limit)).filter(|(id, limit)| tree.nodes[id].used > *limit);
-        }
+            Err(Refused) => {
+                tree.remove(&entry);
+                return None;
+            }
+        };
         drop(tree);
         Some(Slot {
             admission: self.clone(),
             entry,
-            predecessor: Mutex::new(predecessor),
+            predecessor: Mutex::new(asked.map(Predecessor)),
         })
     }
 
     /// The number of slots that the holder with this path has. Without a path, of all.
     pub fn used(&self, path: &[K]) -> usize {
+        self.uses(path)[SLOTS]
+    }
+
+    /// The number of bytes that the holder with this path has. Without a path, of all, also of those
+    /// that end.
+    pub fn used_bytes(&self, path: &[K]) -> usize {
+        let ending = path.is_empty().then(|| self.tree().ending);
+        self.uses(path)[BYTES] + ending.unwrap_or(0)
+    }
+
+    /// The number of bytes that connections may have, without the reserve.
+    pub fn max_bytes(&self) -> usize {
+        self.tree().limits[BYTES]
+    }
+
+    fn uses(&self, path: &[K]) -> [usize; 2] {
         let tree = self.tree();
-        let mut node = &tree.nodes[&ROOT];
+        let mut node = &tree.nodes[ROOT];
         for key in path {
             match node.children.get(key) {
-                Some(child) => node = &tree.nodes[child],
-                None => return 0,
+                Some(child) => node = &tree.nodes[*child],
+                None => return [0; 2],
             }
         }
         node.used
     }
 
+    fn update_pressure(&self, tree: &Tree<K>) {
+        let is_under_pressure = tree.is_under_pressure();
+        self.is_under_pressure.store(is_under_pressure, Relaxed);
+    }
+
     /// Each update is complete before the lock is released, so the state is valid after a panic.
     fn tree(&self) -> MutexGuard<'_, Tree<K>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tree)
     }
 }
 
-/// The slot of a connection, released on drop.
+/// The slot of a connection and its bytes, released on drop.
 #[derive(Debug)]
 pub struct Slot<K: Clone + Eq + Hash> {
     admission: Arc<Admission<K>>,
@@ -202,11 +244,18 @@ impl<K: Clone + Eq + Hash> Slot<K> {
     pub async fn run<T>(&self, mut work: Pin<&mut impl Future<Output = T>>) -> Option<T> {
         let predecessor = std::mem::take(&mut *lock(&self.predecessor));
         let mut wait = predecessor.map(|predecessor| Box::pin(predecessor.ended()));
+        let mut asked = None;
         let mut is_registered = false;
         poll_fn(|cx| {
             if !is_registered {
                 *lock(&self.entry.task) = Some(cx.waker().clone());
                 is_registered = true;
+            }
+            if self.entry.state.load(Relaxed) == ASKED {
+                let asked = asked.get_or_insert_with(|| Box::pin(sleep(END_TIMEOUT)));
+                if asked.as_mut().poll(cx).is_ready() {
+                    self.entry.tell(ENDED);
+                }
             }
             // The work is polled once more, so that it can end in its own way.
             let is_ended = self.is_ended();
@@ -228,23 +277,84 @@ impl<K: Clone + Eq + Hash> Slot<K> {
         .await
     }
 
-    /// Moves the connection to another holder. Needs no slot.
+    /// Moves the connection with its bytes to another holder. Needs no slot.
     pub fn reassign(&self, path: &[K]) {
         let mut tree = self.admission.tree();
-        if tree.remove(&self.entry) {
-            tree.insert(path, &self.entry);
-            tree.hold(&self.entry);
+        tree.remove(&self.entry);
+        let leaf = tree.leaf(path);
+        tree.insert(leaf, &self.entry);
+    }
+
+    /// Work of the same holder that ends on its own, such as a connection that is kept. It has bytes,
+    /// and takes no slot.
+    pub fn beside(&self) -> Self {
+        let mut tree = self.admission.tree();
+        let entry = tree.entry(self.entry.leaf.load(Relaxed), 0);
+        Self {
+            admission: self.admission.clone(),
+            entry,
+            predecessor: Mutex::default(),
         }
     }
 
-    /// Releases the slot before the end of the connection, which others do not end from now on.
+    /// Releases the slot before the end of the connection, which others do not end from now on. What
+    /// it holds stays charged to its holder.
     pub fn release(&self) {
         let mut tree = self.admission.tree();
-        self.entry.state.store(RELEASED, Relaxed);
-        tree.remove(&self.entry);
+        if !self.is_ended() {
+            self.entry.state.store(RELEASED, Relaxed);
+        }
+        tree.change(&self.entry, SLOTS, self.entry.uses(SLOTS), 0);
+        tree.wait_no_longer(&self.entry);
         tree.grant();
         drop(tree);
         self.entry.gone.notify_one();
+    }
+
+    /// A number of the holder, which no other one gets.
+    pub fn holder(&self) -> u64 {
+        self.admission.tree().nodes[self.entry.leaf.load(Relaxed)].number
+    }
+
+    /// Changes a part of the bytes that the connection holds, for new work. False if they grow, and
+    /// the holder gets no more: then nothing has changed.
+    pub fn begin(&self, from: usize, to: usize) -> bool {
+        self.change(from, to, |tree| match self.entry.is_ending() {
+            true => tree.has_reserve(),
+            false => tree.make_room(BYTES, Some(&self.entry), false).is_ok(),
+        })
+    }
+
+    /// As [`Slot::begin`], for work in progress, which also gets what is left of the reserve.
+    pub fn hold(&self, from: usize, to: usize) -> bool {
+        self.change(from, to, |tree| {
+            let is_ending = self.entry.is_ending();
+            !is_ending && tree.make_room(BYTES, Some(&self.entry), false).is_ok()
+                || tree.has_reserve()
+        })
+    }
+
+    /// As [`Slot::begin`], but nothing ends for what the holder can do without.
+    pub fn try_hold(&self, from: usize, to: usize) -> bool {
+        self.change(from, to, |tree| {
+            !self.entry.is_ending() && tree.is_free(self.entry.leaf.load(Relaxed))
+        })
+    }
+
+    fn change(&self, from: usize, to: usize, is_left: impl Fn(&mut Tree<K>) -> bool) -> bool {
+        let mut tree = self.admission.tree();
+        tree.change(&self.entry, BYTES, from, to);
+        let is_left = to <= from || is_left(&mut tree);
+        if !is_left {
+            tree.change(&self.entry, BYTES, to, from);
+        }
+        self.admission.update_pressure(&tree);
+        is_left
+    }
+
+    /// Whether three quarters of the bytes are in use.
+    pub fn is_under_pressure(&self) -> bool {
+        self.admission.is_under_pressure.load(Relaxed)
     }
 
     /// What the connection does from now on.
@@ -272,6 +382,11 @@ impl<K: Clone + Eq + Hash> Slot<K> {
 impl<K: Clone + Eq + Hash> Drop for Slot<K> {
     fn drop(&mut self) {
         self.release();
+        let mut tree = self.admission.tree();
+        tree.remove(&self.entry);
+        if self.entry.is_ending() {
+            tree.ending -= self.entry.uses(BYTES);
+        }
     }
 }
 
@@ -281,11 +396,8 @@ struct Predecessor(Arc<Entry>);
 
 impl Predecessor {
     async fn ended(self) {
-        if timeout(END_TIMEOUT, self.0.gone.notified()).await.is_err() {
-            self.0.tell(ENDED);
-            // Its task may not run: the new connection does not wait for it any longer.
-            let _ = timeout(END_TIMEOUT, self.0.gone.notified()).await;
-        }
+        // Its task may not run: the new connection does not wait for it any longer.
+        let _ = timeout(2 * END_TIMEOUT, self.0.gone.notified()).await;
     }
 }
 
@@ -300,29 +412,27 @@ impl Drop for Predecessor {
 struct Entry {
     /// In the order of their start.
     number: u64,
-    /// The node of its holder, which only changes under the lock. [`ROOT`] if it neither has a slot
-    /// nor waits for one.
-    leaf: AtomicU64,
+    /// The node of its holder, and what it uses. They only change under the lock.
+    leaf: AtomicUsize,
+    uses: [AtomicUsize; 2],
     class: AtomicU8,
     /// There was traffic since the last time that a connection in use of this holder ended.
     has_traffic: AtomicBool,
     state: AtomicU8,
+    /// What it uses belongs to no holder any more.
+    is_ending: AtomicBool,
     task: Mutex<Option<Waker>>,
     /// Notified when the slot is released.
     gone: Notify,
 }
 
 impl Entry {
-    fn new(number: u64) -> Self {
-        Self {
-            number,
-            leaf: AtomicU64::new(ROOT),
-            class: AtomicU8::new(Class::Silent as u8),
-            has_traffic: AtomicBool::new(false),
-            state: AtomicU8::new(HELD),
-            task: Mutex::new(None),
-            gone: Notify::new(),
-        }
+    fn uses(&self, resource: Resource) -> usize {
+        self.uses[resource].load(Relaxed)
+    }
+
+    fn is_ending(&self) -> bool {
+        self.is_ending.load(Relaxed)
     }
 
     fn class(&self) -> Class {
@@ -353,23 +463,32 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-const ROOT: u64 = 0;
+const ROOT: usize = 0;
+
+/// The connection that needs more belongs to the holder that gives way.
+struct Refused;
 
 #[derive(Debug)]
 struct Tree<K: Clone + Eq + Hash> {
-    limit: usize,
-    /// The number of the next node or connection.
+    /// Of each resource.
+    limits: [usize; 2],
+    /// The number of the last node or connection.
     next: u64,
-    /// The holders by their numbers, in the order in which they came.
-    nodes: HashMap<u64, Node<K>>,
+    /// The bytes of connections that were told to end.
+    ending: usize,
+    nodes: Vec<Node<K>>,
+    /// The indexes of unused nodes.
+    free: Vec<usize>,
 }
 
 #[derive(Debug)]
 struct Node<K> {
+    /// In the order in which the holders came.
+    number: u64,
     /// The holder above it, and its key there.
-    parent: Option<(u64, K)>,
-    used: usize,
-    children: HashMap<K, u64>,
+    parent: Option<(usize, K)>,
+    used: [usize; 2],
+    children: HashMap<K, usize>,
     /// Of a holder without others below it.
     connections: BTreeMap<u64, Arc<Entry>>,
     /// What waits for a slot of this holder, or of one below it.
@@ -377,10 +496,11 @@ struct Node<K> {
 }
 
 impl<K> Node<K> {
-    fn new(parent: Option<(u64, K)>) -> Self {
+    fn new(number: u64, parent: Option<(usize, K)>) -> Self {
         Self {
+            number,
             parent,
-            used: 0,
+            used: [0; 2],
             children: HashMap::new(),
             connections: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -390,145 +510,269 @@ impl<K> Node<K> {
 
 impl<K: Clone + Eq + Hash> Tree<K> {
     fn number(&mut self) -> u64 {
-        let number = self.next;
         self.next += 1;
-        number
+        self.next
     }
 
-    fn node(&mut self, id: u64) -> &mut Node<K> {
-        let node = self.nodes.get_mut(&id);
-        node.expect("a holder with connections is in the tree")
-    }
-
-    /// Adds a connection to the last holder of this path, so far without a slot.
-    fn insert(&mut self, path: &[K], entry: &Entry) {
+    /// The node of the holder with this path.
+    fn leaf(&mut self, path: &[K]) -> usize {
         let mut id = ROOT;
         for key in path {
-            id = match self.nodes[&id].children.get(key) {
+            id = match self.nodes[id].children.get(key) {
                 Some(child) => *child,
                 None => {
-                    let child = self.number();
-                    self.nodes.insert(child, Node::new(Some((id, key.clone()))));
-                    self.node(id).children.insert(key.clone(), child);
+                    let node = Node::new(self.number(), Some((id, key.clone())));
+                    let child = self.free.pop().unwrap_or(self.nodes.len());
+                    match self.nodes.get_mut(child) {
+                        Some(free) => *free = node,
+                        None => self.nodes.push(node),
+                    }
+                    self.nodes[id].children.insert(key.clone(), child);
                     child
                 }
             };
         }
-        entry.leaf.store(id, Relaxed);
+        id
     }
 
-    /// Gives a connection of the tree a slot.
-    fn hold(&mut self, entry: &Arc<Entry>) {
-        let leaf = entry.leaf.load(Relaxed);
-        let connections = &mut self.node(leaf).connections;
+    /// A new connection of this holder with so many slots.
+    fn entry(&mut self, leaf: usize, slots: usize) -> Arc<Entry> {
+        let entry = Arc::new(Entry {
+            number: self.number(),
+            leaf: leaf.into(),
+            uses: [slots.into(), 0.into()],
+            class: AtomicU8::new(Class::Silent as u8),
+            has_traffic: AtomicBool::new(false),
+            state: AtomicU8::new(HELD),
+            is_ending: AtomicBool::new(false),
+            task: Mutex::new(None),
+            gone: Notify::new(),
+        });
+        self.insert(leaf, &entry);
+        entry
+    }
+
+    fn insert(&mut self, leaf: usize, entry: &Arc<Entry>) {
+        let connections = &mut self.nodes[leaf].connections;
         connections.insert(entry.number, entry.clone());
-        let mut holder = Some(leaf);
-        while let Some(id) = holder {
-            let node = self.node(id);
-            node.used += 1;
-            node.waiting.remove(&entry.number);
-            holder = self.above(id);
+        entry.leaf.store(leaf, Relaxed);
+        if !entry.is_ending() {
+            self.count(entry, |used, uses| used + uses);
         }
     }
 
-    /// Adds a connection of the tree to those that wait for a slot.
+    fn remove(&mut self, entry: &Entry) {
+        if !entry.is_ending() {
+            self.count(entry, |used, uses| used - uses);
+        }
+        let mut id = entry.leaf.load(Relaxed);
+        self.nodes[id].connections.remove(&entry.number);
+        while self.nodes[id].connections.is_empty() && self.nodes[id].children.is_empty() {
+            let Some((parent, key)) = self.nodes[id].parent.take() else {
+                return;
+            };
+            self.nodes[parent].children.remove(&key);
+            self.free.push(id);
+            id = parent;
+        }
+    }
+
+    /// Takes the slot of a connection, which waits for another one.
     fn wait(&mut self, entry: &Arc<Entry>) {
         entry.state.store(WAITING, Relaxed);
-        let mut holder = Some(entry.leaf.load(Relaxed));
-        while let Some(id) = holder {
-            let waiting = &mut self.node(id).waiting;
+        self.change(entry, SLOTS, 1, 0);
+        let holders: Vec<_> = self.holders(entry.leaf.load(Relaxed)).collect();
+        for id in holders {
+            let waiting = &mut self.nodes[id].waiting;
             waiting.insert(entry.number, entry.clone());
-            holder = self.above(id);
+        }
+    }
+
+    fn wait_no_longer(&mut self, entry: &Entry) {
+        let mut holder = Some(entry.leaf.load(Relaxed));
+        while let Some(id) = holder
+            && self.nodes[id].waiting.remove(&entry.number).is_some()
+        {
+            holder = self.nodes[id].parent.as_ref().map(|(above, _)| *above);
         }
     }
 
     /// Gives free slots to those that wait: of the holders of a level, to the one with the fewest,
     /// since the shares of a level are equal.
     fn grant(&mut self) {
-        while let root = &self.nodes[&ROOT]
+        while let root = &self.nodes[ROOT]
             && !root.waiting.is_empty()
-            && root.used < self.limit
+            && root.used[SLOTS] < self.limits[SLOTS]
         {
             let mut id = ROOT;
             let first = loop {
-                let children = self.nodes[&id].children.values();
+                let children = self.nodes[id].children.values();
                 let turns = children.filter_map(|child| {
-                    let node = &self.nodes[child];
+                    let node = &self.nodes[*child];
                     let first = node.waiting.keys().next()?;
-                    Some((node.used, *first, *child))
+                    Some((node.used[SLOTS], *first, *child))
                 });
                 match turns.min() {
                     Some((_, _, child)) => id = child,
-                    None => break self.nodes[&id].waiting.values().next(),
+                    None => break self.nodes[id].waiting.values().next(),
                 }
             };
             let Some(first) = first.cloned() else {
                 return;
             };
-            self.hold(&first);
+            self.wait_no_longer(&first);
+            self.change(&first, SLOTS, 0, 1);
             first.tell(HELD);
         }
     }
 
-    /// Takes the slot of a connection, or its turn. False if it has none.
-    fn remove(&mut self, entry: &Entry) -> bool {
-        let mut id = entry.leaf.swap(ROOT, Relaxed);
-        if id == ROOT {
-            return false;
+    /// Counts a connection for its holders.
+    fn count(&mut self, entry: &Entry, count: impl Fn(usize, usize) -> usize) {
+        for resource in [SLOTS, BYTES] {
+            let uses = entry.uses(resource);
+            self.update(entry, resource, |used| count(used, uses));
         }
-        let has_slot = self.node(id).connections.remove(&entry.number).is_some();
+    }
+
+    /// Changes what a connection uses.
+    fn change(&mut self, entry: &Entry, resource: Resource, from: usize, to: usize) {
+        let uses = entry.uses(resource) - from + to;
+        entry.uses[resource].store(uses, Relaxed);
+        match (entry.is_ending(), resource) {
+            (false, _) => self.update(entry, resource, |used| used - from + to),
+            (true, BYTES) => self.ending = self.ending - from + to,
+            (true, _) => {}
+        }
+    }
+
+    fn update(&mut self, entry: &Entry, resource: Resource, update: impl Fn(usize) -> usize) {
+        let mut id = entry.leaf.load(Relaxed);
         loop {
-            let node = self.node(id);
-            node.used -= usize::from(has_slot);
-            node.waiting.remove(&entry.number);
-            let is_unused = node.used == 0 && node.waiting.is_empty();
-            let Some((parent, key)) = node.parent.clone() else {
-                return true;
-            };
-            if is_unused {
-                self.nodes.remove(&id);
-                self.node(parent).children.remove(&key);
+            let node = &mut self.nodes[id];
+            node.used[resource] = update(node.used[resource]);
+            match node.parent {
+                Some((parent, _)) => id = parent,
+                None => return,
             }
-            id = parent;
         }
     }
 
-    /// The holder above another one.
-    fn above(&self, id: u64) -> Option<u64> {
-        self.nodes[&id].parent.as_ref().map(|(above, _)| *above)
+    /// The holder with this node, and those above it.
+    fn holders(&self, id: usize) -> impl Iterator<Item = usize> {
+        let above = |id: &usize| self.nodes[*id].parent.as_ref().map(|(above, _)| *above);
+        std::iter::successors(Some(id), above)
     }
 
-    /// The connection of the holder `id` with `slots`, or of one below it, that ends in favor of a
-    /// new one, which has been inserted. None if the new one is refused, or waits.
+    /// Whether a holder has at most its share of the bytes, or what would be its share beside so many
+    /// more holders at each level but the first one.
+    fn is_within_share(&self, id: usize, more: usize) -> bool {
+        let above = self.holders(id).skip(1);
+        let share = above.fold(self.limits[BYTES], |share, above| {
+            let more = if above == ROOT { 0 } else { more };
+            share / (self.nodes[above].children.len() + more)
+        });
+        self.nodes[id].used[BYTES] <= share
+    }
+
+    /// Whether a holder may have bytes that it can do without.
+    fn is_free(&self, leaf: usize) -> bool {
+        self.nodes[ROOT].used[BYTES] <= self.limits[BYTES] / 4
+            || !self.is_under_pressure() && self.holders(leaf).all(|id| self.is_within_share(id, 1))
+    }
+
+    /// Whether three quarters of the bytes are in use.
+    fn is_under_pressure(&self) -> bool {
+        self.nodes[ROOT].used[BYTES] + self.ending >= self.limits[BYTES] / 4 * 3
+    }
+
+    /// Whether some of the reserve is left.
+    fn has_reserve(&self) -> bool {
+        let used = self.nodes[ROOT].used[BYTES] + self.ending;
+        used.saturating_sub(self.limits[BYTES]) <= self.limits[BYTES] / (RESERVE - 1)
+    }
+
+    /// Ends connections until the resource suffices for `new`, which was counted. Returns the one that
+    /// was asked to end, if any. None of its own holder ends if it waits.
+    fn make_room(
+        &mut self,
+        resource: Resource,
+        new: Option<&Entry>,
+        waits: bool,
+    ) -> Result<Option<Arc<Entry>>, Refused> {
+        self.make_room_in((ROOT, self.limits[resource]), resource, new, waits)
+    }
+
+    /// As [`Tree::make_room`], for a holder with a limit.
+    fn make_room_in(
+        &mut self,
+        (top, limit): (usize, usize),
+        resource: Resource,
+        new: Option<&Entry>,
+        waits: bool,
+    ) -> Result<Option<Arc<Entry>>, Refused> {
+        let mut asked = None;
+        while self.nodes[top].used[resource] > limit {
+            let has_reserve = self.has_reserve();
+            if let Some(new) = new
+                && resource == BYTES
+                && !has_reserve
+                && !self.is_within_share(new.leaf.load(Relaxed), 0)
+            {
+                return Err(Refused);
+            }
+            let victim = self.victim(top, resource, new, waits).ok_or(Refused)?;
+            self.count(&victim, |used, uses| used - uses);
+            victim.is_ending.store(true, Relaxed);
+            self.ending += victim.uses(BYTES);
+            match victim.class() {
+                Class::BetweenExchanges if has_reserve => {
+                    victim.tell(ASKED);
+                    asked = Some(victim);
+                }
+                _ => victim.tell(ENDED),
+            }
+        }
+        Ok(asked)
+    }
+
+    /// The connection that ends in favor of `new`. None if the new one is refused, or waits.
     fn victim(
         &self,
-        new: &Entry,
-        mut id: u64,
-        mut slots: usize,
+        top: usize,
+        resource: Resource,
+        new: Option<&Entry>,
         waits: bool,
     ) -> Option<Arc<Entry>> {
-        let own_leaf = new.leaf.load(Relaxed);
-        let own = std::iter::successors(Some(own_leaf), |id| self.above(*id));
-        let own: Vec<u64> = own.collect();
-        while !self.nodes[&id].children.is_empty() {
-            let children = &self.nodes[&id].children;
-            slots = (slots / children.len()).max(1);
-            let holding = children.values().filter(|child| self.nodes[child].used > 0);
-            let furthest = holding.max_by_key(|child| {
-                let excess = self.nodes[child].used.saturating_sub(slots);
-                (excess, own.contains(child), **child)
-            });
-            id = *furthest?;
+        let own: Vec<_> = new
+            .into_iter()
+            .flat_map(|new| self.holders(new.leaf.load(Relaxed)))
+            .collect();
+        let mut id = top;
+        let largest = |id: usize| {
+            let children = self.nodes[id].children.values().copied();
+            children.max_by_key(|child| {
+                let node = &self.nodes[*child];
+                (node.used[resource], own.contains(child), node.number)
+            })
+        };
+        while let Some(child) = largest(id) {
+            id = child;
         }
-        if waits && id == own_leaf {
+        if waits && own.first() == Some(&id) {
             return None;
         }
-        let connections = &self.nodes[&id].connections;
-        let others = || connections.values().filter(|one| one.number != new.number);
+        let connections = &self.nodes[id].connections;
+        let others = || {
+            let others = connections.values();
+            others.filter(|one| {
+                let is_new = new.is_some_and(|new| new.number == one.number);
+                !is_new && !one.is_ending() && one.uses(resource) > 0
+            })
+        };
         let silent = others().find(|one| one.class() == Class::Silent);
         let victim = silent.or_else(|| others().min_by_key(|one| one.order()))?;
         if victim.class() == Class::InUse {
-            if id == own_leaf {
+            if own.first() == Some(&id) {
                 return None;
             }
             for connection in connections.values() {

@@ -6,11 +6,12 @@
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use diy_mesh_runtime::admission::Class;
 use h2::SendStream;
 use h2::client::{ResponseFuture, SendRequest};
 use http::Request;
@@ -19,11 +20,12 @@ use tokio::task::AbortHandle;
 
 use super::queue::{LimitKind, Limiter, Slot};
 use super::{Dialer, Remote};
-use crate::account::{Account, Charge};
 use crate::batched::{Batched, Queued};
 use crate::error::Failure;
+use crate::flow::Direction;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
+use crate::memory::{Charge, ConnectionSlot};
 use crate::tls::{Acceptance, Alpn};
 
 /// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
@@ -55,21 +57,14 @@ const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 /// A worker's HTTP/2 connections to one endpoint.
 pub struct Connections {
     limiter: Rc<Limiter>,
-    /// The caller whose requests they carry. None: the pod's own application.
-    caller: Option<CallerAccounts>,
+    /// Whose requests they carry: those of a caller, or of the pod's own application.
+    direction: Direction,
     open: RefCell<Vec<Rc<Connection>>>,
     closed: Cell<bool>,
     /// Serializes dialing: concurrent requests share the connection, or the failure.
     dialing: Mutex<()>,
     dials: Cell<u64>,
     last_failure: RefCell<Option<Failure>>,
-}
-
-/// What the connections of one caller are charged to.
-pub(super) struct CallerAccounts {
-    /// Kept while these connections are its own.
-    pub _memory: Rc<Account>,
-    pub windows: Rc<Account>,
 }
 
 /// One connection. Its task ends when the last handle is dropped.
@@ -88,6 +83,8 @@ pub(super) struct Connection {
     lifetime: Option<Lifetime>,
     /// The lifetime is over: the connection accepts no new streams.
     retired: Cell<bool>,
+    /// What the connection is charged to: it outlives those that it serves.
+    slot: Rc<ConnectionSlot>,
     task: AbortHandle,
 }
 
@@ -120,10 +117,10 @@ struct StreamSlot {
 }
 
 impl Connections {
-    pub(super) fn new(limiter: Rc<Limiter>, caller: Option<CallerAccounts>) -> Self {
+    pub(super) fn new(limiter: Rc<Limiter>, direction: Direction) -> Self {
         Self {
             limiter,
-            caller,
+            direction,
             open: RefCell::default(),
             closed: Cell::new(false),
             dialing: Mutex::default(),
@@ -133,10 +130,9 @@ impl Connections {
     }
 
     /// Acquires a slot for a stream. Opens a connection if no open one has a free slot, and waits
-    /// if there are as many as the endpoint may have. A new one is charged to `caller`.
+    /// if there are as many as the endpoint may have. A new one is charged to the caller.
     pub(super) async fn lease(
         &self,
-        caller: &Rc<Account>,
         remote: &Remote,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
@@ -147,9 +143,7 @@ impl Connections {
         if let Some(connection) = self.find(false) {
             return Ok(Lease::new(connection, request));
         }
-        let connection = self
-            .connection(caller, remote, dialer, expiry, false)
-            .await?;
+        let connection = self.connection(remote, dialer, expiry, false).await?;
         Ok(Lease::new(connection, request))
     }
 
@@ -157,7 +151,6 @@ impl Connections {
     /// waits.
     async fn connection(
         &self,
-        caller: &Rc<Account>,
         remote: &Remote,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
@@ -179,15 +172,13 @@ impl Connections {
             let waiting = self.limiter.wait(kind, remote.address, deadline, take);
             return match waiting.await? {
                 Some(connection) => Ok(connection),
-                None => Box::pin(self.connection(caller, remote, dialer, expiry, true)).await,
+                None => Box::pin(self.connection(remote, dialer, expiry, true)).await,
             };
         }
         if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
             return Err(failure.clone());
         }
-        let windows = self.caller.as_ref().map(|caller| &caller.windows);
-        let accounts = (caller, windows);
-        let dialed = open(remote, dialer, expiry, &self.limiter, accounts).await;
+        let dialed = open(remote, dialer, expiry, &self.limiter, self.direction).await;
         self.dials.set(self.dials.get() + 1);
         self.last_failure.replace(dialed.as_ref().err().cloned());
         let connection = dialed?;
@@ -258,7 +249,7 @@ enum Capacity {
 
 impl Connection {
     fn capacity(&self) -> Capacity {
-        if self.retired.get() {
+        if self.retired.get() || self.slot.is_asked_to_end() {
             return Capacity::Exhausted;
         }
         let mut sender = self.sender.borrow_mut();
@@ -299,6 +290,7 @@ impl Connection {
         let health = &mut *self.health.borrow_mut();
         if self.streams.open.get() == 0 {
             health.last_read = now;
+            self.slot.set(Class::BetweenExchanges);
             let idle = now.saturating_duration_since(health.last_used);
             return !self.retired.get() && idle < IDLE_TIMEOUT;
         }
@@ -332,6 +324,8 @@ impl Lease {
     fn new(connection: Rc<Connection>, request: Slot) -> Self {
         let streams = connection.streams.clone();
         streams.open.set(streams.open.get() + 1);
+        connection.slot.touch();
+        connection.io.open_streams(streams.open.get());
         Self {
             connection,
             is_blocked: Cell::new(false),
@@ -427,6 +421,7 @@ impl Drop for Lease {
             drop(slot);
         }
         if streams.open.get() == 0 {
+            connection.slot.set(Class::BetweenExchanges);
             connection.health.borrow_mut().last_used = Instant::now();
         }
     }
@@ -441,25 +436,23 @@ impl Drop for StreamSlot {
 }
 
 /// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
-/// Charges the memory to the account of the caller, and the window to another one, if it shares that
-/// with others.
+/// It is charged to the caller, with its window if others have the same application.
 async fn open(
     remote: &Remote,
     dialer: Dialer<'_>,
     expiry: impl FnOnce(&Io) -> Expiry,
     limiter: &Rc<Limiter>,
-    (caller, windows): (&Rc<Account>, Option<&Rc<Account>>),
+    direction: Direction,
 ) -> Result<Rc<Connection>, Failure> {
     let address = remote.address;
-    let mut memory = Charge::new(caller.clone());
+    let slot = Rc::new(dialer.slot.beside());
+    let mut memory = Charge::new(slot.clone());
     let streams = Rc::new(Streams::new(limiter.clone()));
-    let mut window = windows.map(|windows| Window {
-        charge: Charge::new(windows.clone()),
+    let mut window = (direction == Direction::Inbound).then(|| Window {
+        charge: Charge::new(slot.clone()),
         streams: streams.clone(),
     });
-    if !memory.try_grow(CONNECTION_COST) {
-        return Err(memory.exceeded());
-    }
+    memory.begin(CONNECTION_COST)?;
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
     io.count(limiter.count_connection());
     let is_secured = io.is_secured();
@@ -485,7 +478,7 @@ async fn open(
     let (unread, kept) = mpsc::unbounded_channel();
     let mut barrier = Barrier::new(kept, streams.clone());
     let task = tokio::task::spawn_local({
-        let io = io.clone();
+        let (io, slot) = (io.clone(), slot.clone());
         async move {
             let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
                 Poll::Pending if io.overload().is_some() => {
@@ -517,9 +510,14 @@ async fn open(
                     }
                 }
             });
-            if let Err(error) = ended.await {
-                tracing::debug!(%address, "upstream connection failed: {error}");
+            match slot.run(pin!(ended)).await {
+                None => io.reset_on_drop(),
+                Some(Ok(())) => {}
+                Some(Err(error)) => {
+                    tracing::debug!(%address, "upstream connection failed: {error}");
+                }
             }
+            io.release();
         }
     });
     let now = Instant::now();
@@ -539,6 +537,7 @@ async fn open(
         health: RefCell::new(health),
         lifetime,
         retired: Cell::new(false),
+        slot,
         task: task.abort_handle(),
     }))
 }

@@ -19,12 +19,13 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 use tokio::time::timeout_at;
 
-use self::http2::{CallerAccounts, Connections, Lease};
-use crate::account::{Account, Budget, Holder};
+use self::http2::{Connections, Lease};
 use crate::discovery::EndpointInfo;
 use crate::error::Failure;
+use crate::flow::Direction;
 use crate::io::Io;
 use crate::lifetime::Expiry;
+use crate::memory::{Charge, ConnectionSlot};
 use crate::metrics::UpstreamMetrics;
 use crate::tls::{Alpn, Tls};
 use queue::Limiter;
@@ -123,10 +124,9 @@ pub struct Pool {
     limiter: Rc<Limiter>,
     /// HTTP/2 connections of the pod's own application.
     pub http2: Connections,
-    /// HTTP/2 connections to it, by caller. Callers that shared one would share its flow-control
-    /// window and its limit of streams, and each could use up both. The key is the address of the
-    /// account, which the connections keep: a name would cost a hash of all of it per request.
-    callers: RefCell<HashMap<*const Account, Rc<Connections>>>,
+    /// HTTP/2 connections to it, by the number of the caller. Callers that shared one would share its
+    /// flow-control window and its limit of streams, and each could use up both.
+    callers: RefCell<HashMap<u64, Rc<Connections>>>,
     closed: Cell<bool>,
 }
 
@@ -154,7 +154,7 @@ impl Pool {
         Self {
             remote,
             http1: RefCell::default(),
-            http2: Connections::new(limiter.clone(), None),
+            http2: Connections::new(limiter.clone(), Direction::Outbound),
             callers: RefCell::default(),
             limiter,
             closed: Cell::new(false),
@@ -213,44 +213,36 @@ impl Pool {
     }
 
     /// A slot for a stream on an HTTP/2 connection: on an open one if there is one with a free slot,
-    /// else on a new one. `caller` sends the request, and uses `windows`. `expiry` tells when a new
-    /// connection has to be reset.
+    /// else on a new one. `expiry` tells when a new connection has to be reset.
     pub async fn http2(
         &self,
-        caller: &Rc<Account>,
-        windows: &Rc<Budget>,
+        direction: Direction,
         dialer: Dialer<'_>,
         expiry: impl FnOnce(&Io) -> Expiry,
     ) -> Result<Lease, Failure> {
         let of_caller;
-        let connections = match caller.holder() {
-            Holder::App => &self.http2,
-            _ => {
-                of_caller = self.connections_of(caller, windows);
+        let connections = match direction {
+            Direction::Outbound => &self.http2,
+            Direction::Inbound => {
+                of_caller = self.connections_of(dialer.slot.holder());
                 &of_caller
             }
         };
-        connections
-            .lease(caller, &self.remote, dialer, expiry)
-            .await
+        connections.lease(&self.remote, dialer, expiry).await
     }
 
-    fn connections_of(&self, caller: &Rc<Account>, windows: &Rc<Budget>) -> Rc<Connections> {
+    fn connections_of(&self, caller: u64) -> Rc<Connections> {
         let mut callers = self.callers.borrow_mut();
-        if let Some(known) = callers.get(&Rc::as_ptr(caller)) {
+        if let Some(known) = callers.get(&caller) {
             return known.clone();
         }
         // A limiter of its own: nothing that another caller does keeps its requests waiting.
         let (limits, metrics) = (self.limiter.limits, self.limiter.metrics.clone());
         let limiter = Limiter::new(limits, metrics);
-        let accounts = CallerAccounts {
-            _memory: caller.clone(),
-            windows: windows.account(caller.holder().clone()),
-        };
-        let connections = Rc::new(Connections::new(limiter, Some(accounts)));
+        let connections = Rc::new(Connections::new(limiter, Direction::Inbound));
         match self.closed.get() {
             true => connections.close(),
-            false => drop(callers.insert(Rc::as_ptr(caller), connections.clone())),
+            false => drop(callers.insert(caller, connections.clone())),
         }
         connections
     }
@@ -340,17 +332,20 @@ pub struct Dialer<'a> {
     timeout: Duration,
     /// The end of the time for all that precedes a connection's use.
     pub deadline: tokio::time::Instant,
+    /// The connection that needs them, and is charged for it.
+    slot: &'a Rc<ConnectionSlot>,
 }
 
 impl<'a> Dialer<'a> {
     /// Opens connections for an attempt that begins now. One may take until the timeout, its queues
     /// and its TLS handshake included.
-    pub fn new(tls: &'a Tls, timeout: Duration) -> Self {
+    pub fn new(tls: &'a Tls, timeout: Duration, slot: &'a Rc<ConnectionSlot>) -> Self {
         let deadline = tokio::time::Instant::now() + timeout;
         Self {
             tls,
             timeout,
             deadline,
+            slot,
         }
     }
 
@@ -360,13 +355,16 @@ impl<'a> Dialer<'a> {
             tls,
             timeout,
             deadline,
+            slot,
         } = *self;
         let address = remote.address;
         let io = connect(address, tls.timeouts().tcp_user, deadline).await?;
         match &remote.identity {
             // A connection to the pod itself never leaves it, and does not pass its own proxy again.
             Some(expected) if !is_own(&io) => {
-                let secured = timeout_at(deadline, tls.connect(io, address, expected, alpn));
+                let memory = Charge::new(slot.clone());
+                let secured = tls.connect(io, address, expected, alpn, memory);
+                let secured = timeout_at(deadline, secured);
                 secured.await.unwrap_or_else(|_| {
                     let reason = format!("not completed within {timeout:?}");
                     Err(Failure::Handshake { address, reason })

@@ -1,7 +1,6 @@
 //! Pools and dialing, with real sockets.
 
 use super::*;
-use crate::account::Budget;
 use crate::lifetime::Lifetime;
 use crate::worker::{Worker, WorkerContext};
 
@@ -39,7 +38,8 @@ async fn listening() -> (TcpListener, Remote) {
 }
 
 fn dialer(worker: &Worker, seconds: u64) -> Dialer<'_> {
-    Dialer::new(&worker.tls, Duration::from_secs(seconds))
+    let slot = Box::leak(Box::new(worker.slot()));
+    Dialer::new(&worker.tls, Duration::from_secs(seconds), slot)
 }
 
 /// Connections and their far ends.
@@ -224,8 +224,6 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
     let pool = Pool::new(remote, limits, Arc::default());
     let http1 = || pool.http1(dialer, Instant::now());
     let held = http1().await.expect("the first one");
-    let budget = Budget::bytes(0);
-    let app = budget.account(Holder::App);
     let rejected = Failure::EndpointLimit {
         address: pool.remote.address,
         limit: "maxRequests",
@@ -233,7 +231,9 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
     };
     let second = http1().await.err().map(|failure| failure.to_string());
     assert_eq!(second, Some(rejected.to_string()));
-    let stream = pool.http2(&app, &budget, dialer, |_| Expiry(None)).await;
+    let stream = pool
+        .http2(Direction::Outbound, dialer, |_| Expiry(None))
+        .await;
     let stream = stream.err().map(|failure| failure.to_string());
     assert_eq!(stream, Some(rejected.to_string()));
     drop(held);

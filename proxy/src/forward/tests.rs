@@ -56,8 +56,10 @@ async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, b
 
 async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
     let address = SocketAddr::from(([127, 0, 0, 1], 80));
+    let worker = Worker::new(WorkerContext::for_a_test(""));
     let flow = Flow {
-        worker: Worker::new(WorkerContext::for_a_test("")),
+        slot: worker.slot(),
+        worker,
         direction: Direction::Outbound,
         peer: address,
         destination: Rc::new(Destination::fixed(address)),
@@ -177,6 +179,7 @@ async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) 
         drop(questions.next().await.1(Arc::new(target)));
     });
     let flow = Flow {
+        slot: worker.slot(),
         worker,
         direction: Direction::Outbound,
         peer: address,

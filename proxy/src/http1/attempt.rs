@@ -14,7 +14,6 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use super::body::{BodyError, Relay};
 use super::head::{Framing, HeadSearch, Refused, ResponseHead, Version};
 use super::{After, Exchange, MAX_PIPELINED, discard};
-use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::connect::{Slot, Upstream};
 use crate::error::Failure;
@@ -53,7 +52,7 @@ impl Forward for Exchange<'_> {
         let began_at = self.record.attempts.began_at();
         self.end_passed_on = false;
         // 7. Connect.
-        let dialer = self.record.attempts.dialer(&flow.worker.tls);
+        let dialer = self.record.attempts.dialer(flow);
         let connected = endpoint.pool().http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
@@ -80,7 +79,7 @@ impl Forward for Exchange<'_> {
             Ok(answered_at) => answered_at,
             Err(error) => {
                 if self.upload.is_done() && !self.client_ended {
-                    let memory = Charge::new(self.memory.account().clone());
+                    let memory = self.record.flow.charge();
                     discard::response(upstream, &head, endpoint, memory);
                 }
                 return Err(error);

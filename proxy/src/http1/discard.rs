@@ -8,11 +8,11 @@ use bytes::BytesMut;
 
 use super::body::Relay;
 use super::head::{Framing, ResponseHead};
-use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::connect::Upstream;
 use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::io::Io;
+use crate::memory::Charge;
 
 /// Drops the body of a response in whose place another attempt follows, and returns the connection
 /// to the pool of the endpoint.

@@ -37,7 +37,7 @@ pub async fn attempt(
     endpoint: &Endpoint,
 ) -> Result<(), AttemptError> {
     let began_at = attempts.began_at();
-    let dialer = attempts.dialer(&flow.worker.tls);
+    let dialer = attempts.dialer(flow);
     let connected = endpoint.pool().http1(dialer, began_at).await;
     let mut upstream = connected.map_err(AttemptError::connect)?;
     if !upstream.reused {

@@ -24,7 +24,6 @@ use tokio::time::{timeout, timeout_at};
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
 use self::head::{Framing, HeadSearch, MAX_HEAD, Refused, RequestHead};
-use crate::account::Charge;
 use crate::copy;
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -32,6 +31,7 @@ use crate::forward::forward;
 use crate::http::edits::Edits;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
+use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::record::ExchangeRecord;
@@ -55,7 +55,7 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
     let mut end = pin!(drained_or(&flow.worker.drain, closes_at));
     let mut idle = IdleTimer::new(flow.worker.config.timeouts.http1_idle);
     let mut memory = flow.charge();
-    client.set_class(Class::Idle);
+    flow.slot.set(Class::Idle);
     loop {
         idle.touch();
         let reading = read_request(&mut client, flow, end.as_mut(), &mut idle, &mut memory);
@@ -69,16 +69,14 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
                 return linger(client).await;
             }
         };
-        if let Some(slot) = client.slot() {
-            slot.touch();
-        }
+        flow.slot.touch();
         // Boxed: a connection without a request has a third of the size.
         let exchange = Box::pin(async {
             let mut exchange = Exchange::new(&mut client, flow, request, &mut memory);
             exchange.run().await
         });
         match exchange.await {
-            After::KeepAlive => client.set_class(Class::BetweenExchanges),
+            After::KeepAlive => flow.slot.set(Class::BetweenExchanges),
             After::Close => return linger(client).await,
             After::Closed => return,
         }
@@ -103,16 +101,15 @@ async fn read_request(
         }
         let idle = search.is_blank();
         if !idle {
-            memory.check_head(client.unread().len())?;
             enlarge(client.unread());
         }
-        memory.set(client.buffered());
+        memory.begin(client.buffered())?;
         let filled = if idle {
             poll_fn(|cx| match client.poll_fill(cx) {
                 Poll::Pending => {
                     if idle_timer.poll(cx).is_ready() {
                         flow.count_timeout(TimeoutKind::Http1Idle);
-                    } else if !client.is_asked_to_end() {
+                    } else if !flow.slot.is_asked_to_end() {
                         ready!(end.as_mut().poll(cx));
                     }
                     // An error means that the client has closed.
@@ -246,7 +243,8 @@ impl<'a> Exchange<'a> {
         self.record.set_preference(&self.request.view());
         let route = self.record.route.clone();
         Route::edit_request(route.as_deref(), &own, |edits| self.write_head(edits));
-        if let Err(failure) = self.memory.check_head(self.head_size) {
+        let held = self.client.buffered() + self.head_size;
+        if let Err(failure) = self.memory.begin(held) {
             return self.fail(failure).await;
         }
         let record = &mut self.record;
@@ -284,7 +282,7 @@ impl<'a> Exchange<'a> {
             && !self.client_ended
             && !self.record.flow.is_draining()
             && !self.client.is_retired(now)
-            && !self.client.is_asked_to_end()
+            && !self.record.flow.slot.is_asked_to_end()
     }
 
     /// Replies in place of the application.
@@ -322,8 +320,10 @@ fn poll_gone(client: &mut Io, memory: &mut Charge, cx: &mut Context<'_>) -> Poll
             Poll::Pending => break,
         }
     }
-    memory.set(client.buffered());
-    Poll::Pending
+    // Reset, as if it had left, if no memory is left for what it has sent.
+    memory
+        .hold(client.buffered())
+        .map_or(Poll::Ready(()), |()| Poll::Pending)
 }
 
 /// Sends the proxy's own response.

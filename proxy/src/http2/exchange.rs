@@ -19,7 +19,6 @@ use tokio::time::timeout_at;
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{Place, STREAM_COST, Stream};
-use crate::account::Charge;
 use crate::balance::Endpoint;
 use crate::batched::Queued;
 use crate::connect::http2::Lease;
@@ -31,6 +30,7 @@ use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
 use crate::io::Io;
+use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
@@ -42,19 +42,36 @@ use crate::route::{Answer, Route};
 /// limit them: they would fill the memory of the proxy while the client does not read.
 const MAX_INTERIM: u32 = 16;
 
-/// Forwards one request to an endpoint, and the response to the client.
-pub(super) async fn carry(
+/// Charges a request, which ends if that fails, and forwards it in a task of its own. Fails if there
+/// is no memory for it, nor for a response.
+pub(super) fn start(
     request: Request<RecvStream>,
+    respond: SendResponse<Queued>,
+    client: Stream,
+) -> Result<(), Failure> {
+    let (parts, body) = request.into_parts();
+    let mut memory = client.flow.charge();
+    let cost = STREAM_COST + head::size(&parts);
+    let refused = memory.begin(cost).err();
+    if refused.is_some() {
+        memory.hold(cost)?;
+    }
+    let malformed = || head::malformed(&parts).map(Failure::BadRequest);
+    let refused = refused.or_else(malformed);
+    tokio::task::spawn_local(carry(parts, body, respond, client, memory, refused));
+    Ok(())
+}
+
+/// Forwards one request to an endpoint, and the response to the client.
+async fn carry(
+    mut parts: Parts,
+    body: RecvStream,
     mut respond: SendResponse<Queued>,
     client: Stream,
+    memory: Charge,
+    refused: Option<Failure>,
 ) {
-    let (mut parts, body) = request.into_parts();
     let flow = &client.flow;
-    let head_size = head::size(&parts);
-    let mut memory = Charge::new(client.account.clone());
-    let malformed = head::malformed(&parts).map(Failure::BadRequest);
-    let refused = memory.check_head(head_size).err().or(malformed);
-    memory.set(STREAM_COST + head_size);
     let deadline = head::deadline(&parts);
     let Some(place) = client.place(&mut respond).await else {
         return;
@@ -194,13 +211,11 @@ impl Exchange {
     ) -> Option<Result<Lease, Failure>> {
         let worker = &flow.worker;
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
-        let dialer = self.record.attempts.dialer(&worker.tls);
+        let dialer = self.record.attempts.dialer(flow);
         let pool = endpoint.pool();
-        let caller = &self.client.account;
-        let windows = &worker.memory(flow.direction).app_windows;
         let is_extended = head::extended_protocol(&self.parts).is_some();
         let mut leasing = pin!(async {
-            let lease = pool.http2(caller, windows, dialer, expiry).await?;
+            let lease = pool.http2(flow.direction, dialer, expiry).await?;
             if is_extended && !lease.supports_extended_connect() {
                 // Boxed: it is rare. Without SETTINGS, the peer does not support the request.
                 let settled = Box::pin(timeout_at(dialer.deadline, lease.settled()));
@@ -285,8 +300,6 @@ impl Exchange {
         }
         self.record
             .response(parts.status, b"", &parts.headers, Edits::default());
-        let head_size = head::fields_size(&parts.headers);
-        self.memory.set(self.memory.amount() + head_size);
         let from_proxy = attempt.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
@@ -538,13 +551,18 @@ impl Forward for Exchange {
         let attempts = &mut self.record.attempts;
         if let Err(error) = attempts.answered(status, verdict, request, flow) {
             if self.upload.is_complete() && !body.is_end_stream() {
-                let mut memory = Charge::new(self.client.account.clone());
-                memory.set(STREAM_COST);
-                in_background(memory, discard(attempt, body));
+                let mut memory = self.client.flow.charge();
+                if memory.begin(STREAM_COST).is_ok() {
+                    in_background(memory, discard(attempt, body));
+                }
             }
             return Err(error);
         }
         self.upload.discard_replay();
+        let held = self.memory.amount() + head::fields_size(&parts.headers);
+        if self.memory.hold(held).is_err() {
+            return Err(AttemptError::last(Failure::MemoryExhausted));
+        }
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
         let response = Response::from_parts(parts, body);
         if is_tunnel {

@@ -23,11 +23,9 @@ pub async fn attempt(
 ) -> Result<(), AttemptError> {
     let worker = &flow.worker;
     let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
-    let dialer = attempts.dialer(&worker.tls);
-    let memory = flow.charge();
+    let dialer = attempts.dialer(flow);
     let pool = endpoint.pool();
-    let windows = &worker.memory(flow.direction).app_windows;
-    let leased = pool.http2(memory.account(), windows, dialer, expiry).await;
+    let leased = pool.http2(flow.direction, dialer, expiry).await;
     let mut lease = leased.map_err(AttemptError::connect)?;
     attempts.connected();
     let closed =

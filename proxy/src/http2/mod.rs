@@ -25,7 +25,6 @@ use h2::server::{Builder, Connection, SendResponse};
 use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
-use crate::account::{Account, Charge, ConnectionSlot};
 use crate::batched::{Batched, Queued};
 use crate::connect::http2::{
     CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
@@ -35,6 +34,7 @@ use crate::error::Failure;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Expiry, drained_or};
+use crate::memory::{Charge, is_under_pressure};
 use crate::record::ConnectionRecord;
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
@@ -64,14 +64,12 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         io.lifetime().map(|lifetime| lifetime.retires_at),
         flow.worker.expiry(&io, flow.direction),
     );
-    io.set_class(Class::Idle);
-    let slot = io.slot().cloned();
+    flow.slot.set(Class::Idle);
     let mut memory = flow.charge();
-    if !memory.try_grow(CONNECTION_COST) {
-        ConnectionRecord::new(&flow).fail(&memory.exceeded());
+    if let Err(failure) = memory.begin(CONNECTION_COST) {
+        ConnectionRecord::new(&flow).fail(&failure);
         return io.reset_on_drop();
     }
-    let account = memory.account().clone();
     let io = Batched::new(io, memory);
     let mut settings = settings();
     let supports_extended_connect = flow.destination.supports_extended_connect.get();
@@ -79,8 +77,7 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         settings.enable_connect_protocol();
     }
     let mut handshake = pin!(settings.handshake::<_, Queued>(io.clone()));
-    let windows = &flow.worker.memory(flow.direction).windows;
-    let window = Charge::new(windows.account(flow.holder()));
+    let window = flow.charge();
     let timeouts = flow.worker.config.timeouts;
     let handshake = io.drive(|cx| handshake.as_mut().poll(cx));
     let connection = match timeout(timeouts.request_head, handshake).await {
@@ -91,11 +88,10 @@ pub async fn serve(io: Io, flow: Rc<Flow>) {
         Err(_) => return flow.count_timeout(TimeoutKind::RequestHead),
     };
     let drain = flow.worker.drain.clone();
-    let shared = Rc::new(Shared::new(flow.clone(), account, io.clone()));
+    let shared = Rc::new(Shared::new(flow.clone(), io.clone()));
     let mut retire = pin!(drained_or(&drain, retires_at));
     let mut client = ClientConnection {
         connection,
-        slot,
         shared,
         bytes_at_progress: 0,
         control_since: Instant::now(),
@@ -147,8 +143,6 @@ enum End {
 /// The server side of a client connection.
 struct ClientConnection {
     connection: Connection<Batched, Queued>,
-    /// None in tests of HTTP/2 alone.
-    slot: Option<Rc<ConnectionSlot>>,
     shared: Rc<Shared>,
     /// The number of bytes read at the last progress on a stream.
     bytes_at_progress: u64,
@@ -178,9 +172,8 @@ impl ClientConnection {
         if let Some(failure) = self.shared.io.overload() {
             return Poll::Ready(End::Overloaded(failure));
         }
-        let slot = self.slot.as_deref();
-        let is_asked_to_end = slot.is_some_and(ConnectionSlot::is_asked_to_end);
-        if !self.draining && (is_asked_to_end || retire.poll(cx).is_ready()) {
+        let slot = &self.shared.flow.slot;
+        if !self.draining && (slot.is_asked_to_end() || retire.poll(cx).is_ready()) {
             self.draining = true;
             self.connection.graceful_shutdown();
         }
@@ -195,7 +188,9 @@ impl ClientConnection {
                 Poll::Ready(Some(Ok((request, respond)))) => {
                     self.shared.record_progress();
                     let stream = Stream::open(&self.shared);
-                    tokio::task::spawn_local(exchange::carry(request, respond, stream));
+                    if let Err(failure) = exchange::start(request, respond, stream) {
+                        return Poll::Ready(End::Overloaded(failure));
+                    }
                 }
                 Poll::Ready(Some(Err(error))) => {
                     tracing::debug!(peer = %self.shared.flow.peer, "client connection failed: {error}");
@@ -209,13 +204,15 @@ impl ClientConnection {
                 Poll::Pending => break,
             }
         }
+        let streams = self.shared.open.get() as usize;
+        self.shared.io.open_streams(streams);
         self.resize_window();
+        let slot = &self.shared.flow.slot;
         if self.connection.has_streams() || self.shared.places.are_taken(cx) {
             self.idle.touch();
-            self.slot.iter().for_each(|slot| slot.touch());
+            slot.touch();
         } else if self.shared.has_served.get() {
-            let class = Class::BetweenExchanges;
-            self.slot.iter().for_each(|slot| slot.set(class));
+            slot.set(Class::BetweenExchanges);
         }
         // The timer runs while there are streams too: the end of the last one may wake nothing.
         if self.idle.poll(cx).is_ready() {
@@ -234,8 +231,11 @@ impl ClientConnection {
     /// Increases the flow-control window with the number of streams while there is memory for it.
     fn resize_window(&mut self) {
         let streams = self.shared.open.get();
-        if streams == 0 && self.window.amount() > 0 && self.window.budget().is_under_pressure() {
-            self.window.set(0);
+        if streams == 0 && self.window.amount() > 0 && is_under_pressure() {
+            drop(std::mem::replace(
+                &mut self.window,
+                self.shared.flow.charge(),
+            ));
             self.connection
                 .set_target_window_size(MIN_CONNECTION_WINDOW);
             return;
@@ -288,8 +288,6 @@ impl End {
 /// The state that a client connection shares with its streams.
 struct Shared {
     flow: Rc<Flow>,
-    /// What the streams are charged to.
-    account: Rc<Account>,
     io: Batched,
     /// The number of open streams.
     open: Cell<u32>,
@@ -302,10 +300,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn new(flow: Rc<Flow>, account: Rc<Account>, io: Batched) -> Self {
+    fn new(flow: Rc<Flow>, io: Batched) -> Self {
         Self {
             flow,
-            account,
             io,
             open: Cell::new(0),
             has_served: Cell::new(false),

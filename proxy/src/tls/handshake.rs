@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::session::{Buffered, Kernel, Session};
-use crate::account::Charge;
+use crate::memory::Charge;
 
 /// The maximum input of a handshake. rustls accepts messages of 64 KiB, and keeps their records until
 /// a message is complete: with a record for each byte of it, these would be a thousand times as large.

@@ -37,7 +37,6 @@ use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
 use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
-use crate::account::{Account, Charge};
 use crate::error::Failure;
 use crate::flow::Direction;
 use crate::identity::{
@@ -45,6 +44,7 @@ use crate::identity::{
 };
 use crate::io::Io;
 use crate::lifetime::Lifetimes;
+use crate::memory::Charge;
 use crate::metrics::Metrics;
 use crate::timeouts::{TimeoutKind, Timeouts};
 
@@ -95,8 +95,6 @@ pub struct Tls {
     lifetimes: Lifetimes,
     timeouts: Timeouts,
     metrics: Arc<Metrics>,
-    /// Charged for client handshakes.
-    memory: Rc<Account>,
     configs: RefCell<Option<Rc<Configs>>>,
 }
 
@@ -108,21 +106,18 @@ struct Configs {
 }
 
 impl Tls {
-    /// Uses the current value of `credentials` for each connection. Client handshakes are those of
-    /// the pod's own application, whose account `memory` is.
+    /// Uses the current value of `credentials` for each connection.
     pub fn new(
         credentials: CurrentCredentials,
         lifetimes: Lifetimes,
         timeouts: Timeouts,
         metrics: Arc<Metrics>,
-        memory: Rc<Account>,
     ) -> Self {
         Self {
             credentials,
             lifetimes,
             timeouts,
             metrics,
-            memory,
             configs: RefCell::new(None),
         }
     }
@@ -133,20 +128,21 @@ impl Tls {
     }
 
     /// Runs the client handshake with an endpoint, whose certificate must have the identity
-    /// `expected`.
+    /// `expected`. It is charged to `memory`.
     pub async fn connect(
         &self,
         io: Io,
         address: SocketAddr,
         expected: &Identity,
         alpn: Alpn,
+        memory: Charge,
     ) -> Result<Io, Failure> {
         let own = self
             .configs()
             .ok_or(Failure::NoCertificate(address))?
             .credentials
             .not_after;
-        let (mut io, negotiated) = self.handshake(io, address, expected, alpn).await?;
+        let (mut io, negotiated) = self.handshake(io, address, expected, alpn, memory).await?;
         let failed = |reason: String| Failure::Handshake { address, reason };
         let (peer, not_after) = authenticate(&negotiated).map_err(failed)?;
         if peer != *expected {
@@ -163,6 +159,7 @@ impl Tls {
         address: SocketAddr,
         expected: &Identity,
         alpn: Alpn,
+        memory: Charge,
     ) -> Result<(Io, Negotiated), Failure> {
         let configs = self.configs().ok_or(Failure::NoCertificate(address))?;
         let failed = |reason: String| Failure::Handshake { address, reason };
@@ -173,7 +170,7 @@ impl Tls {
         let name = ServerName::IpAddress(address.ip().into());
         let connection = UnbufferedClientConnection::new(config, name)
             .map_err(|error| failed(error.to_string()))?;
-        let handshake = Handshake::client(connection, Charge::new(self.memory.clone()));
+        let handshake = Handshake::client(connection, memory);
         self.run_handshake(io, handshake, Direction::Outbound)
             .await
             .map_err(|error| overload_or(error, |error| failed(error.to_string())))

@@ -26,7 +26,6 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::account::{Budget, Charge, Holder};
 use crate::connection::carry;
 use crate::destination::Destination;
 use crate::discovery::{Discovery, EndpointInfo, PodTarget, Target};
@@ -36,10 +35,12 @@ use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, CurrentCredentials, none};
 use crate::io::Io;
 use crate::lifetime::Lifetimes;
+use crate::memory::{Charge, Holder};
 use crate::metrics::Metrics;
 use crate::opaque;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
+use diy_mesh_runtime::admission::Admission;
 
 pub(crate) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -110,13 +111,13 @@ pub(crate) fn credentials_that_trust(
 fn tls(credentials: CurrentCredentials) -> super::Tls {
     let lifetimes = Lifetimes::new(None, fastrand::Rng::new());
     let timeouts = WorkerContext::for_a_test("").config.timeouts;
-    let account = memory().account().clone();
-    super::Tls::new(credentials, lifetimes, timeouts, Metrics::new(), account)
+    super::Tls::new(credentials, lifetimes, timeouts, Metrics::new())
 }
 
 /// Enough memory.
 pub(super) fn memory() -> Charge {
-    Charge::new(Budget::bytes(1 << 30).account(Holder::App))
+    let slot = Admission::new(1).admit(&Holder::App.path());
+    Charge::new(Rc::new(slot.expect("a slot")))
 }
 
 /// Worker of one proxy, with the sender of its credentials.
@@ -166,6 +167,7 @@ impl Side {
                 let (stream, peer) = listener.accept().await.unwrap();
                 let destination = worker.apps.fixed(app);
                 let flow = Flow {
+                    slot: worker.slot(),
                     worker: worker.clone(),
                     direction: Direction::Inbound,
                     peer,
@@ -184,8 +186,7 @@ impl Side {
         io: Io,
         peer: SocketAddr,
     ) -> Result<(Io, Identity, super::Alpn), Failure> {
-        let buffers = &self.worker.memory(Direction::Inbound).buffers;
-        let memory = Charge::new(buffers.account(Holder::Pending(peer.ip())));
+        let memory = Charge::new(self.worker.slot());
         self.worker.tls.accept(io, peer, memory).await
     }
 
@@ -199,6 +200,7 @@ impl Side {
         let (stream, peer) = accepted.unwrap();
         let (worker, destination) = (self.worker.clone(), destination.clone());
         let flow = Flow {
+            slot: worker.slot(),
             worker,
             direction: Direction::Outbound,
             peer,
@@ -293,7 +295,7 @@ impl Pair {
             .outbound
             .worker
             .tls
-            .connect(io, self.address, &cart, alpn)
+            .connect(io, self.address, &cart, alpn, memory())
             .await
             .unwrap();
         io.write_all(bytes.as_bytes()).await.unwrap();
@@ -312,6 +314,7 @@ impl Pair {
     fn flow(&self, peer: SocketAddr) -> Flow {
         let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
         Flow {
+            slot: worker.slot(),
             worker,
             direction: Direction::Outbound,
             peer,
@@ -337,7 +340,7 @@ impl Pair {
         self.outbound
             .worker
             .tls
-            .handshake(io, endpoint.address, &cart, super::Alpn::Http1)
+            .handshake(io, endpoint.address, &cart, super::Alpn::Http1, memory())
             .await
             .unwrap()
             .1
@@ -514,6 +517,7 @@ fn resumes_sessions_on_any_worker() {
                         address,
                         &CART.parse().unwrap(),
                         super::Alpn::Opaque,
+                        memory(),
                     )
                     .await;
                 let (mut io, negotiated) = begun.unwrap();
@@ -559,6 +563,7 @@ fn rejects_http_after_a_pause_in_the_request_line_over_tls() {
                 pair.address,
                 &CART.parse().unwrap(),
                 super::Alpn::Opaque,
+                memory(),
             )
             .await
             .unwrap();
@@ -649,6 +654,7 @@ fn lifetime_ends_with_the_certificates() {
                         address,
                         &CART.parse().unwrap(),
                         super::Alpn::Opaque,
+                        memory(),
                     )
                     .await
                     .unwrap();
@@ -786,6 +792,7 @@ fn accepts_late_client_hello_of_server_first_protocol() {
                 pair.address,
                 &CART.parse().unwrap(),
                 super::Alpn::Opaque,
+                memory(),
             )
             .await;
         drop(frozen);
@@ -986,7 +993,13 @@ fn sends_no_request_to_a_meshed_endpoint_without_tls() {
             .outbound
             .worker
             .tls
-            .connect(io, address, &CART.parse().unwrap(), super::Alpn::Http1)
+            .connect(
+                io,
+                address,
+                &CART.parse().unwrap(),
+                super::Alpn::Http1,
+                memory(),
+            )
             .await;
         assert_eq!(
             refused.err().map(|failure| failure.code()),
@@ -1190,7 +1203,7 @@ fn limits_and_counts_the_time_of_handshakes() {
         let (near, far) = tokio::join!(TcpStream::connect(address), silent.accept());
         let (near, mut far) = (Io::new(near.unwrap()), far.unwrap().0);
         let tls = &client.worker.tls;
-        let connect = tls.connect(near, address, &cart, super::Alpn::Http1);
+        let connect = tls.connect(near, address, &cart, super::Alpn::Http1, memory());
         let mut hello = vec![0; 4096];
         let read = async {
             let read = far.read(&mut hello).await.unwrap();
@@ -1244,7 +1257,8 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
-        let dialer = crate::connect::Dialer::new(&side.worker.tls, DEADLINE);
+        let slot = side.worker.slot();
+        let dialer = crate::connect::Dialer::new(&side.worker.tls, DEADLINE, &slot);
         let io = dialer
             .dial(&endpoint.pool().remote, super::Alpn::Http1)
             .await

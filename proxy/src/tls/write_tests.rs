@@ -125,7 +125,9 @@ async fn connect(app: SocketAddr, alpn: Alpn) -> Io {
     let stream = TcpStream::connect(address).await.unwrap();
     SockRef::from(&stream).set_send_buffer_size(4096).unwrap();
     let (tls, cart) = (&pair.outbound.worker.tls, CART.parse().unwrap());
-    let connected = tls.connect(Io::new(stream), address, &cart, alpn).await;
+    let connected = tls
+        .connect(Io::new(stream), address, &cart, alpn, memory())
+        .await;
     connected.unwrap()
 }
 

@@ -3,6 +3,7 @@
 
 use std::future::poll_fn;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -17,7 +18,7 @@ use diy_mesh_proxy::dump::Dumps;
 use diy_mesh_proxy::flow::{Direction, Flow};
 use diy_mesh_proxy::io::Io;
 use diy_mesh_proxy::lifetime::Lifetime;
-use diy_mesh_proxy::memory::Memory;
+use diy_mesh_proxy::memory::{ConnectionSlot, Holder, Memory};
 use diy_mesh_proxy::metrics::Metrics;
 use diy_mesh_proxy::policy::Caller;
 use diy_mesh_proxy::timeouts::TimeoutKind;
@@ -111,7 +112,7 @@ impl Mesh {
             discovery: Discovery::off(),
             credentials: diy_mesh_proxy::identity::none(),
             limit: 1000,
-            memory: Memory::new(4 * memory * workers),
+            memory: Memory::new(memory * workers * 8),
             drain: drain.clone(),
         };
         Self {
@@ -151,6 +152,15 @@ impl Mesh {
         .await
     }
 
+    /// A slot of the application.
+    pub fn slot(&self) -> Rc<ConnectionSlot> {
+        self.slot_of(Holder::App)
+    }
+
+    fn slot_of(&self, holder: Holder) -> Rc<ConnectionSlot> {
+        Rc::new(self.worker.admission.admit(&holder.path()).unwrap())
+    }
+
     async fn carry(
         &self,
         direction: Direction,
@@ -164,18 +174,25 @@ impl Mesh {
             listener.accept()
         );
         let (stream, peer) = accepted.unwrap();
+        let holder = match (direction, &caller) {
+            (Direction::Outbound, _) => Holder::App,
+            (_, Caller::Peer(identity)) => Holder::Peer(identity.clone()),
+            _ => Holder::Pending(peer.ip()),
+        };
         let flow = Flow {
+            slot: self.slot_of(holder),
             worker: self.worker.clone(),
             direction,
             peer,
             destination: destination.clone(),
             caller,
         };
-        let mut io = Io::new(stream);
+        let slot = flow.slot.clone();
+        let mut io = Io::in_slot(stream, slot.clone());
         if let Some(lifetime) = lifetime {
             io.set_lifetime(lifetime);
         }
-        tokio::task::spawn_local(carry(io, flow));
+        tokio::task::spawn_local(async move { slot.run(pin!(carry(io, flow))).await });
         client.unwrap()
     }
 

@@ -47,7 +47,8 @@ async fn read_until(io: &mut Io, end: &str) -> String {
 
 /// A connection of an authenticated peer to the proxy of an endpoint.
 async fn peer_of(service: &Service, endpoint: usize) -> Io {
-    let dialer = Dialer::new(&service.caller.worker.tls, Duration::from_secs(5));
+    let (worker, slot) = (&service.caller.worker, service.caller.worker.slot());
+    let dialer = Dialer::new(&worker.tls, Duration::from_secs(5), &slot);
     let remote = Remote::from(&meshed(service.addresses[endpoint]));
     dialer.dial(&remote, Alpn::Http1).await.expect("a peer")
 }

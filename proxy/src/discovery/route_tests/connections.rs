@@ -73,6 +73,7 @@ fn connection_keeps_its_choice_over_several_dials() {
         let mut failures = 0;
         for port in 1..=200 {
             let flow = Flow {
+                slot: mesh.worker.slot(),
                 worker: mesh.worker.clone(),
                 direction: Direction::Outbound,
                 peer: ([127, 0, 0, 1], port).into(),

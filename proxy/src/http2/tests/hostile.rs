@@ -372,7 +372,7 @@ fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants()
         const STREAMS: usize = 80;
         let mesh = Mesh::new();
         let mut raw = Raw::connect(&mesh, endless_app().await).await;
-        let buffers = mesh.worker.memory(Direction::Outbound).buffers.clone();
+        let used = || mesh.worker.admission.used_bytes(&[]);
         let mut bytes = frame(
             SETTINGS,
             0,
@@ -383,14 +383,16 @@ fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants()
         let gets = (0..STREAMS as u32).map(|number| 2 * number + 1);
         bytes.extend(gets.flat_map(|stream| frame(HEADERS, END_HEADERS | END_STREAM, stream, GET)));
         raw.send(&bytes).await;
-        // A connection on each side, and the streams with their heads.
-        let usual = 2 * super::super::CONNECTION_COST + STREAMS * super::super::STREAM_COST;
+        // A connection on each side, the streams with their heads, and the client's window.
+        let usual = 2 * super::super::CONNECTION_COST
+            + STREAMS * super::super::STREAM_COST
+            + super::super::CONNECTION_WINDOW as usize;
         let queued = 64 * 1024;
         let mut unchanged = (0, 0);
         while unchanged.1 < 3000 {
-            let used = buffers.used();
-            let is_same = used == unchanged.0 && used > usual + queued;
-            unchanged = (used, if is_same { unchanged.1 + 1 } else { 0 });
+            let held = used();
+            let is_same = held == unchanged.0 && held > usual + queued;
+            unchanged = (held, if is_same { unchanged.1 + 1 } else { 0 });
             tokio::task::yield_now().await;
         }
         let heads = STREAMS * 1024;
@@ -400,7 +402,7 @@ fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants()
             unchanged.0
         );
         drop(raw);
-        while buffers.used() > super::super::CONNECTION_COST {
+        while used() > super::super::CONNECTION_COST {
             tokio::task::yield_now().await;
         }
     });

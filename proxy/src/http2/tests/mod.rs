@@ -177,6 +177,7 @@ impl Mesh {
         );
         let (stream, peer) = accepted.unwrap();
         let flow = Flow {
+            slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction,
             peer,

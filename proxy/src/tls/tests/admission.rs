@@ -3,8 +3,8 @@
 
 use super::slots::Slots;
 use super::*;
-use crate::account::Holder;
 use crate::connection::start;
+use crate::memory::Holder;
 use crate::tls::Alpn;
 
 const SLOTS: usize = 40;
@@ -68,7 +68,10 @@ impl Slots {
     async fn connect_as(&self, tls: &crate::tls::Tls, from: [u8; 4], alpn: Alpn) -> Option<Io> {
         let io = Io::new(self.connect(from).await.ok()?);
         let cart = CART.parse().unwrap();
-        let mut io = tls.connect(io, self.address, &cart, alpn).await.ok()?;
+        let mut io = tls
+            .connect(io, self.address, &cart, alpn, memory())
+            .await
+            .ok()?;
         io.flush().await.ok()?;
         Some(io)
     }

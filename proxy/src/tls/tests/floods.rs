@@ -55,7 +55,7 @@ async fn until(condition: impl Fn() -> bool) {
 fn server_bounds_and_charges_the_input_of_a_handshake() {
     on_worker(async {
         let slots = Slots::new(200, "").await;
-        let used = || slots.inbound.memory(Direction::Inbound).buffers.used();
+        let used = || slots.inbound.admission.used_bytes(&[]);
         let (mut stream, mut fragments) = hostile_client(&slots, FLOODER).await;
         fragments.send(&mut stream, ALLOWED).await.unwrap();
         until(|| used() > ALLOWED * PADDED).await;
@@ -85,7 +85,8 @@ fn client_bounds_and_charges_the_input_of_a_handshake() {
         );
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let used = || side.worker.memory(Direction::Outbound).buffers.used();
+        let memory = Charge::new(side.worker.slot());
+        let used = || side.worker.admission.used_bytes(&[]);
         let server = async {
             let (mut stream, mut fragments) =
                 hostile_server(&authority, listener.accept().await.unwrap().0).await;
@@ -97,7 +98,13 @@ fn client_bounds_and_charges_the_input_of_a_handshake() {
         let stream = TcpStream::connect(address).await.unwrap();
         let cart = CART.parse().unwrap();
         let tls = &side.worker.tls;
-        let connect = tls.connect(Io::new(stream), address, &cart, super::super::Alpn::Http2);
+        let connect = tls.connect(
+            Io::new(stream),
+            address,
+            &cart,
+            super::super::Alpn::Http2,
+            memory,
+        );
         let (connected, ()) = tokio::join!(connect, server);
         let failure = connected.err().unwrap().to_string();
         assert!(failure.contains("more than 98304 bytes"), "{failure}");
@@ -109,7 +116,7 @@ fn client_bounds_and_charges_the_input_of_a_handshake() {
 fn floods_of_handshakes_stay_within_the_budget() {
     on_worker(async {
         let slots = Slots::with_memory(app().await, 400, 1024 * 1024, "").await;
-        let buffers = slots.inbound.memory(Direction::Inbound).buffers.clone();
+        let admission = &slots.inbound.admission;
         let mut held = Vec::new();
         while slots.rejections() == 0 {
             let from = [127, 0, 1, held.len() as u8];
@@ -117,13 +124,10 @@ fn floods_of_handshakes_stay_within_the_budget() {
             let before = slots.rejections();
             fragments.send(&mut stream, ALLOWED).await.unwrap();
             held.push(stream);
-            let wanted = buffers.limit().min(held.len() * ALLOWED * PADDED);
-            until(|| buffers.used() >= wanted || slots.rejections() > before).await;
-            assert!(
-                buffers.used() <= buffers.limit(),
-                "{} bytes",
-                buffers.used()
-            );
+            let (limit, used) = (admission.max_bytes(), || admission.used_bytes(&[]));
+            let wanted = limit.min(held.len() * ALLOWED * PADDED);
+            until(|| used() >= wanted || slots.rejections() > before).await;
+            assert!(used() <= limit / 7 * 8, "{} of {limit} bytes", used());
         }
         assert!(held.len() > 2, "{} handshakes", held.len());
         let answer = slots.call_without_tls(GATEWAY).await.unwrap();

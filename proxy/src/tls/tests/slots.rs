@@ -5,9 +5,8 @@ use tokio::net::TcpSocket;
 use tokio::task::JoinSet;
 
 use super::*;
-use crate::account::Holder;
 use crate::connection::start;
-use crate::memory::{Memory, PENDING_COST};
+use crate::memory::{Holder, Memory, PENDING_COST};
 
 /// An address of many callers, such as an ingress gateway.
 pub(super) const GATEWAY: [u8; 4] = [127, 0, 0, 5];
@@ -47,7 +46,7 @@ impl Slots {
         let context = context_of(&authority, CART, arguments);
         let context = WorkerContext {
             limit,
-            memory: Memory::of_buffers(memory, context.config.workers),
+            memory: Memory::of_bytes(memory, context.config.workers),
             ..context
         };
         let (metrics, inbound) = (context.metrics.clone(), Worker::new(context));
@@ -92,7 +91,7 @@ impl Slots {
         let failed = |error: std::io::Error| error.to_string();
         let io = Io::new(self.connect(from).await.map_err(failed)?);
         let (cart, tls) = (CART.parse().unwrap(), &self.caller.tls);
-        let connected = tls.connect(io, self.address, &cart, super::super::Alpn::Http1);
+        let connected = tls.connect(io, self.address, &cart, super::super::Alpn::Http1, memory());
         let mut io = connected.await.map_err(|failure| failure.to_string())?;
         io.write_all(GET.as_bytes()).await.map_err(failed)?;
         io.flush().await.map_err(failed)?;
@@ -193,8 +192,8 @@ fn flood_of_unauthenticated_connections_leaves_slots_to_other_addresses() {
             let pending = [Holder::Clients, Holder::AllPending];
             assert_eq!(
                 slots.inbound.admission.used(&pending),
-                40,
-                "all that may be pending"
+                200,
+                "all that is free"
             );
             for host in 10..18 {
                 floods.push(slots.flood_from([127, 0, 0, host], 60, bytes).await);
@@ -220,8 +219,8 @@ fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
         for host in 10..18 {
             floods.push(slots.flood_from([127, 0, 0, host], 60, b"").await);
         }
-        let buffers = &slots.inbound.memory(Direction::Inbound).buffers;
-        while slots.open_connections() > 40 || buffers.used() > 40 * PENDING_COST {
+        let used = || slots.inbound.admission.used_bytes(&[]);
+        while slots.open_connections() > 200 || used() > 200 * PENDING_COST {
             tokio::task::yield_now().await;
         }
         silent.write_all(GET.as_bytes()).await.unwrap();
@@ -232,7 +231,7 @@ fn evicted_connections_hold_nothing_and_others_survive_the_flood() {
         while slots.open_connections() > 0 || slots.inbound.admission.used(&[]) > 0 {
             tokio::task::yield_now().await;
         }
-        assert_eq!(buffers.used(), 0);
+        assert_eq!(used(), 0);
     });
 }
 
