@@ -6,16 +6,18 @@ use std::{
     future::poll_fn,
     io,
     pin::Pin,
+    rc::Rc,
     sync::Arc,
     task::{Context, Poll, ready},
 };
 
 use bytes::BytesMut;
 use diy_mesh_proxy::{
-    account::{Budget, Charge, Holder},
     io::Io,
+    memory::{Charge, Holder},
     tls::Handshake,
 };
+use diy_mesh_runtime::admission::Admission;
 use rustls::{
     ClientConfig, ServerConfig,
     client::UnbufferedClientConnection,
@@ -56,7 +58,10 @@ pub trait Stream: Sized + 'static {
 }
 
 fn memory() -> Charge {
-    Charge::new(Budget::bytes(1 << 30).account(Holder::App))
+    let slot = Admission::new(1).admit(&Holder::App.path());
+    Charge::new(Rc::new(
+        slot.expect("the only connection gets the only slot"),
+    ))
 }
 
 /// The proxy's own records.
