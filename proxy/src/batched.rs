@@ -103,28 +103,32 @@ impl Batched {
     }
 
     /// Polls `step`, which drives `h2`, and writes the bytes that it buffered. Then charges what still
-    /// waits for the peer. `step` has to end if [`Batched::overload`] tells so.
+    /// waits for the peer. If that fails, `step` has to end, as [`Batched::overload`] tells: at once,
+    /// because it holds until then what it may not.
     pub async fn drive<T>(&self, mut step: impl FnMut(&mut Context<'_>) -> Poll<T>) -> T {
-        poll_fn(|cx| {
-            let result = step(cx);
-            let Self(inner, queue) = self;
-            let inner = &mut *inner.borrow_mut();
-            // After a write error, the next read or write of `step` fails too.
-            if inner.poll_write_out(cx).is_ready() {
-                queue.ended.set(0);
+        poll_fn(|cx| match (step(cx), self.charge(cx)) {
+            (Poll::Pending, Err(failure)) => {
+                self.0.borrow_mut().overload = Some(failure);
+                step(cx)
             }
-            let held = inner.buffer.capacity() + inner.io.buffered();
-            let held = inner.base() + held + queue.bytes.get() + queue.ended.get();
-            if let Err(failure) = inner.memory.hold(held) {
-                inner.overload = Some(failure);
-                cx.waker().wake_by_ref();
-            }
-            if queue.bytes.get() <= MAX_QUEUED / 2 {
-                queue.waiting.take().into_iter().for_each(Waker::wake);
-            }
-            result
+            (result, _) => result,
         })
         .await
+    }
+
+    fn charge(&self, cx: &mut Context<'_>) -> Result<(), Failure> {
+        let Self(inner, queue) = self;
+        let inner = &mut *inner.borrow_mut();
+        // After a write error, the next read or write of `h2` fails too.
+        if inner.poll_write_out(cx).is_ready() {
+            queue.ended.set(0);
+        }
+        let held = inner.buffer.capacity() + inner.io.buffered();
+        let held = inner.base() + held + queue.bytes.get() + queue.ended.get();
+        if queue.bytes.get() <= MAX_QUEUED / 2 {
+            queue.waiting.take().into_iter().for_each(Waker::wake);
+        }
+        inner.memory.hold(held)
     }
 
     /// Why the connection has to end, if no memory is left for it.

@@ -16,7 +16,7 @@
 //! The holders of a level have the same share: the largest one is furthest above it, and above it at
 //! all, because the level has more than it may have. What ends holds its bytes until its task has
 //! run: these belong to nobody. An eighth of the limit is left for them, and for work in progress that
-//! would grow no further: it may answer. What can wait or be left
+//! would grow no further: it may answer. If more than that has not ended yet, nobody gets more. What can wait or be left
 //! out, such as a flow-control window, ends nothing: it gets bytes while three quarters are free, or one
 //! quarter, and each of its holders has at most what would be its share beside one more.
 //!
@@ -710,16 +710,19 @@ impl<K: Clone + Eq + Hash> Tree<K> {
         new: Option<&Entry>,
         waits: bool,
     ) -> Result<Option<Arc<Entry>>, Refused> {
+        let is_over = |tree: &Self| tree.nodes[top].used[resource] > limit;
+        if let Some(new) = new
+            && is_over(self)
+            && resource == BYTES
+            && !self.has_reserve()
+            && (self.ending > self.limits[BYTES] / (RESERVE - 1)
+                || !self.is_within_share(new.leaf.load(Relaxed), 0))
+        {
+            return Err(Refused);
+        }
         let mut asked = None;
-        while self.nodes[top].used[resource] > limit {
+        while is_over(self) {
             let has_reserve = self.has_reserve();
-            if let Some(new) = new
-                && resource == BYTES
-                && !has_reserve
-                && !self.is_within_share(new.leaf.load(Relaxed), 0)
-            {
-                return Err(Refused);
-            }
             let victim = self.victim(top, resource, new, waits).ok_or(Refused)?;
             self.count(&victim, |used, uses| used - uses);
             victim.is_ending.store(true, Relaxed);

@@ -588,7 +588,7 @@ fn work_in_progress_gets_the_reserve() {
 }
 
 #[test]
-fn growth_beyond_a_share_waits_for_what_ends() {
+fn bytes_that_are_not_released_yet_are_given_to_nobody() {
     let admission = Admission::new(20);
     admission.resize(20, 800);
     let open = |name| admit(&admission, name, Class::InUse).unwrap();
@@ -598,8 +598,10 @@ fn growth_beyond_a_share_waits_for_what_ends() {
     // 400 bytes end: more than what is left for it.
     assert!(b.hold(400, Need::New) && c.hold(290, Need::New));
     assert!(!c.hold(305, Need::New) && !b.slot.is_ended());
-    // A holder within its share does not wait.
+    // Nor a holder within its share: until it has ended, what was told to end is still held.
     let mut d = open(&["d"]);
+    assert!(!d.hold(30, Need::New));
+    drop(a);
     assert!(d.hold(30, Need::New) && b.slot.is_ended());
 }
 
