@@ -173,16 +173,24 @@ async fn scenario(cluster: Cluster) {
         .await;
 }
 
-/// The rule of the manifests for definitions, each by its name.
-fn definitions_rule() -> Value {
+/// The rules of the manifests for custom kinds, their definitions and the epoch. A kind that is
+/// installed and cannot be read would delay the controller for a minute.
+fn rules_of_custom_kinds() -> Vec<Value> {
     let manifest = include_str!("../../manifests/controller.yaml");
     let documents = serde_yaml_ng::Deserializer::from_str(manifest);
     let rules = documents.flat_map(|document| {
         let object = Value::deserialize(document).unwrap();
         object["rules"].as_array().cloned().unwrap_or_default()
     });
-    let mut rules = rules.filter(|rule| rule["apiGroups"] == json!(["apiextensions.k8s.io"]));
-    rules.next().unwrap()
+    let is_custom = |rule: &Value| {
+        let group = rule["apiGroups"][0].as_str().unwrap();
+        let is_epoch = rule["resourceNames"] == json!(["diy-service-mesh-epoch"]);
+        let is_read = rule["verbs"].as_array().unwrap().contains(&json!("watch"));
+        is_epoch || is_read && group.contains('.') && !group.ends_with("discovery.k8s.io")
+    };
+    let rules = Vec::from_iter(rules.filter(is_custom));
+    assert!(rules.len() > 5, "{rules:?}");
+    rules
 }
 
 /// What a client is answered, once the API server has found the time to look at its token.
@@ -234,13 +242,14 @@ impl Cluster {
                 .await
                 .unwrap();
         }
-        let role = cluster.create(json!({"metadata": {"name": name}, "rules": [
-            {"apiGroups": [""], "resources": ["services", "pods", "nodes"], "verbs": ["list", "watch"]},
-            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
-            {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
-            {"apiGroups": ["authorization.k8s.io"], "resources": ["subjectaccessreviews"], "verbs": ["create"]},
-            definitions_rule(),
-        ]}));
+        let mut rules = rules_of_custom_kinds();
+        rules.extend([
+            json!({"apiGroups": [""], "resources": ["services", "pods", "nodes"], "verbs": ["list", "watch"]}),
+            json!({"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}),
+            json!({"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]}),
+            json!({"apiGroups": ["authorization.k8s.io"], "resources": ["subjectaccessreviews"], "verbs": ["create"]}),
+        ]);
+        let role = cluster.create(json!({"metadata": {"name": name}, "rules": rules}));
         Api::<ClusterRole>::all(cluster.client.clone())
             .create(&all, &role)
             .await
@@ -367,6 +376,7 @@ impl Controller {
         let mut process = Command::new(env!("CARGO_BIN_EXE_controller"))
             .args(["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
             .args(["--ca", &format!("files:{}", files.path().display())])
+            .args(["--pod-namespace", &cluster.name])
             .env("KUBECONFIG", &path)
             .env("NO_COLOR", "1")
             .stderr(Stdio::piped())

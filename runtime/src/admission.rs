@@ -16,9 +16,10 @@
 //! The holders of a level have the same share: the largest one is furthest above it, and above it at
 //! all, because the level has more than it may have. What ends holds its bytes until its task has
 //! run: these belong to nobody. An eighth of the limit is left for them, and for work in progress that
-//! would grow no further: it may answer. If more than that has not ended yet, nobody gets more. What can wait or be left
-//! out, such as a flow-control window, ends nothing: it gets bytes while three quarters are free, or one
-//! quarter, and each of its holders has at most what would be its share beside one more.
+//! would grow no further: it may answer. If more than that has not ended yet, nobody gets more. What
+//! can wait or be left out, such as a flow-control window, ends nothing: it gets bytes while three
+//! quarters are free, or one quarter, and each of its holders has at most what would be its share
+//! beside one more.
 //!
 //! Knows neither sockets nor what a holder is. What a connection does while it is open is one store
 //! to an atomic, and a change of its bytes is an addition for each holder above it.
