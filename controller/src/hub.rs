@@ -164,9 +164,13 @@ impl Hub {
                     next_replicas = Instant::now() + REPLICAS_INTERVAL;
                 }
                 () = sleep_until(next_publication), if !is_published => {
-                    self.begin_publication(&std::mem::take(&mut touched), &mut turns);
+                    let touched = std::mem::take(&mut touched);
+                    self.begin_publication(&touched, &mut turns);
                     is_published = true;
-                    next_publication = Instant::now() + PUBLICATION_INTERVAL;
+                    // A new position alone delays no change.
+                    if touched != Touched::default() {
+                        next_publication = Instant::now() + PUBLICATION_INTERVAL;
+                    }
                 }
                 () = yield_now(), if !turns.is_empty() => drop(self.publish(&mut turns)),
             }

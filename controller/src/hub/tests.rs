@@ -290,6 +290,28 @@ async fn publishes_a_change_at_once_and_a_burst_together() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn event_without_a_change_delays_no_change() {
+    let hub = Hub::new([Source::Kubernetes]);
+    let (sender, changes) = mpsc::channel(100);
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&destination("10.0.0.1:80"));
+    reader.next().unwrap();
+    let following = tokio::spawn(async move { hub.follow(changes).await });
+    sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
+    reader.notifications().wait().await;
+    reader.next().unwrap();
+    tokio::time::sleep(PUBLICATION_INTERVAL * 2).await;
+    sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
+    tokio::time::sleep(PUBLICATION_INTERVAL / 10).await;
+    let start = Instant::now();
+    sender.send(pod("q", "10.0.0.1").into()).await.unwrap();
+    reader.notifications().wait().await;
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    drop(sender);
+    following.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
 async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
     const PODS: u32 = 100;
     let limits = serde_json::json!({"rateLimits": [{"name": "all", "requests": 7}]});
