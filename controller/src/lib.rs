@@ -261,6 +261,9 @@ impl Controller {
     }
 }
 
+/// The name of the condition of readiness that a CA is loaded.
+pub const AUTHORITY_CONDITION: &str = "certificate authority";
+
 /// Adds the conditions of readiness: a synced and current catalog, and a CA.
 fn add_conditions(
     readiness: &Readiness,
@@ -268,7 +271,7 @@ fn add_conditions(
     freshness: &Freshness,
     authority: AuthorityHandle,
 ) {
-    readiness.check("certificate authority", move || authority.unavailable());
+    readiness.check(AUTHORITY_CONDITION, move || authority.unavailable());
     readiness.check("catalog", move || {
         let missing: Vec<&str> = hub.missing().iter().map(|kind| kind.name()).collect();
         (!missing.is_empty()).then(|| format!("not synced: waiting for {}", missing.join(", ")))

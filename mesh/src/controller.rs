@@ -11,6 +11,7 @@ use std::{
 };
 
 use clap::Args;
+use diy_mesh_controller::AUTHORITY_CONDITION;
 use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use diy_mesh_proto::{
     TOKEN_AUDIENCE,
@@ -239,7 +240,7 @@ impl Controllers {
                     Ok::<_, Error>(response.map_err(|_| timed_out(REQUEST_TIMEOUT))??)
                 };
                 let response = match response.await {
-                    Err(Error::Connection(error)) => Err(self.explain(&name, error).await),
+                    Err(Error::Connection(error)) => self.explain(&name, error).await,
                     response => response,
                 };
                 (name, response)
@@ -270,18 +271,28 @@ impl Controllers {
         Ok(responses)
     }
 
-    /// The error of a replica without a connection, with the reason why the pod is not ready: one
-    /// without a CA has no certificate, and cannot serve.
-    async fn explain(&self, name: &str, error: String) -> Error {
+    /// The status of a replica without a connection, if it is not ready for want of a CA: then it has no
+    /// certificate, and cannot serve. Else the error, with the reasons why it is not ready.
+    async fn explain(&self, name: &str, error: String) -> Result<GetIdentityResponse, Error> {
         let Replicas::Cluster(cluster, _) = &self.replicas else {
-            return Error::Connection(error);
+            return Err(Error::Connection(error));
         };
         let path = format!("{name}:{ADMIN_PORT}/proxy/ready");
         let ready = cluster.admin_page(&cluster.namespace, &path).await;
         let reasons = ready.err().unwrap_or_default();
         let reasons = reasons.lines().filter(|line| !line.trim().is_empty());
+        let of_authority = |line: &str| {
+            let line = line.strip_prefix(AUTHORITY_CONDITION)?;
+            Some(line.strip_prefix(": ")?.to_owned())
+        };
+        if let Some(problem) = reasons.clone().find_map(of_authority) {
+            return Ok(GetIdentityResponse {
+                problem,
+                ..GetIdentityResponse::default()
+            });
+        }
         let texts: Vec<&str> = std::iter::once(&*error).chain(reasons).collect();
-        Error::Connection(texts.join("; "))
+        Err(Error::Connection(texts.join("; ")))
     }
 
     /// The names of the running controller pods, or the authorities of the URLs.
@@ -548,13 +559,16 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn replica_without_a_ca_is_named_with_the_reason() {
+    async fn replica_without_a_connection_is_named_with_the_reason() {
         let service = service_fn(|request: hyper::Request<kube::client::Body>| async move {
-            let is_ready = request.uri().path()
-                == "/api/v1/namespaces/service-mesh/pods/controller-1:8081/proxy/ready";
-            let page = match is_ready {
-                true => "certificate authority: the Secret contains no CA\n",
-                false => "unexpected path\n",
+            let pods = "/api/v1/namespaces/service-mesh/pods";
+            let path = request.uri().path().strip_prefix(pods).unwrap_or_default();
+            let page = match path {
+                "/lost:8081/proxy/ready" => {
+                    "catalog: not synced\ncertificate authority: the Secret contains no CA\n"
+                }
+                "/new:8081/proxy/ready" => "catalog: not synced\n",
+                _ => "unexpected path\n",
             };
             let response = hyper::Response::builder().status(503);
             response.body(kube::client::Body::from(page.as_bytes().to_vec()))
@@ -564,11 +578,12 @@ mod tests {
             namespace: "service-mesh".into(),
             version: crate::check::facts::testing::unknown_facts().version,
         });
-        let error = controllers.explain("controller-1", "refused".into()).await;
-        assert_eq!(
-            error.to_string(),
-            "refused; certificate authority: the Secret contains no CA"
-        );
+        // A problem of the authority, as its status would have it.
+        let status = controllers.explain("lost", "refused".into()).await.unwrap();
+        assert_eq!(status.problem, "the Secret contains no CA");
+        let error = controllers.explain("new", "refused".into()).await;
+        let error = error.unwrap_err().to_string();
+        assert_eq!(error, "refused; catalog: not synced");
     }
 
     #[test]
