@@ -20,6 +20,8 @@ use serde::Serialize;
 
 use facts::Facts;
 
+use crate::commands::terminal::printable;
+
 /// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -51,13 +53,15 @@ pub struct Finding {
 
 /// The maximum number of affected objects in a finding.
 const MAX_DETAILS: usize = 10;
+/// The length of a detail, before characters are escaped.
+const MAX_DETAIL_CHARS: usize = 2000;
 
 impl Finding {
     fn ok(text: impl Into<String>) -> Self {
         Self {
             check: "",
             level: Level::Ok,
-            text: text.into(),
+            text: printable(&text.into()),
             details: Vec::new(),
             advice: String::new(),
         }
@@ -88,7 +92,10 @@ impl Finding {
         let more = details.len().saturating_sub(MAX_DETAILS);
         details.truncate(MAX_DETAILS);
         details.extend((more > 0).then(|| format!("and {more} more")));
-        self.details = details;
+        // Proxies and authors of objects write parts of it.
+        let bounded = |text: String| text.chars().take(MAX_DETAIL_CHARS).collect::<String>();
+        let details = details.into_iter().map(bounded);
+        self.details = details.map(|detail| printable(&detail)).collect();
         self
     }
 

@@ -324,6 +324,21 @@ mod tests {
     }
 
     #[test]
+    fn page_of_a_hostile_proxy_controls_no_terminal() {
+        let mut status = ready();
+        status["ready"] = json!(false);
+        let page = format!("\u{1b}[2J\rno problems found{}", "x".repeat(1024 * 1024));
+        let findings = proxies(&Facts {
+            ready_pages: BTreeMap::from([("shop/p".to_owned(), page)]),
+            ..facts(vec![meshed_pod("p", status)], json!({}))
+        })
+        .unwrap();
+        let detail = &findings[0].details[0];
+        assert!(detail.contains("not ready: \\u{1b}[2J\\u{d}no problems"));
+        assert!(!detail.contains(char::is_control) && detail.len() < 3000);
+    }
+
+    #[test]
     fn warns_of_restarted_proxies() {
         let restarted = |finished: &str| {
             let mut status = ready();

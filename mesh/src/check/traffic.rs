@@ -20,8 +20,6 @@ use crate::identity::status::{Mesh, Workload, workload_name};
 
 /// The proxies that are read while no controller responds.
 const MAX_PROXIES: usize = 32;
-/// The length of a text of a proxy.
-const MAX_TEXT_CHARS: usize = 400;
 /// The prefix of the gauges, and what follows it in the second one.
 const METRIC: &str = "diy_mesh_proxy_exception";
 const ATTEMPTS: &str = "_attempts";
@@ -78,28 +76,11 @@ impl Traffic {
         let mut traffic = Self::default();
         for workload in workloads {
             let report = workload.exceptions.clone().unwrap_or_default();
-            let exceptions = report.exceptions.into_iter().map(printable);
             let name = workload_name(workload);
-            traffic.proxies.insert(name, exceptions.collect());
+            traffic.proxies.insert(name, report.exceptions);
             traffic.omitted += u64::from(report.omitted);
         }
         traffic
-    }
-}
-
-/// An exception of a proxy that may be hostile, for a terminal.
-fn printable(exception: Exception) -> Exception {
-    let text = |text: String| -> String {
-        let text = text.chars().take(MAX_TEXT_CHARS);
-        text.map(|one| if one.is_control() { '?' } else { one })
-            .collect()
-    };
-    Exception {
-        kind: text(exception.kind),
-        destination: text(exception.destination),
-        endpoint: text(exception.endpoint),
-        reason: text(exception.reason),
-        ..exception
     }
 }
 
@@ -123,14 +104,14 @@ fn parse(metrics: &str) -> Vec<Exception> {
     }
     let exceptions = found.into_iter().map(|(labels, [count, total])| {
         let [kind, destination, endpoint, reason] = labels;
-        printable(Exception {
+        Exception {
             kind,
             destination,
             endpoint,
             reason,
             count,
             total,
-        })
+        }
     });
     exceptions.collect()
 }
@@ -588,7 +569,9 @@ mod tests {
             details[1].starts_with("shop/web: 100% of 10 "),
             "{details:?}"
         );
-        assert!(details[0].starts_with("evil/pod: 100% of 4294967295 requests to ?[2Jbank/db"));
+        assert!(
+            details[0].starts_with("evil/pod: 100% of 4294967295 requests to \\u{1b}[2Jbank/db")
+        );
         assert!(details.iter().all(|one| !one.contains(char::is_control)));
     }
 

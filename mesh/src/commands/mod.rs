@@ -6,7 +6,7 @@ pub mod identity;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
-mod terminal;
+pub(crate) mod terminal;
 
 use std::{env, process::ExitCode};
 
