@@ -332,7 +332,7 @@ impl Proxy {
                 // The response is `unchanged`.
                 (self.refused, self.waited) = (None, Duration::ZERO);
                 self.order.confirm(position);
-            } else if self.version.is_none() || self.order.admits(&position, now) {
+            } else if self.version.is_none() || self.order.accepts(&position, now) {
                 self.apply(position, content(&state), state.version, api);
             } else {
                 self.refused = Some((position, content(&state), state.version));

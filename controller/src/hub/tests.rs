@@ -262,14 +262,20 @@ async fn slow_reader_gets_the_latest_state_once() {
     );
 }
 
-#[tokio::test(start_paused = true)]
-async fn publishes_a_change_at_once_and_a_burst_together() {
+/// A hub that follows changes, and a reader of a destination that has its first state.
+fn follow() -> (mpsc::Sender<Event>, Resources, tokio::task::JoinHandle<()>) {
     let hub = Hub::new([Source::Kubernetes]);
     let (sender, changes) = mpsc::channel(100);
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&destination("10.0.0.1:80"));
     reader.next().unwrap();
     let following = tokio::spawn(async move { hub.follow(changes).await });
+    (sender, reader, following)
+}
+
+#[tokio::test(start_paused = true)]
+async fn publishes_a_change_at_once_and_a_burst_together() {
+    let (sender, reader, following) = follow();
     let start = Instant::now();
     sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
     reader.notifications().wait().await;
@@ -291,12 +297,7 @@ async fn publishes_a_change_at_once_and_a_burst_together() {
 
 #[tokio::test(start_paused = true)]
 async fn event_without_a_change_delays_no_change() {
-    let hub = Hub::new([Source::Kubernetes]);
-    let (sender, changes) = mpsc::channel(100);
-    let mut reader = hub.watch_resources(None);
-    reader.subscribe(&destination("10.0.0.1:80"));
-    reader.next().unwrap();
-    let following = tokio::spawn(async move { hub.follow(changes).await });
+    let (sender, reader, following) = follow();
     sender.send(pod("p", "10.0.0.1").into()).await.unwrap();
     reader.notifications().wait().await;
     reader.next().unwrap();

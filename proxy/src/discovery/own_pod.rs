@@ -91,7 +91,7 @@ impl OwnPod {
 
     /// Applies a configuration, unless it is older than the policy. Returns its acknowledgement.
     pub fn receive(&mut self, received: Received, now: Instant) -> Option<Acknowledgement> {
-        if self.is_configured() && !self.order.admits(&received.position, now) {
+        if self.is_configured() && !self.order.accepts(&received.position, now) {
             self.refused = Some(received);
             return None;
         }

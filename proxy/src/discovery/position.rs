@@ -102,7 +102,7 @@ impl Order {
 
     /// Whether a state at this position applies: it is not older, or none that is not older has
     /// arrived for [`MAX_REFUSAL`].
-    pub fn admits(&mut self, position: &Position, now: Instant) -> bool {
+    pub fn accepts(&mut self, position: &Position, now: Instant) -> bool {
         if !position.is_older_than(&self.known) {
             return true;
         }
@@ -225,7 +225,7 @@ mod tests {
         let mut now = start;
         for _ in 0..9 {
             order.resume(now);
-            assert!(!order.admits(&older, now) && order.known(now).is_some());
+            assert!(!order.accepts(&older, now) && order.known(now).is_some());
             now += MAX_REFUSAL / 10;
             order.pause(now);
             // Without a stream, no state is refused.
@@ -233,9 +233,9 @@ mod tests {
         }
         order.resume(now);
         now += MAX_REFUSAL / 10;
-        assert!(!order.admits(&older, now - Duration::from_millis(1)));
-        assert!(order.admits(&older, now) && order.known(now).is_none());
+        assert!(!order.accepts(&older, now - Duration::from_millis(1)));
+        assert!(order.accepts(&older, now) && order.known(now).is_none());
         order.apply(older);
-        assert!(!order.admits(&oldest, now));
+        assert!(!order.accepts(&oldest, now));
     }
 }

@@ -238,7 +238,7 @@ impl Entry {
         let refused = self.refused.take();
         let refused = refused.and_then(|refused| refused.acknowledgement);
         state.acknowledgement = state.acknowledgement.or(refused);
-        if self.settled && !self.order.admits(&state.position, now) {
+        if self.settled && !self.order.accepts(&state.position, now) {
             self.phase = Phase::Current;
             self.refused = Some(state);
             return None;
