@@ -443,6 +443,13 @@ impl Driver {
                         "{resource} has more endpoints than the memory limit of the proxy permits: using {kept} of them ({count} times)"
                     );
                 }
+                if let Some(resource) = applied.small_table
+                    && let Some(count) = log_limiter.should_log(LogKind::SmallTable)
+                {
+                    info!(
+                        "{resource} has a small table for its consistent hash, because the memory limit of the proxy permits no larger one: proxies with more memory select other endpoints ({count} times)"
+                    );
+                }
                 self.send(applied.acknowledgement.map(Action::Acknowledgement));
             }
         }
@@ -554,11 +561,12 @@ enum LogKind {
     Unavailable,
     OlderState,
     PartOfService,
+    SmallTable,
 }
 
 /// Limits each kind of log message to one per [`LOG_INTERVAL`].
 #[derive(Default)]
-struct LogLimiter([LogState; 5]);
+struct LogLimiter([LogState; 6]);
 
 #[derive(Default)]
 struct LogState {

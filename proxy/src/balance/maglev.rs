@@ -12,11 +12,20 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-/// The number of endpoints at most, and the number of slots, a prime: at least 32 for each of 8,000
-/// endpoints, so that shares differ by at most 3%, and 13 for each of 20,000. A table has 64 KiB,
-/// 256 KiB, or 1 MiB. All keys move when a Service grows into the next size.
-const SIZES: [(usize, u32); 2] = [(500, 16_381), (2_000, 65_537)];
-const LARGEST: u32 = 262_139;
+/// The number of slots, a prime, and the number of endpoints at most, usually and of a small table.
+/// Usually, a table has 64 KiB, 256 KiB, or 1 MiB: at least 32 slots for each of 8,000 endpoints, so
+/// that shares differ by at most 3%, and 13 for each of 20,000. A small table has about 4 for each.
+/// All keys move when a Service grows into the next size.
+const SIZES: [(u32, usize, usize); 6] = [
+    (251, 0, 64),
+    (1_021, 0, 250),
+    (4_093, 0, 1_000),
+    (16_381, 500, 4_000),
+    (65_537, 2_000, 16_000),
+    (262_139, usize::MAX, usize::MAX),
+];
+/// The slots that take the memory of an endpoint.
+const SLOTS_OF_ENDPOINT: usize = 200;
 /// Slots that are tried before a linear search. Nearly all endpoints are unusable then.
 const MAX_PROBES: usize = 64;
 
@@ -26,6 +35,7 @@ pub struct Table {
     slots: Vec<u32>,
     /// The number of endpoints.
     count: usize,
+    is_small: bool,
 }
 
 /// The hash of a key: FNV-1a (G. Fowler, L. C. Noll, K.-P. Vo), and the finalizer of MurmurHash3,
@@ -51,12 +61,15 @@ fn mix(mut hash: u64) -> u64 {
 }
 
 impl Table {
-    /// The table of these endpoints, whose order does not depend on the proxy.
-    pub fn new(endpoints: impl ExactSizeIterator<Item = SocketAddr>) -> Self {
+    /// The table of these endpoints, whose order does not depend on the proxy. A small one if the
+    /// usual one takes the memory of more than `max` endpoints.
+    pub fn new(endpoints: impl ExactSizeIterator<Item = SocketAddr>, max: usize) -> Self {
         const FREE: u32 = u32::MAX;
         let count = endpoints.len();
-        let fits = SIZES.into_iter().find(|(most, _)| count <= *most);
-        let size = fits.map_or(LARGEST, |(_, size)| size);
+        let usual = SIZES.into_iter().find(|(_, most, _)| count <= *most);
+        let fits = usual.filter(|(size, ..)| *size as usize / SLOTS_OF_ENDPOINT <= max);
+        let small = || SIZES.into_iter().find(|(.., most)| count <= *most);
+        let (size, ..) = fits.or_else(small).unwrap_or(SIZES[0]);
         // The next slot of each endpoint, and the distance to the one after it.
         let mut permutations: Vec<(u32, u32)> = endpoints
             .map(|endpoint| {
@@ -75,7 +88,21 @@ impl Table {
             }
             free = free.saturating_sub(count);
         }
-        Self { slots, count }
+        Self {
+            slots,
+            count,
+            is_small: fits.is_none() && count > 0,
+        }
+    }
+
+    /// Whether it is smaller than usual.
+    pub fn is_small(&self) -> bool {
+        self.is_small
+    }
+
+    /// The number of endpoints that take as much memory.
+    pub fn weight(&self) -> usize {
+        self.slots.len() / SLOTS_OF_ENDPOINT
     }
 
     /// The index of the endpoint for this hash, or of the next one that is usable: those of the
@@ -113,7 +140,7 @@ mod tests {
 
     /// The slots of each endpoint.
     fn table(endpoints: &[SocketAddr]) -> Vec<SocketAddr> {
-        let table = Table::new(endpoints.iter().copied());
+        let table = Table::new(endpoints.iter().copied(), usize::MAX);
         let endpoint = |index: &u32| endpoints[*index as usize];
         table.slots.iter().map(endpoint).collect()
     }
@@ -164,19 +191,35 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_at_most_a_mebibyte() {
-        let bytes = |count| {
-            let table = Table::new(endpoints(count).into_iter());
+    fn memory_is_at_most_a_mebibyte_and_little_if_it_is_short() {
+        let bytes = |count, max| {
+            let table = Table::new(endpoints(count).into_iter(), max);
+            assert_eq!(table.is_small(), max == 80);
             table.slots.capacity() * size_of::<u32>()
         };
-        let sizes = [10, 1000, 5000, 20_000].map(bytes);
+        let sizes = [10, 1000, 5000, 20_000].map(|count| bytes(count, 1400));
         assert_eq!(sizes, [65_524, 262_148, 1_048_556, 1_048_556]);
+        let sizes = [10, 65, 1000, 5000, 20_000].map(|count| bytes(count, 80));
+        assert_eq!(sizes, [1_004, 4_084, 16_372, 262_148, 1_048_556]);
+    }
+
+    #[test]
+    fn small_table_gives_each_endpoint_a_share() {
+        for count in [1, 10, 64, 250, 1000, 5000, 20_000] {
+            let all = endpoints(count);
+            let table = Table::new(all.iter().copied(), 0);
+            let mut slots = vec![0; all.len()];
+            for index in &table.slots {
+                slots[*index as usize] += 1;
+            }
+            assert!(slots.iter().all(|slots| *slots >= 3), "{count}");
+        }
     }
 
     #[test]
     fn keys_of_an_unusable_endpoint_spread_over_the_others() {
         let all = endpoints(10);
-        let table = Table::new(all.iter().copied());
+        let table = Table::new(all.iter().copied(), usize::MAX);
         let mut counts = [0_u32; 10];
         for key in 0..20_000_u32 {
             let hash = hash(&key.to_be_bytes());
@@ -191,6 +234,7 @@ mod tests {
         }
         assert_eq!(table.find(7, |index| index == 8), Some(8));
         assert_eq!(table.find(7, |_| false), None);
-        assert_eq!(Table::new(Vec::new().into_iter()).find(7, |_| true), None);
+        let none = Table::new(Vec::new().into_iter(), 0);
+        assert_eq!(none.find(7, |_| true), None);
     }
 }

@@ -9,9 +9,7 @@ use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
-use diy_mesh_proto::mesh::v1::{
-    Acknowledgement, DiscoverResponse, Snapshot, Subscribe, Unsubscribe,
-};
+use diy_mesh_proto::mesh::v1::{Acknowledgement, DiscoverResponse, Subscribe, Unsubscribe};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -34,8 +32,10 @@ pub(super) struct Table {
     entries: HashMap<Resource, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
-    /// Endpoints of all destinations.
+    /// Endpoints of all destinations, with those that take as much memory as their tables.
     pub(super) max_endpoints: usize,
+    /// Those that there are.
+    weight: usize,
     /// Each proxy keeps other endpoints of a large Service.
     seed: u64,
 }
@@ -75,6 +75,7 @@ impl Table {
             were_meshed,
             limit,
             max_endpoints,
+            weight: 0,
             seed: fastrand::u64(..),
         }
     }
@@ -146,10 +147,20 @@ impl Table {
     /// unreachable.
     fn make_room(&mut self) -> Vec<Action> {
         let unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
-        self.entries
-            .extract_if(|_, entry| unneeded(entry))
+        let removed = self.remove(unneeded).into_iter();
+        removed
             .map(|(resource, _)| unsubscribe(&resource))
             .collect()
+    }
+
+    fn remove(&mut self, is_removed: impl Fn(&Entry) -> bool) -> Vec<(Resource, Entry)> {
+        let removed = self.entries.extract_if(|_, entry| is_removed(entry));
+        let removed: Vec<_> = removed.collect();
+        self.weight -= removed
+            .iter()
+            .map(|(_, entry)| entry.weight())
+            .sum::<usize>();
+        removed
     }
 
     /// Applies a response. Reports each invalid part and applies the others. Ignores responses
@@ -167,49 +178,30 @@ impl Table {
                 return Applied::default();
             }
         };
-        let bounds = Bounds {
-            endpoints: self.max_endpoints_of(&resource, &response),
-            seed: self.seed,
-        };
         let Some(entry) = self.entries.get_mut(&resource) else {
             return Applied::default();
         };
+        let others = self.weight - entry.weight();
+        let bounds = Bounds {
+            endpoints: half_of_rest(self.max_endpoints, others),
+            seed: self.seed,
+        };
         let is_snapshot = matches!(response.update, Some(Update::Snapshot(_)));
         let was_part = entry.sender.borrow().part().is_some();
+        let was_small = entry.sender.borrow().has_small_table();
         let acknowledgement = entry.apply(&resource, response, bounds, now, &mut |error| {
             report(format!("{resource}: {error}"))
         });
+        self.weight = others + entry.weight();
+        let has_small_table = !was_small && entry.sender.borrow().has_small_table();
         let is_news = (is_snapshot || !was_part) && entry.partial.is_none();
         let kept = is_news.then(|| entry.sender.borrow().part()).flatten();
         Applied {
             is_older: entry.refused.is_some(),
             acknowledgement,
+            small_table: has_small_table.then(|| resource.clone()),
             kept: kept.map(|kept| (resource, kept)),
         }
-    }
-
-    /// The endpoints that a Service may have after this response: half of what the others leave.
-    fn max_endpoints_of(&self, resource: &Resource, response: &DiscoverResponse) -> usize {
-        let size = |one: &Snapshot| one.endpoints.len() + one.draining.len();
-        let entry = self.entries.get(resource);
-        let (known, added) = match &response.update {
-            Some(Update::Snapshot(next)) => {
-                let partial = entry.and_then(|entry| entry.partial.as_ref());
-                (partial.map_or(0, |(partial, _)| size(partial)), size(next))
-            }
-            Some(Update::Delta(delta)) => {
-                let known = entry.map_or(0, Entry::endpoints);
-                (known, delta.upserted.len() + delta.draining.len())
-            }
-            _ => (0, 0),
-        };
-        if known + added <= MIN_ENDPOINTS {
-            return MIN_ENDPOINTS;
-        }
-        let others = self.entries.iter().filter(|(other, _)| *other != resource);
-        let others = others.map(|(_, entry)| entry.endpoints());
-        let free = self.max_endpoints.saturating_sub(others.sum());
-        (free / 2).max(MIN_ENDPOINTS)
     }
 
     /// Ends the wait for first responses, because the controller is unavailable.
@@ -230,6 +222,11 @@ impl Table {
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
+        self.weight = self
+            .entries
+            .values()
+            .map(|entry| entry.sender.borrow().weight())
+            .sum();
         let resubscribe = |(resource, entry): (&Resource, &mut Entry)| {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
@@ -272,7 +269,7 @@ impl Table {
     /// Removes destinations without receivers after `idle`, and remembers which of them were
     /// meshed.
     fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<Resource> {
-        let idle_entries = self.entries.extract_if(|_, entry| entry.is_idle(now, idle));
+        let idle_entries = self.remove(|entry| entry.is_idle(now, idle));
         let remember = |(resource, entry): (Resource, Entry)| {
             match resource {
                 Resource::Destination(address) if entry.meshed => self.were_meshed.insert(address),
@@ -280,15 +277,18 @@ impl Table {
             }
             resource
         };
-        idle_entries.map(remember).collect()
+        idle_entries.into_iter().map(remember).collect()
     }
 
     /// Publishes the states that were refused for long enough: no replica sends newer ones.
     /// Returns their names and acknowledgements.
     pub fn accept_refused(&mut self, now: Instant) -> Vec<(Resource, Option<Acknowledgement>)> {
         let due = self.entries.iter_mut().filter_map(|(resource, entry)| {
+            let others = self.weight - entry.weight();
             let refused = entry.refused.take_if(|_| entry.order.is_due(now))?;
-            Some((resource.clone(), entry.publish(refused)))
+            let acknowledgement = entry.publish(refused, half_of_rest(self.max_endpoints, others));
+            self.weight = others + entry.weight();
+            Some((resource.clone(), acknowledgement))
         });
         due.collect()
     }
@@ -311,8 +311,15 @@ pub(super) struct Applied {
     pub is_older: bool,
     /// Of the routes and the policy.
     pub acknowledgement: Option<Acknowledgement>,
+    /// A Service that has got a smaller table of endpoints for its hashes than usual.
+    pub small_table: Option<Resource>,
     /// A Service of which only so many endpoints are kept.
     pub kept: Option<(Resource, usize)>,
+}
+
+/// The endpoints that a Service may have beside others: half of what these leave.
+fn half_of_rest(max: usize, others: usize) -> usize {
+    (max.saturating_sub(others) / 2).max(MIN_ENDPOINTS)
 }
 
 impl WereMeshed {

@@ -184,8 +184,15 @@ impl Target {
     }
 
     /// Computes the table of the usable endpoints, if the policy needs it. Discovery does so before
-    /// workers get the target: no request waits for it.
-    pub fn with_table(mut self) -> Self {
+    /// workers get the target: no request waits for it. The table is small if it would take, with the
+    /// endpoints, the memory of more than `max` endpoints, or of twice as many if that of `before` is
+    /// not: keys would move with each change of other Services.
+    pub fn with_table(mut self, before: &Self, max: usize) -> Self {
+        let max = match before.weight() > before.endpoints() && !before.has_small_table() {
+            true => max.saturating_mul(2),
+            false => max,
+        };
+        let left = max.saturating_sub(self.endpoints());
         if let Self::Service(service) = &mut self {
             let is_hashed = matches!(
                 service.policy.balancing.algorithm,
@@ -193,11 +200,16 @@ impl Target {
             );
             let addresses = service.usable().iter().map(|endpoint| endpoint.address);
             service.table = match is_hashed {
-                true => Arc::new(Table::new(addresses)),
+                true => Arc::new(Table::new(addresses, left)),
                 false => Arc::default(),
             };
         }
         self
+    }
+
+    /// Whether its table is smaller than usual.
+    pub fn has_small_table(&self) -> bool {
+        matches!(self, Self::Service(service) if service.table.is_small())
     }
 
     /// How the endpoints are used.
@@ -242,6 +254,14 @@ impl Target {
     pub fn endpoints(&self) -> usize {
         match self {
             Self::Service(service) => service.endpoints.len() + service.draining.len(),
+            _ => 0,
+        }
+    }
+
+    /// The number of endpoints that it holds, with those that take as much memory as its table.
+    pub fn weight(&self) -> usize {
+        match self {
+            Self::Service(service) => self.endpoints() + service.table.weight(),
             _ => 0,
         }
     }

@@ -32,7 +32,7 @@ fn with_policy(algorithm: &Algorithm, mut infos: Vec<EndpointInfo>) -> Target {
         }),
         ..ServiceTarget::default()
     })
-    .with_table()
+    .with_table(&Target::Unknown, usize::MAX)
 }
 
 /// The endpoints of one worker.

@@ -69,10 +69,10 @@ pub(super) struct Bounds {
 }
 
 impl Entry {
-    /// The number of endpoints that it holds.
-    pub(super) fn endpoints(&self) -> usize {
+    /// The number of endpoints that it holds, with those that take as much memory as its table.
+    pub(super) fn weight(&self) -> usize {
         let refused = self.refused.as_ref();
-        self.sender.borrow().endpoints() + refused.map_or(0, |refused| refused.target.endpoints())
+        self.sender.borrow().weight() + refused.map_or(0, |refused| refused.target.endpoints())
     }
 
     /// Applies a response. Returns the acknowledgement of the routes and the policy that it has put in
@@ -144,7 +144,7 @@ impl Entry {
                     position,
                     acknowledgement,
                 };
-                self.accept(state, now)
+                self.accept(state, bounds.endpoints, now)
             }
             Err(error) => {
                 report(error);
@@ -234,7 +234,12 @@ impl Entry {
 
     /// Publishes the state, unless the known one is newer. A difference to a refused state keeps its
     /// acknowledgement.
-    fn accept(&mut self, mut state: Received, now: Instant) -> Option<Acknowledgement> {
+    fn accept(
+        &mut self,
+        mut state: Received,
+        max_endpoints: usize,
+        now: Instant,
+    ) -> Option<Acknowledgement> {
         let refused = self.refused.take();
         let refused = refused.and_then(|refused| refused.acknowledgement);
         state.acknowledgement = state.acknowledgement.or(refused);
@@ -243,23 +248,29 @@ impl Entry {
             self.refused = Some(state);
             return None;
         }
-        self.publish(state)
+        self.publish(state, max_endpoints)
     }
 
     /// Sends the target to its receivers. Returns the acknowledgement.
-    pub(super) fn publish(&mut self, state: Received) -> Option<Acknowledgement> {
+    pub(super) fn publish(
+        &mut self,
+        state: Received,
+        max_endpoints: usize,
+    ) -> Option<Acknowledgement> {
         let Received {
             mut target,
             version,
             position,
             acknowledgement,
         } = state;
-        target.inherit_affinity(&self.sender.borrow());
+        let before = self.sender.borrow().clone();
+        target.inherit_affinity(&before);
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
         }
         let is_short = target.part().is_some_and(|kept| kept < MIN_PART);
-        self.sender.send_replace(Arc::new(target.with_table()));
+        let target = target.with_table(&before, max_endpoints);
+        self.sender.send_replace(Arc::new(target));
         // The next stream reports a rejection again.
         self.version = if self.is_rejected {
             String::new()

@@ -4,7 +4,7 @@ use super::super::position::MAX_REFUSAL;
 use super::*;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::snapshot::Kind;
-use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Unchanged, Unknown};
+use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot, Unchanged, Unknown};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -660,8 +660,7 @@ fn part_of_a_large_service_is_kept_and_follows_its_changes() {
     // One in 200: 10 on average.
     assert!(added < 40, "{added}");
     // Another Service has half of the rest.
-    let other = Resource::from(address("10.96.0.8:80"));
-    let max = table.max_endpoints_of(&other, &chunk(0..100, false));
+    let max = half_of_rest(table.max_endpoints, table.weight);
     assert!((400..=500).contains(&max), "{max}");
     // A part that is almost used up is replaced.
     let removed = addresses(&receiver);
@@ -671,6 +670,69 @@ fn part_of_a_large_service_is_kept_and_follows_its_changes() {
     assert_eq!(addresses(&receiver).len(), 15);
     let requests = table.sweep(Instant::now(), MINUTE);
     assert_eq!(short(requests), ["+10.96.0.7:80@", "-10.96.0.7:80"]);
+}
+
+/// Every Service has a consistent hash. Their tables were 64 MiB of a proxy that may have 32.
+#[test]
+fn tables_of_hashes_are_limited_with_the_endpoints() {
+    let max = crate::memory::Memory::new(32 << 20).max_endpoints(1);
+    let mut table = Table::new(10_000, max);
+    let mut receivers = Vec::new();
+    let hashed = |endpoints: &[&str]| {
+        let Update::Snapshot(mut next) = snapshot(Kind::Service, endpoints) else {
+            unreachable!("a snapshot")
+        };
+        next.policy = Some(proto::BackendPolicy {
+            balancing: Some(proto::Balancing {
+                algorithm: proto::balancing::Algorithm::ConsistentHash.into(),
+                hash_key: Some(proto::HashKey {
+                    kind: Some(proto::hash_key::Kind::Header("x-user".to_owned())),
+                }),
+                ..proto::Balancing::default()
+            }),
+            ..proto::BackendPolicy::default()
+        });
+        Update::Snapshot(next)
+    };
+    let small = std::cell::Cell::new(0);
+    let name = |number| format!("{}:80", std::net::Ipv4Addr::from_bits(0x0a60_0000 + number));
+    let apply_to = |table: &mut Table, number: u32, update| {
+        let response = DiscoverResponse {
+            name: name(number),
+            update: Some(update),
+            ..DiscoverResponse::default()
+        };
+        let applied = table.apply(response, Instant::now(), &mut |error| panic!("{error}"));
+        small.set(small.get() + usize::from(applied.small_table.is_some()));
+    };
+    for number in 0..1000 {
+        let (watched, _) = table.watch(address(&name(number))).unwrap();
+        receivers.push(watched);
+        apply_to(&mut table, number, hashed(&["10.0.0.1:80", "10.0.0.2:80"]));
+    }
+    let has_small = |receiver: &Watched| receiver.receiver.borrow().has_small_table();
+    let kept = receivers.iter().take_while(|one| !has_small(one)).count();
+    assert!((40..80).contains(&kept), "{kept}");
+    assert!(receivers[kept..].iter().all(has_small));
+    // Its endpoints have 4 MiB.
+    let bytes = |one: &Watched| (one.receiver.borrow().weight() - 2) * 800;
+    let bytes: usize = receivers.iter().map(bytes).sum();
+    assert!(bytes < 5 << 20, "{bytes}");
+    // Changes of the Service keep its table, and its keys, also where less is left than at first.
+    for number in 0..1000 {
+        let update = delta(&["10.0.0.3:80"], &["10.0.0.2:80"]);
+        apply_to(&mut table, number, update);
+    }
+    assert!(receivers[..kept].iter().all(|one| !has_small(one)));
+    assert_eq!(small.get(), 1000 - kept, "reported once");
+    // Others get what is released.
+    receivers.drain(..kept);
+    table.sweep(Instant::now(), Duration::ZERO);
+    apply_to(&mut table, 999, hashed(&["10.0.0.1:80"]));
+    assert!(!has_small(receivers.last().unwrap()));
+    drop(receivers);
+    table.sweep(Instant::now(), Duration::ZERO);
+    assert_eq!(table.weight, 0);
 }
 
 #[test]
