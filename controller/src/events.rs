@@ -53,7 +53,7 @@ pub fn kind_unreadable(events: &Events, namespace: &str, unreadable: &Unreadable
     let Unreadable { kind, error, .. } = unreadable;
     let consequence = match (unreadable.is_known, kind.is_optional()) {
         (true, _) => "its former objects stay in use",
-        (false, true) => "this replica sends nothing that depends on it",
+        (false, true) => "this replica sends and writes nothing that depends on it",
         (false, false) => "this replica is not ready",
     };
     let note = format!(

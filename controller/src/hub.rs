@@ -41,7 +41,7 @@ use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::programmed::Reports;
-use crate::routes::statuses::Source as Statuses;
+use crate::routes::statuses::{Source as Statuses, Withheld};
 pub use acknowledgements::{Missing, Rejection};
 use history::History;
 pub use resources::{Notifications, Resources};
@@ -207,7 +207,6 @@ impl Hub {
                 return false;
             }
         }
-        self.mark_statuses(index.take_changed_statuses());
         self.meshed.send_if_modified(|meshed| {
             let is_changed = !index.meshed_namespaces().eq(meshed.iter());
             if is_changed {
@@ -229,6 +228,7 @@ impl Hub {
             }
             is_changed
         });
+        self.mark_statuses(index.take_changed_statuses());
         drop(index);
         self.changed.send_replace(());
         true
@@ -275,21 +275,12 @@ impl Hub {
         self.listed(&Kind::ALL).await;
     }
 
-    /// Waits until all kinds are listed, also those that cannot be read at first.
-    pub async fn complete(&self) {
-        self.until(Unlisted::is_empty).await;
-    }
-
     async fn listed(&self, kinds: &[Kind]) {
-        self.until(|unlisted| {
+        let are_listed = |unlisted: &Unlisted| {
             let mut unlisted = unlisted.iter();
             unlisted.all(|((_, kind), is_awaited)| !is_awaited || !kinds.contains(kind))
-        })
-        .await;
-    }
-
-    async fn until(&self, holds: impl FnMut(&Unlisted) -> bool) {
-        let waited = self.unlisted.subscribe().wait_for(holds).await.is_ok();
+        };
+        let waited = self.unlisted.subscribe().wait_for(are_listed).await.is_ok();
         debug_assert!(waited, "self holds the sender");
     }
 
@@ -491,10 +482,12 @@ impl Statuses for Hub {
         self.index().with_status()
     }
 
-    fn get(&self, id: &RouteId) -> Option<RouteStatus> {
+    fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
         let mut status = self.index().status(id)?;
-        self.reports().add_to(&mut status);
-        Some(status)
+        if let Some(status) = &mut status {
+            self.reports().add_to(status);
+        }
+        Ok(status)
     }
 
     fn changed(&self) -> watch::Sender<BTreeSet<RouteId>> {

@@ -318,15 +318,15 @@ fn status_writer(
     Some((election, writer))
 }
 
-/// Writes the statuses of routes, or logs them without a cluster, from the first complete catalog
-/// on: a route whose grant is not known yet is not to be rejected.
+/// Writes the statuses of routes, or logs them without a cluster, from the first synced catalog on: a
+/// route whose grant is not known yet is not to be rejected.
 async fn publish_statuses(
     hub: &Hub,
     writer: Option<(Election, Writer)>,
     stopping: &CancellationToken,
 ) {
     tokio::select! {
-        () = hub.complete() => {}
+        () = hub.synced() => {}
         () = stopping.cancelled() => return,
     }
     let statuses = Statuses::new(hub.clone());

@@ -883,7 +883,8 @@ mod tests {
                 hub.review().await;
                 tokio::time::advance(std::time::Duration::from_secs(60)).await;
             }
-            let conditions = hub.get(&id).unwrap().parents.remove(0).conditions;
+            let status = hub.get(&id).unwrap().unwrap();
+            let conditions = status.parents[0].conditions.clone();
             let last = conditions.into_iter().next_back().unwrap();
             last.message.replace(
                 "pods connected to the writing replica have generation 7",

@@ -1,8 +1,9 @@
-//! The table of the kinds whose objects a state depends on, and what is withheld while one of them
-//! cannot be read. Pure.
+//! The table of the kinds whose objects a state or a status depends on, and what is withheld while
+//! one of them cannot be read. Pure.
 //!
 //! A state without routes or policies that exist would send requests elsewhere, or admit what they
-//! forbid. So it is withheld, and its subscribers keep what they have. All else is served.
+//! forbid. So it is withheld, and its subscribers keep what they have. A status without objects that
+//! exist would report errors that do not. All else is served and written.
 
 use std::net::SocketAddr;
 
@@ -10,6 +11,8 @@ use super::Index;
 use super::object::{Key, Kind, Resource};
 use super::routes::Routes;
 use super::state::Target;
+use crate::routes::ParentReference;
+use crate::routes::attach::RouteId;
 
 /// Without a Service, and so without routes and policies. Any of these objects may change that.
 const WITHOUT_SERVICE: &[Kind] = &[Kind::Service, Kind::Slice, Kind::Pod, Kind::Node];
@@ -45,15 +48,46 @@ impl Index {
                     (Kind::Node, Resource::Destination(address)) => {
                         target.is_none() && self.may_be_node_port(*address)
                     }
-                    // The zone is a preference.
                     (Kind::Node, _) => false,
-                    (Kind::Grant, _) => service.is_some_and(|key| self.routes.needs_grants(key)),
-                    (Kind::RouteGroup, _) => {
-                        service.is_some_and(|key| self.routes.needs_groups(key))
-                    }
-                    _ => true,
+                    _ => service.is_none_or(|service| self.may_change(*kind, service)),
                 }
         })
+    }
+
+    /// Whether the status of an object may be another one with the objects that cannot be read: that
+    /// of a route, of a split or of a canary is withheld with the state of its Services.
+    pub(super) fn is_status_withheld(&self, id: &RouteId) -> bool {
+        let (kind, key) = id;
+        let mut unreadable = self.unreadable.iter();
+        unreadable.any(|other| {
+            let mut parents = match kind {
+                Kind::TrafficPolicy => &[],
+                Kind::Service => self.canary_parents(key),
+                _ => self.routes.get(id).map_or(&[][..], |route| &route.parents),
+            }
+            .iter();
+            other == kind || parents.any(|parent| self.may_change(*other, &parent.key(key)))
+        })
+    }
+
+    fn canary_parents(&self, service: &Key) -> &[ParentReference] {
+        let canary = self
+            .services
+            .get(service)
+            .and_then(|one| one.canary.as_ref());
+        canary.map_or(&[], |canary| &canary.parents)
+    }
+
+    /// Whether objects of a kind may change what routes and policies do with the requests to a
+    /// Service.
+    fn may_change(&self, kind: Kind, service: &Key) -> bool {
+        match kind {
+            // The zone is a preference.
+            Kind::Node => false,
+            Kind::Grant => self.routes.needs_grants(service),
+            Kind::RouteGroup => self.routes.needs_groups(service),
+            _ => true,
+        }
     }
 
     fn may_be_node_port(&self, address: SocketAddr) -> bool {
@@ -156,6 +190,52 @@ mod tests {
         index.set_readable(kind, true, &mut touched);
         assert!(touched.all);
         names
+    }
+
+    #[test]
+    fn unreadable_kind_withholds_only_the_statuses_that_depend_on_it() {
+        const OTHERS: &str = r#"
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, metadata: {name: plain, namespace: shop},
+ spec: {parentRefs: [{group: "", kind: Service, name: plain}], rules: [{}]}}
+---
+{apiVersion: diy-service-mesh.dev/v1alpha1, kind: TrafficPolicy,
+ metadata: {name: policy, namespace: shop},
+ spec: {targetRefs: [{group: "", kind: Service, name: plain}], connections: {maxRequests: 1}}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: canary, namespace: shop, annotations: {
+  diy-service-mesh/canary-of: plain, diy-service-mesh/canary-weight: "1"}}, spec: {
+  clusterIP: 10.96.0.4, ports: [{port: 80}]}}
+"#;
+        let objects = parse(&format!("{OBJECTS}{OTHERS}"), "cluster.local").unwrap();
+        let all: BTreeSet<&str> = ["canary", "other", "plain", "policy", "split"].into();
+        for kind in Kind::ALL.into_iter().filter(|kind| kind.is_optional()) {
+            let mut index = index(objects.objects.clone());
+            index.take_changed_statuses();
+            index.set_readable(kind, false, &mut Touched::default());
+            let ids = index.with_status().into_iter();
+            let (withheld, written): (BTreeSet<_>, BTreeSet<_>) =
+                ids.partition(|id| index.status(id).is_err());
+            let withheld = BTreeSet::from_iter(withheld.iter().map(|id| &*id.1.name));
+            let expected = match kind {
+                Kind::Node => [].into(),
+                Kind::Grant => ["other"].into(),
+                Kind::RouteGroup => ["split"].into(),
+                Kind::TrafficPolicy => all.clone(),
+                _ => &all - &["policy"].into(),
+            };
+            assert_eq!(withheld, expected, "{kind}");
+            let keeps_programmed = |id| index.status(id).unwrap().unwrap().keeps_programmed;
+            assert!(written.iter().all(keeps_programmed), "of another replica");
+            index.take_changed_statuses();
+            index.set_readable(kind, true, &mut Touched::default());
+            let changed = index.take_changed_statuses();
+            assert_eq!(
+                BTreeSet::from_iter(changed.iter().map(|id| &*id.1.name)),
+                all
+            );
+            assert!(changed.iter().all(|id| index.status(id).is_ok()));
+        }
     }
 
     #[test]

@@ -39,6 +39,7 @@ use view::ServiceView;
 use crate::authenticate::PodRef;
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
+use crate::routes::statuses::Withheld;
 
 /// The objects of the catalog and their references.
 #[derive(Debug, Default)]
@@ -220,10 +221,14 @@ impl Index {
 
     /// Records whether an installed kind that was not listed before can be read.
     pub fn set_readable(&mut self, kind: Kind, is_readable: bool, touched: &mut Touched) {
-        touched.all |= match is_readable {
+        let is_changed = match is_readable {
             true => self.unreadable.remove(&kind),
             false => self.unreadable.insert(kind),
         };
+        if is_changed {
+            touched.all = true;
+            self.changed_statuses.extend(self.with_status());
+        }
     }
 
     /// The objects whose status may have changed since the last call.
@@ -248,14 +253,21 @@ impl Index {
     }
 
     /// What the author of a route, of a policy or of a Service is told.
-    pub fn status(&self, (kind, key): &RouteId) -> Option<RouteStatus> {
-        let mut status = match kind {
-            Kind::TrafficPolicy => self.policies.status(key, &self.services),
-            Kind::Service => self.service_status(key),
-            _ => self.routes.route_status(&(*kind, key.clone())),
-        }?;
-        self.add_older_services(&mut status);
-        Some(status)
+    pub fn status(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
+        if self.is_status_withheld(id) {
+            return Err(Withheld);
+        }
+        let mut status = match id {
+            (Kind::TrafficPolicy, key) => self.policies.status(key, &self.services),
+            (Kind::Service, key) => self.service_status(key),
+            _ => self.routes.route_status(id),
+        };
+        if let Some(status) = &mut status {
+            self.add_older_services(status);
+            // Proxies acknowledge no state that is withheld.
+            status.keeps_programmed = !self.unreadable.is_empty();
+        }
+        Ok(status)
     }
 
     /// A Service may be a canary, and have too many ports or endpoints.
@@ -286,7 +298,7 @@ impl Index {
     /// The statuses of all objects that have one.
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
         let all = self.with_status().into_iter();
-        all.filter_map(|id| self.status(&id)).collect()
+        all.filter_map(|id| self.status(&id).ok()?).collect()
     }
 
     /// A Service with all endpoints.

@@ -1263,7 +1263,7 @@ fn changes_are_reported_and_deltas_transform_states() {
             let mut touched = Touched::default();
             index.apply(chance.change(), &mut touched);
             for id in index.take_changed_statuses() {
-                match index.status(&id) {
+                match index.status(&id).unwrap() {
                     Some(status) => drop(statuses.insert(id, status)),
                     None => drop(statuses.remove(&id)),
                 }

@@ -261,7 +261,7 @@ impl Reports {
 
     /// Adds the conditions of an object to its status, where the object is accepted.
     pub fn add_to(&self, status: &mut RouteStatus) {
-        status.keeps_programmed = !self.is_complete;
+        status.keeps_programmed |= !self.is_complete;
         for parent in &mut status.parents {
             let mut conditions = parent.conditions.iter();
             if !conditions.any(|one| one.kind == "Accepted" && one.holds) {

@@ -27,13 +27,13 @@ pub async fn log_changes(statuses: Statuses) -> Infallible {
     }
 }
 
-/// The current statuses of these objects.
+/// The current statuses of these objects, except those that are withheld.
 pub(super) fn current(
     statuses: &Statuses,
     changed: &BTreeSet<RouteId>,
 ) -> BTreeMap<RouteId, Option<RouteStatus>> {
-    let changed = changed.iter();
-    changed.map(|id| (id.clone(), statuses.get(id))).collect()
+    let current = |id: &RouteId| Some((id.clone(), statuses.get(id).ok()?));
+    changed.iter().filter_map(current).collect()
 }
 
 /// Logs what has changed, with a maximum of lines.

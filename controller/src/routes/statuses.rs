@@ -8,13 +8,18 @@ use tokio::sync::watch;
 use super::RouteStatus;
 use super::attach::RouteId;
 
+/// The status of an object may be another one with objects that cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Withheld;
+
 /// Who computes statuses.
 pub trait Source: Send + Sync {
     /// The objects that may have a status.
     fn with_status(&self) -> BTreeSet<RouteId>;
 
-    /// The current status of an object, if it has one.
-    fn get(&self, id: &RouteId) -> Option<RouteStatus>;
+    /// The current status of an object, if it has one. One that is withheld counts as changed when
+    /// it no longer is.
+    fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld>;
 
     /// The objects whose status may have changed since their ids were last taken.
     fn changed(&self) -> watch::Sender<BTreeSet<RouteId>>;
@@ -36,7 +41,7 @@ impl Statuses {
     }
 
     /// The current status of an object, if it has one.
-    pub(super) fn get(&self, id: &RouteId) -> Option<RouteStatus> {
+    pub(super) fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
         self.0.get(id)
     }
 

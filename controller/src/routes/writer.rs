@@ -29,7 +29,7 @@ use progress::Progress;
 
 use super::attach::RouteId;
 use super::lease::{Election, LEASE};
-use super::statuses::Statuses;
+use super::statuses::{Statuses, Withheld};
 use super::{Condition, RouteStatus, report, status};
 use crate::catalog::resources;
 use crate::index::object::{Key, Kind};
@@ -149,7 +149,7 @@ impl Writer {
             let written: BTreeSet<RouteId> = written;
             for id in written {
                 let status = statuses.get(&id);
-                progress.changed(Route(id.0, id.1), status.as_ref());
+                progress.changed(Route(id.0, id.1), status);
             }
             if Instant::now() >= resync {
                 let delay = match self.resync(statuses, &mut progress).await {
@@ -178,7 +178,10 @@ impl Writer {
                 if progress.schedule.is_slow(&route.1.namespace) {
                     continue;
                 }
-                let status = statuses.get(&(route.0, route.1.clone()));
+                let Ok(status) = statuses.get(&(route.0, route.1.clone())) else {
+                    progress.changed(route, Err(Withheld));
+                    continue;
+                };
                 let Err(error) = self.reconcile(&route, status.as_ref(), &mut pace).await else {
                     progress.succeeded(route, status.as_ref());
                     continue;
@@ -256,7 +259,9 @@ impl Writer {
             for object in page.items {
                 let namespace = object.namespace().unwrap_or_default();
                 let id = (kind, Key::new(&namespace, &object.name_any()));
-                let status = statuses.get(&id);
+                let Ok(status) = statuses.get(&id) else {
+                    continue;
+                };
                 let (status, route) = (status.as_ref(), Route(id.0, id.1));
                 match status::merge(kind, &object, status, &now()) {
                     Some(_) => progress.differs(route, status),

@@ -37,7 +37,7 @@ const OTHER: &str = "10.96.0.8:80";
 
 fn route_statuses(hub: &Hub) -> Vec<RouteStatus> {
     let all = hub.with_status().into_iter();
-    all.filter_map(|id| hub.get(&id)).collect()
+    all.filter_map(|id| hub.get(&id).unwrap()).collect()
 }
 
 fn apply(hub: &Hub, objects: impl IntoIterator<Item = Object>) {

@@ -7,6 +7,7 @@ use std::hash::BuildHasher;
 use super::Route;
 use super::schedule::Schedule;
 use crate::routes::RouteStatus;
+use crate::routes::statuses::Withheld;
 
 /// The statuses in the cluster, and the routes to write.
 #[derive(Default)]
@@ -22,11 +23,13 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// The status of a route may have changed.
-    pub(super) fn changed(&mut self, route: Route, status: Option<&RouteStatus>) {
-        match self.is_written(&route, status) {
-            true => drop(self.pending.remove(&route)),
-            false => drop(self.pending.insert(route)),
+    /// The status of a route may have changed. One that is withheld changes again.
+    pub(super) fn changed(&mut self, route: Route, status: Result<Option<RouteStatus>, Withheld>) {
+        match status {
+            Ok(status) if !self.is_written(&route, status.as_ref()) => {
+                self.pending.insert(route);
+            }
+            _ => drop(self.pending.remove(&route)),
         }
     }
 

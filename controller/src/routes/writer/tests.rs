@@ -9,13 +9,17 @@ use tokio::task::JoinHandle;
 use diy_mesh_control_plane::events::Queue;
 
 use super::*;
-use crate::catalog::resource;
+use crate::catalog::{parse, resource};
+use crate::hub::Hub;
+use crate::index::object::{self, Change};
+use crate::publish_statuses;
 use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
 use crate::routes::statuses::Source as _;
 use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
 
+const SOURCE: object::Source = object::Source::Kubernetes;
 const TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// A running writer, its statuses, and the API server. Time is paused.
@@ -59,12 +63,11 @@ impl crate::routes::statuses::Source for Source {
             .collect()
     }
 
-    fn get(&self, (kind, key): &RouteId) -> Option<RouteStatus> {
+    fn get(&self, (kind, key): &RouteId) -> Result<Option<RouteStatus>, Withheld> {
         let current = self.current.lock().unwrap();
-        current
-            .iter()
-            .find(|one| (one.kind, &one.key) == (*kind, key))
-            .cloned()
+        let mut current = current.iter();
+        let found = current.find(|one| (one.kind, &one.key) == (*kind, key));
+        Ok(found.cloned())
     }
 
     fn changed(&self) -> watch::Sender<BTreeSet<RouteId>> {
@@ -179,6 +182,58 @@ fn is_written(generation: i64) -> impl Fn(&Value) -> bool {
         let condition = &status["parents"][1]["conditions"][0];
         condition["observedGeneration"] == generation
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn kind_that_cannot_be_read_withholds_only_the_statuses_that_depend_on_it() {
+    let (server, hub) = (server(), Hub::new([SOURCE]));
+    server.put(&path("till"), route("till"));
+    let objects = r#"
+{apiVersion: v1, kind: Service, metadata: {name: web, namespace: shop}, spec: {
+  clusterIP: 10.96.0.1, ports: [{port: 80}]}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: open, namespace: shop}, spec: {
+  clusterIP: 10.96.0.2, ports: [{port: 80}]}}
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute,
+ metadata: {name: web, namespace: shop, generation: 1},
+ spec: {parentRefs: [{group: "", kind: Service, name: web}], rules: [{}]}}
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute,
+ metadata: {name: till, namespace: shop, generation: 1},
+ spec: {parentRefs: [{group: "", kind: Service, name: open}],
+  rules: [{backendRefs: [{name: till, namespace: bank, port: 80}]}]}}
+"#;
+    let listed = |kind| Change::Reset(SOURCE, kind, Vec::new());
+    hub.apply(Kind::ALL.map(|kind| match kind {
+        Kind::Grant => Change::Unreadable(SOURCE, kind),
+        _ => listed(kind),
+    }));
+    let objects = parse(objects, "cluster.local").unwrap().objects;
+    hub.apply(objects.into_iter().map(|one| Change::Apply(SOURCE, one)));
+    let election = Election::new(server.client(), "mesh", "one".into(), Timing::default());
+    let (writer, stopping) = (Some((election, writer(&server))), CancellationToken::new());
+    let (source, end) = (hub.clone(), stopping.clone());
+    let writing = async move { publish_statuses(&source, writer, &end).await };
+    let writing = tokio::spawn(writing);
+    let writes = async || {
+        let calls = calls_until_idle(&server).await.into_iter();
+        let routes = calls.filter(|call| call.starts_with("PUT ") && call.ends_with("/status"));
+        Vec::from_iter(routes)
+    };
+    let write = |name: &str| format!("PUT {}/status", path(name));
+    assert_eq!(writes().await, [write("web")]);
+    // Without the list of grants, this reference looks forbidden.
+    hub.apply([listed(Kind::Grant)]);
+    assert_eq!(writes().await, [write("till")]);
+    let till = server.get(&path("till")).unwrap();
+    let conditions = till["status"]["parents"][1]["conditions"]
+        .as_array()
+        .unwrap();
+    let reasons = Vec::from_iter(conditions.iter().map(|one| &one["reason"]));
+    assert!(reasons.contains(&&json!("RefNotPermitted")), "{reasons:?}");
+    stopping.cancel();
+    writing.await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
