@@ -164,6 +164,9 @@ impl Worker {
         let workers = self.config.workers;
         let limit = self.limit.min(self.memory.max_connections() / workers);
         self.admission.resize(limit, self.memory.bytes(workers));
+        for pools in [&self.destinations, &self.apps] {
+            pools.set_max_idle(limit / 4);
+        }
     }
 
     /// Random numbers for a connection of this client, the same ones on each call.

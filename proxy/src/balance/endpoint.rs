@@ -309,7 +309,7 @@ mod tests {
         let info = Arc::new(EndpointInfo::bare(([127, 0, 0, 1], 80).into()));
         let remote = Remote::from(&*info);
         {
-            let pool = Rc::new(Pool::new(remote, Limits::default(), Arc::default()));
+            let pool = Rc::new(Pool::alone(remote, Limits::default()));
             Rc::new(Endpoint::new(&pool, &info, None, &Rc::default()))
         }
     }

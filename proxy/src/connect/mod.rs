@@ -31,8 +31,8 @@ use crate::tls::{Alpn, Tls};
 use queue::Limiter;
 pub use queue::{LimitKind, Limits, Slot};
 
-/// The maximum number of idle HTTP/1 connections per endpoint and worker.
-const MAX_IDLE: usize = 256;
+/// If there are more idle HTTP/1 connections than a worker keeps, one in this many is closed.
+const IDLE_FRACTION: usize = 8;
 
 /// How long an idle HTTP/1 connection to an endpoint is kept.
 pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -40,7 +40,7 @@ pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// The open pools of one worker and one direction. Backends share the pool of an endpoint if they
 /// have the same limits: the limits of one Service do not apply to another one.
 pub struct Pools {
-    open: RefCell<HashMap<(Remote, Limits), Weak<OpenPool>>>,
+    open: Rc<Open>,
     /// The workers of the proxy, which share the limits.
     workers: u32,
     /// The metrics of the direction.
@@ -53,6 +53,14 @@ impl Default for Pools {
     }
 }
 
+/// The open pools, and the number of their idle HTTP/1 connections, which no connection is charged for.
+struct Open {
+    pools: RefCell<HashMap<(Remote, Limits), Weak<OpenPool>>>,
+    /// Each idle connection has a handle.
+    idle: Rc<()>,
+    max_idle: Cell<usize>,
+}
+
 /// A pool that is closed when this value is dropped. Each backend that contains the endpoint holds
 /// it.
 pub struct OpenPool(Rc<Pool>);
@@ -61,21 +69,28 @@ impl Pools {
     /// The pools of one of `workers` workers. All are closed.
     pub fn new(workers: u32, metrics: Arc<UpstreamMetrics>) -> Self {
         Self {
-            open: RefCell::default(),
+            open: Rc::default(),
             workers,
             metrics,
         }
     }
 
+    /// Changes the maximum number of idle HTTP/1 connections. The oldest ones beyond it are closed.
+    pub fn set_max_idle(&self, max: usize) {
+        self.open.max_idle.set(max);
+        self.open.close_oldest();
+    }
+
     /// The open pool of connections to `remote` with these limits of the whole proxy.
     pub fn open(&self, remote: Remote, limits: Limits) -> Rc<OpenPool> {
-        let mut pools = self.open.borrow_mut();
+        let mut pools = self.open.pools.borrow_mut();
         let key = (remote, limits);
         if let Some(open) = pools.get(&key).and_then(Weak::upgrade) {
             return open;
         }
         let limits = limits.of_worker(self.workers);
-        let pool = Pool::new(key.0.clone(), limits, self.metrics.clone());
+        let (remote, metrics) = (key.0.clone(), self.metrics.clone());
+        let pool = Pool::new(remote, limits, metrics, self.open.clone());
         let open = Rc::new(OpenPool(Rc::new(pool)));
         pools.insert(key, Rc::downgrade(&open));
         open
@@ -88,7 +103,7 @@ impl Pools {
 
     /// Closes connections that are idle for too long. The worker calls it every few seconds.
     pub fn evict_idle(&self, now: Instant) {
-        let mut pools = self.open.borrow_mut();
+        let mut pools = self.open.pools.borrow_mut();
         pools.retain(|_, pool| {
             let open = pool.upgrade();
             if let Some(OpenPool(pool)) = open.as_deref() {
@@ -98,6 +113,40 @@ impl Pools {
         });
         if pools.len() < pools.capacity() / 4 {
             pools.shrink_to_fit();
+        }
+    }
+}
+
+impl Default for Open {
+    fn default() -> Self {
+        Self {
+            pools: RefCell::default(),
+            idle: Rc::default(),
+            max_idle: Cell::new(usize::MAX),
+        }
+    }
+}
+
+impl Open {
+    /// Closes the oldest idle HTTP/1 connections if there are too many: several, because it inspects all.
+    fn close_oldest(&self) {
+        let (idle, max) = (Rc::strong_count(&self.idle) - 1, self.max_idle.get());
+        if idle <= max {
+            return;
+        }
+        let pools: Vec<_> = self.pools.borrow().values().cloned().collect();
+        let pools: Vec<_> = pools.iter().filter_map(Weak::upgrade).collect();
+        let mut since: Vec<_> = pools
+            .iter()
+            .flat_map(|open| open.pool().idle_since())
+            .collect();
+        let oldest = (idle - max + max / IDLE_FRACTION).min(since.len());
+        if oldest > 0 {
+            let (_, last, _) = since.select_nth_unstable(oldest - 1);
+            for open in &pools {
+                let mut idle = open.pool().http1.borrow_mut();
+                idle.retain(|idle| idle.since > *last);
+            }
         }
     }
 }
@@ -128,6 +177,7 @@ pub struct Pool {
     /// flow-control window and its limit of streams, and each could use up both.
     callers: RefCell<HashMap<u64, Rc<Connections>>>,
     closed: Cell<bool>,
+    open: Rc<Open>,
 }
 
 /// An HTTP/1 connection for one exchange, or an opaque one.
@@ -145,11 +195,12 @@ pub struct Upstream {
 struct Idle {
     io: Io,
     since: Instant,
+    _counted: Rc<()>,
 }
 
 impl Pool {
     /// An empty pool.
-    pub fn new(remote: Remote, limits: Limits, metrics: Arc<UpstreamMetrics>) -> Self {
+    fn new(remote: Remote, limits: Limits, metrics: Arc<UpstreamMetrics>, open: Rc<Open>) -> Self {
         let limiter = Limiter::new(limits, metrics);
         Self {
             remote,
@@ -158,6 +209,7 @@ impl Pool {
             callers: RefCell::default(),
             limiter,
             closed: Cell::new(false),
+            open,
         }
     }
 
@@ -258,13 +310,23 @@ impl Pool {
         None
     }
 
-    /// Returns an HTTP/1 connection to the pool after its exchange. Drops it if the pool is full or
-    /// closed, or if the connection is retired.
+    /// Returns an HTTP/1 connection to the pool after its exchange. Drops it if the pool is closed, or
+    /// if the connection is retired.
     pub fn checkin_http1(&self, io: Io, now: Instant) {
-        let mut idle = self.http1.borrow_mut();
-        if !self.closed.get() && idle.len() < MAX_IDLE && !io.is_retired(now) {
-            idle.push(Idle { io, since: now });
+        if !self.closed.get() && !io.is_retired(now) {
+            let idle = Idle {
+                io,
+                since: now,
+                _counted: self.open.idle.clone(),
+            };
+            self.http1.borrow_mut().push(idle);
+            self.open.close_oldest();
         }
+    }
+
+    fn idle_since(&self) -> Vec<Instant> {
+        let idle = self.http1.borrow();
+        idle.iter().map(|idle| idle.since).collect()
     }
 
     /// Drops the HTTP/1 connections that are idle for too long, closed or retired. Maintains the
@@ -277,7 +339,7 @@ impl Pool {
             !connections.is_empty() || Rc::strong_count(connections) > 1
         });
         let mut idle = self.http1.borrow_mut();
-        idle.retain_mut(|Idle { io, since }| {
+        idle.retain_mut(|Idle { io, since, .. }| {
             now.saturating_duration_since(*since) <= IDLE_TIMEOUT
                 && !io.is_retired(now)
                 && !io.is_stale()

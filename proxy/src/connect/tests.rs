@@ -1,6 +1,7 @@
 //! Pools and dialing, with real sockets.
 
 use super::*;
+use crate::balance::{Avoided, Preference};
 use crate::lifetime::Lifetime;
 use crate::worker::{Worker, WorkerContext};
 
@@ -16,6 +17,18 @@ impl Pool {
     pub fn idle_http1(&self) -> usize {
         self.http1.borrow().len()
     }
+
+    /// A pool of no worker.
+    pub fn alone(remote: Remote, limits: Limits) -> Self {
+        Self::new(remote, limits, Arc::default(), Rc::default())
+    }
+}
+
+impl Pools {
+    /// The number of idle HTTP/1 connections.
+    pub fn idle_http1(&self) -> usize {
+        Rc::strong_count(&self.open.idle) - 1
+    }
 }
 
 fn remote() -> Remote {
@@ -27,7 +40,7 @@ fn remote() -> Remote {
 }
 
 fn pool() -> Pool {
-    Pool::new(remote(), Limits::default(), Arc::default())
+    Pool::alone(remote(), Limits::default())
 }
 
 /// An endpoint that accepts connections.
@@ -156,7 +169,7 @@ async fn exchange_waits_for_a_connection_of_a_saturated_endpoint() {
         waiting: 1,
         ..Limits::default()
     };
-    let pool = Pool::new(remote, limits, Arc::default());
+    let pool = Pool::alone(remote, limits);
     let connect = |seconds| pool.http1(dialer(&worker, seconds), Instant::now());
     let first = connect(5).await.expect("one of two");
     let _second = connect(5).await.expect("two of two");
@@ -188,7 +201,7 @@ async fn opaque_connections_count_for_the_limit_of_a_policy() {
             waiting: 0,
             ..Limits::default()
         };
-        let pool = Pool::new(remote.clone(), limits, metrics.clone());
+        let pool = Pool::new(remote.clone(), limits, metrics.clone(), Rc::default());
         let connect = || pool.opaque(dialer, Alpn::Opaque);
         let exchange = pool.http1(dialer, Instant::now()).await.expect("one");
         pool.checkin_http1(exchange.io, Instant::now());
@@ -221,7 +234,7 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
         waiting: 0,
         ..Limits::default()
     };
-    let pool = Pool::new(remote, limits, Arc::default());
+    let pool = Pool::alone(remote, limits);
     let http1 = || pool.http1(dialer, Instant::now());
     let held = http1().await.expect("the first one");
     let rejected = Failure::EndpointLimit {
@@ -240,13 +253,42 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
     assert!(http1().await.is_ok());
 }
 
+/// Each of many endpoints had 256, whatever the memory.
 #[tokio::test]
-async fn keeps_at_most_max_idle_connections() {
-    let (near, _far) = connections(MAX_IDLE + 1).await;
-    let pool = pool();
-    near.into_iter()
-        .for_each(|io| pool.checkin_http1(io, Instant::now()));
-    assert_eq!(pool.idle_http1(), MAX_IDLE);
+async fn oldest_idle_connections_of_all_endpoints_are_closed_beyond_the_maximum() {
+    let worker = Worker::new(WorkerContext {
+        limit: 160,
+        ..WorkerContext::for_a_test("")
+    });
+    let (near, _far) = connections(60).await;
+    let start = Instant::now();
+    let mut destinations = Vec::new();
+    // One connection to each of 50 endpoints, and ten to the last one.
+    for (number, io) in (0..60_u8).zip(near) {
+        let address = SocketAddr::from(([10, 0, 0, number.min(50)], 80));
+        let destination = worker.apps.fixed(address);
+        let pick = destination.backend().pick_for(
+            Preference::default(),
+            &Avoided::default(),
+            "",
+            &mut fastrand::Rng::with_seed(0),
+        );
+        let endpoint = pick.expect("the address itself");
+        let now = start + Duration::from_millis(number.into());
+        endpoint.pool().checkin_http1(io, now);
+        destinations.push((destination, endpoint));
+        let kept = worker.apps.idle_http1();
+        assert!((35..=40).contains(&kept) || kept == usize::from(number) + 1);
+    }
+    let idle = |number: usize| destinations[number].1.pool().idle_http1();
+    assert_eq!((idle(0), idle(20), idle(49), idle(50)), (0, 0, 1, 10));
+    // One that ends makes space for another one.
+    let before = worker.apps.idle_http1();
+    let used = destinations[50].1.pool().checkout_http1(start);
+    assert_eq!(worker.apps.idle_http1(), before - 1);
+    drop(used);
+    worker.apps.set_max_idle(0);
+    assert_eq!(worker.apps.idle_http1(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -258,7 +300,7 @@ async fn queues_and_connect_share_one_timeout() {
         ..Limits::default()
     };
     let (_listener, remote) = listening().await;
-    let pool = Pool::new(remote, limits, Arc::default());
+    let pool = Pool::alone(remote, limits);
     let worker = Worker::new(WorkerContext::for_a_test(""));
     let hold = async || pool.http1(dialer(&worker, 3), Instant::now()).await;
     let _connected = hold().await.expect("a connection");

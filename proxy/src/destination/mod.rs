@@ -130,6 +130,11 @@ impl Destinations {
         destination
     }
 
+    /// Changes the maximum number of idle HTTP/1 connections to their endpoints.
+    pub fn set_max_idle(&self, max: usize) {
+        self.pools.set_max_idle(max);
+    }
+
     /// Reports what has ended since the last time, and what is ejected or open.
     pub fn report(&self, direction: Direction, exceptions: &Exceptions, now: Instant) {
         self.destinations.report(direction, exceptions, now);

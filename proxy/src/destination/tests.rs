@@ -24,6 +24,11 @@ impl Destinations {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// The number of idle HTTP/1 connections.
+    pub fn idle_http1(&self) -> usize {
+        self.pools.idle_http1()
+    }
 }
 
 const SECOND: Duration = Duration::from_secs(1);
