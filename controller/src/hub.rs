@@ -33,6 +33,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::{Namespaces, PodRef};
+use crate::index::dependencies::DESTINATION;
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Resource, Source};
 use crate::index::position::Requests;
@@ -118,7 +119,7 @@ pub struct Counts {
 impl Hub {
     /// An empty catalog that is synced when each of these sources has listed each kind.
     pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
-        let all = |source| Kind::ALL.map(|kind| ((source, kind), true));
+        let all = |source| DESTINATION.iter().map(move |kind| ((source, *kind), true));
         Hub {
             index: Arc::default(),
             subscribers: Arc::default(),

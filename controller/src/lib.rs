@@ -61,11 +61,12 @@ use serving::{Names, Serving};
 /// Kubernetes API reviews their access.
 const VIEWER: &str = "mesh-viewer";
 /// The kinds whose status the controller writes.
-const WITH_STATUS: [Kind; 4] = [
+const WITH_STATUS: [Kind; 5] = [
     Kind::HttpRoute,
     Kind::GrpcRoute,
     Kind::TcpRoute,
     Kind::TrafficPolicy,
+    Kind::Mesh,
 ];
 /// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;

@@ -30,7 +30,7 @@ const UNUSED: [&str; 2] = [
 ];
 
 /// The custom kinds that are installed, and their versions.
-const DEFINITIONS: [(&str, &str); 7] = [
+const DEFINITIONS: [(&str, &str); 8] = [
     ("httproutes.gateway.networking.k8s.io", "v1"),
     ("grpcroutes.gateway.networking.k8s.io", "v1"),
     ("tcproutes.gateway.networking.k8s.io", "v1"),
@@ -38,6 +38,7 @@ const DEFINITIONS: [(&str, &str); 7] = [
     ("trafficpolicies.diy-service-mesh.dev", "v1alpha1"),
     ("trafficsplits.split.smi-spec.io", "v1alpha4"),
     ("httproutegroups.specs.smi-spec.io", "v1alpha4"),
+    ("xmeshes.gateway.networking.x-k8s.io", "v1alpha1"),
 ];
 
 #[tokio::test]

@@ -257,6 +257,7 @@ mod tests {
                 "reset TrafficPolicy 0",
                 "reset TrafficSplit 0",
                 "reset HTTPRouteGroup 0",
+                "reset XMesh 0",
             ]
         );
         assert_eq!(say(files.scan()), [""; 0]);

@@ -17,6 +17,7 @@ use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
 use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;
+use crate::routes::mesh::Mesh;
 use crate::routes::model::Grant;
 use crate::routes::parse::{self, Meta};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
@@ -43,6 +44,7 @@ pub fn resources(kind: Kind) -> Vec<ApiResource> {
             (smi::SPLIT_GROUP, "trafficsplits", versions)
         }
         Kind::RouteGroup => (smi::SPECS_GROUP, "httproutegroups", &[smi::VERSION]),
+        Kind::Mesh => ("gateway.networking.x-k8s.io", "xmeshes", &["v1alpha1"]),
     };
     let resource = |version: &&str| {
         let kind = GroupVersionKind::gvk(group, version, kind.name());
@@ -67,6 +69,7 @@ impl CatalogObject for DynamicObject {
             Kind::TrafficPolicy => policy::parse::policy(meta, spec).map(Object::Policy),
             Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
             Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
+            Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
             _ => parse::route(meta, spec).map(Object::Route),
         };
         object.map_err(ConvertError)
@@ -82,7 +85,7 @@ impl CatalogObject for DynamicObject {
             Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
             Kind::TrafficSplit => unknown::<SplitSpec>(spec),
             Kind::RouteGroup => unknown::<GroupSpec>(spec),
-            Kind::Service | Kind::Slice | Kind::Pod | Kind::Node => Vec::new(),
+            Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Mesh => Vec::new(),
         };
         let sections = self.data.as_object().into_iter().flatten();
         let others = sections.filter(|(name, _)| *name != "spec");

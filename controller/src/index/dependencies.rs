@@ -26,6 +26,12 @@ const BACKEND: &[Kind] = &[
 /// A Service selects the pod, and a TrafficPolicy limits the Service or the namespace.
 const WORKLOAD: &[Kind] = &[Kind::Service, Kind::Pod, Kind::Node, Kind::TrafficPolicy];
 
+/// All kinds that configure something. Nothing waits for XMeshes, or is withheld without them.
+pub const DESTINATION: &[Kind] = match Kind::ALL.split_last() {
+    Some((Kind::Mesh, others)) => others,
+    _ => panic!("XMesh is the last kind"),
+};
+
 /// The kinds whose objects the state of a resource with this target depends on.
 pub fn kinds(resource: &Resource, target: Option<&Target>) -> &'static [Kind] {
     let has_service = target.is_some_and(|target| target.service.is_some());
@@ -33,7 +39,7 @@ pub fn kinds(resource: &Resource, target: Option<&Target>) -> &'static [Kind] {
         Resource::Workload(..) => WORKLOAD,
         _ if !has_service => WITHOUT_SERVICE,
         Resource::Backend(..) => BACKEND,
-        Resource::Destination(_) => &Kind::ALL,
+        Resource::Destination(_) => DESTINATION,
     }
 }
 
@@ -61,7 +67,7 @@ impl Index {
         let mut unreadable = self.unreadable.iter();
         unreadable.any(|other| {
             let mut parents = match kind {
-                Kind::TrafficPolicy => &[],
+                Kind::TrafficPolicy | Kind::Mesh => &[],
                 Kind::Service => self.canary_parents(key),
                 _ => self.routes.get(id).map_or(&[][..], |route| &route.parents),
             }
@@ -151,6 +157,11 @@ mod tests {
   podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}]}}
 "#;
 
+    fn optional() -> impl Iterator<Item = Kind> {
+        let kinds = DESTINATION.iter().copied();
+        kinds.filter(|kind| kind.is_optional())
+    }
+
     /// What is withheld while a kind cannot be read.
     fn withheld(kind: Kind) -> Vec<&'static str> {
         let mut index = index(parse(OBJECTS, "cluster.local").unwrap().objects);
@@ -209,7 +220,7 @@ mod tests {
 "#;
         let objects = parse(&format!("{OBJECTS}{OTHERS}"), "cluster.local").unwrap();
         let all: BTreeSet<&str> = ["canary", "other", "plain", "policy", "split"].into();
-        for kind in Kind::ALL.into_iter().filter(|kind| kind.is_optional()) {
+        for kind in optional() {
             let mut index = index(objects.objects.clone());
             index.take_changed_statuses();
             index.set_readable(kind, false, &mut Touched::default());
@@ -243,7 +254,7 @@ mod tests {
         let services = ["plain", "split", "other"];
         // The pod is not meshed: it has no configuration of its own.
         let own = ["self"];
-        for kind in Kind::ALL {
+        for kind in optional() {
             let expected: Vec<&str> = match kind {
                 Kind::Node => vec!["node port"],
                 Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute | Kind::TrafficSplit => {
@@ -252,7 +263,7 @@ mod tests {
                 Kind::Grant => vec!["other"],
                 Kind::RouteGroup => vec!["split"],
                 Kind::TrafficPolicy => [&services[..], &["backend"]].concat(),
-                Kind::Service | Kind::Slice | Kind::Pod => continue,
+                _ => panic!("{kind} has a place in the table"),
             };
             let withheld = withheld(kind);
             let withheld: BTreeSet<&str> = withheld.into_iter().collect();

@@ -39,6 +39,7 @@ use view::ServiceView;
 use crate::authenticate::PodRef;
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
+use crate::routes::mesh::Mesh;
 use crate::routes::statuses::Withheld;
 
 /// The objects of the catalog and their references.
@@ -50,6 +51,7 @@ pub struct Index {
     nodes: Store<Node>,
     routes: Routes,
     policies: Policies,
+    meshes: Store<Mesh>,
     limits: Limits,
     headless: Headless,
     excess: ExcessServices,
@@ -260,6 +262,7 @@ impl Index {
         let mut status = match id {
             (Kind::TrafficPolicy, key) => self.policies.status(key, &self.services),
             (Kind::Service, key) => self.service_status(key),
+            (Kind::Mesh, key) => self.meshes.get(key).and_then(|mesh| mesh.status.clone()),
             _ => self.routes.route_status(id),
         };
         if let Some(status) = &mut status {
@@ -292,7 +295,9 @@ impl Index {
         let policies = policies.map(|key| (Kind::TrafficPolicy, key.clone()));
         let services = self.routes.canary_services().chain(self.excess.services());
         let services = services.map(|key| (Kind::Service, key.clone()));
-        policies.chain(services).chain(self.routes.ids()).collect()
+        let meshes = self.meshes.keys().map(|key| (Kind::Mesh, key.clone()));
+        let others = services.chain(meshes).chain(self.routes.ids());
+        policies.chain(others).collect()
     }
 
     /// The statuses of all objects that have one.
@@ -376,6 +381,7 @@ impl Index {
             Kind::TrafficSplit => &self.routes.traffic_splits,
             Kind::RouteGroup => &self.routes.route_groups,
             Kind::TrafficPolicy => &self.policies.objects,
+            Kind::Mesh => &self.meshes,
         }
     }
 
@@ -392,6 +398,7 @@ impl Index {
             Object::Split(split) => self.routes.set_traffic_split(source, &key, Some(split)),
             Object::RouteGroup(group) => self.routes.set_group(source, &key, Some(group)),
             Object::Policy(policy) => self.policies.set(source, &key, Some(policy)),
+            Object::Mesh(mesh) => drop(self.meshes.replace(source, &key, Some(mesh))),
         }
     }
 
@@ -409,6 +416,7 @@ impl Index {
             Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
             Kind::RouteGroup => self.routes.set_group(source, key, None),
             Kind::TrafficPolicy => self.policies.set(source, key, None),
+            Kind::Mesh => drop(self.meshes.replace(source, key, None)),
         }
     }
 

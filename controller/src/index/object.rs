@@ -10,6 +10,7 @@ use std::sync::Arc;
 use super::excess::Excess;
 use crate::checked::Checked;
 use crate::policy::Policy;
+use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
 
@@ -38,11 +39,14 @@ pub enum Kind {
     TrafficSplit,
     /// An HTTPRouteGroup of SMI.
     RouteGroup,
+    /// An XMesh.
+    Mesh,
 }
 
 impl Kind {
-    /// All kinds. The catalog is synced when each was listed, is not installed, or cannot be read.
-    pub const ALL: [Kind; 11] = [
+    /// All kinds. The catalog is synced when each that configures something was listed, is not
+    /// installed, or cannot be read.
+    pub const ALL: [Kind; 12] = [
         Kind::Service,
         Kind::Slice,
         Kind::Pod,
@@ -54,6 +58,7 @@ impl Kind {
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
         Kind::RouteGroup,
+        Kind::Mesh,
     ];
 
     /// Whether the mesh works without objects of this kind.
@@ -86,6 +91,7 @@ impl Kind {
             Kind::TrafficPolicy => "TrafficPolicy",
             Kind::TrafficSplit => "TrafficSplit",
             Kind::RouteGroup => "HTTPRouteGroup",
+            Kind::Mesh => "XMesh",
         }
     }
 }
@@ -206,6 +212,8 @@ pub enum Object {
     RouteGroup(RouteGroup),
     /// A TrafficPolicy.
     Policy(Policy),
+    /// An XMesh.
+    Mesh(Mesh),
 }
 
 impl Object {
@@ -221,6 +229,7 @@ impl Object {
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
+            Object::Mesh(_) => Kind::Mesh,
         }
     }
 
@@ -236,6 +245,7 @@ impl Object {
             Object::Split(split) => &split.key,
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
+            Object::Mesh(mesh) => &mesh.key,
         }
     }
 }

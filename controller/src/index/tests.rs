@@ -13,6 +13,7 @@ use super::object::{
 use super::state::{State, Update};
 use super::*;
 use crate::policy::{self, Policy};
+use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Rejection, Route};
 use crate::routes::parse::{self, Meta};
 use crate::routes::smi;
@@ -1008,6 +1009,11 @@ impl Chance {
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
             Kind::TrafficPolicy => Object::Policy(self.policy()),
+            Kind::Mesh => {
+                let controller = self.one(&["diy-service-mesh.dev/controller", "example.net/x"]);
+                let spec = json!({"controllerName": controller});
+                Object::Mesh(Mesh::new(self.meta(kind, &spec), &spec))
+            }
         }
     }
 

@@ -9,6 +9,7 @@ pub mod canary;
 pub(crate) mod filters;
 pub mod lease;
 pub(crate) mod matches;
+pub mod mesh;
 pub mod model;
 pub mod parse;
 pub mod programmed;
@@ -48,7 +49,7 @@ pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteStatus {
-    /// HTTPRoute, GRPCRoute or TCPRoute. Of canary annotations and of too many ports, Service.
+    /// A kind of routes, TrafficPolicy or XMesh. Of canary annotations and of too many ports, Service.
     pub kind: Kind,
     /// Its namespace and name.
     pub key: Key,
@@ -56,7 +57,7 @@ pub struct RouteStatus {
     pub uid: Arc<str>,
     /// The generation of the route that the conditions describe.
     pub generation: i64,
-    /// In the order of `spec.parentRefs`, only those that are Services.
+    /// In the order of `spec.parentRefs`, only those that are Services. Of an XMesh, itself.
     pub parents: Vec<ParentStatus>,
     /// The condition `Programmed` of another replica stays where this one has none.
     pub keeps_programmed: bool,

@@ -1,5 +1,5 @@
-//! The entries of the mesh in `status.parents` of a route, or in `status.ancestors` of a policy.
-//! Pure: from the object in the cluster and the conditions that the mesh computes to the status to
+//! The entries of the mesh in `status.parents` of a route, or in `status.ancestors` of a policy, and
+//! its conditions of an XMesh. Pure: from the object in the cluster and the conditions that the mesh computes to the status to
 //! write.
 //!
 //! The list is atomic, and other controllers have entries in it. Their entries, and what the mesh
@@ -8,6 +8,7 @@
 use kube::core::DynamicObject;
 use serde_json::{Map, Value, json};
 
+use super::mesh::FEATURES;
 use super::programmed::PROGRAMMED;
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::index::object::Kind;
@@ -42,7 +43,7 @@ const POLICY: Fields = Fields {
     max_entries: 16,
 };
 
-/// The status of a route or of a policy with the entries that the mesh computes; without `desired`, without those
+/// The status of an object with the entries that the mesh computes; without `desired`, without those
 /// whose parents the object no longer has. `None` if there is nothing to change. `now` is the time
 /// of transitions.
 pub fn merge(
@@ -52,6 +53,7 @@ pub fn merge(
     now: &str,
 ) -> Option<Value> {
     let fields = match kind {
+        Kind::Mesh => return merge_mesh(object, desired?, now),
         Kind::TrafficPolicy => POLICY,
         _ => ROUTE,
     };
@@ -104,6 +106,16 @@ pub fn merge(
     Some(status.into())
 }
 
+/// The status of an XMesh with the conditions and the features of the mesh.
+fn merge_mesh(object: &DynamicObject, desired: &RouteStatus, now: &str) -> Option<Value> {
+    let before = &object.data["status"];
+    let latest = object.metadata.generation.unwrap_or(i64::MAX);
+    let mut status = updated(before, desired.parents.first()?, desired, latest, now);
+    let features = FEATURES.iter().map(|name| json!({"name": name}));
+    status["supportedFeatures"] = features.collect();
+    (status != *before).then_some(status)
+}
+
 /// An entry of the mesh with these conditions. `latest` is the generation of the object.
 fn updated(
     entry: &Value,
@@ -152,7 +164,7 @@ fn is_of_others(kind: &Value) -> bool {
 }
 
 /// A condition, with the time of its last transition.
-pub(super) fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -> Value {
+fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -> Value {
     let status = if new.holds { "True" } else { "False" };
     let unchanged = old.filter(|old| old["status"] == status);
     let since = unchanged.and_then(|old| old["lastTransitionTime"].as_str());

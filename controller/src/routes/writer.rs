@@ -1,4 +1,5 @@
-//! The writer of `status.parents`. It writes on the replica that holds the Lease.
+//! The writer of the statuses of routes, policies and XMeshes. It writes on the replica that holds
+//! the Lease.
 //!
 //! Level-triggered: after each change it writes the routes whose conditions differ from those that
 //! it has written, one of each namespace in turn (`schedule.rs`). At its start and every
@@ -21,7 +22,6 @@ use kube::{Api, Client, Resource, ResourceExt};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-mod mesh;
 mod progress;
 mod schedule;
 
@@ -69,7 +69,6 @@ pub async fn run(
             () = stopping.cancelled() => {}
             never = writer.run(&statuses) => match never {},
             never = writer.delete_stored_states() => match never {},
-            never = writer.write_mesh_status() => match never {},
         }
         leader.set(0);
         if stopping.is_cancelled() {
@@ -314,8 +313,11 @@ impl Writer {
         Route(kind, key): &Route,
     ) -> Result<Option<(ApiResource, Api<DynamicObject>, DynamicObject)>, Error> {
         for resource in resources(*kind) {
-            let api: Api<DynamicObject> =
-                Api::namespaced_with(self.client.clone(), &key.namespace, &resource);
+            let client = self.client.clone();
+            let api: Api<DynamicObject> = match &*key.namespace {
+                "" => Api::all_with(client, &resource),
+                namespace => Api::namespaced_with(client, namespace, &resource),
+            };
             if let Some(current) = request(api.get_opt(&key.name)).await? {
                 return Ok(Some((resource, api, current)));
             }

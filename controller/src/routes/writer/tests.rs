@@ -140,7 +140,8 @@ pub(super) async fn calls_until_idle(server: &ApiServer) -> Vec<String> {
 pub(super) fn writer(server: &ApiServer) -> Writer {
     let metrics = Arc::new(Metrics::new(|_| Ok(())));
     let (events, _) = Events::new();
-    Writer::new(server.client(), "mesh", &[KIND], metrics, events)
+    let kinds = [KIND, Kind::Mesh];
+    Writer::new(server.client(), "mesh", &kinds, metrics, events)
 }
 
 const PREFIX: &str = "/apis/gateway.networking.k8s.io/v1/";
@@ -206,7 +207,7 @@ async fn kind_that_cannot_be_read_withholds_only_the_statuses_that_depend_on_it(
 "#;
     let listed = |kind| Change::Reset(SOURCE, kind, Vec::new());
     hub.apply(Kind::ALL.map(|kind| match kind {
-        Kind::Grant => Change::Unreadable(SOURCE, kind),
+        Kind::Grant | Kind::Mesh => Change::Unreadable(SOURCE, kind),
         _ => listed(kind),
     }));
     let objects = parse(objects, "cluster.local").unwrap().objects;
@@ -234,6 +235,76 @@ async fn kind_that_cannot_be_read_withholds_only_the_statuses_that_depend_on_it(
     assert!(reasons.contains(&&json!("RefNotPermitted")), "{reasons:?}");
     stopping.cancel();
     writing.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn own_meshes_get_their_condition_and_features_once() {
+    const PATH: &str = "/apis/gateway.networking.x-k8s.io/v1alpha1/xmeshes";
+    let server = ApiServer::default();
+    server.install(PATH);
+    let mesh = |name: &str, controller: &str| {
+        json!({
+            "apiVersion": "gateway.networking.x-k8s.io/v1alpha1", "kind": "XMesh",
+            "metadata": {"name": name, "generation": 3},
+            "spec": {"controllerName": controller},
+            "status": {"conditions": [
+                {"type": "Accepted", "status": "Unknown", "reason": "Pending", "message": "",
+                    "lastTransitionTime": "1970-01-01T00:00:00Z"},
+                {"type": "example.net/X", "status": "True"},
+            ]},
+        })
+    };
+    let mut with_parameters = mesh("parameters", CONTROLLER_NAME);
+    with_parameters["spec"]["parametersRef"] = json!({"name": "x"});
+    let meshes = [
+        mesh("own", CONTROLLER_NAME),
+        mesh("other", "example.net/mesh"),
+        with_parameters,
+    ];
+    let parsed = |mesh: &Value| parse(&mesh.to_string(), "").unwrap().objects.remove(0);
+    let (writer, hub) = (writer(&server), Hub::new([SOURCE]));
+    hub.apply([Change::Reset(
+        SOURCE,
+        Kind::Mesh,
+        meshes.iter().map(parsed).collect(),
+    )]);
+    for mesh in &meshes {
+        let name = mesh["metadata"]["name"].as_str().unwrap();
+        server.put(&format!("{PATH}/{name}"), mesh.clone());
+    }
+    let statuses = Statuses::new(hub.clone());
+    let writing = tokio::spawn(async move { writer.run(&statuses).await });
+    let writes = async || {
+        let calls = calls_until_idle(&server).await.into_iter();
+        Vec::from_iter(calls.filter(|call| call.starts_with("PUT ")))
+    };
+    let write = |name: &str| format!("PUT {PATH}/{name}/status");
+    assert_eq!(writes().await, [write("own"), write("parameters")]);
+    let status = |name: &str| server.get(&format!("{PATH}/{name}")).unwrap()["status"].clone();
+    let own = status("own");
+    let accepted = &own["conditions"][0];
+    assert_eq!(
+        (&accepted["type"], &accepted["status"], &accepted["reason"]),
+        (&json!("Accepted"), &json!("True"), &json!("Accepted"))
+    );
+    assert_eq!(accepted["observedGeneration"], 3);
+    assert_eq!(own["conditions"][1]["type"], "example.net/X");
+    assert_eq!(own["supportedFeatures"][0]["name"], "GRPCRoute");
+    let rejected = &status("parameters")["conditions"][0];
+    assert_eq!(
+        (&rejected["status"], &rejected["reason"]),
+        (&json!("False"), &json!("InvalidParameters"))
+    );
+    assert_eq!(status("other"), mesh("other", "")["status"]);
+    // After a list of the same objects, and after the resync.
+    hub.apply([Change::Reset(
+        SOURCE,
+        Kind::Mesh,
+        meshes.iter().map(parsed).collect(),
+    )]);
+    assert_eq!(writes().await, [""; 0]);
+    assert_eq!(writes().await, [""; 0]);
+    writing.abort();
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,113 @@
+//! XMeshes (GEP-3949): those of this controller get a status, with the features that the mesh
+//! supports. They configure nothing. Pure.
+
+use serde_json::Value;
+
+use super::parse::Meta;
+use super::status::CONTROLLER_NAME;
+use super::{Condition, ParentReference, ParentStatus, RouteStatus};
+use crate::index::object::{Key, Kind};
+
+/// The features that docs/gateway-api.md lists as supported, in alphabetical order.
+pub(super) const FEATURES: &[&str] = &[
+    "GRPCRoute",
+    "GRPCRouteNamedRouteRule",
+    "HTTPRoute",
+    "HTTPRoute303RedirectStatusCode",
+    "HTTPRoute307RedirectStatusCode",
+    "HTTPRoute308RedirectStatusCode",
+    "HTTPRouteBackendProtocolH2C",
+    "HTTPRouteBackendProtocolWebSocket",
+    "HTTPRouteBackendRequestHeaderModification",
+    "HTTPRouteBackendTimeout",
+    "HTTPRouteCORS",
+    "HTTPRouteDestinationPortMatching",
+    "HTTPRouteHostRewrite",
+    "HTTPRouteMethodMatching",
+    "HTTPRouteNamedRouteRule",
+    "HTTPRouteParentRefPort",
+    "HTTPRoutePathRedirect",
+    "HTTPRoutePathRewrite",
+    "HTTPRoutePortRedirect",
+    "HTTPRouteQueryParamMatching",
+    "HTTPRouteRequestMirror",
+    "HTTPRouteRequestMultipleMirrors",
+    "HTTPRouteRequestPercentageMirror",
+    "HTTPRouteRequestTimeout",
+    "HTTPRouteResponseHeaderModification",
+    "HTTPRouteRetry",
+    "HTTPRouteRetryBackendTimeout",
+    "HTTPRouteRetryConnectionError",
+    "HTTPRouteSchemeRedirect",
+    "Mesh",
+    "MeshClusterIPMatching",
+    "MeshConsumerRoute",
+    "MeshHTTPRouteBackendRequestHeaderModification",
+    "MeshHTTPRouteNamedRouteRule",
+    "MeshHTTPRouteQueryParamMatching",
+    "MeshHTTPRouteRedirectPath",
+    "MeshHTTPRouteRedirectPort",
+    "MeshHTTPRouteRewritePath",
+    "MeshHTTPRouteSchemeRedirect",
+];
+
+/// An XMesh.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mesh {
+    /// The name, without a namespace.
+    pub key: Key,
+    /// The status of one of this controller. It depends on no other object.
+    pub status: Option<RouteStatus>,
+}
+
+impl Mesh {
+    /// The XMesh with this spec.
+    pub fn new(meta: Meta, spec: &Value) -> Mesh {
+        let key = Key::new("", &meta.key.name);
+        let accepted = match spec["parametersRef"].is_null() {
+            true => Condition::new("Accepted", true, "Accepted", String::new()),
+            false => {
+                let message =
+                    "spec.parametersRef: the mesh has no parameters, remove the reference";
+                Condition::new("Accepted", false, "InvalidParameters", message.to_owned())
+            }
+        };
+        let parent = ParentReference {
+            kind: Some(Kind::Mesh.name().to_owned()),
+            ..ParentReference::service(&key.name)
+        };
+        let conditions = vec![accepted];
+        let status = RouteStatus {
+            kind: Kind::Mesh,
+            key: key.clone(),
+            uid: "".into(),
+            generation: meta.generation,
+            parents: vec![ParentStatus { parent, conditions }],
+            keeps_programmed: false,
+        };
+        let is_own = spec["controllerName"] == CONTROLLER_NAME;
+        let status = is_own.then_some(status);
+        Mesh { key, status }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn features_are_those_of_the_documentation() {
+        let document = include_str!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../docs/gateway-api.md"
+        ));
+        let supported = document.lines().filter_map(|line| {
+            let (name, rest) = line.strip_prefix("| `")?.split_once('`')?;
+            let is_name = name.starts_with(|first: char| first.is_ascii_uppercase());
+            (is_name && rest.starts_with(" | supported")).then_some(name)
+        });
+        let mut supported: Vec<&str> = supported.collect();
+        supported.sort_unstable();
+        assert_eq!(FEATURES, supported);
+    }
+}
