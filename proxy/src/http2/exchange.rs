@@ -115,6 +115,7 @@ async fn carry(
         client,
         place: Rc::new(place),
         parts,
+        cost: memory.amount(),
         memory,
     };
     match ready {
@@ -139,8 +140,10 @@ struct Exchange {
     client: Stream,
     /// Kept until the endpoint has read the resets of all attempts.
     place: Rc<Place>,
-    /// Charged for the stream and the heads.
+    /// Charged for the stream and the heads, and for what the relays hold.
     memory: Charge,
+    /// The memory of the stream and the heads.
+    cost: usize,
 }
 
 /// The result of an attempt that is not followed by another one.
@@ -167,6 +170,8 @@ enum Ended {
     /// The client reset the stream.
     Client(Reason),
     Upstream(h2::Error),
+    /// No memory is left for what waits.
+    Overloaded,
 }
 
 impl Exchange {
@@ -183,7 +188,7 @@ impl Exchange {
         match ended {
             Ok(Outcome::Ended | Outcome::Tunnel(_)) => {
                 self.client.resets.record_completed();
-                self.client.io.queue_ended(self.memory.amount());
+                self.client.io.queue_ended(self.cost);
             }
             Ok(Outcome::Cancelled) => self.client.resets.record_reset(Instant::now()),
             Ok(Outcome::Reset(code)) => {
@@ -242,6 +247,9 @@ impl Exchange {
         self.client.record_progress();
         if let Err(code) = self.poll_upload(cx, attempt) {
             return Poll::Ready(Err(Ended::Client(code)));
+        }
+        if self.memory.hold(self.cost + self.upload.kept()).is_err() {
+            return Poll::Ready(Err(Ended::Overloaded));
         }
         while self.interim_left > 0 {
             match attempt.response.poll_informational(cx) {
@@ -326,6 +334,12 @@ impl Exchange {
                 self.cut_off("the client closed", code);
                 Outcome::Cancelled
             }
+            Err(Ended::Overloaded) => {
+                attempt.to_upstream.send_reset(Reason::CANCEL);
+                let cut_off = "cut off: the client does not read it, and no memory is left for it";
+                self.fail_response(&Failure::MemoryExhausted, cut_off);
+                Outcome::Ended
+            }
             Err(Ended::Upstream(error)) => {
                 attempt.lease.record_end();
                 self.break_off(&error, endpoint);
@@ -355,6 +369,14 @@ impl Exchange {
                 Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
                     if download.is_blocked() {
                         attempt.lease.record_blocked();
+                    }
+                    // Inbound, the window of the connection is charged.
+                    let held = match self.client.flow.direction {
+                        Direction::Inbound => 0,
+                        Direction::Outbound => download.read_ahead(cx, &mut self.record),
+                    };
+                    if self.memory.hold(self.cost + held).is_err() {
+                        return Poll::Ready(Err(Ended::Overloaded));
                     }
                     return to_client
                         .poll_reset(cx)
@@ -453,7 +475,7 @@ impl Exchange {
         {
             let _ = stream.send_data(self.client.io.queue(body), true);
         }
-        self.client.io.queue_ended(self.memory.amount());
+        self.client.io.queue_ended(self.cost);
     }
 
     fn cut_off(&mut self, what: &str, code: Reason) {
@@ -531,6 +553,10 @@ impl Forward for Exchange {
                 self.cut_off("the client closed", code);
                 return Ok(Outcome::Cancelled);
             }
+            Err(Ended::Overloaded) => {
+                attempt.to_upstream.send_reset(Reason::CANCEL);
+                return Err(AttemptError::last(Failure::MemoryExhausted));
+            }
             Err(Ended::Upstream(error)) => {
                 attempt.lease.record_end();
                 return self.failed(&error, endpoint, &attempt.lease, true);
@@ -559,8 +585,8 @@ impl Forward for Exchange {
             return Err(error);
         }
         self.upload.discard_replay();
-        let held = self.memory.amount() + head::fields_size(&parts.headers);
-        if self.memory.hold(held).is_err() {
+        self.cost += head::fields_size(&parts.headers);
+        if self.memory.hold(self.cost).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();

@@ -2,6 +2,7 @@
 //! releases the sender's flow-control capacity only after it has sent the bytes on, so a slow
 //! receiver limits the sender.
 
+use std::collections::VecDeque;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -23,6 +24,8 @@ pub(super) struct Relay {
     message: Message,
     /// Bytes that were read and not yet sent.
     pending: Bytes,
+    /// Those that follow them.
+    ahead: VecDeque<Bytes>,
     /// The end of the stream was read.
     ended: bool,
     trailers: Option<HeaderMap>,
@@ -69,6 +72,7 @@ impl Relay {
             from,
             message,
             pending: Bytes::new(),
+            ahead: VecDeque::new(),
             ended: complete,
             trailers: None,
             unreleased: 0,
@@ -87,6 +91,25 @@ impl Relay {
     /// Whether bytes wait for the receiver.
     pub fn is_blocked(&self) -> bool {
         !self.pending.is_empty()
+    }
+
+    /// The size of the bytes that are kept for another attempt.
+    pub fn kept(&self) -> usize {
+        self.replay.buffered()
+    }
+
+    /// Takes what arrives while bytes wait for the receiver, because `h2` does not tell how much it
+    /// holds. Returns the number of bytes that wait, which the stream's flow-control window bounds.
+    pub fn read_ahead(&mut self, cx: &mut Context<'_>, record: &mut ExchangeRecord) -> usize {
+        // The end and an error are returned again.
+        while self.is_blocked()
+            && !self.ended
+            && let Poll::Ready(Some(Ok(data))) = self.from.poll_data(cx)
+        {
+            self.take(&data, record);
+            self.ahead.push_back(data);
+        }
+        self.unreleased
     }
 
     /// Whether the complete body was sent.
@@ -136,18 +159,16 @@ impl Relay {
                 ready!(self.poll_send(cx, to, io))?;
                 continue;
             }
+            if let Some(next) = self.ahead.pop_front() {
+                self.pending = next;
+                continue;
+            }
             if self.ended {
                 return Poll::Ready(self.finish(to, io));
             }
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
-                    self.ended = self.from.is_end_stream();
-                    self.unreleased += data.len();
-                    match self.message {
-                        Message::Request => record.request_body(&data),
-                        Message::Response { .. } => record.response_body(&data),
-                    }
-                    self.replay.keep(&data);
+                    self.take(&data, record);
                     self.pending = data;
                 }
                 Some(Err(error)) => return Poll::Ready(Err(RelayError::Sender(error))),
@@ -160,6 +181,17 @@ impl Relay {
             }
         }
         Poll::Ready(Ok(()))
+    }
+
+    /// Counts bytes that were read.
+    fn take(&mut self, data: &Bytes, record: &mut ExchangeRecord) {
+        self.ended = self.from.is_end_stream();
+        self.unreleased += data.len();
+        match self.message {
+            Message::Request => record.request_body(data),
+            Message::Response { .. } => record.response_body(data),
+        }
+        self.replay.keep(data);
     }
 
     /// Sends pending bytes within the receiver's flow-control capacity, and the room of its connection.
@@ -191,7 +223,8 @@ impl Relay {
         } else {
             self.pending.split_to(capacity)
         };
-        let last = self.ended && self.trailers.is_none() && self.pending.is_empty();
+        let is_rest_sent = self.pending.is_empty() && self.ahead.is_empty();
+        let last = self.ended && self.trailers.is_none() && is_rest_sent;
         // Bytes that are sent again were released already.
         let released = data.len().min(self.unreleased);
         self.unreleased -= released;

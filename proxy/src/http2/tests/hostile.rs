@@ -366,6 +366,83 @@ async fn endless_app() -> SocketAddr {
     address
 }
 
+/// A slow client gets every byte, in order, and what waits for it is charged while it waits.
+#[test]
+fn responses_that_wait_for_a_slow_client_are_charged_and_arrive() {
+    on_worker(async {
+        const SIZE: usize = 400_000;
+        let byte = |at: usize| (at % 251) as u8;
+        let app = app(move |_, mut respond| async move {
+            let mut stream = respond.send_response(Response::new(()), false).unwrap();
+            let body: Vec<u8> = (0..SIZE).map(byte).collect();
+            stream.send_data(body.into(), false).unwrap();
+            stream.send_trailers(fields(&[("x-sum", "7")])).unwrap();
+        });
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(app.await).await;
+        let used = || mesh.worker.admission.used_bytes(&[]);
+        assert_ok(&mut client).await;
+        let idle = used();
+        let mut responses = Vec::new();
+        for _ in 0..4 {
+            let (response, _) = client.send_request(get("/"), true).unwrap();
+            responses.push(response.await.unwrap());
+        }
+        // The windows of the streams to the app are full.
+        let window = super::super::STREAM_WINDOW as usize;
+        // The window of the client's connection has grown from one stream to four.
+        until(|| used() > idle + 3 * window + 4 * window / 2).await;
+        // They share the window of the client's connection.
+        let read = |response| tokio::task::spawn_local(read(response));
+        let reading: Vec<_> = responses.into_iter().map(read).collect();
+        for response in reading {
+            let (response, trailers) = response.await.unwrap().unwrap();
+            let body = response.body().iter().enumerate();
+            assert_eq!(response.body().len(), SIZE);
+            assert!(body.into_iter().all(|(at, one)| *one == byte(at)));
+            assert_eq!(trailers, Some(fields(&[("x-sum", "7")])));
+        }
+        until(|| used() <= idle + 4 * window).await;
+    });
+}
+
+/// The start of a request is kept for another attempt until the response.
+#[test]
+fn bodies_that_are_kept_for_another_attempt_are_charged() {
+    on_worker(async {
+        const STREAMS: usize = 20;
+        const BODY: &[u8] = &[0; 16_000];
+        let mesh = Mesh::new();
+        let mut client = mesh.client_of(stalled_reader().await).await;
+        let used = || mesh.worker.admission.used_bytes(&[]);
+        let mut open = Vec::new();
+        for _ in 0..STREAMS {
+            poll_fn(|cx| client.poll_ready(cx)).await.unwrap();
+            let (response, mut stream) = client.send_request(grpc("/"), false).unwrap();
+            stream.send_data(Bytes::from_static(BODY), false).unwrap();
+            open.push((response, stream));
+        }
+        let window = super::super::CONNECTION_WINDOW as usize;
+        until(|| used() > window + STREAMS * BODY.len()).await;
+        // More than 16 KiB are not kept.
+        for (_, stream) in &mut open {
+            stream.send_data(Bytes::from_static(BODY), false).unwrap();
+        }
+        until(|| used() < window + STREAMS * BODY.len() / 2).await;
+    });
+}
+
+/// Starts an app that reads bodies, and never responds.
+async fn stalled_reader() -> SocketAddr {
+    app(|request, respond| async move {
+        let _held = respond;
+        // Fails when the client is gone.
+        let _ = read_body(&mut request.into_body()).await;
+        std::future::pending::<()>().await;
+    })
+    .await
+}
+
 #[test]
 fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants() {
     on_worker(async {
@@ -383,10 +460,12 @@ fn unread_responses_are_bounded_and_charged_whatever_windows_the_client_grants()
         let gets = (0..STREAMS as u32).map(|number| 2 * number + 1);
         bytes.extend(gets.flat_map(|stream| frame(HEADERS, END_HEADERS | END_STREAM, stream, GET)));
         raw.send(&bytes).await;
-        // A connection on each side, the streams with their heads, and the client's window.
-        let usual = 2 * super::super::CONNECTION_COST
-            + STREAMS * super::super::STREAM_COST
-            + super::super::CONNECTION_WINDOW as usize;
+        // A connection on each side, the streams with their heads, the client's window, and what the
+        // app has sent within the window of its connection.
+        let window = super::super::CONNECTION_WINDOW as usize;
+        let usual =
+            2 * super::super::CONNECTION_COST + STREAMS * super::super::STREAM_COST + 2 * window
+                - 64 * 1024;
         let queued = 64 * 1024;
         let mut unchanged = (0, 0);
         while unchanged.1 < 3000 {
