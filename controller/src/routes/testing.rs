@@ -31,7 +31,7 @@ struct Inner {
     collections: Vec<String>,
     /// A change of another client before the next write to a path.
     conflicts: BTreeMap<String, Change>,
-    /// The status of each response to a write of a path.
+    /// The status of each response to a write of a path, or to the list of a collection.
     rejected: BTreeMap<String, u16>,
     fail_all: Option<u16>,
     /// Writes of paths with this text get no response.
@@ -95,7 +95,8 @@ impl ApiServer {
         inner.conflicts.insert(path.to_owned(), Box::new(change));
     }
 
-    /// Rejects writes of this path with a status, or accepts them again.
+    /// Rejects writes of this path, or the list of this collection, with a status, or accepts them
+    /// again.
     pub(crate) fn reject(&self, path: &str, status: Option<u16>) {
         let mut inner = self.lock();
         match status {
@@ -137,10 +138,11 @@ impl Inner {
             return failure(status);
         }
         if method == Method::GET {
-            return match self.objects.get(path) {
-                Some(object) => (200, object.clone()),
-                None if self.collections.iter().any(|one| one == path) => (200, self.list(path)),
-                None => failure(404),
+            return match (self.objects.get(path), self.rejected.get(path)) {
+                (Some(object), _) => (200, object.clone()),
+                (None, Some(status)) => failure(*status),
+                _ if self.collections.iter().any(|one| one == path) => (200, self.list(path)),
+                _ => failure(404),
             };
         }
         let path = &match method == Method::POST {

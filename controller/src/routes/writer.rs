@@ -37,7 +37,7 @@ use crate::metrics::Metrics;
 
 /// The label of the ControllerRevisions of earlier releases.
 const STORED_STATE_LABEL: &str = "diy-service-mesh.dev/last-valid";
-/// Time between two comparisons of all routes with the cluster.
+/// Time between two comparisons of all routes of a kind with the cluster.
 const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
 /// Time between two writes, each of which needs a read. Limits the load of the API server.
 const WRITE_INTERVAL: Duration = Duration::from_millis(20);
@@ -131,8 +131,11 @@ impl Writer {
         let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
         let mut pace = interval(WRITE_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut resync = Instant::now();
-        let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+        let backoff = || Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
+        let resyncs = self.kinds.iter();
+        let mut resyncs: Vec<_> = resyncs
+            .map(|kind| (Instant::now(), *kind, backoff()))
+            .collect();
         let mut changed = statuses.all();
         loop {
             changed.append(&mut statuses.take_changed());
@@ -150,13 +153,14 @@ impl Writer {
                 let status = statuses.get(&id);
                 progress.changed(Route(id.0, id.1), status);
             }
-            if Instant::now() >= resync {
-                let delay = match self.resync(statuses, &mut progress).await {
+            let now = Instant::now();
+            for (next, kind, backoff) in resyncs.iter_mut().filter(|(next, ..)| *next <= now) {
+                let delay = match self.resync(*kind, statuses, &mut progress).await {
                     Ok(()) => {
                         backoff.reset();
                         RESYNC_INTERVAL
                     }
-                    Err((kind, error)) => {
+                    Err(error) => {
                         let delay = backoff.next_delay();
                         tracing::warn!(
                             "cannot list {kind} objects, retrying in {delay:?}: {error}"
@@ -164,8 +168,10 @@ impl Writer {
                         delay
                     }
                 };
-                resync = Instant::now() + delay;
+                *next = Instant::now() + delay;
             }
+            let resync = resyncs.iter().map(|(next, ..)| *next).min();
+            let resync = resync.unwrap_or(now + RESYNC_INTERVAL);
             let batch = progress.next_batch();
             if batch.is_empty() {
                 tokio::select! {
@@ -215,25 +221,9 @@ impl Writer {
         std::future::pending().await
     }
 
-    /// Compares all routes of the cluster, and writes none. A kind that cannot be listed does not stop
-    /// the others. Returns the first error.
+    /// Compares all routes of a kind with the cluster, and writes none. One that is not installed has
+    /// none. They are listed in the first of its versions that the cluster serves.
     async fn resync(
-        &self,
-        statuses: &Statuses,
-        progress: &mut Progress,
-    ) -> Result<(), (Kind, Error)> {
-        let mut result = Ok(());
-        for kind in &self.kinds {
-            if let Err(error) = self.resync_kind(*kind, statuses, progress).await {
-                result = result.and(Err((*kind, error)));
-            }
-        }
-        result
-    }
-
-    /// Compares the routes of a kind. One that is not installed has none. They are listed in the
-    /// first of its versions that the cluster serves.
-    async fn resync_kind(
         &self,
         kind: Kind,
         statuses: &Statuses,

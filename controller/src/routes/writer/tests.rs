@@ -492,7 +492,7 @@ async fn missing_permission_for_a_kind_is_one_line_of_the_log_until_writes_succe
 }
 
 #[tokio::test(start_paused = true)]
-async fn kind_that_cannot_be_listed_does_not_stop_the_comparison_of_others() {
+async fn kind_that_cannot_be_listed_neither_stops_nor_repeats_the_comparison_of_others() {
     let server = server();
     let other = format!("{PREFIX}{}", resource(Kind::GrpcRoute).plural);
     server.install(&other);
@@ -504,6 +504,13 @@ async fn kind_that_cannot_be_listed_does_not_stop_the_comparison_of_others() {
     let fixture = Fixture::of_kinds(&[Kind::GrpcRoute, KIND], server, vec![]);
     let is_removed = |status: &Value| status["parents"].as_array().is_none_or(Vec::is_empty);
     fixture.until("the entry is removed", is_removed).await;
+    let calls = calls_until_idle(&fixture.server).await;
+    let lists = |collection: &str| {
+        let list = format!("GET {collection}");
+        calls.iter().filter(|call| **call == list).count()
+    };
+    assert_eq!(lists(&collection()), 1);
+    assert!(lists(&other) > 3, "{calls:?}");
 }
 
 #[tokio::test(start_paused = true)]
