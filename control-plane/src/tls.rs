@@ -2,7 +2,7 @@
 //! completed handshake, and the time that each may take.
 //!
 //! Each connection has a slot (`runtime/src/admission.rs`), held by the client's address until the
-//! client has authenticated, then by its pod. From its first byte until then, it also has one of
+//! client has authenticated, then by its pod. What is kept for the client is charged to the slot. From its first byte until then, it also has one of
 //! fewer slots, which the addresses hold and wait for: thousands of clients behind one address get
 //! in one after the other.
 
@@ -34,8 +34,6 @@ const OTHER_FILES: usize = 128;
 /// The limits of a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Open connections. The limit of open files may allow fewer.
-    pub connections: usize,
     /// Connections that have sent a byte, and whose clients have not authenticated.
     pub handshakes: usize,
     /// Time without a call.
@@ -44,7 +42,7 @@ pub struct Limits {
 
 /// Who holds connections.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-enum Holder {
+pub enum Holder {
     /// All clients that have not authenticated.
     Unauthenticated,
     /// Those at one [`network`].
@@ -55,12 +53,26 @@ enum Holder {
     Pod(Arc<str>),
 }
 
+/// The slots of all connections, and the bytes that these hold.
+pub type Connections = Admission<Holder>;
+/// The slot of a connection.
+pub type ConnectionSlot = Slot<Holder>;
+
+/// This many slots, or fewer if the limit of open files is lower, and this many bytes.
+pub fn connections(slots: usize, bytes: usize) -> Arc<Connections> {
+    let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
+    let slots = files.saturating_sub(OTHER_FILES).min(slots);
+    let connections = Admission::new(slots);
+    connections.resize(slots, bytes);
+    connections
+}
+
 /// Accepts TLS connections.
 pub struct TlsServer {
     acceptor: Acceptor,
     tls: TlsAcceptor,
     idle: Duration,
-    connections: Arc<Admission<Holder>>,
+    connections: Arc<Connections>,
     handshakes: Arc<Admission<IpAddr>>,
     tasks: JoinSet<Option<Connection>>,
 }
@@ -70,14 +82,17 @@ pub type Connection = (TlsStream<TcpStream>, Arc<Client>);
 
 impl TlsServer {
     /// A server of a bound listener.
-    pub fn new(listener: TcpListener, config: Arc<ServerConfig>, limits: Limits) -> Self {
-        let files = usize::try_from(max_open_files()).unwrap_or(usize::MAX);
-        let connections = files.saturating_sub(OTHER_FILES).min(limits.connections);
+    pub fn new(
+        listener: TcpListener,
+        config: Arc<ServerConfig>,
+        connections: Arc<Connections>,
+        limits: Limits,
+    ) -> Self {
         Self {
             acceptor: Acceptor::new(listener),
             tls: config.into(),
             idle: limits.idle,
-            connections: Admission::new(connections),
+            connections,
             handshakes: Admission::new(limits.handshakes),
             tasks: JoinSet::new(),
         }
@@ -118,7 +133,7 @@ impl TlsServer {
 
 async fn connect(
     stream: TcpStream,
-    connection: Slot<Holder>,
+    connection: ConnectionSlot,
     tls: TlsAcceptor,
     handshakes: &Arc<Admission<IpAddr>>,
     address: IpAddr,
@@ -156,7 +171,7 @@ fn displaced() -> io::Error {
 pub struct Client {
     started: Instant,
     idle: Duration,
-    connection: Slot<Holder>,
+    connection: Arc<ConnectionSlot>,
     /// Until the client has authenticated.
     handshake: Slot<IpAddr>,
     state: Mutex<ClientState>,
@@ -171,12 +186,12 @@ struct ClientState {
 }
 
 impl Client {
-    fn new(connection: Slot<Holder>, handshake: Slot<IpAddr>, idle: Duration) -> Arc<Self> {
+    fn new(connection: ConnectionSlot, handshake: Slot<IpAddr>, idle: Duration) -> Arc<Self> {
         let now = Instant::now();
         let client = Self {
             started: now,
             idle,
-            connection,
+            connection: Arc::new(connection),
             handshake,
             state: Mutex::new(ClientState {
                 is_served: false,
@@ -193,6 +208,11 @@ impl Client {
         let work = pin!(work);
         let in_handshake_slot = pin!(self.handshake.run(work));
         self.connection.run(in_handshake_slot).await.flatten()
+    }
+
+    /// The slot, to which the bytes are charged that are held for the client.
+    pub fn slot(&self) -> &Arc<ConnectionSlot> {
+        &self.connection
     }
 
     /// Counts a call until the value is dropped: the connection is not idle.
@@ -279,7 +299,7 @@ mod tests {
     const A: [u8; 4] = [127, 0, 0, 1];
     const B: [u8; 4] = [127, 0, 0, 2];
 
-    struct Slots(Arc<Admission<Holder>>, Arc<Admission<IpAddr>>);
+    struct Slots(Arc<Connections>, Arc<Admission<IpAddr>>);
 
     impl Slots {
         fn new(handshakes: usize) -> Self {
@@ -401,12 +421,12 @@ mod tests {
             .with_cert_resolver(Arc::new(NoCertificate));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
+        let connections = connections(40, usize::MAX);
         let limits = Limits {
-            connections: 40,
             handshakes: 4,
             idle: Duration::from_secs(60),
         };
-        let mut server = TlsServer::new(listener, Arc::new(config), limits);
+        let mut server = TlsServer::new(listener, Arc::new(config), connections, limits);
         tokio::spawn(async move {
             loop {
                 server.accept().await;

@@ -1,26 +1,34 @@
-//! What one caller may hold at the same time: connections, calls and subscriptions. A caller is a
-//! pod, by its UID, or else a user. Never an address: a gateway or a node that translates addresses
-//! is one address of many callers.
+//! What one caller may hold at the same time: connections, calls and bytes. A caller is a pod, by its
+//! UID, or else a user. Never an address: a gateway or a node that translates addresses is one
+//! address of many callers.
 //!
-//! Subscriptions, and answers that are not sent yet, are charged in bytes. A caller may have what is
-//! free of the budget of the replica. When nothing is free, it may have its share: the budget,
-//! divided by the namespaces of callers and by the callers in its own.
+//! Subscriptions, and answers that are not sent yet, are charged in bytes to the slot of their
+//! connection, in the tree of `runtime/src/admission.rs`: to the pod within its namespace. A caller may
+//! have what is free of the budget of the replica, and when all is in use its share. Beyond that it is
+//! refused, and keeps what it has. Nothing ends: a proxy subscribes again to all that it had as soon
+//! as it has lost its connection, so callers that end each other's connections never stop. The cost is
+//! that a caller below its share may be refused when callers of several namespaces have used up twice
+//! the budget.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
+use diy_mesh_control_plane::tls::{ConnectionSlot, Connections, connections};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::Status;
 
 use crate::authenticate::Caller;
 
+/// Of a replica. A proxy has one or two.
+const MAX_ALL_CONNECTIONS: usize = 50_000;
 /// A proxy has one or two.
 pub const MAX_CONNECTIONS: usize = 16;
 /// A proxy has two or three: streams, and requests for certificates.
 pub const MAX_CALLS: usize = 16;
-/// The memory of a subscription, also of a name of a Service in WatchServices.
-pub const SUBSCRIPTION_BYTES: usize = 1024;
+/// The memory of a subscription with a state that no other subscriber has, as of an unknown address;
+/// also of a Service in WatchServices.
+pub const SUBSCRIPTION_BYTES: usize = 2048;
 /// Subscriptions of a stream, far more than the destinations of a pod. Locks are held while all of
 /// them end.
 pub const MAX_SUBSCRIPTIONS: usize = 10_000;
@@ -31,15 +39,12 @@ const BUDGET_BYTES: usize = 256 * 1024 * 1024;
 #[derive(Clone)]
 pub struct Quotas {
     callers: Arc<Mutex<HashMap<Arc<str>, Weak<Quota>>>>,
-    budget: Arc<Budget>,
+    connections: Arc<Connections>,
 }
 
 impl Default for Quotas {
     fn default() -> Self {
-        Quotas {
-            callers: Arc::default(),
-            budget: Arc::new(Budget::new(BUDGET_BYTES)),
-        }
+        Quotas::new(BUDGET_BYTES)
     }
 }
 
@@ -54,105 +59,52 @@ pub struct Counted(
 pub struct Quota {
     connections: Arc<Semaphore>,
     calls: Arc<Semaphore>,
-    budget: Arc<Budget>,
     /// The namespace and the UID of the pod. Callers without a pod share one holder.
     holder: (Arc<str>, Arc<str>),
 }
 
-/// The bytes that callers share.
-#[derive(Debug)]
-struct Budget {
-    bytes: usize,
-    used: Mutex<Used>,
-}
-
-#[derive(Debug, Default)]
-struct Used {
-    all: usize,
-    /// By namespace and caller, without zeros.
-    by_holder: HashMap<Arc<str>, HashMap<Arc<str>, usize>>,
-}
-
-impl Budget {
-    fn new(bytes: usize) -> Budget {
-        let used = Mutex::default();
-        Budget { bytes, used }
-    }
-
-    /// Whether the holder may have these bytes more.
-    fn take(&self, (namespace, caller): &(Arc<str>, Arc<str>), bytes: usize) -> bool {
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_free = used.all + bytes <= self.bytes;
-        let of_namespace = used.by_holder.get(namespace);
-        let own = of_namespace
-            .and_then(|callers| callers.get(caller))
-            .copied();
-        let namespaces = used.by_holder.len() + usize::from(of_namespace.is_none());
-        let callers = of_namespace.map_or(0, HashMap::len) + usize::from(own.is_none());
-        let is_within = own.unwrap_or(0) + bytes <= self.bytes / namespaces / callers;
-        if is_free || is_within {
-            used.all += bytes;
-            let of_namespace = used.by_holder.entry(namespace.clone()).or_default();
-            *of_namespace.entry(caller.clone()).or_default() += bytes;
-        }
-        is_free || is_within
-    }
-
-    fn give_back(&self, (namespace, caller): &(Arc<str>, Arc<str>), bytes: usize) {
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        used.all -= bytes;
-        let Some(callers) = used.by_holder.get_mut(namespace) else {
-            return;
-        };
-        let own = callers.get(caller).map_or(0, |own| own - bytes);
-        match own {
-            0 => drop(callers.remove(caller)),
-            _ => drop(callers.insert(caller.clone(), own)),
-        }
-        if callers.is_empty() {
-            used.by_holder.remove(namespace);
-        }
-    }
-}
-
-/// What a call holds, in bytes, which are charged until it is dropped.
+/// Bytes that a connection holds, which are charged until they are dropped.
 #[derive(Debug)]
 pub struct Charge {
-    quota: Arc<Quota>,
+    slot: Arc<ConnectionSlot>,
     bytes: usize,
 }
 
 impl Charge {
-    /// Nothing yet, of this caller.
-    pub fn new(quota: Arc<Quota>) -> Charge {
-        Charge { quota, bytes: 0 }
+    /// Nothing yet, of this connection.
+    pub fn new(slot: Arc<ConnectionSlot>) -> Charge {
+        Charge { slot, bytes: 0 }
     }
 
-    /// The quota of the caller.
-    pub fn quota(&self) -> &Arc<Quota> {
-        &self.quota
+    /// A further charge of the same connection, of nothing yet.
+    pub fn beside(&self) -> Charge {
+        Charge::new(self.slot.clone())
     }
 
     /// Charges further bytes, if the caller may have them.
     pub fn add(&mut self, bytes: usize) -> Result<(), Status> {
-        let Quota { budget, holder, .. } = &*self.quota;
-        if !budget.take(holder, bytes) {
-            return Err(Status::resource_exhausted(format!(
-                "the subscriptions and answers of all pods take {} MiB, the maximum of this \
-                 replica, and this pod has its share; unsubscribe from idle destinations, read \
-                 answers, or add replicas",
-                budget.bytes / 1024 / 1024
-            )));
-        }
-        self.bytes += bytes;
-        Ok(())
+        self.change(&mut 0, bytes)
     }
 
     /// Gives bytes back.
     pub fn remove(&mut self, bytes: usize) {
-        let Quota { budget, holder, .. } = &*self.quota;
-        budget.give_back(holder, bytes);
-        self.bytes -= bytes;
+        // Never fails: it does not grow.
+        let _ = self.change(&mut { bytes }, 0);
+    }
+
+    /// Changes a part of the charge, unless it grows and the caller may not have more.
+    pub fn change(&mut self, part: &mut usize, to: usize) -> Result<(), Status> {
+        if !self.slot.hold_share(*part, to) {
+            return Err(Status::resource_exhausted(format!(
+                "the subscriptions and answers of all pods take more than {} MiB, the budget of \
+                 this replica, and this pod has its share; unsubscribe from idle destinations, \
+                 read answers, or add replicas",
+                BUDGET_BYTES / 1024 / 1024
+            )));
+        }
+        self.bytes = self.bytes - *part + to;
+        *part = to;
+        Ok(())
     }
 }
 
@@ -199,23 +151,26 @@ impl AsRef<[u8]> for Charged {
     }
 }
 
-#[cfg(test)]
 impl Quotas {
-    /// Quotas with a budget for this number of subscriptions.
-    pub fn with_subscriptions(count: usize) -> Quotas {
+    /// Quotas with a budget of this many bytes.
+    fn new(budget: usize) -> Quotas {
+        // An eighth of the bytes is for what ends.
+        let bytes = budget * 8 / 7;
         Quotas {
-            budget: Arc::new(Budget::new(count * SUBSCRIPTION_BYTES)),
-            ..Quotas::default()
+            callers: Arc::default(),
+            connections: connections(MAX_ALL_CONNECTIONS, bytes),
         }
     }
-}
 
-impl Quotas {
+    /// The slots of all connections.
+    pub fn connections(&self) -> &Arc<Connections> {
+        &self.connections
+    }
+
     /// The charged bytes of all callers, and the budget.
     pub fn charged(&self) -> (usize, usize) {
-        let used = self.budget.used.lock();
-        let used = used.unwrap_or_else(PoisonError::into_inner).all;
-        (used, self.budget.bytes)
+        let connections = &self.connections;
+        (connections.used_bytes(&[]), connections.max_bytes())
     }
 
     /// The quota of a caller, which its calls and connections share.
@@ -234,7 +189,6 @@ impl Quotas {
         let quota = Arc::new(Quota {
             connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
-            budget: self.budget.clone(),
             holder: holder.unwrap_or_else(|| ("".into(), "".into())),
         });
         quotas.insert(key.clone(), Arc::downgrade(&quota));
@@ -268,6 +222,29 @@ fn exhausted(limit: usize, items: &str, remedy: &str) -> Status {
     Status::resource_exhausted(format!(
         "this pod or user has {limit} {items}, the maximum; {remedy}"
     ))
+}
+
+#[cfg(test)]
+pub mod testing {
+    //! Connections without a server.
+
+    use diy_mesh_control_plane::tls::Holder;
+
+    use super::*;
+
+    impl Quotas {
+        /// Quotas with a budget for this number of subscriptions.
+        pub fn with_subscriptions(count: usize) -> Quotas {
+            Quotas::new(count * SUBSCRIPTION_BYTES)
+        }
+
+        /// A connection of a pod, which holds nothing yet.
+        pub fn connect(&self, namespace: &str, uid: &str) -> Charge {
+            let holder = [Holder::Namespace(namespace.into()), Holder::Pod(uid.into())];
+            let slot = self.connections.admit(&holder).expect("a slot is free");
+            Charge::new(Arc::new(slot))
+        }
+    }
 }
 
 #[cfg(test)]
@@ -307,20 +284,12 @@ mod tests {
         drop(connection);
     }
 
-    fn of(quotas: &Quotas, namespace: &str, uid: &str) -> Charge {
-        let mut caller = caller("web", Some(uid));
-        if let Some(pod) = &mut caller.pod {
-            pod.namespace = namespace.into();
-        }
-        Charge::new(quotas.of(&caller))
-    }
-
     #[test]
     fn caller_may_have_what_is_free_and_else_its_share() {
         let quotas = Quotas::with_subscriptions(1200);
         // Twenty pods of one namespace take all.
         let mut hostile: Vec<Charge> = (0..20)
-            .map(|uid| of(&quotas, "hostile", &uid.to_string()))
+            .map(|uid| quotas.connect("hostile", &uid.to_string()))
             .collect();
         for one in &mut hostile {
             one.add(60 * SUBSCRIPTION_BYTES).unwrap();
@@ -332,19 +301,124 @@ mod tests {
             );
         }
         // Pods of other namespaces have their shares nevertheless.
-        let mut shop = ["a", "b"].map(|uid| of(&quotas, "shop", uid));
+        let mut shop = ["a", "b"].map(|uid| quotas.connect("shop", uid));
         shop[0].add(300 * SUBSCRIPTION_BYTES).unwrap();
         shop[1].add(300 * SUBSCRIPTION_BYTES).unwrap();
         assert!(shop[1].add(SUBSCRIPTION_BYTES).is_err());
-        let mut other = of(&quotas, "other", "c");
+        let mut other = quotas.connect("other", "c");
         other.add(400 * SUBSCRIPTION_BYTES).unwrap();
         assert!(other.add(SUBSCRIPTION_BYTES).is_err());
         assert!(hostile[0].add(SUBSCRIPTION_BYTES).is_err());
+        assert_eq!(
+            quotas.charged(),
+            (2200 * SUBSCRIPTION_BYTES, 1200 * SUBSCRIPTION_BYTES)
+        );
         // What ends is free for all.
         hostile.truncate(1);
+        drop((shop, other));
         hostile[0].add(100 * SUBSCRIPTION_BYTES).unwrap();
-        drop((hostile, shop, other));
-        let used = quotas.budget.used.lock().unwrap();
-        assert_eq!((used.all, used.by_holder.len()), (0, 0));
+        drop(hostile);
+        assert_eq!(quotas.charged().0, 0);
+    }
+
+    /// A pod that subscribes to what it meets, and again after it has lost its connection.
+    struct Pod {
+        namespace: usize,
+        uid: String,
+        wanted: usize,
+        held: usize,
+        charge: Option<Charge>,
+    }
+
+    impl Pod {
+        /// Subscribes to one more destination. Whether it got it.
+        fn subscribe(&mut self, quotas: &Quotas) -> bool {
+            let namespace = format!("n{}", self.namespace);
+            let connect = || quotas.connect(&namespace, &self.uid);
+            let charge = self.charge.get_or_insert_with(connect);
+            assert!(!charge.slot.is_asked_to_end(), "nothing ends");
+            let is_held = self.held < self.wanted && charge.add(SUBSCRIPTION_BYTES).is_ok();
+            self.held += usize::from(is_held);
+            is_held
+        }
+
+        fn disconnect(&mut self) {
+            (self.charge, self.held) = (None, 0);
+        }
+    }
+
+    /// What all pods do in the five seconds between two requests for what was refused, in random
+    /// order. Whether something has changed.
+    fn round(pods: &mut [Pod], quotas: &Quotas, random: &mut fastrand::Rng) -> bool {
+        let held = |pods: &[Pod]| pods.iter().map(|pod| pod.held).sum::<usize>();
+        let before = held(pods);
+        let mut asking: Vec<usize> = (0..pods.len()).collect();
+        while !asking.is_empty() {
+            let next = random.usize(..asking.len());
+            let some = random.usize(1..40);
+            if !(0..some).all(|_| pods[asking[next]].subscribe(quotas)) {
+                asking.swap_remove(next);
+            }
+        }
+        held(pods) != before
+    }
+
+    #[test]
+    fn random_pods_settle_and_have_what_is_free_or_their_share() {
+        let (mut refused, mut beyond) = (0, 0);
+        for seed in 0..100 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let (namespaces, budget) = (random.usize(1..8), random.usize(200..2000));
+            let quotas = Quotas::with_subscriptions(budget);
+            let mut pods: Vec<Pod> = (0..random.usize(2..40))
+                .map(|uid| Pod {
+                    namespace: random.usize(..namespaces),
+                    uid: uid.to_string(),
+                    wanted: 0,
+                    held: 0,
+                    charge: None,
+                })
+                .collect();
+            for _ in 0..20 {
+                for pod in &mut pods {
+                    match random.u8(..6) {
+                        0 => pod.disconnect(),
+                        1 => pod.wanted = random.usize(..budget / 2),
+                        _ => {}
+                    }
+                }
+                round(&mut pods, &quotas, &mut random);
+                let used: usize = pods.iter().map(|pod| pod.held).sum();
+                assert_eq!(quotas.charged().0, used * SUBSCRIPTION_BYTES);
+                assert!(used <= 2 * budget, "seed {seed}: {used} of {budget}");
+            }
+            // From now on, what they want stays. Those without a connection come back.
+            let lost = pods.iter_mut().filter(|_| random.bool());
+            lost.for_each(Pod::disconnect);
+            round(&mut pods, &quotas, &mut random);
+            // Each has asked since all were there.
+            round(&mut pods, &quotas, &mut random);
+            assert!(!round(&mut pods, &quotas, &mut random), "seed {seed}");
+            for pod in pods.iter().filter(|pod| pod.held < pod.wanted) {
+                let of = |namespace| pods.iter().filter(move |one| one.namespace == namespace);
+                let count = (0..namespaces).filter(|one| of(*one).count() > 0).count();
+                let share = budget / count;
+                let used: usize = pods.iter().map(|pod| pod.held).sum();
+                let of_namespace: usize = of(pod.namespace).map(|pod| pod.held).sum();
+                assert!(used + 1 > budget, "seed {seed}: some is free");
+                let is_bounded =
+                    used + 1 > 2 * budget || of_namespace + 1 > budget + share.min(budget / 2);
+                let own_share = share / of(pod.namespace).count();
+                assert!(
+                    pod.held + 1 > own_share || is_bounded,
+                    "seed {seed}: {} of {}, the share is {own_share}",
+                    pod.held,
+                    pod.wanted
+                );
+                refused += 1;
+                beyond += usize::from(used > budget);
+            }
+        }
+        assert!(refused > 500 && beyond > 500, "{refused} {beyond}");
     }
 }

@@ -21,10 +21,8 @@ use tonic::Status;
 
 use crate::authority::TrustReceiver;
 use crate::issuer::{Issuer, SignError};
-use crate::quota::{Counted, Quota};
+use crate::quota::{Charge, Counted, Quota, Quotas};
 
-/// A proxy has one or two.
-const MAX_CONNECTIONS: usize = 50_000;
 /// Connections in their handshake, or without an authenticated call.
 const MAX_HANDSHAKES: usize = 1024;
 /// Time without an open call after which a connection ends.
@@ -178,13 +176,12 @@ fn sign(issuer: Arc<Issuer>, names: &Names, life: Duration) -> Result<Current, S
 }
 
 /// Accepts connections and completes their handshakes.
-pub fn server(tls: Arc<ServerConfig>, listener: TcpListener) -> TlsServer {
+pub fn server(tls: Arc<ServerConfig>, listener: TcpListener, quotas: &Quotas) -> TlsServer {
     let limits = Limits {
-        connections: MAX_CONNECTIONS,
         handshakes: MAX_HANDSHAKES,
         idle: IDLE_TIMEOUT,
     };
-    TlsServer::new(listener, tls, limits)
+    TlsServer::new(listener, tls, quotas.connections().clone(), limits)
 }
 
 /// The client of a connection.
@@ -225,6 +222,11 @@ impl Peer {
     /// Counts a call until the value is dropped.
     pub fn call(&self) -> OpenCall {
         self.client.call()
+    }
+
+    /// What the connection holds for a call: nothing yet.
+    pub fn charge(&self) -> Charge {
+        Charge::new(self.client.slot().clone())
     }
 
     /// A caller with this quota has authenticated.

@@ -241,7 +241,7 @@ async fn responses_that_the_client_does_not_read_are_charged_until_they_are_sent
                 break;
             }
         }
-        until_charged(&sandbox, |bytes| bytes <= 1024).await;
+        until_charged(&sandbox, |bytes| bytes <= 4096).await;
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_control_plane::tls::{Connection, Limits, TlsServer};
+use diy_mesh_control_plane::tls::{Connection, Limits, TlsServer, connections};
 use http::{Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -50,11 +50,11 @@ pub async fn serve<H, F>(
     F: Future<Output = Response<Full<Bytes>>> + Send + 'static,
 {
     let limits = Limits {
-        connections: MAX_CONNECTIONS,
         handshakes: MAX_HANDSHAKES,
         idle: IDLE_TIMEOUT,
     };
-    let mut server = TlsServer::new(listener, tls, limits);
+    let connections = connections(MAX_CONNECTIONS, usize::MAX);
+    let mut server = TlsServer::new(listener, tls, connections, limits);
     let mut tasks = JoinSet::new();
     loop {
         let connection = tokio::select! {

@@ -21,6 +21,11 @@
 //! quarters are free, or one quarter, and each of its holders has at most what would be its share
 //! beside one more.
 //!
+//! What a client asks for again as soon as its connection has ended, such as a subscription, ends
+//! nothing either: two holders would take it from each other in turns. It gets what is free. When all
+//! is in use, the holder gets its share beyond the limit: as much again in all, of which a group has
+//! its share and half at most. Others came first, and keep what was their share then.
+//!
 //! Knows neither sockets nor what a holder is. What a connection does while it is open is one store
 //! to an atomic, and a change of its bytes is an addition for each holder above it.
 
@@ -339,6 +344,13 @@ impl<K: Clone + Eq + Hash> Slot<K> {
     pub fn try_hold(&self, from: usize, to: usize) -> bool {
         self.change(from, to, |tree| {
             !self.entry.is_ending() && tree.is_free(self.entry.leaf.load(Relaxed))
+        })
+    }
+
+    /// As [`Slot::begin`], but nothing ends for what the client would ask for again.
+    pub fn hold_share(&self, from: usize, to: usize) -> bool {
+        self.change(from, to, |tree| {
+            !self.entry.is_ending() && tree.has_share(self.entry.leaf.load(Relaxed))
         })
     }
 
@@ -664,15 +676,34 @@ impl<K: Clone + Eq + Hash> Tree<K> {
         std::iter::successors(Some(id), above)
     }
 
-    /// Whether a holder has at most its share of the bytes, or what would be its share beside so many
-    /// more holders at each level but the first one.
-    fn is_within_share(&self, id: usize, more: usize) -> bool {
+    /// The share of a holder of the bytes, or what would be its share beside so many more holders at
+    /// each level but the first one.
+    fn share(&self, id: usize, more: usize) -> usize {
         let above = self.holders(id).skip(1);
-        let share = above.fold(self.limits[BYTES], |share, above| {
+        above.fold(self.limits[BYTES], |share, above| {
             let more = if above == ROOT { 0 } else { more };
             share / (self.nodes[above].children.len() + more)
-        });
-        self.nodes[id].used[BYTES] <= share
+        })
+    }
+
+    fn is_within_share(&self, id: usize, more: usize) -> bool {
+        self.nodes[id].used[BYTES] <= self.share(id, more)
+    }
+
+    /// Whether a holder may have bytes for which nothing ends: those that are free, or its share.
+    fn has_share(&self, leaf: usize) -> bool {
+        let limit = self.limits[BYTES];
+        let is_bounded = |id: usize| {
+            let beyond = self.nodes[id].used[BYTES].saturating_sub(limit);
+            beyond
+                <= if id == ROOT {
+                    limit
+                } else {
+                    self.share(id, 0).min(limit / 2)
+                }
+        };
+        self.nodes[ROOT].used[BYTES] + self.ending <= limit
+            || self.is_within_share(leaf, 0) && self.holders(leaf).all(is_bounded)
     }
 
     /// Whether a holder may have bytes that it can do without.

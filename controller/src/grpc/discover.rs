@@ -28,7 +28,7 @@ use crate::hub::{Notifications, Resources};
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
 use crate::proxies::{self, ConnectedGuard};
-use crate::quota::Quota;
+use crate::quota::Charge;
 
 /// Time until refused subscriptions are requested again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -47,6 +47,7 @@ pub(super) async fn read(
 ) -> Result<Infallible, Status> {
     let (mut has_rejected, mut has_exceeded) = (false, false);
     let mut published = subscriptions.lock().published();
+    let refusals = subscriptions.lock().refusals();
     loop {
         let behind_until = subscriptions.lock().behind_until();
         let request = tokio::select! {
@@ -55,6 +56,8 @@ pub(super) async fn read(
                 subscriptions.lock().retry()?;
                 continue;
             }
+            // Of a response, too.
+            () = refusals.notified() => continue,
             () = wait(&mut published, behind_until) => {
                 let (count, has_caught_up) = subscriptions.lock().end_wait();
                 metrics.behind(has_caught_up).inc_by(count as u64);
@@ -143,11 +146,11 @@ impl SharedSubscriptions {
     pub(super) fn new(
         subscriber: Resources,
         pod: Option<PodRef>,
-        quota: Arc<Quota>,
+        charge: Charge,
         announced: Announced,
     ) -> SharedSubscriptions {
         let notifications = subscriber.notifications();
-        let subscriptions = Subscriptions::new(subscriber, pod, quota, announced);
+        let subscriptions = Subscriptions::new(subscriber, pod, charge, announced);
         SharedSubscriptions {
             inner: Arc::new(Mutex::new(subscriptions)),
             notifications,
@@ -283,12 +286,9 @@ mod tests {
             chunks: true,
             routes: true,
         };
-        let quota = crate::quota::Quotas::default().of(&crate::authenticate::Caller {
-            user: "".into(),
-            pod: None,
-        });
+        let charge = crate::quota::Quotas::default().connect("", "");
         let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(None), None, quota, announced);
+            SharedSubscriptions::new(hub.watch_resources(None), None, charge, announced);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();

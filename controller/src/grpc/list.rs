@@ -13,7 +13,7 @@ use prost::Message as _;
 use tonic::{Request, Response, Status};
 
 use super::name::parse_key;
-use super::{Call, Mesh, ResponseStream, message, open_call, stream_age, watch};
+use super::{Call, Mesh, ResponseStream, message, stream_age, watch};
 use crate::authenticate::Namespaces;
 use crate::authority::status;
 use crate::index::object::Key;
@@ -41,13 +41,12 @@ impl Viewer {
 
 impl Mesh {
     async fn viewer<T>(&self, request: &Request<T>) -> Result<Viewer, Status> {
-        let (caller, quota) = self.authenticate(request).await?;
-        let call = open_call(request)?;
+        let (caller, call) = self.authenticate(request).await?;
         let authenticator = &self.context.authenticator;
         let namespaces = authenticator
             .namespaces(&caller.user, call.peer.ip())
             .await?;
-        let charge = Charge::new(quota);
+        let charge = call.peer.charge();
         Ok(Viewer {
             call,
             namespaces,
@@ -103,9 +102,11 @@ impl Mesh {
         let keys = service_keys(&request.get_ref().services, &namespaces)?;
         let open = Active::new(&self.context.metrics.watch_streams);
         let subscriber = self.context.hub.watch_services(&keys, namespaces);
-        charge.add(subscriber.pending() * SUBSCRIPTION_BYTES)?;
+        // Names are as long as the client wants.
+        let names = request.get_ref().encoded_len();
+        charge.add(names + subscriber.pending() * SUBSCRIPTION_BYTES)?;
         let account = watch::Account {
-            quota: charge.quota().clone(),
+            charge: charge.beside(),
             unsent: call.unsent.clone(),
         };
         let responses = watch::responses(subscriber, account, self.context.stopping.clone());

@@ -46,7 +46,7 @@ use crate::hub::{CatalogError, Hub, Missing};
 use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
-use crate::quota::{Counted, Quota, Quotas, Unsent};
+use crate::quota::{Counted, Quotas, Unsent};
 use crate::serving::{self, Peer};
 use discover::SharedSubscriptions;
 use frames::MeshServer;
@@ -94,6 +94,7 @@ pub async fn serve(listener: TcpListener, tls: Arc<ServerConfig>, context: Conte
         mut trust,
         ..
     } = context.clone();
+    let server = serving::server(tls, listener, &context.quotas);
     let health = HealthReporter::new();
     report(&health, ServingStatus::NotServing).await;
     let health_service = tonic_health::pb::health_server::HealthServer::new(
@@ -102,7 +103,7 @@ pub async fn serve(listener: TcpListener, tls: Arc<ServerConfig>, context: Conte
     let routes = Routes::new(health_service)
         .add_service(MeshServer::new(Mesh::new(context)))
         .prepare();
-    let server = server::serve(serving::server(tls, listener), routes, stopping.clone());
+    let server = server::serve(server, routes, stopping.clone());
 
     let state = async {
         tokio::select! {
@@ -234,7 +235,7 @@ impl Mesh {
         &self,
         request: Request<Streaming<proto::DiscoverRequest>>,
     ) -> Result<hyper::Response<Body>, Status> {
-        let (caller, quota) = self.authenticate(&request).await?;
+        let (caller, call) = self.authenticate(&request).await?;
         tracing::debug!(caller = %caller.user, "Discover");
         let open = Active::new(&self.context.metrics.discover_streams);
         let Context {
@@ -259,7 +260,8 @@ impl Mesh {
         };
         let mut subscriber = hub.watch_resources(caller.pod.clone());
         subscriber.set_missing(missing);
-        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, quota, announced);
+        let charge = call.peer.charge();
+        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, charge, announced);
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
         // Dropped with the responses.
         let (mut reading, read) = oneshot::channel::<Infallible>();
@@ -286,22 +288,22 @@ impl Mesh {
 
     /// Authenticates a client, then waits for a synced catalog: before that, known destinations
     /// would be reported as unknown.
-    async fn authenticate<T>(&self, request: &Request<T>) -> Result<(Caller, Arc<Quota>), Status> {
+    async fn authenticate<T>(&self, request: &Request<T>) -> Result<(Caller, Arc<Call>), Status> {
         let call = open_call(request)?;
         let authenticator = &self.context.authenticator;
         let address = call.peer.ip();
         let caller = authenticator.caller(request.metadata(), address).await?;
-        let quota = self.admit(&call, &caller)?;
+        self.admit(&call, &caller)?;
         self.context.hub.wait_synced(&self.context.stopping).await?;
-        Ok((caller, quota))
+        Ok((caller, call))
     }
 
     /// Counts a call and its connection for an authenticated caller.
-    fn admit(&self, call: &Call, caller: &Caller) -> Result<Arc<Quota>, Status> {
+    fn admit(&self, call: &Call, caller: &Caller) -> Result<(), Status> {
         let quota = self.context.quotas.of(caller);
         call.peer.authenticate(&quota)?;
         let _ = call.counted.set(quota.call()?);
-        Ok(quota)
+        Ok(())
     }
 }
 

@@ -1,5 +1,8 @@
 //! The resources that the client of one Discover stream has subscribed to, and what it knows of
 //! them.
+//!
+//! What the replica keeps for this client alone is charged to it: each subscription, the state of its
+//! own pod, and the reasons of its rejections. States that subscribers share are not.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -11,7 +14,7 @@ use prost::Message as _;
 use proto::ResourceType;
 use proto::acknowledgement::Part;
 use proto::discover_response::Update as Response;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tonic::Status;
 
@@ -26,7 +29,7 @@ use crate::index::state::{State, Target, TargetKind};
 use crate::index::version::Version;
 use crate::metrics::Sent;
 use crate::policy::Side;
-use crate::quota::{Charge, MAX_SUBSCRIPTIONS, Quota, SUBSCRIPTION_BYTES};
+use crate::quota::{Charge, MAX_SUBSCRIPTIONS, SUBSCRIPTION_BYTES};
 
 /// Longer parts of responses have a frame of their own, whose bytes all streams share.
 const MAX_SHARED_FRAME_BYTES: usize = 4 * 1024;
@@ -67,6 +70,7 @@ pub(super) struct Subscriptions {
     is_logged: bool,
     /// Those that the caller may not have yet.
     refused: HashMap<Resource, proto::Subscribe>,
+    has_new_refused: Arc<Notify>,
     /// The parts of the last response that are still to be sent.
     left: VecDeque<Bytes>,
 }
@@ -77,6 +81,9 @@ struct Subscription {
     known: Known,
     /// The version of the last state that the client is to acknowledge.
     unacknowledged: Option<Version>,
+    /// What is charged for its state, and for the reason of a rejection.
+    state_bytes: usize,
+    reason_bytes: usize,
 }
 
 /// The state of a resource that the client has.
@@ -93,7 +100,7 @@ impl Subscriptions {
     pub(super) fn new(
         subscriber: Resources,
         pod: Option<PodRef>,
-        quota: Arc<Quota>,
+        charged: Charge,
         announced: Announced,
     ) -> Subscriptions {
         Subscriptions {
@@ -103,9 +110,10 @@ impl Subscriptions {
             by_resource: HashMap::new(),
             behind: HashMap::new(),
             behind_until: None,
-            charged: Charge::new(quota),
+            charged,
             is_logged: false,
             refused: HashMap::new(),
+            has_new_refused: Arc::default(),
             end: None,
             left: VecDeque::new(),
         }
@@ -131,7 +139,11 @@ impl Subscriptions {
                 )));
             }
             if let Err(exhausted) = self.charged.add(SUBSCRIPTION_BYTES) {
-                return self.refuse(resource, request, exhausted);
+                if self.refused.len() >= MAX_REFUSED {
+                    return Err(exhausted);
+                }
+                self.refuse(resource, request, &exhausted);
+                return Ok(());
             }
         }
         self.refused.remove(&resource);
@@ -153,8 +165,12 @@ impl Subscriptions {
             name,
             known,
             unacknowledged: None,
+            state_bytes: 0,
+            reason_bytes: 0,
         };
-        self.by_resource.insert(resource, subscription);
+        if let Some(before) = self.by_resource.insert(resource, subscription) {
+            self.charged.remove(before.own_bytes());
+        }
     }
 
     /// The client has a state that may be newer. It keeps it while this replica catches up.
@@ -196,32 +212,30 @@ impl Subscriptions {
     }
 
     /// The others stay. It is requested again later.
-    fn refuse(
-        &mut self,
-        resource: Resource,
-        request: proto::Subscribe,
-        exhausted: Status,
-    ) -> Result<(), Status> {
+    fn refuse(&mut self, resource: Resource, request: proto::Subscribe, exhausted: &Status) {
         if !std::mem::replace(&mut self.is_logged, true) {
             tracing::warn!("a proxy gets no more destinations: {}", exhausted.message());
         }
-        if self.refused.len() >= MAX_REFUSED {
-            return Err(exhausted);
-        }
         self.refused.insert(resource, request);
-        Ok(())
+        self.has_new_refused.notify_one();
     }
 
     pub(super) fn unsubscribe(&mut self, request: proto::Unsubscribe) -> Result<(), Status> {
         if let Some(resource) = self.resource(request.r#type, &request.name)? {
             self.refused.remove(&resource);
-            let was_behind = self.behind.remove(&resource).is_some();
-            if self.by_resource.remove(&resource).is_some() || was_behind {
-                self.charged.remove(SUBSCRIPTION_BYTES);
-            }
-            self.subscriber.unsubscribe(&resource);
+            self.remove(&resource);
         }
         Ok(())
+    }
+
+    fn remove(&mut self, resource: &Resource) {
+        let was_behind = self.behind.remove(resource).is_some();
+        let subscription = self.by_resource.remove(resource);
+        if was_behind || subscription.is_some() {
+            let own_bytes = subscription.map_or(0, |subscription| subscription.own_bytes());
+            self.charged.remove(SUBSCRIPTION_BYTES + own_bytes);
+        }
+        self.subscriber.unsubscribe(resource);
     }
 
     /// Records whether the client applies the last state of a resource. What it says about others is
@@ -237,9 +251,20 @@ impl Subscriptions {
             && version.is_some()
             && subscription.unacknowledged == version
         {
-            self.subscriber
-                .acknowledge(&resource, rest, rejection(message));
+            let mut rejection = rejection(message);
+            let reason = rejection.as_mut().map(|rejection| &mut rejection.reason);
+            let bytes = reason.as_ref().map_or(0, |reason| reason.len());
+            let is_charged = self.charged.change(&mut subscription.reason_bytes, bytes);
+            if let (Some(reason), Err(_)) = (reason, is_charged) {
+                *reason = "".into();
+            }
+            self.subscriber.acknowledge(&resource, rest, rejection);
         }
+    }
+
+    /// Notified of each refused subscription.
+    pub(super) fn refusals(&self) -> Arc<Notify> {
+        self.has_new_refused.clone()
     }
 
     /// Whether subscriptions were refused.
@@ -259,6 +284,12 @@ impl Subscriptions {
         let resource = match ResourceType::try_from(kind) {
             Ok(ResourceType::Destination) => Resource::Destination(parse_destination(name)?),
             Ok(ResourceType::Backend) => parse_backend(name)?,
+            Ok(ResourceType::Self_) if !name.is_empty() => {
+                return Err(Status::invalid_argument(format!(
+                    "self: its name has {} bytes, expected none",
+                    name.len()
+                )));
+            }
             Ok(ResourceType::Self_) => match &self.pod {
                 Some(pod) => Resource::Workload(pod.key(), pod.uid.clone()),
                 None => {
@@ -305,12 +336,34 @@ impl Subscriptions {
     /// Notifications without a difference are skipped.
     fn next_response(&mut self) -> Option<(Sent, Vec<Bytes>)> {
         while let Some((resource, state)) = self.subscriber.next() {
+            if let Err(exhausted) = self.charge_state(&resource, &state) {
+                self.remove(&resource);
+                let request = proto::Subscribe {
+                    r#type: kind(&resource).into(),
+                    name: name_of(&resource),
+                    ..proto::Subscribe::default()
+                };
+                self.refuse((*resource).clone(), request, &exhausted);
+                continue;
+            }
             let response = self.response(&resource, &state);
             if response.is_some() {
                 return response;
             }
         }
         None
+    }
+
+    /// Charges the state of a pod, which its proxies alone have: in memory, and encoded for them.
+    fn charge_state(&mut self, resource: &Resource, state: &State) -> Result<(), Status> {
+        let Some(subscription) = self.by_resource.get_mut(resource) else {
+            return Ok(());
+        };
+        let bytes = match state.target.as_ref().map(|target| &target.kind) {
+            Some(TargetKind::Workload(workload)) => 2 * message::workload(workload).encoded_len(),
+            _ => 0,
+        };
+        self.charged.change(&mut subscription.state_bytes, bytes)
     }
 
     /// The response with a state, if it differs from the client's.
@@ -362,6 +415,12 @@ impl Subscriptions {
     }
 }
 
+impl Subscription {
+    fn own_bytes(&self) -> usize {
+        self.state_bytes + self.reason_bytes
+    }
+}
+
 /// The rejection in an acknowledgement, if it is one. Its reason stays in memory, and authors read
 /// it.
 fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
@@ -389,17 +448,20 @@ fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
 fn header(resource: &Resource, name: Option<&str>, state: &State) -> proto::DiscoverResponse {
     let kinds = dependencies::kinds(resource, state.target.as_ref());
     let position = state.position.as_deref();
-    let kind = match resource {
-        Resource::Destination(_) => ResourceType::Destination,
-        Resource::Backend(..) => ResourceType::Backend,
-        Resource::Workload(..) => ResourceType::Self_,
-    };
     proto::DiscoverResponse {
         name: name.map_or_else(|| name_of(resource), str::to_owned),
         version: state.version.to_string(),
-        r#type: kind.into(),
+        r#type: kind(resource).into(),
         position: position.map(|position| position.message(kinds)),
         ..proto::DiscoverResponse::default()
+    }
+}
+
+fn kind(resource: &Resource) -> ResourceType {
+    match resource {
+        Resource::Destination(_) => ResourceType::Destination,
+        Resource::Backend(..) => ResourceType::Backend,
+        Resource::Workload(..) => ResourceType::Self_,
     }
 }
 
@@ -433,12 +495,12 @@ mod tests {
     use std::collections::{BTreeMap, HashSet};
     use std::net::{Ipv4Addr, SocketAddr};
 
+    use futures::FutureExt as _;
     use prost::Message;
 
     use super::*;
-    use crate::authenticate::Caller;
     use crate::hub::Hub;
-    use crate::index::object::{Change, Event, Kind, Object, Source};
+    use crate::index::object::{Change, Event, Key, Kind, Object, Source};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
     use crate::routes::statuses::Source as _;
@@ -508,15 +570,12 @@ mod tests {
         routes: true,
     };
 
-    fn quota() -> Arc<Quota> {
-        Quotas::default().of(&Caller {
-            user: "".into(),
-            pod: None,
-        })
+    fn charge() -> Charge {
+        Quotas::default().connect("", "")
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None, quota(), ALL)
+        Subscriptions::new(hub.watch_resources(None), None, charge(), ALL)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -705,11 +764,8 @@ mod tests {
     fn waiting_subscriptions_are_charged() {
         let hub = hub_at(10);
         let quotas = Quotas::with_subscriptions(10);
-        let quota = quotas.of(&Caller {
-            user: "".into(),
-            pod: None,
-        });
-        let mut stream = Subscriptions::new(hub.watch_resources(None), None, quota, ALL);
+        let charge = quotas.connect("", "");
+        let mut stream = Subscriptions::new(hub.watch_resources(None), None, charge, ALL);
         for port in 1..=100 {
             let destination = SocketAddr::from(([10, 0, 0, 1], port));
             let request = proto::Subscribe {
@@ -796,7 +852,7 @@ mod tests {
         let destination = "10.96.0.1:80".parse().unwrap();
         let mut streams = [ALL, earlier].map(|announced| {
             let resources = hub.watch_resources(None);
-            let mut stream = Subscriptions::new(resources, None, quota(), announced);
+            let mut stream = Subscriptions::new(resources, None, charge(), announced);
             stream.subscribe(subscribe(destination, "")).unwrap();
             stream
         });
@@ -830,18 +886,10 @@ mod tests {
     #[test]
     fn refused_subscriptions_end_no_stream_and_follow_when_others_end() {
         let hub = Hub::new([Source::Kubernetes]);
-        let caller = |uid: &str| Caller {
-            user: "".into(),
-            pod: Some(PodRef {
-                namespace: "shop".into(),
-                name: "web".into(),
-                uid: uid.into(),
-            }),
-        };
         let quotas = Quotas::with_subscriptions(100);
         let [mut one, mut other] = ["1", "2"].map(|uid| {
-            let quota = quotas.of(&caller(uid));
-            Subscriptions::new(hub.watch_resources(None), None, quota, ALL)
+            let charge = quotas.connect("shop", uid);
+            Subscriptions::new(hub.watch_resources(None), None, charge, ALL)
         });
         let destination = |port| SocketAddr::from(([10, 0, 0, 1], port));
         for port in 1..=100 {
@@ -865,6 +913,177 @@ mod tests {
         assert_eq!(messages(frames(&mut other)).len(), 10);
     }
 
+    /// A cluster with a pod, and the limits of its requests: they take about so many bytes.
+    fn hub_with_limits(bytes: usize) -> (Hub, PodRef) {
+        let hub = Hub::new([Source::Kubernetes]);
+        let client = crate::index::tests::pod("client", &[]);
+        let pod = PodRef {
+            namespace: client.key.namespace.clone(),
+            name: client.key.name.clone(),
+            uid: client.uid.clone(),
+        };
+        let web = crate::index::tests::service("web", &["10.96.0.1"]);
+        hub.apply([Object::Service(web), Object::Pod(client), limits(bytes)].map(apply));
+        (hub, pod)
+    }
+
+    fn limits(bytes: usize) -> Object {
+        let matches: Vec<_> = std::iter::repeat_n("v".repeat(1000), bytes / 1000)
+            .map(|value| serde_json::json!({"headers": [{"name": "h", "value": value}]}))
+            .collect();
+        let limit = serde_json::json!({"name": "all", "requests": 7, "matches": matches});
+        let limits = serde_json::json!({"rateLimits": [limit]});
+        Object::Policy(crate::policy::tests::policy("p", 0, limits))
+    }
+
+    fn own() -> proto::Subscribe {
+        proto::Subscribe {
+            r#type: ResourceType::Self_.into(),
+            ..proto::Subscribe::default()
+        }
+    }
+
+    #[test]
+    fn state_of_a_pod_is_charged_by_its_length_while_it_is_subscribed_to() {
+        let (hub, pod) = hub_with_limits(20_000);
+        let quotas = Quotas::with_subscriptions(50);
+        let open = |uid| {
+            let resources = hub.watch_resources(Some(pod.clone()));
+            let charge = quotas.connect("shop", uid);
+            Subscriptions::new(resources, Some(pod.clone()), charge, ALL)
+        };
+        let used = || quotas.charged().0;
+        let mut stream = open("1");
+        stream.subscribe(own()).unwrap();
+        let heavy = messages(frames(&mut stream)).remove(0);
+        let bytes = heavy.encoded_len();
+        assert!(bytes > 20_000 && (2 * bytes..2 * bytes + 2500).contains(&used()));
+        // As often as it is subscribed to anew.
+        let before = used();
+        stream.subscribe(own()).unwrap();
+        frames(&mut stream);
+        assert_eq!(used(), before);
+        hub.apply([apply(limits(1000))]);
+        frames(&mut stream);
+        assert!(used() < 5000, "{}", used());
+        // The client keeps what it has, and asks again for what the budget does not have.
+        let mut large = quotas.connect("shop", "2");
+        large.add(90 * 1024 - used()).unwrap();
+        hub.apply([apply(limits(20_000))]);
+        let mut third = open("3");
+        third.subscribe(own()).unwrap();
+        for stream in [&mut stream, &mut third] {
+            assert_eq!((frames(stream).len(), stream.has_refused()), (0, true));
+            let refused = stream.refusals();
+            assert!(refused.notified().now_or_never().is_some());
+            stream.retry().unwrap();
+            assert_eq!((frames(stream).len(), stream.has_refused()), (0, true));
+        }
+        drop(large);
+        stream.retry().unwrap();
+        assert_eq!(messages(frames(&mut stream)).remove(0).update, heavy.update);
+        assert_eq!(used(), before);
+        let unsubscribe = proto::Unsubscribe {
+            r#type: ResourceType::Self_.into(),
+            ..proto::Unsubscribe::default()
+        };
+        stream.unsubscribe(unsubscribe).unwrap();
+        assert_eq!(used(), 0);
+        third.retry().unwrap();
+        assert_eq!((messages(frames(&mut third)).len(), used()), (1, before));
+        drop(third);
+        assert_eq!(used(), 0);
+    }
+
+    #[test]
+    fn reasons_of_rejections_are_charged() {
+        let (hub, _) = hub_with_service(1);
+        let quotas = Quotas::with_subscriptions(2);
+        let charge = quotas.connect("shop", "1");
+        let mut stream = Subscriptions::new(hub.watch_resources(None), None, charge, ALL);
+        let web: SocketAddr = "10.96.0.1:80".parse().unwrap();
+        stream.subscribe(subscribe(web, "")).unwrap();
+        let mut acknowledge = |reason: &str, filled: usize| {
+            let version = messages(frames(&mut stream)).remove(0).version;
+            let mut others = stream.charged.beside();
+            others.add(filled).unwrap();
+            stream.acknowledge(&proto::Acknowledgement {
+                name: web.to_string(),
+                version,
+                rejection: reason.to_owned(),
+                ..proto::Acknowledgement::default()
+            });
+            drop(others);
+            let used = quotas.charged().0 - SUBSCRIPTION_BYTES;
+            stream.subscribe(subscribe(web, "")).unwrap();
+            used
+        };
+        // Characters of four bytes.
+        let reason = "𠀀".repeat(1000);
+        assert_eq!(acknowledge(&reason, 0), 4 * MAX_REASON_CHARS);
+        assert_eq!(acknowledge("", 0), 0);
+        assert_eq!(acknowledge(&reason, 2000), 0, "it is left out");
+        assert_eq!(acknowledge("short", 0), 5);
+        drop(stream);
+        assert_eq!(quotas.charged().0, 0);
+    }
+
+    #[test]
+    fn own_pod_has_no_name() {
+        let (hub, pod) = hub_with_limits(0);
+        let resources = hub.watch_resources(Some(pod.clone()));
+        let mut stream = Subscriptions::new(resources, Some(pod), charge(), ALL);
+        let request = proto::Subscribe {
+            name: "x".repeat(200_000),
+            ..own()
+        };
+        let status = stream.subscribe(request).unwrap_err();
+        assert_eq!(status.code(), tonic::Code::InvalidArgument);
+        assert!(status.message().len() < 100, "{status}");
+    }
+
+    /// The last condition of a policy of generation 7.
+    async fn condition(hub: &Hub, id: &(Kind, Key)) -> String {
+        for _ in 0..2 {
+            hub.review().await;
+            tokio::time::advance(Duration::from_secs(60)).await;
+        }
+        let status = hub.get(id).unwrap().unwrap();
+        let conditions = status.parents[0].conditions.clone();
+        let last = conditions.into_iter().next_back().unwrap();
+        last.message.replace(
+            "pods connected to the writing replica have generation 7",
+            "have it",
+        )
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn proxy_whose_limits_are_refused_does_not_have_them() {
+        let (hub, pod) = hub_with_limits(2000);
+        let quotas = Quotas::with_subscriptions(3);
+        let charge = quotas.connect("shop", "1");
+        let mut others = charge.beside();
+        let resources = hub.watch_resources(Some(pod.clone()));
+        let mut stream = Subscriptions::new(resources, Some(pod), charge, ALL);
+        stream.subscribe(own()).unwrap();
+        assert!(frames(&mut stream).is_empty() && stream.has_refused());
+        let id = (Kind::TrafficPolicy, Key::new("shop", "p"));
+        let waiting = "0 of 1 have it; not: client (not acknowledged yet)";
+        assert_eq!(condition(&hub, &id).await, waiting);
+        // They fit now.
+        hub.apply([apply(limits(1000))]);
+        stream.retry().unwrap();
+        let version = messages(frames(&mut stream)).remove(0).version;
+        assert!(others.add(SUBSCRIPTION_BYTES).is_err());
+        assert_eq!(condition(&hub, &id).await, waiting);
+        stream.acknowledge(&proto::Acknowledgement {
+            version,
+            r#type: ResourceType::Self_.into(),
+            ..proto::Acknowledgement::default()
+        });
+        assert_eq!(condition(&hub, &id).await, "1 of 1 have it");
+    }
+
     #[tokio::test(start_paused = true)]
     async fn acknowledgements_count_for_the_state_that_was_sent_alone() {
         let (hub, _) = hub_with_service(1);
@@ -878,21 +1097,9 @@ mod tests {
         let policy = crate::policy::tests::policy("p", 0, limits);
         let id = (Kind::TrafficPolicy, policy.key.clone());
         hub.apply([Object::Pod(client), Object::Policy(policy)].map(apply));
-        let message = async || {
-            for _ in 0..2 {
-                hub.review().await;
-                tokio::time::advance(std::time::Duration::from_secs(60)).await;
-            }
-            let status = hub.get(&id).unwrap().unwrap();
-            let conditions = status.parents[0].conditions.clone();
-            let last = conditions.into_iter().next_back().unwrap();
-            last.message.replace(
-                "pods connected to the writing replica have generation 7",
-                "have it",
-            )
-        };
+        let message = async || condition(&hub, &id).await;
         let resources = hub.watch_resources(Some(pod.clone()));
-        let mut stream = Subscriptions::new(resources, Some(pod.clone()), quota(), ALL);
+        let mut stream = Subscriptions::new(resources, Some(pod.clone()), charge(), ALL);
         let web = "10.96.0.1:80".parse().unwrap();
         stream.subscribe(subscribe(web, "")).unwrap();
         let version = messages(frames(&mut stream)).remove(0).version;
@@ -928,7 +1135,7 @@ mod tests {
         // A proxy that resumes names the version that it applies.
         for (known, expected) in [("", waiting), (&*version, "1 of 1 have it")] {
             let resources = hub.watch_resources(Some(pod.clone()));
-            let mut stream = Subscriptions::new(resources, Some(pod.clone()), quota(), ALL);
+            let mut stream = Subscriptions::new(resources, Some(pod.clone()), charge(), ALL);
             stream.subscribe(subscribe(web, known)).unwrap();
             frames(&mut stream);
             assert_eq!(message().await, expected, "{known}");

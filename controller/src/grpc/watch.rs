@@ -2,7 +2,6 @@
 //! one before it can be sent, from the latest state of a Service.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use futures::{Stream, stream};
@@ -14,11 +13,12 @@ use super::message;
 use crate::hub::{CatalogError, Services};
 use crate::index::object::Key;
 use crate::index::version::Version;
-use crate::quota::{Charge, Quota, Unsent};
+use crate::quota::{Charge, Unsent};
 
-/// The caller that responses are charged to until they have been sent.
+/// What responses are charged to until they have been sent.
 pub(super) struct Account {
-    pub quota: Arc<Quota>,
+    /// Of the connection, without bytes.
+    pub charge: Charge,
     pub unsent: Unsent,
 }
 
@@ -27,7 +27,7 @@ impl Account {
         &self,
         response: proto::WatchServicesResponse,
     ) -> Result<proto::WatchServicesResponse, Status> {
-        let mut charge = Charge::new(self.quota.clone());
+        let mut charge = self.charge.beside();
         charge.add(response.encoded_len())?;
         self.unsent.push(charge);
         Ok(response)
@@ -108,7 +108,7 @@ mod tests {
 
     use futures::StreamExt as _;
 
-    use crate::authenticate::{Caller, Namespaces};
+    use crate::authenticate::Namespaces;
     use crate::hub::Hub;
     use crate::index::object::{Change, Source};
     use crate::index::tests::service_with_pods;
@@ -125,12 +125,8 @@ mod tests {
         apply("b", "10.0.0.2");
         let stopping = CancellationToken::new();
         let services = hub.watch_services(&BTreeSet::new(), Namespaces::All);
-        let caller = Caller {
-            user: "viewer".into(),
-            pod: None,
-        };
         let account = Account {
-            quota: Quotas::default().of(&caller),
+            charge: Quotas::default().connect("", ""),
             unsent: Unsent::default(),
         };
         let mut responses = pin!(responses(services, account, stopping.clone()));
@@ -159,17 +155,13 @@ mod tests {
         let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
         let objects = service_with_pods("a", "10.96.0.1", &pods).into_iter();
         hub.apply(objects.map(|object| Change::Apply(Source::Kubernetes, object)));
-        let caller = Caller {
-            user: "viewer".into(),
-            pod: None,
-        };
         // For one response, and not for two.
-        let quotas = Quotas::with_subscriptions(16);
+        let quotas = Quotas::with_subscriptions(8);
         let unsent = Unsent::default();
         let stream = || {
             let services = hub.watch_services(&BTreeSet::new(), Namespaces::All);
             let account = Account {
-                quota: quotas.of(&caller),
+                charge: quotas.connect("", ""),
                 unsent: unsent.clone(),
             };
             Box::pin(responses(services, account, CancellationToken::new()))

@@ -226,11 +226,14 @@ impl Hub {
             let pod = review.pods.len();
             review.pods.push(key.clone());
             review.proxies.insert(id, (pod, missing));
-            if missing.policy {
-                // Perhaps it does not even ask for its limits.
-                for service in index.limiting_services(key) {
-                    review.add_part(service, Side::Pods, None, (pod, Outcome::Incapable));
-                }
+            // Of a proxy that does not ask for its limits, or whose subscription is refused.
+            let outcome = match missing.policy {
+                true => Outcome::Incapable,
+                false if subscribers.has_own_state(id) => continue,
+                false => Outcome::Waiting,
+            };
+            for service in index.limiting_services(key) {
+                review.add_part(service, Side::Pods, None, (pod, outcome.clone()));
             }
         }
     }

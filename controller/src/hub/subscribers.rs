@@ -121,6 +121,14 @@ impl Subscribers {
         Some((id, client.pod.as_ref()?, client.missing))
     }
 
+    /// Whether a client has subscribed to the state of its pod.
+    pub(super) fn has_own_state(&self, id: u64) -> bool {
+        let client = self.client(id);
+        let pod = client.pod.as_ref();
+        let own = pod.map(|pod| Resource::Workload(pod.key(), pod.uid.clone()));
+        own.is_some_and(|own| client.subscribed.contains(&own))
+    }
+
     /// The subscription of a client.
     pub(super) fn subscriber(&mut self, id: u64, resource: &Resource) -> Option<&mut Subscriber> {
         self.resources.get_mut(resource)?.subscribers.get_mut(&id)

@@ -31,6 +31,7 @@ enum Need {
     New,
     InProgress,
     Optional,
+    Lasting,
 }
 
 /// An open connection of a test.
@@ -49,6 +50,7 @@ impl Open {
             Need::New => Slot::begin,
             Need::InProgress => Slot::hold,
             Need::Optional => Slot::try_hold,
+            Need::Lasting => Slot::hold_share,
         };
         let held = hold(&self.slot, self.bytes, bytes);
         if held {
@@ -574,6 +576,46 @@ fn bytes_of_a_holder_follow_the_rule_of_slots() {
     assert_eq!(admission.used_bytes(&[]), 310);
     drop(large);
     assert_eq!(admission.used_bytes(&[]), 10);
+}
+
+#[test]
+fn what_is_asked_for_again_ends_nothing_and_is_bounded() {
+    let admission = Admission::new(5000);
+    admission.resize(5000, 800);
+    let name = |number: usize| &*Box::leak(number.to_string().into_boxed_str());
+    let mut open = Vec::new();
+    let mut take_all = |path: Path| {
+        let mut one = admit(&admission, path, Class::Silent).unwrap();
+        while one.hold(one.bytes + 1, Need::Lasting) {}
+        open.push(one);
+        open.last().map(|one| one.bytes)
+    };
+    assert_eq!(take_all(&["a", "1"]), Some(700), "alone, it has all");
+    assert_eq!(take_all(&["a", "2"]), Some(350), "its share");
+    for number in 3..1000 {
+        take_all(Box::leak(Box::new(["a", name(number)])));
+    }
+    assert_eq!(admission.used_bytes(&["a"]), 1050, "half as much again");
+    // Another group has its share, however many holders the first one has.
+    assert_eq!(take_all(&["b", "1"]), Some(350));
+    assert_eq!(
+        (take_all(&["c", "1"]), admission.used_bytes(&[])),
+        (Some(0), 1400)
+    );
+    assert_eq!(ended(&open), [0; 0]);
+    drop(open.remove(0));
+    assert_eq!(admission.used_bytes(&[]), 700);
+    let last = open.last_mut().unwrap();
+    assert!(!last.hold(234, Need::Lasting) && last.hold(233, Need::Lasting));
+    // What ends gets no more, and gives back what it has.
+    let lost = admit(&admission, &["d"], Class::Silent);
+    admission.resize(1, 800);
+    let mut lost = open
+        .into_iter()
+        .chain(lost)
+        .find(|one| one.slot.is_ended() && one.bytes > 0);
+    let lost = lost.as_mut().unwrap();
+    assert!(!lost.hold(lost.bytes + 1, Need::Lasting) && lost.hold(0, Need::Lasting));
 }
 
 #[test]
