@@ -439,39 +439,44 @@ fn levels(
     levels.collect()
 }
 
-/// Removes the connections that were told to end. Each of them was above its share of what is short,
+/// Moves the connections that were told to end. Each of them was above its share of what is short,
 /// or there are more holders than slots.
 fn remove_ended(
     open: &mut Vec<Open>,
+    ending: &mut Vec<Open>,
     uses: impl Fn(&Open) -> usize,
     limit: usize,
     context: &str,
 ) -> bool {
     for lost in open.iter().filter(|open| open.slot.is_asked_to_end()) {
-        let levels = levels(open, &[], lost.path, &uses, limit);
+        let holders: Vec<Path> = ending.iter().map(|open| open.path).collect();
+        let levels = levels(open, &holders, lost.path, &uses, limit);
         let is_above = levels.iter().all(|(has, share, _)| has > share);
         let is_crowded = levels.iter().any(|(_, _, is_crowded)| *is_crowded);
         assert!(is_above || is_crowded, "{context}: {:?} lost", lost.path);
     }
-    let before = open.len();
-    open.retain(|open| !open.slot.is_asked_to_end());
-    open.len() < before
+    let before = ending.len();
+    ending.extend(open.extract_if(.., |open| open.slot.is_asked_to_end()));
+    ending.len() > before
 }
 
 #[test]
 fn random_histories_follow_the_rule() {
-    let (mut ended_for_bytes, mut refused_bytes) = (0, 0);
+    let (mut ended_for_bytes, mut refused_bytes, mut refused_for_ending) = (0, 0, 0);
     for seed in 0..200 {
         let mut random = Random(seed);
         let (limit, max_bytes) = (1 + random.below(40), 500 + random.below(5000));
         let admission = Admission::new(limit);
         admission.resize(limit, max_bytes);
         let max_bytes = admission.max_bytes();
+        let reserve = max_bytes / (RESERVE - 1);
         let mut open: Vec<Open> = Vec::new();
-        for step in 0..400 {
+        // Their tasks have not run.
+        let mut ending: Vec<Open> = Vec::new();
+        for step in 0..600 {
             let context = format!("seed {seed}, step {step}, limits {limit} and {max_bytes}");
             let path = PATHS[random.below(PATHS.len())];
-            match random.below(12) {
+            match random.below(16) {
                 0..5 => {
                     let before = levels(&open, &[], path, |_| 1, limit);
                     let is_below = before.iter().all(|(has, share, _)| has < share);
@@ -482,7 +487,7 @@ fn random_histories_follow_the_rule() {
                         "{context}: refused"
                     );
                     open.extend(new);
-                    remove_ended(&mut open, |_| 1, limit, &context);
+                    remove_ended(&mut open, &mut ending, |_| 1, limit, &context);
                 }
                 5 if !open.is_empty() => {
                     let index = random.below(open.len());
@@ -504,34 +509,56 @@ fn random_histories_follow_the_rule() {
                     let need = [Need::New, Need::InProgress, Need::Optional][random.below(3)];
                     let is_optional = need == Need::Optional;
                     open[index].wanted = bytes;
-                    let levels = levels(&open, &[], path, |open| open.wanted, max_bytes);
+                    let holders: Vec<Path> = ending.iter().map(|open| open.path).collect();
+                    let levels = levels(&open, &holders, path, |open| open.wanted, max_bytes);
                     let is_within = levels.last().is_some_and(|(has, share, _)| has <= share);
+                    let (used, ends) = (used_by(&open), used_by(&ending));
                     let held = open[index].hold(bytes, need);
                     refused_bytes += usize::from(!held);
                     assert!(held || bytes > before, "{context}: it does not grow");
-                    let is_full = used_by(&open) + bytes > max_bytes / 4 + before;
+                    let is_full = used + bytes > max_bytes / 4 + before;
+                    let is_ending = ends > reserve;
                     assert!(
-                        held || !is_within || is_optional && is_full,
+                        held || !is_within || is_ending || is_optional && is_full,
                         "{context}: {path:?} is refused {bytes} bytes"
                     );
-                    let ended = remove_ended(&mut open, |open| open.wanted, max_bytes, &context);
+                    refused_for_ending += usize::from(!held && is_within && !is_optional);
+                    let uses = |open: &Open| open.wanted;
+                    let ended = remove_ended(&mut open, &mut ending, uses, max_bytes, &context);
                     open.iter_mut().for_each(|open| open.wanted = open.bytes);
                     assert!(!ended || !is_optional, "{context}: optional");
+                    assert!(!ended || !is_ending, "{context}: {ends} have not ended");
                     ended_for_bytes += usize::from(ended);
+                }
+                12..15 if !ending.is_empty() => {
+                    let index = random.below(ending.len());
+                    drop(ending.swap_remove(index));
+                }
+                15 if !ending.is_empty() => {
+                    // It releases what it holds one after the other.
+                    let index = random.below(ending.len());
+                    let less = random.below(ending[index].bytes + 1);
+                    assert!(ending[index].hold(less, Need::InProgress), "{context}");
                 }
                 _ => {}
             }
             assert_eq!(admission.used(&[]), open.len(), "{context}");
-            assert_eq!(admission.used_bytes(&[]), used_by(&open), "{context}");
+            let (used, ends) = (used_by(&open), used_by(&ending));
+            assert_eq!(admission.used_bytes(&[]), used + ends, "{context}");
             assert!(open.len() <= limit, "{context}");
-            assert!(used_by(&open) <= max_bytes / 7 * 8 + 8, "{context}");
+            // What ends belongs to nobody: beyond the limit, it counts against the reserve.
+            let is_within = used <= max_bytes || used + ends <= max_bytes + reserve;
+            assert!(is_within, "{context}: {used} and {ends}");
         }
-        drop(open);
+        drop((open, ending));
         assert_eq!(admission.holders(), 0, "seed {seed}");
         assert_eq!(admission.used_bytes(&[]), 0, "seed {seed}");
     }
-    let counts = (ended_for_bytes, refused_bytes);
-    assert!(counts.0 > 1000 && counts.1 > 1000, "{counts:?}");
+    let counts = (ended_for_bytes, refused_bytes, refused_for_ending);
+    assert!(
+        counts.0 > 1000 && counts.1 > 1000 && counts.2 > 100,
+        "{counts:?}"
+    );
 }
 
 fn used_by(open: &[Open]) -> usize {
