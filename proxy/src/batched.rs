@@ -26,11 +26,14 @@ use crate::tls::Acceptance;
 
 /// The maximum number of buffered bytes. Above it, a write waits for the socket.
 const MAX_BUFFERED: usize = 64 * 1024;
-/// The maximum number of bytes of bodies that `h2` queues for one connection.
-const MAX_QUEUED: usize = 64 * 1024;
+/// The maximum number of bytes of bodies that `h2` queues for one connection: short ones of a hundred
+/// streams do not wait for each other.
+const MAX_QUEUED: usize = 128 * 1024;
 /// The maximum number of queued bytes to which a body is added without flow-control capacity: others
 /// have room while a receiver grants none.
-pub const MAX_UNRESERVED_QUEUED: usize = MAX_QUEUED / 2;
+pub const MAX_UNRESERVED_QUEUED: usize = MAX_QUEUED / 4 * 3;
+/// What waits is charged in steps of this size until it is written.
+const QUEUE_STEP: usize = 4 * 1024;
 /// The capacity that a connection may own without using it while it waits for the socket.
 const MAX_UNUSED_CAPACITY: usize = 16 * 1024;
 /// The maximum capacity of a buffer that is kept for reuse.
@@ -143,7 +146,8 @@ impl Batched {
         let queued = queue.bytes.get();
         let is_left = || {
             let inner = &mut *inner.borrow_mut();
-            inner.memory.try_grow(inner.base() + queued + length)
+            let held = inner.base() + queued + length;
+            inner.memory.try_grow(held.next_multiple_of(QUEUE_STEP))
         };
         if queued == 0 || queued + length <= MAX_QUEUED && is_left() {
             return Poll::Ready(());
@@ -352,7 +356,7 @@ mod tests {
             io.poll_room(&task, length).is_ready()
         };
         let body = |length| io.queue(vec![0; length].into());
-        let bodies = [30_000, 30_000].map(body);
+        let bodies = [MAX_QUEUED / 2 - 2500; 2].map(body);
         assert!(has_room(5000) && !has_room(6000));
         // What `h2` has written needs no room.
         drop(bodies);

@@ -113,6 +113,7 @@ async fn redirected(
             destination,
             caller,
             slot,
+            called_by: Default::default(),
         },
     )
     .await;

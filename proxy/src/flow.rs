@@ -1,6 +1,7 @@
 //! What one connection carries along the path: its worker, its direction, its two ends and its
 //! caller.
 
+use std::cell::OnceCell;
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -10,6 +11,7 @@ use std::time::Instant;
 
 use diy_mesh_proto::Identity;
 use diy_mesh_runtime::admission::network;
+use http::HeaderValue;
 
 use crate::balance::Backend;
 use crate::destination::Destination;
@@ -64,6 +66,8 @@ pub struct Flow {
     pub caller: Caller,
     /// The slot of the connection, and what it holds.
     pub slot: Rc<ConnectionSlot>,
+    /// The value of `X-Called-By`, which all requests of the connection share.
+    pub called_by: OnceCell<Option<HeaderValue>>,
 }
 
 impl Flow {
@@ -203,8 +207,9 @@ impl Flow {
     /// The changes that the proxy makes to every request's head: only it tells the application the
     /// caller's identity, and the next proxy the previous attempts, which no application gets.
     pub fn request_edits(&self) -> [Edit<'_>; 2] {
+        let value = || HeaderValue::from_str(self.called_by()?).ok();
         [
-            Edit::Own("X-Called-By", self.called_by()),
+            Edit::Own("X-Called-By", self.called_by.get_or_init(value).as_ref()),
             Edit::Own(PREVIOUS_ATTEMPTS, None),
         ]
     }

@@ -246,7 +246,7 @@ impl Charge {
             self.amount = amount;
         }
         UNDER_PRESSURE.set(self.slot.is_under_pressure());
-        is_held.then_some(()).ok_or(EXHAUSTED)
+        if is_held { Ok(()) } else { Err(EXHAUSTED) }
     }
 
     /// What is charged.

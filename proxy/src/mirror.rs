@@ -209,6 +209,7 @@ mod tests {
         let address = ([127, 0, 0, 1], 80).into();
         let worker = Worker::new(WorkerContext::for_a_test(""));
         let flow = Rc::new(Flow {
+            called_by: Default::default(),
             slot: worker.slot(),
             worker: worker.clone(),
             direction: Direction::Outbound,

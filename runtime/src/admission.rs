@@ -731,7 +731,12 @@ impl<K: Clone + Eq + Hash> Tree<K> {
         new: Option<&Entry>,
         waits: bool,
     ) -> Result<Option<Arc<Entry>>, Refused> {
-        self.make_room_in((ROOT, self.limits[resource]), resource, new, waits)
+        let limit = self.limits[resource];
+        if self.nodes[ROOT].used[resource] > limit {
+            self.make_room_in((ROOT, limit), resource, new, waits)
+        } else {
+            Ok(None)
+        }
     }
 
     /// As [`Tree::make_room`], for a holder with a limit.

@@ -7,6 +7,7 @@ use diy_mesh_proxy::http1::body::Relay;
 use diy_mesh_proxy::http1::head::{
     Framing, HeadSearch, MAX_HEAD, RequestHead, ResponseHead, Version,
 };
+use http::HeaderValue;
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
 /// The fields that say where a message ends and where it goes; and the caller's identity.
@@ -48,14 +49,16 @@ fn request_head(request: &RequestHead) {
         Framing::UntilClose,
         "a request ends before its connection"
     );
-    let called = Edits::of(&[Edit::Own("X-Called-By", Some(CALLER))])
+    let caller = HeaderValue::from_static(CALLER);
+    let edits = [Edit::Own("X-Called-By", Some(&caller))];
+    let called = Edits::of(&edits)
         .fields(request.fields())
         .filter(|(name, _)| names_a_caller(name));
     assert!(
         called.map(|(_, value)| value).eq([CALLER.as_bytes()]),
         "the proxy sets the identity of the caller"
     );
-    for called_by in [None, Some(CALLER)] {
+    for called_by in [None, Some(&caller)] {
         let mut out = BytesMut::new();
         let edit = Edit::Own("X-Called-By", called_by);
         request.write(&mut out, Edits::of(&[edit]));
@@ -75,7 +78,7 @@ fn request_head(request: &RequestHead) {
             .fields()
             .filter(|(name, _)| names_a_caller(name))
             .map(|(_, value)| value);
-        assert!(called.eq(called_by.map(str::as_bytes)), "{out:?}");
+        assert!(called.eq(called_by.map(HeaderValue::as_bytes)), "{out:?}");
         let ours = |name: &[u8]| name == b"Connection" || names_a_caller(name);
         in_order(
             again.fields().filter(|(name, _)| !ours(name)),

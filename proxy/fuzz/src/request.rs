@@ -162,8 +162,9 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
         host: Some("new.example".to_owned()),
         path: path.or(Some(PathChange::Full("/z".to_owned()))),
     };
+    let caller = HeaderValue::from_static(CALLER);
     let changes = [
-        Edit::Own("X-Called-By", Some(CALLER)),
+        Edit::Own("X-Called-By", Some(&caller)),
         Edit::Set("x-a", "set"),
         Edit::Remove("x-b"),
     ];

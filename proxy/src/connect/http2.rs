@@ -112,8 +112,14 @@ struct StreamSlot {
     streams: Rc<Streams>,
     /// The request is in flight.
     _request: Slot,
-    /// The place of the request on the connection of its client.
-    place: Option<Rc<dyn Any>>,
+    /// The places of the client whose request it is.
+    places: Option<Rc<dyn Places>>,
+}
+
+/// The places for requests of one client.
+pub trait Places {
+    /// Takes one until the result is dropped, also while all are taken.
+    fn keep(self: Rc<Self>) -> Box<dyn Any>;
 }
 
 impl Connections {
@@ -332,7 +338,7 @@ impl Lease {
             slot: Some(StreamSlot {
                 streams,
                 _request: request,
-                place: None,
+                places: None,
             }),
             is_open: Cell::new(false),
         }
@@ -345,17 +351,17 @@ impl Lease {
         }
     }
 
-    /// Opens the stream. If it is reset, `place` is kept until the peer has read the reset.
+    /// Opens the stream. If it is reset, it has one of these places until the peer has read the reset.
     pub fn send(
         &mut self,
         request: Request<()>,
         end_of_stream: bool,
-        place: Option<Rc<dyn Any>>,
+        places: Option<Rc<dyn Places>>,
     ) -> Result<(ResponseFuture, SendStream<Queued>), h2::Error> {
         let mut sender = self.connection.sender.borrow_mut();
         let opened = sender.send_request(request, end_of_stream)?;
         if let Some(slot) = &mut self.slot {
-            slot.place = place;
+            slot.places = places;
         }
         self.is_open.set(true);
         Ok(opened)
@@ -416,7 +422,8 @@ impl Drop for Lease {
         if self.is_open.get() {
             // The first SETTINGS frame follows the reset. The second one follows the acknowledgment of
             // the first one.
-            connection.keep_until_read(2, slot);
+            let place = slot.as_ref().and_then(|slot| slot.places.clone());
+            connection.keep_until_read(2, (slot, place.map(Places::keep)));
         } else {
             drop(slot);
         }

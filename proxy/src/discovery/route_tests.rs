@@ -125,6 +125,7 @@ impl Mesh {
         let (client, accepted) = tokio::join!(connecting, listener.accept());
         let (stream, peer) = accepted.unwrap();
         let flow = Flow {
+            called_by: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction: Direction::Outbound,

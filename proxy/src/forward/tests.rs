@@ -58,6 +58,7 @@ async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
     let address = SocketAddr::from(([127, 0, 0, 1], 80));
     let worker = Worker::new(WorkerContext::for_a_test(""));
     let flow = Flow {
+        called_by: Default::default(),
         slot: worker.slot(),
         worker,
         direction: Direction::Outbound,
@@ -179,6 +180,7 @@ async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) 
         drop(questions.next().await.1(Arc::new(target)));
     });
     let flow = Flow {
+        called_by: Default::default(),
         slot: worker.slot(),
         worker,
         direction: Direction::Outbound,

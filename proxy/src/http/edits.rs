@@ -10,7 +10,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Edit<'a> {
     /// A field that only the mesh may set: it has this value alone, or is removed.
-    Own(&'a str, Option<&'a str>),
+    Own(&'a str, Option<&'a HeaderValue>),
     /// The field has this value alone, and stands last.
     Set(&'a str, &'a str),
     /// The field has this value besides those that it has, and stands last.
@@ -74,10 +74,12 @@ impl<'a> Edits<'a> {
     }
 
     /// The fields that are appended.
-    pub fn appended(self) -> impl Iterator<Item = (&'a str, &'a str)> {
+    pub fn appended(self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
         self.fields.iter().filter_map(|edit| match *edit {
-            Edit::Own(name, value) => value.map(|value| (name, value)),
-            Edit::Set(name, value) | Edit::Add(name, value) => Some((name, value)),
+            Edit::Own(name, value) => value.map(|value| (name.as_bytes(), value.as_bytes())),
+            Edit::Set(name, value) | Edit::Add(name, value) => {
+                Some((name.as_bytes(), value.as_bytes()))
+            }
             Edit::Remove(_) => None,
         })
     }
@@ -90,11 +92,8 @@ impl<'a> Edits<'a> {
     where
         'a: 'f,
     {
-        let appended = self
-            .appended()
-            .map(|(name, value)| (name.as_bytes(), value.as_bytes()));
         head.filter_map(move |(name, value)| Some((name, self.value(name, value)?)))
-            .chain(appended)
+            .chain(self.appended())
     }
 
     /// Changes the fields of a head of HTTP/2.
@@ -109,9 +108,21 @@ impl<'a> Edits<'a> {
         {
             *named = host;
         }
-        for (name, value) in self.appended() {
-            let name = HeaderName::from_bytes(name.as_bytes());
-            if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
+        for edit in self.fields {
+            let (name, value) = match *edit {
+                Edit::Own(name, Some(value)) => (name, Ok(value.clone())),
+                Edit::Set(name, value) | Edit::Add(name, value) => {
+                    (name, HeaderValue::from_str(value))
+                }
+                Edit::Own(_, None) | Edit::Remove(_) => continue,
+            };
+            // Not copied: each request gets it.
+            let name = if name.eq_ignore_ascii_case(CALLED_BY) {
+                Ok(HeaderName::from_static(CALLED_BY))
+            } else {
+                HeaderName::from_bytes(name.as_bytes())
+            };
+            if let (Ok(name), Ok(value)) = (name, value) {
                 headers.append(name, value);
             }
         }
@@ -122,11 +133,13 @@ impl<'a> Edits<'a> {
 mod tests {
     use super::*;
 
-    const EDITS: &[Edit<'static>] = &[
-        Edit::Own("X-Called-By", Some("me")),
-        Edit::Add("X-Via", "mesh"),
-        Edit::Remove("x-mesh-error"),
-    ];
+    fn edits(caller: &HeaderValue) -> [Edit<'_>; 3] {
+        [
+            Edit::Own("X-Called-By", Some(caller)),
+            Edit::Add("X-Via", "mesh"),
+            Edit::Remove("x-mesh-error"),
+        ]
+    }
 
     #[test]
     fn edits_keep_the_case_and_order_of_other_fields() {
@@ -137,7 +150,9 @@ mod tests {
             (b"X-MESH-ERROR", b"forged"),
             (b"X-B", b"2"),
         ];
-        let edited: Vec<_> = Edits::of(EDITS).fields(head.into_iter()).collect();
+        let caller = HeaderValue::from_static("me");
+        let edits = edits(&caller);
+        let edited: Vec<_> = Edits::of(&edits).fields(head.into_iter()).collect();
         let expected: [(&[u8], &[u8]); 5] = [
             (b"hOsT", b"a"),
             (b"X-Via", b"one"),
@@ -154,7 +169,8 @@ mod tests {
         for (name, value) in [("x_called.by", "forged"), ("x-via", "one"), ("x-b", "2")] {
             headers.append(name, HeaderValue::from_static(value));
         }
-        Edits::of(EDITS).apply(&mut headers);
+        let caller = HeaderValue::from_static("me");
+        Edits::of(&edits(&caller)).apply(&mut headers);
         let values = |name: &str| -> Vec<_> { headers.get_all(name).iter().collect() };
         assert_eq!(values("x-via"), ["one", "mesh"]);
         assert_eq!(values("x-called-by"), ["me"]);

@@ -113,7 +113,7 @@ async fn carry(
             false => 0,
         },
         client,
-        place: Rc::new(place),
+        _place: place,
         parts,
         cost: memory.amount(),
         memory,
@@ -138,8 +138,7 @@ struct Exchange {
     /// The number of interim responses that the client still gets. It waits for one of them.
     interim_left: u32,
     client: Stream,
-    /// Kept until the endpoint has read the resets of all attempts.
-    place: Rc<Place>,
+    _place: Place,
     /// Charged for the stream and the heads, and for what the relays hold.
     memory: Charge,
     /// The memory of the stream and the heads.
@@ -536,8 +535,8 @@ impl Forward for Exchange {
         }
         head::set_deadline(&mut parts, self.record.attempts.exchange_deadline);
         let request = Request::from_parts(parts, ());
-        let (place, is_complete) = (self.place.clone(), self.upload.is_done());
-        let (response, to_upstream) = match lease.send(request, is_complete, Some(place)) {
+        let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
+        let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
             Ok(stream) => stream,
             Err(error) => return self.failed(&error, endpoint, &lease, false),
         };

@@ -12,6 +12,7 @@ mod relay;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -26,6 +27,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
 use crate::batched::{Batched, Queued};
+use crate::connect;
 use crate::connect::http2::{
     CONNECTION_COST, CONNECTION_WINDOW, MAX_HEADER_LIST, MAX_LOCAL_RESETS, MAX_SEND_BUFFER,
     MIN_CONNECTION_WINDOW, STREAM_WINDOW,
@@ -307,7 +309,7 @@ impl Shared {
             open: Cell::new(0),
             has_served: Cell::new(false),
             progress: Cell::new(false),
-            resets: Resets::new(Instant::now()),
+            resets: Resets::default(),
             places: Rc::default(),
         }
     }
@@ -319,7 +321,7 @@ impl Shared {
     /// A place for a request. Waits while all are taken, or the client has reset too many streams.
     /// None if it resets this one: the application has not seen it, so it does not count.
     async fn place(&self, respond: &mut SendResponse<Queued>) -> Option<Place> {
-        let is_free = self.resets.delay(Instant::now()).is_zero();
+        let is_free = self.resets.delay(Instant::now).is_zero();
         if let Some(place) = self.places.try_take().filter(|_| is_free) {
             return Some(place);
         }
@@ -327,7 +329,7 @@ impl Shared {
         let mut waiting = Box::pin(async {
             let place = self.places.take().await;
             loop {
-                match self.resets.delay(Instant::now()) {
+                match self.resets.delay(Instant::now) {
                     Duration::ZERO => return place,
                     delay => sleep(delay).await,
                 }
@@ -342,9 +344,12 @@ impl Shared {
 }
 
 /// The places for requests of one client connection, [`MAX_STREAMS`]. The client cannot have more of
-/// them with the application by resetting streams.
+/// them with the application by resetting streams: those that the application has not read the reset
+/// of have places too.
 struct Places {
     free: Semaphore,
+    /// The number of places that were taken while none was free.
+    owed: Cell<usize>,
     /// Wakes the task of the connection.
     task: RefCell<Option<Waker>>,
 }
@@ -353,6 +358,7 @@ impl Default for Places {
     fn default() -> Self {
         Self {
             free: Semaphore::new(MAX_STREAMS as usize),
+            owed: Cell::new(0),
             task: RefCell::default(),
         }
     }
@@ -381,13 +387,25 @@ impl Places {
     }
 }
 
+impl connect::http2::Places for Places {
+    fn keep(self: Rc<Self>) -> Box<dyn Any> {
+        if self.free.forget_permits(1) == 0 {
+            self.owed.set(self.owed.get() + 1);
+        }
+        Box::new(Place(self))
+    }
+}
+
 /// One of the [`Places`]. Released on drop.
 struct Place(Rc<Places>);
 
 impl Drop for Place {
     fn drop(&mut self) {
         let Self(places) = self;
-        places.free.add_permits(1);
+        match places.owed.get() {
+            0 => places.free.add_permits(1),
+            owed => places.owed.set(owed - 1),
+        }
         if places.are_all_free() {
             places.task.take().into_iter().for_each(Waker::wake);
         }
@@ -397,38 +415,35 @@ impl Drop for Place {
 /// The streams that a client reset: calls that it cancelled, or whose deadlines passed. They close no
 /// connection, because in an outage most calls end so. But each one costs the application more than
 /// the client, so new streams wait until no more than [`MAX_RESETS_PER_SECOND`] count. Pure.
+#[derive(Default)]
 struct Resets {
-    /// When none of them counts any more.
-    over_at: Cell<Instant>,
+    /// When none of them counts any more. None: without resets, no clock is read.
+    over_at: Cell<Option<Instant>>,
 }
 
 impl Resets {
     /// The time in which one of them ceases to count.
     const INTERVAL: Duration = Duration::from_millis(1000 / MAX_RESETS_PER_SECOND as u64);
 
-    fn new(now: Instant) -> Self {
-        let over_at = Cell::new(now);
-        Self { over_at }
-    }
-
     /// The client reset a stream.
     fn record_reset(&self, now: Instant) {
-        self.over_at
-            .set(self.over_at.get().max(now) + Self::INTERVAL);
+        let over_at = self.over_at.get().map_or(now, |over_at| over_at.max(now));
+        self.over_at.set(Some(over_at + Self::INTERVAL));
     }
 
     /// A stream ended with a response, which makes up for one that was reset.
     fn record_completed(&self) {
-        let earlier = self.over_at.get().checked_sub(Self::INTERVAL);
-        earlier
-            .into_iter()
-            .for_each(|earlier| self.over_at.set(earlier));
+        let over_at = self.over_at.get();
+        self.over_at
+            .set(over_at.and_then(|over_at| over_at.checked_sub(Self::INTERVAL)));
     }
 
     /// How long new streams wait.
-    fn delay(&self, now: Instant) -> Duration {
-        let allowed = now + MAX_RESETS_PER_SECOND * Self::INTERVAL;
-        self.over_at.get().saturating_duration_since(allowed)
+    fn delay(&self, now: impl Fn() -> Instant) -> Duration {
+        self.over_at.get().map_or(Duration::ZERO, |over_at| {
+            let allowed = now() + MAX_RESETS_PER_SECOND * Self::INTERVAL;
+            over_at.saturating_duration_since(allowed)
+        })
     }
 }
 
@@ -464,18 +479,18 @@ mod resets_tests {
     #[test]
     fn streams_wait_after_100_resets_a_second_that_no_response_makes_up_for() {
         let start = Instant::now();
-        let resets = Resets::new(start);
+        let resets = Resets::default();
         (0..100).for_each(|_| resets.record_reset(start));
-        assert_eq!(resets.delay(start), Duration::ZERO);
+        assert_eq!(resets.delay(|| start), Duration::ZERO);
         (0..50).for_each(|_| resets.record_reset(start));
-        assert_eq!(resets.delay(start), Duration::from_millis(500));
+        assert_eq!(resets.delay(|| start), Duration::from_millis(500));
         (0..20).for_each(|_| resets.record_completed());
-        assert_eq!(resets.delay(start), Duration::from_millis(300));
+        assert_eq!(resets.delay(|| start), Duration::from_millis(300));
         let later = start + Duration::from_millis(300);
-        assert_eq!(resets.delay(later), Duration::ZERO);
+        assert_eq!(resets.delay(|| later), Duration::ZERO);
         // Completed streams allow no more resets at once than a pause does.
         (0..1000).for_each(|_| resets.record_completed());
         (0..101).for_each(|_| resets.record_reset(later));
-        assert_eq!(resets.delay(later), Duration::from_millis(10));
+        assert_eq!(resets.delay(|| later), Duration::from_millis(10));
     }
 }

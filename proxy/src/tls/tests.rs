@@ -167,6 +167,7 @@ impl Side {
                 let (stream, peer) = listener.accept().await.unwrap();
                 let destination = worker.apps.fixed(app);
                 let flow = Flow {
+                    called_by: Default::default(),
                     slot: worker.slot(),
                     worker: worker.clone(),
                     direction: Direction::Inbound,
@@ -200,6 +201,7 @@ impl Side {
         let (stream, peer) = accepted.unwrap();
         let (worker, destination) = (self.worker.clone(), destination.clone());
         let flow = Flow {
+            called_by: Default::default(),
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,
@@ -314,6 +316,7 @@ impl Pair {
     fn flow(&self, peer: SocketAddr) -> Flow {
         let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
         Flow {
+            called_by: Default::default(),
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,

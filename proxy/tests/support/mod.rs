@@ -180,6 +180,7 @@ impl Mesh {
             _ => Holder::Pending(peer.ip()),
         };
         let flow = Flow {
+            called_by: Default::default(),
             slot: self.slot_of(holder),
             worker: self.worker.clone(),
             direction,

@@ -76,6 +76,7 @@ impl Pod {
         let (stream, peer) = accepted.unwrap();
         let identity = |account| Identity::new("cluster.local", "shop", account).unwrap();
         let flow = Flow {
+            called_by: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction: Direction::Inbound,

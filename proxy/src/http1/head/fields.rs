@@ -142,7 +142,7 @@ impl Fields {
             put_field(out, name, value);
         }
         for (name, value) in edits.appended() {
-            put_field(out, name.as_bytes(), value.as_bytes());
+            put_field(out, name, value);
         }
         if upgrade {
             put_field(out, b"Connection", b"Upgrade");

@@ -61,6 +61,7 @@ async fn client_through(
     tokio::task::spawn_local(async move {
         let (stream, peer) = listener.accept().await.unwrap();
         let flow = Flow {
+            called_by: Default::default(),
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,

@@ -177,6 +177,7 @@ impl Mesh {
         );
         let (stream, peer) = accepted.unwrap();
         let flow = Flow {
+            called_by: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction,
