@@ -344,7 +344,7 @@ impl Drop for ExchangeRecord {
         if self.status.is_some() || self.failure.is_some() {
             worker.ended(*direction, self.backend(), self.failure);
         }
-        tracing::trace!(
+        tracing::debug!(
             direction = direction.name(),
             %peer,
             caller = self.flow.called_by(),

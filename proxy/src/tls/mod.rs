@@ -149,7 +149,7 @@ impl Tls {
             return Err(failed(format!("peer is {peer}, expected {expected}")));
         }
         self.set_lifetime(&mut io, not_after, own);
-        tracing::trace!(%address, %peer, "TLS session: {negotiated}");
+        tracing::debug!(%address, %peer, "TLS session: {negotiated}");
         Ok(io)
     }
 
