@@ -360,6 +360,11 @@ impl Backend {
         matches!(self.state.borrow().unavailable, Failure::Overloaded(_))
     }
 
+    /// Whether the backend is its address, without discovery.
+    pub fn is_fixed(&self) -> bool {
+        self.updates.is_none()
+    }
+
     /// Whether discovery will not update the backend again.
     pub fn is_unwatched(&self) -> bool {
         self.updates

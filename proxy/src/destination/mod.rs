@@ -32,6 +32,8 @@ const MAX_DESTINATIONS: usize = 10_000;
 const MAX_UNCONNECTED: usize = 256;
 /// How long a destination without connections is kept.
 const DESTINATION_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The same for one without discovery, which is as it was when it is made again.
+const FIXED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The destinations of one worker, and the backends of their routes.
 pub struct Destinations {
@@ -268,19 +270,20 @@ impl<T: AsRef<Backend>> Entry<T> {
     /// Whether the value was used recently, and discovery still updates it. If not, the next
     /// request subscribes again.
     fn should_retain(&self, now: Instant) -> bool {
-        let (held, unwatched) = match self.value.get() {
-            Some(value) => (
-                Rc::strong_count(value) > 1,
-                (**value).as_ref().is_unwatched(),
-            ),
-            None => (false, false),
-        };
+        let (mut held, mut unwatched, mut timeout) = (false, false, DESTINATION_IDLE_TIMEOUT);
+        if let Some(value) = self.value.get() {
+            let backend = (**value).as_ref();
+            (held, unwatched) = (Rc::strong_count(value) > 1, backend.is_unwatched());
+            if backend.is_fixed() && !backend.has_connections() {
+                timeout = FIXED_IDLE_TIMEOUT;
+            }
+        }
         if self.used.take() || held {
             self.idle_since.set(None);
         }
         let since = self.idle_since.get().unwrap_or(now);
         self.idle_since.set(Some(since));
-        !unwatched && now.saturating_duration_since(since) < DESTINATION_IDLE_TIMEOUT
+        !unwatched && now.saturating_duration_since(since) < timeout
     }
 }
 
