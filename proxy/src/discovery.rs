@@ -367,9 +367,9 @@ impl Driver {
             Err(table::Full) => {
                 self.metrics.refused.inc();
                 if let Some(count) = self.log_limiter.should_log(LogKind::TableFull) {
-                    let limit = self.timing.max_destinations;
+                    let used = self.table.len();
                     warn!(
-                        "refusing {resource}: all {limit} subscriptions are in use ({count} refused)"
+                        "refusing {resource}: {used} destinations are in use, the maximum, or as many as the memory allows ({count} refused)"
                     );
                 }
             }

@@ -24,7 +24,8 @@ use entry::{Bounds, Entry, Phase};
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
 
-/// Endpoints that each Service may have, whatever the others have.
+/// Endpoints that each Service may have, whatever the others have, while there are fewer than twice
+/// as many as there may be.
 const MIN_ENDPOINTS: usize = 64;
 
 /// All subscribed resources, and which expired destinations were meshed.
@@ -32,9 +33,9 @@ pub(super) struct Table {
     entries: HashMap<Resource, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
-    /// Endpoints of all destinations, with those that take as much memory as their tables.
+    /// Endpoints of all destinations, with those that take as much memory as the rest of them.
     pub(super) max_endpoints: usize,
-    /// Those that there are.
+    /// Those that there are, at most twice as many and [`MIN_ENDPOINTS`].
     weight: usize,
     /// Each proxy keeps other endpoints of a large Service.
     seed: u64,
@@ -97,12 +98,12 @@ impl Table {
                 Vec::new(),
             ));
         }
-        let mut requests = if self.entries.len() < self.limit {
-            Vec::new()
-        } else {
+        let mut requests = if self.is_full() {
             self.make_room()
+        } else {
+            Vec::new()
         };
-        if self.entries.len() >= self.limit {
+        if self.is_full() {
             return Err(Full);
         }
         // A formerly meshed destination gets no plaintext until the controller sends another
@@ -129,9 +130,11 @@ impl Table {
             settled: false,
             meshed,
             is_rejected: false,
+            rule_bytes: 0,
             unused_since: None,
         };
         requests.push(subscribe(&resource, &entry, Instant::now()));
+        self.weight += entry.weight();
         self.entries.insert(resource, entry);
         Ok((
             Watched {
@@ -140,6 +143,10 @@ impl Table {
             },
             requests,
         ))
+    }
+
+    fn is_full(&self) -> bool {
+        self.entries.len() >= self.limit || self.weight >= self.max_endpoints.saturating_mul(2)
     }
 
     /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep,
@@ -222,16 +229,13 @@ impl Table {
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
-        self.weight = self
-            .entries
-            .values()
-            .map(|entry| entry.sender.borrow().weight())
-            .sum();
+        self.weight = 0;
         let resubscribe = |(resource, entry): (&Resource, &mut Entry)| {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
             entry.refused = None;
             entry.order.resume(now);
+            self.weight += entry.weight();
             subscribe(resource, entry, now)
         };
         self.entries.iter_mut().map(resubscribe).collect()
@@ -242,11 +246,7 @@ impl Table {
     /// cannot be requested again.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
-        let idle = if self.entries.len() < self.limit {
-            idle
-        } else {
-            Duration::ZERO
-        };
+        let idle = if self.is_full() { Duration::ZERO } else { idle };
         let mut requests: Vec<_> = self
             .remove_idle(now, idle)
             .iter()
@@ -319,7 +319,8 @@ pub(super) struct Applied {
 
 /// The endpoints that a Service may have beside others: half of what these leave.
 fn half_of_rest(max: usize, others: usize) -> usize {
-    (max.saturating_sub(others) / 2).max(MIN_ENDPOINTS)
+    let at_least = max.saturating_mul(2).saturating_sub(others);
+    (max.saturating_sub(others) / 2).max(at_least.clamp(1, MIN_ENDPOINTS))
 }
 
 impl WereMeshed {
