@@ -367,9 +367,9 @@ impl Driver {
             Err(table::Full) => {
                 self.metrics.refused.inc();
                 if let Some(count) = self.log_limiter.should_log(LogKind::TableFull) {
-                    let used = self.table.len();
+                    let limit = self.timing.max_destinations;
                     warn!(
-                        "refusing {resource}: {used} destinations are in use, the maximum, or as many as the memory allows ({count} refused)"
+                        "refusing {resource}: all {limit} subscriptions are in use ({count} refused)"
                     );
                 }
             }

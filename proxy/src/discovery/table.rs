@@ -24,8 +24,7 @@ use entry::{Bounds, Entry, Phase};
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
 
-/// Endpoints that each Service may have, whatever the others have, while there are fewer than twice
-/// as many as there may be.
+/// Endpoints that each Service may have, whatever the others have.
 const MIN_ENDPOINTS: usize = 64;
 
 /// All subscribed resources, and which expired destinations were meshed.
@@ -33,9 +32,9 @@ pub(super) struct Table {
     entries: HashMap<Resource, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
-    /// Endpoints of all destinations, with those that take as much memory as the rest of them.
+    /// Endpoints of all destinations, with those that take as much memory as their tables.
     pub(super) max_endpoints: usize,
-    /// Those that there are, at most twice as many and [`MIN_ENDPOINTS`].
+    /// Those that there are.
     weight: usize,
     /// Each proxy keeps other endpoints of a large Service.
     seed: u64,
@@ -98,12 +97,12 @@ impl Table {
                 Vec::new(),
             ));
         }
-        let mut requests = if self.is_full() {
-            self.make_room()
-        } else {
+        let mut requests = if self.entries.len() < self.limit {
             Vec::new()
+        } else {
+            self.make_room()
         };
-        if self.is_full() {
+        if self.entries.len() >= self.limit {
             return Err(Full);
         }
         // A formerly meshed destination gets no plaintext until the controller sends another
@@ -130,11 +129,9 @@ impl Table {
             settled: false,
             meshed,
             is_rejected: false,
-            rule_bytes: 0,
             unused_since: None,
         };
         requests.push(subscribe(&resource, &entry, Instant::now()));
-        self.weight += entry.weight();
         self.entries.insert(resource, entry);
         Ok((
             Watched {
@@ -143,10 +140,6 @@ impl Table {
             },
             requests,
         ))
-    }
-
-    fn is_full(&self) -> bool {
-        self.entries.len() >= self.limit || self.weight >= self.max_endpoints.saturating_mul(2)
     }
 
     /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep,
@@ -229,13 +222,16 @@ impl Table {
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
-        self.weight = 0;
+        self.weight = self
+            .entries
+            .values()
+            .map(|entry| entry.sender.borrow().weight())
+            .sum();
         let resubscribe = |(resource, entry): (&Resource, &mut Entry)| {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
             entry.refused = None;
             entry.order.resume(now);
-            self.weight += entry.weight();
             subscribe(resource, entry, now)
         };
         self.entries.iter_mut().map(resubscribe).collect()
@@ -246,7 +242,11 @@ impl Table {
     /// cannot be requested again.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
-        let idle = if self.is_full() { Duration::ZERO } else { idle };
+        let idle = if self.entries.len() < self.limit {
+            idle
+        } else {
+            Duration::ZERO
+        };
         let mut requests: Vec<_> = self
             .remove_idle(now, idle)
             .iter()
@@ -319,8 +319,7 @@ pub(super) struct Applied {
 
 /// The endpoints that a Service may have beside others: half of what these leave.
 fn half_of_rest(max: usize, others: usize) -> usize {
-    let at_least = max.saturating_mul(2).saturating_sub(others);
-    (max.saturating_sub(others) / 2).max(at_least.clamp(1, MIN_ENDPOINTS))
+    (max.saturating_sub(others) / 2).max(MIN_ENDPOINTS)
 }
 
 impl WereMeshed {

@@ -7,7 +7,6 @@ use std::time::Duration;
 use diy_mesh_proto::mesh::v1::acknowledgement::Part;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
 use diy_mesh_proto::mesh::v1::{Acknowledgement, DiscoverResponse, Endpoint, Snapshot};
-use prost::Message;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -20,11 +19,6 @@ use super::super::target::{self, Target};
 
 /// A part of a Service with fewer endpoints is replaced by a new one.
 const MIN_PART: usize = 16;
-
-/// The memory of a resource without endpoints and rules, as a number of endpoints: 5 kB.
-const BASE_WEIGHT: usize = 6;
-/// The encoded bytes of routes and policies that take as much memory as an endpoint.
-const RULE_BYTES: usize = 64;
 
 /// A resource on the stream.
 pub(super) struct Entry {
@@ -44,8 +38,6 @@ pub(super) struct Entry {
     pub(super) meshed: bool,
     /// The routes or the policy of the latest snapshot are invalid: earlier ones stay in force.
     pub(super) is_rejected: bool,
-    /// The encoded length of the routes and the policy.
-    pub(super) rule_bytes: usize,
     pub(super) unused_since: Option<Instant>,
 }
 
@@ -77,12 +69,10 @@ pub(super) struct Bounds {
 }
 
 impl Entry {
-    /// The number of endpoints that it holds, with those that take as much memory as the rest of it.
+    /// The number of endpoints that it holds, with those that take as much memory as its table.
     pub(super) fn weight(&self) -> usize {
         let refused = self.refused.as_ref();
-        let endpoints = refused.map_or(0, |refused| refused.target.endpoints());
-        let rules = self.rule_bytes.div_ceil(RULE_BYTES);
-        BASE_WEIGHT + rules + self.sender.borrow().weight() + endpoints
+        self.sender.borrow().weight() + refused.map_or(0, |refused| refused.target.endpoints())
     }
 
     /// Applies a response. Returns the acknowledgement of the routes and the policy that it has put in
@@ -177,8 +167,6 @@ impl Entry {
         subset: Subset,
         report: &mut dyn FnMut(String),
     ) -> (Result<Target, String>, Option<Acknowledgement>) {
-        let encoded = snapshot.routes.as_ref().map_or(0, Message::encoded_len);
-        let encoded = encoded + snapshot.policy.as_ref().map_or(0, Message::encoded_len);
         let routes = snapshot.routes.take().map(routes::parse);
         let policy = snapshot.policy.take().map(policy::parse);
         let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
@@ -193,11 +181,6 @@ impl Entry {
         };
         let reasons: Vec<&str> = reasons.into_iter().flatten().collect();
         self.is_rejected = !reasons.is_empty();
-        self.rule_bytes = if self.is_rejected {
-            self.rule_bytes.max(encoded)
-        } else {
-            encoded
-        };
         let rejection = reasons.join("; ");
         if self.is_rejected {
             report(format!("rejected: {rejection}"));
