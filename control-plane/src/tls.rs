@@ -2,9 +2,11 @@
 //! completed handshake, and the time that each may take.
 //!
 //! Each connection has a slot (`runtime/src/admission.rs`), held by the client's address until the
-//! client has authenticated, then by its pod. What is kept for the client is charged to the slot. From its first byte until then, it also has one of
-//! fewer slots, which the addresses hold and wait for: thousands of clients behind one address get
-//! in one after the other.
+//! client has authenticated, then by its pod. What is kept for the client is charged to the slot.
+//!
+//! From its first byte until the client has authenticated, a connection also has one of fewer slots,
+//! which the addresses hold and wait for: thousands of clients behind one address get in one after
+//! the other.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

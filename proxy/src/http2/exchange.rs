@@ -138,6 +138,7 @@ struct Exchange {
     /// The number of interim responses that the client still gets. It waits for one of them.
     interim_left: u32,
     client: Stream,
+    /// Held until the exchange ends.
     _place: Place,
     /// Charged for the stream and the heads, and for what the relays hold.
     memory: Charge,
