@@ -477,6 +477,27 @@ mod resets_tests {
     use super::*;
 
     #[test]
+    fn streams_that_were_reset_have_places_until_the_application_has_read_it() {
+        let places: Rc<Places> = Rc::default();
+        let take = || places.try_take();
+        let running: Vec<_> = std::iter::from_fn(take).collect();
+        assert_eq!(running.len(), MAX_STREAMS as usize);
+        let keep = |_| connect::http2::Places::keep(places.clone());
+        let mut reset: Vec<_> = (0..2 * MAX_STREAMS).map(keep).collect();
+        drop(running);
+        assert!(take().is_none(), "more were reset than there are places");
+        reset.truncate(MAX_STREAMS as usize);
+        assert!(take().is_none());
+        reset.truncate(10);
+        let free: Vec<_> = std::iter::from_fn(take).collect();
+        assert_eq!(free.len(), MAX_STREAMS as usize - 10);
+        drop((reset, free));
+        assert!(places.are_all_free());
+        let all: Vec<_> = std::iter::from_fn(take).collect();
+        assert_eq!(all.len(), MAX_STREAMS as usize);
+    }
+
+    #[test]
     fn streams_wait_after_100_resets_a_second_that_no_response_makes_up_for() {
         let start = Instant::now();
         let resets = Resets::default();

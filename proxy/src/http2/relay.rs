@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
 use http::HeaderMap;
 
@@ -25,7 +25,7 @@ pub(super) struct Relay {
     /// Bytes that were read and not yet sent.
     pending: Bytes,
     /// Those that follow them.
-    ahead: VecDeque<Bytes>,
+    ahead: Ahead,
     /// The end of the stream was read.
     ended: bool,
     trailers: Option<HeaderMap>,
@@ -72,7 +72,7 @@ impl Relay {
             from,
             message,
             pending: Bytes::new(),
-            ahead: VecDeque::new(),
+            ahead: Ahead::default(),
             ended: complete,
             trailers: None,
             unreleased: 0,
@@ -107,7 +107,7 @@ impl Relay {
             && let Poll::Ready(Some(Ok(data))) = self.from.poll_data(cx)
         {
             self.take(&data, record);
-            self.ahead.push_back(data);
+            self.ahead.push(&data);
         }
         self.unreleased
     }
@@ -159,7 +159,7 @@ impl Relay {
                 ready!(self.poll_send(cx, to, io))?;
                 continue;
             }
-            if let Some(next) = self.ahead.pop_front() {
+            if let Some(next) = self.ahead.pop() {
                 self.pending = next;
                 continue;
             }
@@ -223,7 +223,7 @@ impl Relay {
         } else {
             self.pending.split_to(capacity)
         };
-        let is_rest_sent = self.pending.is_empty() && self.ahead.is_empty();
+        let is_rest_sent = self.pending.is_empty() && self.ahead.0.is_empty();
         let last = self.ended && self.trailers.is_none() && is_rest_sent;
         // Bytes that are sent again were released already.
         let released = data.len().min(self.unreleased);
@@ -266,6 +266,29 @@ impl Relay {
     }
 }
 
+/// Bytes that were read and wait. They are copied, and short ones joined: a sender may divide a body
+/// into frames of one byte, each of which would keep the buffer that it was read into.
+#[derive(Default)]
+struct Ahead(VecDeque<BytesMut>);
+
+impl Ahead {
+    /// The maximum size of pieces that are joined.
+    const MAX_JOINED: usize = 4 * 1024;
+
+    fn push(&mut self, data: &[u8]) {
+        match self.0.back_mut() {
+            Some(last) if last.len() + data.len() <= Self::MAX_JOINED => {
+                last.extend_from_slice(data);
+            }
+            _ => self.0.push_back(data.into()),
+        }
+    }
+
+    fn pop(&mut self) -> Option<Bytes> {
+        self.0.pop_front().map(BytesMut::freeze)
+    }
+}
+
 /// The error code for a stream whose other end failed: that of the peer's reset if there is one,
 /// else CANCEL.
 pub(super) fn reset_code(error: &h2::Error) -> Reason {
@@ -274,5 +297,24 @@ pub(super) fn reset_code(error: &h2::Error) -> Reason {
             reason
         }
         _ => Reason::CANCEL,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_of_tiny_frames_are_joined_in_order() {
+        let mut ahead = Ahead::default();
+        let bytes: Vec<u8> = (0..250_000_u32).map(|at| (at % 251) as u8).collect();
+        let (tiny, large) = bytes.split_at(100_000);
+        tiny.chunks(1).for_each(|one| ahead.push(one));
+        let held: usize = ahead.0.iter().map(BytesMut::capacity).sum();
+        assert!(ahead.0.len() <= 25 && held <= 2 * tiny.len(), "{held}");
+        large.chunks(16_384).for_each(|one| ahead.push(one));
+        assert!(ahead.0.len() <= 35);
+        let read: Vec<u8> = std::iter::from_fn(|| ahead.pop()).flatten().collect();
+        assert!(read == bytes);
     }
 }
