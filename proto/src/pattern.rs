@@ -5,13 +5,16 @@ use regex_lite::{Regex, RegexBuilder};
 
 /// The length of an expression.
 pub const MAX_PATTERN_BYTES: usize = 1024;
-/// The size of a compiled expression, which bounds the time of a match per byte.
-const MAX_COMPILED_BYTES: usize = 32 * 1024;
+/// The sizes that compiled expressions may have. The largest bounds the time of a match per byte.
+const COMPILED_BYTES: [usize; 3] = [1024, 4 * 1024, 32 * 1024];
 
 /// A regular expression for a whole value, in RE2 syntax without Unicode classes. Case-sensitive.
 /// Matching takes linear time.
 #[derive(Clone, Debug)]
-pub struct Pattern(Regex);
+pub struct Pattern {
+    regex: Regex,
+    max_size: usize,
+}
 
 /// Why an expression is invalid.
 #[derive(Debug, thiserror::Error)]
@@ -30,19 +33,31 @@ impl Pattern {
         if text.len() > MAX_PATTERN_BYTES {
             return Err(PatternError::TooLong);
         }
-        let compile = |text: &str| {
-            let mut builder = RegexBuilder::new(text);
-            let built = builder.size_limit(MAX_COMPILED_BYTES).build();
-            built.map_err(PatternError::Invalid)
-        };
+        let [small, medium, large] = COMPILED_BYTES;
+        let compile = |text: &str, max| RegexBuilder::new(text).size_limit(max).build();
         // On its own first: "a)|(b" is valid only within the group.
-        compile(text)?;
-        Ok(Pattern(compile(&format!("^(?:{text})$"))?))
+        compile(text, large).map_err(PatternError::Invalid)?;
+        let whole = format!("^(?:{text})$");
+        let at_most = |max| compile(&whole, max).map(|regex| (regex, max));
+        let compiled = at_most(small).or_else(|_| at_most(medium));
+        let (regex, max) = compiled
+            .or_else(|_| at_most(large))
+            .map_err(PatternError::Invalid)?;
+        Ok(Self {
+            regex,
+            // What a match needs beside it is kept for the next one.
+            max_size: 2 * max,
+        })
+    }
+
+    /// The memory that the expression takes at most, in bytes.
+    pub fn max_size(&self) -> usize {
+        self.max_size
     }
 
     /// Whether the expression matches the whole value.
     pub fn matches(&self, value: &str) -> bool {
-        self.0.is_match(value)
+        self.regex.is_match(value)
     }
 }
 

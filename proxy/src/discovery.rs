@@ -367,9 +367,9 @@ impl Driver {
             Err(table::Full) => {
                 self.metrics.refused.inc();
                 if let Some(count) = self.log_limiter.should_log(LogKind::TableFull) {
-                    let limit = self.timing.max_destinations;
+                    let used = self.table.len();
                     warn!(
-                        "refusing {resource}: all {limit} subscriptions are in use ({count} refused)"
+                        "refusing {resource}: {used} destinations are in use, as many as the memory allows or the maximum ({count} refused)"
                     );
                 }
             }
@@ -488,7 +488,7 @@ impl Driver {
     }
 
     fn sweep(&mut self) {
-        self.table.max_endpoints = (self.max_endpoints)();
+        self.table.set_max_endpoints((self.max_endpoints)());
         if self.stream.is_some() {
             let accepted = self.table.accept_refused(Instant::now()).into_iter();
             let (accepted, acknowledgements): (Vec<_>, Vec<_>) = accepted.unzip();

@@ -321,6 +321,11 @@ mod tests {
         let update = Update::Snapshot(snapshot);
         stream.respond(&cart.to_string(), "1", update).await;
         let kept = soon(watching).await.unwrap().borrow().part();
-        assert_eq!(kept, Some(memory.max_endpoints(2) / 2));
+        // Half of them, and a few that each Service may have.
+        let half = memory.max_endpoints(2) / 2;
+        assert!(
+            kept.is_some_and(|kept| (half..half + 5).contains(&kept)),
+            "{kept:?}"
+        );
     }
 }

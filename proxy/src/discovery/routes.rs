@@ -36,7 +36,8 @@ pub(super) const MAX_REASON: usize = 500;
 
 /// Converts routes. Fails with the first thing that is invalid or unknown.
 pub(super) fn parse(routes: proto::Routes) -> Result<Routes, String> {
-    convert(routes).map_err(|reason| reason.chars().take(MAX_REASON).collect())
+    let routes = convert(routes).map(Routes::measured);
+    routes.map_err(|reason| reason.chars().take(MAX_REASON).collect())
 }
 
 fn convert(routes: proto::Routes) -> Result<Routes, String> {

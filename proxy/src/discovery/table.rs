@@ -18,24 +18,22 @@ use super::resource::Resource;
 use super::target::Target;
 
 mod entry;
+mod shares;
 
-use entry::{Bounds, Entry, Phase};
+use entry::{Entry, MIN_WEIGHT, Phase};
+use shares::{Charge, Shares};
 
 /// Maximum number of expired meshed destinations that are remembered, about 2 MB.
 const MAX_REMEMBERED: usize = 50_000;
-
-/// Endpoints that each Service may have, whatever the others have.
-const MIN_ENDPOINTS: usize = 64;
 
 /// All subscribed resources, and which expired destinations were meshed.
 pub(super) struct Table {
     entries: HashMap<Resource, Entry>,
     were_meshed: WereMeshed,
     limit: usize,
-    /// Endpoints of all destinations, with those that take as much memory as their tables.
-    pub(super) max_endpoints: usize,
-    /// Those that there are.
-    weight: usize,
+    shares: Shares,
+    /// Something was refused since the last sweep.
+    is_short: bool,
     /// Each proxy keeps other endpoints of a large Service.
     seed: u64,
 }
@@ -74,10 +72,16 @@ impl Table {
             entries: HashMap::new(),
             were_meshed,
             limit,
-            max_endpoints,
-            weight: 0,
+            shares: Shares::new(max_endpoints),
+            is_short: false,
             seed: fastrand::u64(..),
         }
+    }
+
+    /// Changes the number of endpoints of all destinations, with those that take as much memory as the
+    /// rest of them.
+    pub fn set_max_endpoints(&mut self, max_endpoints: usize) {
+        self.shares.max = max_endpoints;
     }
 
     pub fn len(&self) -> usize {
@@ -97,12 +101,14 @@ impl Table {
                 Vec::new(),
             ));
         }
-        let mut requests = if self.entries.len() < self.limit {
+        let namespace = resource.service().map_or("", |(namespace, _)| namespace);
+        let mut requests = if self.has_room(namespace) {
             Vec::new()
         } else {
             self.make_room()
         };
-        if self.entries.len() >= self.limit {
+        if !self.has_room(namespace) {
+            self.is_short = true;
             return Err(Full);
         }
         // A formerly meshed destination gets no plaintext until the controller sends another
@@ -119,7 +125,7 @@ impl Table {
         } else {
             Target::Unknown
         }));
-        let entry = Entry {
+        let mut entry = Entry {
             sender,
             version: String::new(),
             order: Order::default(),
@@ -129,8 +135,11 @@ impl Table {
             settled: false,
             meshed,
             is_rejected: false,
+            lacks: 0,
+            charge: Charge::default(),
             unused_since: None,
         };
+        entry.settle(&resource, &mut self.shares);
         requests.push(subscribe(&resource, &entry, Instant::now()));
         self.entries.insert(resource, entry);
         Ok((
@@ -142,25 +151,35 @@ impl Table {
         ))
     }
 
-    /// Removes plaintext destinations without receivers. Meshed ones stay until the next sweep,
-    /// which requires a stream: without one, they cannot be resubscribed and would become
-    /// unreachable.
-    fn make_room(&mut self) -> Vec<Action> {
-        let unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
-        let removed = self.remove(unneeded).into_iter();
-        removed
-            .map(|(resource, _)| unsubscribe(&resource))
-            .collect()
+    /// Whether another destination of this namespace may be added.
+    fn has_room(&self, namespace: &str) -> bool {
+        let none = Charge::default();
+        let limit = self.shares.limit(namespace, &none);
+        self.entries.len() < self.limit && limit.least >= MIN_WEIGHT
     }
 
-    fn remove(&mut self, is_removed: impl Fn(&Entry) -> bool) -> Vec<(Resource, Entry)> {
+    /// Removes plaintext destinations without receivers, and those that were refused. Meshed ones stay
+    /// until the next sweep, which requires a stream: without one, they cannot be resubscribed and would
+    /// become unreachable.
+    fn make_room(&mut self) -> Vec<Action> {
+        let is_unneeded = |entry: &Entry| {
+            entry.is_refused() || entry.sender.receiver_count() == 0 && !entry.meshed
+        };
+        self.remove(is_unneeded).iter().map(unsubscribe).collect()
+    }
+
+    /// Removes destinations, and remembers which of them were meshed.
+    fn remove(&mut self, is_removed: impl Fn(&Entry) -> bool) -> Vec<Resource> {
         let removed = self.entries.extract_if(|_, entry| is_removed(entry));
-        let removed: Vec<_> = removed.collect();
-        self.weight -= removed
-            .iter()
-            .map(|(_, entry)| entry.weight())
-            .sum::<usize>();
-        removed
+        let forget = |(resource, mut entry): (Resource, Entry)| {
+            self.shares.release(&mut entry.charge);
+            match resource {
+                Resource::Destination(address) if entry.meshed => self.were_meshed.insert(address),
+                _ => {}
+            }
+            resource
+        };
+        removed.map(forget).collect()
     }
 
     /// Applies a response. Reports each invalid part and applies the others. Ignores responses
@@ -181,18 +200,16 @@ impl Table {
         let Some(entry) = self.entries.get_mut(&resource) else {
             return Applied::default();
         };
-        let others = self.weight - entry.weight();
-        let bounds = Bounds {
-            endpoints: half_of_rest(self.max_endpoints, others),
-            seed: self.seed,
-        };
+        let namespace = entry.namespace(&resource, response.update.as_ref());
+        let bounds = entry.bounds(&self.shares, &namespace, self.seed);
         let is_snapshot = matches!(response.update, Some(Update::Snapshot(_)));
         let was_part = entry.sender.borrow().part().is_some();
         let was_small = entry.sender.borrow().has_small_table();
         let acknowledgement = entry.apply(&resource, response, bounds, now, &mut |error| {
             report(format!("{resource}: {error}"))
         });
-        self.weight = others + entry.weight();
+        entry.settle(&resource, &mut self.shares);
+        self.is_short |= entry.is_refused();
         let has_small_table = !was_small && entry.sender.borrow().has_small_table();
         let is_news = (is_snapshot || !was_part) && entry.partial.is_none();
         let kept = is_news.then(|| entry.sender.borrow().part()).flatten();
@@ -222,40 +239,32 @@ impl Table {
     pub fn resume(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
         self.remove_idle(now, idle);
-        self.weight = self
-            .entries
-            .values()
-            .map(|entry| entry.sender.borrow().weight())
-            .sum();
         let resubscribe = |(resource, entry): (&Resource, &mut Entry)| {
             entry.phase = Phase::Subscribed;
             entry.partial = None;
             entry.refused = None;
+            entry.settle(resource, &mut self.shares);
             entry.order.resume(now);
             subscribe(resource, entry, now)
         };
         self.entries.iter_mut().map(resubscribe).collect()
     }
 
-    /// Removes destinations without receivers after `idle`, or at once if the table is full, and
-    /// resubscribes to those out of sync. Requires an open stream: without one, known targets
+    /// Removes destinations without receivers after `idle`, or at once if there is no room for
+    /// others. Removes those that were refused, and resubscribes to those out of sync. Requires an open stream: without one, known targets
     /// cannot be requested again.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
-        let idle = if self.entries.len() < self.limit {
-            idle
-        } else {
-            Duration::ZERO
-        };
+        let is_short = std::mem::take(&mut self.is_short) || !self.has_room("");
+        let idle = if is_short { Duration::ZERO } else { idle };
         let mut requests: Vec<_> = self
             .remove_idle(now, idle)
             .iter()
             .map(unsubscribe)
             .collect();
-        for (resource, entry) in self
-            .entries
-            .iter_mut()
-            .filter(|(_, entry)| entry.phase == Phase::OutOfSync)
+        let shares = &self.shares;
+        for (resource, entry) in (self.entries.iter_mut())
+            .filter(|(_, entry)| entry.phase == Phase::OutOfSync || entry.may_retry(shares))
         {
             entry.phase = Phase::Subscribed;
             requests.extend([unsubscribe(resource), subscribe(resource, entry, now)]);
@@ -266,28 +275,20 @@ impl Table {
         requests
     }
 
-    /// Removes destinations without receivers after `idle`, and remembers which of them were
-    /// meshed.
+    /// Removes destinations without receivers after `idle`, and those that were refused.
     fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<Resource> {
-        let idle_entries = self.remove(|entry| entry.is_idle(now, idle));
-        let remember = |(resource, entry): (Resource, Entry)| {
-            match resource {
-                Resource::Destination(address) if entry.meshed => self.were_meshed.insert(address),
-                _ => {}
-            }
-            resource
-        };
-        idle_entries.into_iter().map(remember).collect()
+        self.remove(|entry| entry.is_idle(now, idle) || entry.is_refused())
     }
 
     /// Publishes the states that were refused for long enough: no replica sends newer ones.
     /// Returns their names and acknowledgements.
     pub fn accept_refused(&mut self, now: Instant) -> Vec<(Resource, Option<Acknowledgement>)> {
         let due = self.entries.iter_mut().filter_map(|(resource, entry)| {
-            let others = self.weight - entry.weight();
             let refused = entry.refused.take_if(|_| entry.order.is_due(now))?;
-            let acknowledgement = entry.publish(refused, half_of_rest(self.max_endpoints, others));
-            self.weight = others + entry.weight();
+            let namespace = entry.namespace(resource, None);
+            let bounds = entry.bounds(&self.shares, &namespace, self.seed);
+            let acknowledgement = entry.publish(refused, bounds);
+            entry.settle(resource, &mut self.shares);
             Some((resource.clone(), acknowledgement))
         });
         due.collect()
@@ -315,11 +316,6 @@ pub(super) struct Applied {
     pub small_table: Option<Resource>,
     /// A Service of which only so many endpoints are kept.
     pub kept: Option<(Resource, usize)>,
-}
-
-/// The endpoints that a Service may have beside others: half of what these leave.
-fn half_of_rest(max: usize, others: usize) -> usize {
-    (max.saturating_sub(others) / 2).max(MIN_ENDPOINTS)
 }
 
 impl WereMeshed {

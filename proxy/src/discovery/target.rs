@@ -16,6 +16,10 @@ use crate::balance::policy::{Algorithm, BackendPolicy};
 use crate::detect::Protocol;
 use crate::route::Routes;
 
+/// The bytes of routes that count as an endpoint: half of what that takes, because the allocator adds
+/// to them, and workers to their expressions.
+pub(super) const BYTES_OF_ENDPOINT: usize = 400;
+
 /// Target of a destination: where its connections may go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
@@ -184,15 +188,17 @@ impl Target {
     }
 
     /// Computes the table of the usable endpoints, if the policy needs it. Discovery does so before
-    /// workers get the target: no request waits for it. The table is small if it would take, with the
-    /// endpoints, the memory of more than `max` endpoints, or of twice as many if that of `before` is
-    /// not: keys would move with each change of other Services.
+    /// workers get the target: no request waits for it. The table is small if the usual one takes more
+    /// than half of what the rest leaves of `max`, unless that of `before` takes as much: keys would
+    /// move with each change of other Services.
     pub fn with_table(mut self, before: &Self, max: usize) -> Self {
-        let max = match before.weight() > before.endpoints() && !before.has_small_table() {
-            true => max.saturating_mul(2),
-            false => max,
+        let left = max.saturating_sub(self.endpoints() + self.weight_of_routes());
+        let left = match before {
+            Self::Service(before) if !before.table.is_small() => {
+                before.table.weight().max(left / 2)
+            }
+            _ => left / 2,
         };
-        let left = max.saturating_sub(self.endpoints());
         if let Self::Service(service) = &mut self {
             let is_hashed = matches!(
                 service.policy.balancing.algorithm,
@@ -240,6 +246,19 @@ impl Target {
         }
     }
 
+    /// Keeps at most so many endpoints.
+    pub fn reduce(&mut self, max_endpoints: usize) {
+        if let Self::Service(service) = self {
+            let ServiceTarget {
+                endpoints,
+                draining,
+                subset,
+                ..
+            } = service;
+            subset.reduce(endpoints, draining, max_endpoints);
+        }
+    }
+
     /// Continues the session affinity of an earlier target of the same Service.
     pub fn inherit_affinity(&mut self, before: &Self) {
         if let (Self::Service(service), Self::Service(before)) = (self, before)
@@ -258,12 +277,19 @@ impl Target {
         }
     }
 
-    /// The number of endpoints that it holds, with those that take as much memory as its table.
+    /// The number of endpoints that it holds, with those that take as much memory as its table and
+    /// its routes.
     pub fn weight(&self) -> usize {
-        match self {
-            Self::Service(service) => self.endpoints() + service.table.weight(),
+        let table = match self {
+            Self::Service(service) => service.table.weight(),
             _ => 0,
-        }
+        };
+        self.endpoints() + table + self.weight_of_routes()
+    }
+
+    /// The number of endpoints that take as much memory as its routes.
+    pub fn weight_of_routes(&self) -> usize {
+        self.routes().map_or(0, |routes| weight_of(routes))
     }
 
     /// The number of endpoints, if some of the Service are left out.
@@ -298,6 +324,11 @@ impl EndpointInfo {
             opaque: false,
         }
     }
+}
+
+/// The number of endpoints that take as much memory as these routes.
+pub(super) fn weight_of(routes: &Routes) -> usize {
+    routes.size() / BYTES_OF_ENDPOINT
 }
 
 /// Parses `appProtocol` of a Service port: names of Kubernetes, IANA and other meshes. None if it
@@ -432,7 +463,7 @@ impl ServiceTarget {
             }
         }
         // A Service that grows slowly is not reduced at each change.
-        if endpoints.len() + draining.len() > 2 * max_endpoints {
+        if endpoints.len() + draining.len() > max_endpoints.saturating_add(max_endpoints / 2) {
             subset.reduce(endpoints, draining, max_endpoints);
         }
     }

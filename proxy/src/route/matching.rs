@@ -260,8 +260,8 @@ fn parameters<'a>(request: &RequestView<'a>) -> ByName<'a, &'a [u8]> {
 /// The requests that one of several matches selects. Without matches, these are all.
 #[derive(Debug, Default)]
 pub struct Matches {
-    matches: Vec<Match>,
-    index: Index,
+    pub(super) matches: Vec<Match>,
+    pub(super) index: Index,
 }
 
 impl Matches {
@@ -281,20 +281,20 @@ impl Matches {
 /// number.
 #[derive(Debug, Default)]
 pub struct Index {
-    exact: HashMap<Box<[u8]>, Positions>,
-    prefixes: HashMap<Box<[u8]>, Positions>,
+    pub(super) exact: HashMap<Box<[u8]>, Positions>,
+    pub(super) prefixes: HashMap<Box<[u8]>, Positions>,
     /// The lengths of the prefixes.
-    lengths: BTreeSet<usize>,
+    pub(super) lengths: BTreeSet<usize>,
     /// Matches with a regular expression for the path.
-    others: Positions,
+    pub(super) others: Positions,
 }
 
 /// Positions of matches that do not differ in their path. Each list is in order.
 #[derive(Debug, Default)]
-struct Positions {
+pub(super) struct Positions {
     /// Matches with an exact header value, by the name and the value of the first such field.
-    by_header: HashMap<String, HashMap<Box<[u8]>, Vec<usize>>>,
-    others: Vec<usize>,
+    pub(super) by_header: HashMap<String, HashMap<Box<[u8]>, Vec<usize>>>,
+    pub(super) others: Vec<usize>,
 }
 
 impl Positions {

@@ -7,6 +7,7 @@ pub mod fault;
 pub mod fields;
 pub mod matching;
 pub mod session;
+mod size;
 #[cfg(test)]
 mod tests;
 pub mod url;
@@ -15,6 +16,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use get_size2::{GetSize, StandardTracker};
 use http::StatusCode;
 
 use crate::balance::{Backend, Endpoint};
@@ -42,6 +44,7 @@ pub struct Routes {
     faults: Vec<Fault>,
     /// Why there are none: the controller sent routes that this proxy rejected.
     rejection: Option<String>,
+    size: usize,
 }
 
 /// Only the same routes are equal: expressions cannot be compared.
@@ -206,6 +209,17 @@ impl Routes {
         };
         let index = rule.choose(rng)?;
         Ok(rule.backends[index].name.as_ref())
+    }
+
+    /// The same routes, measured.
+    pub fn measured(self) -> Self {
+        let (size, _) = self.get_size_with_tracker(StandardTracker::new());
+        Self { size, ..self }
+    }
+
+    /// The memory that they take, in bytes.
+    pub fn size(&self) -> usize {
+        self.size
     }
 
     /// Routes that this proxy cannot apply.

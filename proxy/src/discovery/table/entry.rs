@@ -16,9 +16,16 @@ use super::super::resource::Resource;
 use super::super::routes;
 use super::super::subset::Subset;
 use super::super::target::{self, Target};
+use super::shares::{Charge, Shares, Weight};
+use crate::route::Routes;
 
-/// A part of a Service with fewer endpoints is replaced by a new one.
+/// A part of a Service with fewer endpoints is replaced by a new one, if there may be twice as many.
 const MIN_PART: usize = 16;
+
+/// Endpoints that each resource may have.
+const MIN_ENDPOINTS: usize = 4;
+/// The least that a resource weighs: these endpoints, and the memory of eight for the rest.
+pub(super) const MIN_WEIGHT: usize = MIN_ENDPOINTS + 8;
 
 /// A resource on the stream.
 pub(super) struct Entry {
@@ -38,6 +45,10 @@ pub(super) struct Entry {
     pub(super) meshed: bool,
     /// The routes or the policy of the latest snapshot are invalid: earlier ones stay in force.
     pub(super) is_rejected: bool,
+    /// Not 0: its routes are rejected until they may weigh as much.
+    pub(super) lacks: usize,
+    /// What it weighs, in its namespace.
+    pub(super) charge: Charge,
     pub(super) unused_since: Option<Instant>,
 }
 
@@ -61,18 +72,82 @@ pub(super) enum Phase {
     OutOfSync,
 }
 
-/// What the snapshot of a Service may take.
+/// What a state may take.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds {
-    pub(super) endpoints: usize,
-    pub(super) seed: u64,
+    /// The endpoints that the resource may have, with those that weigh as much as its table and its
+    /// routes. 0: it is refused.
+    max_weight: usize,
+    seed: u64,
+}
+
+impl Bounds {
+    /// The endpoints that the resource may have beside routes of this weight.
+    fn endpoints(self, routes: usize) -> usize {
+        self.max_weight.saturating_sub(routes).max(MIN_ENDPOINTS)
+    }
 }
 
 impl Entry {
-    /// The number of endpoints that it holds, with those that take as much memory as its table.
-    pub(super) fn weight(&self) -> usize {
+    /// What it weighs, with the state of a replica that lags behind.
+    pub(super) fn weight(&self) -> Weight {
         let refused = self.refused.as_ref();
-        self.sender.borrow().weight() + refused.map_or(0, |refused| refused.target.endpoints())
+        let refused = refused.map_or(0, |refused| refused.target.weight());
+        let weight = self.sender.borrow().weight() + refused;
+        Weight {
+            least: MIN_WEIGHT,
+            more: weight.saturating_sub(MIN_ENDPOINTS),
+        }
+    }
+
+    /// The namespace of its Service or pod, once an update applies. Empty: none.
+    pub(super) fn namespace(&self, resource: &Resource, update: Option<&Update>) -> String {
+        let of_update = match (update, &self.partial) {
+            (Some(Update::Snapshot(_)), Some((snapshot, _)))
+            | (Some(Update::Snapshot(snapshot)), None) => Some(&*snapshot.namespace),
+            _ => None,
+        };
+        let known = || self.charge.namespace();
+        match resource.service() {
+            Some((namespace, _)) => namespace.to_owned(),
+            None => of_update.unwrap_or_else(known).to_owned(),
+        }
+    }
+
+    /// What a state of this namespace may take. In its present namespace, the resource is charged for
+    /// the least already.
+    pub(super) fn bounds(&self, shares: &Shares, namespace: &str, seed: u64) -> Bounds {
+        let is_known = namespace == self.charge.namespace();
+        let limit = shares.limit(namespace, &self.charge);
+        let is_refused = !is_known && limit.least < MIN_WEIGHT;
+        Bounds {
+            max_weight: if is_refused {
+                0
+            } else {
+                limit.more + MIN_ENDPOINTS
+            },
+            seed,
+        }
+    }
+
+    /// Charges what it weighs now.
+    pub(super) fn settle(&mut self, resource: &Resource, shares: &mut Shares) {
+        let weight = self.weight();
+        let target = self.sender.borrow().clone();
+        let of_target = target.name().or_else(|| resource.service());
+        let namespace = of_target.map_or("", |(namespace, _)| namespace);
+        shares.set(&mut self.charge, namespace, weight);
+    }
+
+    /// Whether there is memory now for the routes that were rejected.
+    pub(super) fn may_retry(&self, shares: &Shares) -> bool {
+        let limit = || shares.limit(self.charge.namespace(), &self.charge);
+        self.lacks > 0 && limit().more + MIN_ENDPOINTS >= self.lacks
+    }
+
+    /// Whether there was no memory for it.
+    pub(super) fn is_refused(&self) -> bool {
+        matches!(**self.sender.borrow(), Target::Refused)
     }
 
     /// Applies a response. Returns the acknowledgement of the routes and the policy that it has put in
@@ -96,7 +171,7 @@ impl Entry {
                     return None;
                 }
                 let (target, acknowledged) =
-                    self.read_snapshot(resource, &version, snapshot, subset, report);
+                    self.read_snapshot(resource, &version, snapshot, (subset, bounds), report);
                 acknowledgement = acknowledged;
                 target
             }
@@ -123,7 +198,8 @@ impl Entry {
                     invalid_parts += 1;
                     report(error);
                 };
-                let next = target::with_delta(&before, delta, bounds.endpoints, &mut report_part);
+                let max_endpoints = bounds.endpoints(before.weight_of_routes());
+                let next = target::with_delta(&before, delta, max_endpoints, &mut report_part);
                 match invalid_parts {
                     0 => next,
                     _ => Ok(next.unwrap_or_else(|_| Target::clone(&before))),
@@ -138,13 +214,14 @@ impl Entry {
         let is_in_sync = next.is_ok() && invalid_parts == 0;
         let acknowledgement = match next {
             Ok(target) => {
+                let fits = bounds.max_weight > 0 || target == Target::Unknown;
                 let state = Received {
-                    target,
+                    target: if fits { target } else { Target::Refused },
                     version,
                     position,
                     acknowledgement,
                 };
-                self.accept(state, bounds.endpoints, now)
+                self.accept(state, bounds, now)
             }
             Err(error) => {
                 report(error);
@@ -164,10 +241,14 @@ impl Entry {
         resource: &Resource,
         version: &str,
         mut snapshot: Snapshot,
-        subset: Subset,
+        (subset, bounds): (Subset, Bounds),
         report: &mut dyn FnMut(String),
     ) -> (Result<Target, String>, Option<Acknowledgement>) {
-        let routes = snapshot.routes.take().map(routes::parse);
+        self.lacks = 0;
+        let routes = snapshot.routes.take().map(|routes| {
+            let routes = routes::parse(routes)?;
+            self.check_size(routes, bounds)
+        });
         let policy = snapshot.policy.take().map(policy::parse);
         let is_meshed = |endpoint: &Endpoint| !endpoint.identity.is_empty();
         let mut endpoints = snapshot.endpoints.iter().chain(&snapshot.draining);
@@ -201,9 +282,27 @@ impl Entry {
         let before = self.sender.borrow();
         let target = target.map(|target| {
             let target = target.with_routes(routes, &before);
-            target.with_policy(policy, &before)
+            let mut target = target.with_policy(policy, &before);
+            target.reduce(bounds.endpoints(target.weight_of_routes()));
+            target
         });
         (target, acknowledgement)
+    }
+
+    /// Rejects routes that take more than the resource may. Those that take no more than the earlier
+    /// ones never do.
+    fn check_size(&mut self, routes: Routes, bounds: Bounds) -> Result<Routes, String> {
+        let weight = target::weight_of(&routes);
+        let left = bounds.max_weight.saturating_sub(MIN_ENDPOINTS);
+        if weight <= left.max(self.sender.borrow().weight_of_routes()) {
+            return Ok(routes);
+        }
+        self.lacks = weight + MIN_ENDPOINTS;
+        Err(format!(
+            "the routes take {} KiB, and the memory limit of the proxy leaves {} KiB for them",
+            routes.size().div_ceil(1024),
+            left * target::BYTES_OF_ENDPOINT / 1024
+        ))
     }
 
     /// Joins the messages of a snapshot, and keeps what is within the bounds.
@@ -228,7 +327,7 @@ impl Entry {
             draining,
             ..
         } = &mut snapshot;
-        subset.reduce(endpoints, draining, bounds.endpoints);
+        subset.reduce(endpoints, draining, bounds.endpoints(0));
         (snapshot, subset)
     }
 
@@ -237,7 +336,7 @@ impl Entry {
     fn accept(
         &mut self,
         mut state: Received,
-        max_endpoints: usize,
+        bounds: Bounds,
         now: Instant,
     ) -> Option<Acknowledgement> {
         let refused = self.refused.take();
@@ -248,15 +347,11 @@ impl Entry {
             self.refused = Some(state);
             return None;
         }
-        self.publish(state, max_endpoints)
+        self.publish(state, bounds)
     }
 
     /// Sends the target to its receivers. Returns the acknowledgement.
-    pub(super) fn publish(
-        &mut self,
-        state: Received,
-        max_endpoints: usize,
-    ) -> Option<Acknowledgement> {
+    pub(super) fn publish(&mut self, state: Received, bounds: Bounds) -> Option<Acknowledgement> {
         let Received {
             mut target,
             version,
@@ -268,8 +363,10 @@ impl Entry {
         if !target.is_without_endpoint() {
             self.meshed = target.is_meshed();
         }
-        let is_short = target.part().is_some_and(|kept| kept < MIN_PART);
-        let target = target.with_table(&before, max_endpoints);
+        let max_endpoints = bounds.endpoints(target.weight_of_routes());
+        let is_short = |kept: usize| kept < MIN_PART && kept <= max_endpoints / 2;
+        let is_short = target.part().is_some_and(is_short);
+        let target = target.with_table(&before, bounds.endpoints(0));
         self.sender.send_replace(Arc::new(target));
         // The next stream reports a rejection again.
         self.version = if self.is_rejected {

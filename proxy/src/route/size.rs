@@ -1,0 +1,142 @@
+//! The memory of routes, without what the allocator adds. Pure.
+
+use get_size2::{GetSize, GetSizeTracker};
+
+use super::cors::{Cors, Origin};
+use super::fault::Fault;
+use super::fields::FieldEdit;
+use super::matching::{FieldMatch, Index, Match, Matches, PathMatch, Positions, ValueMatch};
+use super::session::{Carrier, SessionPersistence};
+use super::url::{PathChange, Redirect, Rewrite};
+use super::{Changes, Mirror, RetryPolicy, RouteBackend, Routes, Rule};
+
+/// Sums the fields that have memory of their own.
+macro_rules! sum_of_fields {
+    ($($type:ident { $($field:ident),+ })+) => {
+        $(impl GetSize for $type {
+            fn get_heap_size_with_tracker<T: GetSizeTracker>(&self, tracker: T) -> (usize, T) {
+                let sum = 0;
+                $(
+                    let (size, tracker) = self.$field.get_heap_size_with_tracker(tracker);
+                    let sum = sum + size;
+                )+
+                (sum, tracker)
+            }
+        })+
+    };
+}
+
+sum_of_fields! {
+    Routes { matches, index, rules, tcp, faults, rejection }
+    Match { path, headers, query, method }
+    FieldMatch { name, value }
+    Matches { matches, index }
+    Index { exact, prefixes, lengths, others }
+    Positions { by_header, others }
+    Rule { name, backends, changes, redirect, cors, retry, session }
+    RouteBackend { name, changes }
+    Changes { request, response, rewrite, mirrors }
+    Mirror { backend }
+    Rewrite { host, path }
+    Redirect { scheme, host, path }
+    RetryPolicy { statuses }
+    Cors { origins, methods, headers, expose }
+    Fault { name, matches }
+    SessionPersistence { carrier }
+}
+
+/// Sums what each variant has.
+macro_rules! size_of_variants {
+    ($($type:ident { $($pattern:pat => $size:expr),+ $(,)? })+) => {
+        $(impl GetSize for $type {
+            fn get_heap_size_with_tracker<T: GetSizeTracker>(&self, tracker: T) -> (usize, T) {
+                let size = match self {
+                    $($pattern => $size),+
+                };
+                (size, tracker)
+            }
+        })+
+    };
+}
+
+size_of_variants! {
+    PathMatch {
+        Self::Exact(path) | Self::Prefix(path) => path.capacity(),
+        Self::Regex(pattern) => pattern.max_size(),
+    }
+    ValueMatch {
+        Self::Exact(value) => value.capacity(),
+        Self::Regex(pattern) => pattern.max_size(),
+    }
+    FieldEdit {
+        Self::Set(name, value) | Self::Add(name, value) => name.capacity() + value.capacity(),
+        Self::Remove(name) => name.capacity(),
+    }
+    PathChange { Self::Full(path) | Self::Prefix(path) => path.capacity() }
+    Origin {
+        Self::Any => 0,
+        Self::Host { scheme, host, .. } => scheme.capacity() + host.capacity(),
+    }
+    Carrier { Self::Cookie(name) | Self::Header(name) => name.capacity() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use diy_mesh_proto::pattern::Pattern;
+
+    use super::*;
+
+    #[test]
+    fn what_is_shared_counts_once_and_what_is_copied_each_time() {
+        let changes = || {
+            let request = (0..100)
+                .map(|_| FieldEdit::Remove("x".repeat(100)))
+                .collect();
+            Arc::new(Changes {
+                request,
+                ..Changes::default()
+            })
+        };
+        let size = |backends: Vec<Arc<Changes>>| {
+            let backend = |changes| RouteBackend {
+                name: None,
+                weight: 1,
+                changes,
+            };
+            let rule = Rule {
+                backends: backends.into_iter().map(backend).collect(),
+                ..Rule::default()
+            };
+            Routes::new(vec![], vec![Arc::new(rule)]).measured().size()
+        };
+        let shared = changes();
+        let once = size(vec![shared.clone(); 16]);
+        assert!((15_000..20_000).contains(&once), "{once}");
+        let copied = size((0..16).map(|_| changes()).collect());
+        assert!((16 * 15_000..16 * 20_000).contains(&copied), "{copied}");
+    }
+
+    #[test]
+    fn expressions_and_the_index_count() {
+        let regex = |text: &str| Match {
+            path: Some(PathMatch::Regex(Pattern::parse(text).unwrap())),
+            ..Match::default()
+        };
+        let size = |matches| Routes::new(matches, vec![]).measured().size();
+        let small = size(vec![regex("/[0-9]+")]);
+        assert!((2048..3000).contains(&small), "{small}");
+        let large = size(vec![regex("/[a-z]{300}")]);
+        assert!((64 * 1024..70_000).contains(&large), "{large}");
+        let exact = |number: usize| Match {
+            path: Some(PathMatch::Exact(number.to_string())),
+            ..Match::default()
+        };
+        let many = size((0..1000).map(exact).collect());
+        assert!(
+            many > 1000 * (size_of::<Match>() + size_of::<Positions>()),
+            "{many}"
+        );
+    }
+}
