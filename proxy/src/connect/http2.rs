@@ -19,7 +19,7 @@ use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
 use tokio::task::AbortHandle;
 
 use super::queue::{LimitKind, Limiter, Slot};
-use super::{Dialer, Remote};
+use super::{Dialer, IDLE_TIMEOUT, Remote};
 use crate::batched::{Batched, Queued};
 use crate::error::Failure;
 use crate::flow::Direction;
@@ -47,8 +47,6 @@ pub const CONNECTION_COST: usize = 16 * 1024;
 
 /// The maximum number of concurrent streams until the peer's SETTINGS frame arrives.
 const INITIAL_MAX_STREAMS: usize = 100;
-/// How long a connection without streams stays open.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the peer of a connection with open streams may be silent before the proxy sends a
 /// SETTINGS frame. After the same time again without a byte the proxy closes the connection. It also
 /// does so if a SETTINGS frame is not acknowledged for both times together.

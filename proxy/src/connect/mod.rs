@@ -34,8 +34,9 @@ pub use queue::{LimitKind, Limits, Slot};
 /// If there are more idle HTTP/1 connections than a worker keeps, one in this many is closed.
 const IDLE_FRACTION: usize = 8;
 
-/// How long an idle HTTP/1 connection to an endpoint is kept.
-pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long an idle connection to an endpoint is kept. What a flood of requests leaves is released
+/// within 30 seconds.
+pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The open pools of one worker and one direction. Backends share the pool of an endpoint if they
 /// have the same limits: the limits of one Service do not apply to another one.
