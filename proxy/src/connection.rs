@@ -110,6 +110,7 @@ async fn redirected(
             worker,
             direction,
             peer,
+            original,
             destination,
             caller,
             slot,

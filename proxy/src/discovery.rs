@@ -46,7 +46,7 @@ use own_pod::{OwnPod, Received};
 use position::MAX_REFUSAL;
 pub use resource::Resource;
 use table::{Table, Watched};
-pub use target::{EndpointInfo, PodTarget, ServiceTarget, Target, UnknownPort};
+pub use target::{EndpointInfo, Target, TargetKind};
 #[cfg(test)]
 pub(crate) use testing::Questions;
 
@@ -177,7 +177,7 @@ fn start_with(
 }
 
 impl Discovery {
-    /// Discovery without a controller: every destination is [`Target::Unknown`].
+    /// Discovery without a controller: every destination is [`TargetKind::Unknown`].
     pub fn off() -> Self {
         Self {
             requests: None,
@@ -194,8 +194,8 @@ impl Discovery {
 
     /// Watches the target of `resource`. Waits a bounded time for a first response with
     /// endpoints; while the controller is unavailable, returns the known target, or
-    /// [`Target::Unknown`], at once. The receiver is closed if the target never changes:
-    /// [`Target::Refused`] over the limit and at shutdown, [`Target::Unknown`] for port 0, which is
+    /// [`TargetKind::Unknown`], at once. The receiver is closed if the target never changes:
+    /// [`TargetKind::Refused`] over the limit and at shutdown, [`TargetKind::Unknown`] for port 0, which is
     /// not a valid destination.
     pub async fn watch(&self, resource: impl Into<Resource>) -> watch::Receiver<Arc<Target>> {
         let resource = resource.into();
@@ -206,14 +206,14 @@ impl Discovery {
         let (response, received) = oneshot::channel();
         let request = WatchRequest { resource, response };
         if requests.send(request).await.is_err() {
-            return closed(Target::Refused);
+            return closed(TargetKind::Refused.into());
         }
         let Ok(Watched {
             mut receiver,
             settled,
         }) = received.await
         else {
-            return closed(Target::Refused);
+            return closed(TargetKind::Refused.into());
         };
         if !settled {
             // After the timeout, the receiver has the target known by then.

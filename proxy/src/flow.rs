@@ -14,7 +14,6 @@ use diy_mesh_runtime::admission::network;
 use http::HeaderValue;
 
 use crate::balance::Backend;
-use crate::destination::Destination;
 use crate::detect::Protocol;
 use crate::dump::ConnectionInfo;
 use crate::error::Failure;
@@ -61,7 +60,9 @@ pub struct Flow {
     /// The client's address.
     pub peer: SocketAddr,
     /// The original destination.
-    pub destination: Rc<Destination>,
+    pub original: SocketAddr,
+    /// What discovery knows of it: the backend, unless routes name another one.
+    pub destination: Rc<Backend>,
     /// The client, as far as it has authenticated.
     pub caller: Caller,
     /// The slot of the connection, and what it holds.
@@ -76,14 +77,14 @@ impl Flow {
         ConnectionInfo {
             direction: self.direction,
             peer: self.peer,
-            destination: self.destination.address,
+            destination: self.original,
         }
     }
 
     /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what
     /// discovery knows of the destination.
     pub fn declared_protocol(&self) -> Option<Protocol> {
-        let port = self.destination.address.port();
+        let port = self.original.port();
         let is_opaque = || self.worker.policy().opaque_ports.contains(port);
         match self.direction {
             Direction::Inbound => is_opaque().then_some(Protocol::Opaque),
@@ -118,7 +119,7 @@ impl Flow {
         if policy.rate_limits.0.is_empty() {
             return Ok(());
         }
-        let (port, caller) = (self.destination.address.port(), self.caller.identity());
+        let (port, caller) = (self.original.port(), self.caller.identity());
         let input = MatchInput::new(*request);
         let taken = policy
             .rate_limits
@@ -134,14 +135,14 @@ impl Flow {
     pub async fn route(&self, routes: &Routes, request: MatchInput<'_>) -> Result<Route, Unrouted> {
         let service = Service {
             name: &self.destination.name(),
-            is_pod: self.destination.backend().is_pod(),
-            address: self.destination.address,
+            is_pod: self.destination.is_pod(),
+            address: self.original,
         };
         let plan = routes.plan(&request, &service, &mut self.worker.rng.borrow_mut())?;
         drop(request);
         let backend = match plan.backend() {
             Some(name) => self.worker.destinations.backend(name).await,
-            None => self.destination.backend().clone(),
+            None => self.destination.clone(),
         };
         Ok(Route::new(plan, backend))
     }
@@ -149,7 +150,7 @@ impl Flow {
     /// Step 5 of a connection that carries no HTTP: its backend. Each call for a connection makes the
     /// same choice. A pod stays the backend.
     pub async fn connection_backend(&self) -> Result<Rc<Backend>, Failure> {
-        let own = self.destination.backend();
+        let own = &self.destination;
         let Some(routes) = self.destination.routes().filter(|_| !own.is_pod()) else {
             return Ok(own.clone());
         };

@@ -198,7 +198,7 @@ impl Forward for Copy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::destination::Destination;
+    use crate::balance::Backend;
     use crate::flow::Direction;
     use crate::memory::Holder;
     use crate::policy::Caller;
@@ -214,7 +214,8 @@ mod tests {
             worker: worker.clone(),
             direction: Direction::Outbound,
             peer: address,
-            destination: Rc::new(Destination::fixed(address)),
+            original: address,
+            destination: Backend::alone(address),
             caller: Caller::App,
         });
         let head = CopiedHead::Http1 {

@@ -149,7 +149,7 @@ impl ExchangeRecord {
     pub fn backend(&self) -> &Rc<Backend> {
         match &self.route {
             Some(route) => &route.backend,
-            None => self.flow.destination.backend(),
+            None => &self.flow.destination,
         }
     }
 
@@ -400,7 +400,7 @@ impl Drop for ConnectionRecord {
     fn drop(&mut self) {
         let worker = &self.flow.worker;
         if self.copied.is_some() || self.failure.is_some() {
-            let backend = self.flow.destination.backend();
+            let backend = &self.flow.destination;
             worker.ended(self.flow.direction, backend, self.failure);
         }
         if let Some((sent, received)) = self.copied {

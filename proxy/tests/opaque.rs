@@ -6,7 +6,7 @@ mod support;
 use std::rc::Rc;
 use std::time::Duration;
 
-use diy_mesh_proxy::destination::Destination;
+use diy_mesh_proxy::balance::Backend;
 use support::{App, Mesh, closed_address, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -192,7 +192,7 @@ fn releases_destination_after_silent_client_closes() {
     on_worker(async {
         let (server, address) = listen().await;
         let mesh = Mesh::new();
-        let destination = Rc::new(Destination::fixed(address));
+        let destination = Backend::alone(address);
         let client = mesh.connect(&destination).await;
         drop(client);
         // The proxy may have dialed. The app receives no bytes.

@@ -18,7 +18,7 @@ use diy_mesh_proto::mesh::v1::{
 };
 use diy_mesh_proxy::{
     control::Control,
-    discovery::{self, Target},
+    discovery::{self, TargetKind},
     exceptions::Exceptions,
     identity::{self, Trust},
     metrics::DiscoveryMetrics,
@@ -201,7 +201,7 @@ impl Subscriber {
         let mut targets = Vec::new();
         for destination in cluster::destinations(self.number) {
             let mut target = discovery.watch(destination).await;
-            while !matches!(**target.borrow_and_update(), Target::Service(_)) {
+            while target.borrow_and_update().kind != TargetKind::Service {
                 target.changed().await.context("the discovery has ended")?;
             }
             targets.push(target);
@@ -209,11 +209,10 @@ impl Subscriber {
         let mut hot = targets.swap_remove(0);
         position.complete();
         loop {
-            if let Target::Service(service) = &**hot.borrow_and_update() {
-                let meshed = service
-                    .endpoints
-                    .iter()
-                    .filter(|endpoint| endpoint.identity.is_some());
+            let target = hot.borrow_and_update().clone();
+            if target.kind == TargetKind::Service {
+                let endpoints = target.endpoints.iter();
+                let meshed = endpoints.filter(|endpoint| endpoint.identity.is_some());
                 let addresses: Vec<_> = meshed.map(|endpoint| endpoint.address).collect();
                 position.advance(addresses.iter().copied());
                 self.progress.set_target(self.number, addresses);

@@ -25,7 +25,7 @@ use tokio::sync::watch;
 
 use crate::connect::{Limits, OpenPool, Pools, Remote};
 use crate::detect::Protocol;
-use crate::discovery::{Affinity, EndpointInfo, Resource, Target};
+use crate::discovery::{Affinity, EndpointInfo, Resource, Target, TargetKind};
 use crate::error::Failure;
 use crate::exceptions::{Event, Exceptions, Kind};
 use crate::flow::Direction;
@@ -59,6 +59,9 @@ pub struct Backend {
     turns: Turns,
     /// The budget for retries of its requests.
     pub retries: RetryBudget,
+    /// An endpoint has announced support for extended CONNECT requests (RFC 8441), which open
+    /// WebSockets.
+    pub supports_extended_connect: Cell<bool>,
     /// Exchanges and opaque connections that ended since the last report.
     ended: Cell<u32>,
 }
@@ -92,7 +95,17 @@ struct Member {
 impl Backend {
     /// A backend whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr, pools: &Rc<Pools>) -> Self {
-        Self::new(address.into(), &Target::Unknown, None, pools)
+        Self::new(address.into(), &Target::default(), None, pools)
+    }
+
+    /// The same, with connections of its own.
+    pub fn alone(address: SocketAddr) -> Rc<Self> {
+        Rc::new(Self::fixed(address, &Rc::default()))
+    }
+
+    /// The address, if it is the backend of a destination.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.resource.address()
     }
 
     /// A backend that follows the updates of discovery for `resource`.
@@ -122,6 +135,7 @@ impl Backend {
             compared_in: Cell::new(0),
             turns: Turns::default(),
             retries: RetryBudget::new(Instant::now()),
+            supports_extended_connect: Cell::default(),
             ended: Cell::default(),
         };
         backend.apply_policy();
@@ -381,26 +395,24 @@ impl State {
         pools: &Pools,
         health: &Rc<Health>,
     ) -> Self {
-        let name = match target.name() {
-            Some((namespace, name)) => format!("{namespace}/{name}"),
-            None => resource.to_string(),
+        let name = match target.name.is_empty() {
+            false => format!("{}/{}", target.namespace, target.name),
+            true => resource.to_string(),
         };
-        let (app_protocol, endpoints) = match (target, resource) {
-            (Target::Service(service), _) => (service.app_protocol, service.usable().to_vec()),
-            (Target::Pod(pod), _) => (pod.app_protocol, vec![pod.endpoint.clone()]),
-            (Target::Unknown, Resource::Destination(address)) => {
-                (None, vec![Arc::new(EndpointInfo::bare(*address))])
+        let endpoints = match (&target.kind, resource) {
+            (TargetKind::Unknown, Resource::Destination(address)) => {
+                vec![Arc::new(EndpointInfo::bare(*address))]
             }
-            _ => (None, Vec::new()),
+            _ => target.usable().to_vec(),
         };
-        let unavailable = match target {
-            Target::Refused => Failure::Overloaded("too many destinations are in use"),
-            Target::Withheld => Failure::Withheld(resource.to_string()),
-            Target::UnknownPort(unknown) => Failure::UnknownPort {
+        let unavailable = match &target.kind {
+            TargetKind::Refused => Failure::Overloaded("too many destinations are in use"),
+            TargetKind::Withheld => Failure::Withheld(resource.to_string()),
+            TargetKind::UnknownPort { ports, max_ports } => Failure::UnknownPort {
                 service: name.clone(),
                 port: resource.port(),
-                ports: unknown.ports.as_slice().into(),
-                max_ports: unknown.max_ports,
+                ports: ports.as_slice().into(),
+                max_ports: *max_ports,
             },
             _ => Failure::NoEndpoint(name.clone()),
         };
@@ -409,20 +421,16 @@ impl State {
         let app_protocol = if opaque {
             Some(Protocol::Opaque)
         } else {
-            app_protocol
+            target.app_protocol
         };
-        let policy = target.policy();
+        let policy = target.policy.clone();
         let mut limits = policy.limits;
-        if *target == Target::Unknown {
+        if target.kind == TargetKind::Unknown {
             // Such as the local application. Each client has a connection of its own, and each
             // caller its share of these. With another limit, one caller could use all of it.
             limits.connections = u32::MAX;
         }
         let members = merge(before, endpoints, pools, health, limits);
-        let service = match target {
-            Target::Service(service) => Some(service),
-            _ => None,
-        };
         Self {
             name: name.into(),
             app_protocol,
@@ -430,10 +438,10 @@ impl State {
             slow_start_since: slow_start(&members, policy.balancing.slow_start),
             policy,
             members,
-            affinity: service.and_then(|service| service.affinity.clone()),
-            table: service.map_or_else(Arc::default, |service| service.table.clone()),
-            routes: target.routes().cloned(),
-            is_pod: matches!(target, Target::Pod(_)),
+            affinity: target.affinity.clone(),
+            table: target.table.clone(),
+            routes: target.routes.clone(),
+            is_pod: target.kind == TargetKind::Pod,
         }
     }
 }

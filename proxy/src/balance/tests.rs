@@ -22,8 +22,7 @@ use tokio::task::JoinSet;
 
 use super::policy::BackendPolicy;
 use super::{Avoided, Backend, BreakerSettings, Endpoint, Member, Preference};
-use crate::destination::Destination;
-use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
 use crate::error::Failure;
 use crate::flow::Direction;
 use crate::identity::testing::{Authority, WEB};
@@ -66,7 +65,7 @@ struct Service {
     endpoints: Vec<Side>,
     addresses: Vec<SocketAddr>,
     updates: watch::Sender<Arc<Target>>,
-    destination: Rc<Destination>,
+    destination: Rc<Backend>,
 }
 
 impl Service {
@@ -94,13 +93,14 @@ impl Service {
         let web = credentials(authority, WEB, |_| {});
         let (discovery, mut questions) = Discovery::by_hand();
         let caller = Side::new(Some(web), "", discovery);
-        let target = Target::Service(ServiceTarget {
+        let target = Target {
+            kind: TargetKind::Service,
             namespace: "shop".into(),
             name: "cart".into(),
             app_protocol: None,
             endpoints: infos.into_iter().map(Arc::new).collect(),
-            ..ServiceTarget::default()
-        });
+            ..Target::default()
+        };
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
         let (destination, updates) =
             tokio::join!(caller.worker.destinations.get_or_watch(address), async {
@@ -392,10 +392,7 @@ fn failures_ejected_endpoints_and_open_circuits_are_exceptions() {
         let service = Service::new(&[failing_app(Rc::default()).await]).await;
         let caller = &service.caller.worker;
         let mut target = (*service.updates.borrow()).as_ref().clone();
-        let Target::Service(of) = &mut target else {
-            panic!("a Service");
-        };
-        of.policy = Arc::new(BackendPolicy {
+        target.policy = Arc::new(BackendPolicy {
             name: "TrafficPolicy shop/cart".into(),
             breaker: Some(BreakerSettings {
                 failure_percent: 50,

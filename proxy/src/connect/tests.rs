@@ -267,7 +267,7 @@ async fn oldest_idle_connections_of_all_endpoints_are_closed_beyond_the_maximum(
     for (number, io) in (0..60_u8).zip(near) {
         let address = SocketAddr::from(([10, 0, 0, number.min(50)], 80));
         let destination = worker.apps.fixed(address);
-        let pick = destination.backend().pick_for(
+        let pick = destination.pick_for(
             Preference::default(),
             &Avoided::default(),
             "",

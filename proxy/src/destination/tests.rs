@@ -11,14 +11,12 @@ use crate::balance::policy::BackendPolicy;
 use crate::connect::{Limits, Remote};
 use crate::control::testing::soon;
 use crate::detect::Protocol;
-use crate::discovery::{
-    Affinity, EndpointInfo, PodTarget, Questions, ServiceTarget, Target, UnknownPort,
-};
+use crate::discovery::{Affinity, EndpointInfo, Questions, Target, TargetKind};
 use crate::error::Failure;
 
 impl Destinations {
     fn len(&self) -> usize {
-        self.destinations.entries.borrow().len()
+        self.entries.borrow().len()
     }
 
     fn is_empty(&self) -> bool {
@@ -43,25 +41,21 @@ fn info(text: &str) -> Arc<EndpointInfo> {
 
 fn service(endpoints: &[Arc<EndpointInfo>]) -> Arc<Target> {
     let (namespace, name) = ("shop".to_owned(), "cart".to_owned());
-    Arc::new(Target::Service(ServiceTarget {
+    Arc::new(Target {
+        kind: TargetKind::Service,
         namespace,
         name,
         app_protocol: Some(Protocol::Http2),
         endpoints: endpoints.to_vec(),
-        ..ServiceTarget::default()
-    }))
+        ..Target::default()
+    })
 }
 
 /// A destination and the sender of its updates.
-fn watched_destination(target: Arc<Target>) -> (watch::Sender<Arc<Target>>, Destination) {
+fn watched_destination(target: Arc<Target>) -> (watch::Sender<Arc<Target>>, Rc<Backend>) {
     let (sender, receiver) = watch::channel(target);
-    (
-        sender,
-        Destination::new(
-            address("10.96.0.7:80"),
-            Backend::watched(address("10.96.0.7:80"), receiver, &Rc::default()),
-        ),
-    )
+    let backend = Backend::watched(address("10.96.0.7:80"), receiver, &Rc::default());
+    (sender, Rc::new(backend))
 }
 
 fn rng() -> fastrand::Rng {
@@ -69,11 +63,10 @@ fn rng() -> fastrand::Rng {
 }
 
 /// The number of selections by endpoint.
-fn picks(destination: &Destination, tried: &[SocketAddr], times: usize) -> HashMap<String, usize> {
+fn picks(destination: &Backend, tried: &[SocketAddr], times: usize) -> HashMap<String, usize> {
     let (mut rng, mut picks) = (rng(), HashMap::new());
     for _ in 0..times {
         let endpoint = destination
-            .backend()
             .pick(tried, &mut rng)
             .expect("there is an endpoint");
         *picks.entry(endpoint.address.to_string()).or_default() += 1;
@@ -81,9 +74,8 @@ fn picks(destination: &Destination, tried: &[SocketAddr], times: usize) -> HashM
     picks
 }
 
-fn find(destination: &Destination, text: &str) -> Rc<Endpoint> {
+fn find(destination: &Backend, text: &str) -> Rc<Endpoint> {
     destination
-        .backend()
         .endpoint(address(text))
         .expect("the endpoint is a member")
 }
@@ -91,7 +83,7 @@ fn find(destination: &Destination, text: &str) -> Rc<Endpoint> {
 #[test]
 fn other_endpoints_exclude_only_the_given_one() {
     let (sender, destination) = watched_destination(service(&[info("10.0.0.1:80")]));
-    let has_other = |text: &str| destination.backend().has_other(address(text));
+    let has_other = |text: &str| destination.has_other(address(text));
     assert!(!has_other("10.0.0.1:80"));
     // A request is in flight to an endpoint that discovery replaces.
     sender
@@ -114,7 +106,7 @@ fn distributes_requests_evenly() {
     );
     assert_eq!(
         (
-            destination.backend().endpoints_len(),
+            destination.endpoints_len(),
             destination.app_protocol(),
             &*destination.name()
         ),
@@ -138,7 +130,6 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
     for _ in 0..97 {
         burst.push(
             destination
-                .backend()
                 .pick(&[], &mut rng())
                 .expect("there are two endpoints")
                 .begin(),
@@ -159,14 +150,13 @@ fn prefers_endpoint_with_fewer_in_flight_requests() {
 fn draining_endpoint_gets_requests_only_while_no_endpoint_is_ready() {
     let target = |ready: &[&str], draining: &[&str]| {
         let all = |texts: &[&str]| texts.iter().map(|text| info(text)).collect::<Vec<_>>();
-        let Target::Service(empty) = &*service(&[]) else {
-            panic!("a Service")
-        };
-        Arc::new(Target::Service(ServiceTarget {
+        let empty = service(&[]);
+        Arc::new(Target {
+            kind: TargetKind::Service,
             endpoints: all(ready),
             draining: all(draining),
-            ..empty.clone()
-        }))
+            ..(*empty).clone()
+        })
     };
     let (one, other) = ("10.0.0.1:80", "10.0.0.2:80");
     let (sender, destination) = watched_destination(target(&[one, other], &[]));
@@ -189,20 +179,19 @@ fn draining_endpoint_gets_requests_only_while_no_endpoint_is_ready() {
 #[test]
 fn session_affinity_keeps_the_endpoint_in_all_workers_until_it_fails_or_leaves() {
     let all = ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80", "10.0.0.4:80"].map(info);
-    let Target::Service(balanced) = &*service(&all) else {
-        panic!("a Service")
-    };
+    let balanced = service(&all);
     let affinity = Some(Arc::new(Affinity::new(Duration::from_secs(3600))));
     let sticky = |endpoints: &[Arc<EndpointInfo>]| {
-        Arc::new(Target::Service(ServiceTarget {
+        Arc::new(Target {
+            kind: TargetKind::Service,
             endpoints: endpoints.to_vec(),
             affinity: affinity.clone(),
-            ..balanced.clone()
-        }))
+            ..(*balanced).clone()
+        })
     };
     let (sender, one) = watched_destination(sticky(&all));
     let (_sender, other) = watched_destination(sticky(&all));
-    let only = |destination: &Destination| {
+    let only = |destination: &Backend| {
         let picks = picks(destination, &[], 50);
         assert_eq!(picks.len(), 1, "{picks:?}");
         address(picks.keys().next().expect("an endpoint"))
@@ -237,7 +226,6 @@ fn excludes_tried_endpoints() {
         HashMap::from([("10.0.0.2:80".to_owned(), 50)])
     );
     let failure = destination
-        .backend()
         .pick(&tried, &mut rng())
         .err()
         .expect("all endpoints were tried");
@@ -245,19 +233,13 @@ fn excludes_tried_endpoints() {
         matches!(&failure, Failure::NoEndpoint(name) if name == "shop/cart"),
         "{failure}"
     );
-    assert!(
-        Destination::fixed(tried[0])
-            .backend()
-            .pick(&tried, &mut rng())
-            .is_err()
-    );
+    assert!(Backend::alone(tried[0]).pick(&tried, &mut rng()).is_err());
 }
 
 #[test]
 fn error_names_service_without_endpoints() {
     let (sender, destination) = watched_destination(service(&[]));
     let failure = destination
-        .backend()
         .pick(&[], &mut rng())
         .err()
         .expect("there is no endpoint");
@@ -266,43 +248,38 @@ fn error_names_service_without_endpoints() {
         "service shop/cart has no ready endpoint"
     );
     sender.send_replace(service(&[info("10.0.0.1:80")]));
-    assert!(destination.backend().pick(&[], &mut rng()).is_ok());
+    assert!(destination.pick(&[], &mut rng()).is_ok());
 }
 
 #[test]
 fn error_names_unknown_port_and_withheld_destination() {
-    let unknown = UnknownPort {
+    let unknown = |ports, max_ports| Target {
+        kind: TargetKind::UnknownPort { ports, max_ports },
         namespace: "shop".to_owned(),
         name: "cart".to_owned(),
-        ports: vec![8080],
-        max_ports: 0,
-    };
-    let excess = UnknownPort {
-        ports: vec![],
-        max_ports: 1000,
-        ..unknown.clone()
+        ..Target::default()
     };
     for (target, code, message) in [
         (
-            Target::UnknownPort(unknown),
+            unknown(vec![8080], 0),
             "unknown-port",
             "service shop/cart has no port 80; it has 8080",
         ),
         (
-            Target::UnknownPort(excess),
+            unknown(vec![], 1000),
             "unknown-port",
             "the mesh does not support port 80 of service shop/cart, only its first 1000 TCP \
              ports; split the service",
         ),
         (
-            Target::Withheld,
+            TargetKind::Withheld.into(),
             "withheld",
             "the endpoints of 10.96.0.7:80 are unknown, and it may be meshed: \
              plaintext is not allowed; check that the controller is available",
         ),
     ] {
         let (_sender, destination) = watched_destination(Arc::new(target));
-        let picked = destination.backend().pick(&[], &mut rng());
+        let picked = destination.pick(&[], &mut rng());
         let failure = picked.err().expect("there is no endpoint");
         assert_eq!((failure.code(), &*failure.to_string()), (code, message));
     }
@@ -336,7 +313,7 @@ fn announcement_ends_quarantine_of_its_endpoint() {
         find(&destination, text).begin().refused();
     }
     sender.send_replace(service(&[one, info("10.0.0.2:80"), info("10.0.0.3:80")]));
-    destination.backend().apply_updates();
+    destination.apply_updates();
     assert!(find(&destination, "10.0.0.1:80").is_quarantined(now));
     assert!(!find(&destination, "10.0.0.2:80").is_quarantined(now));
 }
@@ -391,7 +368,6 @@ fn replaces_endpoint_if_another_pod_has_its_address() {
         let before = find(&destination, "10.0.0.1:80");
         sender.send_replace(service(&[changed]));
         let after = destination
-            .backend()
             .pick(&[], &mut rng())
             .expect("there is an endpoint");
         assert!(
@@ -410,7 +386,7 @@ fn replaces_endpoint_if_another_pod_has_its_address() {
 
 #[test]
 fn unknown_destinations_and_pods_use_the_original_address() {
-    let (sender, destination) = watched_destination(Arc::new(Target::Unknown));
+    let (sender, destination) = watched_destination(Arc::new(Target::default()));
     assert_eq!(
         picks(&destination, &[], 1),
         HashMap::from([("10.96.0.7:80".to_owned(), 1)])
@@ -420,15 +396,15 @@ fn unknown_destinations_and_pods_use_the_original_address() {
         ("10.96.0.7:80", None)
     );
     let (namespace, name) = ("shop".to_owned(), "cart-1".to_owned());
-    let pod = PodTarget {
+    let pod = Target {
+        kind: TargetKind::Pod,
         namespace,
         name,
         app_protocol: Some(Protocol::Opaque),
-        endpoint: info("10.96.0.7:80"),
-        routes: None,
-        policy: Arc::default(),
+        endpoints: vec![info("10.96.0.7:80")],
+        ..Target::default()
     };
-    sender.send_replace(Arc::new(Target::Pod(pod)));
+    sender.send_replace(Arc::new(pod));
     assert_eq!(
         picks(&destination, &[], 1),
         HashMap::from([("10.96.0.7:80".to_owned(), 1)])
@@ -470,9 +446,7 @@ fn destination_is_opaque_if_all_endpoints_are() {
 #[test]
 fn limits_of_a_policy_change_the_connections_and_not_the_endpoint() {
     let with = |requests| {
-        let Target::Service(mut target) = (*service(&[info("10.0.0.1:80")])).clone() else {
-            unreachable!("a Service")
-        };
+        let mut target = (*service(&[info("10.0.0.1:80")])).clone();
         target.policy = Arc::new(BackendPolicy {
             limits: Limits {
                 requests,
@@ -480,7 +454,7 @@ fn limits_of_a_policy_change_the_connections_and_not_the_endpoint() {
             },
             ..BackendPolicy::default()
         });
-        Arc::new(Target::Service(target))
+        Arc::new(target)
     };
     let (sender, destination) = watched_destination(with(u32::MAX));
     let endpoint = find(&destination, "10.0.0.1:80");
@@ -491,7 +465,7 @@ fn limits_of_a_policy_change_the_connections_and_not_the_endpoint() {
         &before
     ));
     sender.send_replace(with(10));
-    destination.backend().apply_updates();
+    destination.apply_updates();
     let same = find(&destination, "10.0.0.1:80");
     assert!(Rc::ptr_eq(&same, &endpoint) && same.in_flight() == 1);
     assert!(before.is_closed() && !same.pool().is_closed());
@@ -513,11 +487,8 @@ fn services_with_other_limits_do_not_share_connections() {
 
 #[test]
 fn slow_endpoint_is_quarantined_by_a_policy() {
-    let Target::Service(mut target) =
-        (*service(&["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"].map(info))).clone()
-    else {
-        unreachable!("a Service")
-    };
+    let all = ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"].map(info);
+    let mut target = (*service(&all)).clone();
     target.policy = Arc::new(BackendPolicy {
         outliers: OutlierSettings {
             latency_percent: 300,
@@ -526,7 +497,7 @@ fn slow_endpoint_is_quarantined_by_a_policy() {
         },
         ..BackendPolicy::default()
     });
-    let (_sender, destination) = watched_destination(Arc::new(Target::Service(target)));
+    let (_sender, destination) = watched_destination(Arc::new(target));
     let slow = find(&destination, "10.0.0.2:80");
     let start = Instant::now();
     while !slow.is_quarantined(Instant::now()) {
@@ -584,7 +555,7 @@ async fn destinations_share_pools_until_last_one_removes_the_endpoint() {
         &find(&one, "10.0.0.2:80").pool()
     ));
     sender.send_replace(service(&[info("10.0.0.2:80")]));
-    one.backend().apply_updates();
+    one.apply_updates();
     assert!(!shared.pool().is_closed(), "the other destination uses it");
     other_sender.send_replace(service(&[]));
     destinations.evict_idle(Instant::now());
@@ -619,14 +590,14 @@ async fn next_request_resolves_after_cancelled_one() {
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
     let (destination, _sender) =
         tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
-    assert_eq!(destination.backend().endpoints_len(), 1);
+    assert_eq!(destination.endpoints_len(), 1);
 }
 
 #[tokio::test]
 async fn evicts_destination_after_a_minute_without_connections() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery, Pools::default());
-    let answer = async { questions.next().await.1(Arc::new(Target::Unknown)) };
+    let answer = async { questions.next().await.1(Arc::new(Target::default())) };
     let (held, sender) = tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
     let mut now = Instant::now();
     for _ in 0..30 {
@@ -663,13 +634,13 @@ async fn applies_updates_to_destination_without_requests() {
 async fn resubscribes_after_discovery_drops_the_watch() {
     let (discovery, mut questions) = Discovery::by_hand();
     let destinations = Destinations::new(discovery, Pools::default());
-    let answer = async { questions.next().await.1(Arc::new(Target::Unknown)) };
+    let answer = async { questions.next().await.1(Arc::new(Target::default())) };
     let (held, sender) = tokio::join!(destinations.get_or_watch(address("10.96.0.7:80")), answer);
     drop(sender);
     destinations.evict_idle(Instant::now());
     assert!(destinations.is_empty());
     assert!(
-        held.backend().pick(&[], &mut rng()).is_ok(),
+        held.pick(&[], &mut rng()).is_ok(),
         "the connection continues to use it"
     );
     let answer = async { questions.next().await.1(service(&[info("10.0.0.1:80")])) };
@@ -680,12 +651,12 @@ async fn resubscribes_after_discovery_drops_the_watch() {
 #[tokio::test]
 async fn serves_destinations_over_limit_without_keeping_them() {
     let mut destinations = Destinations::new(Discovery::off(), Pools::default());
-    destinations.destinations.limit = 1;
+    destinations.limit = 1;
     let kept = destinations.get_or_watch(address("10.0.0.1:80")).await;
     let over = destinations.get_or_watch(address("10.0.0.2:80")).await;
     let over_too = destinations.fixed(address("10.0.0.2:80"));
     assert!(
-        over.backend().pick(&[], &mut rng()).is_ok()
+        over.pick(&[], &mut rng()).is_ok()
             && !Rc::ptr_eq(&over, &over_too)
             && destinations.len() == 1
     );
@@ -698,7 +669,7 @@ async fn serves_destinations_over_limit_without_keeping_them() {
 #[tokio::test]
 async fn evicts_unused_destinations_at_limit() {
     let mut destinations = Destinations::new(Discovery::off(), Pools::default());
-    destinations.destinations.limit = 2;
+    destinations.limit = 2;
     let held = destinations.get_or_watch(address("10.0.0.1:80")).await;
     drop(destinations.get_or_watch(address("10.0.0.2:80")).await);
     let kept = destinations.get_or_watch(address("10.0.0.3:80")).await;
@@ -728,14 +699,13 @@ async fn refuses_destination_while_table_of_discovery_is_full() {
     let ask = || soon(destinations.get_or_watch(address("10.96.0.7:80")));
     let (refused, ()) = tokio::join!(ask(), refuse(&mut questions, "10.96.0.7:80"));
     let failure = refused
-        .backend()
         .pick(&[], &mut rng())
         .err()
         .expect("a destination that may be meshed is not reached in plaintext");
     assert!(matches!(failure, Failure::Overloaded(_)), "{failure}");
     let answer = soon(async { questions.next().await.1(service(&[info("10.0.0.1:80")])) });
     let (destination, _sender) = tokio::join!(ask(), answer);
-    assert!(destination.backend().pick(&[], &mut rng()).is_ok());
+    assert!(destination.pick(&[], &mut rng()).is_ok());
 }
 
 #[tokio::test]
@@ -754,7 +724,7 @@ async fn releases_unused_destinations_and_retries_when_table_of_discovery_is_ful
         let sender = answer(&mut questions).await;
         (unused_sender.receiver_count() == 0, sender)
     });
-    assert!(released && asked.backend().pick(&[], &mut rng()).is_ok());
+    assert!(released && asked.pick(&[], &mut rng()).is_ok());
     assert!(held_sender.receiver_count() == 1 && Rc::ptr_eq(&held, &ask("10.96.0.7:80").await));
 }
 
@@ -768,8 +738,7 @@ async fn fixed_destination_is_its_own_endpoint_and_shared() {
     destinations.evict_idle(Instant::now());
     assert!(Rc::ptr_eq(&one, &other) && destinations.len() == 1);
     assert_eq!(
-        one.backend()
-            .pick(&[], &mut rng())
+        one.pick(&[], &mut rng())
             .expect("there is an endpoint")
             .address,
         address("10.0.0.1:80")
@@ -796,11 +765,11 @@ async fn shares_backends_of_routes_by_name_until_they_are_idle() {
     let after = |seconds: u32| now + seconds * SECOND;
     destinations.evict_idle(after(0));
     destinations.evict_idle(after(100));
-    assert_eq!(destinations.backends.entries.borrow().len(), 1, "in use");
+    assert_eq!(destinations.entries.borrow().len(), 1, "in use");
     drop((one, two));
     destinations.evict_idle(after(110));
     destinations.evict_idle(after(170));
-    assert_eq!(destinations.backends.entries.borrow().len(), 0);
+    assert_eq!(destinations.entries.borrow().len(), 0);
 }
 
 #[tokio::test]
@@ -811,7 +780,7 @@ async fn ports_of_a_scan_leave_few_destinations_behind() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let upstream = tokio::net::TcpStream::connect(listener.local_addr().unwrap());
     let connected = port(2);
-    let endpoint = connected.backend().pick(&[], &mut rng()).unwrap();
+    let endpoint = connected.pick(&[], &mut rng()).unwrap();
     let io = crate::io::Io::new(upstream.await.unwrap());
     endpoint.pool().checkin_http1(io, Instant::now());
     let known = Rc::downgrade(&connected);

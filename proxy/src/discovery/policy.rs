@@ -240,13 +240,8 @@ mod tests {
                 ..proto::DiscoverResponse::default()
             };
             let applied = table.apply(response, Instant::now(), &mut |_| {});
-            let algorithm = watched
-                .receiver
-                .borrow()
-                .policy()
-                .balancing
-                .algorithm
-                .clone();
+            let policy = watched.receiver.borrow().policy.clone();
+            let algorithm = policy.balancing.algorithm.clone();
             let rejection = applied.acknowledgement.map(|one| {
                 assert_eq!(one.version, version);
                 let is_rejected = !one.rejection.is_empty();

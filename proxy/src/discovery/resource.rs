@@ -63,6 +63,14 @@ impl Resource {
         }
     }
 
+    /// The address of a destination.
+    pub fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Destination(address) => Some(*address),
+            Self::Backend(_) => None,
+        }
+    }
+
     /// Namespace and name of a backend's Service.
     pub(super) fn service(&self) -> Option<(&str, &str)> {
         match self {

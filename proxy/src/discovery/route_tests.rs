@@ -20,9 +20,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::*;
+use crate::balance::Backend;
 use crate::connection::carry;
 use crate::control::testing::{FakeController, FakeStream, soon};
-use crate::destination::Destination;
 use crate::flow::{Direction, Flow};
 use crate::io::Io;
 use crate::policy::Caller;
@@ -45,7 +45,7 @@ fn on_worker<F: Future<Output = ()>>(test: F) {
 /// A worker whose destination [`WEB`] has routes.
 struct Mesh {
     worker: Rc<Worker>,
-    destination: Rc<Destination>,
+    destination: Rc<Backend>,
     /// The controller's end.
     controller: Rc<RefCell<Controller>>,
     acknowledgements: mpsc::UnboundedReceiver<Acknowledgement>,
@@ -130,6 +130,7 @@ impl Mesh {
             worker: self.worker.clone(),
             direction: Direction::Outbound,
             peer,
+            original: self.destination.address().unwrap(),
             destination: self.destination.clone(),
             caller: Caller::App,
         };
@@ -1106,7 +1107,8 @@ fn pod_of_a_headless_service_stays_the_backend() {
                 panic!("{error}")
             });
         let parsed = super::routes::parse(routes(vec![prefix("/a", 0)], vec![rule]));
-        let target = target.unwrap().with_routes(Some(parsed), &Target::Unknown);
+        let mut target = target.unwrap();
+        target.set_routes(Some(parsed), &Target::default());
         let (discovery, mut questions) = Discovery::by_hand();
         let worker = Worker::new(WorkerContext {
             discovery,

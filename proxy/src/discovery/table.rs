@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::position::Order;
 use super::resource::Resource;
-use super::target::Target;
+use super::target::{Target, TargetKind};
 
 mod entry;
 mod shares;
@@ -120,11 +120,12 @@ impl Table {
             }
             Resource::Backend(_) => (false, true),
         };
-        let (sender, receiver) = watch::channel(Arc::new(if withheld {
-            Target::Withheld
+        let kind = if withheld {
+            TargetKind::Withheld
         } else {
-            Target::Unknown
-        }));
+            TargetKind::Unknown
+        };
+        let (sender, receiver) = watch::channel(Arc::new(kind.into()));
         let mut entry = Entry {
             sender,
             version: String::new(),
@@ -204,13 +205,13 @@ impl Table {
         let bounds = entry.bounds(&self.shares, &namespace, self.seed);
         let is_snapshot = matches!(response.update, Some(Update::Snapshot(_)));
         let was_part = entry.sender.borrow().part().is_some();
-        let was_small = entry.sender.borrow().has_small_table();
+        let was_small = entry.sender.borrow().table.is_small();
         let acknowledgement = entry.apply(&resource, response, bounds, now, &mut |error| {
             report(format!("{resource}: {error}"))
         });
         entry.settle(&resource, &mut self.shares);
         self.is_short |= entry.is_refused();
-        let has_small_table = !was_small && entry.sender.borrow().has_small_table();
+        let has_small_table = !was_small && entry.sender.borrow().table.is_small();
         let is_news = (is_snapshot || !was_part) && entry.partial.is_none();
         let kept = is_news.then(|| entry.sender.borrow().part()).flatten();
         Applied {

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_proto::Identity;
-use diy_mesh_proto::mesh::v1::snapshot::Kind;
-use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot};
+use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot, snapshot};
 
 use super::affinity::Affinity;
 use super::resource::Resource;
@@ -20,90 +19,59 @@ use crate::route::Routes;
 /// to them, and workers to their expressions.
 pub(super) const BYTES_OF_ENDPOINT: usize = 400;
 
-/// Target of a destination: where its connections may go.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
-    /// Neither a Service nor a pod, or no response yet: connections go to the original destination.
-    Unknown,
-    /// Formerly meshed, or possibly, and the controller has not sent a current target: unreachable.
-    Withheld,
-    /// Over the limit of subscriptions: unreachable, because the destination may be meshed.
-    Refused,
-    /// A cluster IP of a Service: balanced over its endpoints.
-    Service(ServiceTarget),
-    /// An address of a Service that does not have the port: unreachable.
-    UnknownPort(UnknownPort),
-    /// An IP of a pod: connections go there.
-    Pod(PodTarget),
-}
-
-/// A port of a Service.
+/// What discovery knows of a destination, or of a backend of routes: where its connections may go.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ServiceTarget {
-    /// The Service's namespace.
+pub struct Target {
+    /// What it is.
+    pub kind: TargetKind,
+    /// The namespace of the Service or the pod.
     pub namespace: String,
-    /// The Service's name.
+    /// The name of the Service or the pod.
     pub name: String,
     /// The protocol of the port that the Service declares. None: it is detected.
     pub app_protocol: Option<Protocol>,
-    /// Ready endpoints, sorted by address, without duplicates.
+    /// The pod, or the ready endpoints of the Service, sorted by address, without duplicates.
     pub endpoints: Endpoints,
     /// Endpoints that terminate and still serve, sorted by address, without duplicates.
     pub draining: Endpoints,
     /// The endpoint that requests keep, if the Service has session affinity.
     pub affinity: Option<Arc<Affinity>>,
-    /// The routes of HTTP requests, if there are any.
+    /// The routes of HTTP requests, if there are any: those of a headless Service for a pod, which
+    /// stays the backend.
     pub routes: Option<Arc<Routes>>,
     /// How the endpoints are used.
     pub policy: Arc<BackendPolicy>,
     /// Of the usable endpoints, for consistent hashes. Workers share it.
     pub table: Arc<Table>,
-    /// The endpoints that the proxy keeps.
+    /// The endpoints of the Service that the proxy keeps.
     pub subset: Subset,
+}
+
+/// What a target is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum TargetKind {
+    /// Neither a Service nor a pod, or no response yet: connections go to the original destination.
+    #[default]
+    Unknown,
+    /// Formerly meshed, or possibly, and the controller has not sent a current target: unreachable.
+    Withheld,
+    /// There is no room for it: unreachable, because the destination may be meshed.
+    Refused,
+    /// A port of a Service: balanced over its endpoints.
+    Service,
+    /// An address of a Service that does not have the port: unreachable.
+    UnknownPort {
+        /// The TCP ports that it has.
+        ports: Vec<u16>,
+        /// Not 0: it has the port, but not among these first TCP ports that the mesh supports.
+        max_ports: u32,
+    },
+    /// A port of a pod: connections go there.
+    Pod,
 }
 
 /// Endpoints in the order of their addresses.
 type Endpoints = Vec<Arc<EndpointInfo>>;
-
-impl ServiceTarget {
-    /// The endpoints for new requests: draining ones only while none is ready (KEP-1669).
-    pub fn usable(&self) -> &[Arc<EndpointInfo>] {
-        match self.endpoints.is_empty() {
-            true => &self.draining,
-            false => &self.endpoints,
-        }
-    }
-}
-
-/// A Service without the port of the destination.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnknownPort {
-    /// The Service's namespace.
-    pub namespace: String,
-    /// The Service's name.
-    pub name: String,
-    /// The TCP ports that it has.
-    pub ports: Vec<u16>,
-    /// Not 0: it has the port, but not among these first TCP ports that the mesh supports.
-    pub max_ports: u32,
-}
-
-/// A port of a pod.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PodTarget {
-    /// The pod's namespace.
-    pub namespace: String,
-    /// The pod's name.
-    pub name: String,
-    /// The protocol of the port that the Service declares. None: it is detected.
-    pub app_protocol: Option<Protocol>,
-    /// The only endpoint.
-    pub endpoint: Arc<EndpointInfo>,
-    /// The routes of HTTP requests to a headless Service of the pod. The pod stays the backend.
-    pub routes: Option<Arc<Routes>>,
-    /// How the pod is used: the policy of the headless Service.
-    pub policy: Arc<BackendPolicy>,
-}
 
 /// One endpoint. Each announcement is a new `Arc`, even without changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -120,71 +88,84 @@ pub struct EndpointInfo {
     pub opaque: bool,
 }
 
-impl Target {
-    /// Whether connections require mutual TLS.
-    pub fn is_meshed(&self) -> bool {
-        match self {
-            Self::Unknown | Self::UnknownPort(_) => false,
-            Self::Withheld | Self::Refused => true,
-            Self::Service(service) => {
-                let mut all = service.endpoints.iter().chain(&service.draining);
-                all.any(|endpoint| endpoint.identity.is_some())
-            }
-            Self::Pod(pod) => pod.endpoint.identity.is_some(),
+impl From<TargetKind> for Target {
+    fn from(kind: TargetKind) -> Self {
+        Self {
+            kind,
+            ..Self::default()
         }
     }
+}
 
+impl Target {
     /// The target of a resource that the controller does not know.
     pub(super) fn unknown(resource: &Resource) -> Self {
         match resource.service() {
-            None => Self::Unknown,
-            Some((namespace, name)) => Self::Service(ServiceTarget {
+            None => Self::default(),
+            Some((namespace, name)) => Self {
+                kind: TargetKind::Service,
                 namespace: namespace.to_owned(),
                 name: name.to_owned(),
-                ..ServiceTarget::default()
-            }),
+                ..Self::default()
+            },
         }
     }
 
-    /// The target with the routes of a snapshot. If they are invalid, the valid ones of `before`
-    /// stay in force; without any, HTTP requests fail.
-    pub(super) fn with_routes(
-        mut self,
-        routes: Option<Result<Routes, String>>,
-        before: &Self,
-    ) -> Self {
-        let routes = routes.map(|routes| match (routes, before.routes()) {
+    /// Whether connections require mutual TLS.
+    pub fn is_meshed(&self) -> bool {
+        let mut all = self.endpoints.iter().chain(&self.draining);
+        matches!(self.kind, TargetKind::Withheld | TargetKind::Refused)
+            || all.any(|endpoint| endpoint.identity.is_some())
+    }
+
+    /// The endpoints for new requests: draining ones only while none is ready (KEP-1669).
+    pub fn usable(&self) -> &[Arc<EndpointInfo>] {
+        match self.endpoints.is_empty() {
+            true => &self.draining,
+            false => &self.endpoints,
+        }
+    }
+
+    /// Whether this is a Service without usable endpoints.
+    pub fn is_without_endpoint(&self) -> bool {
+        matches!(
+            self.kind,
+            TargetKind::Service | TargetKind::UnknownPort { .. }
+        ) && self.usable().is_empty()
+    }
+
+    /// Whether an endpoint may follow soon, as for each Service at first.
+    pub fn awaits_endpoint(&self) -> bool {
+        self.kind == TargetKind::Service && self.usable().is_empty() && self.routes.is_none()
+    }
+
+    fn has_name_of(&self, other: &Self) -> bool {
+        (&self.namespace, &self.name) == (&other.namespace, &other.name)
+    }
+
+    /// Adds the routes of a snapshot. If they are invalid, the valid ones of `before` stay in force;
+    /// without any, HTTP requests fail.
+    pub(super) fn set_routes(&mut self, routes: Option<Result<Routes, String>>, before: &Self) {
+        self.routes = routes.map(|routes| match (routes, &before.routes) {
             (Ok(routes), _) => Arc::new(routes),
-            (Err(_), Some(valid)) if self.name() == before.name() && !valid.is_rejected() => {
+            (Err(_), Some(valid)) if self.has_name_of(before) && !valid.is_rejected() => {
                 valid.clone()
             }
             (Err(reason), _) => Arc::new(Routes::rejected(reason)),
         });
-        match &mut self {
-            Self::Service(service) => service.routes = routes,
-            Self::Pod(pod) => pod.routes = routes,
-            _ => {}
-        }
-        self
     }
 
-    /// The target with the policy of a snapshot. If it is invalid, that of `before` stays in force.
-    pub(super) fn with_policy(
-        mut self,
+    /// Adds the policy of a snapshot. If it is invalid, that of `before` stays in force.
+    pub(super) fn set_policy(
+        &mut self,
         policy: Option<Result<BackendPolicy, String>>,
         before: &Self,
-    ) -> Self {
-        let policy = match policy {
+    ) {
+        self.policy = match policy {
             Some(Ok(policy)) => Arc::new(policy),
-            Some(Err(_)) if self.name() == before.name() => before.policy(),
+            Some(Err(_)) if self.has_name_of(before) => before.policy.clone(),
             Some(Err(_)) | None => Arc::default(),
         };
-        match &mut self {
-            Self::Service(service) => service.policy = policy,
-            Self::Pod(pod) => pod.policy = policy,
-            _ => {}
-        }
-        self
     }
 
     /// Computes the table of the usable endpoints, if the policy needs it. Discovery does so before
@@ -192,124 +173,53 @@ impl Target {
     /// than half of what the rest leaves of `max`, unless that of `before` takes as much: keys would
     /// move with each change of other Services.
     pub fn with_table(mut self, before: &Self, max: usize) -> Self {
-        let left = max.saturating_sub(self.endpoints() + self.weight_of_routes());
-        let left = match before {
-            Self::Service(before) if !before.table.is_small() => {
-                before.table.weight().max(left / 2)
-            }
-            _ => left / 2,
+        let rest = self.endpoint_count() + self.weight_of_routes();
+        let half = max.saturating_sub(rest) / 2;
+        let max = match before.table.is_small() {
+            true => half,
+            false => before.table.weight().max(half),
         };
-        if let Self::Service(service) = &mut self {
-            let is_hashed = matches!(
-                service.policy.balancing.algorithm,
-                Algorithm::ConsistentHash(_)
-            );
-            let addresses = service.usable().iter().map(|endpoint| endpoint.address);
-            service.table = match is_hashed {
-                true => Arc::new(Table::new(addresses, left)),
-                false => Arc::default(),
-            };
-        }
+        let addresses = self.usable().iter().map(|endpoint| endpoint.address);
+        self.table = match self.policy.balancing.algorithm {
+            Algorithm::ConsistentHash(_) if self.kind == TargetKind::Service => {
+                Arc::new(Table::new(addresses, max))
+            }
+            _ => Arc::default(),
+        };
         self
     }
 
-    /// Whether its table is smaller than usual.
-    pub fn has_small_table(&self) -> bool {
-        matches!(self, Self::Service(service) if service.table.is_small())
-    }
-
-    /// How the endpoints are used.
-    pub fn policy(&self) -> Arc<BackendPolicy> {
-        match self {
-            Self::Service(service) => service.policy.clone(),
-            Self::Pod(pod) => pod.policy.clone(),
-            _ => Arc::default(),
-        }
-    }
-
-    /// The routes of HTTP requests.
-    pub fn routes(&self) -> Option<&Arc<Routes>> {
-        match self {
-            Self::Service(service) => service.routes.as_ref(),
-            Self::Pod(pod) => pod.routes.as_ref(),
-            _ => None,
-        }
-    }
-
-    /// Namespace and name of the Service or the pod.
-    pub fn name(&self) -> Option<(&str, &str)> {
-        match self {
-            Self::Service(service) => Some((&service.namespace, &service.name)),
-            Self::UnknownPort(unknown) => Some((&unknown.namespace, &unknown.name)),
-            Self::Pod(pod) => Some((&pod.namespace, &pod.name)),
-            Self::Unknown | Self::Withheld | Self::Refused => None,
-        }
-    }
-
     /// Keeps at most so many endpoints.
-    pub fn reduce(&mut self, max_endpoints: usize) {
-        if let Self::Service(service) = self {
-            let ServiceTarget {
-                endpoints,
-                draining,
-                subset,
-                ..
-            } = service;
-            subset.reduce(endpoints, draining, max_endpoints);
-        }
+    pub(super) fn reduce(&mut self, max_endpoints: usize) {
+        (self.subset).reduce(&mut self.endpoints, &mut self.draining, max_endpoints);
     }
 
     /// Continues the session affinity of an earlier target of the same Service.
-    pub fn inherit_affinity(&mut self, before: &Self) {
-        if let (Self::Service(service), Self::Service(before)) = (self, before)
-            && (&service.namespace, &service.name) == (&before.namespace, &before.name)
-            && service.affinity == before.affinity
-        {
-            service.affinity.clone_from(&before.affinity);
+    pub(super) fn inherit_affinity(&mut self, before: &Self) {
+        if self.has_name_of(before) && self.affinity == before.affinity {
+            self.affinity.clone_from(&before.affinity);
         }
     }
 
     /// The number of endpoints that it holds.
-    pub fn endpoints(&self) -> usize {
-        match self {
-            Self::Service(service) => service.endpoints.len() + service.draining.len(),
-            _ => 0,
-        }
+    pub fn endpoint_count(&self) -> usize {
+        self.endpoints.len() + self.draining.len()
     }
 
     /// The number of endpoints that it holds, with those that take as much memory as its table and
     /// its routes.
     pub fn weight(&self) -> usize {
-        let table = match self {
-            Self::Service(service) => service.table.weight(),
-            _ => 0,
-        };
-        self.endpoints() + table + self.weight_of_routes()
+        self.endpoint_count() + self.table.weight() + self.weight_of_routes()
     }
 
     /// The number of endpoints that take as much memory as its routes.
     pub fn weight_of_routes(&self) -> usize {
-        self.routes().map_or(0, |routes| weight_of(routes))
+        self.routes.as_deref().map_or(0, weight_of)
     }
 
     /// The number of endpoints, if some of the Service are left out.
     pub fn part(&self) -> Option<usize> {
-        let is_part = matches!(self, Self::Service(service) if service.subset.is_partial());
-        is_part.then(|| self.endpoints())
-    }
-
-    /// Whether this is a Service without usable endpoints.
-    pub fn is_without_endpoint(&self) -> bool {
-        match self {
-            Self::Service(service) => service.usable().is_empty(),
-            target => matches!(target, Self::UnknownPort(_)),
-        }
-    }
-
-    /// Whether an endpoint may follow soon, as for each Service at first.
-    pub fn awaits_endpoint(&self) -> bool {
-        matches!(self, Self::Service(service)
-            if service.usable().is_empty() && service.routes.is_none())
+        (self.subset.is_partial()).then(|| self.endpoint_count())
     }
 }
 
@@ -371,64 +281,76 @@ pub(super) fn from_snapshot(
         max_ports,
         ..
     } = snapshot;
+    let mut target = Target {
+        namespace,
+        name,
+        ..Target::default()
+    };
     match kind {
-        Kind::Service if unknown_port => Ok(Target::UnknownPort(UnknownPort {
-            namespace,
-            name,
-            ports: ports
-                .into_iter()
-                .filter_map(|port| port.try_into().ok())
-                .collect(),
-            max_ports,
-        })),
-        Kind::Service => {
-            let endpoints = parse_endpoints(endpoints, report);
-            let draining = parse_endpoints(draining, report);
-            Ok(Target::Service(ServiceTarget {
-                namespace,
-                name,
-                app_protocol,
-                endpoints,
-                draining,
-                affinity: (session_affinity_seconds > 0).then(|| {
-                    let timeout = Duration::from_secs(session_affinity_seconds.into());
-                    Arc::new(Affinity::new(timeout))
-                }),
-                routes: None,
-                policy: Arc::default(),
-                table: Arc::default(),
-                subset,
-            }))
+        snapshot::Kind::Service if unknown_port => {
+            let ports = ports.into_iter().filter_map(|port| port.try_into().ok());
+            target.kind = TargetKind::UnknownPort {
+                ports: ports.collect(),
+                max_ports,
+            };
+            return Ok(target);
         }
-        Kind::Pod => {
-            let endpoint = endpoints
-                .into_iter()
-                .filter_map(|endpoint| parse_endpoint(endpoint, report))
-                .next();
-            let endpoint =
-                endpoint.ok_or_else(|| format!("pod {namespace}/{name} without an endpoint"))?;
-            if Resource::from(canonical(endpoint.address)) != *resource {
-                return Err(format!(
-                    "pod endpoint {} differs from the destination",
-                    endpoint.address
-                ));
-            }
-            Ok(Target::Pod(PodTarget {
-                namespace,
-                name,
-                app_protocol,
-                endpoint,
-                routes: None,
-                policy: Arc::default(),
-            }))
+        snapshot::Kind::Service => {
+            target.kind = TargetKind::Service;
+            target.endpoints = parse_endpoints(endpoints, report);
+            target.draining = parse_endpoints(draining, report);
+            target.subset = subset;
+            let timeout = Duration::from_secs(session_affinity_seconds.into());
+            target.affinity = (!timeout.is_zero()).then(|| Arc::new(Affinity::new(timeout)));
         }
-        Kind::Unspecified => Err("snapshot of neither a service nor a pod".to_owned()),
+        snapshot::Kind::Pod => {
+            target.kind = TargetKind::Pod;
+            let mut endpoints = endpoints.into_iter();
+            let endpoint = endpoints.find_map(|endpoint| parse_endpoint(endpoint, report));
+            let Some(endpoint) = endpoint else {
+                let Target {
+                    namespace, name, ..
+                } = target;
+                return Err(format!("pod {namespace}/{name} without an endpoint"));
+            };
+            target.endpoints = vec![endpoint_of_pod(endpoint, resource.address())?];
+        }
+        snapshot::Kind::Unspecified => {
+            return Err("snapshot of neither a service nor a pod".to_owned());
+        }
     }
+    target.app_protocol = app_protocol;
+    Ok(target)
 }
 
-impl ServiceTarget {
-    /// Applies a delta. Reports and skips invalid parts: one invalid part does not prevent a
-    /// removal.
+/// The target after a delta. Reports and skips invalid parts: one invalid part does not prevent a
+/// removal. Fails if no delta applies to this kind of target.
+pub(super) fn with_delta(
+    before: &Target,
+    delta: Delta,
+    max_endpoints: usize,
+    report: &mut dyn FnMut(String),
+) -> Result<Target, String> {
+    let mut target = before.clone();
+    match target.kind {
+        TargetKind::Service => target.apply(delta, max_endpoints, report),
+        TargetKind::Pod => {
+            if !delta.removed.is_empty() {
+                return Err("delta removes the only endpoint of a pod".to_owned());
+            }
+            let upserted = delta.upserted.into_iter();
+            let changed = upserted.filter_map(|endpoint| parse_endpoint(endpoint, report));
+            if let Some(endpoint) = changed.last() {
+                let known = target.endpoints.first().map(|known| known.address);
+                target.endpoints = vec![endpoint_of_pod(endpoint, known)?];
+            }
+        }
+        _ => return Err("delta before a snapshot".to_owned()),
+    }
+    Ok(target)
+}
+
+impl Target {
     fn apply(&mut self, mut delta: Delta, max_endpoints: usize, report: &mut dyn FnMut(String)) {
         let Self {
             endpoints,
@@ -463,49 +385,23 @@ impl ServiceTarget {
             }
         }
         // A Service that grows slowly is not reduced at each change.
-        if endpoints.len() + draining.len() > max_endpoints.saturating_add(max_endpoints / 2) {
-            subset.reduce(endpoints, draining, max_endpoints);
+        if self.endpoint_count() > max_endpoints.saturating_add(max_endpoints / 2) {
+            self.reduce(max_endpoints);
         }
     }
 }
 
-/// Applies a delta to a target. Fails if the delta does not apply to this kind of target.
-pub(super) fn with_delta(
-    before: &Target,
-    delta: Delta,
-    max_endpoints: usize,
-    report: &mut dyn FnMut(String),
-) -> Result<Target, String> {
-    match before {
-        Target::Service(service) => {
-            let mut service = service.clone();
-            service.apply(delta, max_endpoints, report);
-            Ok(Target::Service(service))
-        }
-        Target::Pod(pod) => {
-            if !delta.removed.is_empty() {
-                return Err("delta removes the only endpoint of a pod".to_owned());
-            }
-            let changed = delta
-                .upserted
-                .into_iter()
-                .filter_map(|endpoint| parse_endpoint(endpoint, report))
-                .last();
-            match changed {
-                Some(endpoint) if endpoint.address != pod.endpoint.address => Err(format!(
-                    "pod endpoint {} differs from the destination",
-                    endpoint.address
-                )),
-                Some(endpoint) => Ok(Target::Pod(PodTarget {
-                    endpoint,
-                    ..pod.clone()
-                })),
-                None => Ok(before.clone()),
-            }
-        }
-        Target::Unknown | Target::UnknownPort(_) | Target::Withheld | Target::Refused => {
-            Err("delta before a snapshot".to_owned())
-        }
+/// The endpoint of a pod, which has the address of the destination.
+fn endpoint_of_pod(
+    endpoint: Arc<EndpointInfo>,
+    expected: Option<SocketAddr>,
+) -> Result<Arc<EndpointInfo>, String> {
+    match expected == Some(canonical(endpoint.address)) {
+        true => Ok(endpoint),
+        false => Err(format!(
+            "pod endpoint {} differs from the destination",
+            endpoint.address
+        )),
     }
 }
 

@@ -82,19 +82,15 @@ async fn expect(receiver: &mut watch::Receiver<Arc<Target>>, expected: &[&str]) 
 }
 
 fn addresses(target: &Target) -> Vec<String> {
-    match target {
-        Target::Withheld => vec!["withheld".to_owned()],
-        Target::UnknownPort(unknown) => {
-            vec![format!("of {:?}, {}", unknown.ports, unknown.max_ports)]
-        }
-        Target::Refused => vec!["refused".to_owned()],
-        Target::Unknown => vec!["unknown".to_owned()],
-        Target::Service(service) => service
-            .endpoints
-            .iter()
-            .map(|endpoint| endpoint.address.to_string())
-            .collect(),
-        Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
+    let addresses = target.endpoints.iter();
+    let addresses = addresses.map(|endpoint| endpoint.address.to_string());
+    match &target.kind {
+        TargetKind::Withheld => vec!["withheld".to_owned()],
+        TargetKind::UnknownPort { ports, max_ports } => vec![format!("of {ports:?}, {max_ports}")],
+        TargetKind::Refused => vec!["refused".to_owned()],
+        TargetKind::Unknown => vec!["unknown".to_owned()],
+        TargetKind::Service => addresses.collect(),
+        TargetKind::Pod => addresses.map(|address| format!("pod {address}")).collect(),
     }
 }
 
@@ -144,7 +140,7 @@ async fn receives_unknown_then_snapshot_and_delta() {
         .respond(CART, "1", Update::Unknown(proto::Unknown {}))
         .await;
     let mut receiver = soon(watching).await.expect("a response");
-    assert_eq!(**receiver.borrow(), Target::Unknown);
+    assert_eq!(**receiver.borrow(), Target::default());
     let mut second_receiver = soon(also_watching).await.expect("a response");
     stream
         .respond(CART, "2", service(&["10.0.0.1:80", "10.0.0.2:80"]))
@@ -258,7 +254,7 @@ async fn keeps_targets_without_controller_and_resumes_from_their_versions() {
     assert_eq!(addresses(&known.borrow()), ["10.0.0.1:80"]);
     // After a failed attempt, unknown destinations do not wait.
     let unknown = soon(proxy.watch("10.96.0.9:80")).await.expect("a response");
-    assert_eq!(**unknown.borrow(), Target::Unknown);
+    assert_eq!(**unknown.borrow(), Target::default());
 
     let mut controller = FakeController::start_at(address).await;
     let mut stream = controller.stream().await;
@@ -285,7 +281,7 @@ async fn does_not_wait_for_an_unavailable_controller() {
     let address = controller.stop().await;
     let proxy = Running::start(address, timing());
     let mut receiver = soon(proxy.watch(CART)).await.expect("a response");
-    assert_eq!(**receiver.borrow(), Target::Unknown);
+    assert_eq!(**receiver.borrow(), Target::default());
     unready(&proxy, "failed to connect to the controller at").await;
     let mut controller = FakeController::start_at(address).await;
     let mut stream = controller.stream().await;
@@ -310,7 +306,7 @@ async fn waits_for_a_silent_controller_until_the_timeout() {
     let mut receiver = soon(proxy.watch(CART))
         .await
         .expect("the target after the timeout");
-    assert_eq!(**receiver.borrow(), Target::Unknown);
+    assert_eq!(**receiver.borrow(), Target::default());
     assert_eq!(stream.request().await, format!("+{CART}@"));
     stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
     expect(&mut receiver, &["10.0.0.1:80"]).await;
@@ -352,7 +348,7 @@ async fn resubscribes_after_invalid_responses() {
     let mut receiver = soon(watching)
         .await
         .expect("an invalid response ends the wait");
-    assert_eq!(**receiver.borrow(), Target::Unknown);
+    assert_eq!(**receiver.borrow(), Target::default());
     assert_eq!(
         [stream.request().await, stream.request().await],
         [format!("-{CART}"), format!("+{CART}@")]
@@ -380,7 +376,7 @@ async fn refuses_destinations_over_the_limit() {
     stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
     let _held = soon(watching).await.expect("a response");
     let over = soon(proxy.watch("10.96.0.9:80")).await.expect("a response");
-    assert_eq!(**over.borrow(), Target::Refused);
+    assert_eq!(over.borrow().kind, TargetKind::Refused);
     assert!(over.has_changed().is_err(), "closed");
     assert_eq!(
         (
@@ -552,7 +548,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
     soon(driver).await.expect("the task ends");
     let off = Discovery::off();
     let receiver = off.watch(address(CART)).await;
-    assert!(off.is_off() && **receiver.borrow() == Target::Unknown);
+    assert!(off.is_off() && **receiver.borrow() == Target::default());
     assert_eq!(*off.unready().borrow(), None);
 }
 
@@ -562,8 +558,8 @@ async fn refuses_destinations_after_the_task_ended() {
     drop(questions);
     assert!(!discovery.is_off());
     assert_eq!(
-        **discovery.watch(address(CART)).await.borrow(),
-        Target::Refused
+        discovery.watch(address(CART)).await.borrow().kind,
+        TargetKind::Refused
     );
 }
 

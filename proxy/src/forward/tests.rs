@@ -1,10 +1,10 @@
 //! Attempts and retries of requests that need no network.
 
 use super::*;
+use crate::balance::Backend;
 use crate::balance::policy::BackendPolicy;
 use crate::balance::{BreakerSettings, BudgetSettings};
-use crate::destination::Destination;
-use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
 use crate::metrics::Metrics;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
@@ -63,10 +63,11 @@ async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
         worker,
         direction: Direction::Outbound,
         peer: address,
-        destination: Rc::new(Destination::fixed(address)),
+        original: address,
+        destination: Backend::alone(address),
         caller: Caller::App,
     };
-    let backend = flow.destination.backend();
+    let backend = &flow.destination;
     let result = forward(&mut request, &flow, backend).await;
     let endpoint = backend
         .pick(&[], &mut fastrand::Rng::new())
@@ -120,7 +121,7 @@ async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
 #[tokio::test]
 async fn announces_as_many_previous_attempts_as_fit() {
     let address = SocketAddr::from(([127, 0, 0, 1], 80));
-    let backend = Destination::fixed(address).backend().clone();
+    let backend = Backend::alone(address);
     for (previous, count, expected) in [
         (0, 1, None),
         (0, 2, Some(1)),
@@ -170,11 +171,12 @@ async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) 
         let ip = std::net::Ipv4Addr::from_bits(0x0a00_0000 + number);
         Arc::new(EndpointInfo::bare((ip, 80).into()))
     };
-    let target = Target::Service(ServiceTarget {
+    let target = Target {
+        kind: TargetKind::Service,
         endpoints: (1..=endpoints).map(endpoint).collect(),
         policy: Arc::new(policy),
-        ..ServiceTarget::default()
-    });
+        ..Target::default()
+    };
     let address = SocketAddr::from(([10, 96, 0, 7], 80));
     let (destination, ()) = tokio::join!(worker.destinations.get_or_watch(address), async {
         drop(questions.next().await.1(Arc::new(target)));
@@ -185,6 +187,7 @@ async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) 
         worker,
         direction: Direction::Outbound,
         peer: address,
+        original: destination.address().unwrap(),
         destination,
         caller: Caller::App,
     };
@@ -194,7 +197,7 @@ async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) 
 #[tokio::test]
 async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_others() {
     let (flow, _) = flow_to(1000, BackendPolicy::default()).await;
-    let backend = flow.destination.backend();
+    let backend = &flow.destination;
     let address = |number| SocketAddr::from((std::net::Ipv4Addr::from_bits(number), 80));
     let endpoint = |number: u32| backend.endpoint(address(0x0a00_0000 + number)).unwrap();
     let overload = Verdict::Overloaded(Overload {
@@ -229,7 +232,7 @@ async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32
     let mut attempts = 0;
     for _ in 0..1000 {
         let mut request = request();
-        let backend = flow.destination.backend();
+        let backend = &flow.destination;
         forward(&mut request, &flow, backend)
             .await
             .expect_err("no endpoint");

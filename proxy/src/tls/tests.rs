@@ -26,9 +26,9 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::balance::Backend;
 use crate::connection::carry;
-use crate::destination::Destination;
-use crate::discovery::{Discovery, EndpointInfo, PodTarget, Target};
+use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
 use crate::error::Failure;
 use crate::flow::{Direction, Flow};
 use crate::identity::testing::{Authority, WEB};
@@ -172,6 +172,7 @@ impl Side {
                     worker: worker.clone(),
                     direction: Direction::Inbound,
                     peer,
+                    original: destination.address().unwrap(),
                     destination,
                     caller: Caller::Unauthenticated,
                 };
@@ -192,7 +193,7 @@ impl Side {
     }
 
     /// An outbound connection of the application.
-    pub(crate) async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
+    pub(crate) async fn connect(&self, destination: &Rc<Backend>) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let (client, accepted) = tokio::join!(
             TcpStream::connect(listener.local_addr().unwrap()),
@@ -206,6 +207,7 @@ impl Side {
             worker,
             direction: Direction::Outbound,
             peer,
+            original: destination.address().unwrap(),
             destination,
             caller: Caller::App,
         };
@@ -225,7 +227,7 @@ impl Side {
 pub(super) struct Pair {
     pub(super) outbound: Side,
     pub(super) inbound: Side,
-    destination: Rc<Destination>,
+    destination: Rc<Backend>,
     /// Recorded bytes of all connections, in both directions.
     wire: Rc<RefCell<Vec<u8>>>,
     /// Address of the inbound proxy.
@@ -257,19 +259,18 @@ impl Pair {
             opaque,
             ..EndpointInfo::bare(wire_address)
         };
-        let pod = PodTarget {
+        let pod = Target {
+            kind: TargetKind::Pod,
             namespace: "shop".into(),
             name: "cart-1".into(),
-            app_protocol: None,
-            endpoint: Arc::new(endpoint),
-            routes: None,
-            policy: Arc::default(),
+            endpoints: vec![Arc::new(endpoint)],
+            ..Target::default()
         };
         let (destination, ()) = tokio::join!(
             outbound.worker.destinations.get_or_watch(wire_address),
             async {
                 let (_, answer) = questions.next().await;
-                drop(answer(Arc::new(Target::Pod(pod))));
+                drop(answer(Arc::new(pod)));
             }
         );
         Self {
@@ -321,6 +322,7 @@ impl Pair {
             worker,
             direction: Direction::Outbound,
             peer,
+            original: destination.address().unwrap(),
             destination,
             caller: Caller::App,
         }
@@ -335,7 +337,6 @@ impl Pair {
     async fn negotiate(&self) -> super::Negotiated {
         let endpoint = self
             .destination
-            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         let io = Io::new(TcpStream::connect(endpoint.address).await.unwrap());
@@ -483,7 +484,6 @@ fn pools_connections_and_resumes_sessions() {
         );
         let endpoint = pair
             .destination
-            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         endpoint
@@ -717,7 +717,6 @@ fn retired_http2_connection_finishes_streams_and_accepts_no_new_ones() {
         }
         let pool = &pair
             .destination
-            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap()
             .pool()
@@ -818,7 +817,6 @@ fn pools_the_early_connection_if_the_client_sends_http() {
             + memchr::memmem::find_iter(&pair.wire.borrow(), b"diy-mesh/http1").count();
         let endpoint = pair
             .destination
-            .backend()
             .pick(&[], &mut fastrand::Rng::new())
             .unwrap();
         while endpoint.pool().idle_http1() < hellos {
@@ -978,7 +976,7 @@ fn sends_no_request_to_a_meshed_endpoint_without_tls() {
             TcpListener::bind("127.0.0.2:0").await.unwrap(),
             Rc::new(RefCell::new(Vec::new())),
         );
-        let plain = crate::destination::Destination::fixed(listener.local_addr().unwrap());
+        let plain = crate::balance::Backend::alone(listener.local_addr().unwrap());
         let record = heard.clone();
         tokio::task::spawn_local(async move {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -990,7 +988,7 @@ fn sends_no_request_to_a_meshed_endpoint_without_tls() {
                 .await
                 .unwrap();
         });
-        let address = plain.address;
+        let address = plain.address().unwrap();
         let io = crate::io::Io::new(TcpStream::connect(address).await.unwrap());
         let refused = pair
             .outbound
@@ -1243,23 +1241,19 @@ fn connections_of_a_pod_to_itself_use_no_tls() {
             identity: Some(CART.parse().unwrap()),
             ..EndpointInfo::bare(address)
         });
-        let pod = PodTarget {
+        let pod = Target {
+            kind: TargetKind::Pod,
             namespace: "shop".into(),
             name: "cart-1".into(),
-            app_protocol: None,
-            endpoint,
-            routes: None,
-            policy: Arc::default(),
+            endpoints: vec![endpoint],
+            ..Target::default()
         };
         let (destination, ()) =
             tokio::join!(side.worker.destinations.get_or_watch(address), async {
                 let (_, answer) = questions.next().await;
-                drop(answer(Arc::new(Target::Pod(pod))));
+                drop(answer(Arc::new(pod)));
             });
-        let endpoint = destination
-            .backend()
-            .pick(&[], &mut fastrand::Rng::new())
-            .unwrap();
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let slot = side.worker.slot();
         let dialer = crate::connect::Dialer::new(&side.worker.tls, DEADLINE, &slot);
         let io = dialer

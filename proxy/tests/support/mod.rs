@@ -10,9 +10,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
+use diy_mesh_proxy::balance::Backend;
 use diy_mesh_proxy::config::Config;
 use diy_mesh_proxy::connection::carry;
-use diy_mesh_proxy::destination::Destination;
 use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::Dumps;
 use diy_mesh_proxy::flow::{Direction, Flow};
@@ -123,7 +123,7 @@ impl Mesh {
     }
 
     /// An outbound connection through the proxy to `destination`.
-    pub async fn connect(&self, destination: &Rc<Destination>) -> TcpStream {
+    pub async fn connect(&self, destination: &Rc<Backend>) -> TcpStream {
         self.carry(Direction::Outbound, destination, Caller::App, None)
             .await
     }
@@ -132,7 +132,7 @@ impl Mesh {
     pub async fn connect_inbound(&self, address: SocketAddr) -> TcpStream {
         self.carry(
             Direction::Inbound,
-            &Rc::new(Destination::fixed(address)),
+            &Backend::alone(address),
             Caller::Unauthenticated,
             None,
         )
@@ -145,7 +145,7 @@ impl Mesh {
         let identity = "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap();
         self.carry(
             Direction::Inbound,
-            &Rc::new(Destination::fixed(address)),
+            &Backend::alone(address),
             Caller::Peer(Rc::new(identity)),
             Some(lifetime),
         )
@@ -164,7 +164,7 @@ impl Mesh {
     async fn carry(
         &self,
         direction: Direction,
-        destination: &Rc<Destination>,
+        destination: &Rc<Backend>,
         caller: Caller,
         lifetime: Option<Lifetime>,
     ) -> TcpStream {
@@ -185,6 +185,7 @@ impl Mesh {
             worker: self.worker.clone(),
             direction,
             peer,
+            original: destination.address().unwrap(),
             destination: destination.clone(),
             caller,
         };
@@ -226,7 +227,7 @@ impl Mesh {
 
     /// An outbound connection through the proxy to one address.
     pub async fn connect_to(&self, address: SocketAddr) -> TcpStream {
-        self.connect(&Rc::new(Destination::fixed(address))).await
+        self.connect(&Backend::alone(address)).await
     }
 }
 

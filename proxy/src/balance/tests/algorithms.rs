@@ -24,15 +24,16 @@ fn with_policy(algorithm: &Algorithm, mut infos: Vec<EndpointInfo>) -> Target {
         algorithm: algorithm.clone(),
         ..Balancing::default()
     };
-    Target::Service(ServiceTarget {
+    Target {
+        kind: TargetKind::Service,
         endpoints: infos.into_iter().map(Arc::new).collect(),
         policy: Arc::new(BackendPolicy {
             balancing,
             ..BackendPolicy::default()
         }),
-        ..ServiceTarget::default()
-    })
-    .with_table(&Target::Unknown, usize::MAX)
+        ..Target::default()
+    }
+    .with_table(&Target::default(), usize::MAX)
 }
 
 /// The endpoints of one worker.
@@ -297,7 +298,7 @@ async fn numbered(key: HashKey, apps: Vec<SocketAddr>) -> Service {
 /// The number of the application that a key selects.
 fn expected(service: &Service, key: &str) -> String {
     let hash = Some(hash(key.as_bytes()));
-    let (backend, rng) = (service.destination.backend(), &mut fastrand::Rng::new());
+    let (backend, rng) = (&service.destination, &mut fastrand::Rng::new());
     let preference = Preference {
         hash,
         ..Preference::default()
@@ -361,7 +362,7 @@ fn source_selects_one_endpoint_for_requests_and_opaque_connections() {
             apps.push(numbered_app(number).await);
         }
         let service = numbered(HashKey::Source, apps).await;
-        let backend = service.destination.backend();
+        let backend = &service.destination;
         let mut answers = std::collections::BTreeSet::new();
         for _ in 0..20 {
             answers.insert(service.call(GET).await);

@@ -13,10 +13,11 @@ use crate::connect::Pools;
 fn shop(endpoints: &[EndpointInfo]) -> Target {
     let mut endpoints: Vec<_> = endpoints.iter().cloned().map(Arc::new).collect();
     endpoints.sort_by_key(|info| info.address);
-    Target::Service(ServiceTarget {
+    Target {
+        kind: TargetKind::Service,
         endpoints,
-        ..ServiceTarget::default()
-    })
+        ..Target::default()
+    }
 }
 
 /// The shares of 10,000 requests that the endpoints get at a time.
@@ -95,10 +96,7 @@ fn policy_sets_the_time_of_the_slow_start() {
     let state = |before, target: &Target| State::new(target, &address, before, &pools, &siblings);
     let with = |count: u8, slow_start| {
         let endpoint = |host| EndpointInfo::bare(([10, 0, 0, host], 80).into());
-        let Target::Service(mut service) = shop(&(1..=count).map(endpoint).collect::<Vec<_>>())
-        else {
-            unreachable!("a Service")
-        };
+        let mut service = shop(&(1..=count).map(endpoint).collect::<Vec<_>>());
         service.policy = Arc::new(BackendPolicy {
             balancing: Balancing {
                 slow_start: Duration::from_secs(slow_start),
@@ -106,7 +104,7 @@ fn policy_sets_the_time_of_the_slow_start() {
             },
             ..BackendPolicy::default()
         });
-        Target::Service(service)
+        service
     };
     let grown = state(state(Vec::new(), &with(3, 0)).members, &with(4, 100));
     let later = Instant::now() + Duration::from_secs(50);

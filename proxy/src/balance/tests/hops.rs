@@ -97,10 +97,7 @@ fn no_application_gets_previous_attempts() {
             read_until(&mut peer, "none").await,
             service.call(forged).await,
             exchange(
-                service
-                    .caller
-                    .connect(&Rc::new(Destination::fixed(app().await)))
-                    .await,
+                service.caller.connect(&Backend::alone(app().await)).await,
                 forged,
             )
             .await,

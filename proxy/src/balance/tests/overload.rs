@@ -58,7 +58,7 @@ async fn successes(service: &Service, request: &str, count: usize) -> usize {
 
 /// The endpoints that are quarantined.
 fn quarantined(service: &Service) -> usize {
-    let endpoint = |side: &SocketAddr| service.destination.backend().endpoint(*side);
+    let endpoint = |side: &SocketAddr| service.destination.endpoint(*side);
     let endpoints = service.addresses.iter().filter_map(endpoint);
     let now = std::time::Instant::now();
     endpoints.filter(|one| one.is_quarantined(now)).count()

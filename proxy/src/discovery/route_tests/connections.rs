@@ -78,6 +78,7 @@ fn connection_keeps_its_choice_over_several_dials() {
                 worker: mesh.worker.clone(),
                 direction: Direction::Outbound,
                 peer: ([127, 0, 0, 1], port).into(),
+                original: mesh.destination.address().unwrap(),
                 destination: mesh.destination.clone(),
                 caller: Caller::App,
             };

@@ -81,7 +81,8 @@ impl Pod {
             worker: self.worker.clone(),
             direction: Direction::Inbound,
             peer,
-            destination: Rc::new(Destination::fixed(self.app)),
+            original: self.app,
+            destination: Backend::alone(self.app),
             caller: account.map_or(Caller::Unauthenticated, |account| {
                 Caller::Peer(Rc::new(identity(account)))
             }),

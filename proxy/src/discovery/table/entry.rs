@@ -15,7 +15,7 @@ use super::super::position::{Order, Position};
 use super::super::resource::Resource;
 use super::super::routes;
 use super::super::subset::Subset;
-use super::super::target::{self, Target};
+use super::super::target::{self, Target, TargetKind};
 use super::shares::{Charge, Shares, Weight};
 use crate::route::Routes;
 
@@ -134,8 +134,8 @@ impl Entry {
     pub(super) fn settle(&mut self, resource: &Resource, shares: &mut Shares) {
         let weight = self.weight();
         let target = self.sender.borrow().clone();
-        let of_target = target.name().or_else(|| resource.service());
-        let namespace = of_target.map_or("", |(namespace, _)| namespace);
+        let of_resource = resource.service().map(|(namespace, _)| namespace);
+        let namespace = of_resource.unwrap_or(&target.namespace);
         shares.set(&mut self.charge, namespace, weight);
     }
 
@@ -147,7 +147,7 @@ impl Entry {
 
     /// Whether there was no memory for it.
     pub(super) fn is_refused(&self) -> bool {
-        matches!(**self.sender.borrow(), Target::Refused)
+        self.sender.borrow().kind == TargetKind::Refused
     }
 
     /// Applies a response. Returns the acknowledgement of the routes and the policy that it has put in
@@ -176,7 +176,7 @@ impl Entry {
                 target
             }
             // The replica may lag behind.
-            Some(Update::Unknown(_)) if self.meshed => Ok(Target::Withheld),
+            Some(Update::Unknown(_)) if self.meshed => Ok(TargetKind::Withheld.into()),
             Some(Update::Unknown(_)) => Ok(Target::unknown(resource)),
             Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
                 self.phase = Phase::Current;
@@ -214,9 +214,13 @@ impl Entry {
         let is_in_sync = next.is_ok() && invalid_parts == 0;
         let acknowledgement = match next {
             Ok(target) => {
-                let fits = bounds.max_weight > 0 || target == Target::Unknown;
+                let fits = bounds.max_weight > 0 || target.kind == TargetKind::Unknown;
                 let state = Received {
-                    target: if fits { target } else { Target::Refused },
+                    target: if fits {
+                        target
+                    } else {
+                        TargetKind::Refused.into()
+                    },
                     version,
                     position,
                     acknowledgement,
@@ -277,12 +281,13 @@ impl Entry {
         if target.is_err() && names_identity && !self.settled {
             // The endpoint is meshed, and its identity is invalid.
             self.meshed = true;
-            self.sender.send_replace(Arc::new(Target::Withheld));
+            self.sender
+                .send_replace(Arc::new(TargetKind::Withheld.into()));
         }
         let before = self.sender.borrow();
-        let target = target.map(|target| {
-            let target = target.with_routes(routes, &before);
-            let mut target = target.with_policy(policy, &before);
+        let target = target.map(|mut target| {
+            target.set_routes(routes, &before);
+            target.set_policy(policy, &before);
             target.reduce(bounds.endpoints(target.weight_of_routes()));
             target
         });

@@ -62,17 +62,16 @@ fn apply(table: &mut Table, version: &str, update: impl Into<Option<Update>>) ->
 }
 
 fn addresses(receiver: &watch::Receiver<Arc<Target>>) -> Vec<String> {
-    match &**receiver.borrow() {
-        Target::Unknown => vec!["unknown".to_owned()],
-        Target::Withheld => vec!["withheld".to_owned()],
-        Target::UnknownPort(_) => vec!["unknown port".to_owned()],
-        Target::Refused => vec!["refused".to_owned()],
-        Target::Service(service) => service
-            .endpoints
-            .iter()
-            .map(|endpoint| endpoint.address.to_string())
-            .collect(),
-        Target::Pod(pod) => vec![format!("pod {}", pod.endpoint.address)],
+    let target = receiver.borrow();
+    let addresses = target.endpoints.iter();
+    let addresses = addresses.map(|endpoint| endpoint.address.to_string());
+    match target.kind {
+        TargetKind::Unknown => vec!["unknown".to_owned()],
+        TargetKind::Withheld => vec!["withheld".to_owned()],
+        TargetKind::UnknownPort { .. } => vec!["unknown port".to_owned()],
+        TargetKind::Refused => vec!["refused".to_owned()],
+        TargetKind::Service => addresses.collect(),
+        TargetKind::Pod => addresses.map(|address| format!("pod {address}")).collect(),
     }
 }
 
@@ -145,13 +144,12 @@ fn applies_snapshot_then_deltas() {
 fn updates_opaque_flag_of_an_endpoint() {
     let mut table = table();
     let receiver = watch(&mut table);
-    let opaque = || match &**receiver.borrow() {
-        Target::Service(service) => service
-            .endpoints
-            .iter()
+    let opaque = || {
+        let target = receiver.borrow();
+        let endpoints = target.endpoints.iter();
+        endpoints
             .map(|endpoint| endpoint.opaque)
-            .collect::<Vec<_>>(),
-        other => panic!("{other:?}"),
+            .collect::<Vec<_>>()
     };
     apply(
         &mut table,
@@ -178,13 +176,11 @@ fn updates_opaque_flag_of_an_endpoint() {
 fn draining_endpoints_are_usable_only_while_none_is_ready() {
     let mut table = table();
     let receiver = watch(&mut table);
-    let usable = || match &**receiver.borrow() {
-        Target::Service(service) => service
-            .usable()
-            .iter()
-            .map(|endpoint| endpoint.address.to_string())
-            .collect::<Vec<_>>(),
-        other => panic!("{other:?}"),
+    let usable = || {
+        let target = receiver.borrow();
+        let addresses = target.usable().iter();
+        let addresses = addresses.map(|endpoint| endpoint.address.to_string());
+        addresses.collect::<Vec<_>>()
     };
     let Update::Snapshot(ready) = snapshot(Kind::Service, &["10.0.0.2:80"]) else {
         panic!("it is a snapshot");
@@ -214,10 +210,7 @@ fn draining_endpoints_are_usable_only_while_none_is_ready() {
 fn session_affinity_continues_after_another_snapshot() {
     let mut table = table();
     let receiver = watch(&mut table);
-    let affinity = || match &**receiver.borrow() {
-        Target::Service(service) => service.affinity.clone(),
-        other => panic!("{other:?}"),
-    };
+    let affinity = || receiver.borrow().affinity.clone();
     let sticky = |session_affinity_seconds| {
         let Update::Snapshot(snapshot) = snapshot(Kind::Service, &["10.0.0.1:80"]) else {
             panic!("it is a snapshot");
@@ -242,10 +235,7 @@ fn session_affinity_continues_after_another_snapshot() {
 fn delta_replaces_only_the_upserted_endpoint() {
     let mut table = table();
     let receiver = watch(&mut table);
-    let endpoints = |receiver: &watch::Receiver<Arc<Target>>| match &**receiver.borrow() {
-        Target::Service(service) => service.endpoints.clone(),
-        other => panic!("{other:?}"),
-    };
+    let endpoints = |receiver: &watch::Receiver<Arc<Target>>| receiver.borrow().endpoints.clone();
     apply(
         &mut table,
         "1",
@@ -389,7 +379,8 @@ fn applies_pod_snapshot_and_identity_delta() {
         )
         .is_empty()
     );
-    assert!(matches!(&**receiver.borrow(), Target::Pod(pod) if pod.endpoint.identity.is_some()));
+    assert_eq!(receiver.borrow().kind, TargetKind::Pod);
+    assert!(receiver.borrow().endpoints[0].identity.is_some());
     assert_eq!(
         apply(&mut table, "3", delta(&[], &["10.96.0.7:80"])).len(),
         1
@@ -713,7 +704,7 @@ fn tables_of_hashes_are_limited_with_the_endpoints() {
         receivers.push(watched);
         apply_to(&mut table, number, hashed(&["10.0.0.1:80", "10.0.0.2:80"]));
     }
-    let has_small = |receiver: &Watched| receiver.receiver.borrow().has_small_table();
+    let has_small = |receiver: &Watched| receiver.receiver.borrow().table.is_small();
     let kept = receivers.iter().take_while(|one| !has_small(one)).count();
     assert!((30..60).contains(&kept), "{kept}");
     assert!(receivers[kept..].iter().all(has_small));
@@ -811,7 +802,7 @@ fn destinations_of_a_namespace_leave_memory_to_others() {
             let added = add(&mut table, 10_000 + number, update);
             let (watched, errors) = added.unwrap_or_else(|| panic!("{case}: no room for {number}"));
             assert_eq!(errors, [""; 0], "{case}, {number}");
-            let kept = watched.receiver.borrow().endpoints();
+            let kept = watched.receiver.borrow().endpoint_count();
             assert_eq!(kept, 5, "{case}, {number}");
             others.push(watched);
         }
@@ -841,7 +832,7 @@ fn destination_without_room_is_refused_until_the_next_sweep() {
     let refused = loop {
         let number = receivers.len() as u32;
         let (watched, _) = add(&mut table, number, service("shop", 300, None)).unwrap();
-        if matches!(**watched.receiver.borrow(), Target::Refused) {
+        if watched.receiver.borrow().kind == TargetKind::Refused {
             break watched;
         }
         receivers.push(watched);
@@ -859,11 +850,11 @@ fn destination_without_room_is_refused_until_the_next_sweep() {
     // Those in use keep their endpoints, and have others after a change.
     let update = service("shop", 2, None);
     let (last, _) = add(&mut table, receivers.len() as u32 - 1, update).unwrap();
-    assert_eq!(last.receiver.borrow().endpoints(), 2);
+    assert_eq!(last.receiver.borrow().endpoint_count(), 2);
     receivers.remove(0);
     table.sweep(Instant::now(), Duration::ZERO);
     let (watched, _) = add(&mut table, 999, service("shop", 2, None)).unwrap();
-    assert_eq!(watched.receiver.borrow().endpoints(), 2);
+    assert_eq!(watched.receiver.borrow().endpoint_count(), 2);
 }
 
 #[test]
@@ -878,8 +869,16 @@ fn routes_beyond_the_memory_are_rejected_until_there_is_some() {
         error.contains("the memory limit of the proxy leaves"),
         "{error}"
     );
-    let is_rejected = || large.receiver.borrow().routes().unwrap().is_rejected();
-    assert!(is_rejected() && large.receiver.borrow().endpoints() == 2);
+    let is_rejected = || {
+        large
+            .receiver
+            .borrow()
+            .routes
+            .as_ref()
+            .unwrap()
+            .is_rejected()
+    };
+    assert!(is_rejected() && large.receiver.borrow().endpoint_count() == 2);
     assert_eq!(short(table.sweep(Instant::now(), MINUTE)), [""; 0]);
     drop(first);
     table.sweep(Instant::now(), Duration::ZERO);
@@ -893,7 +892,7 @@ fn routes_beyond_the_memory_are_rejected_until_there_is_some() {
         .collect();
     let (_, errors) = add(&mut table, 1, service("shop", 3, Some(routes(390_000)))).unwrap();
     assert!(errors.is_empty() && !is_rejected(), "{errors:?}");
-    assert_eq!(large.receiver.borrow().endpoints(), 3);
+    assert_eq!(large.receiver.borrow().endpoint_count(), 3);
 }
 
 /// Namespaces and destinations in any order, with states of any size.
@@ -954,7 +953,7 @@ fn service_that_grows_by_deltas_is_reduced() {
             ..Delta::default()
         };
         apply(&mut table, "2", Update::Delta(delta));
-        largest = largest.max(receiver.borrow().endpoints());
+        largest = largest.max(receiver.borrow().endpoint_count());
     }
     assert!((1400..=1506).contains(&largest), "{largest}");
     assert!(receiver.borrow().part().is_some());

@@ -66,7 +66,8 @@ async fn client_through(
             worker,
             direction: Direction::Outbound,
             peer,
-            destination: Rc::new(Destination::fixed(address)),
+            original: address,
+            destination: Backend::alone(address),
             caller: Caller::App,
         };
         carry(Io::new(stream), flow).await;

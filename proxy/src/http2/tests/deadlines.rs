@@ -132,12 +132,14 @@ fn call_that_the_client_has_cancelled_is_not_sent_again() {
         let routes = Routes::new(vec![Match::default()], vec![Arc::new(rule)]);
         let (mesh, destination) = Mesh::with_routes(&[address], Some(routes)).await;
         let mut client = mesh.client(&destination).await;
+        let idle = Rc::strong_count(&destination);
         let (response, mut stream) = client.send_request(get("/fails"), false).unwrap();
         until(|| mesh.metric("retries_total{direction=\"outbound\"}") == 1).await;
+        assert!(Rc::strong_count(&destination) > idle, "a request uses it");
         stream.send_reset(Reason::CANCEL);
         drop(response);
         // The proxy gives the request up, and does not wait for the time of the retry.
-        until(|| Rc::strong_count(destination.backend()) == 1).await;
+        until(|| Rc::strong_count(&destination) == idle).await;
         assert_eq!(requests.get(), 1);
     });
 }

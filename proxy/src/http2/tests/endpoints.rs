@@ -55,11 +55,8 @@ fn opens_connection_at_max_concurrent_streams() {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(10, go.clone()).await;
         let mesh = Mesh::new();
-        let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination
-            .backend()
-            .pick(&[], &mut fastrand::Rng::new())
-            .unwrap();
+        let destination = Backend::alone(address);
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let mut client = mesh.client(&destination).await;
         let mut responses = Vec::new();
         for count in 1..=25 {
@@ -89,8 +86,8 @@ fn stream_waits_for_a_slot_of_a_saturated_endpoint() {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(1, go.clone()).await;
         let mesh = Mesh::new();
-        let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination.backend().endpoint(address).unwrap();
+        let destination = Backend::alone(address);
+        let endpoint = destination.endpoint(address).unwrap();
         let mut client = mesh.client(&destination).await;
         let mut responses = Vec::new();
         // The endpoint gets 64 connections with one stream each.
@@ -114,11 +111,8 @@ fn concurrent_streams_dial_once() {
         let go = Rc::new(Cell::new(true));
         let (address, arrived) = waiting_app(200, go).await;
         let mesh = Mesh::new();
-        let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination
-            .backend()
-            .pick(&[], &mut fastrand::Rng::new())
-            .unwrap();
+        let destination = Backend::alone(address);
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let mut client = mesh.client(&destination).await;
         let responses: Vec<_> = (0..50)
             .map(|_| client.send_request(get("/"), true).unwrap().0)
@@ -528,11 +522,8 @@ fn closes_connection_of_silent_endpoint() {
     on_worker(async {
         // A server that sends nothing after its preface.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let destination = Rc::new(Destination::fixed(listener.local_addr().unwrap()));
-        let pool = destination
-            .backend()
-            .pick(&[], &mut fastrand::Rng::new())
-            .unwrap();
+        let destination = Backend::alone(listener.local_addr().unwrap());
+        let pool = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let mut client = Mesh::new().client(&destination).await;
         let (mut response, _) = client.send_request(get("/"), true).unwrap();
         let (mut silent, _) = listener.accept().await.unwrap();
@@ -562,11 +553,8 @@ fn keeps_silent_connection_that_acknowledges_settings() {
     on_worker(async {
         let go = Rc::new(Cell::new(false));
         let (address, arrived) = waiting_app(10, go.clone()).await;
-        let destination = Rc::new(Destination::fixed(address));
-        let endpoint = destination
-            .backend()
-            .pick(&[], &mut fastrand::Rng::new())
-            .unwrap();
+        let destination = Backend::alone(address);
+        let endpoint = destination.pick(&[], &mut fastrand::Rng::new()).unwrap();
         let mut client = Mesh::new().client(&destination).await;
         let (response, _) = client.send_request(get("/"), true).unwrap();
         until(|| arrived.get() == 1).await;

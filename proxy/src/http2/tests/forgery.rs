@@ -63,7 +63,7 @@ fn extended_connect_is_the_first_request_of_new_connections() {
             (named_app("plain").await, 502),
             (silent.local_addr().unwrap(), 502),
         ] {
-            let destination = Rc::new(Destination::fixed(app));
+            let destination = Backend::alone(app);
             // As after a request on a connection that is closed by now.
             destination.supports_extended_connect.set(true);
             let (direction, caller) = (Direction::Inbound, Caller::Unauthenticated);

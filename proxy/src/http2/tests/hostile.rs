@@ -29,7 +29,7 @@ pub(super) struct Raw(pub TcpStream);
 
 impl Raw {
     pub async fn connect(mesh: &Mesh, address: SocketAddr) -> Self {
-        let mut stream = mesh.dial(&Rc::new(Destination::fixed(address))).await;
+        let mut stream = mesh.dial(&Backend::alone(address)).await;
         stream.write_all(PREFACE).await.unwrap();
         Self(stream)
     }
@@ -328,9 +328,7 @@ fn refuses_streams_over_limit() {
 fn rejects_invalid_preface() {
     on_worker(async {
         let mesh = Mesh::new();
-        let mut stream = mesh
-            .dial(&Rc::new(Destination::fixed(closed_address())))
-            .await;
+        let mut stream = mesh.dial(&Backend::alone(closed_address())).await;
         stream
             .write_all(b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n")
             .await

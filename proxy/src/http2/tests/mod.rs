@@ -23,9 +23,9 @@ use http::{HeaderMap, Request, Response};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
-use crate::destination::Destination;
+use crate::balance::Backend;
 use crate::detect::Protocol;
-use crate::discovery::{Discovery, EndpointInfo, ServiceTarget, Target};
+use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
 use crate::dump::{DumpConfig, Dumps, Format, Mode};
 use crate::flow::{Direction, Flow};
 use crate::io::Io;
@@ -110,15 +110,12 @@ impl Mesh {
     }
 
     /// A worker with a Service that has these endpoints.
-    async fn with_service(endpoints: &[SocketAddr]) -> (Self, Rc<Destination>) {
+    async fn with_service(endpoints: &[SocketAddr]) -> (Self, Rc<Backend>) {
         Self::with_routes(endpoints, None).await
     }
 
     /// Like [`Mesh::with_service`], with routes.
-    async fn with_routes(
-        endpoints: &[SocketAddr],
-        routes: Option<Routes>,
-    ) -> (Self, Rc<Destination>) {
+    async fn with_routes(endpoints: &[SocketAddr], routes: Option<Routes>) -> (Self, Rc<Backend>) {
         let (discovery, mut questions) = Discovery::by_hand();
         let mesh = Self::with(discovery);
         let mut endpoints: Vec<_> = endpoints
@@ -126,26 +123,27 @@ impl Mesh {
             .map(|address| Arc::new(EndpointInfo::bare(*address)))
             .collect();
         endpoints.sort_by_key(|endpoint| endpoint.address);
-        let target = ServiceTarget {
+        let target = Target {
+            kind: TargetKind::Service,
             namespace: "shop".into(),
             name: "cart".into(),
             app_protocol: Some(Protocol::Http2),
             endpoints,
             routes: routes.map(Arc::new),
-            ..ServiceTarget::default()
+            ..Target::default()
         };
         let address = SocketAddr::from(([10, 96, 0, 7], 80));
         let (destination, ()) =
             tokio::join!(mesh.worker.destinations.get_or_watch(address), async {
                 let (_, answer) = questions.next().await;
                 // No updates follow. The target stays in effect.
-                drop(answer(Arc::new(Target::Service(target))));
+                drop(answer(Arc::new(target)));
             });
         (mesh, destination)
     }
 
     /// An outbound connection through the proxy.
-    async fn dial(&self, destination: &Rc<Destination>) -> TcpStream {
+    async fn dial(&self, destination: &Rc<Backend>) -> TcpStream {
         self.carry(Direction::Outbound, destination, Caller::App)
             .await
     }
@@ -156,7 +154,7 @@ impl Mesh {
         connect(
             self.carry(
                 Direction::Inbound,
-                &Rc::new(Destination::fixed(address)),
+                &Backend::alone(address),
                 Caller::Unauthenticated,
             )
             .await,
@@ -167,7 +165,7 @@ impl Mesh {
     async fn carry(
         &self,
         direction: Direction,
-        destination: &Rc<Destination>,
+        destination: &Rc<Backend>,
         caller: Caller,
     ) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -182,6 +180,7 @@ impl Mesh {
             worker: self.worker.clone(),
             direction,
             peer,
+            original: destination.address().unwrap(),
             destination: destination.clone(),
             caller,
         };
@@ -190,13 +189,13 @@ impl Mesh {
     }
 
     /// An outbound HTTP/2 connection through the proxy.
-    async fn client(&self, destination: &Rc<Destination>) -> SendRequest<Bytes> {
+    async fn client(&self, destination: &Rc<Backend>) -> SendRequest<Bytes> {
         connect(self.dial(destination).await).await
     }
 
     /// Like [`Mesh::client`], to one address.
     async fn client_of(&self, address: SocketAddr) -> SendRequest<Bytes> {
-        self.client(&Rc::new(Destination::fixed(address))).await
+        self.client(&Backend::alone(address)).await
     }
 
     fn metric(&self, name: &str) -> u64 {

@@ -263,7 +263,7 @@ fn closed_client_connection_cancels_its_streams() {
         })
         .await;
         let mesh = Mesh::new();
-        let stream = mesh.dial(&Rc::new(Destination::fixed(address))).await;
+        let stream = mesh.dial(&Backend::alone(address)).await;
         let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
         let connection = tokio::task::spawn_local(connection);
         let mut bodies = Vec::new();
@@ -463,7 +463,7 @@ fn draining_proxy_completes_open_streams() {
     on_worker(async {
         let address = app(echo).await;
         let mesh = Mesh::new();
-        let stream = mesh.dial(&Rc::new(Destination::fixed(address))).await;
+        let stream = mesh.dial(&Backend::alone(address)).await;
         let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
         let connection = tokio::task::spawn_local(connection);
         let (response, mut stream) = client.send_request(grpc("/"), false).unwrap();

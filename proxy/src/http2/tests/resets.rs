@@ -209,9 +209,9 @@ fn requests_wait_until_the_app_has_read_the_resets_of_earlier_ones() {
 fn closes_connection_of_endpoint_that_never_acknowledges_settings() {
     on_worker(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let destination = Rc::new(Destination::fixed(listener.local_addr().unwrap()));
+        let destination = Backend::alone(listener.local_addr().unwrap());
         let mut rng = fastrand::Rng::new();
-        let endpoint = destination.backend().pick(&[], &mut rng).unwrap();
+        let endpoint = destination.pick(&[], &mut rng).unwrap();
         let pool = endpoint.pool();
         let mut client = Mesh::new().client(&destination).await;
         let (_call, mut stream) = client.send_request(get("/"), true).unwrap();

@@ -67,10 +67,7 @@ async fn read_until(client: &mut TcpStream, end: &str) {
 
 impl Pair {
     fn idle_http1(&self) -> usize {
-        let endpoint = self
-            .destination
-            .backend()
-            .pick(&[], &mut fastrand::Rng::new());
+        let endpoint = self.destination.pick(&[], &mut fastrand::Rng::new());
         endpoint.unwrap().pool().idle_http1()
     }
 }
