@@ -8,7 +8,7 @@ use diy_mesh_controller::authenticate::PodRef;
 use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::object::{
     Change, Inbound, Key, Kind, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
-    SliceEndpoint, SlicePort, Source, TargetPort, Transport,
+    SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 use diy_mesh_controller::policy::parse::policy;
 use diy_mesh_controller::routes::parse::{Meta, route};
@@ -19,7 +19,6 @@ const PODS_OF_EACH: u32 = 10;
 const NAMESPACES: u32 = 500;
 /// Subscribers to each tenth Service.
 const SUBSCRIBERS: u32 = 20;
-const KUBERNETES: Source = Source::Kubernetes;
 
 fn namespace(service: u32) -> String {
     format!("ns-{}", service % NAMESPACES)
@@ -167,7 +166,7 @@ fn print(hub: &Hub, what: &str, begin: Instant) {
 }
 
 fn apply(object: Object) -> Change {
-    Change::Apply(KUBERNETES, object)
+    Change::Apply(object)
 }
 
 fn subscribe(hub: &Hub, addresses: impl Iterator<Item = SocketAddr>) -> Resources {
@@ -204,12 +203,12 @@ fn proxies(hub: &Hub, service: u32) -> impl Iterator<Item = Resources> {
 }
 
 fn main() {
-    let hub = Hub::new([KUBERNETES]);
+    let hub = Hub::default();
     let all = 0..SERVICES;
     let services = all
         .clone()
         .map(|one| service(&namespace(one), &format!("s{one}"), cluster_ip(one), 2));
-    let list = |kind, objects: Vec<Object>| [Change::Reset(KUBERNETES, kind, objects)];
+    let list = |kind, objects: Vec<Object>| [Change::Reset(kind, objects)];
     measure(
         &hub,
         "list of 5,000 Services",

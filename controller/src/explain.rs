@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::catalog;
-use crate::index::object::{Change, Key, Source, Transport};
+use crate::index::object::{Change, Key, Transport};
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::Table;
@@ -69,7 +69,7 @@ fn index(objects: &[Value]) -> (Index, Vec<String>) {
                     if object.kind().is_custom() {
                         problems.append(&mut parsed.unknown_fields);
                     }
-                    index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+                    index.apply(Change::Apply(object), &mut touched);
                 }
             }
             Err(error) => {

@@ -35,7 +35,7 @@ use tokio_util::sync::CancellationToken;
 use crate::authenticate::{Namespaces, PodRef};
 use crate::index::dependencies::DESTINATION;
 use crate::index::locality::Location;
-use crate::index::object::{Event, Key, Kind, Resource, Source};
+use crate::index::object::{Event, Key, Kind, Resource};
 use crate::index::position::Requests;
 use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
@@ -101,7 +101,7 @@ pub struct Hub {
     holds: Arc<[Longest; 3]>,
 }
 
-type Unlisted = BTreeMap<(Source, Kind), bool>;
+type Unlisted = BTreeMap<Kind, bool>;
 
 /// Sizes for the metrics.
 #[derive(Debug, Default, PartialEq)]
@@ -116,14 +116,14 @@ pub struct Counts {
     pub missing: [usize; 2],
 }
 
-impl Hub {
-    /// An empty catalog that is synced when each of these sources has listed each kind.
-    pub fn new(sources: impl IntoIterator<Item = Source>) -> Hub {
-        let all = |source| DESTINATION.iter().map(move |kind| ((source, *kind), true));
+impl Default for Hub {
+    /// An empty catalog that is synced when each kind was listed.
+    fn default() -> Hub {
+        let unlisted = DESTINATION.iter().map(|kind| (*kind, true));
         Hub {
             index: Arc::default(),
             subscribers: Arc::default(),
-            unlisted: watch::Sender::new(sources.into_iter().flat_map(all).collect()),
+            unlisted: watch::Sender::new(unlisted.collect()),
             meshed: watch::Sender::default(),
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
@@ -133,7 +133,9 @@ impl Hub {
             holds: Arc::default(),
         }
     }
+}
 
+impl Hub {
     /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at
     /// once, and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
@@ -217,15 +219,15 @@ impl Hub {
         });
         self.unlisted.send_if_modified(|unlisted| {
             let mut is_changed = false;
-            for (key, is_readable) in &update.readable {
-                let is_awaited = unlisted.get_mut(key);
+            for (kind, is_readable) in &update.readable {
+                let is_awaited = unlisted.get_mut(kind);
                 is_changed |= is_awaited.is_some();
                 match (is_awaited, is_readable) {
                     (None, _) => continue,
                     (Some(is_awaited), false) => *is_awaited = false,
-                    (Some(_), true) => drop(unlisted.remove(key)),
+                    (Some(_), true) => drop(unlisted.remove(kind)),
                 }
-                index.set_readable(key.1, *is_readable, touched);
+                index.set_readable(*kind, *is_readable, touched);
             }
             is_changed
         });
@@ -239,13 +241,12 @@ impl Hub {
     pub fn missing(&self) -> BTreeSet<Kind> {
         let unlisted = self.unlisted.borrow();
         let awaited = unlisted.iter().filter(|(_, is_awaited)| **is_awaited);
-        awaited.map(|((_, kind), _)| *kind).collect()
+        awaited.map(|(kind, _)| *kind).collect()
     }
 
     /// Whether the objects of a kind were listed.
     pub fn is_listed(&self, kind: Kind) -> bool {
-        let unlisted = self.unlisted.borrow();
-        unlisted.keys().all(|(_, other)| *other != kind)
+        !self.unlisted.borrow().contains_key(&kind)
     }
 
     /// Waits for a synced catalog, for a few seconds at most.
@@ -279,7 +280,7 @@ impl Hub {
     async fn listed(&self, kinds: &[Kind]) {
         let are_listed = |unlisted: &Unlisted| {
             let mut unlisted = unlisted.iter();
-            unlisted.all(|((_, kind), is_awaited)| !is_awaited || !kinds.contains(kind))
+            unlisted.all(|(kind, is_awaited)| !is_awaited || !kinds.contains(kind))
         };
         let waited = self.unlisted.subscribe().wait_for(are_listed).await.is_ok();
         debug_assert!(waited, "self holds the sender");

@@ -47,7 +47,7 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
-use index::object::{Event, Kind, Source};
+use index::object::{Event, Kind};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
@@ -155,11 +155,7 @@ impl Controller {
                 config::Storage::Files(folder) => authority::Storage::Files(folder.clone()),
             },
         };
-        let source = match &config.catalog {
-            config::Storage::Kubernetes => Source::Kubernetes,
-            config::Storage::Files(_) => Source::Files,
-        };
-        let (hub, proxies) = (Hub::new([source]), Proxies::default());
+        let (hub, proxies) = (Hub::default(), Proxies::default());
         let (authority, run_authority) = authority::start(options, &hub, proxies.clone());
         Ok(Controller {
             names: Names::new(&config.trust_domain, &config.pod_namespace)?,

@@ -268,28 +268,25 @@ mod tests {
     use diy_mesh_runtime::metrics::Active;
 
     use super::*;
-    use crate::index::object::{Change, Key, Object, Pod, Resource, Source};
+    use crate::index::object::{Change, Key, Object, Pod, Resource};
 
     #[test]
     fn renders_each_series_with_its_label() {
-        let hub = Hub::new([Source::Kubernetes]);
-        hub.apply([Change::Apply(
-            Source::Kubernetes,
-            Object::Pod(Pod {
-                key: Key::new("shop", "web"),
-                uid: "".into(),
-                addresses: vec!["10.0.0.1".parse().unwrap()],
-                terminating: false,
-                ready: true,
-                created: 0,
-                node: "".into(),
-                zone: "".into(),
-                identity: None,
-                bypassed: Vec::new(),
-                inbound: Default::default(),
-                labels: Default::default(),
-            }),
-        )]);
+        let hub = Hub::default();
+        hub.apply([Change::Apply(Object::Pod(Pod {
+            key: Key::new("shop", "web"),
+            uid: "".into(),
+            addresses: vec!["10.0.0.1".parse().unwrap()],
+            terminating: false,
+            ready: true,
+            created: 0,
+            node: "".into(),
+            zone: "".into(),
+            identity: None,
+            bypassed: Vec::new(),
+            inbound: Default::default(),
+            labels: Default::default(),
+        }))]);
         let mut one = hub.watch_resources(None);
         one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
         let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));

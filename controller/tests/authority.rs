@@ -16,7 +16,7 @@ use diy_mesh_controller::authority::{
     self, AuthorityHandle, Options, Roots, Storage, TrustSender, self_signed,
 };
 use diy_mesh_controller::hub::Hub;
-use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod, Source};
+use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
 use diy_mesh_controller::proxies::{self, ConnectedGuard, Proxies};
 use tokio::task::JoinHandle;
 
@@ -64,7 +64,7 @@ impl Replica {
     }
 
     fn with_lives(folder: &Path, certificate_life: Duration, ca_life: Duration) -> Replica {
-        let (hub, registry) = (Hub::new([Source::Kubernetes]), Proxies::default());
+        let (hub, registry) = (Hub::default(), Proxies::default());
         let options = Options {
             trust_domain: "cluster.local".into(),
             certificate_life,
@@ -72,7 +72,7 @@ impl Replica {
             storage: Storage::Files(folder.to_owned()),
         };
         let (authority, run) = authority::start(options, &hub, registry.clone());
-        hub.apply(Kind::ALL.map(|kind| Change::Reset(Source::Kubernetes, kind, vec![])));
+        hub.apply(Kind::ALL.map(|kind| Change::Reset(kind, vec![])));
         let proxies: Arc<Mutex<Vec<Connected>>> = Arc::default();
         let follow = follow(authority.clone(), proxies.clone());
         let task = tokio::spawn(async move {
@@ -130,23 +130,20 @@ impl Replica {
     /// The catalog has these pods, ready and meshed.
     fn knows(&self, pods: &[&str]) {
         self.hub.apply(pods.iter().map(|name| {
-            Change::Apply(
-                Source::Kubernetes,
-                Object::Pod(Pod {
-                    bypassed: Vec::new(),
-                    inbound: Default::default(),
-                    labels: Default::default(),
-                    key: Key::new("shop", name),
-                    uid: (*name).into(),
-                    addresses: vec![],
-                    terminating: false,
-                    ready: true,
-                    created: 0,
-                    node: "".into(),
-                    zone: "".into(),
-                    identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
-                }),
-            )
+            Change::Apply(Object::Pod(Pod {
+                bypassed: Vec::new(),
+                inbound: Default::default(),
+                labels: Default::default(),
+                key: Key::new("shop", name),
+                uid: (*name).into(),
+                addresses: vec![],
+                terminating: false,
+                ready: true,
+                created: 0,
+                node: "".into(),
+                zone: "".into(),
+                identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+            }))
         }));
     }
 

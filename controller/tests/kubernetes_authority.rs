@@ -18,7 +18,7 @@ use diy_mesh_controller::authority::state::Phase;
 use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Storage, self_signed};
 use diy_mesh_controller::events;
 use diy_mesh_controller::hub::Hub;
-use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod, Source};
+use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
 use diy_mesh_controller::proxies::{self, Proxies};
 use futures::FutureExt;
 use k8s_openapi::NamespaceResourceScope;
@@ -277,8 +277,8 @@ struct Replica {
 impl Replica {
     async fn start(cluster: &Cluster) -> Replica {
         let client = cluster.as_controller().await;
-        let hub = Hub::new([Source::Kubernetes]);
-        hub.apply(Kind::ALL.map(|kind| Change::Reset(Source::Kubernetes, kind, vec![])));
+        let hub = Hub::default();
+        hub.apply(Kind::ALL.map(|kind| Change::Reset(kind, vec![])));
         let options = Options {
             trust_domain: "cluster.local".into(),
             certificate_life: Duration::from_secs(30),
@@ -305,31 +305,25 @@ impl Replica {
     }
 
     fn knows(&self, namespace: &str, ready: bool) {
-        self.hub.apply([Change::Apply(
-            Source::Kubernetes,
-            Object::Pod(Pod {
-                key: Key::new(namespace, "web"),
-                uid: "web".into(),
-                addresses: vec![],
-                terminating: false,
-                ready,
-                created: 0,
-                node: "".into(),
-                zone: "".into(),
-                identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
-                bypassed: vec![],
-                inbound: Default::default(),
-                labels: Default::default(),
-            }),
-        )]);
+        self.hub.apply([Change::Apply(Object::Pod(Pod {
+            key: Key::new(namespace, "web"),
+            uid: "web".into(),
+            addresses: vec![],
+            terminating: false,
+            ready,
+            created: 0,
+            node: "".into(),
+            zone: "".into(),
+            identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+            bypassed: vec![],
+            inbound: Default::default(),
+            labels: Default::default(),
+        }))]);
     }
 
     fn forgets(&self, namespace: &str) {
-        self.hub.apply([Change::Delete(
-            Source::Kubernetes,
-            Kind::Pod,
-            Key::new(namespace, "web"),
-        )]);
+        self.hub
+            .apply([Change::Delete(Kind::Pod, Key::new(namespace, "web"))]);
     }
 
     async fn roots(&self) -> Arc<Roots> {

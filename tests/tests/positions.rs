@@ -11,7 +11,7 @@ use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::dependencies;
 use diy_mesh_controller::index::object::{
     Change, Event, Key, Kind, Object, Resource, Service, ServicePort, Slice, SliceEndpoint,
-    SlicePort, Source, TargetPort, Transport,
+    SlicePort, TargetPort, Transport,
 };
 use diy_mesh_controller::index::position::Known;
 use diy_mesh_controller::index::state::State;
@@ -109,7 +109,7 @@ impl Replica {
             silent: now,
         };
         Replica {
-            hub: Hub::new([Source::Kubernetes]),
+            hub: Hub::default(),
             watches: [0, 1, 2].map(watch),
             epoch: None,
             is_restored: false,
@@ -144,17 +144,17 @@ impl Replica {
             let mut events = Vec::new();
             if is_list {
                 let object = object(place, api.latest(place));
-                let change = Change::Reset(Source::Kubernetes, kind, object);
+                let change = Change::Reset(kind, object);
                 events.push((change, api.revision));
                 (watch.answered, watch.is_stalled) = (asked, false);
             } else if !watch.is_stalled {
                 let new = api.log.iter().filter(|write| write.0 > watch.revision);
                 for (revision, _, write) in new.filter(|write| write.1 == place) {
                     let object = object(place, *write).remove(0);
-                    events.push((Change::Apply(Source::Kubernetes, object), *revision));
+                    events.push((Change::Apply(object), *revision));
                 }
                 if now >= watch.bookmark {
-                    let change = Change::Bookmark(Source::Kubernetes, kind);
+                    let change = Change::Bookmark(kind);
                     events.push((change, api.revision));
                     watch.bookmark = now + Duration::from_secs(rng.u64(5..60));
                 }

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use super::freshness::Freshness;
 use super::manifest;
 use crate::file::Stamp;
-use crate::index::object::{Change, Event, Key, Kind, Object, Source};
+use crate::index::object::{Change, Event, Key, Kind, Object};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -178,16 +178,16 @@ impl Files {
 fn reset(objects: &Objects, kind: Kind) -> Change {
     let objects = objects.values().map(|(_, object)| object);
     let of_kind = objects.filter(|object| object.kind() == kind);
-    Change::Reset(Source::Files, kind, of_kind.cloned().collect())
+    Change::Reset(kind, of_kind.cloned().collect())
 }
 
 fn difference(before: &Objects, after: &Objects) -> Vec<Change> {
     let deleted = before.keys().filter(|key| !after.contains_key(*key));
-    let deleted = deleted.map(|(kind, key)| Change::Delete(Source::Files, *kind, key.clone()));
+    let deleted = deleted.map(|(kind, key)| Change::Delete(*kind, key.clone()));
     let old = |key| before.get(key).map(|(_, object)| object);
     let after = after.iter().map(|(key, (_, object))| (key, object));
     let changed = after.filter(|(key, object)| old(*key) != Some(*object));
-    let changed = changed.map(|(_, object)| Change::Apply(Source::Files, object.clone()));
+    let changed = changed.map(|(_, object)| Change::Apply(object.clone()));
     deleted.chain(changed).collect()
 }
 
@@ -224,12 +224,12 @@ mod tests {
 
     fn say(changes: Vec<Change>) -> Vec<String> {
         let one = |change: &Change| match change {
-            Change::Apply(_, object) => format!("apply {}", object.key()),
-            Change::Delete(_, _, key) => format!("delete {key}"),
-            Change::NotInstalled(_, kind) | Change::Unreadable(_, kind) => {
+            Change::Apply(object) => format!("apply {}", object.key()),
+            Change::Delete(_, key) => format!("delete {key}"),
+            Change::NotInstalled(kind) | Change::Unreadable(kind) => {
                 panic!("a folder has {kind}")
             }
-            Change::Reset(_, kind, objects) => {
+            Change::Reset(kind, objects) => {
                 format!("reset {kind} {}", objects.len())
             }
             other => panic!("files have no {other:?}"),
@@ -301,7 +301,7 @@ mod tests {
         write(dir.path(), "1.yaml", &service("a", "10.0.0.1"));
         write(dir.path(), "2.yaml", &service("a", "10.0.0.2"));
         let mut files = Files::new(dir.path().to_owned(), "cluster.local");
-        let Change::Reset(Source::Files, Kind::Service, services) = files.scan().remove(0) else {
+        let Change::Reset(Kind::Service, services) = files.scan().remove(0) else {
             panic!("Services come first")
         };
         let Object::Service(service) = &services[0] else {

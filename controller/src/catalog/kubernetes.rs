@@ -22,7 +22,7 @@ use super::freshness::{Freshness, Unreadable};
 use super::objects::{Context, Objects};
 use super::watch::{ALL, Selector, Timing};
 use crate::config::Config;
-use crate::index::object::{Change, Event, Kind, Source};
+use crate::index::object::{Change, Event, Kind};
 use crate::index::position::Requests;
 
 /// Interval of checks whether kinds cannot be read.
@@ -92,7 +92,7 @@ async fn check(context: Context<'_>, report: impl Fn(&Unreadable)) {
             let kind = unreadable.kind;
             report(&unreadable);
             if kind.is_optional() && !unreadable.is_known {
-                let change = Change::Unreadable(Source::Kubernetes, kind);
+                let change = Change::Unreadable(kind);
                 // An error means that the controller stops, and with it this task.
                 let _ = context.changes.send(change.into()).await;
             }
@@ -153,7 +153,7 @@ mod tests {
             (change, started.elapsed())
         });
         assert!(result.is_err(), "never ends");
-        assert_eq!(change, Change::Unreadable(Source::Kubernetes, Kind::Grant));
+        assert_eq!(change, Change::Unreadable(Kind::Grant));
         assert!(elapsed >= MAX_FAILURE && elapsed <= MAX_FAILURE + CHECK_INTERVAL);
         // A required kind blocks the replica, and a former list stays in use: both are reported.
         assert!(changes.try_recv().is_err());

@@ -13,7 +13,7 @@ use super::convert::{CatalogObject, ConvertError};
 use super::freshness::Freshness;
 use super::resources::resource;
 use super::watch::{Selector, Sink, Target, Timing, Update, watch as follow};
-use crate::index::object::{Change, Event, Kind, Object, Source};
+use crate::index::object::{Change, Event, Kind, Object};
 use crate::index::position::Requests;
 
 /// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.
@@ -85,8 +85,8 @@ where
     pub async fn remove(&mut self) {
         self.context.freshness.remove(self.kind);
         let change = match self.latest {
-            Some(_) => Change::Reset(Source::Kubernetes, self.kind, Vec::new()),
-            None => Change::NotInstalled(Source::Kubernetes, self.kind),
+            Some(_) => Change::Reset(self.kind, Vec::new()),
+            None => Change::NotInstalled(self.kind),
         };
         // Versions of definitions are of another kind: the position of the catalog stays.
         let version = self.latest.flatten();
@@ -127,10 +127,10 @@ where
             _ => version.max(self.latest.flatten()),
         });
         let change = match update {
-            Update::Reset(objects) => Change::Reset(Source::Kubernetes, self.kind, objects),
-            Update::Apply(object) => Change::Apply(Source::Kubernetes, object),
-            Update::Delete(key) => Change::Delete(Source::Kubernetes, self.kind, key),
-            Update::Bookmark => Change::Bookmark(Source::Kubernetes, self.kind),
+            Update::Reset(objects) => Change::Reset(self.kind, objects),
+            Update::Apply(object) => Change::Apply(object),
+            Update::Delete(key) => Change::Delete(self.kind, key),
+            Update::Bookmark => Change::Bookmark(self.kind),
         };
         self.queue(Event { change, version }).await;
     }

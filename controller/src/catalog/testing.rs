@@ -181,15 +181,15 @@ impl Server {
         let event = tokio::time::timeout(DEADLINE, self.changes.recv()).await;
         let event = event.expect("another change").unwrap();
         let text = match event.change {
-            Change::Apply(_, object) => format!("apply {}", object.key()),
-            Change::Delete(_, kind, key) => format!("delete {kind} {key}"),
-            Change::Reset(_, kind, objects) => {
+            Change::Apply(object) => format!("apply {}", object.key()),
+            Change::Delete(kind, key) => format!("delete {kind} {key}"),
+            Change::Reset(kind, objects) => {
                 let keys: Vec<String> = objects.iter().map(|one| one.key().to_string()).collect();
                 format!("reset {kind} [{}]", keys.join(" "))
             }
-            Change::NotInstalled(_, kind) => format!("not installed {kind}"),
-            Change::Unreadable(_, kind) => format!("unreadable {kind}"),
-            Change::Bookmark(_, kind) => format!("bookmark {kind}"),
+            Change::NotInstalled(kind) => format!("not installed {kind}"),
+            Change::Unreadable(kind) => format!("unreadable {kind}"),
+            Change::Bookmark(kind) => format!("bookmark {kind}"),
             Change::Epoch(epoch) => format!("epoch {epoch}"),
         };
         (text, event.version)

@@ -260,7 +260,6 @@ mod tests {
     use super::*;
     use crate::authority::{Roots, self_signed};
     use crate::hub::Hub;
-    use crate::index::object::Source;
     use crate::issuer::Issuer;
     use crate::routes::testing::Log;
 
@@ -281,7 +280,7 @@ mod tests {
             roots: Roots::from_pem(&ca).unwrap().into(),
             renew_within: Duration::ZERO,
         }));
-        let hub = Hub::new([Source::Kubernetes]);
+        let hub = Hub::default();
         let announced = Announced {
             chunks: true,
             routes: true,

@@ -293,29 +293,26 @@ impl RateLimiter {
 mod tests {
     use super::*;
     use crate::index::Touched;
-    use crate::index::object::{Change, Object, Pod, Source};
+    use crate::index::object::{Change, Object, Pod};
 
     fn pod(name: &str, uid: &str, addresses: &[&str]) -> Change {
-        Change::Apply(
-            Source::Kubernetes,
-            Object::Pod(Pod {
-                key: Key::new("shop", name),
-                uid: uid.into(),
-                addresses: addresses
-                    .iter()
-                    .map(|address| address.parse().unwrap())
-                    .collect(),
-                terminating: false,
-                ready: true,
-                created: 0,
-                node: "".into(),
-                zone: "".into(),
-                identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
-                bypassed: Vec::new(),
-                inbound: Default::default(),
-                labels: Default::default(),
-            }),
-        )
+        Change::Apply(Object::Pod(Pod {
+            key: Key::new("shop", name),
+            uid: uid.into(),
+            addresses: addresses
+                .iter()
+                .map(|address| address.parse().unwrap())
+                .collect(),
+            terminating: false,
+            ready: true,
+            created: 0,
+            node: "".into(),
+            zone: "".into(),
+            identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
+            bypassed: Vec::new(),
+            inbound: Default::default(),
+            labels: Default::default(),
+        }))
     }
 
     fn index(changes: impl IntoIterator<Item = Change>) -> Index {

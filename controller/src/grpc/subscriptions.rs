@@ -500,7 +500,7 @@ mod tests {
 
     use super::*;
     use crate::hub::Hub;
-    use crate::index::object::{Change, Event, Key, Kind, Object, Source};
+    use crate::index::object::{Change, Event, Key, Kind, Object};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
     use crate::routes::statuses::Source as _;
@@ -620,7 +620,7 @@ mod tests {
     fn slow_proxy_ends_with_the_state_of_a_new_proxy() {
         for seed in 0..50 {
             let mut chance = Chance(fastrand::Rng::with_seed(seed));
-            let (hub, mut received) = (Hub::new([Source::Kubernetes]), BTreeMap::new());
+            let (hub, mut received) = (Hub::default(), BTreeMap::new());
             let mut slow = stream(&hub);
             for step in 0..200 {
                 match chance.0.u8(..12) {
@@ -665,13 +665,13 @@ mod tests {
         let pods: Vec<String> = (0..pods).map(address).collect();
         let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
         let objects = crate::index::tests::service_with_pods("web", "10.96.0.1", &pods);
-        let hub = Hub::new([Source::Kubernetes]);
+        let hub = Hub::default();
         hub.apply(objects.iter().cloned().map(apply));
         (hub, objects)
     }
 
     fn apply(object: Object) -> Change {
-        Change::Apply(Source::Kubernetes, object)
+        Change::Apply(object)
     }
 
     fn without_last_endpoint(objects: &mut [Object]) -> Change {
@@ -691,8 +691,8 @@ mod tests {
 
     /// A cluster whose pods are at this version.
     fn hub_at(pods: u64) -> Hub {
-        let hub = Hub::new([Source::Kubernetes]);
-        let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+        let hub = Hub::default();
+        let list = |kind, objects| Change::Reset(kind, objects);
         let api = crate::index::tests::api_service("uid");
         hub.apply([Change::Epoch(0)]);
         hub.apply([
@@ -743,9 +743,9 @@ mod tests {
             messages.map(|message| message.name).collect::<HashSet<_>>()
         };
         assert_eq!(names(&mut stream), ["10.0.0.1:1".to_owned()].into());
-        hub.apply([at(Change::Bookmark(Source::Kubernetes, Kind::Pod), 19)]);
+        hub.apply([at(Change::Bookmark(Kind::Pod), 19)]);
         assert_eq!(stream.end_wait(), (0, false));
-        hub.apply([at(Change::Bookmark(Source::Kubernetes, Kind::Pod), 20)]);
+        hub.apply([at(Change::Bookmark(Kind::Pod), 20)]);
         assert_eq!(stream.end_wait(), (2, true));
         let expected = ["10.0.0.1:2".to_owned(), "10.0.0.1:4".to_owned()];
         assert_eq!(names(&mut stream), expected.into());
@@ -885,7 +885,7 @@ mod tests {
 
     #[test]
     fn refused_subscriptions_end_no_stream_and_follow_when_others_end() {
-        let hub = Hub::new([Source::Kubernetes]);
+        let hub = Hub::default();
         let quotas = Quotas::with_subscriptions(100);
         let [mut one, mut other] = ["1", "2"].map(|uid| {
             let charge = quotas.connect("shop", uid);
@@ -915,7 +915,7 @@ mod tests {
 
     /// A cluster with a pod, and the limits of its requests: they take about so many bytes.
     fn hub_with_limits(bytes: usize) -> (Hub, PodRef) {
-        let hub = Hub::new([Source::Kubernetes]);
+        let hub = Hub::default();
         let client = crate::index::tests::pod("client", &[]);
         let pod = PodRef {
             namespace: client.key.namespace.clone(),
@@ -1151,7 +1151,7 @@ mod tests {
         let version = messages(frames(&mut before)).remove(0).version;
         // Another replica, which cannot read a kind.
         let (hub, _) = hub_with_service(1);
-        hub.apply([Change::Unreadable(Source::Kubernetes, Kind::TcpRoute)]);
+        hub.apply([Change::Unreadable(Kind::TcpRoute)]);
         let [mut known, mut new] = [(); 2].map(|()| stream(&hub));
         known.subscribe(subscribe(service, &version)).unwrap();
         new.subscribe(subscribe(service, "")).unwrap();
@@ -1160,7 +1160,7 @@ mod tests {
         assert!(frames(&mut known).is_empty());
         let served = messages(frames(&mut new));
         assert_eq!(served.len(), 1, "the pod by its own address: {served:?}");
-        hub.apply([Change::Reset(Source::Kubernetes, Kind::TcpRoute, vec![])]);
+        hub.apply([Change::Reset(Kind::TcpRoute, vec![])]);
         let update = |stream: &mut Subscriptions| messages(frames(stream)).remove(0).update;
         assert!(matches!(update(&mut known), Some(Response::Unchanged(_))));
         assert!(matches!(update(&mut new), Some(Response::Snapshot(_))));
@@ -1168,7 +1168,7 @@ mod tests {
 
     #[test]
     fn response_has_the_name_as_the_client_wrote_it() {
-        let mut stream = stream(&Hub::new([Source::Kubernetes]));
+        let mut stream = stream(&Hub::default());
         for name in ["10.0.0.1:80", "[::ffff:10.0.0.2]:80"] {
             let request = proto::Subscribe {
                 name: name.to_owned(),

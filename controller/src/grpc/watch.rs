@@ -110,16 +110,16 @@ mod tests {
 
     use crate::authenticate::Namespaces;
     use crate::hub::Hub;
-    use crate::index::object::{Change, Source};
+    use crate::index::object::Change;
     use crate::index::tests::service_with_pods;
     use crate::quota::Quotas;
 
     #[tokio::test]
     async fn responses_are_made_when_the_client_reads_them() {
-        let hub = Hub::new([]);
+        let hub = Hub::default();
         let apply = |name, pod: &str| {
             let objects = service_with_pods(name, "10.96.0.1", &[pod]).into_iter();
-            hub.apply(objects.map(|object| Change::Apply(Source::Kubernetes, object)));
+            hub.apply(objects.map(Change::Apply));
         };
         apply("a", "10.0.0.1");
         apply("b", "10.0.0.2");
@@ -150,11 +150,11 @@ mod tests {
 
     #[tokio::test]
     async fn response_is_charged_until_its_bytes_are_gone() {
-        let hub = Hub::new([]);
+        let hub = Hub::default();
         let pods: Vec<String> = (0..100).map(|pod| format!("10.0.0.{pod}")).collect();
         let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
         let objects = service_with_pods("a", "10.96.0.1", &pods).into_iter();
-        hub.apply(objects.map(|object| Change::Apply(Source::Kubernetes, object)));
+        hub.apply(objects.map(Change::Apply));
         // For one response, and not for two.
         let quotas = Quotas::with_subscriptions(8);
         let unsent = Unsent::default();

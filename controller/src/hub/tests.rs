@@ -8,23 +8,20 @@ use crate::index::state::State;
 use crate::index::tests::Chance;
 
 fn pod(name: &str, ip: &str) -> Change {
-    Change::Apply(
-        Source::Kubernetes,
-        Object::Pod(Pod {
-            key: Key::new("shop", name),
-            uid: "".into(),
-            addresses: vec![ip.parse().unwrap()],
-            terminating: false,
-            ready: false,
-            created: 0,
-            node: "".into(),
-            zone: "".into(),
-            identity: None,
-            bypassed: Vec::new(),
-            inbound: Default::default(),
-            labels: Default::default(),
-        }),
-    )
+    Change::Apply(Object::Pod(Pod {
+        key: Key::new("shop", name),
+        uid: "".into(),
+        addresses: vec![ip.parse().unwrap()],
+        terminating: false,
+        ready: false,
+        created: 0,
+        node: "".into(),
+        zone: "".into(),
+        identity: None,
+        bypassed: Vec::new(),
+        inbound: Default::default(),
+        labels: Default::default(),
+    }))
 }
 
 fn destination(text: &str) -> Resource {
@@ -33,47 +30,37 @@ fn destination(text: &str) -> Resource {
 
 #[tokio::test]
 async fn is_synced_when_each_kind_is_listed_or_not_installed_or_cannot_be_read() {
-    let (kubernetes, files) = (Source::Kubernetes, Source::Files);
-    let hub = Hub::new([kubernetes, files]);
-    let listed = |source| move |kind| Change::Reset(source, kind, vec![]);
-    hub.apply(Kind::ALL.map(listed(files)));
-    hub.apply([Kind::Service, Kind::Pod].map(listed(kubernetes)));
+    let hub = Hub::default();
+    let listed = |kind| Change::Reset(kind, vec![]);
+    hub.apply([Kind::Service, Kind::Pod].map(listed));
     let optional = DESTINATION.iter().filter(|kind| kind.is_optional());
     let optional = optional.copied();
     assert_eq!(hub.missing().len(), 1 + optional.clone().count());
     let mut unlisted = optional.clone();
-    hub.apply(
-        unlisted
-            .next()
-            .map(|kind| Change::Unreadable(kubernetes, kind)),
-    );
-    hub.apply(unlisted.map(|kind| Change::NotInstalled(kubernetes, kind)));
+    hub.apply(unlisted.next().map(Change::Unreadable));
+    hub.apply(unlisted.map(Change::NotInstalled));
     assert_eq!(hub.missing(), [Kind::Slice].into());
     let waiting = tokio::spawn({
         let hub = hub.clone();
         async move { hub.synced().await }
     });
-    hub.apply([listed(kubernetes)(Kind::Slice)]);
+    hub.apply([listed(Kind::Slice)]);
     waiting.await.unwrap();
     assert!(hub.missing().is_empty());
     assert!(!hub.is_listed(Kind::Node));
-    hub.apply([listed(kubernetes)(Kind::Node)]);
+    hub.apply([listed(Kind::Node)]);
     assert!(hub.is_listed(Kind::Node));
     // A kind that was listed keeps its objects.
-    hub.apply([Change::Unreadable(kubernetes, Kind::HttpRoute)]);
+    hub.apply([Change::Unreadable(Kind::HttpRoute)]);
     assert!(hub.is_listed(Kind::HttpRoute));
 }
 
 #[test]
 fn subscribers_get_what_was_withheld_when_the_kind_can_be_read() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let objects = crate::index::tests::service_with_pods("web", "10.96.0.1", &["10.0.0.1"]);
-    hub.apply(
-        objects
-            .into_iter()
-            .map(|object| Change::Apply(Source::Kubernetes, object)),
-    );
-    hub.apply([Change::Unreadable(Source::Kubernetes, Kind::HttpRoute)]);
+    hub.apply(objects.into_iter().map(Change::Apply));
+    hub.apply([Change::Unreadable(Kind::HttpRoute)]);
     let mut reader = hub.watch_resources(None);
     for text in ["10.96.0.1:80", "10.0.0.1:80", "192.0.2.1:80"] {
         reader.subscribe(&destination(text));
@@ -86,27 +73,27 @@ fn subscribers_get_what_was_withheld_when_the_kind_can_be_read() {
     assert_eq!(next(), Some((destination("10.0.0.1:80"), false)));
     assert_eq!(next(), Some((destination("192.0.2.1:80"), false)));
     assert_eq!(next(), None);
-    hub.apply([Change::Reset(Source::Kubernetes, Kind::HttpRoute, vec![])]);
+    hub.apply([Change::Reset(Kind::HttpRoute, vec![])]);
     assert_eq!(next(), Some((destination("10.96.0.1:80"), false)));
     assert_eq!(next(), None, "the others are as before");
 }
 
 #[tokio::test(start_paused = true)]
 async fn call_that_needs_pods_waits_for_no_other_kind() {
-    let (hub, stopping) = (Hub::new([Source::Kubernetes]), CancellationToken::new());
+    let (hub, stopping) = (Hub::default(), CancellationToken::new());
     let pods = || hub.wait_listed(&[Kind::Pod], &stopping);
     let missing = CatalogError::NotSynced("Pod".to_owned());
     assert_eq!(pods().await, Err(missing));
-    hub.apply([Change::Reset(Source::Kubernetes, Kind::Pod, vec![])]);
+    hub.apply([Change::Reset(Kind::Pod, vec![])]);
     assert_eq!(pods().await, Ok(()));
     assert!(hub.wait_synced(&stopping).await.is_err());
 }
 
 #[test]
 fn ready_meshed_pods_are_all_those_that_do_not_terminate() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let all = (0..3 * MAX_BATCH).map(|number| {
-        let Change::Apply(_, Object::Pod(pod)) = pod("web", "10.0.0.1") else {
+        let Change::Apply(Object::Pod(pod)) = pod("web", "10.0.0.1") else {
             panic!("a pod")
         };
         let namespace = ["bank", "shop"][number % 2];
@@ -118,7 +105,7 @@ fn ready_meshed_pods_are_all_those_that_do_not_terminate() {
             ..pod
         })
     });
-    let all = Change::Reset(Source::Kubernetes, Kind::Pod, all.collect());
+    let all = Change::Reset(Kind::Pod, all.collect());
     hub.apply([all]);
     let pods: BTreeSet<Key> = hub
         .ready_meshed_pods()
@@ -137,10 +124,10 @@ fn list_of_the_same_objects_notifies_nobody_and_never_empties_a_service() {
         let all = objects(addresses);
         Kind::ALL.map(|kind| {
             let of_kind = all.iter().filter(|object| object.kind() == kind);
-            Change::Reset(Source::Kubernetes, kind, of_kind.cloned().collect())
+            Change::Reset(kind, of_kind.cloned().collect())
         })
     };
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     hub.apply(resets(&["10.0.0.1", "10.0.0.2"]));
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&destination("10.96.0.1:80"));
@@ -169,14 +156,14 @@ fn position(reader: &Resources) -> Option<(String, u64, u64)> {
 
 #[test]
 fn states_have_the_latest_position_without_a_change() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let event = |change, version| Event {
         change,
         version: Some(version),
     };
     let at = |latest, seen| Some(("uid".to_owned(), latest, seen));
     let api = crate::index::tests::api_service("uid");
-    let list = |kind, objects| Change::Reset(Source::Kubernetes, kind, objects);
+    let list = |kind, objects| Change::Reset(kind, objects);
     let mut reader = hub.watch_resources(None);
     hub.apply([event(list(Kind::Service, vec![api.clone()]), 10)]);
     hub.apply([event(list(Kind::Slice, vec![]), 11)]);
@@ -194,7 +181,7 @@ fn states_have_the_latest_position_without_a_change() {
     assert_eq!(position(&reader), at(21, 21));
     // Another pod has changed: the next subscriber to the same state gets a later position.
     hub.apply([event(pod("q", "10.0.0.8"), 22)]);
-    hub.apply([event(Change::Bookmark(Source::Kubernetes, Kind::Pod), 25)]);
+    hub.apply([event(Change::Bookmark(Kind::Pod), 25)]);
     assert_eq!(position(&reader), None, "nothing has changed");
     let mut other = hub.watch_resources(None);
     other.subscribe(&address);
@@ -215,7 +202,7 @@ fn states_have_the_latest_position_without_a_change() {
 
 #[test]
 fn state_that_is_not_published_yet_is_resolved_for_a_new_subscriber() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let address = destination("10.0.0.1:80");
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&address);
@@ -235,17 +222,13 @@ fn state_that_is_not_published_yet_is_resolved_for_a_new_subscriber() {
 
 #[tokio::test]
 async fn slow_reader_gets_the_latest_state_once() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&destination("10.0.0.1:80"));
     for round in 0..1000 {
         hub.apply([
             pod(&format!("p{round}"), "10.0.0.1"),
-            Change::Delete(
-                Source::Kubernetes,
-                Kind::Pod,
-                Key::new("shop", &format!("p{}", round - 1)),
-            ),
+            Change::Delete(Kind::Pod, Key::new("shop", &format!("p{}", round - 1))),
         ]);
     }
     reader.notifications().wait().await;
@@ -262,7 +245,7 @@ async fn slow_reader_gets_the_latest_state_once() {
 
 /// A hub that follows changes, and a reader of a destination that has its first state.
 fn follow() -> (mpsc::Sender<Event>, Resources, tokio::task::JoinHandle<()>) {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let (sender, changes) = mpsc::channel(100);
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&destination("10.0.0.1:80"));
@@ -314,12 +297,12 @@ async fn event_without_a_change_delays_no_change() {
 async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
     const PODS: u32 = 100;
     let limits = serde_json::json!({"rateLimits": [{"name": "all", "requests": 7}]});
-    let set = |object| Change::Apply(Source::Kubernetes, object);
+    let set = Change::Apply;
     let replica = |number: u32, ready| {
         let pod = crate::index::tests::pod(&format!("p{number}"), &[]);
         set(Object::Pod(Pod { ready, ..pod }))
     };
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     hub.apply([
         set(Object::Service(crate::index::tests::service("web", &[]))),
         set(Object::Policy(crate::policy::tests::policy("p", 0, limits))),
@@ -366,7 +349,7 @@ async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
 
 #[test]
 fn notifies_only_subscribers_of_changed_destinations() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let (mut one, mut other) = (hub.watch_resources(None), hub.watch_resources(None));
     one.subscribe(&destination("10.0.0.1:80"));
     other.subscribe(&destination("10.0.0.2:80"));
@@ -381,7 +364,7 @@ fn notifies_only_subscribers_of_changed_destinations() {
 
 #[test]
 fn clients_on_one_node_share_the_states_of_a_local_service() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let client = |name: &str| {
         let pod = PodRef {
             namespace: "shop".into(),
@@ -393,11 +376,11 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
         reader
     };
     let on_node = |name: &str, node: &str| {
-        let Change::Apply(source, Object::Pod(pod)) = pod(name, "10.1.0.1") else {
+        let Change::Apply(Object::Pod(pod)) = pod(name, "10.1.0.1") else {
             panic!("a pod")
         };
         let node = node.into();
-        Change::Apply(source, Object::Pod(Pod { node, ..pod }))
+        Change::Apply(Object::Pod(Pod { node, ..pod }))
     };
     let endpoints = |reader: &Resources| {
         let published = reader.next()?.1;
@@ -422,7 +405,7 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
     }
     hub.apply([on_node("a", "n1"), on_node("b", "n1"), on_node("c", "n2")]);
     let changes = service.iter().cloned();
-    hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+    hub.apply(changes.map(Change::Apply));
     let (a, b, c, late) = (client("a"), client("b"), client("c"), client("late"));
     let (first, second) = (
         vec!["10.0.0.1:8080".to_owned()],
@@ -443,7 +426,7 @@ fn clients_on_one_node_share_the_states_of_a_local_service() {
         panic!("the Service comes before its slice")
     };
     web.local_only = false;
-    hub.apply([Change::Apply(Source::Kubernetes, Object::Service(web))]);
+    hub.apply([Change::Apply(Object::Service(web))]);
     for reader in [&a, &b, &c, &late] {
         assert_eq!(endpoints(reader).unwrap().len(), 2);
     }
@@ -465,8 +448,8 @@ fn former_endpoints_are_kept_without_what_they_were_a_part_of() {
             _ => {}
         }
     }
-    let hub = Hub::new([Source::Kubernetes]);
-    let set = |object: &Object| Change::Apply(Source::Kubernetes, object.clone());
+    let hub = Hub::default();
+    let set = |object: &Object| Change::Apply(object.clone());
     hub.apply(service.iter().map(set));
     let mut reader = hub.watch_resources(Some(PodRef {
         namespace: "shop".into(),
@@ -497,7 +480,7 @@ fn former_endpoints_are_kept_without_what_they_were_a_part_of() {
 
 #[test]
 fn ended_subscriptions_leave_no_notifications() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let mut reader = hub.watch_resources(None);
     for port in 1..1000 {
         let resource = destination(&format!("10.0.0.1:{port}"));
@@ -509,7 +492,7 @@ fn ended_subscriptions_leave_no_notifications() {
 
 #[test]
 fn streams_read_their_notifications_while_states_are_resolved() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let mut reader = hub.watch_resources(None);
     reader.subscribe(&destination("10.0.0.1:80"));
     let resolving = hub.index();
@@ -524,7 +507,7 @@ fn streams_read_their_notifications_while_states_are_resolved() {
 
 #[test]
 fn dropped_subscribers_leave_no_state() {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let mut one = hub.watch_resources(None);
     one.subscribe(&destination("10.0.0.1:80"));
     one.subscribe(&destination("10.0.0.1:81"));
@@ -541,7 +524,7 @@ fn dropped_subscribers_leave_no_state() {
 fn readers_of_any_pace_end_with_the_state_of_the_index() {
     for seed in 0..50 {
         let mut chance = Chance(fastrand::Rng::with_seed(seed));
-        let hub = Hub::new([Source::Kubernetes]);
+        let hub = Hub::default();
         // Pods that come, go, and move between nodes.
         let pods = ["p1", "p2", "p3"].map(|name| PodRef {
             namespace: "shop".into(),

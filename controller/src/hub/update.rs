@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::index::object::{Change, Event, Kind, Source};
+use crate::index::object::{Change, Event, Kind};
 use crate::index::{Index, Step};
 
 /// The steps of a batch.
@@ -12,7 +12,7 @@ pub(super) struct Update {
     steps: VecDeque<Step>,
     /// The kinds that can be read according to these events, because they are listed or have no
     /// objects, and those that cannot be read.
-    pub(super) readable: BTreeMap<(Source, Kind), bool>,
+    pub(super) readable: BTreeMap<Kind, bool>,
 }
 
 impl Update {
@@ -34,11 +34,11 @@ impl Update {
                 break;
             }
             match event.change {
-                Change::Reset(source, kind, _) | Change::NotInstalled(source, kind) => {
-                    self.readable.insert((source, kind), true);
+                Change::Reset(kind, _) | Change::NotInstalled(kind) => {
+                    self.readable.insert(kind, true);
                 }
-                Change::Unreadable(source, kind) => {
-                    self.readable.insert((source, kind), false);
+                Change::Unreadable(kind) => {
+                    self.readable.insert(kind, false);
                 }
                 Change::Apply(..) | Change::Delete(..) => {}
                 Change::Bookmark(..) | Change::Epoch(_) => {}

@@ -473,7 +473,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::super::object::{Change, Object, Pod, Resource, ServicePort, SlicePort, Source};
+    use super::super::object::{Change, Object, Pod, Resource, ServicePort, SlicePort};
     use super::super::state::TargetKind;
     use super::super::tests::{endpoint, index, ip, pod, service, slice};
     use super::super::{Index, Touched};
@@ -538,7 +538,7 @@ mod tests {
         };
         pod.labels.insert("a".to_owned(), "b".to_owned());
         let apply = |index: &mut Index, pod: Pod| {
-            let change = Change::Apply(Source::Kubernetes, Object::Pod(pod));
+            let change = Change::Apply(Object::Pod(pod));
             index.apply(change, &mut Touched::default());
         };
         apply(&mut index, pod.clone());

@@ -140,7 +140,7 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::super::locality::Location;
-    use super::super::object::{Change, Node, Object, Resource, Slice, SlicePort, Source};
+    use super::super::object::{Change, Node, Object, Resource, Slice, SlicePort};
     use super::super::state::{State, TargetKind};
     use super::super::tests::{endpoint, index, ip, key, pod, service, slice};
     use super::super::{Index, Touched};
@@ -273,7 +273,7 @@ mod tests {
         ];
         assert_eq!(problems(&index), expected);
         let mut apply = |service| {
-            let change = Change::Apply(Source::Kubernetes, Object::Service(service));
+            let change = Change::Apply(Object::Service(service));
             index.change(change, &mut Touched::default());
             let is_changed = index.settle(&mut Touched::default());
             (is_changed, problems(&index).len())

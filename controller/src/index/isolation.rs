@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
 use super::locality::Location;
-use super::object::{Change, Key, Kind, Object, Resource, Service, Source};
+use super::object::{Change, Key, Kind, Object, Resource, Service};
 use super::state::{State, TargetKind};
 use super::tests::{Chance, index, key};
 use super::{Index, Touched};
@@ -276,7 +276,7 @@ fn objects_of_a_namespace_do_not_change_connections_between_pods_of_others() {
         assert!(!hostile.is_empty(), "seed {seed}");
         for object in hostile {
             let what = format!("{} {}", object.kind(), object.key());
-            let change = Change::Apply(Source::Kubernetes, object);
+            let change = Change::Apply(object);
             index.apply(change, &mut Touched::default());
             assert!(
                 states(&index) == before,

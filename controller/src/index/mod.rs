@@ -29,7 +29,7 @@ use std::sync::Arc;
 use excess::ExcessServices;
 use headless::Headless;
 use limits::Limits;
-use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice, Source};
+use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice};
 use policies::Policies;
 use position::{History, Position, Progress};
 use routes::Routes;
@@ -81,11 +81,11 @@ pub struct Index {
 #[derive(Debug)]
 pub enum Step {
     /// A new or changed object.
-    Set(Source, Object),
+    Set(Object),
     /// A deleted object.
-    Remove(Source, Kind, Key),
-    /// The source has reached this resource version of a kind.
-    Record(Source, Kind, Progress, Option<u64>),
+    Remove(Kind, Key),
+    /// The catalog has reached this resource version of a kind.
+    Record(Kind, Progress, Option<u64>),
     /// The epoch of the resource versions.
     SetEpoch(u64),
 }
@@ -112,35 +112,33 @@ pub struct Touched {
 impl Index {
     /// The steps of an event: a list of all objects is as many as there are objects.
     pub fn steps(&self, Event { change, version }: Event) -> Vec<Step> {
-        let record = |source, kind, progress| Step::Record(source, kind, progress, version);
+        let record = |kind, progress| Step::Record(kind, progress, version);
         match change {
-            Change::Apply(source, object) => {
-                let record = record(source, object.kind(), Progress::Change);
-                vec![Step::Set(source, object), record]
+            Change::Apply(object) => {
+                let record = record(object.kind(), Progress::Change);
+                vec![Step::Set(object), record]
             }
-            Change::Delete(source, kind, key) => {
-                let record = record(source, kind, Progress::Change);
-                vec![Step::Remove(source, kind, key), record]
+            Change::Delete(kind, key) => {
+                vec![Step::Remove(kind, key), record(kind, Progress::Change)]
             }
-            Change::Reset(source, kind, objects) => {
+            Change::Reset(kind, objects) => {
                 let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
-                let mut deleted = self.objects(kind).keys_of(source);
+                let mut deleted = self.objects(kind).keys();
                 deleted.retain(|key| !listed.contains(key));
-                let deleted = deleted.into_iter();
-                let deleted = deleted.map(|key| Step::Remove(source, kind, key));
-                let objects = objects.into_iter();
-                let set = objects.map(|object| Step::Set(source, object));
-                let record = record(source, kind, Progress::List);
+                let deleted = deleted.into_iter().map(|key| Step::Remove(kind, key));
+                let set = objects.into_iter().map(Step::Set);
+                let record = record(kind, Progress::List);
                 deleted.chain(set).chain([record]).collect()
             }
-            Change::NotInstalled(source, kind) => {
-                let removed = self.objects(kind).keys_of(source).into_iter();
-                let removed = removed.map(|key| Step::Remove(source, kind, key));
-                let record = record(source, kind, Progress::NotInstalled);
-                removed.chain([record]).collect()
+            Change::NotInstalled(kind) => {
+                let removed = self.objects(kind).keys().into_iter();
+                let removed = removed.map(|key| Step::Remove(kind, key));
+                removed
+                    .chain([record(kind, Progress::NotInstalled)])
+                    .collect()
             }
             Change::Unreadable(..) => vec![],
-            Change::Bookmark(source, kind) => vec![record(source, kind, Progress::Bookmark)],
+            Change::Bookmark(kind) => vec![record(kind, Progress::Bookmark)],
             Change::Epoch(epoch) => vec![Step::SetEpoch(epoch)],
         }
     }
@@ -149,13 +147,12 @@ impl Index {
     /// [`settle_one`](Self::settle_one) completes them.
     pub fn step(&mut self, step: Step, touched: &mut Touched) {
         match step {
-            Step::Set(source, object) => self.set(source, object, touched),
-            Step::Remove(source, kind, key) => self.remove(source, kind, &key, touched),
-            Step::Record(Source::Kubernetes, kind, progress, version) => {
+            Step::Set(object) => self.set(object, touched),
+            Step::Remove(kind, key) => self.remove(kind, &key, touched),
+            Step::Record(kind, progress, version) => {
                 self.history.record(kind, progress, version);
                 self.is_position_current = false;
             }
-            Step::Record(..) => {}
             Step::SetEpoch(epoch) => {
                 self.history.set_epoch(epoch);
                 self.is_position_current = false;
@@ -385,38 +382,38 @@ impl Index {
         }
     }
 
-    fn set(&mut self, source: Source, object: Object, touched: &mut Touched) {
+    fn set(&mut self, object: Object, touched: &mut Touched) {
         let (kind, key) = (object.kind(), object.key().clone());
         self.mark(kind, &key);
         match object {
-            Object::Service(service) => self.set_service(source, &key, Some(service), touched),
-            Object::Slice(slice) => self.set_slice(source, &key, Some(slice), touched),
-            Object::Pod(pod) => self.set_pod(source, &key, Some(pod), touched),
-            Object::Node(node) => self.set_node(source, &key, Some(node), touched),
-            Object::Route(route) => self.routes.set_route(source, kind, &key, Some(route)),
-            Object::Grant(grant) => self.routes.set_grant(source, &key, Some(grant)),
-            Object::Split(split) => self.routes.set_traffic_split(source, &key, Some(split)),
-            Object::RouteGroup(group) => self.routes.set_group(source, &key, Some(group)),
-            Object::Policy(policy) => self.policies.set(source, &key, Some(policy)),
-            Object::Mesh(mesh) => drop(self.meshes.replace(source, &key, Some(mesh))),
+            Object::Service(service) => self.set_service(&key, Some(service), touched),
+            Object::Slice(slice) => self.set_slice(&key, Some(slice), touched),
+            Object::Pod(pod) => self.set_pod(&key, Some(pod), touched),
+            Object::Node(node) => self.set_node(&key, Some(node), touched),
+            Object::Route(route) => self.routes.set_route(kind, &key, Some(route)),
+            Object::Grant(grant) => self.routes.set_grant(&key, Some(grant)),
+            Object::Split(split) => self.routes.set_traffic_split(&key, Some(split)),
+            Object::RouteGroup(group) => self.routes.set_group(&key, Some(group)),
+            Object::Policy(policy) => self.policies.set(&key, Some(policy)),
+            Object::Mesh(mesh) => drop(self.meshes.replace(&key, Some(mesh))),
         }
     }
 
-    fn remove(&mut self, source: Source, kind: Kind, key: &Key, touched: &mut Touched) {
+    fn remove(&mut self, kind: Kind, key: &Key, touched: &mut Touched) {
         self.mark(kind, key);
         match kind {
-            Kind::Service => self.set_service(source, key, None, touched),
-            Kind::Slice => self.set_slice(source, key, None, touched),
-            Kind::Pod => self.set_pod(source, key, None, touched),
-            Kind::Node => self.set_node(source, key, None, touched),
+            Kind::Service => self.set_service(key, None, touched),
+            Kind::Slice => self.set_slice(key, None, touched),
+            Kind::Pod => self.set_pod(key, None, touched),
+            Kind::Node => self.set_node(key, None, touched),
             Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
-                self.routes.set_route(source, kind, key, None)
+                self.routes.set_route(kind, key, None)
             }
-            Kind::Grant => self.routes.set_grant(source, key, None),
-            Kind::TrafficSplit => self.routes.set_traffic_split(source, key, None),
-            Kind::RouteGroup => self.routes.set_group(source, key, None),
-            Kind::TrafficPolicy => self.policies.set(source, key, None),
-            Kind::Mesh => drop(self.meshes.replace(source, key, None)),
+            Kind::Grant => self.routes.set_grant(key, None),
+            Kind::TrafficSplit => self.routes.set_traffic_split(key, None),
+            Kind::RouteGroup => self.routes.set_group(key, None),
+            Kind::TrafficPolicy => self.policies.set(key, None),
+            Kind::Mesh => drop(self.meshes.replace(key, None)),
         }
     }
 
@@ -427,14 +424,8 @@ impl Index {
         }
     }
 
-    fn set_service(
-        &mut self,
-        source: Source,
-        key: &Key,
-        new: Option<Service>,
-        touched: &mut Touched,
-    ) {
-        let Some(Replaced(old)) = self.services.replace(source, key, new) else {
+    fn set_service(&mut self, key: &Key, new: Option<Service>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.services.replace(key, new) else {
             return;
         };
         let new = self.services.get(key);
@@ -479,8 +470,8 @@ impl Index {
         }
     }
 
-    fn set_slice(&mut self, source: Source, key: &Key, new: Option<Slice>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.slices.replace(source, key, new) else {
+    fn set_slice(&mut self, key: &Key, new: Option<Slice>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.slices.replace(key, new) else {
             return;
         };
         let new = self.slices.get(key);
@@ -520,8 +511,8 @@ impl Index {
         }
     }
 
-    fn set_pod(&mut self, source: Source, key: &Key, new: Option<Pod>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.pods.replace(source, key, new) else {
+    fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.pods.replace(key, new) else {
             return;
         };
         let new = self.pods.get(key);
@@ -582,8 +573,8 @@ impl Index {
         pods.for_each(|pod| touched.addresses.extend(&pod.addresses));
     }
 
-    fn set_node(&mut self, source: Source, key: &Key, new: Option<Node>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.nodes.replace(source, key, new) else {
+    fn set_node(&mut self, key: &Key, new: Option<Node>, touched: &mut Touched) {
+        let Some(Replaced(old)) = self.nodes.replace(key, new) else {
             return;
         };
         let (map, old, new) = (&mut self.nodes_at, old.as_ref(), self.nodes.get(key));

@@ -127,36 +127,22 @@ impl fmt::Display for Key {
     }
 }
 
-/// The sources of the catalog, in the order of their precedence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Source {
-    /// The Kubernetes API.
-    Kubernetes,
-    /// A folder of files.
-    Files,
-}
-
-impl Source {
-    /// The source that takes precedence over all others.
-    pub const FIRST: Source = Source::Kubernetes;
-}
-
-/// A change of the catalog. It concerns the objects of its source only.
+/// A change of the catalog.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
     /// A new or changed object.
-    Apply(Source, Object),
+    Apply(Object),
     /// A deleted object.
-    Delete(Source, Kind, Key),
-    /// All objects of a kind. Others of the source are deleted.
-    Reset(Source, Kind, Vec<Object>),
+    Delete(Kind, Key),
+    /// All objects of a kind. Others are deleted.
+    Reset(Kind, Vec<Object>),
     /// A kind is not installed, and has no objects.
-    NotInstalled(Source, Kind),
+    NotInstalled(Kind),
     /// The source could not list an optional kind so far, and nothing waits for it any longer. What
     /// depends on it is withheld until it is listed.
-    Unreadable(Source, Kind),
+    Unreadable(Kind),
     /// The source has no other changes of a kind up to a resource version.
-    Bookmark(Source, Kind),
+    Bookmark(Kind),
     /// The epoch of the resource versions of the Kubernetes API.
     Epoch(u64),
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
-use super::object::{Key, Kind, Service, Source, Transport};
+use super::object::{Key, Kind, Service, Transport};
 use super::store::{Replaced, Store};
 use super::{link, unlink};
 use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
@@ -58,8 +58,8 @@ impl Policies {
         self.of_service.get(service)?.tables.get(&port)
     }
 
-    pub(super) fn set(&mut self, source: Source, key: &Key, new: Option<Policy>) {
-        let Some(Replaced(old)) = self.objects.replace(source, key, new) else {
+    pub(super) fn set(&mut self, key: &Key, new: Option<Policy>) {
+        let Some(Replaced(old)) = self.objects.replace(key, new) else {
             return;
         };
         for target in old.iter().flat_map(targets) {

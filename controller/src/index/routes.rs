@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::object::{Key, Kind, Service, Source};
+use super::object::{Key, Kind, Service};
 use super::policies::Policies;
 use super::store::{Replaced, Store};
 use super::{link, unlink};
@@ -101,13 +101,13 @@ impl Routes {
         (!consumers.is_empty()).then(|| Arc::new(consumers))
     }
 
-    pub(super) fn set_route(&mut self, source: Source, kind: Kind, key: &Key, new: Option<Route>) {
+    pub(super) fn set_route(&mut self, kind: Kind, key: &Key, new: Option<Route>) {
         let store = match kind {
             Kind::GrpcRoute => &mut self.grpc,
             Kind::TcpRoute => &mut self.tcp,
             _ => &mut self.http,
         };
-        let Some(Replaced(old)) = store.replace(source, key, new) else {
+        let Some(Replaced(old)) = store.replace(key, new) else {
             return;
         };
         let (id, new) = ((kind, key.clone()), store.get(key).cloned());
@@ -125,8 +125,8 @@ impl Routes {
         }
     }
 
-    pub(super) fn set_traffic_split(&mut self, source: Source, key: &Key, new: Option<Split>) {
-        let Some(Replaced(old)) = self.traffic_splits.replace(source, key, new) else {
+    pub(super) fn set_traffic_split(&mut self, key: &Key, new: Option<Split>) {
+        let Some(Replaced(old)) = self.traffic_splits.replace(key, new) else {
             return;
         };
         let groups = |split: Option<&Split>| {
@@ -142,8 +142,8 @@ impl Routes {
         self.update_split(key);
     }
 
-    pub(super) fn set_group(&mut self, source: Source, key: &Key, new: Option<RouteGroup>) {
-        if self.route_groups.replace(source, key, new).is_some() {
+    pub(super) fn set_group(&mut self, key: &Key, new: Option<RouteGroup>) {
+        if self.route_groups.replace(key, new).is_some() {
             let splits = self.of_route_group.get(key).cloned();
             let splits = splits.into_iter().flatten();
             splits.for_each(|split| self.update_split(&split));
@@ -178,8 +178,8 @@ impl Routes {
         self.changed.extend(both.flat_map(groups_of));
     }
 
-    pub(super) fn set_grant(&mut self, source: Source, key: &Key, new: Option<Grant>) {
-        if self.grants.replace(source, key, new).is_some() {
+    pub(super) fn set_grant(&mut self, key: &Key, new: Option<Grant>) {
+        if self.grants.replace(key, new).is_some() {
             match self.grants.get(key) {
                 Some(_) => link(&mut self.grants_of, &key.namespace, key),
                 None => unlink(&mut self.grants_of, &key.namespace, key),

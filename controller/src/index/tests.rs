@@ -172,10 +172,7 @@ fn location(node: &str, zone: &str) -> Location {
 pub(crate) fn index(objects: impl IntoIterator<Item = Object>) -> Index {
     let mut index = Index::default();
     for object in objects {
-        index.apply(
-            Change::Apply(Source::Kubernetes, object),
-            &mut Touched::default(),
-        );
+        index.apply(Change::Apply(object), &mut Touched::default());
     }
     index
 }
@@ -272,10 +269,7 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
     // Another pod of the name declares nothing: subscribers hear of it.
     let before = state(&index, "10.96.0.1:80".parse().unwrap());
     let mut touched = Touched::default();
-    index.apply(
-        Change::Apply(Source::Kubernetes, declares(&[])),
-        &mut touched,
-    );
+    index.apply(Change::Apply(declares(&[])), &mut touched);
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     let Update::Difference(delta) = state(&index, "10.96.0.1:80".parse().unwrap()).since(&before)
     else {
@@ -501,7 +495,7 @@ fn location_of_a_pod_has_the_zone_of_its_node() {
         zone: "a".into(),
     });
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Source::Kubernetes, node), &mut touched);
+    index.apply(Change::Apply(node), &mut touched);
     assert_eq!(touched.nodes, ["n1".into()].into());
     assert_eq!(index.location(&key("p"), "1"), location("n1", "a"));
 }
@@ -542,7 +536,7 @@ fn external_addresses_are_destinations_unless_they_are_others() {
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
     assert_eq!(at(&index, "10.1.0.1:80"), "unknown", "a node");
     let mut touched = Touched::default();
-    let gone = Change::Delete(Source::Kubernetes, Kind::Service, key("web"));
+    let gone = Change::Delete(Kind::Service, key("web"));
     index.apply(gone, &mut touched);
     assert!(touched.addresses.contains(&ip("192.0.2.1")));
     assert_eq!(at(&index, "192.0.2.1:80"), "Service shop/young []");
@@ -571,7 +565,7 @@ fn node_ports_are_destinations_at_the_addresses_of_nodes() {
     // Another node forwards only to its own endpoints, the client's node to all.
     web.external_local = true;
     let mut touched = Touched::default();
-    let local = Change::Apply(Source::Kubernetes, Object::Service(web));
+    let local = Change::Apply(Object::Service(web));
     index.apply(local, &mut touched);
     assert!(touched.node_ports.contains(&30080));
     let from = |node: &str| {
@@ -592,7 +586,7 @@ fn endpoint_of_an_unknown_pod_is_not_usable() {
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
     let mut touched = Touched::default();
     index.apply(
-        Change::Apply(Source::Kubernetes, Object::Pod(pod("p", &["10.0.0.1"]))),
+        Change::Apply(Object::Pod(pod("p", &["10.0.0.1"]))),
         &mut touched,
     );
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
@@ -600,10 +594,7 @@ fn endpoint_of_an_unknown_pod_is_not_usable() {
         at(&index, "10.96.0.1:80"),
         "Service shop/web [10.0.0.1:8080]"
     );
-    index.apply(
-        Change::Delete(Source::Kubernetes, Kind::Pod, key("p")),
-        &mut touched,
-    );
+    index.apply(Change::Delete(Kind::Pod, key("p")), &mut touched);
     assert_eq!(at(&index, "10.96.0.1:80"), "Service shop/web []");
 }
 
@@ -697,12 +688,12 @@ fn address_of_a_finished_pod_belongs_to_the_next_pod() {
     let mut index = index([Object::Pod(pod("job", &["10.0.0.1"]))]);
     // A finished pod is converted to one without addresses.
     index.apply(
-        Change::Apply(Source::Kubernetes, Object::Pod(pod("job", &[]))),
+        Change::Apply(Object::Pod(pod("job", &[]))),
         &mut Touched::default(),
     );
     assert_eq!(at(&index, "10.0.0.1:80"), "unknown");
     index.apply(
-        Change::Apply(Source::Kubernetes, Object::Pod(pod("web", &["10.0.0.1"]))),
+        Change::Apply(Object::Pod(pod("web", &["10.0.0.1"]))),
         &mut Touched::default(),
     );
     assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/web [10.0.0.1:80]");
@@ -740,7 +731,7 @@ fn endpoint_without_a_pod_has_the_identity_but_not_the_policy_of_the_pod_at_its_
     assert!(view.endpoints[0].identity.is_some());
     // The pod loses the address, as a finished one does.
     let mut touched = Touched::default();
-    let gone = Change::Apply(Source::Kubernetes, holder(&[]));
+    let gone = Change::Apply(holder(&[]));
     index.apply(gone, &mut touched);
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     assert_eq!(only(&index, "10.96.0.1:80").identity, None);
@@ -773,7 +764,7 @@ fn pod_has_the_protocol_of_headless_services_that_select_it() {
     assert_eq!(protocol(&index, "10.0.0.1:8081"), "", "another port");
     let mut touched = Touched::default();
     let changed = Object::Service(declares("grpc", "redis"));
-    index.apply(Change::Apply(Source::Kubernetes, changed), &mut touched);
+    index.apply(Change::Apply(changed), &mut touched);
     assert!(touched.addresses.contains(&ip("10.0.0.1")));
     assert_eq!(protocol(&index, "10.0.0.1:8080"), "redis");
 
@@ -860,10 +851,10 @@ fn unchanged_object_affects_nothing() {
     let mut index = index(objects.clone());
     let mut touched = Touched::default();
     for object in objects {
-        index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+        index.apply(Change::Apply(object), &mut touched);
     }
     index.apply(
-        Change::Delete(Source::Kubernetes, Kind::Slice, key("never-there")),
+        Change::Delete(Kind::Slice, key("never-there")),
         &mut touched,
     );
     assert_eq!(touched, Touched::default());
@@ -878,10 +869,12 @@ fn slice_that_changes_its_service_affects_both() {
     ]);
     let mut touched = Touched::default();
     index.apply(
-        Change::Apply(
-            Source::Kubernetes,
-            Object::Slice(slice("s", "b", 8080, vec![endpoint("10.0.0.1", "")])),
-        ),
+        Change::Apply(Object::Slice(slice(
+            "s",
+            "b",
+            8080,
+            vec![endpoint("10.0.0.1", "")],
+        ))),
         &mut touched,
     );
     assert_eq!(touched.services, [key("a"), key("b")].into());
@@ -1085,7 +1078,6 @@ impl Chance {
     }
 
     pub(crate) fn change(&mut self) -> Change {
-        let source = [Source::Kubernetes, Source::Files][self.0.usize(..2)];
         let kind = self.kind();
         match self.0.u8(..10) {
             0 => {
@@ -1093,10 +1085,10 @@ impl Chance {
                     .map(|_| self.object(kind))
                     .map(|object| (object.key().clone(), object))
                     .collect();
-                Change::Reset(source, kind, objects.into_values().collect())
+                Change::Reset(kind, objects.into_values().collect())
             }
-            1..4 => Change::Delete(source, kind, self.object(kind).key().clone()),
-            _ => Change::Apply(source, self.object(kind)),
+            1..4 => Change::Delete(kind, self.object(kind).key().clone()),
+            _ => Change::Apply(self.object(kind)),
         }
     }
 
@@ -1146,47 +1138,18 @@ fn requests() -> Vec<(SocketAddr, Location)> {
         .collect()
 }
 
-fn remember(objects: &mut BTreeMap<(Kind, Key, Source), Object>, change: &Change) {
+fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
+    let id = |object: &Object| (object.kind(), object.key().clone());
     match change {
-        Change::Apply(source, object) => {
-            let key = (object.kind(), object.key().clone(), *source);
-            objects.insert(key, object.clone());
-        }
-        Change::Delete(source, kind, key) => {
-            objects.remove(&(*kind, key.clone(), *source));
-        }
-        Change::Reset(source, kind, all) => {
-            objects.retain(|(other, _, of), _| (other, of) != (kind, source));
-            let all = all.iter();
-            objects
-                .extend(all.map(|object| ((*kind, object.key().clone(), *source), object.clone())));
+        Change::Apply(object) => drop(objects.insert(id(object), object.clone())),
+        Change::Delete(kind, key) => drop(objects.remove(&(*kind, key.clone()))),
+        Change::Reset(kind, all) => {
+            objects.retain(|(other, _), _| other != kind);
+            objects.extend(all.iter().map(|object| (id(object), object.clone())));
         }
         Change::NotInstalled(..) | Change::Unreadable(..) => {}
         Change::Bookmark(..) | Change::Epoch(_) => {}
     }
-}
-
-#[test]
-fn list_of_one_source_keeps_the_objects_of_another() {
-    let [kubernetes, files] = [Source::Kubernetes, Source::Files];
-    let mut index = Index::default();
-    let mut touched = Touched::default();
-    let mut apply = |index: &mut Index, change| index.apply(change, &mut touched);
-    let pod_at = |address| Object::Pod(pod("p", &[address]));
-    apply(&mut index, Change::Apply(kubernetes, pod_at("10.0.0.1")));
-    apply(&mut index, Change::Reset(files, Kind::Pod, vec![]));
-    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
-
-    // Both have the object: the first source takes precedence until it deletes it.
-    apply(&mut index, Change::Apply(files, pod_at("10.0.0.2")));
-    assert_eq!(at(&index, "10.0.0.1:80"), "Pod shop/p [10.0.0.1:80]");
-    assert_eq!(at(&index, "10.0.0.2:80"), "unknown");
-    apply(&mut index, Change::Reset(kubernetes, Kind::Pod, vec![]));
-    assert_eq!(at(&index, "10.0.0.2:80"), "Pod shop/p [10.0.0.2:80]");
-    apply(&mut index, Change::Delete(kubernetes, Kind::Pod, key("p")));
-    assert_eq!(at(&index, "10.0.0.2:80"), "Pod shop/p [10.0.0.2:80]");
-    apply(&mut index, Change::Delete(files, Kind::Pod, key("p")));
-    assert_eq!(index.count(Kind::Pod), 0);
 }
 
 /// A cluster without objects.
@@ -1194,7 +1157,7 @@ pub(super) fn empty() -> Index {
     let mut index = Index::default();
     for kind in Kind::ALL {
         let event = Event {
-            change: Change::Reset(Source::Kubernetes, kind, vec![]),
+            change: Change::Reset(kind, vec![]),
             version: Some(1),
         };
         for step in index.steps(event) {
@@ -1215,10 +1178,8 @@ fn states_and_versions_are_independent_of_the_history() {
             remember(&mut objects, &change);
             lived.apply(change, &mut Touched::default());
             if step % 10 == 9 {
-                let all = objects.iter();
-                let mut shuffled: Vec<Change> = all
-                    .map(|((_, _, source), object)| Change::Apply(*source, object.clone()))
-                    .collect();
+                let all = objects.values().cloned();
+                let mut shuffled: Vec<Change> = all.map(Change::Apply).collect();
                 chance.0.shuffle(&mut shuffled);
                 let mut fresh = Index::default();
                 for change in shuffled {
@@ -1231,11 +1192,8 @@ fn states_and_versions_are_independent_of_the_history() {
                 invalid += usize::from(conditions.any(|one| one.reason == UNSUPPORTED_VALUE));
             }
         }
-        for (source, kind) in [Source::Kubernetes, Source::Files]
-            .into_iter()
-            .flat_map(|source| Kind::ALL.map(|kind| (source, kind)))
-        {
-            lived.apply(Change::Reset(source, kind, vec![]), &mut Touched::default());
+        for kind in Kind::ALL {
+            lived.apply(Change::Reset(kind, vec![]), &mut Touched::default());
         }
         let links = (
             lived.slices_of_service.len(),
@@ -1372,30 +1330,21 @@ fn meshed_namespaces_follow_their_pods() {
     assert_eq!((after(&index, ""), after(&index, "a")), (2, 1));
     let mut touched = Touched::default();
     index.apply(
-        Change::Apply(
-            Source::Kubernetes,
-            Object::Pod(Pod {
-                ready: true,
-                ..pod("a", &["10.0.0.1"])
-            }),
-        ),
+        Change::Apply(Object::Pod(Pod {
+            ready: true,
+            ..pod("a", &["10.0.0.1"])
+        })),
         &mut touched,
     );
     assert_eq!(touched, Touched::default());
     index.apply(
-        Change::Apply(
-            Source::Kubernetes,
-            Object::Pod(Pod {
-                identity: None,
-                ..pod("a", &["10.0.0.1"])
-            }),
-        ),
+        Change::Apply(Object::Pod(Pod {
+            identity: None,
+            ..pod("a", &["10.0.0.1"])
+        })),
         &mut touched,
     );
     assert_eq!(namespaces(&index), ["shop"]);
-    index.apply(
-        Change::Delete(Source::Kubernetes, Kind::Pod, key("b")),
-        &mut touched,
-    );
+    index.apply(Change::Delete(Kind::Pod, key("b")), &mut touched);
     assert!(namespaces(&index).is_empty());
 }

@@ -387,10 +387,7 @@ mod tests {
         });
         let mut index = with([split("ab", spec)]);
         let change = |index: &mut Index, object| {
-            let change = crate::index::object::Change::Apply(
-                crate::index::object::Source::Kubernetes,
-                object,
-            );
+            let change = crate::index::object::Change::Apply(object);
             index.apply(change, &mut crate::index::Touched::default());
         };
         assert_eq!(table(&index, 80), [""; 0]);

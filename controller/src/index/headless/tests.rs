@@ -3,7 +3,7 @@
 use serde_json::json;
 
 use super::*;
-use crate::index::object::{Change, Object, Slice, Source};
+use crate::index::object::{Change, Object, Slice};
 use crate::index::tests::{Chance, endpoint, index, key, pod, service, slice};
 use crate::index::{Index, Touched};
 use crate::policy::tests::policy;
@@ -18,11 +18,11 @@ fn change(index: &mut Index, change: Change) -> bool {
 }
 
 fn apply(index: &mut Index, object: Object) -> bool {
-    change(index, Change::Apply(Source::Kubernetes, object))
+    change(index, Change::Apply(object))
 }
 
 fn delete(index: &mut Index, kind: Kind, name: &str) -> bool {
-    let deleted = Change::Delete(Source::Kubernetes, kind, key(name));
+    let deleted = Change::Delete(kind, key(name));
     change(index, deleted)
 }
 
@@ -259,10 +259,10 @@ fn conditions_depend_on_the_objects_only_and_are_announced() {
             let key = object.key().clone();
             objects.retain(|other| (other.kind(), other.key()) != (kind, &key));
             let next = match chance.0.u8(..4) {
-                0 => Change::Delete(Source::Kubernetes, kind, key),
+                0 => Change::Delete(kind, key),
                 _ => {
                     objects.push(object.clone());
-                    Change::Apply(Source::Kubernetes, object)
+                    Change::Apply(object)
                 }
             };
             let before = lived.route_statuses();

@@ -4,14 +4,14 @@ use serde_json::json;
 
 use super::*;
 use crate::index::locality::Location;
-use crate::index::object::{Change, ContainerPort, Kind, Node, Object, Resource, Source};
+use crate::index::object::{Change, ContainerPort, Kind, Node, Object, Resource};
 use crate::index::state::{TargetKind, Workload};
 use crate::index::tests::{endpoint, index, key, pod, service, slice};
 use crate::policy::tests::{policy, policy_for};
 
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+    index.apply(Change::Apply(object), &mut touched);
     touched
 }
 
@@ -89,7 +89,7 @@ fn pods_have_the_limits_of_the_services_of_their_namespace_that_select_them() {
     assert_eq!(workload(&index, &key("a")).rate_limits[0].requests, 7);
     assert_eq!(of(&index, &key("other")), []);
     let mut touched = Touched::default();
-    let delete = Change::Delete(Source::Kubernetes, Kind::TrafficPolicy, key("p"));
+    let delete = Change::Delete(Kind::TrafficPolicy, key("p"));
     index.apply(delete, &mut touched);
     assert_eq!(touched.pods, [key("a")].into());
     assert_eq!(of(&index, &key("a")), []);
@@ -215,7 +215,7 @@ fn another_selector_concerns_the_pods_before_and_after() {
     assert_eq!(of(&index, &key("a")), []);
     assert_eq!(of(&index, &key("b")).len(), 1);
     let mut touched = Touched::default();
-    let delete = Change::Delete(Source::Kubernetes, Kind::Service, key("web"));
+    let delete = Change::Delete(Kind::Service, key("web"));
     index.apply(delete, &mut touched);
     assert_eq!(touched.pods, [key("b")].into());
     assert_eq!(of(&index, &key("b")), []);

@@ -13,7 +13,7 @@ use crate::routes::tests::{route, route_of};
 
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+    index.apply(Change::Apply(object), &mut touched);
     touched
 }
 
@@ -85,7 +85,7 @@ fn policy_is_part_of_every_resource_of_its_service_and_of_no_other() {
     let again = Object::Policy(policy("p", 0, connections()));
     assert_eq!(apply(&mut index, again), Touched::default());
     let mut touched = Touched::default();
-    let delete = Change::Delete(Source::Kubernetes, Kind::TrafficPolicy, key("p"));
+    let delete = Change::Delete(Kind::TrafficPolicy, key("p"));
     index.apply(delete, &mut touched);
     assert_eq!(touched.addresses, addresses.into());
     assert_eq!(name(&destination(&index, "10.96.0.7:80")), "");
@@ -165,7 +165,7 @@ fn oldest_valid_policy_applies_and_the_others_are_told() {
         ]
     );
     for gone in ["c", "d"] {
-        let delete = Change::Delete(Source::Kubernetes, Kind::TrafficPolicy, key(gone));
+        let delete = Change::Delete(Kind::TrafficPolicy, key(gone));
         index.apply(delete, &mut Touched::default());
     }
     assert_eq!(
@@ -173,7 +173,7 @@ fn oldest_valid_policy_applies_and_the_others_are_told() {
         "TrafficPolicy shop/b"
     );
     let mut touched = Touched::default();
-    let delete = Change::Delete(Source::Kubernetes, Kind::Service, key("web"));
+    let delete = Change::Delete(Kind::Service, key("web"));
     index.apply(delete, &mut touched);
     assert_eq!(
         reasons(&index),
@@ -277,8 +277,8 @@ fn policy_changes_no_flow_to_services_of_other_namespaces() {
             let change = chance.change();
             // All Services of this world are in `shop`.
             let namespace = match &change {
-                Change::Apply(_, Object::Policy(policy)) => Some(policy.key.namespace.clone()),
-                Change::Delete(_, Kind::TrafficPolicy, key) => Some(key.namespace.clone()),
+                Change::Apply(Object::Policy(policy)) => Some(policy.key.namespace.clone()),
+                Change::Delete(Kind::TrafficPolicy, key) => Some(key.namespace.clone()),
                 _ => None,
             };
             let before = states(&index);
@@ -316,10 +316,7 @@ fn thousands_of_policies_of_a_tenant_leave_others_alone() {
     let targets = json!([{"kind": "Service", "name": "api"}]);
     let first = policy_for("first", 0, targets, connections());
     let all = many.chain([first]).map(Object::Policy).collect();
-    index.apply(
-        Change::Reset(Source::Kubernetes, Kind::TrafficPolicy, all),
-        &mut touched,
-    );
+    index.apply(Change::Reset(Kind::TrafficPolicy, all), &mut touched);
     assert_eq!(touched.addresses, [ip("10.96.0.7")].into());
     assert_eq!(before, destination(&index, "10.96.0.8:80"));
     assert_eq!(

@@ -12,7 +12,7 @@ use crate::routes::tests::{route, route_of};
 
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
-    index.apply(Change::Apply(Source::Kubernetes, object), &mut touched);
+    index.apply(Change::Apply(object), &mut touched);
     touched
 }
 
@@ -149,8 +149,8 @@ fn no_route_changes_traffic_between_two_other_namespaces() {
         for _ in 0..60 {
             let change = chance.change();
             let is_foreign = match &change {
-                Change::Apply(_, Object::Route(route)) => &*route.key.namespace == "other",
-                Change::Delete(_, Kind::HttpRoute | Kind::GrpcRoute, key) => {
+                Change::Apply(Object::Route(route)) => &*route.key.namespace == "other",
+                Change::Delete(Kind::HttpRoute | Kind::GrpcRoute, key) => {
                     &*key.namespace == "other"
                 }
                 _ => false,

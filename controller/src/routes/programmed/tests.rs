@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::*;
 use crate::authenticate::PodRef;
 use crate::hub::{Hub, Missing, Rejection, Resources};
-use crate::index::object::{Change, Object, Pod, Resource, Service, Source};
+use crate::index::object::{Change, Object, Pod, Resource, Service};
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
 use crate::policy::Side;
@@ -42,13 +42,13 @@ fn route_statuses(hub: &Hub) -> Vec<RouteStatus> {
 
 fn apply(hub: &Hub, objects: impl IntoIterator<Item = Object>) {
     let changes = objects.into_iter();
-    hub.apply(changes.map(|object| Change::Apply(Source::Kubernetes, object)));
+    hub.apply(changes.map(Change::Apply));
 }
 
 /// The Services `web`, which selects the pod `replica`, and `other` in the namespace shop, and a
 /// pod `client` in each of two namespaces.
 fn catalog() -> Hub {
-    let hub = Hub::new([Source::Kubernetes]);
+    let hub = Hub::default();
     let mut other = service("other", &["10.96.0.8"]);
     other.selector.clear();
     apply(

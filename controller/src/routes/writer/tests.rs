@@ -11,7 +11,7 @@ use diy_mesh_control_plane::events::Queue;
 use super::*;
 use crate::catalog::{parse, resource};
 use crate::hub::Hub;
-use crate::index::object::{self, Change};
+use crate::index::object::Change;
 use crate::publish_statuses;
 use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
@@ -19,7 +19,6 @@ use crate::routes::status::CONTROLLER_NAME;
 use crate::routes::statuses::Source as _;
 use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
 
-const SOURCE: object::Source = object::Source::Kubernetes;
 const TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// A running writer, its statuses, and the API server. Time is paused.
@@ -187,7 +186,7 @@ fn is_written(generation: i64) -> impl Fn(&Value) -> bool {
 
 #[tokio::test(start_paused = true)]
 async fn kind_that_cannot_be_read_withholds_only_the_statuses_that_depend_on_it() {
-    let (server, hub) = (server(), Hub::new([SOURCE]));
+    let (server, hub) = (server(), Hub::default());
     server.put(&path("till"), route("till"));
     let objects = r#"
 {apiVersion: v1, kind: Service, metadata: {name: web, namespace: shop}, spec: {
@@ -205,13 +204,13 @@ async fn kind_that_cannot_be_read_withholds_only_the_statuses_that_depend_on_it(
  spec: {parentRefs: [{group: "", kind: Service, name: open}],
   rules: [{backendRefs: [{name: till, namespace: bank, port: 80}]}]}}
 "#;
-    let listed = |kind| Change::Reset(SOURCE, kind, Vec::new());
+    let listed = |kind| Change::Reset(kind, Vec::new());
     hub.apply(Kind::ALL.map(|kind| match kind {
-        Kind::Grant | Kind::Mesh => Change::Unreadable(SOURCE, kind),
+        Kind::Grant | Kind::Mesh => Change::Unreadable(kind),
         _ => listed(kind),
     }));
     let objects = parse(objects, "cluster.local").unwrap().objects;
-    hub.apply(objects.into_iter().map(|one| Change::Apply(SOURCE, one)));
+    hub.apply(objects.into_iter().map(Change::Apply));
     let election = Election::new(server.client(), "mesh", "one".into(), Timing::default());
     let (writer, stopping) = (Some((election, writer(&server))), CancellationToken::new());
     let (source, end) = (hub.clone(), stopping.clone());
@@ -262,9 +261,8 @@ async fn own_meshes_get_their_condition_and_features_once() {
         with_parameters,
     ];
     let parsed = |mesh: &Value| parse(&mesh.to_string(), "").unwrap().objects.remove(0);
-    let (writer, hub) = (writer(&server), Hub::new([SOURCE]));
+    let (writer, hub) = (writer(&server), Hub::default());
     hub.apply([Change::Reset(
-        SOURCE,
         Kind::Mesh,
         meshes.iter().map(parsed).collect(),
     )]);
@@ -298,7 +296,6 @@ async fn own_meshes_get_their_condition_and_features_once() {
     assert_eq!(status("other"), mesh("other", "")["status"]);
     // After a list of the same objects, and after the resync.
     hub.apply([Change::Reset(
-        SOURCE,
         Kind::Mesh,
         meshes.iter().map(parsed).collect(),
     )]);
