@@ -207,7 +207,7 @@ impl Demo {
             Message::Pod(pod) => {
                 self.story.record_pod(&pod);
                 self.screen.pod(&pod)?;
-                if self.ready_after.is_none() && self.summary.all_settled() {
+                if self.ready_after.is_none() && self.summary.all_ready() {
                     let elapsed = self.started_at.elapsed();
                     self.ready_after = Some(elapsed);
                     self.screen.print_ready(&format!(
@@ -276,7 +276,7 @@ fn request_json_dumps(objects: &mut [Value]) -> BTreeSet<(String, String)> {
         let name = text(&object["metadata"]["name"], "");
         let pod = match object["kind"].as_str() {
             Some("Pod") => object,
-            Some("Deployment" | "Job") => &mut object["spec"]["template"],
+            Some("Deployment") => &mut object["spec"]["template"],
             _ => continue,
         };
         let annotations = &mut pod["metadata"]["annotations"];
@@ -298,7 +298,7 @@ fn check_only(only: &[String], objects: &[Value]) -> Result<()> {
     for object in objects {
         let pod = match object["kind"].as_str() {
             Some("Pod") => object,
-            Some("Deployment" | "Job") => &object["spec"]["template"],
+            Some("Deployment") => &object["spec"]["template"],
             _ => continue,
         };
         workloads.extend(object["metadata"]["name"].as_str());

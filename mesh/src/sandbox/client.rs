@@ -179,11 +179,11 @@ impl Sandbox {
         }
     }
 
-    /// Waits until at least one pod exists and every pod is ready or has succeeded.
+    /// Waits until at least one pod exists and every pod is ready.
     pub fn wait_settled(&self, timeout: Duration) -> Result<(), Error> {
         self.wait("every pod is ready", timeout, |view| {
             let mut active = view.pods.values().filter(|pod| !pod.terminating).peekable();
-            (active.peek().is_some() && active.all(PodView::settled)).then_some(())
+            (active.peek().is_some() && active.all(|pod| pod.ready)).then_some(())
         })
     }
 
@@ -291,7 +291,7 @@ impl View {
         let waiting = self
             .pods
             .values()
-            .filter(|pod| !pod.settled() && !pod.terminating);
+            .filter(|pod| !pod.ready && !pod.terminating);
         waiting
             .map(|pod| {
                 format!(

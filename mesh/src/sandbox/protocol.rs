@@ -138,7 +138,7 @@ pub struct PodView {
     pub name: String,
     /// The name of the workload.
     pub workload: String,
-    /// Pending, Running, Succeeded or Failed.
+    /// Pending or Running.
     pub phase: String,
     /// Whether all containers are ready.
     pub ready: bool,
@@ -168,11 +168,6 @@ impl PodView {
             workload: self.workload.clone(),
             container: container.name.clone(),
         }
-    }
-
-    /// Whether it is ready or has succeeded.
-    pub fn settled(&self) -> bool {
-        self.ready || self.phase == "Succeeded"
     }
 
     /// The number of restarts of all containers.

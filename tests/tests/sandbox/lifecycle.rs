@@ -1,55 +1,16 @@
-//! Rollouts, restarts of the control plane, Jobs, and an injector outage in a sandbox.
+//! Outages of the controllers and of the injector in a sandbox.
 
-use std::collections::BTreeSet;
-
-use diy_mesh::sandbox::Sandbox;
-use diy_mesh::sandbox::protocol::PodView;
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, http_server, shell, single_pod, under_load, with_mesh,
 };
 
-/// Two servers, and a client.
-fn mesh() -> Option<(Sandbox, PodView)> {
-    let objects = format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED));
-    let sandbox = with_mesh(&objects)?;
-    let client = single_pod(&sandbox, "clients", "shell");
-    Some((sandbox, client))
-}
-
-#[test]
-fn rollout_under_load_fails_no_request() {
-    let Some((sandbox, client)) = mesh() else {
-        return;
-    };
-    let before = names(&sandbox);
-    under_load(&sandbox, &client, &[["4", "50"]], || {
-        sandbox.apply(&http_server(2, "2.0", MESHED)).unwrap();
-        sandbox
-            .wait("the rollout", READY_TIMEOUT, |view| {
-                let now: BTreeSet<_> = view
-                    .pods
-                    .values()
-                    .filter(|pod| pod.workload == "http-server")
-                    .collect::<Vec<_>>()
-                    .into_iter()
-                    .map(|pod| pod.name.clone())
-                    .collect();
-                let ready = view
-                    .pods
-                    .values()
-                    .filter(|pod| pod.workload == "http-server")
-                    .all(|pod| pod.ready);
-                (now.len() == 2 && ready && now.is_disjoint(&before)).then_some(())
-            })
-            .unwrap();
-    });
-}
-
 #[test]
 fn controller_restart_under_load_fails_no_request() {
-    let Some((sandbox, client)) = mesh() else {
+    let objects = format!("{}---{}", http_server(2, "1.0", MESHED), shell(MESHED));
+    let Some(sandbox) = with_mesh(&objects) else {
         return;
     };
+    let client = single_pod(&sandbox, "clients", "shell");
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.scale("service-mesh", "controller", 0).unwrap();
         let pods = |count: usize| {
@@ -71,52 +32,6 @@ fn controller_restart_under_load_fails_no_request() {
             .wait("two controllers", READY_TIMEOUT, pods(2))
             .unwrap();
     });
-}
-
-#[test]
-fn meshed_job_completes() {
-    let job = format!(
-        "
-apiVersion: batch/v1
-kind: Job
-metadata: {{name: once, namespace: clients}}
-spec:
-  template:
-    metadata: {{annotations: {{{MESHED}}}}}
-    spec:
-      restartPolicy: Never
-      containers: [{{name: once, image: diy-sm-http-client:dev, command: [bash, -c, 'exec 3<>/dev/tcp/http-server.servers/80 && echo connected']}}]
-"
-    );
-    let Some(sandbox) = with_mesh(&http_server(1, "1.0", "")) else {
-        return;
-    };
-    sandbox.apply(&job).unwrap();
-    let pod = sandbox
-        .wait("the job ends", READY_TIMEOUT, |view| {
-            view.pods
-                .values()
-                .find(|pod| {
-                    pod.workload == "once" && !matches!(pod.phase.as_str(), "Pending" | "Running")
-                })
-                .cloned()
-        })
-        .unwrap();
-    assert_eq!(pod.phase, "Succeeded");
-    assert!(
-        pod.injected && pod.containers.iter().all(|container| !container.running),
-        "{pod:?}"
-    );
-    assert_eq!(sandbox.view().lines(&pod, "once"), ["connected"]);
-    assert_eq!(
-        pod.containers
-            .iter()
-            .find(|container| container.name == "proxy")
-            .unwrap()
-            .exit_code,
-        Some(0),
-        "the proxy exits with code 0"
-    );
 }
 
 #[test]
@@ -157,13 +72,4 @@ fn injector_outage_blocks_only_meshed_pods() {
     sandbox.scale("service-mesh", "injector", 1).unwrap();
     sandbox.wait_settled(READY_TIMEOUT).unwrap();
     assert!(single_pod(&sandbox, "clients", "meshed").injected);
-}
-
-fn names(sandbox: &Sandbox) -> BTreeSet<String> {
-    sandbox
-        .view()
-        .pods_of("servers", "http-server")
-        .into_iter()
-        .map(|pod| pod.name)
-        .collect()
 }

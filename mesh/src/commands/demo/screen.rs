@@ -92,11 +92,10 @@ impl Screen {
         Ok(())
     }
 
-    /// Records a pod, and prints that it has become ready or has completed.
+    /// Records a pod, and prints that it has become ready.
     pub fn pod(&mut self, pod: &PodView) -> Result<()> {
         let state = match () {
             () if pod.terminating => return Ok(()),
-            () if pod.phase == "Succeeded" => "has completed",
             () if pod.ready && pod.injected => "is ready, with its proxy",
             () if pod.ready => "is ready",
             () => return Ok(()),

@@ -60,9 +60,9 @@ impl Summary {
         }
     }
 
-    /// Whether every pod is ready or has succeeded.
-    pub fn all_settled(&self) -> bool {
-        !self.pods.is_empty() && self.pods.values().all(PodView::settled)
+    /// Whether every pod is ready.
+    pub fn all_ready(&self) -> bool {
+        !self.pods.is_empty() && self.pods.values().all(|pod| pod.ready)
     }
 
     /// Formats the summary.

@@ -1,5 +1,5 @@
-//! The lifecycle of one container: start, output, probes, termination, and restarts with back-off
-//! under its restart policy.
+//! The lifecycle of one container: start, output, probes, termination, and restarts after a
+//! second.
 
 use std::{
     future::pending, os::unix::process::ExitStatusExt, path::PathBuf, process::ExitStatus,
@@ -22,14 +22,6 @@ use tokio::{
 
 use super::{probe::Prober, status::StatusManager};
 
-/// When a container restarts after its process exits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RestartPolicy {
-    Always,
-    OnFailure,
-    Never,
-}
-
 /// A request to terminate a container.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Termination {
@@ -44,7 +36,8 @@ pub(super) struct Supervisor {
     status: Arc<StatusManager>,
     /// The index of the container in the status manager.
     index: usize,
-    restart_policy: RestartPolicy,
+    /// Whether it restarts also after exit code 0.
+    restarts_after_success: bool,
     /// The path of its `exec::Spec`.
     spec_file: PathBuf,
     startup: Option<Prober>,
@@ -60,12 +53,7 @@ enum PreStop {
 
 /// Kubelets split longer lines too.
 const MAX_LINE_LENGTH: usize = 16 * 1024;
-const MIN_RESTART_DELAY: Duration = Duration::from_secs(1);
-const MAX_RESTART_DELAY: Duration = Duration::from_secs(60);
-/// A container that runs this long resets its restart delay.
-const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
-/// The time between SIGTERM and SIGKILL after a failed probe.
-const PROBE_TERMINATION_TIMEOUT: Duration = Duration::from_secs(30);
+const RESTART_DELAY: Duration = Duration::from_secs(1);
 const MIN_PROBE_INTERVAL: Duration = Duration::from_millis(20);
 /// The time to read the remaining output after the container's process group is killed.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -75,7 +63,7 @@ impl Supervisor {
         status: Arc<StatusManager>,
         index: usize,
         container: &Container,
-        restart_policy: RestartPolicy,
+        restarts_after_success: bool,
         spec_file: PathBuf,
     ) -> Result<Self> {
         let prober =
@@ -93,16 +81,14 @@ impl Supervisor {
             pre_stop,
             status,
             index,
-            restart_policy,
+            restarts_after_success,
             spec_file,
         })
     }
 
-    /// Runs the container until it exits and does not restart. Returns the last exit code.
-    pub(super) async fn run(self, mut termination: watch::Receiver<Option<Termination>>) -> i32 {
-        let mut delay = MIN_RESTART_DELAY;
+    /// Runs the container, again after each exit, until it has completed or terminated.
+    pub(super) async fn run(self, mut termination: watch::Receiver<Option<Termination>>) {
         loop {
-            let started_at = Instant::now();
             let code = match self.run_once(&mut termination).await {
                 Ok(code) => code,
                 Err(error) => {
@@ -119,26 +105,14 @@ impl Supervisor {
                     format!("exit code {code}")
                 });
             });
-            let restarts = match self.restart_policy {
-                RestartPolicy::Always => true,
-                RestartPolicy::OnFailure => code != 0,
-                RestartPolicy::Never => false,
-            };
-            if !restarts || termination.borrow().is_some() {
-                return code;
+            if termination.borrow().is_some() || (code == 0 && !self.restarts_after_success) {
+                return;
             }
-            if started_at.elapsed() > RESTART_DELAY_RESET {
-                delay = MIN_RESTART_DELAY;
-            }
-            let seconds = delay.as_secs();
-            self.notice(&format!(
-                "exited with code {code}, restarting in {seconds} s"
-            ));
+            self.notice(&format!("exited with code {code}, restarting"));
             tokio::select! {
-                () = time::sleep(delay) => {}
-                () = termination_requested(&mut termination) => return code,
+                () = time::sleep(RESTART_DELAY) => {}
+                () = termination_requested(&mut termination) => return,
             }
-            delay = (delay * 2).min(MAX_RESTART_DELAY);
             self.status.update(self.index, |view| view.restarts += 1);
         }
     }
@@ -162,9 +136,9 @@ impl Supervisor {
         let status = tokio::select! {
             status = child.wait() => status?,
             reason = self.probe() => {
-                self.notice(&format!("terminating: {reason:#}"));
-                let request = Termination { deadline: Instant::now() + PROBE_TERMINATION_TIMEOUT, pre_stop: false };
-                self.terminate(&mut child, pid, termination, request).await?
+                self.notice(&format!("killed: {reason:#}"));
+                let _ = killpg(pid, Signal::SIGKILL);
+                child.wait().await?
             }
             () = termination_requested(termination) => {
                 let request = termination.borrow().expect("termination is requested");
@@ -253,52 +227,44 @@ impl Supervisor {
         let Some(prober) = &self.readiness else {
             return pending().await;
         };
-        // The first success does not wait for a full period.
-        let _ = self.probe_until_success(prober, Duration::MAX).await;
-        let (mut failures, mut successes) = (0, 1);
         loop {
+            // The first success does not wait for a full period.
+            let _ = self.probe_until_success(prober, Duration::MAX).await;
             self.status.update(self.index, |view| {
-                if successes >= prober.success_threshold && !view.ready {
-                    (view.ready, view.reason) = (true, None);
-                } else if failures >= prober.failure_threshold && view.ready {
-                    (view.ready, view.reason) = (false, Some("readiness probe failed".into()));
-                }
+                (view.ready, view.reason) = (true, None);
             });
-            time::sleep(prober.period).await;
-            match prober.probe(self.status.ip()).await {
-                Ok(()) => (failures, successes) = (0, successes + 1),
-                Err(error) => {
-                    (failures, successes) = (failures + 1, 0);
-                    tracing::debug!(
-                        "readiness probe of {} failed: {error:#}",
-                        self.status.container(self.index)
-                    );
-                }
-            }
+            let error = self.probe_until_failure(prober).await;
+            self.status.update(self.index, |view| {
+                (view.ready, view.reason) = (false, Some(format!("{error:#}")));
+            });
         }
     }
 
     async fn watch_liveness(&self) -> anyhow::Error {
-        let Some(prober) = &self.liveness else {
-            return pending().await;
-        };
-        time::sleep(prober.initial_delay.max(prober.period)).await;
+        match &self.liveness {
+            Some(prober) => {
+                let error = self.probe_until_failure(prober).await;
+                error.context("liveness probe failed")
+            }
+            None => pending().await,
+        }
+    }
+
+    /// Probes until the probe has failed several times in a row. Returns the last failure.
+    async fn probe_until_failure(&self, prober: &Prober) -> anyhow::Error {
         let mut failures = 0;
         loop {
+            time::sleep(prober.period).await;
             match prober.probe(self.status.ip()).await {
                 Ok(()) => failures = 0,
-                Err(error) if failures + 1 >= prober.failure_threshold => {
-                    return error.context("liveness probe failed");
-                }
+                Err(error) if failures + 1 >= prober.failure_threshold => return error,
                 Err(_) => failures += 1,
             }
-            time::sleep(prober.period).await;
         }
     }
 
     /// Probes at intervals that grow from `MIN_PROBE_INTERVAL` to the probe's period.
     async fn probe_until_success(&self, prober: &Prober, timeout: Duration) -> Result<()> {
-        time::sleep(prober.initial_delay).await;
         let started_at = Instant::now();
         let mut interval = MIN_PROBE_INTERVAL;
         loop {

@@ -33,8 +33,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
-use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::api::core::v1::Pod;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     net::{
@@ -264,22 +263,6 @@ impl Node {
 
     fn objects(&self) -> MutexGuard<'_, Objects> {
         lock(&self.objects)
-    }
-
-    /// A ConfigMap that was applied, or the published trust roots.
-    fn config_map(&self, namespace: &str, name: &str) -> Option<ConfigMap> {
-        let objects = self.objects();
-        let applied = objects
-            .config_maps
-            .get(&(namespace.to_owned(), name.to_owned()))
-            .cloned();
-        applied.or_else(|| {
-            self.roots
-                .borrow()
-                .as_deref()
-                .filter(|_| name == ROOTS_CONFIG_MAP)
-                .map(roots::config_map)
-        })
     }
 }
 

@@ -7,8 +7,7 @@ use anyhow::{Context, Result, bail};
 use k8s_openapi::api::{
     admissionregistration::v1::MutatingWebhookConfiguration,
     apps::v1::Deployment,
-    batch::v1::Job,
-    core::v1::{ConfigMap, Namespace, Node, Pod, Service},
+    core::v1::{Namespace, Node, Pod, Service},
     discovery::v1::EndpointSlice,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -32,7 +31,6 @@ pub(super) struct Objects {
     pub(super) services: BTreeMap<Key, Service>,
     /// EndpointSlices of Services without a selector.
     pub(super) slices: BTreeMap<Key, EndpointSlice>,
-    pub(super) config_maps: BTreeMap<Key, ConfigMap>,
     /// Nodes by name. They have no effect but that of their labels; all pods run on this machine.
     pub(super) nodes: BTreeMap<String, Node>,
     pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
@@ -86,16 +84,14 @@ impl Objects {
                 slice.metadata.namespace = Some(key.0.clone());
                 self.slices.insert(key, slice);
             }
-            "ConfigMap" => drop(self.config_maps.insert(key, parse(value)?)),
             "Node" => drop(self.nodes.insert(key.1, parse(value)?)),
             "MutatingWebhookConfiguration" => drop(self.webhooks.insert(key.1, parse(value)?)),
             "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
-            "Job" => self.add(Workload::job(parse::<Job>(value)?, &key)?),
             "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
             "HTTPRoute" | "GRPCRoute" | "TCPRoute" | "ReferenceGrant" | "TrafficPolicy"
             | "TrafficSplit" | "HTTPRouteGroup" => self.add_route(kind, key, value),
-            "DaemonSet" | "ReplicaSet" | "ReplicationController" | "StatefulSet" | "CronJob" => {
-                bail!("unsupported kind: the sandbox supports Pods, Deployments and Jobs")
+            "DaemonSet" | "ReplicaSet" | "StatefulSet" | "Job" | "CronJob" => {
+                bail!("unsupported kind: the sandbox supports Pods and Deployments")
             }
             "ClusterRole"
             | "ClusterRoleBinding"
@@ -147,11 +143,9 @@ impl Objects {
         let found = match kind {
             "Service" => self.services.remove(key).is_some(),
             "EndpointSlice" => self.slices.remove(key).is_some(),
-            "ConfigMap" => self.config_maps.remove(key).is_some(),
             "Node" => self.nodes.remove(&key.1).is_some(),
             "MutatingWebhookConfiguration" => self.webhooks.remove(&key.1).is_some(),
             "Deployment" => delete_workload(Kind::Deployment),
-            "Job" => delete_workload(Kind::Job),
             "Pod" => delete_workload(Kind::Pod),
             "HTTPRoute" | "GRPCRoute" | "TCPRoute" | "ReferenceGrant" | "TrafficPolicy"
             | "TrafficSplit" | "HTTPRouteGroup" => {

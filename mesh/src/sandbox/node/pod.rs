@@ -16,7 +16,7 @@ use tokio::{
 
 use super::{
     Event, Node, admission,
-    container::{RestartPolicy, Supervisor, Termination, termination_requested},
+    container::{Supervisor, Termination, termination_requested},
     issuer::TokenSubject,
     network::{NODE_V4, PodNetwork},
     roots,
@@ -40,15 +40,7 @@ pub(super) struct PodTask {
 /// A container that has started.
 struct StartedContainer {
     termination: watch::Sender<Option<Termination>>,
-    task: JoinHandle<i32>,
-}
-
-/// Why a pod's application containers no longer run.
-enum Outcome {
-    /// All of them, or a failed init container, have exited.
-    Exited { succeeded: bool },
-    /// A termination is requested.
-    Terminated,
+    task: JoinHandle<()>,
 }
 
 const MIN_ADMISSION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -108,7 +100,7 @@ impl PodTask {
         status.phase("Pending");
 
         let mut sidecars = Vec::new();
-        let outcome = self.start(&status, pending, &mut sidecars).await;
+        self.start(&status, pending, &mut sidecars).await;
         let request = self.termination_request();
         for sidecar in sidecars.into_iter().rev() {
             let deadline = request
@@ -121,11 +113,6 @@ impl PodTask {
             self.terminate(vec![sidecar], request).await;
         }
         refresh.abort();
-        if let Outcome::Exited { succeeded } = outcome {
-            status.phase(if succeeded { "Succeeded" } else { "Failed" });
-            drop(network);
-            termination_requested(&mut self.termination).await;
-        }
         Ok(())
     }
 
@@ -161,16 +148,14 @@ impl PodTask {
 
     /// Waits until the ConfigMap of the trust roots exists, if the pod mounts it.
     async fn wait_for_roots(&mut self) {
-        let (namespace, name) = (&self.view.namespace, ROOTS_CONFIG_MAP);
-        if !self.pod.spec.as_ref().is_some_and(roots::mounted)
-            || self.node.config_map(namespace, name).is_some()
+        if !self.pod.spec.as_ref().is_some_and(roots::mounted) || self.node.roots.borrow().is_some()
         {
             return;
         }
         self.report(
             None,
             format!(
-                "ConfigMap {name} not found: the controller creates it, check that it is running"
+                "ConfigMap {ROOTS_CONFIG_MAP} not found: the controller creates it, check that it is running"
             ),
         );
         let mut published = self.node.roots.clone();
@@ -203,7 +188,7 @@ impl PodTask {
         self.node
             .hosts
             .add(directory.join("hosts"), namespace, own)?;
-        let config_map = |name: &str| self.node.config_map(namespace, name);
+        let roots = self.node.roots.borrow().clone().unwrap_or_default();
         let context = PodContext {
             pod: &self.pod,
             ips,
@@ -219,14 +204,9 @@ impl PodTask {
             &volumes::Sources {
                 issuer: &self.node.issuer,
                 subject: &self.token_subject(),
-                config_map: &config_map,
+                roots: &roots,
             },
         )?;
-        let policy = self
-            .pod
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.restart_policy.as_deref());
         let mut pending = Vec::new();
         for (index, (container, role)) in containers.iter().enumerate() {
             let spec_file = directory
@@ -237,25 +217,28 @@ impl PodTask {
                 &spec_file,
                 serde_json::to_vec(&context.process(container)?)?,
             )?;
-            let restart_policy = match (role, policy) {
-                (Role::Sidecar, _) | (Role::App, None | Some("Always")) => RestartPolicy::Always,
-                (_, Some("Never")) => RestartPolicy::Never,
-                _ => RestartPolicy::OnFailure,
-            };
-            let supervisor =
-                Supervisor::new(status.clone(), index, container, restart_policy, spec_file)
-                    .with_context(|| format!("container {}", container.name))?;
+            let restarts_after_success = *role != Role::Init;
+            let supervisor = Supervisor::new(
+                status.clone(),
+                index,
+                container,
+                restarts_after_success,
+                spec_file,
+            )
+            .with_context(|| format!("container {}", container.name))?;
             pending.push((*role, supervisor));
         }
         Ok((pending, refreshed))
     }
 
+    /// Starts the containers and waits until a termination is requested. Terminates all of them but
+    /// the sidecars.
     async fn start(
         &mut self,
         status: &Arc<StatusManager>,
         pending: Vec<(Role, Supervisor)>,
         sidecars: &mut Vec<StartedContainer>,
-    ) -> Outcome {
+    ) {
         let mut apps = Vec::new();
         for (index, (role, supervisor)) in pending.into_iter().enumerate() {
             if role == Role::App && apps.is_empty() {
@@ -270,34 +253,19 @@ impl PodTask {
                     let started = states.wait_for(|states| states[index].started);
                     tokio::select! {
                         _ = started => {}
-                        () = termination_requested(&mut self.termination) => return Outcome::Terminated,
+                        () = termination_requested(&mut self.termination) => return,
                     }
                 }
-                Role::Init => {
-                    let code = tokio::select! {
-                        code = &mut started.task => code.unwrap_or(128),
-                        () = termination_requested(&mut self.termination) => {
-                            self.terminate(vec![started], self.termination_request()).await;
-                            return Outcome::Terminated;
-                        }
-                    };
-                    if code != 0 {
-                        return Outcome::Exited { succeeded: false };
+                Role::Init => tokio::select! {
+                    _ = &mut started.task => {}
+                    () = termination_requested(&mut self.termination) => {
+                        return self.terminate(vec![started], self.termination_request()).await;
                     }
-                }
+                },
             }
         }
-        let mut succeeded = true;
-        for app in &mut apps {
-            tokio::select! {
-                code = &mut app.task => succeeded &= matches!(code, Ok(0)),
-                () = termination_requested(&mut self.termination) => {
-                    self.terminate(apps, self.termination_request()).await;
-                    return Outcome::Terminated;
-                }
-            }
-        }
-        Outcome::Exited { succeeded }
+        termination_requested(&mut self.termination).await;
+        self.terminate(apps, self.termination_request()).await;
     }
 
     /// Terminates containers concurrently and waits until they exit. Forwards later requests, which
@@ -321,13 +289,10 @@ impl PodTask {
         }
     }
 
-    /// The requested termination, or one within the pod's grace period if the application
-    /// containers have exited.
+    /// The requested termination.
     fn termination_request(&self) -> Termination {
-        self.termination.borrow().unwrap_or_else(|| Termination {
-            deadline: Instant::now() + termination_grace_period(&self.pod),
-            pre_stop: true,
-        })
+        let requested = *self.termination.borrow();
+        requested.expect("a termination is requested")
     }
 
     /// Spawns a task that renews the projected tokens and trust roots in the pod's volumes.

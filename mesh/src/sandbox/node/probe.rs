@@ -28,9 +28,7 @@ pub(super) struct Prober {
     port: u16,
     timeout: Duration,
     pub(super) period: Duration,
-    pub(super) initial_delay: Duration,
     pub(super) failure_threshold: u32,
-    pub(super) success_threshold: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,20 +69,12 @@ impl Prober {
                     .unwrap_or(default),
             )
         };
-        let count = |value: Option<i32>, default: u32| {
-            value
-                .and_then(|value| value.try_into().ok())
-                .unwrap_or(default)
-                .max(1)
-        };
         Ok(Self {
             handler,
             port,
             timeout: seconds(probe.timeout_seconds, 1).max(Duration::from_secs(1)),
             period: seconds(probe.period_seconds, 10).max(Duration::from_secs(1)),
-            initial_delay: seconds(probe.initial_delay_seconds, 0),
-            failure_threshold: count(probe.failure_threshold, 3),
-            success_threshold: count(probe.success_threshold, 1),
+            failure_threshold: probe.failure_threshold.map_or(3, i32::unsigned_abs).max(1),
         })
     }
 
@@ -96,9 +86,7 @@ impl Prober {
             port,
             timeout: Duration::MAX,
             period: Duration::ZERO,
-            initial_delay: Duration::ZERO,
             failure_threshold: 1,
-            success_threshold: 1,
         })
     }
 
@@ -242,14 +230,7 @@ mod tests {
             "{name: a, ports: [{name: web, containerPort: 8080}], readinessProbe: {tcpSocket: {port: web}}}",
         );
         let prober = Prober::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
-        assert_eq!(
-            (
-                prober.port,
-                prober.failure_threshold,
-                prober.success_threshold
-            ),
-            (8080, 3, 1)
-        );
+        assert_eq!((prober.port, prober.failure_threshold), (8080, 3));
         assert_eq!(
             (prober.period, prober.timeout),
             (Duration::from_secs(10), Duration::from_secs(1))

@@ -1,16 +1,15 @@
 //! The trust roots of the mesh. Watches the file that the controllers publish in their certificate
 //! authority directory, and provides it to pods as the ConfigMap that a controller writes in a
-//! cluster.
+//! cluster, the only one of the sandbox.
 
 use std::{
-    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
 
 use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
-use k8s_openapi::api::core::v1::{ConfigMap, PodSpec};
+use k8s_openapi::api::core::v1::PodSpec;
 use tokio::{sync::watch, time};
 
 /// Kubelets refresh ConfigMap volumes within a minute.
@@ -42,32 +41,14 @@ async fn poll(file: PathBuf, sender: watch::Sender<Option<Arc<str>>>) {
     }
 }
 
-/// The ConfigMap with these roots.
-pub(super) fn config_map(roots: &str) -> ConfigMap {
-    ConfigMap {
-        data: Some(BTreeMap::from([(ROOTS.to_owned(), roots.to_owned())])),
-        ..ConfigMap::default()
-    }
-}
-
-/// Whether the pod mounts the ConfigMap with the trust roots as a required source.
+/// Whether the pod mounts the ConfigMap with the trust roots.
 pub(super) fn mounted(spec: &PodSpec) -> bool {
-    let mut volumes = spec.volumes.iter().flatten();
-    volumes.any(|volume| {
-        let projected = volume
-            .projected
-            .iter()
-            .flat_map(|projected| projected.sources.iter().flatten());
-        let projected = projected
-            .filter_map(|source| source.config_map.as_ref())
-            .map(|map| (&map.name, map.optional));
-        let mut maps = projected.chain(
-            volume
-                .config_map
-                .iter()
-                .map(|map| (&map.name, map.optional)),
-        );
-        maps.any(|(name, optional)| name == ROOTS_CONFIG_MAP && optional != Some(true))
+    let volumes = spec.volumes.iter().flatten();
+    let projected = volumes.filter_map(|volume| volume.projected.as_ref());
+    let mut sources = projected.flat_map(|projected| projected.sources.iter().flatten());
+    sources.any(|source| {
+        let map = source.config_map.as_ref();
+        map.is_some_and(|map| map.name == ROOTS_CONFIG_MAP)
     })
 }
 
@@ -78,21 +59,18 @@ mod tests {
     #[test]
     fn detects_pods_that_require_the_roots() {
         let mounted = |volumes: &str| {
-            mounted(
-                &serde_yaml_ng::from_str(&format!("{{containers: [], volumes: [{volumes}]}}"))
-                    .unwrap(),
-            )
+            let spec = format!("{{containers: [], volumes: [{volumes}]}}");
+            mounted(&serde_yaml_ng::from_str(&spec).unwrap())
         };
-        assert!(mounted(
-            "{name: a, emptyDir: {}}, {name: b, projected: {sources: [{configMap: {name: diy-service-mesh-roots}}]}}"
-        ));
-        assert!(mounted(
-            "{name: a, configMap: {name: diy-service-mesh-roots}}"
-        ));
-        assert!(!mounted(
-            "{name: a, configMap: {name: diy-service-mesh-roots, optional: true}}"
-        ));
-        assert!(!mounted("{name: a, configMap: {name: other}}"));
+        let volume = |name: &str| {
+            format!("{{name: b, projected: {{sources: [{{configMap: {{name: {name}}}}}]}}}}")
+        };
+        let roots = format!(
+            "{{name: a, emptyDir: {{}}}}, {}",
+            volume("diy-service-mesh-roots")
+        );
+        assert!(mounted(&roots));
+        assert!(!mounted(&volume("other")));
     }
 
     #[tokio::test(start_paused = true)]

@@ -406,7 +406,6 @@ impl PodRecord {
             template_hash: self.template_hash.clone(),
             ready: self.view.ready,
             terminating: self.view.terminating,
-            failed: self.view.phase == "Failed",
         }
     }
 

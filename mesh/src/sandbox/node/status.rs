@@ -3,11 +3,11 @@
 
 use std::{net::Ipv4Addr, sync::Mutex};
 
-use k8s_openapi::api::core::v1::{ContainerStatus, HostIP, Pod, PodCondition, PodIP, PodStatus};
+use k8s_openapi::api::core::v1::{Pod, PodCondition, PodIP, PodStatus};
 use kube::ResourceExt;
 use tokio::sync::{mpsc, watch};
 
-use super::{Event, network::NODE_V4};
+use super::Event;
 use crate::sandbox::{
     lock,
     protocol::{ContainerView, LogLine, Message, PodView},
@@ -37,11 +37,7 @@ impl StatusManager {
         events: mpsc::UnboundedSender<Event>,
         messages: mpsc::Sender<Message>,
     ) -> Self {
-        let host = NODE_V4.to_string();
         pod.status = Some(PodStatus {
-            host_ip: Some(host.clone()),
-            host_ips: Some(vec![HostIP { ip: host }]),
-            pod_ip: ips.first().cloned(),
             pod_ips: Some(ips.iter().map(|ip| PodIP { ip: ip.clone() }).collect()),
             ..PodStatus::default()
         });
@@ -156,27 +152,14 @@ impl StatusManager {
     }
 }
 
+/// What the catalog and the EndpointSlices read of the status.
 fn fill_status(status: &mut PodStatus, view: &PodView) {
-    let text = |value: bool| if value { "True" } else { "False" }.to_owned();
-    let condition = |type_: &str, value: bool| PodCondition {
-        type_: type_.into(),
-        status: text(value),
-        ..PodCondition::default()
-    };
     status.phase = Some(view.phase.clone());
-    status.conditions = Some(vec![
-        condition("Initialized", view.phase != "Pending"),
-        condition("ContainersReady", view.ready),
-        condition("Ready", view.ready),
-    ]);
-    let statuses = view.containers.iter().map(|container| ContainerStatus {
-        name: container.name.clone(),
-        ready: container.ready,
-        started: Some(container.started),
-        restart_count: container.restarts.try_into().unwrap_or(i32::MAX),
-        ..ContainerStatus::default()
-    });
-    status.container_statuses = Some(statuses.collect());
+    status.conditions = Some(vec![PodCondition {
+        type_: "Ready".into(),
+        status: if view.ready { "True" } else { "False" }.into(),
+        ..PodCondition::default()
+    }]);
 }
 
 #[cfg(test)]
@@ -216,10 +199,8 @@ mod tests {
             ..
         }) = reported.try_recv()
         {
-            assert_eq!(
-                pod.status.as_ref().unwrap().pod_ip.as_deref(),
-                Some("10.0.0.7")
-            );
+            let ips = pod.status.as_ref().unwrap().pod_ips.as_ref().unwrap();
+            assert_eq!(ips[0].ip, "10.0.0.7");
             assert_eq!(super::super::endpoints::ready(&pod), view.ready);
             ready.push(view.ready);
         }

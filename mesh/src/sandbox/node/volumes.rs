@@ -1,4 +1,4 @@
-//! The volumes of a pod (emptyDir, configMap, projected) and the private directories of its
+//! The volumes of a pod (emptyDir, projected tokens and trust roots) and the private directories of its
 //! containers, on the node's tmpfs. `exec` mounts them.
 
 use std::{
@@ -8,11 +8,9 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
-use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
-use k8s_openapi::api::core::v1::{
-    ConfigMap, ConfigMapProjection, Container, Volume, VolumeProjection,
-};
+use anyhow::{Context, Result, bail, ensure};
+use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
+use k8s_openapi::api::core::v1::{ConfigMapProjection, Container, Volume, VolumeProjection};
 
 use super::{
     issuer::{Issuer, TokenSubject},
@@ -39,8 +37,8 @@ pub(super) struct RefreshedFiles {
 pub(super) struct Sources<'a> {
     pub(super) issuer: &'a Issuer,
     pub(super) subject: &'a TokenSubject,
-    /// Looks up a ConfigMap in the pod's namespace.
-    pub(super) config_map: &'a dyn Fn(&str) -> Option<ConfigMap>,
+    /// The mesh's trust roots.
+    pub(super) roots: &'a str,
 }
 
 /// Creates all files of a pod. Returns those to refresh.
@@ -113,19 +111,12 @@ fn fill(
 ) -> Result<()> {
     if volume.empty_dir.is_some() {
         fs::set_permissions(target, fs::Permissions::from_mode(0o777))?;
-    } else if let Some(map) = &volume.config_map {
-        let projection = ConfigMapProjection {
-            items: map.items.clone(),
-            name: map.name.clone(),
-            optional: map.optional,
-        };
-        write_config_map(&projection, target, sources, refreshed)?;
     } else if let Some(projected) = &volume.projected {
         for source in projected.sources.iter().flatten() {
             project(source, target, sources, refreshed)?;
         }
     } else {
-        bail!("unsupported volume type: the sandbox supports emptyDir, configMap and projected");
+        bail!("unsupported volume type: the sandbox supports emptyDir and projected");
     }
     Ok(())
 }
@@ -153,7 +144,7 @@ fn project(
         token.renew(sources.issuer, sources.subject)?;
         refreshed.tokens.push(token);
     } else if let Some(map) = &source.config_map {
-        write_config_map(map, target, sources, refreshed)?;
+        write_roots(map, target, sources.roots, refreshed)?;
     } else {
         bail!(
             "unsupported projected source: the sandbox supports serviceAccountToken and configMap"
@@ -162,33 +153,29 @@ fn project(
     Ok(())
 }
 
-fn write_config_map(
+fn write_roots(
     map: &ConfigMapProjection,
     target: &Path,
-    sources: &Sources<'_>,
+    roots: &str,
     refreshed: &mut RefreshedFiles,
 ) -> Result<()> {
-    let Some(object) = (sources.config_map)(&map.name) else {
-        if map.optional == Some(true) {
-            return Ok(());
+    ensure!(
+        map.name == ROOTS_CONFIG_MAP,
+        "ConfigMap {} not found: the sandbox has {ROOTS_CONFIG_MAP} only",
+        map.name
+    );
+    let path = match &map.items {
+        None => ROOTS,
+        Some(items) => {
+            let item = items.iter().find(|item| item.key == ROOTS);
+            &item
+                .with_context(|| format!("key {ROOTS} not found in the items of {}", map.name))?
+                .path
         }
-        bail!("ConfigMap {} not found", map.name);
     };
-    let data = object.data.unwrap_or_default();
-    let files: Vec<(&String, &String)> = match &map.items {
-        None => data.keys().map(|key| (key, key)).collect(),
-        Some(items) => items.iter().map(|item| (&item.key, &item.path)).collect(),
-    };
-    for (key, path) in files {
-        let text = data
-            .get(key)
-            .with_context(|| format!("key {key} not found in ConfigMap {}", map.name))?;
-        let file = inside(target, path)?;
-        replace_file(&file, text)?;
-        if map.name == ROOTS_CONFIG_MAP {
-            refreshed.roots.push(file);
-        }
-    }
+    let file = inside(target, path)?;
+    replace_file(&file, roots)?;
+    refreshed.roots.push(file);
     Ok(())
 }
 

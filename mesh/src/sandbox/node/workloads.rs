@@ -1,21 +1,18 @@
-//! The workload controllers: Deployments, Jobs and Pods to the pods to create and delete. Pure.
+//! The workloads, which create pods: Deployments and single Pods. A changed Deployment replaces all
+//! of its pods at once. Pure.
 
 use std::{
     collections::BTreeMap,
     hash::{DefaultHasher, Hash, Hasher},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result};
 use k8s_openapi::{
     api::{
         apps::v1::Deployment,
-        batch::v1::Job,
         core::v1::{Pod, PodTemplateSpec},
     },
-    apimachinery::pkg::{
-        apis::meta::v1::{ObjectMeta, OwnerReference},
-        util::intstr::IntOrString,
-    },
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
 };
 
 use super::objects::Key;
@@ -24,7 +21,6 @@ use super::objects::Key;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     Deployment,
-    Job,
     Pod,
 }
 
@@ -34,12 +30,6 @@ pub(super) struct Workload {
     pub(super) kind: Kind,
     pub(super) key: Key,
     pub(super) replicas: usize,
-    /// A rolling update creates at most this many pods above `replicas`.
-    max_surge: usize,
-    /// A rolling update keeps at least `replicas` minus this many pods ready.
-    max_unavailable: usize,
-    /// A Job stops after more failed pods than this.
-    backoff_limit: usize,
     template: PodTemplateSpec,
     template_hash: String,
 }
@@ -51,7 +41,6 @@ pub(super) struct OwnedPod {
     pub(super) template_hash: String,
     pub(super) ready: bool,
     pub(super) terminating: bool,
-    pub(super) failed: bool,
 }
 
 /// The next step from the observed to the desired state.
@@ -64,38 +53,9 @@ pub(super) struct Plan {
 impl Workload {
     pub(super) fn deployment(deployment: Deployment, key: &Key) -> Result<Self> {
         let spec = deployment.spec.context("spec is missing")?;
-        let replicas = count(spec.replicas, 1);
-        let strategy = spec.strategy.unwrap_or_default();
-        let kind = strategy.type_.as_deref().unwrap_or("RollingUpdate");
-        ensure!(
-            kind == "RollingUpdate",
-            "unsupported update strategy {kind}: the sandbox supports RollingUpdate"
-        );
-        let rolling = strategy.rolling_update.unwrap_or_default();
-        let max_surge = limit(rolling.max_surge, replicas.div_ceil(4))?;
-        let mut max_unavailable = limit(rolling.max_unavailable, replicas / 4)?;
-        if max_surge == 0 {
-            // With both limits at zero a rolling update makes no progress.
-            max_unavailable = max_unavailable.max(1);
-        }
-        Ok(Self {
-            max_surge,
-            max_unavailable,
-            ..Self::new(Kind::Deployment, key, replicas, spec.template)
-        })
-    }
-
-    /// A Job that runs one pod to completion.
-    pub(super) fn job(job: Job, key: &Key) -> Result<Self> {
-        let spec = job.spec.context("spec is missing")?;
-        ensure!(
-            count(spec.completions, 1) == 1 && count(spec.parallelism, 1) == 1,
-            "unsupported completions or parallelism: the sandbox runs one pod per Job"
-        );
-        Ok(Self {
-            backoff_limit: count(spec.backoff_limit, 6),
-            ..Self::new(Kind::Job, key, 1, spec.template)
-        })
+        let replicas = spec.replicas.map_or(Ok(1), usize::try_from);
+        let replicas = replicas.context("invalid replicas")?;
+        Ok(Self::new(Kind::Deployment, key, replicas, spec.template))
     }
 
     pub(super) fn pod(pod: Pod, key: &Key) -> Result<Self> {
@@ -116,9 +76,6 @@ impl Workload {
             kind,
             key: key.clone(),
             replicas,
-            max_surge: 0,
-            max_unavailable: 1,
-            backoff_limit: 0,
             template,
             template_hash: safe_encode(hasher.finish(), 10),
         }
@@ -135,24 +92,14 @@ impl Workload {
             Kind::Deployment => {
                 labels.insert("pod-template-hash".into(), hash.clone());
                 let replica_set = format!("{own_name}-{hash}");
-                (
-                    format!("{replica_set}-{suffix}"),
-                    Some(("apps/v1", "ReplicaSet", replica_set)),
-                )
-            }
-            Kind::Job => {
-                labels.insert("batch.kubernetes.io/job-name".into(), own_name.clone());
-                (
-                    format!("{own_name}-{suffix}"),
-                    Some(("batch/v1", "Job", own_name.clone())),
-                )
+                (format!("{replica_set}-{suffix}"), Some(replica_set))
             }
             Kind::Pod => (own_name.clone(), None),
         };
-        let owner_references = owner.map(|(api_version, kind, name)| {
+        let owner_references = owner.map(|name| {
             vec![OwnerReference {
-                api_version: api_version.into(),
-                kind: kind.into(),
+                api_version: "apps/v1".into(),
+                kind: "ReplicaSet".into(),
                 uid: name.clone(),
                 name,
                 controller: Some(true),
@@ -185,78 +132,22 @@ impl Workload {
         &self.template_hash
     }
 
-    /// The pods to create and delete next.
+    /// The pods to create and delete next: those of an earlier template and surplus ones, first
+    /// those that are not ready, are deleted.
     pub(super) fn plan(&self, pods: &[OwnedPod]) -> Plan {
-        match self.kind {
-            Kind::Job => self.plan_job(pods),
-            Kind::Pod => self.plan_pod(pods),
-            Kind::Deployment => self.plan_rolling_update(pods),
-        }
-    }
-
-    fn plan_job(&self, pods: &[OwnedPod]) -> Plan {
-        let failed = pods.iter().filter(|pod| pod.failed).count();
-        let running_or_succeeded = pods.len() > failed;
+        let active = pods.iter().filter(|pod| !pod.terminating);
+        let (mut current, mut delete): (Vec<_>, Vec<_>) =
+            active.partition(|pod| pod.template_hash == self.template_hash);
+        current.sort_by_key(|pod| !pod.ready);
+        delete.extend(current.iter().skip(self.replicas));
+        let create = match self.kind {
+            Kind::Deployment => self.replicas.saturating_sub(current.len()),
+            // The replacement has the same name.
+            Kind::Pod => usize::from(pods.is_empty()),
+        };
         Plan {
-            create: usize::from(!running_or_succeeded && failed <= self.backoff_limit),
-            delete: Vec::new(),
-        }
-    }
-
-    /// A changed pod is deleted first, because its replacement has the same name.
-    fn plan_pod(&self, pods: &[OwnedPod]) -> Plan {
-        let outdated = pods
-            .iter()
-            .filter(|pod| pod.template_hash != self.template_hash && !pod.terminating);
-        Plan {
-            create: usize::from(pods.is_empty()),
-            delete: outdated.map(|pod| pod.name.clone()).collect(),
-        }
-    }
-
-    fn plan_rolling_update(&self, pods: &[OwnedPod]) -> Plan {
-        let active: Vec<&OwnedPod> = pods.iter().filter(|pod| !pod.terminating).collect();
-        let (mut new, old): (Vec<&OwnedPod>, Vec<&OwnedPod>) = active
-            .iter()
-            .partition(|pod| pod.template_hash == self.template_hash);
-        let allowed = (self.replicas + self.max_surge).saturating_sub(active.len());
-        let create = self.replicas.saturating_sub(new.len()).min(allowed);
-        let ready = active.iter().filter(|pod| pod.ready).count();
-        let mut deletable_ready =
-            ready.saturating_sub(self.replicas.saturating_sub(self.max_unavailable));
-        let surplus = new.len().saturating_sub(self.replicas);
-        // Scaling down deletes pods that are not ready first.
-        new.sort_by_key(|pod| pod.ready);
-        let mut delete: Vec<String> = new
-            .into_iter()
-            .take(surplus)
-            .map(|pod| pod.name.clone())
-            .collect();
-        for pod in old {
-            if !pod.ready {
-                delete.push(pod.name.clone());
-            } else if deletable_ready > 0 {
-                deletable_ready -= 1;
-                delete.push(pod.name.clone());
-            }
-        }
-        Plan { create, delete }
-    }
-}
-
-fn count(value: Option<i32>, default: usize) -> usize {
-    value
-        .and_then(|value| usize::try_from(value).ok())
-        .unwrap_or(default)
-}
-
-fn limit(value: Option<IntOrString>, default: usize) -> Result<usize> {
-    match value {
-        None => Ok(default),
-        Some(IntOrString::Int(number)) => usize::try_from(number)
-            .with_context(|| format!("invalid rolling update limit {number}")),
-        Some(IntOrString::String(text)) => {
-            bail!("unsupported rolling update limit {text:?}: the sandbox supports numbers")
+            create,
+            delete: delete.iter().map(|pod| pod.name.clone()).collect(),
         }
     }
 }
@@ -290,28 +181,20 @@ fn uuid() -> String {
 mod tests {
     use super::*;
 
-    fn deployment(replicas: usize, strategy: &str) -> Result<Workload> {
+    fn deployment(replicas: usize) -> Workload {
         let yaml = format!(
-            "{{spec: {{replicas: {replicas}, {strategy} selector: {{}}, template: {{metadata: {{labels: {{app: a}}}}, spec: {{containers: []}}}}}}}}"
+            "{{spec: {{replicas: {replicas}, selector: {{}}, template: {{metadata: {{labels: {{app: a}}}}, spec: {{containers: []}}}}}}}}"
         );
-        Workload::deployment(
-            serde_yaml_ng::from_str(&yaml).unwrap(),
-            &("shop".into(), "cart".into()),
-        )
+        let deployment = serde_yaml_ng::from_str(&yaml).unwrap();
+        Workload::deployment(deployment, &("shop".into(), "cart".into())).unwrap()
     }
 
-    fn owned(name: &str, workload: &Workload, new: bool, ready: bool) -> OwnedPod {
-        let template_hash = if new {
-            workload.template_hash.clone()
-        } else {
-            "old".into()
-        };
+    fn owned(name: &str, template_hash: &str, ready: bool) -> OwnedPod {
         OwnedPod {
             name: name.into(),
-            template_hash,
+            template_hash: template_hash.into(),
             ready,
             terminating: false,
-            failed: false,
         }
     }
 
@@ -324,7 +207,7 @@ mod tests {
 
     #[test]
     fn names_deployment_pods_after_their_replica_set() {
-        let pod = deployment(1, "").unwrap().new_pod();
+        let pod = deployment(1).new_pod();
         let name = pod.metadata.name.unwrap();
         assert!(
             name.starts_with("cart-") && name.split('-').count() == 3,
@@ -338,84 +221,32 @@ mod tests {
     }
 
     #[test]
-    fn rolling_update_replaces_pods_one_by_one_without_losing_ready_pods() {
-        let workload = deployment(2, "").unwrap();
-        let (a, b) = (
-            owned("a", &workload, false, true),
-            owned("b", &workload, false, true),
-        );
-        assert_eq!(workload.plan(&[a.clone(), b.clone()]), plan(1, &[]));
-        let starting = owned("c", &workload, true, false);
-        assert_eq!(
-            workload.plan(&[a.clone(), b.clone(), starting]),
-            Plan::default()
-        );
-        let started = owned("c", &workload, true, true);
-        assert_eq!(
-            workload.plan(&[a.clone(), b.clone(), started.clone()]),
-            plan(0, &["a"])
-        );
-        let terminating = OwnedPod {
-            terminating: true,
-            ..a
-        };
-        assert_eq!(workload.plan(&[terminating, b, started]), plan(1, &[]));
+    fn changed_deployment_replaces_all_pods() {
+        let workload = deployment(2);
+        let hash = workload.template_hash.clone();
+        let pods = [owned("a", "old", true), owned("b", &hash, false)];
+        assert_eq!(workload.plan(&pods), plan(1, &["a"]));
     }
 
     #[test]
-    fn rolling_update_without_surge_deletes_first() {
-        let workload = deployment(
-            2,
-            "strategy: {rollingUpdate: {maxSurge: 0, maxUnavailable: 0}},",
-        )
-        .unwrap();
-        let pods = [
-            owned("a", &workload, false, true),
-            owned("b", &workload, false, true),
-        ];
-        assert_eq!(workload.plan(&pods), plan(0, &["a"]));
-        assert_eq!(workload.plan(&pods[1..]).create, 1);
+    fn changed_pod_is_created_after_its_predecessor_is_removed() {
+        let pod = serde_yaml_ng::from_str("{spec: {containers: []}}").unwrap();
+        let workload = Workload::pod(pod, &("shop".into(), "a".into())).unwrap();
+        let mut before = owned("a", "old", true);
+        assert_eq!(
+            workload.plan(std::slice::from_ref(&before)),
+            plan(0, &["a"])
+        );
+        before.terminating = true;
+        assert_eq!(workload.plan(&[before]), plan(0, &[]));
+        assert_eq!(workload.plan(&[]), plan(1, &[]));
     }
 
     #[test]
     fn scaling_down_deletes_pods_that_are_not_ready_first() {
-        let workload = deployment(1, "").unwrap();
-        let pods = [
-            owned("a", &workload, true, true),
-            owned("b", &workload, true, false),
-        ];
-        assert_eq!(workload.plan(&pods).delete, ["b"]);
-    }
-
-    #[test]
-    fn rejects_unsupported_strategies() {
-        for (strategy, value) in [
-            ("strategy: {type: Recreate},", "Recreate"),
-            ("strategy: {rollingUpdate: {maxSurge: 50%}},", "50%"),
-        ] {
-            let error = deployment(2, strategy).unwrap_err().to_string();
-            assert!(error.contains(value), "{error}");
-        }
-    }
-
-    #[test]
-    fn job_stops_on_success_and_after_the_backoff_limit() {
-        let yaml = "{spec: {backoffLimit: 1, template: {spec: {containers: []}}}}";
-        let job = Workload::job(
-            serde_yaml_ng::from_str(yaml).unwrap(),
-            &("a".into(), "j".into()),
-        )
-        .unwrap();
-        let pod = owned("p", &job, true, false);
-        let failed = OwnedPod {
-            failed: true,
-            ..pod.clone()
-        };
-        // Running and succeeded pods are equal here: neither needs a replacement.
-        assert_eq!(job.plan(&[]).create, 1);
-        assert_eq!(job.plan(std::slice::from_ref(&pod)).create, 0);
-        assert_eq!(job.plan(std::slice::from_ref(&failed)).create, 1);
-        assert_eq!(job.plan(&[failed.clone(), failed.clone()]).create, 0);
-        assert_eq!(job.plan(&[failed, pod]).create, 0);
+        let workload = deployment(1);
+        let hash = workload.template_hash.clone();
+        let pods = [owned("a", &hash, false), owned("b", &hash, true)];
+        assert_eq!(workload.plan(&pods), plan(0, &["a"]));
     }
 }
