@@ -1,5 +1,4 @@
-//! The command line `mesh` and the sandbox, which `mesh demo` and the end-to-end tests use. A
-//! cluster does not need this crate.
+//! The command line `mesh`. A cluster does not need this crate.
 
 pub mod check;
 pub mod cluster;
@@ -7,5 +6,4 @@ pub mod commands;
 pub mod controller;
 pub mod identity;
 pub mod routes;
-pub mod sandbox;
 mod time;

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use diy_mesh::sandbox::{
+use diy_mesh_sandbox::{
     Error, Sandbox, View, manifest,
     protocol::{Output, PodView},
 };

@@ -4,8 +4,8 @@
 use std::fs;
 use std::process::Command;
 
-use diy_mesh::sandbox::manifest::{embedded, parse};
 use diy_mesh_proto::field;
+use diy_mesh_sandbox::manifest::{embedded, parse};
 use diy_mesh_tests::repository::root;
 use serde_json::{Value, json};
 

@@ -17,10 +17,8 @@ use super::{
     facts::{Fact, Facts},
     or_ok,
 };
-use crate::{
-    cluster::{self, Cluster},
-    sandbox::manifest,
-};
+use crate::cluster::{self, Cluster};
+use diy_mesh_sandbox::manifest;
 
 /// A permission that a service account needs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

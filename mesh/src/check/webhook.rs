@@ -7,7 +7,8 @@ use super::{
     facts::{DryRun, Facts, WEBHOOK},
     or_ok,
 };
-use crate::{sandbox::manifest, time::format_duration};
+use crate::time::format_duration;
+use diy_mesh_sandbox::manifest;
 
 const CA_BUNDLE_ADVICE: &str = "the injector repairs it within a minute; otherwise see its log";
 

@@ -22,7 +22,7 @@ use self::{
     summary::Summary,
 };
 use super::terminal;
-use crate::sandbox::{
+use diy_mesh_sandbox::{
     Sandbox,
     manifest::{self, Files},
     protocol::Message,

@@ -10,10 +10,10 @@ pub(crate) mod terminal;
 
 use std::{env, process::ExitCode};
 
-use crate::sandbox::internal::Internal;
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use diy_mesh_sandbox::internal::Internal;
 
 /// Runs the command of this process's arguments. Exits if they are invalid.
 pub fn run() -> Result<ExitCode> {

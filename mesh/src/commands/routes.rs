@@ -14,8 +14,8 @@ use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     cluster::{self, Cluster},
     routes::{self, Condition, Route},
-    sandbox::manifest,
 };
+use diy_mesh_sandbox::manifest;
 
 /// The arguments of `mesh routes`.
 #[derive(Args, Debug)]

@@ -3,8 +3,8 @@
 
 use std::time::Instant;
 
-use diy_mesh::sandbox::Sandbox;
-use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_sandbox::Sandbox;
+use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, http_route, servers};
 use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, request_until, shell, single_pod, with_mesh};
 

@@ -1,7 +1,7 @@
 //! Mutual TLS in a sandbox: encrypted traffic between meshed pods, client identities, and strict
 //! pods.
 
-use diy_mesh::sandbox::{Sandbox, protocol::PodView};
+use diy_mesh_sandbox::{Sandbox, protocol::PodView};
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, get, http_server, post, programs, shell, single_pod, wait_for_line,
     with_controller, with_mesh,

@@ -14,7 +14,7 @@ fn controller_restart_under_load_fails_no_request() {
     under_load(&sandbox, &client, &[["4", "50"]], || {
         sandbox.scale("service-mesh", "controller", 0).unwrap();
         let pods = |count: usize| {
-            move |view: &diy_mesh::sandbox::View| {
+            move |view: &diy_mesh_sandbox::View| {
                 let controllers: Vec<_> = view
                     .pods
                     .values()

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use diy_mesh::sandbox::Sandbox;
-use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_sandbox::Sandbox;
+use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, servers, traffic_policy};
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, request_until, requests, shell, single_pod, with_mesh,

@@ -1,7 +1,7 @@
 //! Probes of injected pods in a sandbox: a dead application makes its pod unready, for every kind of
 //! probe and in every mode.
 
-use diy_mesh::sandbox::View;
+use diy_mesh_sandbox::View;
 use diy_mesh_tests::sandbox::{MESHED, READY_TIMEOUT, shell, with_mesh};
 
 const KINDS: [(&str, &str); 4] = [

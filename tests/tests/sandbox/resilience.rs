@@ -3,8 +3,8 @@
 
 use std::time::Instant;
 
-use diy_mesh::sandbox::Sandbox;
-use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_sandbox::Sandbox;
+use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::routes::traffic_policy;
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, get, metric, request_until, requests, run, shell, single_pod,

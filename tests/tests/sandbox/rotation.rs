@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use diy_mesh::sandbox::{Sandbox, View, protocol::PodView};
+use diy_mesh_sandbox::{Sandbox, View, protocol::PodView};
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, get, http_server, identity, identity_when, mesh, shell, single_pod,
     under_load, wait_for_line, with_controller,

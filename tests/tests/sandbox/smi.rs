@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use diy_mesh::sandbox::Sandbox;
-use diy_mesh::sandbox::protocol::PodView;
+use diy_mesh_sandbox::Sandbox;
+use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::routes::{binomial_bounds, route_group, servers, traffic_split};
 use diy_mesh_tests::sandbox::{
     MESHED, READY_TIMEOUT, controller_logs, request_until, response_until, shell, single_pod,

@@ -1,6 +1,6 @@
 //! Short names of pods, and a color for each pod.
 
-use crate::sandbox::protocol::PodView;
+use diy_mesh_sandbox::protocol::PodView;
 
 /// The ANSI codes of colors that are readable on light and dark backgrounds.
 const COLOR_CODES: [u8; 12] = [36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91];

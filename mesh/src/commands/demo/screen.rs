@@ -9,10 +9,8 @@ use super::{
     names::{Names, Party},
     story::{Exchange, Item, Output, PROXY_CONTAINERS, ProxyDump, Story},
 };
-use crate::{
-    commands::terminal::{self, Colors, TextStyle},
-    sandbox::protocol::{PodView, Source},
-};
+use crate::commands::terminal::{self, Colors, TextStyle};
+use diy_mesh_sandbox::protocol::{PodView, Source};
 
 /// What the demo prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use super::{
     dump::{Direction, Dump, DumpLine, Part},
     names::{Names, Party},
 };
-use crate::sandbox::protocol::{LogLine, PodView, Source};
+use diy_mesh_sandbox::protocol::{LogLine, PodView, Source};
 
 /// The container of the proxy, and the one that sets the redirect rules.
 pub const PROXY_CONTAINERS: [&str; 2] = ["proxy", "proxy-init"];

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, fmt::Write, time::Duration};
 
 use super::story::{Exchange, Story};
-use crate::sandbox::protocol::{Message, PodView};
+use diy_mesh_sandbox::protocol::{Message, PodView};
 
 /// The statistics of a demo.
 #[derive(Debug, Default)]

@@ -15,7 +15,7 @@ use super::{
     story::{Item, Story},
     summary::Summary,
 };
-use crate::sandbox::{
+use diy_mesh_sandbox::{
     manifest,
     protocol::{LogLine, PodView, Source},
 };

@@ -8,7 +8,7 @@ use kube::ResourceExt;
 use tokio::sync::{mpsc, watch};
 
 use super::Event;
-use crate::sandbox::{
+use crate::{
     lock,
     protocol::{ContainerView, LogLine, Message, PodView},
 };

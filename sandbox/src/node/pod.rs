@@ -24,7 +24,7 @@ use super::{
     status::StatusManager,
     volumes::{self, ProjectedToken, RefreshedFiles},
 };
-use crate::sandbox::protocol::{ContainerView, PodView};
+use crate::protocol::{ContainerView, PodView};
 
 /// Runs a pod until it is deleted.
 pub(super) struct PodTask {

@@ -10,7 +10,7 @@
 mod client;
 mod enter;
 mod exec;
-pub(crate) mod internal;
+pub mod internal;
 mod launch;
 pub mod manifest;
 pub mod node;

@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1::{
 };
 use kube::ResourceExt;
 
-use crate::sandbox::{
+use crate::{
     exec::{Bind, Spec},
     manifest::normalize,
 };

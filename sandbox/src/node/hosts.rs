@@ -9,7 +9,7 @@ use std::{
     sync::Mutex,
 };
 
-use crate::sandbox::lock;
+use crate::lock;
 
 /// The hosts files of all pods.
 #[derive(Debug, Default)]

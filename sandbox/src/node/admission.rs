@@ -278,7 +278,7 @@ mod tests {
     use super::*;
 
     fn webhooks() -> Vec<MutatingWebhook> {
-        let objects = crate::sandbox::manifest::embedded().objects().unwrap();
+        let objects = crate::manifest::embedded().objects().unwrap();
         let config = objects
             .into_iter()
             .find(|object| object["kind"] == "MutatingWebhookConfiguration")

@@ -38,7 +38,7 @@ use super::{
     volumes::replace_file,
     workloads::{Kind, OwnedPod, Workload},
 };
-use crate::sandbox::protocol::{Message, PodView};
+use crate::protocol::{Message, PodView};
 
 /// The state that only the event loop changes.
 pub(super) struct State {

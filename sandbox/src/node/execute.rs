@@ -19,7 +19,7 @@ use tokio::{
     sync::watch,
 };
 
-use crate::sandbox::{exec::Spec, protocol::Output};
+use crate::{exec::Spec, protocol::Output};
 
 /// A command to run in a container.
 #[derive(Debug)]

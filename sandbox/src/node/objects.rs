@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     fn apply(objects: &mut Objects, yaml: &str) -> Result<()> {
-        crate::sandbox::manifest::parse(yaml)
+        crate::manifest::parse(yaml)
             .unwrap()
             .into_iter()
             .try_for_each(|value| objects.apply(value, false))
@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn accepts_all_embedded_objects() {
         let mut objects = Objects::default();
-        for value in crate::sandbox::manifest::embedded().objects().unwrap() {
+        for value in crate::manifest::embedded().objects().unwrap() {
             objects.apply(value, true).unwrap();
         }
         assert!(!objects.webhooks.is_empty());
