@@ -104,7 +104,7 @@ fn pod(namespace: &str, app: &str, name: &str, address: IpAddr, ready: bool) -> 
         node: "n".into(),
         zone: "z".into(),
         identity: Some(format!("spiffe://cluster.local/ns/{namespace}/sa/web").into()),
-        bypassed: Vec::new(),
+        bypassed: Default::default(),
         inbound: Inbound::default(),
         labels: [("app".to_owned(), app.to_owned())].into(),
     })

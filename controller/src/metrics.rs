@@ -283,7 +283,7 @@ mod tests {
             node: "".into(),
             zone: "".into(),
             identity: None,
-            bypassed: Vec::new(),
+            bypassed: Default::default(),
             inbound: Default::default(),
             labels: Default::default(),
         }))]);

@@ -131,7 +131,7 @@ impl Replica {
     fn knows(&self, pods: &[&str]) {
         self.hub.apply(pods.iter().map(|name| {
             Change::Apply(Object::Pod(Pod {
-                bypassed: Vec::new(),
+                bypassed: Default::default(),
                 inbound: Default::default(),
                 labels: Default::default(),
                 key: Key::new("shop", name),

@@ -315,7 +315,7 @@ impl Replica {
             node: "".into(),
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
-            bypassed: vec![],
+            bypassed: Default::default(),
             inbound: Default::default(),
             labels: Default::default(),
         }))]);

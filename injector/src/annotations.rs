@@ -5,6 +5,7 @@
 
 use std::str::FromStr;
 
+use diy_mesh_model::ports::{InvalidPorts, PortSet};
 use serde_json::Value;
 
 use crate::pod::annotation;
@@ -74,8 +75,6 @@ const DUMP_FORMATS: [&str; 2] = ["text", "json"];
 pub const STRICT: &str = "strict";
 /// Accepts unauthenticated connections.
 pub const PERMISSIVE: &str = "permissive";
-const PORTS_FORMAT: &str =
-    "ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
 const DURATION_FORMAT: &str = "a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
 /// One year.
 const MAX_DURATION_SECONDS: u64 = 365 * 24 * 3600;
@@ -97,15 +96,15 @@ pub enum InjectAnnotation<'a> {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// For `proxy-init --skip-inbound-ports`.
-    pub skip_inbound_ports: Option<String>,
+    pub skip_inbound_ports: PortSet,
     /// For `proxy-init --skip-outbound-ports`.
-    pub skip_outbound_ports: Option<String>,
+    pub skip_outbound_ports: PortSet,
     /// For `proxy --dump-format`.
     pub dump_format: Option<&'static str>,
     /// For `proxy --inbound`.
     pub inbound: Option<&'static str>,
     /// For `proxy --opaque-ports`.
-    pub opaque_ports: Option<String>,
+    pub opaque_ports: PortSet,
     /// For `proxy --allow-connect`.
     pub allow_connect: bool,
     /// For `proxy --max-connection-age`, in seconds.
@@ -147,22 +146,6 @@ impl Options {
             Err(problems)
         }
     }
-
-    /// Whether inbound connections to this port bypass the proxy.
-    pub fn skips_inbound(&self, port: u16) -> bool {
-        self.skip_inbound_ports
-            .as_deref()
-            .is_some_and(|list| contains(list, port))
-    }
-}
-
-/// Whether a checked list contains a port.
-fn contains(list: &str, port: u16) -> bool {
-    let number = |text: &str| text.parse::<u16>().ok();
-    list.split(',').any(|entry| {
-        let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
-        matches!((number(first), number(last)), (Some(first), Some(last)) if (first..=last).contains(&port))
-    })
 }
 
 /// The value of an annotation that is present and not blank.
@@ -170,26 +153,13 @@ pub(crate) fn non_empty<'a>(pod: &'a Value, name: &str) -> Option<&'a str> {
     annotation(pod, name).filter(|value| !value.trim().is_empty())
 }
 
-/// A list of ports without spaces.
-fn ports(pod: &Value, name: &str, problems: &mut Vec<String>) -> Option<String> {
-    let value = non_empty(pod, name)?;
-    let entries: Option<Vec<String>> = value.split(',').map(port_or_range).collect();
-    if entries.is_none() {
-        problems.push(invalid(name, value, PORTS_FORMAT));
-    }
-    entries.map(|entries| entries.join(","))
-}
-
-fn port_or_range(entry: &str) -> Option<String> {
-    let Some((first, last)) = entry.split_once('-') else {
-        return Some(port(entry)?.to_string());
-    };
-    let (first, last) = (port(first)?, port(last)?);
-    (first <= last).then(|| format!("{first}-{last}"))
-}
-
-fn port(text: &str) -> Option<u16> {
-    digits(text.trim()).filter(|port| *port != 0)
+/// A list of ports; empty without the annotation.
+fn ports(pod: &Value, name: &str, problems: &mut Vec<String>) -> PortSet {
+    let value = annotation(pod, name).unwrap_or_default();
+    value.parse().unwrap_or_else(|error: InvalidPorts| {
+        problems.push(format!("annotation {name} is {}, {error}", quoted(value)));
+        PortSet::default()
+    })
 }
 
 /// Parses digits only; `FromStr` of integers also accepts a plus sign.
@@ -285,49 +255,11 @@ mod tests {
     }
 
     #[test]
-    fn strips_spaces_from_port_lists() {
-        let read = |value| {
-            Options::from_pod(&pod(SKIP_INBOUND_PORTS, value))
-                .map(|options| options.skip_inbound_ports)
-        };
-        assert_eq!(read("25"), Ok(Some("25".into())));
-        assert_eq!(
-            read(" 25, 3306 ,9000 - 9100 "),
-            Ok(Some("25,3306,9000-9100".into()))
-        );
-        assert_eq!(read("007"), Ok(Some("7".into())));
-        assert_eq!(read("80-80"), Ok(Some("80-80".into())));
-        assert_eq!(read(" "), Ok(None));
-    }
-
-    #[test]
     fn rejects_invalid_port_list_with_name_value_and_format() {
-        for bad in [
-            "x",
-            "0",
-            "65536",
-            "25,",
-            ",",
-            "9100-9000",
-            "1-2-3",
-            "-5",
-            "5-",
-            "+5",
-            "25;26",
-            "80 81",
-            "0-10",
-            "--help",
-            "25\n26",
-        ] {
+        for bad in ["x", "25,", "+5", "0-10", "--help", "25\n26"] {
             let problems = Options::from_pod(&pod(SKIP_OUTBOUND_PORTS, bad)).expect_err(bad);
-            assert_eq!(problems.len(), 1, "{bad}");
-            assert!(
-                problems[0].starts_with(&format!(
-                    "annotation {SKIP_OUTBOUND_PORTS} is {bad:?}, expected ports"
-                )),
-                "{}",
-                problems[0]
-            );
+            let problem = format!("annotation {SKIP_OUTBOUND_PORTS} is {bad:?}, {InvalidPorts}");
+            assert_eq!(problems, [problem]);
         }
     }
 
@@ -353,17 +285,6 @@ mod tests {
     fn parses_dump_format_case_insensitively() {
         let options = Options::from_pod(&pod(DUMP_FORMAT, "JSON")).expect("a valid value");
         assert_eq!(options.dump_format, Some("json"));
-    }
-
-    #[test]
-    fn skipped_ports_include_ranges() {
-        let options =
-            Options::from_pod(&pod(SKIP_INBOUND_PORTS, "25, 9000-9002")).expect("a valid list");
-        assert_eq!(
-            [24, 25, 8999, 9000, 9002, 9003].map(|port| options.skips_inbound(port)),
-            [false, true, false, true, true, false]
-        );
-        assert!(!Options::default().skips_inbound(25));
     }
 
     #[test]
@@ -407,15 +328,12 @@ mod tests {
     }
 
     #[test]
-    fn parses_opaque_ports() {
-        let read = |value| {
-            Options::from_pod(&pod(OPAQUE_PORTS, value)).map(|options| options.opaque_ports)
-        };
-        assert_eq!(
-            (read("25, 9000-9100"), read("")),
-            (Ok(Some("25,9000-9100".into())), Ok(None))
-        );
-        assert!(read("smtp").is_err());
+    fn parses_port_lists() {
+        let annotations = json!({SKIP_INBOUND_PORTS: " 25, 9000 - 9100", OPAQUE_PORTS: " "});
+        let pod = json!({"metadata": {"annotations": annotations}});
+        let options = Options::from_pod(&pod).expect("valid lists");
+        assert_eq!(options.skip_inbound_ports.to_string(), "25,9000-9100");
+        assert!(options.opaque_ports.is_empty() && options.skip_outbound_ports.is_empty());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Display;
 
+use diy_mesh_model::ports::PortSet;
 use serde_json::{Value, json};
 
 use crate::annotations::Options;
@@ -82,8 +83,14 @@ impl Ports {
 pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value {
     let mut args = port_args(ports);
     args.push(format!("{PROXY_UID_FLAG}={PROXY_UID}"));
-    args.extend(arg("--skip-inbound-ports", &options.skip_inbound_ports));
-    args.extend(arg("--skip-outbound-ports", &options.skip_outbound_ports));
+    args.extend(ports_arg(
+        "--skip-inbound-ports",
+        &options.skip_inbound_ports,
+    ));
+    args.extend(ports_arg(
+        "--skip-outbound-ports",
+        &options.skip_outbound_ports,
+    ));
     json!({
         "name": PROXY_INIT,
         "image": settings.proxy_init_image,
@@ -123,7 +130,7 @@ pub fn proxy(
     args.push(format!("--dump={}", own.proxy_dump));
     args.extend(arg("--dump-format", &options.dump_format));
     args.extend(arg("--inbound", &options.inbound));
-    args.extend(arg("--opaque-ports", &options.opaque_ports));
+    args.extend(ports_arg("--opaque-ports", &options.opaque_ports));
     args.extend(options.allow_connect.then(|| "--allow-connect".to_owned()));
     args.extend(arg("--max-connection-age", &options.max_connection_age));
     args.extend(probes);
@@ -174,6 +181,10 @@ fn port_args(ports: Ports) -> Vec<String> {
 
 fn arg(flag: &str, value: &Option<impl Display>) -> Option<String> {
     value.as_ref().map(|value| format!("{flag}={value}"))
+}
+
+fn ports_arg(flag: &str, ports: &PortSet) -> Option<String> {
+    (!ports.is_empty()).then(|| format!("{flag}={ports}"))
 }
 
 fn probe(path: &str, port: u16, period: u32, timeout: u32, failures: u32) -> Value {

@@ -145,7 +145,7 @@ impl<'a> Rewriter<'a> {
         };
         let target = &action[kind];
         let port = port(target, container)?;
-        let bypasses = self.options.skips_inbound(port) || self.ports.contains(port);
+        let bypasses = self.options.skip_inbound_ports.contains(port) || self.ports.contains(port);
         (is_supported && is_pod(target) && !bypasses).then_some((kind, port))
     }
 }
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn keeps_probes_that_do_not_pass_the_proxy_and_invalid_ones() {
         let options = Options {
-            skip_inbound_ports: Some("25,8000-8999".into()),
+            skip_inbound_ports: "25,8000-8999".parse().expect("valid"),
             ..Options::default()
         };
         for probe in [
@@ -323,7 +323,7 @@ mod tests {
 
         // The port of the hook bypasses the proxy now: the original comes back.
         let skipped = Options {
-            skip_inbound_ports: Some("81".into()),
+            skip_inbound_ports: "81".parse().expect("valid"),
             ..Options::default()
         };
         let mut again = Rewriter::new(&skipped, PORTS, Previous::of(&proxy));

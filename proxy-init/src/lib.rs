@@ -8,11 +8,11 @@
 
 pub mod apply;
 pub mod config;
-pub mod ports;
 pub mod rules;
 
 use std::fmt::Write;
 
+use diy_mesh_model::ports::PortSet;
 use thiserror::Error;
 
 use crate::config::Config;
@@ -73,7 +73,7 @@ fn summary(config: &Config) -> String {
         skip_outbound_ports,
         ..
     } = config;
-    let skipped = |ports: &ports::Ports| {
+    let skipped = |ports: &PortSet| {
         if ports.is_empty() {
             String::new()
         } else {
@@ -96,7 +96,7 @@ mod tests {
     fn summary_lists_redirects_and_exceptions() {
         assert_eq!(
             summary(&Config::example()),
-            "inbound TCP goes to port 4000, except: loopback, the admin port 4001, ports 25, 9000-9100\n\
+            "inbound TCP goes to port 4000, except: loopback, the admin port 4001, ports 25,9000-9100\n\
              outbound TCP goes to port 5000, except: loopback, the proxy's own (uid 1337), ports 3306\n"
         );
     }

@@ -6,8 +6,9 @@
 
 use std::fmt;
 
+use diy_mesh_model::ports::PortSet;
+
 use crate::config::Config;
-use crate::ports::Ports;
 
 /// Ports in one multiport rule; a range counts as two.
 const MAX_MULTIPORT_SLOTS: usize = 15;
@@ -156,7 +157,7 @@ impl RestoreInput {
 }
 
 /// RETURN rules for ports, as few as multiport allows.
-fn skip_rules(chain: &str, ports: &Ports) -> Vec<String> {
+fn skip_rules(chain: &str, ports: &PortSet) -> Vec<String> {
     let mut groups: Vec<(usize, String)> = Vec::new();
     for range in ports.ranges() {
         let (slots, item) = match (range.start(), range.end()) {

@@ -9,6 +9,7 @@ use clap::builder::TypedValueParser;
 use clap::builder::styling::Styles;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum, value_parser};
+use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::Identity;
 use diy_mesh_runtime::LogFormat;
 use http::Uri;
@@ -16,7 +17,6 @@ use tracing_subscriber::filter::Targets;
 
 use crate::dump::{Format, Mode};
 use crate::policy::Policy;
-use crate::ports::PortSet;
 use crate::probe::{KubeletProbe, Pod};
 use crate::timeouts::Timeouts;
 
@@ -328,7 +328,7 @@ mod tests {
             (
                 "opaque-ports",
                 "--opaque-ports=25,smtp",
-                "\"smtp\": expected a port",
+                "expected ports from 1 to 65535",
             ),
             (
                 "max-connection-age",

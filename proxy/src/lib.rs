@@ -42,7 +42,6 @@ pub mod metrics;
 pub mod mirror;
 pub mod opaque;
 pub mod policy;
-pub mod ports;
 pub mod probe;
 pub mod record;
 pub mod route;

@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::Identity;
 
 use crate::error::Failure;
-use crate::ports::PortSet;
 use crate::route::matching::{MatchInput, Matches};
 
 /// Callers of a limit that have buckets of their own. Further ones share a bucket.

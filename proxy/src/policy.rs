@@ -3,13 +3,13 @@
 
 use std::rc::Rc;
 
+use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::Identity;
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 
 use crate::error::Failure;
 use crate::http::view::RequestView;
 use crate::limit::RateLimits;
-use crate::ports::PortSet;
 
 /// The client of a connection, as far as it has authenticated.
 #[derive(Clone, Debug, PartialEq, Eq)]

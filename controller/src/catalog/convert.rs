@@ -196,7 +196,10 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
             .into(),
         zone: label(metadata, ZONE_LABEL).unwrap_or_default().into(),
         identity: injected.is_some().then(identity),
-        bypassed: injected.as_ref().map_or(vec![], Injected::bypassed),
+        bypassed: injected
+            .as_ref()
+            .map(Injected::bypassed)
+            .unwrap_or_default(),
         inbound: injected.map_or(Inbound::default(), |injected| injected.inbound()),
         labels: metadata.labels.clone().unwrap_or_default(),
         key,

@@ -4,8 +4,7 @@
 //! The spec is immutable, except for images. Annotations and labels are not: they say nothing about
 //! the pod that runs.
 
-use std::ops::RangeInclusive;
-
+use diy_mesh_model::ports::PortSet;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
@@ -40,10 +39,10 @@ impl<'a> Injected<'a> {
     }
 
     /// The ports that are not redirected to the proxy: the skipped ones, and the admin port.
-    pub fn bypassed(&self) -> Vec<RangeInclusive<u16>> {
-        let skipped = self.proxy_init.into_iter();
-        let skipped = skipped.flat_map(|init| ports(init, "--skip-inbound-ports="));
-        skipped.chain(ports(self.proxy, "--admin-port=")).collect()
+    pub fn bypassed(&self) -> PortSet {
+        let skipped = self.proxy_init;
+        let skipped = skipped.map(|init| ports(init, "--skip-inbound-ports="));
+        skipped.unwrap_or_default() | ports(self.proxy, "--admin-port=")
     }
 
     /// The inbound configuration of the proxy, and the ports that the application declares.
@@ -56,7 +55,7 @@ impl<'a> Injected<'a> {
         Inbound {
             strict: has("--inbound=strict"),
             allow_connect: has("--allow-connect"),
-            opaque_ports: ports(self.proxy, "--opaque-ports=").collect(),
+            opaque_ports: ports(self.proxy, "--opaque-ports="),
             ports: declared.filter_map(container_port).collect(),
         }
     }
@@ -71,17 +70,11 @@ fn container_port(port: &core::ContainerPort) -> Option<ContainerPort> {
     })
 }
 
-/// The valid ports and ranges in an argument.
-fn ports<'a>(
-    container: &'a Container,
-    flag: &'a str,
-) -> impl Iterator<Item = RangeInclusive<u16>> + 'a {
-    let arguments = container.args.iter().flatten();
-    let lists = arguments.filter_map(move |argument| argument.strip_prefix(flag));
-    lists.flat_map(|list| list.split(',')).filter_map(|part| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
-    })
+/// The ports in an argument. None, if it is invalid: then the program does not start.
+fn ports(container: &Container, flag: &str) -> PortSet {
+    let mut arguments = container.args.iter().flatten();
+    let list = arguments.find_map(|argument| argument.strip_prefix(flag)?.parse().ok());
+    list.unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -131,8 +124,9 @@ mod tests {
             .find(|(name, ..)| name == "all-annotations")
             .unwrap();
         let injected = Injected::of(&after).unwrap();
-        assert_eq!(injected.bypassed(), [25..=25, 4001..=4001]);
-        assert_eq!(*injected.inbound().opaque_ports, [25..=25, 9000..=9100]);
+        assert_eq!(injected.bypassed().to_string(), "25,4001");
+        let opaque = injected.inbound().opaque_ports;
+        assert_eq!(opaque.to_string(), "25,9000-9100");
         let first = pod(serde_yaml_ng::from_str(
             "spec:
   containers: [{name: app, args: ['--opaque-ports=81', '--skip-inbound-ports=82']}]
@@ -148,7 +142,7 @@ mod tests {
         )
         .unwrap());
         let injected = Injected::of(&first).unwrap();
-        assert_eq!(injected.bypassed(), [25..=25, 9000..=9100, 4001..=4001]);
+        assert_eq!(injected.bypassed().to_string(), "25,4001,9000-9100");
         assert_eq!(injected.inbound(), Inbound::default());
     }
 }

@@ -104,7 +104,7 @@ pub(super) fn workload(workload: &Workload) -> proto::Workload {
         true => proto::workload::InboundMode::Strict,
         false => proto::workload::InboundMode::Permissive,
     };
-    let opaque = inbound.opaque_ports.iter();
+    let opaque = inbound.opaque_ports.ranges().iter();
     let ports = inbound.ports.iter();
     proto::Workload {
         inbound_mode: mode.into(),

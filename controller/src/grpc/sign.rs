@@ -309,7 +309,7 @@ mod tests {
             node: "".into(),
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
-            bypassed: Vec::new(),
+            bypassed: Default::default(),
             inbound: Default::default(),
             labels: Default::default(),
         }))

@@ -18,7 +18,7 @@ fn pod(name: &str, ip: &str) -> Change {
         node: "".into(),
         zone: "".into(),
         identity: None,
-        bypassed: Vec::new(),
+        bypassed: Default::default(),
         inbound: Default::default(),
         labels: Default::default(),
     }))

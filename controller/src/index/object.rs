@@ -4,8 +4,9 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
-use std::ops::RangeInclusive;
 use std::sync::Arc;
+
+use diy_mesh_model::ports::PortSet;
 
 use super::excess::Excess;
 use crate::checked::Checked;
@@ -444,7 +445,7 @@ pub struct Pod {
     /// The SPIFFE ID, if the pod is meshed.
     pub identity: Option<Arc<str>>,
     /// The ports that are not redirected to the proxy of a meshed pod.
-    pub bypassed: Vec<RangeInclusive<u16>>,
+    pub bypassed: PortSet,
     /// The inbound configuration of its proxy.
     pub inbound: Inbound,
     /// The labels, which selectors of Services match.
@@ -460,7 +461,7 @@ pub struct Inbound {
     /// The application accepts CONNECT requests.
     pub allow_connect: bool,
     /// The ports that are copied without detection.
-    pub opaque_ports: Box<[RangeInclusive<u16>]>,
+    pub opaque_ports: PortSet,
     /// The ports that the containers declare.
     pub ports: Box<[ContainerPort]>,
 }
@@ -481,15 +482,12 @@ impl Pod {
     pub fn identity_at(&self, port: u16) -> Option<Arc<str>> {
         self.identity
             .clone()
-            .filter(|_| !self.bypassed.iter().any(|ports| ports.contains(&port)))
+            .filter(|_| !self.bypassed.contains(port))
     }
 
     /// Whether the pod declares a port opaque.
     pub fn is_opaque_at(&self, port: u16) -> bool {
-        self.inbound
-            .opaque_ports
-            .iter()
-            .any(|ports| ports.contains(&port))
+        self.inbound.opaque_ports.contains(port)
     }
 }
 

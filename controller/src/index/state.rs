@@ -207,8 +207,8 @@ fn digest_of_rest(target: Option<&Target>) -> Version {
 
 fn digest_inbound(digest: &mut Digest, inbound: &Inbound) {
     digest.number(u64::from(inbound.strict) | u64::from(inbound.allow_connect) << 1);
-    digest.number(inbound.opaque_ports.len() as u64);
-    for ports in &inbound.opaque_ports {
+    digest.number(inbound.opaque_ports.ranges().len() as u64);
+    for ports in inbound.opaque_ports.ranges() {
         digest.number((*ports.start()).into());
         digest.number((*ports.end()).into());
     }

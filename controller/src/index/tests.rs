@@ -134,7 +134,7 @@ pub(crate) fn pod(name: &str, addresses: &[&str]) -> Pod {
         node: "".into(),
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
-        bypassed: Vec::new(),
+        bypassed: Default::default(),
         inbound: Default::default(),
         labels: [("app".to_owned(), "web".to_owned())].into(),
     }
@@ -228,10 +228,10 @@ fn resolves_each_port_and_family_to_its_endpoints() {
 
 #[test]
 fn endpoints_have_the_opaque_ports_of_their_pod() {
-    let declares = |ports: &[std::ops::RangeInclusive<u16>]| {
+    let declares = |ports: &str| {
         Object::Pod(Pod {
             inbound: Inbound {
-                opaque_ports: ports.into(),
+                opaque_ports: ports.parse().unwrap(),
                 ..Inbound::default()
             },
             ..pod("p", &["10.0.0.1"])
@@ -245,7 +245,7 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
             8080,
             vec![endpoint("10.0.0.1", "p"), endpoint("10.0.0.2", "")],
         )),
-        declares(&[8080..=8080]),
+        declares("8080"),
     ]);
     let opaque = |index: &Index, destination: &str| {
         let endpoints = state(index, destination.parse().unwrap())
@@ -269,7 +269,7 @@ fn endpoints_have_the_opaque_ports_of_their_pod() {
     // Another pod of the name declares nothing: subscribers hear of it.
     let before = state(&index, "10.96.0.1:80".parse().unwrap());
     let mut touched = Touched::default();
-    index.apply(Change::Apply(declares(&[])), &mut touched);
+    index.apply(Change::Apply(declares("")), &mut touched);
     assert!(touched.addresses.contains(&ip("10.96.0.1")));
     let Update::Difference(delta) = state(&index, "10.96.0.1:80".parse().unwrap()).since(&before)
     else {
@@ -704,10 +704,10 @@ fn endpoint_without_a_pod_has_the_identity_but_not_the_policy_of_the_pod_at_its_
     let holder = |addresses: &[&str]| {
         Object::Pod(Pod {
             inbound: Inbound {
-                opaque_ports: [8080..=8080].into(),
+                opaque_ports: "8080".parse().unwrap(),
                 ..Inbound::default()
             },
-            bypassed: vec![8081..=8081],
+            bypassed: "8081".parse().unwrap(),
             ..pod("p", addresses)
         })
     };

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::check_rate_limit;
 use proto::rate_limit::Scope as ProtoScope;
@@ -59,13 +60,9 @@ pub(super) fn parse(
     Ok(RateLimits(parsed))
 }
 
-fn parse_ports(limit: &proto::RateLimit) -> Result<crate::ports::PortSet, String> {
-    let port = |number: &u32| {
-        let port = u16::try_from(*number).ok().filter(|port| *port != 0);
-        port.map(|port| port..=port)
-            .ok_or_else(|| format!("port {number}, expected 1 to 65535"))
-    };
-    limit.ports.iter().map(port).collect()
+fn parse_ports(limit: &proto::RateLimit) -> Result<PortSet, String> {
+    let ports = limit.ports.iter().map(|port| (*port, *port));
+    PortSet::from_ranges(ports).map_err(|(port, _)| format!("port {port}, expected 1 to 65535"))
 }
 
 fn parse_rate(limit: &proto::RateLimit) -> Result<Rate, String> {

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use diy_mesh_model::ports::{InvalidPorts, PortSet};
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
 use diy_mesh_proto::mesh::v1::{Acknowledgement, ResourceType, Subscribe, Workload};
@@ -14,7 +15,6 @@ use tracing::info;
 use super::limits;
 use super::position::{Order, Position};
 use crate::policy::Policy;
-use crate::ports::PortSet;
 
 /// The subscription to the own pod's configuration.
 #[derive(Debug)]
@@ -150,18 +150,12 @@ fn policy(
             ));
         }
     };
-    let port = |number: u32| u16::try_from(number).ok().filter(|port| *port != 0);
-    let ranges = workload.opaque_ports.iter().map(|range| {
-        let ports = port(range.first).zip(port(range.last));
-        let ports = ports.filter(|(first, last)| first <= last);
-        ports.map(|(first, last)| first..=last).ok_or_else(|| {
-            let (first, last) = (range.first, range.last);
-            format!("opaque ports {first}-{last}: expected ports from 1 to 65535")
-        })
-    });
+    let ranges = workload.opaque_ports.iter();
+    let opaque_ports = PortSet::from_ranges(ranges.map(|range| (range.first, range.last)));
     Ok(Policy {
         strict,
-        opaque_ports: ranges.collect::<Result<PortSet, _>>()?,
+        opaque_ports: opaque_ports
+            .map_err(|(first, last)| format!("opaque ports {first}-{last}: {InvalidPorts}"))?,
         allow_connect: workload.allow_connect,
         zone: workload.zone.clone(),
         rate_limits: limits::parse(&workload.rate_limits, &earlier.rate_limits, now)?,

@@ -1,0 +1,5 @@
+//! Values that several components read or write, each with one type, one parser and one text form.
+//! Beside `proto`, so that proxy-init and the injector stay free of gRPC. No sockets, clock or
+//! Kubernetes types.
+
+pub mod ports;
