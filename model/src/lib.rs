@@ -2,4 +2,5 @@
 //! Beside `proto`, so that proxy-init and the injector stay free of gRPC. No sockets, clock or
 //! Kubernetes types.
 
+pub mod code;
 pub mod ports;

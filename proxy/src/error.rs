@@ -1,11 +1,12 @@
-//! The failures of the request path. This module is the only mapping from a failure to the HTTP
-//! status, the gRPC status, the `x-mesh-error` code and the metric label.
+//! The failures of the request path. This module is the only mapping from a failure to its code,
+//! whose row in `diy_mesh_model::code` has the HTTP status, the gRPC status and the label.
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use diy_mesh_model::code::Code;
 use http::StatusCode;
 use thiserror::Error;
 
@@ -244,58 +245,19 @@ impl Failure {
         match self {
             Self::NoneAccepts { last, .. } => last.status(),
             Self::FaultInjected { status, .. } => *status,
-            Self::NoEndpoint(_)
-            | Self::UnknownPort { .. }
-            | Self::Withheld(_)
-            | Self::Overloaded(_)
-            | Self::MemoryExhausted
-            | Self::UpstreamOverloaded(_)
-            | Self::EndpointLimit { .. }
-            | Self::CircuitOpen { .. }
-            | Self::NoCertificate(_) => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Connect { .. }
-            | Self::UpstreamClosed { .. }
-            | Self::UpstreamMalformed { .. }
-            | Self::RetriedStatus { .. }
-            | Self::Handshake { .. } => StatusCode::BAD_GATEWAY,
-            Self::NoRoute(_) => StatusCode::NOT_FOUND,
-            Self::InvalidBackend(_) | Self::InvalidRoutes { .. } => {
-                StatusCode::INTERNAL_SERVER_ERROR
-            }
-            Self::MtlsRequired => StatusCode::FORBIDDEN,
-            Self::ConnectNotAllowed => StatusCode::METHOD_NOT_ALLOWED,
-            Self::ConnectTimeout(_) | Self::Timeout(_) => StatusCode::GATEWAY_TIMEOUT,
-            Self::RateLimited(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::BadRequest(_) => StatusCode::BAD_REQUEST,
             Self::TooLargeToMatch(RequestPart::Target) => StatusCode::URI_TOO_LONG,
-            Self::HeadersTooLarge(_) | Self::TooLargeToMatch(RequestPart::Fields) => {
-                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+            failure => {
+                let status = failure.code().statuses().first();
+                let status = status.and_then(|status| StatusCode::from_u16(*status).ok());
+                status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
             }
-            Self::RequestTimeout => StatusCode::REQUEST_TIMEOUT,
         }
     }
 
-    /// The gRPC status code that a gRPC client gets. The codes are those of `statuscodes.md` in the
-    /// gRPC core documentation.
+    /// The gRPC status code that a gRPC client gets.
     pub fn grpc_status(&self) -> u8 {
-        match self {
-            Self::NoneAccepts { last, .. } => last.grpc_status(),
-            Self::FaultInjected { status, .. } => grpc_status(*status),
-            // DEADLINE_EXCEEDED
-            Self::ConnectTimeout(_) | Self::RequestTimeout | Self::Timeout(_) => 4,
-            Self::MtlsRequired => 7,   // PERMISSION_DENIED
-            Self::BadRequest(_) => 13, // INTERNAL, as gRPC maps HTTP 400
-            // RESOURCE_EXHAUSTED
-            Self::HeadersTooLarge(_)
-            | Self::TooLargeToMatch(_)
-            | Self::Overloaded(_)
-            | Self::MemoryExhausted
-            | Self::UpstreamOverloaded(_)
-            | Self::EndpointLimit { .. }
-            | Self::RateLimited(_) => 8,
-            Self::ConnectNotAllowed | Self::NoRoute(_) => 12, // UNIMPLEMENTED
-            _ => 14,                                          // UNAVAILABLE
-        }
+        let own = self.code().grpc().map(|grpc| grpc as u8);
+        own.unwrap_or_else(|| grpc_status(self.status()))
     }
 
     /// The value of the Allow field that goes with the status (RFC 9110, section 15.5.6).
@@ -340,36 +302,36 @@ impl Failure {
         )
     }
 
-    /// The code in `x-mesh-error` and in metrics.
-    pub fn code(&self) -> &'static str {
+    /// The code, whose row says what clients get.
+    pub fn code(&self) -> Code {
         match self {
             Self::NoneAccepts { last, .. } => last.code(),
-            Self::NoEndpoint(_) => "no-endpoint",
-            Self::NoRoute(_) => "no-route",
-            Self::InvalidBackend(_) => "invalid-backend",
-            Self::InvalidRoutes { .. } => "invalid-routes",
-            Self::FaultInjected { .. } => "fault-injected",
-            Self::UnknownPort { .. } => "unknown-port",
-            Self::Withheld(_) => "withheld",
-            Self::Connect { .. } => "connect-failed",
-            Self::ConnectTimeout(_) => "connect-timeout",
-            Self::UpstreamClosed { .. } => "upstream-closed",
-            Self::UpstreamMalformed { .. } => "upstream-malformed",
-            Self::RateLimited(_) => "rate-limited",
-            Self::BadRequest(_) => "bad-request",
-            Self::HeadersTooLarge(_) => "headers-too-large",
-            Self::TooLargeToMatch(_) => "too-large-to-match",
-            Self::RequestTimeout => "request-timeout",
-            Self::Overloaded(_) => "overloaded",
-            Self::MemoryExhausted => "memory-exhausted",
-            Self::UpstreamOverloaded(_) | Self::EndpointLimit { .. } => "upstream-overloaded",
-            Self::CircuitOpen { .. } => "circuit-open",
-            Self::RetriedStatus { .. } => "retried-status",
-            Self::NoCertificate(_) => "no-certificate",
-            Self::Handshake { .. } => "handshake-failed",
-            Self::MtlsRequired => "mtls-required",
-            Self::ConnectNotAllowed => "connect-not-allowed",
-            Self::Timeout(_) => "timeout",
+            Self::NoEndpoint(_) => Code::NoEndpoint,
+            Self::NoRoute(_) => Code::NoRoute,
+            Self::InvalidBackend(_) => Code::InvalidBackend,
+            Self::InvalidRoutes { .. } => Code::InvalidRoutes,
+            Self::FaultInjected { .. } => Code::FaultInjected,
+            Self::UnknownPort { .. } => Code::UnknownPort,
+            Self::Withheld(_) => Code::Withheld,
+            Self::Connect { .. } => Code::ConnectFailed,
+            Self::ConnectTimeout(_) => Code::ConnectTimeout,
+            Self::UpstreamClosed { .. } => Code::UpstreamClosed,
+            Self::UpstreamMalformed { .. } => Code::UpstreamMalformed,
+            Self::RateLimited(_) => Code::RateLimited,
+            Self::BadRequest(_) => Code::BadRequest,
+            Self::HeadersTooLarge(_) => Code::HeadersTooLarge,
+            Self::TooLargeToMatch(_) => Code::TooLargeToMatch,
+            Self::RequestTimeout => Code::RequestTimeout,
+            Self::Overloaded(_) => Code::Overloaded,
+            Self::MemoryExhausted => Code::MemoryExhausted,
+            Self::UpstreamOverloaded(_) | Self::EndpointLimit { .. } => Code::UpstreamOverloaded,
+            Self::CircuitOpen { .. } => Code::CircuitOpen,
+            Self::RetriedStatus { .. } => Code::RetriedStatus,
+            Self::NoCertificate(_) => Code::NoCertificate,
+            Self::Handshake { .. } => Code::HandshakeFailed,
+            Self::MtlsRequired => Code::MtlsRequired,
+            Self::ConnectNotAllowed => Code::ConnectNotAllowed,
+            Self::Timeout(_) => Code::Timeout,
         }
     }
 }
@@ -465,7 +427,7 @@ mod tests {
             assert_eq!(failure.to_string(), message);
             assert_eq!(failure.status().as_u16(), 503);
             assert_eq!(
-                (failure.code(), failure.grpc_status()),
+                (failure.code().label(), failure.grpc_status()),
                 ("unknown-port", 14)
             );
         }
@@ -535,8 +497,8 @@ mod tests {
             assert_eq!(failure.to_string(), message);
             assert_eq!(failure.status().as_u16(), status);
             assert_eq!(
-                (failure.code(), failure.grpc_status()),
-                (last.code(), last.grpc_status())
+                (failure.code().label(), failure.grpc_status()),
+                (last.code().label(), last.grpc_status())
             );
         }
         let unnamed = Failure::of_attempts(vec![timeout(1)], "10.0.0.1:8089", 1).expect("one");

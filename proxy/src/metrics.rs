@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use diy_mesh_model::code::Code;
 use diy_mesh_proto::MAX_EXCEPTIONS;
 use diy_mesh_runtime::metrics::{
     Active, on_scrape, register, register_family, register_process, render,
@@ -30,36 +31,6 @@ use crate::mirror::MirrorResult;
 use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
 
-/// Values of the label `code`: those of `Failure::code`, and one for codes missing here.
-const FAILURE_CODES: [&str; 27] = [
-    "no-endpoint",
-    "unknown-port",
-    "no-route",
-    "invalid-backend",
-    "invalid-routes",
-    "fault-injected",
-    "withheld",
-    "connect-failed",
-    "connect-timeout",
-    "upstream-closed",
-    "upstream-malformed",
-    "rate-limited",
-    "bad-request",
-    "headers-too-large",
-    "too-large-to-match",
-    "request-timeout",
-    "overloaded",
-    "memory-exhausted",
-    "upstream-overloaded",
-    "circuit-open",
-    "retried-status",
-    "no-certificate",
-    "handshake-failed",
-    "mtls-required",
-    "connect-not-allowed",
-    "timeout",
-    "other",
-];
 /// Names of objects that have counters of their own.
 const MAX_NAMES: usize = 100;
 /// The name of all others.
@@ -108,7 +79,7 @@ struct Flows {
     certificate_expired: [Gauge; 2],
     /// By [`HttpVersion`] and status class.
     requests: [[[Counter; CLASSES.len()]; 2]; 2],
-    failures: [[Counter; FAILURE_CODES.len()]; 2],
+    failures: [[Counter; Code::ALL.len()]; 2],
     retries: [Counter; 2],
     /// By [`RetryDenial`].
     retries_denied: [[Counter; RetryDenial::NAMES.len()]; 2],
@@ -253,11 +224,7 @@ impl Metrics {
 
     /// Counts a request or a connection that the proxy failed to forward.
     pub fn failure(&self, direction: Direction, failure: &Failure) {
-        let index = FAILURE_CODES
-            .iter()
-            .position(|code| *code == failure.code())
-            .unwrap_or(FAILURE_CODES.len() - 1);
-        self.flows.failures[direction as usize][index].inc();
+        self.flows.failures[direction as usize][failure.code() as usize].inc();
     }
 
     /// Counts a retry that is safe, and takes place unless it is denied.
@@ -329,7 +296,7 @@ impl Flows {
                 "failures",
                 "Requests and connections that the proxy failed to forward, by error code",
                 "code",
-                FAILURE_CODES,
+                Code::ALL.map(Code::label),
             ),
             retries: by_direction(
                 r,

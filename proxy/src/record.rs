@@ -280,13 +280,13 @@ impl ExchangeRecord {
         let reply = LocalReply::from(&failure);
         self.status = Some(reply.status);
         self.fail(&failure);
-        self.dump(|dump| dump.failure = Some((failure.code(), failure.to_string())));
+        self.dump(|dump| dump.failure = Some((failure.code().label(), failure.to_string())));
         reply
     }
 
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
-        self.failure = Some(failure.code());
+        self.failure = Some(failure.code().label());
         report(&self.flow, failure, false);
     }
 
@@ -391,7 +391,7 @@ impl ConnectionRecord {
     /// The proxy could not carry the connection. The log is the only place where a failed
     /// authentication shows: the client cannot be told.
     pub fn fail(&mut self, failure: &Failure) {
-        self.failure = Some(failure.code());
+        self.failure = Some(failure.code().label());
         report(&self.flow, failure, failure.is_identity_failure());
     }
 }
@@ -416,7 +416,7 @@ impl Drop for ConnectionRecord {
 /// Counts a failure and logs it, at the rate of warnings if it is one.
 fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     flow.worker.metrics.failure(flow.direction, failure);
-    let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code());
+    let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code().label());
     let destination = flow.destination.name();
     if is_warning && flow.worker.should_log(Instant::now()) {
         tracing::warn!(path, %peer, %destination, code, "{failure}");

@@ -238,7 +238,7 @@ impl Worker {
             },
             destination: "",
             endpoint: "",
-            reason: NO_SLOT.code(),
+            reason: NO_SLOT.code().label(),
         };
         self.metrics.exceptions.record(event, 1, Instant::now());
     }

@@ -370,7 +370,7 @@ mod tests {
             let deadline = begun + seconds * SECOND;
             let result = limiter.wait(Http2Connections, address(), deadline, || None::<()>);
             let failure = result.await.expect_err("nothing to take");
-            (failure.code(), begun.elapsed())
+            (failure.code().label(), begun.elapsed())
         };
         let rejected = ("upstream-overloaded", Duration::ZERO);
         let (one, two, three) = tokio::join!(wait(1), wait(2), wait(3));

@@ -181,7 +181,7 @@ async fn exchange_waits_for_a_connection_of_a_saturated_endpoint() {
     let third = third.expect("it waited");
     assert!(third.reused, "the connection of the first exchange");
     assert_eq!(
-        fourth.err().map(|failure| failure.code()),
+        fourth.err().map(|failure| failure.code().label()),
         Some("upstream-overloaded")
     );
     drop(third);

@@ -281,7 +281,10 @@ fn error_names_unknown_port_and_withheld_destination() {
         let (_sender, destination) = watched_destination(Arc::new(target));
         let picked = destination.pick(&[], &mut rng());
         let failure = picked.err().expect("there is no endpoint");
-        assert_eq!((failure.code(), &*failure.to_string()), (code, message));
+        assert_eq!(
+            (failure.code().label(), &*failure.to_string()),
+            (code, message)
+        );
     }
 }
 

@@ -222,7 +222,7 @@ fn renders_failure_before_its_response() {
     let (text, _) = text(Mode::Full, Direction::Outbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         let failure = Failure::NoEndpoint("shop/cart".into());
-        dump.fill(|record| record.failure = Some((failure.code(), failure.to_string())));
+        dump.fill(|record| record.failure = Some((failure.code().label(), failure.to_string())));
         let status = StatusCode::SERVICE_UNAVAILABLE;
         respond(dump, status, b"Service Unavailable", &HeaderMap::new());
     });

@@ -72,7 +72,7 @@ async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
     let endpoint = backend
         .pick(&[], &mut fastrand::Rng::new())
         .expect("it is fixed");
-    let result = result.map_err(|failure| failure.code().to_owned());
+    let result = result.map_err(|failure| failure.code().label().to_owned());
     (
         result,
         request.attempts.count,

@@ -35,7 +35,10 @@ pub struct LocalReply {
 
 impl From<&Failure> for LocalReply {
     fn from(failure: &Failure) -> Self {
-        let code = (X_MESH_ERROR, HeaderValue::from_static(failure.code()));
+        let code = (
+            X_MESH_ERROR,
+            HeaderValue::from_static(failure.code().label()),
+        );
         let allow = failure
             .allow()
             .map(|methods| (ALLOW, HeaderValue::from_static(methods)));

@@ -275,7 +275,7 @@ fn shares(weights: &[(&str, u32)], times: usize) -> BTreeMap<String, usize> {
         let planned = routes.plan(&MatchInput::new(request("GET", "/")), &service(), &mut rng);
         let chosen = match planned.map_err(|unrouted| unrouted.answer) {
             Ok(plan) => plan.backend().expect("a backend").to_string(),
-            Err(Answer::Failure(failure)) => failure.code().to_owned(),
+            Err(Answer::Failure(failure)) => failure.code().label().to_owned(),
             Err(Answer::Reply(reply)) => panic!("{reply:?}"),
         };
         *shares.entry(chosen).or_default() += 1;
@@ -356,7 +356,7 @@ fn requests_without_a_way_fail() {
         match planned.map_err(|unrouted| unrouted.answer) {
             Err(Answer::Failure(failure)) => {
                 let (status, grpc) = (failure.status().as_u16(), failure.grpc_status());
-                (failure.code(), status, grpc, failure.to_string())
+                (failure.code().label(), status, grpc, failure.to_string())
             }
             other => panic!("{other:?}"),
         }

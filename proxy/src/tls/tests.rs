@@ -1003,7 +1003,7 @@ fn sends_no_request_to_a_meshed_endpoint_without_tls() {
             )
             .await;
         assert_eq!(
-            refused.err().map(|failure| failure.code()),
+            refused.err().map(|failure| failure.code().label()),
             Some("handshake-failed")
         );
         assert_eq!(super::inspect(&heard.borrow()), super::Hello::Mesh);
