@@ -9,7 +9,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
 use diy_mesh_runtime::LogFormat;
 use serde::Serialize;
 
-use crate::proxy_settings::ProxySettings;
+use crate::settings::SidecarSettings;
 
 const SHUTDOWN_DELAY_KUBERNETES: u64 = 5;
 const SHUTDOWN_DELAY_EPHEMERAL: u64 = 0;
@@ -42,7 +42,7 @@ pub struct Flags {
     pub controller_identity: Option<String>,
     /// The defaults of proxies.
     #[command(flatten)]
-    pub proxy: ProxySettings,
+    pub proxy: SidecarSettings,
     /// Address of the webhook (HTTPS)
     #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8443")]
     pub listen: SocketAddr,
@@ -143,7 +143,7 @@ pub struct Settings {
     /// The namespace of the mesh itself. Its pods are not injected.
     pub mesh_namespace: String,
     /// The defaults of proxies.
-    pub proxy: ProxySettings,
+    pub proxy: SidecarSettings,
 }
 
 /// A checked configuration.

@@ -10,9 +10,8 @@ use std::fmt::Display;
 use diy_mesh_model::ports::PortSet;
 use serde_json::{Value, json};
 
-use crate::annotations::Options;
 use crate::config::Settings;
-use crate::proxy_settings::ProxySettings;
+use crate::settings::SidecarSettings;
 
 /// The name of the proxy container.
 pub const PROXY: &str = "proxy";
@@ -80,17 +79,11 @@ impl Ports {
 }
 
 /// The init container that configures traffic redirection.
-pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value {
+pub fn proxy_init(settings: &Settings, own: &SidecarSettings, ports: Ports) -> Value {
     let mut args = port_args(ports);
     args.push(format!("{PROXY_UID_FLAG}={PROXY_UID}"));
-    args.extend(ports_arg(
-        "--skip-inbound-ports",
-        &options.skip_inbound_ports,
-    ));
-    args.extend(ports_arg(
-        "--skip-outbound-ports",
-        &options.skip_outbound_ports,
-    ));
+    args.extend(ports_arg("--skip-inbound-ports", &own.skip_inbound_ports));
+    args.extend(ports_arg("--skip-outbound-ports", &own.skip_outbound_ports));
     json!({
         "name": PROXY_INIT,
         "image": settings.proxy_init_image,
@@ -115,24 +108,21 @@ pub fn proxy_init(settings: &Settings, ports: Ports, options: &Options) -> Value
 /// `own` are the settings of this proxy, `probes` its arguments for the probes of the pod.
 pub fn proxy(
     settings: &Settings,
-    own: &ProxySettings,
+    own: &SidecarSettings,
     ports: Ports,
-    options: &Options,
     probes: Vec<String>,
 ) -> Value {
     let mut args = port_args(ports);
-    args.push(format!("--log={}", own.proxy_log));
+    args.push(format!("--log={}", own.log));
     // Earlier proxies, which a pinned image may contain, do not know this flag.
-    args.extend(
-        (own.proxy_log_format != "text").then(|| format!("--log-format={}", own.proxy_log_format)),
-    );
-    args.push(format!("--drain-seconds={}", own.proxy_drain));
-    args.push(format!("--dump={}", own.proxy_dump));
-    args.extend(arg("--dump-format", &options.dump_format));
-    args.extend(arg("--inbound", &options.inbound));
-    args.extend(ports_arg("--opaque-ports", &options.opaque_ports));
-    args.extend(options.allow_connect.then(|| "--allow-connect".to_owned()));
-    args.extend(arg("--max-connection-age", &options.max_connection_age));
+    args.extend((own.log_format != "text").then(|| format!("--log-format={}", own.log_format)));
+    args.push(format!("--drain-seconds={}", own.drain));
+    args.push(format!("--dump={}", own.dump));
+    args.extend(arg("--dump-format", &own.dump_format));
+    args.extend(arg("--inbound", &own.inbound));
+    args.extend(ports_arg("--opaque-ports", &own.opaque_ports));
+    args.extend(own.allow_connect.then(|| "--allow-connect".to_owned()));
+    args.extend(arg("--max-connection-age", &own.max_connection_age));
     args.extend(probes);
     json!({
         "name": PROXY,

@@ -1,7 +1,7 @@
 //! The injector: a mutating admission webhook that adds proxy-init and the proxy to pods.
 //!
 //! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview),
-//! `namespaces` (labels), `patch` (Pod to JSON patch), which uses `annotations`, `proxy_settings`,
+//! `namespaces` (labels), `patch` (Pod to JSON patch), which uses `annotations`, `settings`,
 //! `containers` and `probes`.
 //! `kubernetes` or `ephemeral` provide the serving certificate (`certificate`); `publish` hands it
 //! to `tls` and to `health`.
@@ -21,10 +21,10 @@ mod namespaces;
 pub mod patch;
 mod pod;
 mod probes;
-pub mod proxy_settings;
 mod publish;
 pub mod review;
 mod server;
+pub mod settings;
 mod tls;
 pub mod webhook;
 

@@ -13,11 +13,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
 use tokio::time::timeout;
 
-use crate::annotations::{INBOUND, INJECT, STRICT};
+use crate::annotations::{INBOUND, INJECT};
 use crate::config;
 use crate::kubernetes;
 use crate::patch::NamespaceLabels;
 use crate::publish;
+use crate::settings::STRICT;
 
 /// Timeout of a read, well below the timeout of a review.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);

@@ -6,7 +6,7 @@
 use json_patch::Patch;
 use serde_json::Value;
 
-use crate::annotations::{self, InjectAnnotation, Options, quoted};
+use crate::annotations::{self, InjectAnnotation, quoted};
 use crate::config::Settings;
 use crate::containers::{
     self, PROXY, PROXY_INIT, PROXY_UID, PROXY_UID_FLAG, Ports, TOKEN_FILE_VARIABLE, TOKEN_VOLUME,
@@ -14,7 +14,7 @@ use crate::containers::{
 use crate::diff;
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
-use crate::proxy_settings::ProxySettings;
+use crate::settings::{DRAIN, STRICT, SidecarSettings};
 
 /// A pod that is about to be created.
 #[derive(Clone, Copy, Debug)]
@@ -140,13 +140,9 @@ fn inject(
 ) -> Result<Injection, Vec<String>> {
     let view = PodView::new(pod)?;
     let mut problems = conflicts(pod, &view);
-    let mut options = Options::from_pod(pod).unwrap_or_else(|invalid| {
-        problems.extend(invalid);
-        Options::default()
-    });
-    let proxy = settings.proxy.for_pod(pod, &mut problems);
-    let namespace_mode = labels.strict.then_some(annotations::STRICT);
-    options.inbound = options.inbound.or(namespace_mode);
+    let mut own = settings.proxy.clone();
+    own.inbound = labels.strict.then_some(STRICT);
+    let own = own.for_pod(pod, &mut problems);
     let ports = Ports::avoiding(declared_ports(&view)).unwrap_or_else(|| {
         problems.push("the containers of the pod declare all ports from 4000 to 65535, which leaves none for the proxy".into());
         Ports::DEFAULT
@@ -161,7 +157,7 @@ fn inject(
     let previous = previous
         .map(|proxy| Previous::of(proxy))
         .unwrap_or_default();
-    let mut probes = Rewriter::new(&options, ports, previous);
+    let mut probes = Rewriter::new(&own, ports, previous);
     let others: Vec<Value> = others
         .into_iter()
         .map(|other| probes.rewrite(other))
@@ -174,8 +170,8 @@ fn inject(
         injected["spec"]["containers"] = containers.collect();
     }
     let containers = [
-        containers::proxy_init(settings, ports, &options),
-        containers::proxy(settings, &proxy, ports, &options, probes.arguments),
+        containers::proxy_init(settings, &own, ports),
+        containers::proxy(settings, &own, ports, probes.arguments),
     ];
     let mut volumes = view.volumes.to_vec();
     diff::merge_list(&mut volumes, &[containers::token_volume()], "name");
@@ -193,7 +189,7 @@ fn inject(
         pod: injected,
         warnings: port_warning(ports)
             .into_iter()
-            .chain(drain_warning(pod, &proxy))
+            .chain(drain_warning(pod, &own))
             .chain(unknown_annotations(&view))
             .collect(),
     })
@@ -220,16 +216,16 @@ fn unknown_annotations(view: &PodView<'_>) -> impl Iterator<Item = String> {
 
 /// The kubelet ends the proxy with the pod, also before the end of a drain period that the pod
 /// asks for.
-fn drain_warning(pod: &Value, proxy: &ProxySettings) -> Option<String> {
-    annotation(pod, annotations::DRAIN)?;
+fn drain_warning(pod: &Value, own: &SidecarSettings) -> Option<String> {
+    annotation(pod, DRAIN)?;
     let grace_period = pod
         .pointer("/spec/terminationGracePeriodSeconds")
         .and_then(Value::as_u64)
         .unwrap_or(DEFAULT_GRACE_PERIOD);
-    (proxy.proxy_drain > grace_period).then(|| {
+    (own.drain > grace_period).then(|| {
         format!(
             "annotation {} is longer than terminationGracePeriodSeconds of the pod, {grace_period}: set a longer one",
-            annotations::DRAIN
+            DRAIN
         )
     })
 }

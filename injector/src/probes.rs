@@ -11,9 +11,9 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value, json};
 
-use crate::annotations::Options;
 use crate::containers::{ADMIN_PORT_FLAG, Ports};
 use crate::pod::{list, name_of};
+use crate::settings::SidecarSettings;
 
 const PROBES: [&str; 3] = ["startupProbe", "livenessProbe", "readinessProbe"];
 const HOOKS: [&str; 2] = ["postStart", "preStop"];
@@ -23,7 +23,7 @@ const FLAG: &str = "--kubelet-probe";
 
 /// Rewrites the probes of containers, one after another.
 pub struct Rewriter<'a> {
-    options: &'a Options,
+    settings: &'a SidecarSettings,
     ports: Ports,
     previous: Previous,
     /// The arguments of the proxy for the probes so far.
@@ -67,10 +67,10 @@ impl Previous {
 }
 
 impl<'a> Rewriter<'a> {
-    /// A rewriter for a pod with these options and ports of the proxy.
-    pub fn new(options: &'a Options, ports: Ports, previous: Previous) -> Self {
+    /// A rewriter for a pod with these settings and ports of the proxy.
+    pub fn new(settings: &'a SidecarSettings, ports: Ports, previous: Previous) -> Self {
         Self {
-            options,
+            settings,
             ports,
             previous,
             arguments: Vec::new(),
@@ -145,7 +145,7 @@ impl<'a> Rewriter<'a> {
         };
         let target = &action[kind];
         let port = port(target, container)?;
-        let bypasses = self.options.skip_inbound_ports.contains(port) || self.ports.contains(port);
+        let bypasses = self.settings.skip_inbound_ports.contains(port) || self.ports.contains(port);
         (is_supported && is_pod(target) && !bypasses).then_some((kind, port))
     }
 }
@@ -205,8 +205,8 @@ mod tests {
     const PORTS: Ports = Ports::DEFAULT;
 
     /// The rewritten container and the originals.
-    fn rewrite(container: &Value, options: &Options) -> (Value, Vec<Value>) {
-        let mut rewriter = Rewriter::new(options, PORTS, Previous::default());
+    fn rewrite(container: &Value, settings: &SidecarSettings) -> (Value, Vec<Value>) {
+        let mut rewriter = Rewriter::new(settings, PORTS, Previous::default());
         let rewritten = rewriter.rewrite(container);
         let originals = rewriter.arguments.iter().map(|argument| {
             let value = argument.strip_prefix("--kubelet-probe=").expect("the flag");
@@ -228,7 +228,7 @@ mod tests {
             "livenessProbe": {"grpc": {"port": 9000, "service": "x"}, "timeoutSeconds": 3},
             "readinessProbe": {"httpGet": {"path": "/", "port": "8443", "scheme": "HTTPS"}, "timeoutSeconds": 0},
         });
-        let (rewritten, originals) = rewrite(&container, &Options::default());
+        let (rewritten, originals) = rewrite(&container, &SidecarSettings::default());
         assert_eq!(
             rewritten["startupProbe"],
             json!({"httpGet": admin(0), "failureThreshold": 30})
@@ -254,7 +254,7 @@ mod tests {
             "name": "a", "livenessProbe": get,
             "lifecycle": {"preStop": get, "postStart": {"exec": {"command": ["x"]}}},
         });
-        let (rewritten, originals) = rewrite(&container, &Options::default());
+        let (rewritten, originals) = rewrite(&container, &SidecarSettings::default());
         let lifecycle =
             json!({"preStop": {"httpGet": admin(1)}, "postStart": {"exec": {"command": ["x"]}}});
         assert_eq!(rewritten["lifecycle"], lifecycle);
@@ -265,9 +265,9 @@ mod tests {
 
     #[test]
     fn keeps_probes_that_do_not_pass_the_proxy_and_invalid_ones() {
-        let options = Options {
+        let options = SidecarSettings {
             skip_inbound_ports: "25,8000-8999".parse().expect("valid"),
-            ..Options::default()
+            ..SidecarSettings::default()
         };
         for probe in [
             json!({"tcpSocket": {"port": 25}}),
@@ -297,7 +297,7 @@ mod tests {
     fn restores_the_originals_of_an_earlier_injection() {
         let probe = json!({"tcpSocket": {"port": 80}, "timeoutSeconds": 2, "periodSeconds": 5});
         let get = json!({"httpGet": {"path": "/$(A)", "port": 81}});
-        let options = Options::default();
+        let options = SidecarSettings::default();
         let first = json!({"livenessProbe": probe, "lifecycle": {"preStop": get}});
         let mut rewriter = Rewriter::new(&options, PORTS, Previous::default());
         let once = rewriter.rewrite(&first);
@@ -322,9 +322,9 @@ mod tests {
         assert_eq!(again.arguments[1..], rewriter.arguments);
 
         // The port of the hook bypasses the proxy now: the original comes back.
-        let skipped = Options {
+        let skipped = SidecarSettings {
             skip_inbound_ports: "81".parse().expect("valid"),
-            ..Options::default()
+            ..SidecarSettings::default()
         };
         let mut again = Rewriter::new(&skipped, PORTS, Previous::of(&proxy));
         assert_eq!(again.rewrite(&once)["lifecycle"]["preStop"], get);

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use diy_mesh_injector::settings::SETTINGS;
 use diy_mesh_model::code::Code;
 use diy_mesh_tests::repository::{assert_none, files_with_extension, read, root};
 use diy_mesh_tests::sandbox::programs;
@@ -158,6 +159,7 @@ fn documented_metrics_exist() {
 fn documented_annotations_exist() {
     let sources = [
         "injector/src/annotations.rs",
+        "injector/src/settings.rs",
         "controller/src/catalog/convert.rs",
     ];
     let known = sources.map(|path| read(Path::new(path))).concat();
@@ -178,6 +180,43 @@ fn documented_annotations_exist() {
         }
     }
     assert_none("annotations that no component knows", unknown);
+}
+
+#[test]
+fn reference_has_the_row_of_each_setting() {
+    let reference = read(Path::new("docs/reference.md"));
+    let rows = |from: &str, to: &str| -> Vec<&str> {
+        let lines = reference.lines().skip_while(|line| !line.starts_with(from));
+        lines.take_while(|line| !line.starts_with(to)).collect()
+    };
+    let settings: Vec<String> = SETTINGS
+        .iter()
+        .map(|one| {
+            let (annotation, values, description) = (one.annotation, one.values, one.description);
+            format!("| `{annotation}` | {values} | {description} |")
+        })
+        .collect();
+    let documented = rows(
+        "| `diy-service-mesh/inbound`",
+        "| `diy-service-mesh/status`",
+    );
+    assert_eq!(
+        documented, settings,
+        "docs/reference.md and injector/src/settings.rs differ"
+    );
+    let flags = SETTINGS.iter().filter_map(|one| {
+        let (flag, annotation) = (one.flag.as_ref()?, one.annotation);
+        let (name, variable, default) = (flag.name, flag.variable, flag.default);
+        Some(format!(
+            "| `--{name}` | `{variable}` | `{default}` | default of `{annotation}` |"
+        ))
+    });
+    let documented = rows("| `--proxy-dump`", "| `--listen`");
+    assert_eq!(
+        documented,
+        flags.collect::<Vec<_>>(),
+        "flags of the injector"
+    );
 }
 
 #[test]

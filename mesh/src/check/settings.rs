@@ -2,6 +2,7 @@
 //! strict pods. Pure.
 
 use diy_mesh_injector::annotations::{self, INBOUND, INJECT, PREFIX, STATUS};
+use diy_mesh_injector::settings::STRICT;
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::ResourceExt;
 
@@ -128,7 +129,7 @@ pub(super) fn strict(facts: &Facts) -> Findings<'_> {
 }
 
 fn is_strict(pod: &Pod) -> bool {
-    proxy(pod).and_then(|proxy| argument(proxy, "--inbound")) == Some(annotations::STRICT)
+    proxy(pod).and_then(|proxy| argument(proxy, "--inbound")) == Some(STRICT)
 }
 
 /// The ports of a strict pod that bypass its proxy, and the probes and hooks that every caller of

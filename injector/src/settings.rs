@@ -1,0 +1,594 @@
+//! The settings of a sidecar: one list ([`SETTINGS`]) of the annotations that set them, with their
+//! values, defaults and checks, and one value ([`SidecarSettings`]) that they are read into. Pure.
+//!
+//! Flags of the injector replace the defaults of some of them for the mesh. `docs/reference.md` has
+//! the rows of the list.
+
+use std::str::FromStr;
+
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use diy_mesh_model::ports::PortSet;
+use serde_json::{Map, Value, json};
+
+use crate::annotations::{INBOUND, quoted};
+use crate::pod::annotation;
+
+/// Rejects unauthenticated connections.
+pub const STRICT: &str = "strict";
+/// Accepts unauthenticated connections.
+pub const PERMISSIVE: &str = "permissive";
+/// The annotation of the drain period.
+pub const DRAIN: &str = "diy-service-mesh/proxy-drain";
+
+const MODES: [&str; 2] = [STRICT, PERMISSIVE];
+const FORMATS: [&str; 2] = ["text", "json"];
+const DUMPS: [&str; 3] = ["full", "headers", "off"];
+const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
+const PORTS: &str = "ports and ranges: `25,9000-9100`";
+/// One year.
+const MAX_AGE_SECONDS: u64 = 365 * 24 * 3600;
+const MAX_DRAIN_SECONDS: u64 = 3600;
+/// The least memory that a proxy divides among its connections.
+const MIN_MEMORY_LIMIT: u128 = 32 * 1024 * 1024 * 1000;
+
+/// The settings of a sidecar, checked.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SidecarSettings {
+    /// [`STRICT`] or [`PERMISSIVE`], which is the default.
+    pub inbound: Option<&'static str>,
+    /// Inbound ports that bypass the proxy.
+    pub skip_inbound_ports: PortSet,
+    /// Outbound ports that bypass the proxy.
+    pub skip_outbound_ports: PortSet,
+    /// Inbound ports without protocol detection.
+    pub opaque_ports: PortSet,
+    /// Whether the proxy forwards CONNECT requests to the containers of the pod.
+    pub allow_connect: bool,
+    /// Maximum age of connections between proxies, in seconds.
+    pub max_connection_age: Option<u64>,
+    /// Detail of the traffic that the proxy prints.
+    pub dump: &'static str,
+    /// Format of the printed traffic; text by default.
+    pub dump_format: Option<&'static str>,
+    /// CPU time.
+    pub cpu: Resource,
+    /// Memory.
+    pub memory: Resource,
+    /// Log filter.
+    pub log: String,
+    /// Format of the log.
+    pub log_format: &'static str,
+    /// Drain period in seconds.
+    pub drain: u64,
+}
+
+/// What a container requests of a resource, and at most gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resource {
+    request: Quantity,
+    limit: Option<Quantity>,
+}
+
+/// A quantity of a resource.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Quantity {
+    text: String,
+    /// Rounded up.
+    thousandths: u128,
+}
+
+/// A setting, and the annotation of pods that sets it.
+pub struct Setting {
+    /// The annotation.
+    pub annotation: &'static str,
+    /// The values, in Markdown.
+    pub values: &'static str,
+    /// What it does, in Markdown.
+    pub description: &'static str,
+    /// The flag of the injector with the default of the mesh.
+    pub flag: Option<Flag>,
+    /// Checks a value and sets it. The error is what was expected.
+    read: fn(&mut SidecarSettings, &str) -> Result<(), String>,
+}
+
+/// A flag of the injector: the default of a setting for the mesh.
+pub struct Flag {
+    /// Its name, without hyphens before it.
+    pub name: &'static str,
+    /// The environment variable.
+    pub variable: &'static str,
+    /// The value without both.
+    pub default: &'static str,
+}
+
+/// All settings.
+pub static SETTINGS: [Setting; 15] = [
+    Setting {
+        annotation: INBOUND,
+        values: "`permissive` (default), `strict`",
+        description: "`strict`: reject callers without mesh TLS",
+        flag: None,
+        read: |settings, value| set(&mut settings.inbound, one_of(&MODES, value).map(Some)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/skip-inbound-ports",
+        values: PORTS,
+        description: "inbound connections to these ports of the pod bypass the proxy",
+        flag: None,
+        read: |settings, value| set(&mut settings.skip_inbound_ports, ports(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/skip-outbound-ports",
+        values: PORTS,
+        description: "outbound connections to these destination ports bypass the proxy",
+        flag: None,
+        read: |settings, value| set(&mut settings.skip_outbound_ports, ports(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/opaque-ports",
+        values: PORTS,
+        description: "connections to these ports of the pod are opaque: the proxy forwards bytes, without detection and without `X-Called-By`",
+        flag: None,
+        read: |settings, value| set(&mut settings.opaque_ports, ports(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/allow-connect",
+        values: "`\"true\"`, `\"false\"` (default)",
+        description: "whether the proxy forwards CONNECT requests to the pod's containers",
+        flag: None,
+        read: |settings, value| {
+            let value = one_of(&["true", "false"], value);
+            set(
+                &mut settings.allow_connect,
+                value.map(|value| value == "true"),
+            )
+        },
+    },
+    Setting {
+        annotation: "diy-service-mesh/max-connection-age",
+        values: "a duration from `1s` to `8760h` in `s`, `m` or `h`: `30m`",
+        description: "the [maximum age](#connection-age) of connections between proxies; HTTP connections end gracefully before it, others are reset",
+        flag: None,
+        read: |settings, value| {
+            let age = seconds(value, MAX_AGE_SECONDS).map(Some);
+            let expected =
+                "expected a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
+            set(&mut settings.max_connection_age, age.ok_or(expected.into()))
+        },
+    },
+    Setting {
+        annotation: "diy-service-mesh/dump",
+        values: "`full`, `headers` (default), `off`",
+        description: "[what the proxy prints](#dumps) of requests and responses",
+        flag: flag("proxy-dump", "PROXY_DUMP", "headers"),
+        read: |settings, value| set(&mut settings.dump, one_of(&DUMPS, value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/dump-format",
+        values: "`text` (default), `json`",
+        description: "the format of this output",
+        flag: None,
+        read: |settings, value| set(&mut settings.dump_format, one_of(&FORMATS, value).map(Some)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/proxy-cpu-request",
+        values: "a quantity: `100m`",
+        description: "CPU time that the proxy requests",
+        flag: flag("proxy-cpu-request", "PROXY_CPU_REQUEST", "10m"),
+        read: |settings, value| set(&mut settings.cpu.request, quantity(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/proxy-cpu-limit",
+        values: "a quantity: `500m`, or `none` (default)",
+        description: "limit of the CPU time of the proxy; a limit adds latency to the traffic of the pod",
+        flag: flag("proxy-cpu-limit", "PROXY_CPU_LIMIT", "none"),
+        read: |settings, value| {
+            let expected = "expected a Kubernetes quantity above 0, such as 500m, or none";
+            set(&mut settings.cpu.limit, limit(value, 1, expected))
+        },
+    },
+    Setting {
+        annotation: "diy-service-mesh/proxy-memory-request",
+        values: "a quantity: `64Mi`",
+        description: "[memory](#memory) that the proxy requests",
+        flag: flag("proxy-memory-request", "PROXY_MEMORY_REQUEST", "16Mi"),
+        read: |settings, value| set(&mut settings.memory.request, quantity(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/proxy-memory-limit",
+        values: "a quantity of at least `32Mi`, or `none`",
+        description: "limit of the [memory](#memory) of the proxy",
+        flag: flag("proxy-memory-limit", "PROXY_MEMORY_LIMIT", "256Mi"),
+        read: |settings, value| {
+            let expected =
+                "expected a Kubernetes quantity of at least 32Mi, such as 256Mi, or none";
+            set(
+                &mut settings.memory.limit,
+                limit(value, MIN_MEMORY_LIMIT, expected),
+            )
+        },
+    },
+    Setting {
+        annotation: "diy-service-mesh/proxy-log",
+        values: "a level (`error`, `warn`, `info`, `debug`, `off`, and `trace` in debug builds), or levels by module: `info,diy_mesh_proxy::discovery=debug`",
+        description: "log filter of the proxy",
+        flag: flag("proxy-log", "PROXY_LOG", "info"),
+        read: |settings, value| set(&mut settings.log, log(value)),
+    },
+    Setting {
+        annotation: "diy-service-mesh/proxy-log-format",
+        values: "`text` (default), `json`",
+        description: "format of the proxy's log",
+        flag: flag("proxy-log-format", "PROXY_LOG_FORMAT", "text"),
+        read: |settings, value| set(&mut settings.log_format, one_of(&FORMATS, value)),
+    },
+    Setting {
+        annotation: DRAIN,
+        values: "a duration from `1s` to `1h`: `30s`",
+        description: "drain period of the proxy after SIGTERM; the pod's `terminationGracePeriodSeconds` must be longer",
+        flag: flag("proxy-drain", "PROXY_DRAIN", "20s"),
+        read: |settings, value| {
+            let expected = "expected a duration from 1s to 1h in one unit (s, m or h), such as 30s";
+            set(
+                &mut settings.drain,
+                seconds(value, MAX_DRAIN_SECONDS).ok_or(expected.into()),
+            )
+        },
+    },
+];
+
+/// The settings whose annotation must not be blank. A blank one is none for all others.
+const NEVER_BLANK: [&str; 2] = [INBOUND, "diy-service-mesh/dump-format"];
+
+const fn flag(name: &'static str, variable: &'static str, default: &'static str) -> Option<Flag> {
+    Some(Flag {
+        name,
+        variable,
+        default,
+    })
+}
+
+impl SidecarSettings {
+    /// The settings of a pod: its annotations, then those of `self`. Adds one message per invalid
+    /// annotation to `problems`.
+    pub fn for_pod(&self, pod: &Value, problems: &mut Vec<String>) -> Self {
+        let mut settings = self.clone();
+        for setting in &SETTINGS {
+            let name = setting.annotation;
+            let value = annotation(pod, name);
+            let is_set = |value: &&str| !value.trim().is_empty() || NEVER_BLANK.contains(&name);
+            if let Some(value) = value.filter(is_set)
+                && let Err(expected) = (setting.read)(&mut settings, value.trim())
+            {
+                problems.push(format!(
+                    "annotation {name} is {}, {expected}",
+                    quoted(value)
+                ));
+            }
+        }
+        settings
+    }
+
+    /// The resources of the container. A request above the limit counts as the limit.
+    pub fn resources(&self) -> Value {
+        let (mut requests, mut limits) = (Map::new(), Map::new());
+        for (name, Resource { request, limit }) in [("cpu", &self.cpu), ("memory", &self.memory)] {
+            let limit = limit.as_ref();
+            let request = limit
+                .filter(|limit| limit.thousandths < request.thousandths)
+                .unwrap_or(request);
+            requests.insert(name.into(), request.text.as_str().into());
+            limits.extend(limit.map(|limit| (name.to_owned(), limit.text.as_str().into())));
+        }
+        let mut resources = json!({"requests": requests});
+        if !limits.is_empty() {
+            resources["limits"] = limits.into();
+        }
+        resources
+    }
+}
+
+/// The flags with the defaults of the mesh.
+fn flags() -> impl Iterator<Item = (&'static Setting, &'static Flag)> {
+    SETTINGS
+        .iter()
+        .filter_map(|setting| Some((setting, setting.flag.as_ref()?)))
+}
+
+impl Args for SidecarSettings {
+    fn augment_args(command: Command) -> Command {
+        command.args(flags().map(|(setting, flag)| {
+            let check = move |text: &str| {
+                (setting.read)(&mut SidecarSettings::default(), text).map(|()| text.to_owned())
+            };
+            Arg::new(flag.name)
+                .long(flag.name)
+                .env(flag.variable)
+                .value_name("VALUE")
+                .default_value(flag.default)
+                .value_parser(check)
+                .help(format!("Default of the annotation {}", setting.annotation))
+        }))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for SidecarSettings {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut settings = Self::default();
+        settings.update_from_arg_matches(matches)?;
+        Ok(settings)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        flags().try_for_each(|(setting, flag)| {
+            let value = matches.get_one::<String>(flag.name);
+            let value = value.map_or(flag.default, String::as_str);
+            (setting.read)(self, value).map_err(|expected| {
+                clap::Error::raw(clap::error::ErrorKind::InvalidValue, expected)
+            })
+        })
+    }
+}
+
+fn set<T>(setting: &mut T, value: Result<T, String>) -> Result<(), String> {
+    *setting = value?;
+    Ok(())
+}
+
+fn ports(text: &str) -> Result<PortSet, String> {
+    PortSet::from_str(text).map_err(|error| error.to_string())
+}
+
+fn one_of(known: &[&'static str], text: &str) -> Result<&'static str, String> {
+    let mut all = known.iter().copied();
+    let found = all.find(|known| text.eq_ignore_ascii_case(known));
+    found.ok_or_else(|| format!("expected one of {}", known.join(", ")))
+}
+
+/// A duration in seconds, from 1 to `max`, in one unit.
+fn seconds(text: &str, max: u64) -> Option<u64> {
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let unit = match unit {
+        "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        _ => return None,
+    };
+    // `FromStr` of integers also accepts a plus sign.
+    let is_number = number.bytes().all(|byte| byte.is_ascii_digit());
+    let number = is_number.then(|| number.parse::<u64>().ok()).flatten()?;
+    let seconds = number.checked_mul(unit)?;
+    (1..=max).contains(&seconds).then_some(seconds)
+}
+
+fn quantity(text: &str) -> Result<Quantity, String> {
+    let expected = || "expected a Kubernetes quantity above 0, such as 100m or 64Mi".to_owned();
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
+    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+    let unit: f64 = match unit {
+        "m" => 1e-3,
+        "" => 1.0,
+        "k" => 1e3,
+        "M" => 1e6,
+        "G" => 1e9,
+        "T" => 1e12,
+        "Ki" => 1024.0,
+        "Mi" => 1024.0 * 1024.0,
+        "Gi" => 1024.0 * 1024.0 * 1024.0,
+        "Ti" => 1024.0 * 1024.0 * 1024.0 * 1024.0,
+        _ => return Err(expected()),
+    };
+    let number: f64 = number.parse().map_err(|_| expected())?;
+    // Saturates at u128::MAX.
+    let thousandths = (number * unit * 1000.0).ceil() as u128;
+    if thousandths == 0 {
+        return Err(expected());
+    }
+    Ok(Quantity {
+        text: text.into(),
+        thousandths,
+    })
+}
+
+/// A limit of at least `min` thousandths, or none.
+fn limit(text: &str, min: u128, expected: &str) -> Result<Option<Quantity>, String> {
+    if text.eq_ignore_ascii_case("none") {
+        return Ok(None);
+    }
+    let quantity = quantity(text)
+        .ok()
+        .filter(|quantity| quantity.thousandths >= min);
+    quantity.map(Some).ok_or_else(|| expected.to_owned())
+}
+
+/// A level, or modules with levels. Stricter than the parser of the proxy, which takes an unknown
+/// level for a module.
+fn log(text: &str) -> Result<String, String> {
+    let is_valid = text.split(',').all(|part| {
+        let (module, level) = part.split_once('=').unwrap_or(("module", part));
+        let is_module = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+        !module.is_empty()
+            && module.chars().all(is_module)
+            && LEVELS.iter().any(|known| level.eq_ignore_ascii_case(known))
+    });
+    is_valid
+        .then(|| text.into())
+        .ok_or("expected a log level (error, warn, info, debug, trace, off), or levels by module, such as info,diy_mesh_proxy::discovery=debug".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn defaults() -> SidecarSettings {
+        let command = SidecarSettings::augment_args(Command::new("injector"));
+        let matches = command.get_matches_from(["injector"]);
+        SidecarSettings::from_arg_matches(&matches).expect("valid defaults")
+    }
+
+    fn for_pod(annotations: &Value) -> Result<SidecarSettings, Vec<String>> {
+        let pod = json!({"metadata": {"annotations": annotations}});
+        let mut problems = Vec::new();
+        let settings = defaults().for_pod(&pod, &mut problems);
+        if problems.is_empty() {
+            Ok(settings)
+        } else {
+            Err(problems)
+        }
+    }
+
+    /// The annotation with this end of its name.
+    fn named(name: &str) -> &'static str {
+        let mut all = SETTINGS.iter().map(|setting| setting.annotation);
+        all.find(|annotation| annotation.ends_with(&format!("/{name}")))
+            .expect("a setting")
+    }
+
+    #[test]
+    fn annotations_replace_defaults() {
+        assert_eq!(for_pod(&json!({})), Ok(defaults()));
+        let settings = for_pod(&json!({
+            INBOUND: "Strict ", named("skip-inbound-ports"): " 25, 9000 - 9100",
+            named("skip-outbound-ports"): "3306", named("opaque-ports"): "5432",
+            named("allow-connect"): " True", named("max-connection-age"): " 30m ",
+            named("dump"): "Full", named("dump-format"): "JSON",
+            named("proxy-cpu-request"): "0.5", named("proxy-cpu-limit"): "2",
+            named("proxy-memory-request"): " 64Mi", named("proxy-memory-limit"): "None",
+            named("proxy-log"): "warn,diy_mesh_proxy::discovery=DEBUG",
+            named("proxy-log-format"): "json", DRAIN: "2m",
+        }));
+        let settings = settings.expect("valid annotations");
+        assert_eq!(
+            settings.resources(),
+            json!({"requests": {"cpu": "0.5", "memory": "64Mi"}, "limits": {"cpu": "2"}})
+        );
+        let ports = |text: &str| text.parse::<PortSet>().expect("valid");
+        let expected = SidecarSettings {
+            inbound: Some(STRICT),
+            skip_inbound_ports: ports("25,9000-9100"),
+            skip_outbound_ports: ports("3306"),
+            opaque_ports: ports("5432"),
+            allow_connect: true,
+            max_connection_age: Some(1800),
+            dump: "full",
+            dump_format: Some("json"),
+            log: "warn,diy_mesh_proxy::discovery=DEBUG".into(),
+            log_format: "json",
+            drain: 120,
+            cpu: settings.cpu.clone(),
+            memory: settings.memory.clone(),
+        };
+        assert_eq!(settings, expected);
+    }
+
+    #[test]
+    fn blank_annotations_are_none_but_those_that_choose() {
+        for setting in &SETTINGS {
+            let read = for_pod(&json!({setting.annotation: " "}));
+            match NEVER_BLANK.contains(&setting.annotation) {
+                true => assert_eq!(read.expect_err("a blank choice").len(), 1),
+                false => assert_eq!(read, Ok(defaults()), "{}", setting.annotation),
+            }
+        }
+    }
+
+    #[test]
+    fn requests_do_not_exceed_limits() {
+        let resources = |annotations| for_pod(&annotations).expect("valid").resources();
+        let [cpu, memory] = ["proxy-cpu-limit", "proxy-memory-limit"].map(named);
+        assert_eq!(
+            resources(json!({cpu: "5m", named("proxy-memory-request"): "1Gi", memory: "512Mi"})),
+            json!({"requests": {"cpu": "5m", "memory": "512Mi"}, "limits": {"cpu": "5m", "memory": "512Mi"}})
+        );
+        assert_eq!(
+            resources(json!({memory: "none"})),
+            json!({"requests": {"cpu": "10m", "memory": "16Mi"}})
+        );
+    }
+
+    #[test]
+    fn converts_durations_to_seconds() {
+        for (value, expected) in [
+            ("90s", 90),
+            ("30m", 1800),
+            ("12h", 43_200),
+            ("8760h", MAX_AGE_SECONDS),
+        ] {
+            assert_eq!(seconds(value, MAX_AGE_SECONDS), Some(expected), "{value}");
+        }
+    }
+
+    #[test]
+    fn rejects_invalid_values_with_name_value_and_format() {
+        let huge = format!("{}h", u64::MAX);
+        for (name, values) in [
+            ("inbound", &["mtls", ""][..]),
+            (
+                "skip-outbound-ports",
+                &["x", "25,", "+5", "0-10", "--help", "25\n26"],
+            ),
+            ("allow-connect", &["yes"]),
+            (
+                "max-connection-age",
+                &[
+                    "30", "m", "30 m", "+30m", "-1s", "0s", "0h", "1.5h", "1h30m", "30M", "1d",
+                    "8761h", "30é", &huge,
+                ],
+            ),
+            ("dump", &["loud"]),
+            ("dump-format", &["xml"]),
+            (
+                "proxy-cpu-request",
+                &["0", "none", "-1", "1 m", "1.2.3", "inf", "1e3", "10x", "."],
+            ),
+            ("proxy-cpu-limit", &["0m", "much"]),
+            ("proxy-memory-limit", &["31Mi", "32M", "8"]),
+            (
+                "proxy-log",
+                &[
+                    "debg",
+                    "info,",
+                    "info;debug",
+                    "a b=info",
+                    "=info",
+                    "x=--help",
+                ],
+            ),
+            ("proxy-log-format", &["xml"]),
+            ("proxy-drain", &["20", "0s", "2h", "61m"]),
+        ] {
+            let name = named(name);
+            for value in values {
+                let problems = for_pod(&json!({name: value})).expect_err(value);
+                let start = format!("annotation {name} is {value:?}, expected ");
+                assert!(
+                    problems.len() == 1 && problems[0].starts_with(&start),
+                    "{problems:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn reports_all_invalid_annotations() {
+        let annotations =
+            json!({named("skip-inbound-ports"): "a", INBOUND: "mtls", named("dump-format"): "xml"});
+        let problems = for_pod(&annotations).expect_err("three invalid values");
+        assert_eq!(problems.len(), 3);
+        assert_eq!(
+            problems[2],
+            "annotation diy-service-mesh/dump-format is \"xml\", expected one of text, json"
+        );
+    }
+
+    #[test]
+    fn truncates_long_values_at_a_character_boundary() {
+        let long = json!({named("dump-format"): "é".repeat(1000)});
+        let message = &for_pod(&long).expect_err("invalid value")[0];
+        assert!(message.len() < 300 && message.contains("..."), "{message}");
+    }
+}
