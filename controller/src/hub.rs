@@ -43,7 +43,7 @@ use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::programmed::Reports;
 use crate::routes::statuses::{Source as Statuses, Withheld};
-pub use acknowledgements::{Missing, Rejection};
+pub use acknowledgements::Rejection;
 use history::History;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
@@ -112,8 +112,8 @@ pub struct Counts {
     pub resources: usize,
     /// Subscriptions to them.
     pub subscriptions: usize,
-    /// Streams of proxies without the capability `routes`, and without `policy`.
-    pub missing: [usize; 2],
+    /// Streams of proxies of an earlier release, without routes and policies.
+    pub earlier: usize,
 }
 
 impl Default for Hub {
@@ -395,7 +395,7 @@ impl Hub {
         let subscribers = self.subscribers();
         let (resources, subscriptions) = subscribers.counts();
         Counts {
-            missing: subscribers.count_missing(),
+            earlier: subscribers.count_earlier(),
             objects: Kind::ALL.map(|kind| (kind, index.count(kind))).into(),
             resources,
             subscriptions,

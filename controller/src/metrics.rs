@@ -191,7 +191,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         objects,
         resources,
         subscriptions,
-        missing: [routes, policy],
+        earlier,
     } = hub.counts();
     let objects = objects
         .into_iter()
@@ -223,8 +223,8 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         "Discover streams of proxies that do not announce a capability",
         "capability",
         [
-            (CAPABILITY_ROUTES, routes as i64),
-            (CAPABILITY_POLICY, policy as i64),
+            (CAPABILITY_ROUTES, earlier as i64),
+            (CAPABILITY_POLICY, earlier as i64),
         ],
     )
 }

@@ -491,8 +491,7 @@ async fn conditions_tell_which_proxies_reject_routes_or_do_not_announce_that_the
     ])
     .await;
     let mut current = sandbox.pod(2).await;
-    current.announced = Some("chunks, routes, policy");
-    let mut current = current.discover().await;
+    let mut current = current.discover_routes().await;
     let mut old = sandbox.pod(1).await.discover().await;
     old.subscribe(WEB, "").await;
     backends(&mut old).await;

@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tonic::{Status, Streaming};
 
 use super::frames;
-use super::subscriptions::{Announced, Subscriptions};
+use super::subscriptions::Subscriptions;
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::hub::{Notifications, Resources};
@@ -147,10 +147,10 @@ impl SharedSubscriptions {
         subscriber: Resources,
         pod: Option<PodRef>,
         charge: Charge,
-        announced: Announced,
+        is_earlier: bool,
     ) -> SharedSubscriptions {
         let notifications = subscriber.notifications();
-        let subscriptions = Subscriptions::new(subscriber, pod, charge, announced);
+        let subscriptions = Subscriptions::new(subscriber, pod, charge, is_earlier);
         SharedSubscriptions {
             inner: Arc::new(Mutex::new(subscriptions)),
             notifications,
@@ -281,13 +281,9 @@ mod tests {
             renew_within: Duration::ZERO,
         }));
         let hub = Hub::default();
-        let announced = Announced {
-            chunks: true,
-            routes: true,
-        };
         let charge = crate::quota::Quotas::default().connect("", "");
         let subscriptions =
-            SharedSubscriptions::new(hub.watch_resources(None), None, charge, announced);
+            SharedSubscriptions::new(hub.watch_resources(None), None, charge, false);
         let destination = "10.0.0.1:80".parse().unwrap();
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();

@@ -23,8 +23,7 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_CHUNKS, CAPABILITY_POLICY,
-    CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_POLICY, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -42,7 +41,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::{AuthorityHandle, TrustReceiver};
-use crate::hub::{CatalogError, Hub, Missing};
+use crate::hub::{CatalogError, Hub};
 use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -249,19 +248,14 @@ impl Mesh {
         let capabilities = hub.read(|index| capabilities(&caller, index));
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
-        // Clients without `policy` ignore the fields of policies.
-        let missing = Missing {
-            routes: !announces(announced, CAPABILITY_ROUTES),
-            policy: !announces(announced, CAPABILITY_POLICY),
-        };
-        let announced = subscriptions::Announced {
-            chunks: announces(announced, CAPABILITY_CHUNKS),
-            routes: announces(announced, CAPABILITY_ROUTES),
-        };
+        // Those before announce nothing.
+        let is_earlier = !announces(announced, CAPABILITY_POLICY);
         let mut subscriber = hub.watch_resources(caller.pod.clone());
-        subscriber.set_missing(missing);
+        if is_earlier {
+            subscriber.set_earlier();
+        }
         let charge = call.peer.charge();
-        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, charge, announced);
+        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, charge, is_earlier);
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
         // Dropped with the responses.
         let (mut reading, read) = oneshot::channel::<Infallible>();

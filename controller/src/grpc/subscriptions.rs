@@ -44,15 +44,6 @@ const MAX_REASON_CHARS: usize = 200;
 const SNAPSHOT: u32 = 3;
 const DELTA: u32 = 4;
 
-/// What a client announces.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Announced {
-    /// It understands snapshots in several messages.
-    pub chunks: bool,
-    /// It applies routes.
-    pub routes: bool,
-}
-
 /// The resources that a client has subscribed to.
 pub(super) struct Subscriptions {
     subscriber: Resources,
@@ -60,7 +51,8 @@ pub(super) struct Subscriptions {
     pub(super) end: Option<Status>,
     /// The pod of the client, if its token is bound to one.
     pod: Option<PodRef>,
-    announced: Announced,
+    /// The client is of an earlier release: it applies no routes, and reads a snapshot as one message.
+    is_earlier: bool,
     by_resource: HashMap<Arc<Resource>, Subscription>,
     /// Those that wait until this replica has caught up with the client, and the end of the wait.
     behind: HashMap<Resource, (proto::Subscribe, position::Known)>,
@@ -101,12 +93,12 @@ impl Subscriptions {
         subscriber: Resources,
         pod: Option<PodRef>,
         charged: Charge,
-        announced: Announced,
+        is_earlier: bool,
     ) -> Subscriptions {
         Subscriptions {
             subscriber,
             pod,
-            announced,
+            is_earlier,
             by_resource: HashMap::new(),
             behind: HashMap::new(),
             behind_until: None,
@@ -409,7 +401,7 @@ impl Subscriptions {
                     Sent::Workload,
                     Response::Workload(message::workload(workload)),
                 ),
-                _ => Some((Sent::Snapshot, whole(response, target, self.announced))),
+                _ => Some((Sent::Snapshot, whole(response, target, self.is_earlier))),
             },
         }
     }
@@ -466,17 +458,14 @@ fn kind(resource: &Resource) -> ResourceType {
 }
 
 /// The parts of a snapshot: its own fields, the routes that ports share, and the endpoints that all
-/// addresses and subscribers share. In several messages if the client understands them.
-fn whole(
-    mut response: proto::DiscoverResponse,
-    target: &Target,
-    announced: Announced,
-) -> Vec<Bytes> {
+/// addresses and subscribers share. In one message for a client of an earlier
+/// release, which applies no routes.
+fn whole(mut response: proto::DiscoverResponse, target: &Target, is_earlier: bool) -> Vec<Bytes> {
     let mut parts = vec![message::snapshot(target).encode_to_vec().into()];
-    let routes = target.routes.as_deref().filter(|_| announced.routes);
+    let routes = target.routes.as_deref().filter(|_| !is_earlier);
     parts.extend(routes.map(message::routes).cloned());
     let endpoints = message::endpoints(&target.endpoints);
-    let per_message = if announced.chunks { 1 } else { usize::MAX };
+    let per_message = if is_earlier { usize::MAX } else { 1 };
     let mut messages = Vec::new();
     let mut rest = endpoints.chunks(per_message);
     loop {
@@ -565,17 +554,12 @@ mod tests {
             .collect()
     }
 
-    const ALL: Announced = Announced {
-        chunks: true,
-        routes: true,
-    };
-
     fn charge() -> Charge {
         Quotas::default().connect("", "")
     }
 
     fn stream(hub: &Hub) -> Subscriptions {
-        Subscriptions::new(hub.watch_resources(None), None, charge(), ALL)
+        Subscriptions::new(hub.watch_resources(None), None, charge(), false)
     }
 
     fn subscribe(destination: SocketAddr, known_version: &str) -> proto::Subscribe {
@@ -765,7 +749,7 @@ mod tests {
         let hub = hub_at(10);
         let quotas = Quotas::with_subscriptions(10);
         let charge = quotas.connect("", "");
-        let mut stream = Subscriptions::new(hub.watch_resources(None), None, charge, ALL);
+        let mut stream = Subscriptions::new(hub.watch_resources(None), None, charge, false);
         for port in 1..=100 {
             let destination = SocketAddr::from(([10, 0, 0, 1], port));
             let request = proto::Subscribe {
@@ -845,14 +829,10 @@ mod tests {
     fn large_service_is_sent_in_parts_and_then_by_difference() {
         const ENDPOINTS: u32 = 20_000;
         let (hub, mut objects) = hub_with_service(ENDPOINTS);
-        let earlier = Announced {
-            chunks: false,
-            ..ALL
-        };
         let destination = "10.96.0.1:80".parse().unwrap();
-        let mut streams = [ALL, earlier].map(|announced| {
+        let mut streams = [false, true].map(|is_earlier| {
             let resources = hub.watch_resources(None);
-            let mut stream = Subscriptions::new(resources, None, charge(), announced);
+            let mut stream = Subscriptions::new(resources, None, charge(), is_earlier);
             stream.subscribe(subscribe(destination, "")).unwrap();
             stream
         });
@@ -889,7 +869,7 @@ mod tests {
         let quotas = Quotas::with_subscriptions(100);
         let [mut one, mut other] = ["1", "2"].map(|uid| {
             let charge = quotas.connect("shop", uid);
-            Subscriptions::new(hub.watch_resources(None), None, charge, ALL)
+            Subscriptions::new(hub.watch_resources(None), None, charge, false)
         });
         let destination = |port| SocketAddr::from(([10, 0, 0, 1], port));
         for port in 1..=100 {
@@ -950,7 +930,7 @@ mod tests {
         let open = |uid| {
             let resources = hub.watch_resources(Some(pod.clone()));
             let charge = quotas.connect("shop", uid);
-            Subscriptions::new(resources, Some(pod.clone()), charge, ALL)
+            Subscriptions::new(resources, Some(pod.clone()), charge, false)
         };
         let used = || quotas.charged().0;
         let mut stream = open("1");
@@ -1000,7 +980,7 @@ mod tests {
         let (hub, _) = hub_with_service(1);
         let quotas = Quotas::with_subscriptions(2);
         let charge = quotas.connect("shop", "1");
-        let mut stream = Subscriptions::new(hub.watch_resources(None), None, charge, ALL);
+        let mut stream = Subscriptions::new(hub.watch_resources(None), None, charge, false);
         let web: SocketAddr = "10.96.0.1:80".parse().unwrap();
         stream.subscribe(subscribe(web, "")).unwrap();
         let mut acknowledge = |reason: &str, filled: usize| {
@@ -1032,7 +1012,7 @@ mod tests {
     fn own_pod_has_no_name() {
         let (hub, pod) = hub_with_limits(0);
         let resources = hub.watch_resources(Some(pod.clone()));
-        let mut stream = Subscriptions::new(resources, Some(pod), charge(), ALL);
+        let mut stream = Subscriptions::new(resources, Some(pod), charge(), false);
         let request = proto::Subscribe {
             name: "x".repeat(200_000),
             ..own()
@@ -1064,7 +1044,7 @@ mod tests {
         let charge = quotas.connect("shop", "1");
         let mut others = charge.beside();
         let resources = hub.watch_resources(Some(pod.clone()));
-        let mut stream = Subscriptions::new(resources, Some(pod), charge, ALL);
+        let mut stream = Subscriptions::new(resources, Some(pod), charge, false);
         stream.subscribe(own()).unwrap();
         assert!(frames(&mut stream).is_empty() && stream.has_refused());
         let id = (Kind::TrafficPolicy, Key::new("shop", "p"));
@@ -1099,7 +1079,7 @@ mod tests {
         hub.apply([Object::Pod(client), Object::Policy(policy)].map(apply));
         let message = async || condition(&hub, &id).await;
         let resources = hub.watch_resources(Some(pod.clone()));
-        let mut stream = Subscriptions::new(resources, Some(pod.clone()), charge(), ALL);
+        let mut stream = Subscriptions::new(resources, Some(pod.clone()), charge(), false);
         let web = "10.96.0.1:80".parse().unwrap();
         stream.subscribe(subscribe(web, "")).unwrap();
         let version = messages(frames(&mut stream)).remove(0).version;
@@ -1135,7 +1115,7 @@ mod tests {
         // A proxy that resumes names the version that it applies.
         for (known, expected) in [("", waiting), (&*version, "1 of 1 have it")] {
             let resources = hub.watch_resources(Some(pod.clone()));
-            let mut stream = Subscriptions::new(resources, Some(pod.clone()), charge(), ALL);
+            let mut stream = Subscriptions::new(resources, Some(pod.clone()), charge(), false);
             stream.subscribe(subscribe(web, known)).unwrap();
             frames(&mut stream);
             assert_eq!(message().await, expected, "{known}");

@@ -26,15 +26,6 @@ const PAUSE: u32 = 20;
 /// Pods that are looked up under a lock.
 const MAX_PODS: usize = 512;
 
-/// The capabilities that a proxy lacks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Missing {
-    /// It applies no routes, and with them no timeouts and retries of policies.
-    pub routes: bool,
-    /// It applies no other sections of policies.
-    pub policy: bool,
-}
-
 /// The rejection of a state.
 #[derive(Clone, Debug)]
 pub struct Rejection {
@@ -48,9 +39,9 @@ pub struct Rejection {
 pub(super) type Acknowledged = (Version, Option<Box<Rejection>>);
 
 impl Resources {
-    /// Sets the capabilities that the proxy of the client lacks.
-    pub fn set_missing(&mut self, missing: Missing) {
-        self.hub.subscribers().set_missing(self.id, missing);
+    /// Records that the client is the proxy of an earlier release, without routes and policies.
+    pub fn set_earlier(&mut self) {
+        self.hub.subscribers().set_earlier(self.id);
     }
 
     /// Records that the client applies the state of a resource with this digest, or rejects it.
@@ -64,13 +55,9 @@ impl Resources {
 
 impl Subscriber {
     /// What the proxy does with a part of the current state, which has this digest.
-    fn outcome(&self, side: Side, current: Version, missing: Missing) -> Outcome {
-        let is_incapable = match side {
-            Side::Requests => missing.routes,
-            Side::Endpoints | Side::Pods => missing.policy,
-        };
+    fn outcome(&self, side: Side, current: Version, is_earlier: bool) -> Outcome {
         match &self.acknowledged {
-            _ if is_incapable => Outcome::Incapable,
+            _ if is_earlier => Outcome::Incapable,
             Some((rest, rejection)) if *rest == current => {
                 let rejection = rejection.as_deref();
                 let rejection = rejection.filter(|one| one.part.is_none_or(|part| part == side));
@@ -88,8 +75,9 @@ impl Subscriber {
 pub(super) struct Review {
     /// The pods with connected proxies, in order.
     pods: Vec<Key>,
-    /// The positions of their pods, and what they lack, by the number of the client.
-    proxies: HashMap<u64, (usize, Missing)>,
+    /// The positions of their pods, and whether they are of an earlier release, by the number of the
+    /// client.
+    proxies: HashMap<u64, (usize, bool)>,
     parts: HashMap<PartId, Part>,
 }
 
@@ -107,11 +95,11 @@ struct Part {
 impl Review {
     /// Adds what a subscriber does with its state.
     pub(super) fn add(&mut self, id: u64, subscriber: &Subscriber, state: &State) {
-        let (Some((pod, missing)), Some(target)) = (self.proxies.get(&id), &state.target) else {
+        let (Some((pod, is_earlier)), Some(target)) = (self.proxies.get(&id), &state.target) else {
             return;
         };
-        let (pod, missing) = (*pod, *missing);
-        let outcome = |side| subscriber.outcome(side, state.rest, missing);
+        let (pod, is_earlier) = (*pod, *is_earlier);
+        let outcome = |side| subscriber.outcome(side, state.rest, is_earlier);
         if let TargetKind::Workload(workload) = &target.kind {
             for (service, is_surplus) in &workload.limiting {
                 let outcome = match is_surplus {
@@ -220,14 +208,14 @@ impl Hub {
         for key in pods {
             let latest = subscribers.latest_in(key);
             let latest = latest.filter(|(_, pod, _)| index.has_proxy(pod));
-            let Some((id, _, missing)) = latest else {
+            let Some((id, _, is_earlier)) = latest else {
                 continue;
             };
             let pod = review.pods.len();
             review.pods.push(key.clone());
-            review.proxies.insert(id, (pod, missing));
+            review.proxies.insert(id, (pod, is_earlier));
             // Of a proxy that does not ask for its limits, or whose subscription is refused.
-            let outcome = match missing.policy {
+            let outcome = match is_earlier {
                 true => Outcome::Incapable,
                 false if subscribers.has_own_state(id) => continue,
                 false => Outcome::Waiting,

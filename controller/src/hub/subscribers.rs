@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::MAX_SLICE;
-use super::acknowledgements::{Missing, Review, is_reviewed};
+use super::acknowledgements::{Review, is_reviewed};
 use super::history::History;
 use super::queue::Queue;
 use super::watched::{Resolved, Subscriber, Watched};
@@ -48,8 +48,8 @@ pub(super) struct Client {
     /// The location of its pod. Unknown until the pod is in the catalog.
     location: Location,
     subscribed: HashSet<Arc<Resource>>,
-    /// The capabilities that it lacks.
-    missing: Missing,
+    /// It is the proxy of an earlier release, without routes and policies.
+    is_earlier: bool,
 }
 
 /// The location of a pod, if a token is bound to one.
@@ -75,7 +75,7 @@ impl Subscribers {
             pod,
             location,
             subscribed: HashSet::new(),
-            missing: Missing::default(),
+            is_earlier: false,
         };
         self.clients.insert(id, client);
         (id, queue)
@@ -93,20 +93,18 @@ impl Subscribers {
         }
     }
 
-    pub(super) fn set_missing(&mut self, id: u64, missing: Missing) {
+    pub(super) fn set_earlier(&mut self, id: u64) {
         if let Some(client) = self.clients.get_mut(&id) {
-            client.missing = missing;
+            client.is_earlier = true;
         }
     }
 
-    /// The clients in pods without the capability `routes`, and without `policy`.
-    pub(super) fn count_missing(&self) -> [usize; 2] {
+    /// The clients in pods that are of an earlier release.
+    pub(super) fn count_earlier(&self) -> usize {
         let clients = self.clients.values();
-        let in_pods = clients.filter(|client| client.pod.is_some());
-        [
-            in_pods.clone().filter(|one| one.missing.routes).count(),
-            in_pods.filter(|one| one.missing.policy).count(),
-        ]
+        clients
+            .filter(|one| one.pod.is_some() && one.is_earlier)
+            .count()
     }
 
     /// The pods of clients.
@@ -114,11 +112,12 @@ impl Subscribers {
         self.clients_of_pod.keys().cloned().collect()
     }
 
-    /// The latest client in a pod of this name: its number, its pod, and what it lacks.
-    pub(super) fn latest_in(&self, pod: &Key) -> Option<(u64, &PodRef, Missing)> {
+    /// The latest client in a pod of this name: its number, its pod, and whether it is of an
+    /// earlier release.
+    pub(super) fn latest_in(&self, pod: &Key) -> Option<(u64, &PodRef, bool)> {
         let id = *self.clients_of_pod.get(pod)?.last()?;
         let client = self.client(id);
-        Some((id, client.pod.as_ref()?, client.missing))
+        Some((id, client.pod.as_ref()?, client.is_earlier))
     }
 
     /// Whether a client has subscribed to the state of its pod.

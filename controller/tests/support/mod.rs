@@ -9,9 +9,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use diy_mesh_controller::authority::TrustSender;
 use diy_mesh_controller::config::{Authenticator, Storage};
 use diy_mesh_controller::{Config, Controller, Error};
+use diy_mesh_proto::CAPABILITIES_METADATA;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::mesh::v1::service_mesh_service_client::ServiceMeshServiceClient;
-use diy_mesh_proto::{CAPABILITIES_METADATA, CAPABILITY_ROUTES};
 use jsonwebtoken::jwk::{Jwk, JwkSet};
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use proto::ResourceType;
@@ -314,7 +314,7 @@ impl Client {
 
     /// A stream of a proxy that applies routes, on which the roots have come.
     pub async fn discover_routes(&mut self) -> Discover {
-        self.announced = Some(CAPABILITY_ROUTES);
+        self.announced = Some("chunks, routes, policy");
         self.discover().await
     }
 

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::authenticate::PodRef;
-use crate::hub::{Hub, Missing, Rejection, Resources};
+use crate::hub::{Hub, Rejection, Resources};
 use crate::index::object::{Change, Object, Pod, Resource, Service};
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
@@ -22,16 +22,9 @@ use crate::routes::tests::{route, route_of};
 use crate::routes::writer::{self, Writer};
 use crate::routes::{APPLIES_TO_ALL_PODS, ParentReference};
 
-/// A release without both capabilities.
-const OLD: Missing = Missing {
-    routes: true,
-    policy: true,
-};
-/// A release that applies routes.
-const ROUTES_ONLY: Missing = Missing {
-    routes: false,
-    policy: true,
-};
+/// Whether a proxy is of an earlier release.
+const OLD: bool = true;
+const CURRENT: bool = false;
 const WEB: &str = "10.96.0.7:80";
 const OTHER: &str = "10.96.0.8:80";
 
@@ -74,14 +67,16 @@ fn client(namespace: &str, name: &str) -> Object {
 }
 
 /// The stream of a pod with subscriptions.
-fn stream(hub: &Hub, pod: &Key, missing: Missing, subscriptions: &[&str]) -> Resources {
+fn stream(hub: &Hub, pod: &Key, is_earlier: bool, subscriptions: &[&str]) -> Resources {
     let pod = PodRef {
         namespace: pod.namespace.clone(),
         name: pod.name.clone(),
         uid: "".into(),
     };
     let mut stream = hub.watch_resources(Some(pod));
-    stream.set_missing(missing);
+    if is_earlier {
+        stream.set_earlier();
+    }
     for address in subscriptions {
         stream.subscribe(&Resource::Destination(address.parse().unwrap()));
     }
@@ -163,16 +158,13 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     );
     // A tool.
     let mut tool = hub.watch_resources(None);
-    tool.set_missing(OLD);
+    tool.set_earlier();
     tool.subscribe(&Resource::Destination(WEB.parse().unwrap()));
     let (shop, bank) = (Key::new("shop", "client"), Key::new("bank", "client"));
     assert_eq!(objects(&hub).await, [""; 0]);
-    let current = stream(&hub, &shop, Missing::default(), &[WEB, OTHER]);
+    let current = stream(&hub, &shop, CURRENT, &[WEB, OTHER]);
     answer(&current, None);
     assert_eq!(objects(&hub).await, [""; 0], "it applies them");
-    let routes_only = stream(&hub, &shop, ROUTES_ONLY, &[WEB, OTHER]);
-    answer(&routes_only, None);
-    assert_eq!(objects(&hub).await, [""; 0], "these apply routes");
     let unused = stream(&hub, &shop, OLD, &["10.96.0.9:80"]);
     assert_eq!(objects(&hub).await, [""; 0], "without routes");
     let mut old = stream(&hub, &shop, OLD, &[WEB]);
@@ -182,9 +174,9 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     // A GRPCRoute excludes HTTPRoutes, so that `both` is accepted by `other` only.
     let all = ["HTTPRoute shop/both at other", of_web[0], of_web[1]];
     assert_eq!(objects(&hub).await, all);
-    assert_eq!(hub.counts().missing, [2, 3]);
-    drop((current, routes_only, unused, old));
-    assert_eq!(hub.counts().missing, [0, 0]);
+    assert_eq!(hub.counts().earlier, 2);
+    drop((current, unused, old));
+    assert_eq!(hub.counts().earlier, 0);
     let hub = catalog();
     let consumer = route_of(KIND, "bank", "r", 0, to_web());
     let producer = route("p", 0, to_web());
@@ -208,11 +200,10 @@ async fn policies_that_an_old_proxy_does_not_apply_say_so() {
     };
     let hub = with_policies(connections());
     let client = Key::new("shop", "client");
-    for missing in [OLD, ROUTES_ONLY] {
-        let _old = stream(&hub, &client, missing, &[WEB]);
-        let expected = ["TrafficPolicy shop/p at web"];
-        assert_eq!(objects(&hub).await, expected, "it replaces the section");
-    }
+    let old = stream(&hub, &client, OLD, &[WEB]);
+    let expected = ["TrafficPolicy shop/p at web"];
+    assert_eq!(objects(&hub).await, expected, "it replaces the section");
+    drop(old);
     let limits = json!({"rateLimits": [{"name": "all", "requests": 7}]});
     let hub = with_policies(limits);
     let mut old = stream(&hub, &client, OLD, &[]);
@@ -234,7 +225,7 @@ async fn policies_with_limits_that_a_pod_does_not_have_say_so() {
         ..service(&format!("s{age}"), &["10.96.0.9"])
     });
     apply(&hub, services.map(Object::Service));
-    let mut replica = stream(&hub, &Key::new("shop", "replica"), Missing::default(), &[]);
+    let mut replica = stream(&hub, &Key::new("shop", "replica"), CURRENT, &[]);
     replica.subscribe(&Resource::Workload(Key::new("shop", "replica"), "".into()));
     let of = |name: &str, service: &str| {
         let target = json!([{"group": "", "kind": "Service", "name": service}]);
@@ -375,7 +366,7 @@ async fn rejection_reaches_the_status_of_what_it_is_about() {
     let pods = (0..3).map(|number| Key::new("shop", &format!("c{number}")));
     let streams: Vec<Resources> = pods
         .chain([Key::new("bank", "client")])
-        .map(|pod| stream(&hub, &pod, Missing::default(), &[WEB]))
+        .map(|pod| stream(&hub, &pod, CURRENT, &[WEB]))
         .collect();
     let rejected = rejection("rule 0 (HTTPRoute shop/r): unknown", Some(Side::Requests));
     answer(&streams[0], None);
@@ -399,7 +390,7 @@ async fn rejection_reaches_the_status_of_what_it_is_about() {
     assert_eq!(all[1].1.message, of_policy, "it is not in the routes");
     // Without the part, all of the state is rejected.
     let unnamed = rejection("x", None);
-    let mut again = stream(&hub, &Key::new("shop", "c1"), Missing::default(), &[]);
+    let mut again = stream(&hub, &Key::new("shop", "c1"), CURRENT, &[]);
     again.subscribe(&Resource::Destination(WEB.parse().unwrap()));
     answer(&again, Some(&unnamed));
     let both = ["HTTPRoute shop/r at web", "TrafficPolicy shop/p at web"];
@@ -410,12 +401,7 @@ async fn rejection_reaches_the_status_of_what_it_is_about() {
 async fn new_generation_is_not_applied_before_it_is_acknowledged() {
     let hub = catalog();
     apply(&hub, [Object::Route(route("r", 0, to_web()))]);
-    let client = stream(
-        &hub,
-        &Key::new("shop", "client"),
-        Missing::default(),
-        &[WEB],
-    );
+    let client = stream(&hub, &Key::new("shop", "client"), CURRENT, &[WEB]);
     answer(&client, None);
     let message = async || {
         review(&hub).await;
@@ -541,7 +527,7 @@ async fn condition_follows_the_proxies_and_is_removed_after_the_last_one() {
     assert_eq!(event.reason, "ProxyLacksCapability");
     drop(old);
     // The pod has the current proxy.
-    let current = stream(&written.hub, &client, Missing::default(), &[WEB]);
+    let current = stream(&written.hub, &client, CURRENT, &[WEB]);
     answer(&current, None);
     let holds = |one: Option<&Value>| one.is_some_and(|one| one["status"] == "True");
     written.until(Written::ROUTE, holds).await;
@@ -579,7 +565,7 @@ async fn five_thousand_pods_that_acknowledge_a_policy_are_a_few_writes() {
             };
             apply(&written.hub, [Object::Pod(replica)]);
             let key = Key::new("shop", &name);
-            let mut stream = stream(&written.hub, &key, Missing::default(), &[]);
+            let mut stream = stream(&written.hub, &key, CURRENT, &[]);
             stream.subscribe(&Resource::Workload(key, "".into()));
             streams.push(stream);
         }
@@ -613,12 +599,7 @@ async fn hostile_proxies_cause_a_write_each_ten_seconds_at_most() {
     written
         .server
         .put("/unrelated", json!({"metadata": {"name": "x"}}));
-    let honest = stream(
-        &written.hub,
-        &Key::new("shop", "client"),
-        Missing::default(),
-        &[WEB],
-    );
+    let honest = stream(&written.hub, &Key::new("shop", "client"), CURRENT, &[WEB]);
     answer(&honest, None);
     written.until(Written::ROUTE, |one| one.is_some()).await;
     let before = written.metrics.statuses_written.get();
@@ -637,7 +618,7 @@ async fn hostile_proxies_cause_a_write_each_ten_seconds_at_most() {
         streams.push(stream(
             &written.hub,
             pod,
-            [OLD, Missing::default()][rng.usize(..2)],
+            [OLD, CURRENT][rng.usize(..2)],
             &[WEB],
         ));
         let text: String = std::iter::repeat_with(|| rng.char(..)).take(1000).collect();
