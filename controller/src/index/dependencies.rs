@@ -8,8 +8,8 @@
 use std::net::SocketAddr;
 
 use super::Index;
+use super::links::Link;
 use super::object::{Key, Kind, Resource};
-use super::routes::Routes;
 use super::state::Target;
 use crate::routes::ParentReference;
 use crate::routes::attach::RouteId;
@@ -90,21 +90,19 @@ impl Index {
         match kind {
             // The zone is a preference.
             Kind::Node => false,
-            Kind::Grant => self.routes.needs_grants(service),
-            Kind::RouteGroup => self.routes.needs_groups(service),
+            Kind::Grant => self.needs_grants(service),
+            Kind::RouteGroup => self.needs_groups(service),
             _ => true,
         }
     }
 
     fn may_be_node_port(&self, address: SocketAddr) -> bool {
-        self.services_on_nodes.contains_key(&address.port())
+        self.links.contains(&Link::NodePort(address.port()))
     }
-}
 
-impl Routes {
     /// Whether routes of a Service refer to other namespaces.
     fn needs_grants(&self, service: &Key) -> bool {
-        let mut routes = self.of_service(service);
+        let mut routes = self.routes.of_service(&self.links, service);
         routes.any(|route| {
             let mut references = route.references();
             let own = |key: &Key| key.namespace == route.key.namespace || key == service;
@@ -114,10 +112,14 @@ impl Routes {
 
     /// Whether TrafficSplits of a Service refer to HTTPRouteGroups.
     fn needs_groups(&self, service: &Key) -> bool {
-        let mut routes = self.of_service(service);
+        let mut routes = self.routes.of_service(&self.links, service);
         routes.any(|route| {
             let is_split = route.kind == Kind::TrafficSplit;
-            let split = self.traffic_splits.get(&route.key).filter(|_| is_split);
+            let split = self
+                .routes
+                .traffic_splits
+                .get(&route.key)
+                .filter(|_| is_split);
             let rule = split.and_then(|split| split.content.as_ref().ok());
             rule.is_some_and(|rule| !rule.groups.is_empty())
         })

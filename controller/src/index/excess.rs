@@ -43,25 +43,13 @@ pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Exces
     (ports, excess)
 }
 
-/// The Services with ports over the limit, and those with endpoints over the limit.
+/// The Services with endpoints over the limit.
 #[derive(Debug, Default)]
 pub(super) struct ExcessServices {
-    services: BTreeSet<Key>,
     rooms: BTreeMap<Key, Room>,
-    /// Services whose room is to be computed again.
-    pub(super) changed: BTreeSet<Key>,
 }
 
 impl ExcessServices {
-    /// Replaces a Service.
-    pub(super) fn set_service(&mut self, key: &Key, new: Option<&Service>) {
-        match new.and_then(condition) {
-            Some(_) => self.services.insert(key.clone()),
-            None => self.services.remove(key),
-        };
-        self.changed.insert(key.clone());
-    }
-
     /// Replaces the room of the ports of a Service. Returns whether it differs from before.
     pub(super) fn set_room(&mut self, key: &Key, room: Option<Room>) -> bool {
         let before = match room {
@@ -76,11 +64,6 @@ impl ExcessServices {
         self.rooms.get(key)
     }
 
-    /// The Services over a limit.
-    pub(super) fn services(&self) -> impl Iterator<Item = &Key> {
-        self.services.iter().chain(self.rooms.keys())
-    }
-
     /// The conditions of a Service over a limit.
     pub(super) fn status(&self, service: &Service) -> Option<ParentStatus> {
         let room = self.rooms.get(&service.key);
@@ -92,10 +75,10 @@ impl ExcessServices {
         })
     }
 
-    /// The number of references between objects.
+    /// The number of results.
     #[cfg(test)]
-    pub(super) fn links(&self) -> usize {
-        self.services.len() + self.rooms.len() + self.changed.len()
+    pub(super) fn len(&self) -> usize {
+        self.rooms.len()
     }
 }
 

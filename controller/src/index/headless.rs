@@ -7,8 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Index;
+use super::links::Link;
 use super::object::{Key, Kind, Pod, Service, ServicePort, Transport};
-use crate::policy::Effective;
+use super::policies::mark_target;
+use crate::policy::{Effective, Target};
 use crate::routes::{APPLIES_TO_ALL_PODS, Condition, OLDER_SERVICE, ParentReference, RouteStatus};
 
 /// Names of Services, and of pods, in one condition.
@@ -24,8 +26,6 @@ pub(super) struct Headless {
     older: HashMap<Key, BTreeMap<Key, Older>>,
     /// The Services of each pod.
     of_pod: HashMap<Key, BTreeSet<Key>>,
-    /// Pods that are to be compared again.
-    pub(super) changed: BTreeSet<Key>,
 }
 
 impl Headless {
@@ -52,10 +52,10 @@ impl Headless {
         changed
     }
 
-    /// The number of references between objects.
+    /// The number of results.
     #[cfg(test)]
-    pub(super) fn links(&self) -> usize {
-        self.older.len() + self.of_pod.len() + self.changed.len()
+    pub(super) fn len(&self) -> usize {
+        self.older.len() + self.of_pod.len()
     }
 }
 
@@ -66,7 +66,7 @@ impl Index {
         &'a self,
         pod: &'a Pod,
     ) -> impl Iterator<Item = (u16, &'a Service, &'a ServicePort)> {
-        let slices = self.slices_of_pod.get(&pod.key).into_iter().flatten();
+        let slices = self.links.keys(&Link::EndpointOf(pod.key.clone()));
         let slices = slices.map(|key| &self.slices[key]);
         slices.flat_map(move |slice| {
             let service = slice.service.as_ref();
@@ -87,8 +87,8 @@ impl Index {
     pub(super) fn settle_headless(&mut self, pod: &Key) {
         let next = self.pods.get(pod).map(|pod| self.older_at(pod));
         for service in self.headless.update(pod, next.unwrap_or_default()) {
-            self.routes.mark(&service, &mut self.changed_statuses);
-            self.policies.mark(&service, &mut self.changed_statuses);
+            self.routes.mark(&service, &mut self.links.statuses);
+            mark_target(&mut self.links, &Target::Service(service));
         }
     }
 

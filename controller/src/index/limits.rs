@@ -26,8 +26,6 @@ const MAX_SURPLUS: usize = 15;
 pub(super) struct Limits {
     /// Their ready meshed pods.
     replicas: BTreeMap<Key, u32>,
-    /// Services whose limits are to be computed again.
-    pub(super) changed: BTreeSet<Key>,
 }
 
 impl Limits {
@@ -66,10 +64,10 @@ impl Limits {
         }
     }
 
-    /// The number of references between objects.
+    /// The number of results.
     #[cfg(test)]
-    pub(super) fn links(&self) -> usize {
-        self.replicas.len() + self.changed.len()
+    pub(super) fn len(&self) -> usize {
+        self.replicas.len()
     }
 
     /// The Services of a namespace with limits.

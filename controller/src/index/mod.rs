@@ -9,6 +9,7 @@ pub mod endpoints;
 pub mod excess;
 mod headless;
 pub(crate) mod limits;
+mod links;
 pub mod locality;
 pub mod object;
 mod policies;
@@ -29,11 +30,12 @@ use std::sync::Arc;
 use excess::ExcessServices;
 use headless::Headless;
 use limits::Limits;
+use links::{Dirty, Link, Links};
 use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice};
 use policies::Policies;
 use position::{History, Position, Progress};
 use routes::Routes;
-use store::{Objects, Replaced, Store};
+use store::{Replaced, Store};
 use view::ServiceView;
 
 use crate::authenticate::PodRef;
@@ -56,23 +58,13 @@ pub struct Index {
     headless: Headless,
     excess: ExcessServices,
     endpoints: endpoints::Cache,
-    slices_of_service: HashMap<Key, BTreeSet<Key>>,
-    slices_of_pod: HashMap<Key, BTreeSet<Key>>,
-    /// The slices with an endpoint at an address that names no pod.
-    slices_at: HashMap<IpAddr, BTreeSet<Key>>,
-    services_at: HashMap<IpAddr, BTreeSet<Key>>,
-    services_outside: HashMap<IpAddr, BTreeSet<Key>>,
-    services_on_nodes: HashMap<u16, BTreeSet<Key>>,
-    pods_at: HashMap<IpAddr, BTreeSet<Key>>,
-    nodes_at: HashMap<IpAddr, BTreeSet<Key>>,
+    links: Links,
     history: History,
     /// The position after the latest complete batch of changes.
     position: Option<Arc<Position>>,
     is_position_current: bool,
     /// The meshed pods by namespace.
     meshed: BTreeMap<Arc<str>, BTreeSet<Key>>,
-    /// The objects whose status may have changed.
-    changed_statuses: BTreeSet<RouteId>,
     /// The kinds that are installed and could not be listed so far.
     unreadable: BTreeSet<Kind>,
 }
@@ -123,7 +115,7 @@ impl Index {
             }
             Change::Reset(kind, objects) => {
                 let listed: HashSet<&Key> = objects.iter().map(Object::key).collect();
-                let mut deleted = self.objects(kind).keys();
+                let mut deleted = self.keys(kind).cloned().collect::<Vec<_>>();
                 deleted.retain(|key| !listed.contains(key));
                 let deleted = deleted.into_iter().map(|key| Step::Remove(kind, key));
                 let set = objects.into_iter().map(Step::Set);
@@ -131,8 +123,8 @@ impl Index {
                 deleted.chain(set).chain([record]).collect()
             }
             Change::NotInstalled(kind) => {
-                let removed = self.objects(kind).keys().into_iter();
-                let removed = removed.map(|key| Step::Remove(kind, key));
+                let removed = self.keys(kind);
+                let removed = removed.map(|key| Step::Remove(kind, key.clone()));
                 removed
                     .chain([record(kind, Progress::NotInstalled)])
                     .collect()
@@ -165,38 +157,10 @@ impl Index {
         self.position.as_ref()
     }
 
-    /// Computes a part of what changes concern: the policies of a Service first, then what depends
-    /// on them. Returns whether nothing is left.
+    /// Computes a part of what changes concern: first what others depend on. Returns whether nothing
+    /// is left.
     pub fn settle_one(&mut self, touched: &mut Touched) -> bool {
-        let statuses = &mut self.changed_statuses;
-        if let Some((service, is_changed)) = self.policies.settle_one(&self.services, statuses) {
-            if is_changed {
-                self.routes.set_policy(&service);
-                self.limits.changed.insert(service.clone());
-                self.touch_clients(&service, touched);
-                // Clients use the endpoints of the Service as a backend too.
-                touched.services.insert(service);
-            }
-        } else if let Some(service) = self.limits.changed.pop_first() {
-            self.settle_limits(&service, touched);
-        } else if let Some((primary, is_changed)) =
-            self.routes.settle_canaries(&self.services, statuses)
-        {
-            if is_changed {
-                touched.services.insert(primary);
-            }
-        } else if let Some((service, is_changed)) =
-            self.routes
-                .settle_one(&self.services, &self.policies, statuses)
-        {
-            if is_changed {
-                self.touch_clients(&service, touched);
-            }
-        } else if let Some(pod) = self.headless.changed.pop_first() {
-            self.settle_headless(&pod);
-        } else if let Some(service) = self.excess.changed.pop_first() {
-            self.settle_room(&service, touched);
-        } else {
+        let Some(dirty) = self.links.dirty.pop_first() else {
             if !std::mem::replace(&mut self.is_position_current, true) {
                 let api = self.services.get(&Key::new("default", "kubernetes"));
                 let cluster = api.map(|service| &*service.uid);
@@ -204,6 +168,33 @@ impl Index {
                 self.position = position.map(Arc::new);
             }
             return true;
+        };
+        let (links, services) = (&mut self.links, &self.services);
+        match dirty {
+            Dirty::Target(target) => self.policies.settle(links, target),
+            Dirty::Policy(service) => {
+                if self.policies.update(&service, services.get(&service)) {
+                    self.routes.mark_service(links, &service);
+                    links.dirty.insert(Dirty::Limits(service.clone()));
+                    self.touch_clients(&service, touched);
+                    // Clients use the endpoints of the Service as a backend too.
+                    touched.services.insert(service);
+                }
+            }
+            Dirty::Limits(service) => self.settle_limits(&service, touched),
+            Dirty::Canaries(primary) => {
+                if self.routes.settle_canaries(links, &primary, services) {
+                    touched.services.insert(primary);
+                }
+            }
+            Dirty::Routes(service, namespace) => {
+                let group = (service.clone(), namespace);
+                if self.routes.settle(links, group, services, &self.policies) {
+                    self.touch_clients(&service, touched);
+                }
+            }
+            Dirty::Headless(pod) => self.settle_headless(&pod),
+            Dirty::Room(service) => self.settle_room(&service, touched),
         }
         false
     }
@@ -226,13 +217,13 @@ impl Index {
         };
         if is_changed {
             touched.all = true;
-            self.changed_statuses.extend(self.with_status());
+            self.links.statuses.extend(self.with_status());
         }
     }
 
     /// The objects whose status may have changed since the last call.
     pub fn take_changed_statuses(&mut self) -> BTreeSet<RouteId> {
-        std::mem::take(&mut self.changed_statuses)
+        std::mem::take(&mut self.links.statuses)
     }
 
     /// Adds the destinations of a Service, also those at its pods.
@@ -290,8 +281,11 @@ impl Index {
     pub fn with_status(&self) -> BTreeSet<RouteId> {
         let policies = self.policies.objects.keys();
         let policies = policies.map(|key| (Kind::TrafficPolicy, key.clone()));
-        let services = self.routes.canary_services().chain(self.excess.services());
-        let services = services.map(|key| (Kind::Service, key.clone()));
+        let services = self.services.values().filter(|service| {
+            let has_excess = service.excess.is_some() || self.excess.room(&service.key).is_some();
+            has_excess || service.canary.is_some()
+        });
+        let services = services.map(|service| (Kind::Service, service.key.clone()));
         let meshes = self.meshes.keys().map(|key| (Kind::Mesh, key.clone()));
         let others = services.chain(meshes).chain(self.routes.ids());
         policies.chain(others).collect()
@@ -337,11 +331,8 @@ impl Index {
 
     /// The pods with an address. Several during its reassignment.
     pub fn pods_at(&self, address: IpAddr) -> impl Iterator<Item = &Pod> {
-        self.pods_at
-            .get(&address)
-            .into_iter()
-            .flatten()
-            .map(|key| &self.pods[key])
+        let pods = self.links.keys(&Link::PodAt(address));
+        pods.map(|key| &self.pods[key])
     }
 
     /// The keys of all Services.
@@ -364,96 +355,89 @@ impl Index {
 
     /// The number of objects of a kind.
     pub fn count(&self, kind: Kind) -> usize {
-        self.objects(kind).len()
+        self.keys(kind).count()
     }
 
-    fn objects(&self, kind: Kind) -> &dyn Objects {
+    fn keys(&self, kind: Kind) -> Box<dyn Iterator<Item = &Key> + '_> {
         match kind {
-            Kind::Service => &self.services,
-            Kind::Slice => &self.slices,
-            Kind::Pod => &self.pods,
-            Kind::Node => &self.nodes,
-            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => self.routes.of_kind(kind),
-            Kind::Grant => &self.routes.grants,
-            Kind::TrafficSplit => &self.routes.traffic_splits,
-            Kind::RouteGroup => &self.routes.route_groups,
-            Kind::TrafficPolicy => &self.policies.objects,
-            Kind::Mesh => &self.meshes,
+            Kind::Service => Box::new(self.services.keys()),
+            Kind::Slice => Box::new(self.slices.keys()),
+            Kind::Pod => Box::new(self.pods.keys()),
+            Kind::Node => Box::new(self.nodes.keys()),
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
+                Box::new(self.routes.of_kind(kind))
+            }
+            Kind::Grant => Box::new(self.routes.grants.keys()),
+            Kind::TrafficSplit => Box::new(self.routes.traffic_splits.keys()),
+            Kind::RouteGroup => Box::new(self.routes.route_groups.keys()),
+            Kind::TrafficPolicy => Box::new(self.policies.objects.keys()),
+            Kind::Mesh => Box::new(self.meshes.keys()),
         }
     }
 
     fn set(&mut self, object: Object, touched: &mut Touched) {
         let (kind, key) = (object.kind(), object.key().clone());
         self.mark(kind, &key);
+        let links = &mut self.links;
         match object {
             Object::Service(service) => self.set_service(&key, Some(service), touched),
             Object::Slice(slice) => self.set_slice(&key, Some(slice), touched),
             Object::Pod(pod) => self.set_pod(&key, Some(pod), touched),
             Object::Node(node) => self.set_node(&key, Some(node), touched),
-            Object::Route(route) => self.routes.set_route(kind, &key, Some(route)),
-            Object::Grant(grant) => self.routes.set_grant(&key, Some(grant)),
-            Object::Split(split) => self.routes.set_traffic_split(&key, Some(split)),
-            Object::RouteGroup(group) => self.routes.set_group(&key, Some(group)),
-            Object::Policy(policy) => self.policies.set(&key, Some(policy)),
-            Object::Mesh(mesh) => drop(self.meshes.replace(&key, Some(mesh))),
+            Object::Route(route) => self.routes.set_route(links, kind, &key, Some(route)),
+            Object::Grant(grant) => self.routes.set_grant(links, &key, Some(grant)),
+            Object::Split(split) => self.routes.set_traffic_split(links, &key, Some(split)),
+            Object::RouteGroup(group) => self.routes.set_group(links, &key, Some(group)),
+            Object::Policy(policy) => self.policies.set(links, &key, Some(policy)),
+            Object::Mesh(mesh) => drop(self.meshes.replace(links, kind, &key, Some(mesh))),
         }
     }
 
     fn remove(&mut self, kind: Kind, key: &Key, touched: &mut Touched) {
         self.mark(kind, key);
+        let links = &mut self.links;
         match kind {
             Kind::Service => self.set_service(key, None, touched),
             Kind::Slice => self.set_slice(key, None, touched),
             Kind::Pod => self.set_pod(key, None, touched),
             Kind::Node => self.set_node(key, None, touched),
             Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
-                self.routes.set_route(kind, key, None)
+                self.routes.set_route(links, kind, key, None)
             }
-            Kind::Grant => self.routes.set_grant(key, None),
-            Kind::TrafficSplit => self.routes.set_traffic_split(key, None),
-            Kind::RouteGroup => self.routes.set_group(key, None),
-            Kind::TrafficPolicy => self.policies.set(key, None),
-            Kind::Mesh => drop(self.meshes.replace(key, None)),
+            Kind::Grant => self.routes.set_grant(links, key, None),
+            Kind::TrafficSplit => self.routes.set_traffic_split(links, key, None),
+            Kind::RouteGroup => self.routes.set_group(links, key, None),
+            Kind::TrafficPolicy => self.policies.set(links, key, None),
+            Kind::Mesh => drop(self.meshes.replace(links, kind, key, None)),
         }
     }
 
     /// Routes and policies have a status, which contains their generation.
     fn mark(&mut self, kind: Kind, key: &Key) {
         if kind.has_status() {
-            self.changed_statuses.insert((kind, key.clone()));
+            self.links.statuses.insert((kind, key.clone()));
         }
     }
 
     fn set_service(&mut self, key: &Key, new: Option<Service>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.services.replace(key, new) else {
+        let replaced = self
+            .services
+            .replace(&mut self.links, Kind::Service, key, new);
+        let Some(Replaced(old)) = replaced else {
             return;
         };
-        let new = self.services.get(key);
-        let (map, before) = (&mut self.services_at, old.as_ref());
-        relink(map, key, before, new, |one| &one.cluster_ips, touched);
-        let map = &mut self.services_outside;
-        relink(map, key, before, new, |one| &one.external_ips, touched);
-        for port in old.iter().flat_map(Service::node_ports) {
-            unlink(&mut self.services_on_nodes, &port, key);
-            touched.node_ports.insert(port);
-        }
-        for port in new.into_iter().flat_map(Service::node_ports) {
-            link(&mut self.services_on_nodes, &port, key);
-            touched.node_ports.insert(port);
-        }
+        let (new, links) = (self.services.get(key), &mut self.links);
+        let both = || old.iter().chain(new);
+        both().for_each(|service| touch_addresses(service, touched));
         touched.services.insert(key.clone());
         self.endpoints.invalidate(key);
-        self.excess.set_service(key, new);
-        let has_status = |service: &Service| service.canary.is_some() || service.excess.is_some();
-        if old.as_ref().is_some_and(has_status) || new.is_some_and(has_status) {
-            self.changed_statuses.insert((Kind::Service, key.clone()));
+        if both().any(|service| service.canary.is_some() || service.excess.is_some()) {
+            links.statuses.insert((Kind::Service, key.clone()));
         }
-        let is_headless = |service: Option<&Service>| service.is_some_and(|one| one.is_headless);
-        let is_headless = is_headless(old.as_ref()) || is_headless(new);
-        self.routes.set_service(key, old.as_ref(), new);
-        self.policies.set_service(key, new.is_some());
-        self.policies.mark(key, &mut self.changed_statuses);
-        self.limits.changed.insert(key.clone());
+        self.routes.set_service(links, key, old.as_ref(), new);
+        self.policies.set_service(links, key);
+        let of_service = [Dirty::Limits(key.clone()), Dirty::Room(key.clone())];
+        links.dirty.extend(of_service);
         if let Some(old) = &old
             && self.limits.has(key)
         {
@@ -461,40 +445,30 @@ impl Index {
                 .pods
                 .extend(self.selected(old).map(|pod| pod.key.clone()));
         }
-        if is_headless {
-            self.routes.mark(key, &mut self.changed_statuses);
+        if both().any(|service| service.is_headless) {
+            self.routes.mark(key, &mut self.links.statuses);
             self.slices_of(key)
                 .for_each(|slice| self.touch_pods(slice, touched));
-            let pods: Vec<Key> = self.slices_of(key).flat_map(pods_of).cloned().collect();
-            self.headless.changed.extend(pods);
+            let pods = self.slices_of(key).flat_map(pods_of).cloned();
+            let pods: Vec<Dirty> = pods.map(Dirty::Headless).collect();
+            self.links.dirty.extend(pods);
         }
     }
 
     fn set_slice(&mut self, key: &Key, new: Option<Slice>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.slices.replace(key, new) else {
+        let replaced = self.slices.replace(&mut self.links, Kind::Slice, key, new);
+        let Some(Replaced(old)) = replaced else {
             return;
         };
-        let new = self.slices.get(key);
-        if let Some(slice) = &old {
-            let services = slice.service.iter();
-            services.for_each(|service| unlink(&mut self.slices_of_service, service, key));
-            pods_of(slice).for_each(|pod| unlink(&mut self.slices_of_pod, pod, key));
-            bare_addresses(slice).for_each(|ip| unlink(&mut self.slices_at, &ip, key));
-        }
-        if let Some(slice) = new {
-            let services = slice.service.iter();
-            services.for_each(|service| link(&mut self.slices_of_service, service, key));
-            pods_of(slice).for_each(|pod| link(&mut self.slices_of_pod, pod, key));
-            bare_addresses(slice).for_each(|ip| link(&mut self.slices_at, &ip, key));
-        }
-        for slice in old.iter().chain(new) {
+        for slice in old.iter().chain(self.slices.get(key)) {
             self.touch_service_of(slice, touched);
-            self.excess.changed.extend(slice.service.clone());
             let service = slice.service.as_ref();
+            let dirty = &mut self.links.dirty;
+            dirty.extend(service.cloned().map(Dirty::Room));
             let service = service.and_then(|key| self.services.get(key));
             if service.is_some_and(|service| service.is_headless) {
+                dirty.extend(pods_of(slice).cloned().map(Dirty::Headless));
                 self.touch_pods(slice, touched);
-                self.headless.changed.extend(pods_of(slice).cloned());
             }
         }
     }
@@ -507,12 +481,13 @@ impl Index {
             self.endpoints.invalidate(key);
             self.touch_clients(key, touched);
             touched.services.insert(key.clone());
-            self.changed_statuses.insert((Kind::Service, key.clone()));
+            self.links.statuses.insert((Kind::Service, key.clone()));
         }
     }
 
     fn set_pod(&mut self, key: &Key, new: Option<Pod>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.pods.replace(key, new) else {
+        let replaced = self.pods.replace(&mut self.links, Kind::Pod, key, new);
+        let Some(Replaced(old)) = replaced else {
             return;
         };
         let new = self.pods.get(key);
@@ -539,22 +514,18 @@ impl Index {
             return;
         }
         touched.pods.insert(key.clone());
-        if self.slices_of_pod.contains_key(key) {
-            self.headless.changed.insert(key.clone());
+        let of_pod = Link::EndpointOf(key.clone());
+        if self.links.contains(&of_pod) {
+            self.links.dirty.insert(Dirty::Headless(key.clone()));
         }
         let addresses = old.iter().chain(new).flat_map(|pod| &pod.addresses);
-        let bare = addresses.filter_map(|ip| self.slices_at.get(ip)).flatten();
-        for slice in self
-            .slices_of_pod
-            .get(key)
-            .into_iter()
-            .flatten()
-            .chain(bare)
-        {
-            self.touch_service_of(&self.slices[slice], touched);
+        let bare = addresses.clone().map(|ip| Link::EndpointAt(*ip));
+        for link in bare.chain([of_pod]) {
+            for slice in self.links.keys(&link) {
+                self.touch_service_of(&self.slices[slice], touched);
+            }
         }
-        let (map, old) = (&mut self.pods_at, old.as_ref());
-        relink(map, key, old, new, |pod| &pod.addresses, touched);
+        touched.addresses.extend(addresses);
     }
 
     /// Adds the Service of a slice and its addresses.
@@ -574,11 +545,14 @@ impl Index {
     }
 
     fn set_node(&mut self, key: &Key, new: Option<Node>, touched: &mut Touched) {
-        let Some(Replaced(old)) = self.nodes.replace(key, new) else {
+        let replaced = self.nodes.replace(&mut self.links, Kind::Node, key, new);
+        let Some(Replaced(old)) = replaced else {
             return;
         };
-        let (map, old, new) = (&mut self.nodes_at, old.as_ref(), self.nodes.get(key));
-        relink(map, key, old, new, |node| &node.addresses, touched);
+        let both = old.iter().chain(self.nodes.get(key));
+        touched
+            .addresses
+            .extend(both.flat_map(|node| &node.addresses));
         touched.nodes.insert(key.name.clone());
     }
 }
@@ -593,31 +567,6 @@ fn touch_addresses(service: &Service, touched: &mut Touched) {
 fn pods_of(slice: &Slice) -> impl Iterator<Item = &Key> {
     let references = slice.endpoints.iter().flat_map(|endpoint| &endpoint.pod);
     references.map(|reference| &reference.key)
-}
-
-/// The addresses of endpoints that name no pod.
-fn bare_addresses(slice: &Slice) -> impl Iterator<Item = IpAddr> {
-    let bare = slice.endpoints.iter();
-    bare.filter(|endpoint| endpoint.pod.is_none())
-        .map(|endpoint| endpoint.address)
-}
-
-/// Moves an object from its old to its new addresses, which are all affected.
-fn relink<T>(
-    map: &mut HashMap<IpAddr, BTreeSet<Key>>,
-    key: &Key,
-    old: Option<&T>,
-    new: Option<&T>,
-    addresses: fn(&T) -> &[IpAddr],
-    touched: &mut Touched,
-) {
-    let (old, new) = (
-        old.map_or(&[][..], addresses),
-        new.map_or(&[][..], addresses),
-    );
-    old.iter().for_each(|ip| unlink(map, ip, key));
-    new.iter().for_each(|ip| link(map, ip, key));
-    touched.addresses.extend(old.iter().chain(new));
 }
 
 /// Adds a reference.

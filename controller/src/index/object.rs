@@ -278,6 +278,12 @@ pub struct Service {
 pub type Canary = Checked<u32>;
 
 impl Service {
+    /// The Service that it is a canary of.
+    pub fn primary(&self) -> Option<Key> {
+        let parent = self.canary.as_ref()?.parents.first()?;
+        Some(parent.key(&self.key))
+    }
+
     /// The TCP port that `matches`. Only TCP is redirected: other transports have no destinations.
     pub fn tcp_port(&self, matches: impl Fn(&ServicePort) -> bool) -> Option<&ServicePort> {
         let mut ports = self.ports.iter();

@@ -4,14 +4,14 @@
 //! one applies. A change marks the targets that it may concern, whose Services are computed once
 //! for all changes of a batch.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 
+use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Service, Transport};
 use super::store::{Replaced, Store};
-use super::{link, unlink};
 use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
 use crate::routes::attach::{RouteId, Table};
 use crate::routes::{ParentStatus, RouteStatus};
@@ -20,14 +20,9 @@ use crate::routes::{ParentStatus, RouteStatus};
 #[derive(Debug, Default)]
 pub(super) struct Policies {
     pub(super) objects: Store<Policy>,
-    of_target: HashMap<Target, BTreeSet<Key>>,
-    services_of: HashMap<Arc<str>, BTreeSet<Key>>,
     /// The policy that applies to each target.
     applied: HashMap<Target, Key>,
     of_service: HashMap<Key, OfService>,
-    /// Targets that are to be computed again, and Services that they concern.
-    changed: BTreeSet<Target>,
-    affected: BTreeSet<Key>,
 }
 
 /// The policy of a Service, and the tables of its ports without routes.
@@ -58,73 +53,48 @@ impl Policies {
         self.of_service.get(service)?.tables.get(&port)
     }
 
-    pub(super) fn set(&mut self, key: &Key, new: Option<Policy>) {
-        let Some(Replaced(old)) = self.objects.replace(key, new) else {
-            return;
-        };
-        for target in old.iter().flat_map(targets) {
-            unlink(&mut self.of_target, &target, key);
-            self.changed.insert(target);
-        }
-        for target in self.objects.get(key).into_iter().flat_map(targets) {
-            link(&mut self.of_target, &target, key);
-            self.changed.insert(target);
+    pub(super) fn set(&mut self, links: &mut Links, key: &Key, new: Option<Policy>) {
+        let replaced = self.objects.replace(links, Kind::TrafficPolicy, key, new);
+        if let Some(Replaced(old)) = replaced {
+            let both = old.iter().chain(self.objects.get(key));
+            let targets = both.flat_map(Policy::targets);
+            let targets = targets.filter_map(|(_, target)| target);
+            links.dirty.extend(targets.map(Dirty::Target));
         }
     }
 
     /// A Service has changed.
-    pub(super) fn set_service(&mut self, key: &Key, exists: bool) {
-        match exists {
-            true => link(&mut self.services_of, &key.namespace, key),
-            false => unlink(&mut self.services_of, &key.namespace, key),
-        }
-        let of_namespace = Target::Namespace(key.namespace.clone());
+    pub(super) fn set_service(&self, links: &mut Links, key: &Key) {
         let target = Target::Service(key.clone());
-        let has_policy = |target| self.of_target.contains_key(target);
-        if has_policy(&target) || has_policy(&of_namespace) || self.of_service.contains_key(key) {
-            self.changed.insert(target);
+        mark_target(links, &target);
+        let of_namespace = Target::Namespace(key.namespace.clone());
+        let mut targets = [target.clone(), of_namespace].into_iter();
+        let has_policy = targets.any(|target| links.contains(&Link::Target(target)));
+        if has_policy || self.of_service.contains_key(key) {
+            links.dirty.insert(Dirty::Target(target));
         }
     }
 
-    /// Computes a changed target, and the policy of a Service that it concerns. Returns the Service,
-    /// and whether it has another policy than before, or `None` without changes.
-    pub(super) fn settle_one(
-        &mut self,
-        services: &Store<Service>,
-        statuses: &mut BTreeSet<RouteId>,
-    ) -> Option<(Key, bool)> {
-        while let Some(target) = self.changed.pop_first() {
-            self.mark_target(&target, statuses);
-            match self.oldest(&target) {
-                Some(key) => drop(self.applied.insert(target.clone(), key)),
-                None => drop(self.applied.remove(&target)),
-            }
-            match target {
-                Target::Service(key) => drop(self.affected.insert(key)),
-                Target::Namespace(name) => {
-                    let all = self.services_of.get(&name).into_iter().flatten();
-                    self.affected.extend(all.cloned());
-                }
+    /// Computes the policy that applies to a target, and marks the Services that it concerns.
+    pub(super) fn settle(&mut self, links: &mut Links, target: Target) {
+        mark_target(links, &target);
+        match self.oldest(links, &target) {
+            Some(key) => drop(self.applied.insert(target.clone(), key)),
+            None => drop(self.applied.remove(&target)),
+        }
+        match target {
+            Target::Service(key) => drop(links.dirty.insert(Dirty::Policy(key))),
+            Target::Namespace(name) => {
+                let all = links.keys(&Link::ServiceIn(name)).cloned();
+                let all: Vec<Dirty> = all.map(Dirty::Policy).collect();
+                links.dirty.extend(all);
             }
         }
-        let key = self.affected.pop_first()?;
-        let is_changed = self.update(&key, services.get(&key));
-        Some((key, is_changed))
-    }
-
-    /// A Service has changed, which policies name.
-    pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<RouteId>) {
-        self.mark_target(&Target::Service(service.clone()), statuses);
-    }
-
-    fn mark_target(&self, target: &Target, statuses: &mut BTreeSet<RouteId>) {
-        let policies = self.of_target.get(target).into_iter().flatten();
-        statuses.extend(policies.map(|key| (Kind::TrafficPolicy, key.clone())));
     }
 
     /// The oldest valid policy for a target.
-    fn oldest(&self, target: &Target) -> Option<Key> {
-        let policies = self.of_target.get(target).into_iter().flatten();
+    fn oldest(&self, links: &Links, target: &Target) -> Option<Key> {
+        let policies = links.keys(&Link::Target(target.clone()));
         let policies = policies.map(|key| &self.objects[key]);
         let valid = policies.filter(|policy| policy.rejection().is_none());
         let oldest = valid.min_by_key(|policy| (policy.created, &policy.key));
@@ -132,7 +102,7 @@ impl Policies {
     }
 
     /// Computes the policy of a Service. Returns whether it has changed.
-    fn update(&mut self, key: &Key, service: Option<&Service>) -> bool {
+    pub(super) fn update(&mut self, key: &Key, service: Option<&Service>) -> bool {
         let service = service.filter(|service| service.external_name.is_empty());
         let next = service.and_then(|service| {
             let own = self.settings(&Target::Service(key.clone()));
@@ -215,16 +185,17 @@ impl Policies {
         targets.collect()
     }
 
-    /// The number of references between objects.
+    /// The number of results.
     #[cfg(test)]
-    pub(super) fn links(&self) -> usize {
-        let targets = self.of_target.len() + self.applied.len();
-        targets + self.services_of.len() + self.of_service.len()
+    pub(super) fn len(&self) -> usize {
+        self.applied.len() + self.of_service.len()
     }
 }
 
-fn targets(policy: &Policy) -> impl Iterator<Item = Target> {
-    policy.targets().filter_map(|(_, target)| target)
+/// Marks the policies with a target.
+pub(super) fn mark_target(links: &mut Links, target: &Target) {
+    let policies: Vec<RouteId> = links.ids(&Link::Target(target.clone())).cloned().collect();
+    links.statuses.extend(policies);
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use super::Index;
 use super::endpoints::{Endpoint, Endpoints};
 use super::excess::MAX_PORTS;
 use super::headless::oldest;
+use super::links::Link;
 use super::locality::{Area, Location, Scope};
 use super::object::{Key, Pod, PodReference, Resource, Service, ServicePort, Slice, Transport};
 use super::state::{State, Target, TargetKind, Workload};
@@ -64,14 +65,17 @@ impl Index {
         self.service_target(address, client)
             .or_else(|| self.pod_target(address, client))
             .or_else(|| self.unknown_port(address))
-            .or_else(|| match self.nodes_at.get(&address.ip()) {
-                Some(nodes) => self.node_port(nodes.first()?, address, client),
-                None => self.external(address, client),
+            .or_else(|| {
+                let node = self.links.keys(&Link::NodeAt(address.ip())).next();
+                match node {
+                    Some(node) => self.node_port(node, address, client),
+                    None => self.external(address, client),
+                }
             })
     }
 
     fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
-        let service = &self.services[self.services_at.get(&address.ip())?.first()?];
+        let service = self.service_at(address.ip())?;
         let port = service.tcp_port(|port| port.port == address.port())?;
         let target = match self.endpoints(service, &port.name, address.is_ipv6()) {
             Ok(all) => service_target(service, port, all.select(service.local_only, client)),
@@ -83,7 +87,7 @@ impl Index {
     /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
     /// several Services with the address and port, the oldest one has it.
     fn external(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
-        let services = self.services_outside.get(&address.ip())?.iter();
+        let services = self.links.keys(&Link::ExternalIp(address.ip()));
         let services = services.filter_map(|key| {
             let service = &self.services[key];
             let port = service.tcp_port(|port| port.port == address.port());
@@ -110,7 +114,7 @@ impl Index {
         address: SocketAddr,
         client: &Location,
     ) -> Option<(Scope, Target)> {
-        let services = self.services_on_nodes.get(&address.port())?.iter();
+        let services = self.links.keys(&Link::NodePort(address.port()));
         let services = services.map(|key| &self.services[key]);
         let service = services.min_by_key(|service| (service.created, &service.key))?;
         let port = service.tcp_port(|port| port.node_port == Some(address.port()));
@@ -221,7 +225,7 @@ impl Index {
 
     /// The Service at a cluster IP, which does not have the port: no connection can succeed there.
     fn unknown_port(&self, destination: SocketAddr) -> Option<(Scope, Target)> {
-        let service = &self.services[self.services_at.get(&destination.ip())?.first()?];
+        let service = self.service_at(destination.ip())?;
         if !service.cluster_ips.contains(&destination.ip()) {
             return None;
         }
@@ -275,11 +279,14 @@ impl Index {
 
     /// In the order of their names, independently of the order of events.
     pub(super) fn slices_of(&self, service: &Key) -> impl Iterator<Item = &Slice> {
-        self.slices_of_service
-            .get(service)
-            .into_iter()
-            .flatten()
-            .map(|key| &self.slices[key])
+        let slices = self.links.keys(&Link::SliceOf(service.clone()));
+        slices.map(|key| &self.slices[key])
+    }
+
+    /// The Service with a cluster IP.
+    fn service_at(&self, address: IpAddr) -> Option<&Service> {
+        let mut services = self.links.keys(&Link::ClusterIp(address));
+        Some(&self.services[services.next()?])
     }
 }
 

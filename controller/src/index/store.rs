@@ -3,7 +3,8 @@
 use std::collections::HashMap;
 use std::ops;
 
-use super::object::Key;
+use super::links::{Linked, Links};
+use super::object::{Key, Kind};
 
 /// The objects of one kind.
 #[derive(Debug)]
@@ -18,24 +19,7 @@ impl<T> Default for Store<T> {
     }
 }
 
-/// The objects of one kind, of whatever type.
-pub(super) trait Objects {
-    fn len(&self) -> usize;
-
-    fn keys(&self) -> Vec<Key>;
-}
-
-impl<T> Objects for Store<T> {
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn keys(&self) -> Vec<Key> {
-        self.0.keys().cloned().collect()
-    }
-}
-
-impl<T: PartialEq> Store<T> {
+impl<T: Linked> Store<T> {
     pub fn get(&self, key: &Key) -> Option<&T> {
         self.0.get(key)
     }
@@ -44,11 +28,24 @@ impl<T: PartialEq> Store<T> {
         self.0.keys()
     }
 
-    /// Replaces an object. `None` if the key has the same object as before.
-    pub fn replace(&mut self, key: &Key, new: Option<T>) -> Option<Replaced<T>> {
-        if self.get(key) == new.as_ref() {
+    pub fn values(&self) -> impl Iterator<Item = &T> {
+        self.0.values()
+    }
+
+    /// Replaces an object and its links. `None` if the key has the same object as before.
+    pub fn replace(
+        &mut self,
+        links: &mut Links,
+        kind: Kind,
+        key: &Key,
+        new: Option<T>,
+    ) -> Option<Replaced<T>> {
+        let old = self.get(key);
+        if old == new.as_ref() {
             return None;
         }
+        let of = |object: Option<&T>| object.map_or_else(Vec::new, T::links);
+        links.replace(&(kind, key.clone()), of(old), of(new.as_ref()));
         Some(Replaced(match new {
             Some(new) => self.0.insert(key.clone(), new),
             None => self.0.remove(key),

@@ -1,0 +1,196 @@
+//! What the objects of the catalog refer to, the other way around, and what is to be computed again
+//! after a change. Pure.
+
+use std::collections::{BTreeSet, HashMap};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use super::object::{Key, Node, Pod, Service, Slice};
+use crate::policy::{Policy, Target};
+use crate::routes::attach::RouteId;
+use crate::routes::mesh::Mesh;
+use crate::routes::model::{Grant, Route};
+use crate::routes::smi::{RouteGroup, Split};
+
+/// What an object refers to, or where it is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Link {
+    /// A Service: its cluster IP.
+    ClusterIp(IpAddr),
+    /// A Service: its address for traffic from outside the cluster.
+    ExternalIp(IpAddr),
+    /// A Service: its port on each node.
+    NodePort(u16),
+    /// A Service: its namespace.
+    ServiceIn(Arc<str>),
+    /// A Service: the one that it is a canary of.
+    CanaryOf(Key),
+    /// A slice: its Service.
+    SliceOf(Key),
+    /// A slice: the pod of an endpoint.
+    EndpointOf(Key),
+    /// A slice: the address of an endpoint that names no pod.
+    EndpointAt(IpAddr),
+    /// A pod: its address.
+    PodAt(IpAddr),
+    /// A node: its address.
+    NodeAt(IpAddr),
+    /// A route: a Service that is its parent, and the namespace of the route.
+    RouteOf(Key, Arc<str>),
+    /// A route: the Service that is a backend.
+    Backend(Key),
+    /// A route: the namespace of a backend, if it is not its own.
+    BackendIn(Arc<str>),
+    /// A TrafficSplit: its HTTPRouteGroup.
+    Group(Key),
+    /// A ReferenceGrant: its namespace.
+    GrantIn(Arc<str>),
+    /// A TrafficPolicy: its target.
+    Target(Target),
+}
+
+/// What is to be computed again, in this order: nothing depends on what comes after it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Dirty {
+    /// The policy that applies to a target.
+    Target(Target),
+    /// The policy of a Service.
+    Policy(Key),
+    /// The rate limits of a Service.
+    Limits(Key),
+    /// The canaries of a Service.
+    Canaries(Key),
+    /// The routes of a Service that are of one namespace.
+    Routes(Key, Arc<str>),
+    /// The headless Services of a pod.
+    Headless(Key),
+    /// The room of the endpoints of a Service.
+    Room(Key),
+}
+
+/// The links of all objects, and the consequences of changes.
+#[derive(Debug, Default)]
+pub(super) struct Links {
+    objects: HashMap<Link, BTreeSet<RouteId>>,
+    pub dirty: BTreeSet<Dirty>,
+    /// The objects whose status may have changed.
+    pub statuses: BTreeSet<RouteId>,
+}
+
+impl Links {
+    /// The objects with a link, in order.
+    pub fn ids<'a>(&'a self, link: &Link) -> impl Iterator<Item = &'a RouteId> + Clone + use<'a> {
+        self.objects.get(link).into_iter().flatten()
+    }
+
+    /// The keys of the objects with a link, which only one kind has.
+    pub fn keys<'a>(&'a self, link: &Link) -> impl Iterator<Item = &'a Key> + Clone + use<'a> {
+        self.ids(link).map(|(_, key)| key)
+    }
+
+    /// Whether objects have a link.
+    pub fn contains(&self, link: &Link) -> bool {
+        self.objects.contains_key(link)
+    }
+
+    /// Replaces the links of an object.
+    pub fn replace(&mut self, id: &RouteId, old: Vec<Link>, new: Vec<Link>) {
+        if old == new {
+            return;
+        }
+        for link in old {
+            super::unlink(&mut self.objects, &link, id);
+        }
+        for link in new {
+            super::link(&mut self.objects, &link, id);
+        }
+    }
+
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.objects.len() + self.dirty.len()
+    }
+}
+
+/// An object with its links.
+pub(super) trait Linked: PartialEq {
+    fn links(&self) -> Vec<Link> {
+        Vec::new()
+    }
+}
+
+impl Linked for Service {
+    fn links(&self) -> Vec<Link> {
+        let cluster = self.cluster_ips.iter().copied().map(Link::ClusterIp);
+        let external = self.external_ips.iter().copied().map(Link::ExternalIp);
+        let addresses = cluster.chain(external);
+        let addresses = addresses.chain(self.node_ports().map(Link::NodePort));
+        let primary = self.primary().map(Link::CanaryOf);
+        let own = Link::ServiceIn(self.key.namespace.clone());
+        addresses.chain(primary).chain([own]).collect()
+    }
+}
+
+impl Linked for Slice {
+    fn links(&self) -> Vec<Link> {
+        let service = self.service.iter().cloned().map(Link::SliceOf);
+        let endpoints = self.endpoints.iter().map(|endpoint| match &endpoint.pod {
+            Some(pod) => Link::EndpointOf(pod.key.clone()),
+            None => Link::EndpointAt(endpoint.address),
+        });
+        service.chain(endpoints).collect()
+    }
+}
+
+impl Linked for Pod {
+    fn links(&self) -> Vec<Link> {
+        self.addresses.iter().copied().map(Link::PodAt).collect()
+    }
+}
+
+impl Linked for Node {
+    fn links(&self) -> Vec<Link> {
+        self.addresses.iter().copied().map(Link::NodeAt).collect()
+    }
+}
+
+impl Linked for Route {
+    fn links(&self) -> Vec<Link> {
+        let own = &self.key.namespace;
+        let parents = self.parents.iter();
+        let parents = parents.map(|parent| Link::RouteOf(parent.key(&self.key), own.clone()));
+        let backends = self.references().flat_map(|reference| {
+            let namespace = &reference.key.namespace;
+            let other = (namespace != own).then(|| Link::BackendIn(namespace.clone()));
+            [Link::Backend(reference.key.clone())]
+                .into_iter()
+                .chain(other)
+        });
+        parents.chain(backends).collect()
+    }
+}
+
+impl Linked for Split {
+    fn links(&self) -> Vec<Link> {
+        let rules = self.content.iter();
+        let groups = rules.flat_map(|rule| &rule.groups);
+        groups.cloned().map(Link::Group).collect()
+    }
+}
+
+impl Linked for Grant {
+    fn links(&self) -> Vec<Link> {
+        vec![Link::GrantIn(self.key.namespace.clone())]
+    }
+}
+
+impl Linked for Policy {
+    fn links(&self) -> Vec<Link> {
+        let targets = self.targets().filter_map(|(_, target)| target);
+        targets.map(Link::Target).collect()
+    }
+}
+
+impl Linked for RouteGroup {}
+
+impl Linked for Mesh {}
