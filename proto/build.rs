@@ -6,6 +6,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         // As derived for messages without lists of messages.
         .message_attribute("HeaderModifier", "#[derive(Eq, Hash)]")
+        .message_attribute("RouteMatch", "#[derive(Eq, Hash)]")
+        .message_attribute("RouteFilter", "#[derive(Eq, Hash)]")
+        .type_attribute("RouteFilter.kind", "#[derive(Eq, Hash)]")
         // The output of `mesh identity`.
         .message_attribute(
             "GetIdentityResponse.Authority",

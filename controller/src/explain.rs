@@ -4,6 +4,9 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use proto::field_match::Kind as FieldKind;
+use proto::path_match::Kind as PathKind;
+use proto::route_filter::Kind as FilterKind;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -12,7 +15,8 @@ use crate::index::object::{Change, Key, Transport};
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::Table;
-use crate::routes::model::{Filter, Match, PathMatch, Rule, ValueMatch};
+use crate::routes::filters::is_redirect;
+use crate::routes::model::{Filter, Match, Rule};
 
 /// What happens with the requests to a Service.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -186,8 +190,7 @@ fn row(rule: &Rule<String>, service: &str, stays: bool) -> Row {
         let name = Some(backend.target.clone()).filter(|name| !name.is_empty());
         (name, backend.weight)
     });
-    let mut filters = rule.filters.iter();
-    let backends = match filters.any(|filter| matches!(filter, Filter::Redirect(_))) {
+    let backends = match rule.filters.iter().any(is_redirect) {
         false if stays && !rule.is_invalid => vec![(Some(service.to_owned()), 1)],
         _ => backends.collect(),
     };
@@ -243,19 +246,22 @@ fn fault(fault: &proto::Fault) -> Row {
 
 /// The conditions of a match, "all" if there are none.
 fn conditions(one: &Match) -> String {
-    let method = Some(one.method.clone()).filter(|method| !method.is_empty());
-    let path = one.path.as_ref().and_then(|path| match path {
-        PathMatch::Exact(path) => Some(format!("path {path}")),
-        PathMatch::Prefix(prefix) if prefix == "/" => None,
-        PathMatch::Prefix(prefix) => Some(format!("path {}/...", prefix.trim_end_matches('/'))),
-        PathMatch::Regex(regex) => Some(format!("path ~ {regex}")),
+    let message = &one.message;
+    let method = Some(message.method.clone()).filter(|method| !method.is_empty());
+    let path = one.path().and_then(|path| match path {
+        PathKind::Exact(path) => Some(format!("path {path}")),
+        PathKind::Prefix(prefix) if prefix == "/" => None,
+        PathKind::Prefix(prefix) => Some(format!("path {}/...", prefix.trim_end_matches('/'))),
+        PathKind::Regex(regex) => Some(format!("path ~ {regex}")),
     });
-    let field = |kind: &str, (name, value): &(String, ValueMatch)| match value {
-        ValueMatch::Exact(value) => format!("{kind} {name}={value}"),
-        ValueMatch::Regex(regex) => format!("{kind} {name} ~ {regex}"),
+    let field = |kind: &str, proto::FieldMatch { name, kind: value }: &proto::FieldMatch| {
+        Some(match value.as_ref()? {
+            FieldKind::Exact(value) => format!("{kind} {name}={value}"),
+            FieldKind::Regex(regex) => format!("{kind} {name} ~ {regex}"),
+        })
     };
-    let headers = one.headers.iter().map(|one| field("header", one));
-    let query = one.query.iter().map(|one| field("parameter", one));
+    let headers = message.headers.iter().flat_map(|one| field("header", one));
+    let query = message.query.iter().flat_map(|one| field("parameter", one));
     let all = method.into_iter().chain(path).chain(headers).chain(query);
     let all: Vec<String> = all.collect();
     match all.is_empty() {
@@ -265,17 +271,18 @@ fn conditions(one: &Match) -> String {
 }
 
 fn action(filter: &Filter<String>) -> String {
-    match filter {
-        Filter::RequestHeaders(_) => "changes request headers".to_owned(),
-        Filter::ResponseHeaders(_) => "changes response headers".to_owned(),
-        Filter::Redirect(redirect) => format!("redirect {}", redirect.status),
-        Filter::Rewrite(_) => "rewrite".to_owned(),
-        Filter::Mirror {
-            target,
-            numerator,
-            denominator,
-        } => format!("mirror {numerator} of {denominator} to {target}"),
-        Filter::Cors(_) => "CORS".to_owned(),
+    match filter.kind() {
+        Some(FilterKind::RequestHeaders(_)) => "changes request headers".to_owned(),
+        Some(FilterKind::ResponseHeaders(_)) => "changes response headers".to_owned(),
+        Some(FilterKind::Redirect(redirect)) => format!("redirect {}", redirect.status),
+        Some(FilterKind::Rewrite(_)) => "rewrite".to_owned(),
+        Some(FilterKind::Cors(_)) => "CORS".to_owned(),
+        Some(FilterKind::Mirror(mirror)) => {
+            let target = filter.mirror.as_deref().unwrap_or_default();
+            let (numerator, denominator) = (mirror.numerator, mirror.denominator);
+            format!("mirror {numerator} of {denominator} to {target}")
+        }
+        None => String::new(),
     }
 }
 

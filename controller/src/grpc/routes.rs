@@ -1,16 +1,18 @@
 //! Conversion of routes to messages. Pure.
 
+use std::sync::Arc;
+
 use diy_mesh_proto::mesh::v1 as proto;
-use proto::{field_match, path_match, route_filter};
+use proto::route_filter::Kind;
 
 use crate::routes::attach::Table;
-use crate::routes::model::{Backend, Filter, Match, PathMatch, Rule, ValueMatch};
+use crate::routes::model::{Backend, Filter, Match, Rule};
 
 /// The routes of a destination.
 pub(super) fn routes(table: &Table) -> proto::Routes {
     let matches = table.matches.iter();
     proto::Routes {
-        matches: matches.map(|(rule, one)| route_match(*rule, one)).collect(),
+        matches: matches.map(route_match).collect(),
         rules: table.rules.iter().map(|one| rule(one)).collect(),
         grpc: table.grpc,
         tcp: table.tcp.as_ref().map(|one| rule(one)),
@@ -18,31 +20,11 @@ pub(super) fn routes(table: &Table) -> proto::Routes {
     }
 }
 
-/// A match of the rule at this index.
-pub(crate) fn route_match(rule: u32, one: &Match) -> proto::RouteMatch {
-    let path = one.path.clone().map(|path| proto::PathMatch {
-        kind: Some(match path {
-            PathMatch::Exact(path) => path_match::Kind::Exact(path),
-            PathMatch::Prefix(path) => path_match::Kind::Prefix(path),
-            PathMatch::Regex(pattern) => path_match::Kind::Regex(pattern),
-        }),
-    });
+/// A match of the rule at its index.
+fn route_match((rule, one): &(u32, Arc<Match>)) -> proto::RouteMatch {
     proto::RouteMatch {
-        rule,
-        path,
-        headers: one.headers.iter().map(field).collect(),
-        query: one.query.iter().map(field).collect(),
-        method: one.method.clone(),
-    }
-}
-
-fn field((name, value): &(String, ValueMatch)) -> proto::FieldMatch {
-    proto::FieldMatch {
-        name: name.clone(),
-        kind: Some(match value.clone() {
-            ValueMatch::Exact(value) => field_match::Kind::Exact(value),
-            ValueMatch::Regex(pattern) => field_match::Kind::Regex(pattern),
-        }),
+        rule: *rule,
+        ..one.message.clone()
     }
 }
 
@@ -69,22 +51,9 @@ fn backend(backend: &Backend<String>) -> proto::RouteBackend {
 }
 
 fn filter(filter: &Filter<String>) -> proto::RouteFilter {
-    use route_filter::Kind;
-    let kind = match filter {
-        Filter::RequestHeaders(modifier) => Kind::RequestHeaders((**modifier).clone()),
-        Filter::ResponseHeaders(modifier) => Kind::ResponseHeaders((**modifier).clone()),
-        Filter::Redirect(redirect) => Kind::Redirect(redirect.clone()),
-        Filter::Rewrite(rewrite) => Kind::Rewrite(rewrite.clone()),
-        Filter::Mirror {
-            target,
-            numerator,
-            denominator,
-        } => Kind::Mirror(proto::Mirror {
-            backend: target.clone(),
-            numerator: *numerator,
-            denominator: *denominator,
-        }),
-        Filter::Cors(cors) => Kind::Cors((**cors).clone()),
-    };
-    proto::RouteFilter { kind: Some(kind) }
+    let mut message = (*filter.message).clone();
+    if let (Some(Kind::Mirror(mirror)), Some(name)) = (&mut message.kind, &filter.mirror) {
+        mirror.backend.clone_from(name);
+    }
+    message
 }

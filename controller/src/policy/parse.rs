@@ -18,7 +18,6 @@ use serde_json::{Value, json};
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings};
 use crate::fields::with_unknown_fields;
-use crate::grpc::routes::route_match;
 use crate::index::object::Key;
 use crate::routes::filters::{is_hostname, share};
 use crate::routes::matches::{self, MatchSpec};
@@ -407,7 +406,7 @@ impl Total {
             let one = spec.parse(&format!("{field}[{position}]"))?;
             self.patterns += matches::patterns(&one);
             within(&field, "regular expressions", self.patterns, MAX_PATTERNS)?;
-            parsed.push(route_match(0, &one));
+            parsed.push(one.message);
         }
         Ok(parsed)
     }

@@ -3,15 +3,17 @@
 //! What they write into requests and responses must not change their framing: names and values are
 //! checked, and the headers of connections are the proxy's alone.
 
+use std::mem::discriminant;
 use std::sync::Arc;
 
 use diy_mesh_proto::field::is_reserved;
 use diy_mesh_proto::mesh::v1::header_modifier::Field;
+use diy_mesh_proto::mesh::v1::route_filter::Kind as FilterKind;
 use diy_mesh_proto::mesh::v1::{
-    Cors, HeaderModifier, PathModifier, Redirect, UrlRewrite, path_modifier,
+    Cors, HeaderModifier, Mirror, PathModifier, Redirect, UrlRewrite, path_match, path_modifier,
 };
 
-use super::model::{Filter, Match, PathMatch, Reference, Rejection};
+use super::model::{Filter, Match, Reference, Rejection};
 use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
 use super::{INCOMPATIBLE_FILTERS, matches, spec};
 use crate::index::object::Kind;
@@ -50,29 +52,27 @@ pub(super) fn parse(
     let incompatible =
         |message: &str| Rejection::new(INCOMPATIBLE_FILTERS, format!("{at}: {message}"));
     for (position, one) in filters.iter().enumerate() {
-        let same = |other: &Filter<Reference>| {
-            std::mem::discriminant(other) == std::mem::discriminant(one)
-        };
-        if !matches!(one, Filter::Mirror { .. }) && filters[..position].iter().any(same) {
+        let kind = one.kind().map(discriminant);
+        let mut earlier = filters[..position].iter();
+        let is_repeated = earlier.any(|other| other.kind().map(discriminant) == kind);
+        if is_repeated && one.mirror.is_none() {
             return Err(incompatible("two filters of one type"));
         }
     }
-    let rewrites = filters
-        .iter()
-        .any(|one| matches!(one, Filter::Rewrite { .. }));
-    if rewrites && filters.iter().any(is_redirect) {
+    let mut kinds = filters.iter().filter_map(Filter::kind);
+    if kinds.any(|kind| matches!(kind, FilterKind::Rewrite(_))) && filters.iter().any(is_redirect) {
         return Err(incompatible("RequestRedirect excludes URLRewrite"));
     }
     Ok(filters)
 }
 
-pub(super) fn is_redirect<B>(filter: &Filter<B>) -> bool {
-    matches!(filter, Filter::Redirect(_))
+pub(crate) fn is_redirect<B>(filter: &Filter<B>) -> bool {
+    matches!(filter.kind(), Some(FilterKind::Redirect(_)))
 }
 
 /// Whether the filter responds to requests.
 pub(super) fn is_response<B>(filter: &Filter<B>) -> bool {
-    is_redirect(filter) || matches!(filter, Filter::Cors(_))
+    is_redirect(filter) || matches!(filter.kind(), Some(FilterKind::Cors(_)))
 }
 
 fn filter(
@@ -81,41 +81,50 @@ fn filter(
     context: &Context<'_>,
 ) -> Result<Filter<Reference>, Rejection> {
     let is_grpc = context.meta.kind == Kind::GrpcRoute;
-    match &*spec.kind {
+    let mut mirror = None;
+    let kind = match &*spec.kind {
         "RequestHeaderModifier" => {
             let modifier = spec.request_header_modifier;
             let (spec, at) = required(at, "requestHeaderModifier", modifier)?;
-            header_modifier(spec, &at).map(Filter::RequestHeaders)
+            FilterKind::RequestHeaders(header_modifier(spec, &at)?)
         }
         "ResponseHeaderModifier" => {
             let modifier = spec.response_header_modifier;
             let (spec, at) = required(at, "responseHeaderModifier", modifier)?;
-            header_modifier(spec, &at).map(Filter::ResponseHeaders)
+            FilterKind::ResponseHeaders(header_modifier(spec, &at)?)
         }
         "RequestMirror" => {
             let (spec, at) = required(at, "requestMirror", spec.request_mirror)?;
-            mirror(spec, &at, context)
+            let (numerator, denominator) = share(spec.percent, spec.fraction.as_ref(), &at)?;
+            let field = format!("{at}.backendRef");
+            mirror = Some(reference(spec.backend_ref, &context.meta.key, field));
+            FilterKind::Mirror(Mirror {
+                backend: String::new(),
+                numerator,
+                denominator,
+            })
         }
         "RequestRedirect" if !is_grpc => {
             let (spec, at) = required(at, "requestRedirect", spec.request_redirect)?;
-            redirect(spec, &at, context).map(Filter::Redirect)
+            FilterKind::Redirect(redirect(spec, &at, context)?)
         }
         "URLRewrite" if !is_grpc => {
             let (spec, at) = required(at, "urlRewrite", spec.url_rewrite)?;
-            Ok(Filter::Rewrite(UrlRewrite {
+            FilterKind::Rewrite(UrlRewrite {
                 hostname: hostname(&spec.hostname, &at)?,
                 path: path_modifier(spec.path, &format!("{at}.path"), context)?,
-            }))
+            })
         }
         "CORS" if !is_grpc => {
             let (spec, at) = required(at, "cors", spec.cors)?;
-            cors(spec, &at).map(|cors| Filter::Cors(Arc::new(cors)))
+            FilterKind::Cors(cors(spec, &at)?)
         }
         kind => {
             let expected = format!("a type of filter of {}", context.meta.kind);
-            Err(unsupported(&format!("{at}.type"), kind, &expected))
+            return Err(unsupported(&format!("{at}.type"), kind, &expected));
         }
-    }
+    };
+    Ok(Filter::new(kind, mirror))
 }
 
 /// The value of a field, and its path.
@@ -125,7 +134,7 @@ fn required<T>(at: &str, name: &str, value: Option<T>) -> Result<(T, String), Re
     Ok((value, field))
 }
 
-fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<Arc<HeaderModifier>, Rejection> {
+fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<HeaderModifier, Rejection> {
     let set = headers(spec.set, &format!("{at}.set"))?;
     let add = headers(spec.add, &format!("{at}.add"))?;
     let field = format!("{at}.remove");
@@ -143,7 +152,7 @@ fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<Arc<HeaderMod
     names.sort_unstable();
     match names.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(unsupported(at, &pair[0], "the subject of one change only")),
-        None => Ok(Arc::new(modifier)),
+        None => Ok(modifier),
     }
 }
 
@@ -196,20 +205,6 @@ pub(crate) fn share(
     Ok((numerator, denominator))
 }
 
-fn mirror(
-    spec: spec::Mirror,
-    at: &str,
-    context: &Context<'_>,
-) -> Result<Filter<Reference>, Rejection> {
-    let (numerator, denominator) = share(spec.percent, spec.fraction.as_ref(), at)?;
-    let field = format!("{at}.backendRef");
-    Ok(Filter::Mirror {
-        target: reference(spec.backend_ref, &context.meta.key, field),
-        numerator,
-        denominator,
-    })
-}
-
 fn redirect(spec: spec::Redirect, at: &str, context: &Context<'_>) -> Result<Redirect, Rejection> {
     let scheme = spec.scheme.unwrap_or_default();
     if !matches!(&*scheme, "" | "http" | "https") {
@@ -260,7 +255,8 @@ fn path_modifier(
         }
         "ReplacePrefixMatch" => {
             let prefix = path(spec.replace_prefix_match, "replacePrefixMatch")?;
-            let is_prefix = |one: &Arc<Match>| matches!(one.path, Some(PathMatch::Prefix(_)));
+            let is_prefix =
+                |one: &Arc<Match>| matches!(one.path(), Some(path_match::Kind::Prefix(_)));
             match context.matches {
                 [one] if is_prefix(one) => path_modifier::Kind::Prefix(prefix),
                 _ => {

@@ -2,10 +2,13 @@
 
 use std::cmp::Reverse;
 
+use diy_mesh_proto::mesh::v1::field_match::Kind as ValueMatch;
+use diy_mesh_proto::mesh::v1::path_match::Kind as PathKind;
+use diy_mesh_proto::mesh::v1::{FieldMatch, PathMatch, RouteMatch};
 use diy_mesh_proto::pattern::Pattern;
 
 use super::filters::is_token;
-use super::model::{Match, PathMatch, Rejection, ValueMatch};
+use super::model::{Match, Rejection};
 use super::parse::{MAX_ITEMS, bounded, header_name, unsupported};
 use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
 
@@ -26,7 +29,7 @@ impl MatchSpec for HttpMatch {
     /// their place open, and after the prefix "/" they would never match.
     fn parse(&self, at: &str) -> Result<Match, Rejection> {
         let path = match &self.path {
-            None => PathMatch::Prefix("/".to_owned()),
+            None => PathKind::Prefix("/".to_owned()),
             Some(path) => path_match(path, &format!("{at}.path"))?,
         };
         let headers = headers(&self.headers, &format!("{at}.headers"))?;
@@ -36,18 +39,21 @@ impl MatchSpec for HttpMatch {
             return Err(unsupported(&format!("{at}.method"), &method, "a method"));
         }
         let (kind, length) = match &path {
-            PathMatch::Exact(path) => (2, path.chars().count()),
-            PathMatch::Regex(pattern) => (1, pattern.chars().count()),
+            PathKind::Exact(path) => (2, path.chars().count()),
+            PathKind::Regex(pattern) => (1, pattern.chars().count()),
             // A trailing slash has no meaning.
-            PathMatch::Prefix(path) => (0, path.trim_end_matches('/').chars().count()),
+            PathKind::Prefix(path) => (0, path.trim_end_matches('/').chars().count()),
         };
         let has_method = usize::from(!method.is_empty());
         Ok(Match {
             rank: Reverse([kind, length, has_method, headers.len(), query.len()]),
-            path: Some(path),
-            headers,
-            query,
-            method,
+            message: RouteMatch {
+                rule: 0,
+                path: Some(PathMatch { kind: Some(path) }),
+                headers,
+                query,
+                method,
+            },
         })
     }
 }
@@ -62,9 +68,11 @@ impl MatchSpec for GrpcMatch {
         };
         Ok(Match {
             rank: Reverse([service, method, path.is_some().into(), headers.len(), 0]),
-            path,
-            headers,
-            ..Match::default()
+            message: RouteMatch {
+                path: path.map(|path| PathMatch { kind: Some(path) }),
+                headers,
+                ..RouteMatch::default()
+            },
         })
     }
 }
@@ -79,7 +87,7 @@ impl MatchSpec for TcpMatch {
 fn grpc_path(
     method: &GrpcMethodMatch,
     at: &str,
-) -> Result<(Option<PathMatch>, [usize; 2]), Rejection> {
+) -> Result<(Option<PathKind>, [usize; 2]), Rejection> {
     let is_regex = is_regex(method.kind.as_deref(), at)?;
     let is_service = |name: &str| name.split('.').all(is_identifier);
     let service = method.service.as_deref().unwrap_or_default();
@@ -103,11 +111,11 @@ fn grpc_path(
     if !is_regex {
         let lengths = [service.len(), name.len()];
         let path = match (service, name) {
-            ("", name) => PathMatch::Regex(format!("/[^/]+/{name}")),
-            (service, "") => PathMatch::Prefix(format!("/{service}")),
-            (service, name) => PathMatch::Exact(format!("/{service}/{name}")),
+            ("", name) => PathKind::Regex(format!("/[^/]+/{name}")),
+            (service, "") => PathKind::Prefix(format!("/{service}")),
+            (service, name) => PathKind::Exact(format!("/{service}/{name}")),
         };
-        if let PathMatch::Regex(path) = &path {
+        if let PathKind::Regex(path) = &path {
             // A long name alone may exceed what proxies compile.
             pattern(&format!("{at}.method"), path)?;
         }
@@ -119,7 +127,7 @@ fn grpc_path(
     };
     let path = format!("/{}/{}", part(service), part(name));
     pattern(at, &path)?;
-    Ok((Some(PathMatch::Regex(path)), [0, 0]))
+    Ok((Some(PathKind::Regex(path)), [0, 0]))
 }
 
 fn is_identifier(name: &str) -> bool {
@@ -131,12 +139,12 @@ fn is_identifier(name: &str) -> bool {
 
 /// The number of regular expressions in a match.
 pub(crate) fn patterns(one: &Match) -> usize {
-    let values = one.headers.iter().chain(&one.query);
-    let values = values.filter(|(_, value)| matches!(value, ValueMatch::Regex(_)));
-    values.count() + usize::from(matches!(one.path, Some(PathMatch::Regex(_))))
+    let values = one.message.headers.iter().chain(&one.message.query);
+    let values = values.filter(|value| matches!(value.kind, Some(ValueMatch::Regex(_))));
+    values.count() + usize::from(matches!(one.path(), Some(PathKind::Regex(_))))
 }
 
-fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathMatch, Rejection> {
+fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathKind, Rejection> {
     let value = path.value.as_deref().unwrap_or("/");
     let field = format!("{at}.value");
     let valid = |value: &str| match is_path(value) {
@@ -148,11 +156,11 @@ fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathMatch, Rejection>
         )),
     };
     match path.kind.as_deref() {
-        Some("Exact") => Ok(PathMatch::Exact(valid(value)?)),
-        None | Some("PathPrefix") => Ok(PathMatch::Prefix(valid(value)?)),
+        Some("Exact") => Ok(PathKind::Exact(valid(value)?)),
+        None | Some("PathPrefix") => Ok(PathKind::Prefix(valid(value)?)),
         Some("RegularExpression") => {
             pattern(&field, value)?;
-            Ok(PathMatch::Regex(value.to_owned()))
+            Ok(PathKind::Regex(value.to_owned()))
         }
         Some(kind) => Err(unsupported(
             &format!("{at}.type"),
@@ -189,11 +197,11 @@ pub(super) fn is_path_text(text: &str) -> bool {
 }
 
 /// The conditions on headers. Of several with one name, the first one counts.
-fn headers(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<(String, ValueMatch)>, Rejection> {
+fn headers(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Rejection> {
     values(specs, at, header_name)
 }
 
-fn query(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<(String, ValueMatch)>, Rejection> {
+fn query(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Rejection> {
     values(specs, at, |field, name| match is_token(name) {
         true => Ok(name.to_owned()),
         false => Err(unsupported(field, name, "the name of a query parameter")),
@@ -204,9 +212,9 @@ fn values(
     specs: &[spec::ValueMatch],
     at: &str,
     name: impl Fn(&str, &str) -> Result<String, Rejection>,
-) -> Result<Vec<(String, ValueMatch)>, Rejection> {
+) -> Result<Vec<FieldMatch>, Rejection> {
     bounded(at, specs, MAX_ITEMS)?;
-    let mut values: Vec<(String, ValueMatch)> = Vec::new();
+    let mut values: Vec<FieldMatch> = Vec::new();
     for (position, spec) in specs.iter().enumerate() {
         let at = format!("{at}[{position}]");
         let name = name(&format!("{at}.name"), &spec.name)?;
@@ -224,8 +232,9 @@ fn values(
             }
             false => return Err(unsupported(&field, value, "a value of 1 to 4096 bytes")),
         };
-        if values.iter().all(|(other, _)| *other != name) {
-            values.push((name, value));
+        if values.iter().all(|other| other.name != name) {
+            let kind = Some(value);
+            values.push(FieldMatch { name, kind });
         }
     }
     Ok(values)

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::{
-    Cors, HeaderModifier, Redirect, RouteRetry, SessionPersistence, UrlRewrite,
+    RouteFilter, RouteMatch, RouteRetry, SessionPersistence, path_match, route_filter,
 };
 
 use super::Condition;
@@ -40,17 +40,11 @@ pub struct ParsedRule {
     pub unknown_filter: Option<String>,
 }
 
-/// Conditions on a request, all of which hold.
+/// Conditions on a request, with their precedence.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Match {
-    /// The condition on the path. `None`: every path.
-    pub path: Option<PathMatch>,
-    /// The conditions on headers.
-    pub headers: Vec<(String, ValueMatch)>,
-    /// The conditions on query parameters.
-    pub query: Vec<(String, ValueMatch)>,
-    /// The method, or empty for every method.
-    pub method: String,
+    /// The conditions. Its `rule` has no meaning.
+    pub message: RouteMatch,
     /// Higher ranks take precedence.
     pub rank: Rank,
 }
@@ -58,36 +52,17 @@ pub struct Match {
 impl Match {
     /// Whether every request matches.
     pub fn is_for_all(&self) -> bool {
-        let for_all = Match {
-            rank: self.rank,
-            ..Match::default()
-        };
-        *self == for_all
+        self.message == RouteMatch::default()
+    }
+
+    /// The condition on the path.
+    pub fn path(&self) -> Option<&path_match::Kind> {
+        self.message.path.as_ref()?.kind.as_ref()
     }
 }
 
 /// The precedence of a match, by the criteria of the specification for its kind of route.
 pub type Rank = Reverse<[usize; 5]>;
-
-/// A condition on the path.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum PathMatch {
-    /// The whole path.
-    Exact(String),
-    /// The first elements of the path.
-    Prefix(String),
-    /// A regular expression for the whole path.
-    Regex(String),
-}
-
-/// A condition on the value of a header or of a query parameter.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum ValueMatch {
-    /// The whole value.
-    Exact(String),
-    /// A regular expression for the whole value.
-    Regex(String),
-}
 
 /// The actions of a rule. Backends are references, or names of resources.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -123,28 +98,13 @@ pub struct Backend<B> {
     pub filters: Vec<Filter<B>>,
 }
 
-/// A filter of a rule or of a backend. The tables of all parents of a route share its large parts.
+/// A filter of a rule or of a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Filter<B> {
-    /// Changes the headers of the request.
-    RequestHeaders(Arc<HeaderModifier>),
-    /// Changes the headers of the response.
-    ResponseHeaders(Arc<HeaderModifier>),
-    /// Responds with a redirect.
-    Redirect(Redirect),
-    /// Changes host and path of the request.
-    Rewrite(UrlRewrite),
-    /// Sends a copy of a share of the requests.
-    Mirror {
-        /// The receiver.
-        target: B,
-        /// The numerator of the share.
-        numerator: u32,
-        /// The denominator of the share.
-        denominator: u32,
-    },
-    /// Responds to requests of other origins.
-    Cors(Arc<Cors>),
+pub struct Filter<B> {
+    /// The message, whose mirror names no backend. The tables of all parents of a route share it.
+    pub message: Arc<RouteFilter>,
+    /// The receiver of a mirror.
+    pub mirror: Option<B>,
 }
 
 /// A reference to a backend.
@@ -192,10 +152,7 @@ impl Route {
             let backends = parsed.rule.backends.iter();
             let filters = backends.clone().flat_map(|backend| &backend.filters);
             let filters = filters.chain(&parsed.rule.filters);
-            let mirrors = filters.filter_map(|filter| match filter {
-                Filter::Mirror { target, .. } => Some(target),
-                _ => None,
-            });
+            let mirrors = filters.filter_map(|filter| filter.mirror.as_ref());
             backends.map(|backend| &backend.target).chain(mirrors)
         })
     }
@@ -234,6 +191,19 @@ impl Reference {
             port: None,
             field,
         }
+    }
+}
+
+impl<B> Filter<B> {
+    /// A filter of this kind.
+    pub fn new(kind: route_filter::Kind, mirror: Option<B>) -> Filter<B> {
+        let message = Arc::new(RouteFilter { kind: Some(kind) });
+        Filter { message, mirror }
+    }
+
+    /// The kind and its values.
+    pub fn kind(&self) -> Option<&route_filter::Kind> {
+        self.message.kind.as_ref()
     }
 }
 
@@ -315,22 +285,12 @@ fn map_filters<B, T>(
     target: &mut impl FnMut(&B) -> Option<T>,
 ) -> Vec<Filter<T>> {
     let map = |filter: &Filter<B>| {
-        Some(match filter {
-            Filter::RequestHeaders(modifier) => Filter::RequestHeaders(modifier.clone()),
-            Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(modifier.clone()),
-            Filter::Redirect(redirect) => Filter::Redirect(redirect.clone()),
-            Filter::Rewrite(rewrite) => Filter::Rewrite(rewrite.clone()),
-            Filter::Mirror {
-                target: mirror,
-                numerator,
-                denominator,
-            } => Filter::Mirror {
-                target: target(mirror)?,
-                numerator: *numerator,
-                denominator: *denominator,
-            },
-            Filter::Cors(cors) => Filter::Cors(cors.clone()),
-        })
+        let mirror = match &filter.mirror {
+            Some(mirror) => Some(target(mirror)?),
+            None => None,
+        };
+        let message = filter.message.clone();
+        Some(Filter { message, mirror })
     };
     filters.iter().filter_map(map).collect()
 }

@@ -298,17 +298,18 @@ mod tests {
             let rule = &table.rules[*rule as usize];
             let backends = rule.backends.iter();
             let backends = backends.map(|one| format!(" {}={}", one.target, one.weight));
-            let path = one.path.as_ref().map(|path| format!("{path:?} "));
+            let path = one.path().map(|path| format!("{path:?} "));
             let fields = one
+                .message
                 .headers
                 .iter()
-                .map(|(name, value)| format!("{name} {value:?} "));
+                .map(|field| format!("{} {:?} ", field.name, field.kind.as_ref().unwrap()));
             let fields = fields.collect::<String>();
             let path = path.unwrap_or_default();
             let others = if rule.to_destination { " others" } else { "" };
             format!(
                 "{}{path}{fields}->{}{others}",
-                one.method,
+                one.message.method,
                 backends.collect::<String>()
             )
         });

@@ -1,6 +1,7 @@
 //! Tables of what the specification says: parsing, ranking, merging, conditions.
 
-use diy_mesh_proto::mesh::v1::path_modifier;
+use diy_mesh_proto::mesh::v1::route_filter::Kind as FilterKind;
+use diy_mesh_proto::mesh::v1::{Mirror, path_modifier};
 use serde_json::{Value, json};
 
 use super::attach::{Attachment, Table, attach};
@@ -234,11 +235,7 @@ fn grpc_matches_are_paths_in_the_order_of_the_specification() {
     let paths: Vec<String> = grpc
         .matches
         .iter()
-        .map(|(_, one)| {
-            one.path
-                .as_ref()
-                .map_or("any".into(), |path| format!("{path:?}"))
-        })
+        .map(|(_, one)| one.path().map_or("any".into(), |path| format!("{path:?}")))
         .collect();
     assert_eq!(
         paths,
@@ -252,7 +249,11 @@ fn grpc_matches_are_paths_in_the_order_of_the_specification() {
             "any",
         ]
     );
-    assert_eq!(grpc.matches[5].1.headers.len(), 1, "a header precedes none");
+    assert_eq!(
+        grpc.matches[5].1.message.headers.len(),
+        1,
+        "a header precedes none"
+    );
 }
 
 #[test]
@@ -872,7 +873,7 @@ fn empty_path_of_a_redirect_is_the_root() {
     let rules = route("r", 0, json!([{"filters": [filter]}]))
         .content
         .unwrap();
-    let Filter::Redirect(redirect) = &rules[0].rule.filters[0] else {
+    let Some(FilterKind::Redirect(redirect)) = rules[0].rule.filters[0].kind() else {
         panic!("{rules:?}")
     };
     let full = path_modifier::Kind::Full("/".to_owned());
@@ -992,10 +993,7 @@ fn parents_of_a_route_do_not_multiply_its_memory() {
     let tables = [table(std::slice::from_ref(&one)), table(&[one])];
     let shared = tables
         .each_ref()
-        .map(|table| match &table.rules[0].filters[0] {
-            Filter::RequestHeaders(modifier) => modifier,
-            other => panic!("{other:?}"),
-        });
+        .map(|table| &table.rules[0].filters[0].message);
     assert!(std::sync::Arc::ptr_eq(shared[0], shared[1]));
 }
 
@@ -1029,11 +1027,12 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let backends = table.rules[0].backends.iter();
     let backends: Vec<(&str, u32)> = backends.map(|one| (&*one.target, one.weight)).collect();
     assert_eq!(backends, [("shop/a:80", 9), ("", 1)]);
-    let mirror = Filter::Mirror {
-        target: "shop/a:80".to_owned(),
+    let mirror = FilterKind::Mirror(Mirror {
         numerator: 5,
         denominator: 100,
-    };
+        ..Mirror::default()
+    });
+    let mirror = Filter::new(mirror, Some("shop/a:80".to_owned()));
     assert_eq!(
         table.rules[0].filters,
         [mirror],

@@ -22,8 +22,8 @@ fn protected(matches: Value) -> Value {
 fn effects(table: &Table) -> Vec<String> {
     let effect = |(rule, one): &(u32, std::sync::Arc<super::super::model::Match>)| {
         let rule = &table.rules[*rule as usize];
-        let path = match &one.path {
-            Some(super::super::model::PathMatch::Prefix(path)) => path,
+        let path = match one.path() {
+            Some(diy_mesh_proto::mesh::v1::path_match::Kind::Prefix(path)) => path,
             None => "rest",
             other => panic!("{other:?}"),
         };
