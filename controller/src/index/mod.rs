@@ -603,6 +603,4 @@ impl Index {
 }
 
 #[cfg(test)]
-mod isolation;
-#[cfg(test)]
 pub(crate) mod tests;

@@ -1,5 +1,7 @@
 //! The index as its callers see it: scenarios, and properties over random histories.
 
+mod isolation;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 

@@ -4,8 +4,6 @@
 //! `crate::index::policies` applies them to the catalog. Sections are messages of the contract with
 //! the proxies, whose values `diy_mesh_proto::policy` checks for both sides.
 
-#[cfg(test)]
-mod crd;
 pub mod parse;
 pub mod spec;
 

@@ -1,11 +1,14 @@
 //! The fields of a TrafficPolicy. Matches are those of HTTPRoutes.
 //!
 //! A field that this release does not know makes the policy invalid: without it, the rest could
-//! mean something else. Values of enumerations are texts, which `parse.rs` checks. `crd.rs` makes
-//! the definition of the custom resource from these types, with these comments as descriptions.
+//! mean something else. Values of enumerations are texts, which `parse.rs` checks. `tests/crd.rs`
+//! makes the definition of the custom resource from these types, with these comments as
+//! descriptions.
 
 use serde::Deserialize;
 
+#[cfg(test)]
+use super::tests::crd;
 use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 
 /// The traffic of the requests to Services. A section for a Service replaces that for its
@@ -15,7 +18,7 @@ use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 #[cfg_attr(test, schemars(extend(
     "required" = ["targetRefs"],
     "x-kubernetes-validations" = [
-        super::crd::few_matches("rateLimits"), super::crd::few_matches("faults"),
+        crd::few_matches("rateLimits"), crd::few_matches("faults"),
     ],
 )))]
 #[serde(default, rename_all = "camelCase")]
@@ -38,10 +41,10 @@ pub struct TrafficPolicySpec {
     /// Retries of requests whose route says nothing about them.
     pub retry: Option<Retry>,
     /// Timeouts of requests whose route has none. 0s: none.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Timeouts>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Timeouts>"))]
     pub timeouts: Option<Timeouts>,
     /// Requests of a session go to one endpoint, unless their route says otherwise.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::SessionPersistence>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::SessionPersistence>"))]
     pub session_persistence: Option<SessionPersistence>,
     /// Limits that the proxies of the pods of the Service enforce, all of them.
     #[cfg_attr(test, schemars(length(max = 16), extend(
@@ -92,7 +95,7 @@ pub struct LoadBalancing {
     #[cfg_attr(test, schemars(extend("enum" = ["None", "Prefer"])))]
     pub zone_preference: Option<String>,
     /// The time in which the share of a new endpoint grows. 0s: none.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::UpToADay>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::UpToADay>"))]
     pub slow_start: Option<String>,
 }
 
@@ -103,10 +106,10 @@ pub struct LoadBalancing {
 #[serde(default, rename_all = "camelCase")]
 pub struct Hash {
     /// The value of a header field.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::NAME), length(max = 128)))]
+    #[cfg_attr(test, schemars(regex(pattern = crd::NAME), length(max = 128)))]
     pub header: Option<String>,
     /// The value of a cookie.
-    #[cfg_attr(test, schemars(regex(pattern = super::crd::NAME), length(max = 128)))]
+    #[cfg_attr(test, schemars(regex(pattern = crd::NAME), length(max = 128)))]
     pub cookie: Option<String>,
     /// The address of the client.
     pub source: Option<Source>,
@@ -136,7 +139,7 @@ pub struct Connections {
     #[cfg_attr(test, schemars(range(max = 1_000_000)))]
     pub max_waiting: Option<u32>,
     /// The time to connect, from 1ms to 24h.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub connect_timeout: Option<String>,
 }
 
@@ -155,7 +158,7 @@ pub struct OutlierDetection {
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub min_requests: Option<u32>,
     /// The interval, from 1ms to 24h.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub interval: Option<String>,
     /// The mean latency, in percent of the median of the endpoints: 0 (off, default), or 200 to
     /// 10000.
@@ -164,10 +167,10 @@ pub struct OutlierDetection {
     }])))]
     pub latency_percent: Option<u32>,
     /// The time of the first ejection. Each further one takes twice as long.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub ejection_time: Option<String>,
     /// The time of the longest ejection.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub max_ejection_time: Option<String>,
     /// The share of the endpoints that are ejected at most, except for failed connections.
     #[cfg_attr(test, schemars(range(max = 100)))]
@@ -187,10 +190,10 @@ pub struct CircuitBreaker {
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000)))]
     pub min_requests: Option<u32>,
     /// The interval, from 1ms to 24h.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub interval: Option<String>,
     /// The time until one probing request decides, from 1ms to 24h.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub open_time: Option<String>,
 }
 
@@ -206,7 +209,7 @@ pub struct Retry {
     #[cfg_attr(test, schemars(range(max = 10)))]
     pub attempts: Option<u32>,
     /// The shortest time between two attempts.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Duration>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Duration>"))]
     pub backoff: Option<String>,
     /// The share of retries, which is always limited.
     pub budget: Option<Budget>,
@@ -230,24 +233,24 @@ pub struct Budget {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
     "required" = ["name", "requests"],
-    "x-kubernetes-validations" = super::crd::no_caller(),
+    "x-kubernetes-validations" = crd::no_caller(),
 )))]
 #[serde(default, rename_all = "camelCase")]
 pub struct RateLimit {
     /// The name, for logs and metrics.
     #[cfg_attr(
         test,
-        schemars(regex(pattern = super::crd::HOSTNAME), length(max = 253))
+        schemars(regex(pattern = crd::HOSTNAME), length(max = 253))
     )]
     pub name: String,
     /// One of these matches. Empty: every request.
-    #[cfg_attr(test, schemars(with = "Vec<super::crd::Match>", length(max = 64)))]
+    #[cfg_attr(test, schemars(with = "Vec<crd::Match>", length(max = 64)))]
     pub matches: Vec<HttpMatch>,
     /// Requests in a window, for all replicas together.
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
     pub requests: u64,
     /// The window, from 1ms to 24h. Default: 1s.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Limited>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
     pub window: Option<String>,
     /// Requests at once, for all replicas together. Default: requests.
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
@@ -266,7 +269,7 @@ pub struct RateLimit {
 #[serde(default, rename_all = "camelCase")]
 pub struct Fault {
     /// One of these matches. Empty: every request.
-    #[cfg_attr(test, schemars(with = "Vec<super::crd::Match>", length(max = 64)))]
+    #[cfg_attr(test, schemars(with = "Vec<crd::Match>", length(max = 64)))]
     pub matches: Vec<HttpMatch>,
     /// A delay of the request.
     pub delay: Option<Delay>,
@@ -279,18 +282,18 @@ pub struct Fault {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
     "required" = ["duration"],
-    "x-kubernetes-validations" = super::crd::one_share(),
+    "x-kubernetes-validations" = crd::one_share(),
 )))]
 #[serde(default, rename_all = "camelCase")]
 pub struct Delay {
     /// The duration, from 1ms to 24h.
-    #[cfg_attr(test, schemars(with = "super::crd::Limited"))]
+    #[cfg_attr(test, schemars(with = "crd::Limited"))]
     pub duration: String,
     /// The share in percent. Excludes fraction.
     #[cfg_attr(test, schemars(range(max = 100)))]
     pub percent: Option<u32>,
     /// The share. Excludes percent.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Fraction>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Fraction>"))]
     pub fraction: Option<Fraction>,
 }
 
@@ -299,7 +302,7 @@ pub struct Delay {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
     "required" = ["status"],
-    "x-kubernetes-validations" = super::crd::one_share(),
+    "x-kubernetes-validations" = crd::one_share(),
 )))]
 #[serde(default, rename_all = "camelCase")]
 pub struct Abort {
@@ -310,6 +313,6 @@ pub struct Abort {
     #[cfg_attr(test, schemars(range(max = 100)))]
     pub percent: Option<u32>,
     /// The share. Excludes percent.
-    #[cfg_attr(test, schemars(with = "Option<super::crd::Fraction>"))]
+    #[cfg_attr(test, schemars(with = "Option<crd::Fraction>"))]
     pub fraction: Option<Fraction>,
 }

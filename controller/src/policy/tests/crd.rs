@@ -11,18 +11,18 @@ use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
 use serde_json::{Value, json};
 
-use super::parse::MAX_MATCHES;
-use super::spec::TrafficPolicySpec;
-use super::{GROUP, VERSION};
+use crate::policy::parse::MAX_MATCHES;
+use crate::policy::spec::TrafficPolicySpec;
+use crate::policy::{GROUP, VERSION};
 
 /// GEP-2257.
 const DURATION: &str = "^([0-9]{1,5}(h|m|s|ms)){1,4}$";
 /// At least the longest text of that form.
 const MAX_DURATION_LENGTH: u32 = 32;
 /// Labels of letters in lower case, digits and hyphens, with dots between them.
-pub(super) const HOSTNAME: &str =
+pub(crate) const HOSTNAME: &str =
     "^[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$";
-pub(super) const NAME: &str = "^[A-Za-z0-9!#$%&'*+\\-.^_\\x60|~]+$";
+pub(crate) const NAME: &str = "^[A-Za-z0-9!#$%&'*+\\-.^_\\x60|~]+$";
 
 /// For path matches: there is nothing to check.
 const PLAIN: &str = "!has(self.value) || (has(self.type) && self.type == 'RegularExpression')";
@@ -30,7 +30,7 @@ const PLAIN: &str = "!has(self.value) || (has(self.type) && self.type == 'Regula
 /// A duration as in HTTPRoutes.
 #[derive(JsonSchema)]
 #[serde(transparent)]
-pub(super) struct Duration(
+pub(crate) struct Duration(
     #[schemars(regex(pattern = DURATION), length(max = MAX_DURATION_LENGTH))] String,
 );
 
@@ -41,7 +41,7 @@ pub(super) struct Duration(
     "duration(self) >= duration('1ms') && duration(self) <= duration('24h')",
     "expected a duration from 1ms to 24h",
 )))]
-pub(super) struct Limited(Duration);
+pub(crate) struct Limited(Duration);
 
 /// A duration up to 24h.
 #[derive(JsonSchema)]
@@ -49,7 +49,7 @@ pub(super) struct Limited(Duration);
 #[schemars(extend("x-kubernetes-validations" = rule(
     "duration(self) <= duration('24h')", "expected a duration up to 24h",
 )))]
-pub(super) struct UpToADay(Duration);
+pub(crate) struct UpToADay(Duration);
 
 /// A duration up to a year.
 #[derive(JsonSchema)]
@@ -81,7 +81,7 @@ fn spellings(name: &str) -> String {
 }
 
 /// All faults or all rate limits together have a limited number of matches.
-pub(super) fn few_matches(field: &str) -> Value {
+pub(crate) fn few_matches(field: &str) -> Value {
     json!({
         "rule": format!("!has(self.{field}) || \
             self.{field}.map(one, has(one.matches) ? size(one.matches) : 0).sum() <= {MAX_MATCHES}"),
@@ -91,7 +91,7 @@ pub(super) fn few_matches(field: &str) -> Value {
 
 /// The proxy replaces this header of clients. An exact expression exceeds the budget of CEL: this one
 /// matches any character in place of the second hyphen.
-pub(super) fn no_caller() -> Value {
+pub(crate) fn no_caller() -> Value {
     let name = field::CALLED_BY
         .replacen('-', r"[\W_]", 1)
         .replace("-", ".");
@@ -108,7 +108,7 @@ pub(super) fn no_caller() -> Value {
 
 /// A share is in percent or a fraction. Objects that are stored without either keep their meaning:
 /// all requests.
-pub(super) fn one_share() -> Value {
+pub(crate) fn one_share() -> Value {
     rule(
         "has(self.percent) != has(self.fraction)",
         "expected percent or fraction; percent: 100 is all requests",
@@ -124,7 +124,7 @@ pub(super) fn one_share() -> Value {
      duration(self.backendRequest) <= duration(self.request)",
     "backendRequest is at most request",
 )))]
-pub(super) struct Timeouts {
+pub(crate) struct Timeouts {
     /// From the first byte of the request to the end of the response. 0s: none.
     request: Option<Duration>,
     /// The same for one attempt. At most the timeout of the request. 0s: none.
@@ -149,7 +149,7 @@ pub(super) struct Timeouts {
         "message": "sessionName is a header that routes may not set",
     },
 ]))]
-pub(super) struct SessionPersistence {
+pub(crate) struct SessionPersistence {
     /// Cookie (default) or Header.
     #[serde(rename = "type")]
     #[schemars(extend("enum" = ["Cookie", "Header"]))]
@@ -180,7 +180,7 @@ struct CookieConfig {
     "rule": "self.numerator <= (has(self.denominator) ? self.denominator : 100)",
     "message": "expected a share of at most 1",
 }]))]
-pub(super) struct Fraction {
+pub(crate) struct Fraction {
     /// The numerator.
     #[schemars(range(min = 0, max = 1_000_000_000))]
     numerator: u32,
@@ -192,7 +192,7 @@ pub(super) struct Fraction {
 /// Conditions on a request, all of which hold. As in HTTPRoutes.
 #[derive(JsonSchema)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Match {
+pub(crate) struct Match {
     /// The path. Default: every path.
     path: Option<PathMatch>,
     /// The headers.

@@ -4,11 +4,11 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
-use super::locality::Location;
-use super::object::{Change, Key, Kind, Object, Resource, Service};
-use super::state::{State, TargetKind};
-use super::tests::{Chance, index, key};
-use super::{Index, Touched};
+use super::super::locality::Location;
+use super::super::object::{Change, Key, Kind, Object, Resource, Service};
+use super::super::state::{State, TargetKind};
+use super::super::{Index, Touched};
+use super::{Chance, index, key};
 use crate::policy::Target;
 
 const HOSTILE: &str = "other";
