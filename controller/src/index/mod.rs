@@ -139,8 +139,11 @@ impl Index {
     /// [`settle_one`](Self::settle_one) completes them.
     pub fn step(&mut self, step: Step, touched: &mut Touched) {
         match step {
-            Step::Set(object) => self.set(object, touched),
-            Step::Remove(kind, key) => self.remove(kind, &key, touched),
+            Step::Set(object) => {
+                let (kind, key) = (object.kind(), object.key().clone());
+                self.set(kind, &key, Some(object), touched);
+            }
+            Step::Remove(kind, key) => self.set(kind, &key, None, touched),
             Step::Record(kind, progress, version) => {
                 self.history.record(kind, progress, version);
                 self.is_position_current = false;
@@ -375,47 +378,34 @@ impl Index {
         }
     }
 
-    fn set(&mut self, object: Object, touched: &mut Touched) {
-        let (kind, key) = (object.kind(), object.key().clone());
-        self.mark(kind, &key);
-        let links = &mut self.links;
-        match object {
-            Object::Service(service) => self.set_service(&key, Some(service), touched),
-            Object::Slice(slice) => self.set_slice(&key, Some(slice), touched),
-            Object::Pod(pod) => self.set_pod(&key, Some(pod), touched),
-            Object::Node(node) => self.set_node(&key, Some(node), touched),
-            Object::Route(route) => self.routes.set_route(links, kind, &key, Some(route)),
-            Object::Grant(grant) => self.routes.set_grant(links, &key, Some(grant)),
-            Object::Split(split) => self.routes.set_traffic_split(links, &key, Some(split)),
-            Object::RouteGroup(group) => self.routes.set_group(links, &key, Some(group)),
-            Object::Policy(policy) => self.policies.set(links, &key, Some(policy)),
-            Object::Mesh(mesh) => drop(self.meshes.replace(links, kind, &key, Some(mesh))),
+    /// Replaces an object. `None`: it is deleted.
+    fn set(&mut self, kind: Kind, key: &Key, new: Option<Object>, touched: &mut Touched) {
+        macro_rules! typed {
+            ($variant:ident) => {
+                new.and_then(|object| match object {
+                    Object::$variant(object) => Some(object),
+                    _ => None,
+                })
+            };
         }
-    }
-
-    fn remove(&mut self, kind: Kind, key: &Key, touched: &mut Touched) {
-        self.mark(kind, key);
         let links = &mut self.links;
-        match kind {
-            Kind::Service => self.set_service(key, None, touched),
-            Kind::Slice => self.set_slice(key, None, touched),
-            Kind::Pod => self.set_pod(key, None, touched),
-            Kind::Node => self.set_node(key, None, touched),
-            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
-                self.routes.set_route(links, kind, key, None)
-            }
-            Kind::Grant => self.routes.set_grant(links, key, None),
-            Kind::TrafficSplit => self.routes.set_traffic_split(links, key, None),
-            Kind::RouteGroup => self.routes.set_group(links, key, None),
-            Kind::TrafficPolicy => self.policies.set(links, key, None),
-            Kind::Mesh => drop(self.meshes.replace(links, kind, key, None)),
-        }
-    }
-
-    /// Routes and policies have a status, which contains their generation.
-    fn mark(&mut self, kind: Kind, key: &Key) {
+        // Routes and policies have a status, which contains their generation.
         if kind.has_status() {
-            self.links.statuses.insert((kind, key.clone()));
+            links.statuses.insert((kind, key.clone()));
+        }
+        match kind {
+            Kind::Service => self.set_service(key, typed!(Service), touched),
+            Kind::Slice => self.set_slice(key, typed!(Slice), touched),
+            Kind::Pod => self.set_pod(key, typed!(Pod), touched),
+            Kind::Node => self.set_node(key, typed!(Node), touched),
+            Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute => {
+                self.routes.set_route(links, kind, key, typed!(Route))
+            }
+            Kind::Grant => self.routes.set_grant(links, key, typed!(Grant)),
+            Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
+            Kind::RouteGroup => self.routes.set_group(links, key, typed!(RouteGroup)),
+            Kind::TrafficPolicy => self.policies.set(links, key, typed!(Policy)),
+            Kind::Mesh => drop(self.meshes.replace(links, kind, key, typed!(Mesh))),
         }
     }
 
