@@ -1,4 +1,4 @@
-//! The commands of the sandbox's own processes (see [`enter`]). They have a parser of their own:
+//! The commands of the sandbox's own processes (see `enter`). They have a parser of their own:
 //! neither help nor suggestions nor completions of `mesh` name them.
 
 use std::ffi::OsStr;
