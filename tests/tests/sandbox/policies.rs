@@ -90,6 +90,8 @@ fn replicas_share_a_limit() {
     let pods = sandbox.view().pods_of("shop", "web-v1");
     let second = pods.iter().find(|pod| pod.ip.as_deref() != Some(&first));
     let second = second.unwrap().ip.clone().unwrap();
+    // Its controller may learn of the second replica after that of the first one. Until then, it has
+    // the whole limit.
     let passed = std::cell::Cell::new(0);
     let response = request_until(
         &sandbox,
@@ -99,10 +101,10 @@ fn replicas_share_a_limit() {
         "",
         |response| {
             passed.set(passed.get() + u32::from(response.starts_with("HTTP/1.1 200 ")));
-            response.contains(limited)
+            is_halved(response)
         },
     );
-    assert_eq!(passed.get(), 4, "{}", response.stdout);
+    assert!((4..=8).contains(&passed.get()), "{}", response.stdout);
 }
 
 #[test]
