@@ -2,6 +2,7 @@
 //! after a change. Pure.
 
 use std::collections::{BTreeSet, HashMap};
+use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -11,6 +12,9 @@ use crate::routes::attach::RouteId;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
+
+/// The number of maps of links.
+const SHARDS: usize = 256;
 
 /// What an object refers to, or where it is.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -68,10 +72,42 @@ pub(super) enum Dirty {
     Room(Key),
 }
 
+/// The objects with each link. In many maps: one that grows moves all that it holds at once, and the
+/// lock of the index is held meanwhile.
+#[derive(Debug)]
+struct Shards {
+    hasher: RandomState,
+    maps: Vec<HashMap<Link, BTreeSet<RouteId>>>,
+}
+
+impl Default for Shards {
+    fn default() -> Self {
+        Self {
+            hasher: RandomState::new(),
+            maps: vec![HashMap::new(); SHARDS],
+        }
+    }
+}
+
+impl Shards {
+    fn at(&self, link: &Link) -> usize {
+        self.hasher.hash_one(link) as usize % SHARDS
+    }
+
+    fn of(&self, link: &Link) -> &HashMap<Link, BTreeSet<RouteId>> {
+        &self.maps[self.at(link)]
+    }
+
+    fn of_mut(&mut self, link: &Link) -> &mut HashMap<Link, BTreeSet<RouteId>> {
+        let at = self.at(link);
+        &mut self.maps[at]
+    }
+}
+
 /// The links of all objects, and the consequences of changes.
 #[derive(Debug, Default)]
 pub(super) struct Links {
-    objects: HashMap<Link, BTreeSet<RouteId>>,
+    objects: Shards,
     pub dirty: BTreeSet<Dirty>,
     /// The objects whose status may have changed.
     pub statuses: BTreeSet<RouteId>,
@@ -80,7 +116,7 @@ pub(super) struct Links {
 impl Links {
     /// The objects with a link, in order.
     pub fn ids<'a>(&'a self, link: &Link) -> impl Iterator<Item = &'a RouteId> + Clone + use<'a> {
-        self.objects.get(link).into_iter().flatten()
+        self.objects.of(link).get(link).into_iter().flatten()
     }
 
     /// The keys of the objects with a link, which only one kind has.
@@ -90,7 +126,7 @@ impl Links {
 
     /// Whether objects have a link.
     pub fn contains(&self, link: &Link) -> bool {
-        self.objects.contains_key(link)
+        self.objects.of(link).contains_key(link)
     }
 
     /// Replaces the links of an object.
@@ -99,16 +135,17 @@ impl Links {
             return;
         }
         for link in old {
-            super::unlink(&mut self.objects, &link, id);
+            super::unlink(self.objects.of_mut(&link), &link, id);
         }
         for link in new {
-            super::link(&mut self.objects, &link, id);
+            super::link(self.objects.of_mut(&link), &link, id);
         }
     }
 
     #[cfg(test)]
     pub fn len(&self) -> usize {
-        self.objects.len() + self.dirty.len()
+        let links = self.objects.maps.iter().map(HashMap::len);
+        links.sum::<usize>() + self.dirty.len()
     }
 }
 
