@@ -72,7 +72,7 @@ pub enum Error {
     },
 }
 
-/// The time to exit after the control socket is closed, or after all processes are killed.
+/// The time to exit after the control socket is closed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The number of lines of each container in the report of a failed test.
 const REPORTED_LINES: usize = 40;
@@ -124,20 +124,29 @@ impl Sandbox {
 
     /// Deletes an object. A workload replaces a deleted `Pod`.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), Error> {
-        let (kind, key) = (kind.into(), (namespace.into(), name.into()));
-        self.call(Call::Delete { kind, key }).map(drop)
+        self.call(Call::Delete {
+            kind: kind.into(),
+            namespace: namespace.into(),
+            name: name.into(),
+        })
+        .map(drop)
     }
 
     /// Changes the number of replicas of a Deployment.
-    pub fn scale(&self, namespace: &str, name: &str, replicas: usize) -> Result<(), Error> {
-        let key = (namespace.into(), name.into());
-        self.call(Call::Scale { key, replicas }).map(drop)
+    pub fn scale(&self, namespace: &str, name: &str, replicas: i32) -> Result<(), Error> {
+        self.call(Call::Scale {
+            namespace: namespace.into(),
+            name: name.into(),
+            replicas,
+        })
+        .map(drop)
     }
 
     /// Runs a command in a container to completion.
     pub fn exec(&self, pod: &PodView, container: &str, argv: &[&str]) -> Result<Output, Error> {
         let call = Call::Exec {
-            pod: (pod.namespace.clone(), pod.name.clone()),
+            namespace: pod.namespace.clone(),
+            pod: pod.name.clone(),
             container: container.into(),
             argv: argv.iter().map(|&argument| argument.to_owned()).collect(),
         };
@@ -173,8 +182,8 @@ impl Sandbox {
     /// Waits until at least one pod exists and every pod is ready.
     pub fn wait_settled(&self, timeout: Duration) -> Result<(), Error> {
         self.wait("every pod is ready", timeout, |view| {
-            let is_any = view.active().next().is_some();
-            (is_any && view.active().all(|pod| pod.ready)).then_some(())
+            let mut active = view.pods.values().filter(|pod| !pod.terminating).peekable();
+            (active.peek().is_some() && active.all(|pod| pod.ready)).then_some(())
         })
     }
 
@@ -185,12 +194,14 @@ impl Sandbox {
 
     /// Terminates all pods, then the node. Processes that run longer than `timeout` are killed.
     pub fn shut_down(&self, timeout: Duration) -> Result<(), Error> {
-        let grace_milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        match self.call(Call::Shutdown { grace_milliseconds }) {
+        let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        match self.call(Call::Shutdown {
+            grace_milliseconds: milliseconds,
+        }) {
             Ok(_) | Err(Error::Exited(_)) => {}
             Err(error) => return Err(error),
         }
-        self.wait_for_child(timeout);
+        self.wait_for_child();
         Ok(())
     }
 
@@ -228,10 +239,10 @@ impl Sandbox {
         Ok(result.unwrap_or_else(PoisonError::into_inner).0)
     }
 
-    /// Waits until the node exits, which it does in this time. Kills it `EXIT_TIMEOUT` later.
-    fn wait_for_child(&self, timeout: Duration) {
+    /// Waits until the node exits, and kills it after `EXIT_TIMEOUT`.
+    fn wait_for_child(&self) {
         let mut child = lock(&self.child);
-        let deadline = Instant::now() + timeout + EXIT_TIMEOUT;
+        let deadline = Instant::now() + EXIT_TIMEOUT;
         while let Ok(None) = child.try_wait() {
             if Instant::now() > deadline {
                 // All other processes of the sandbox are killed with it.
@@ -251,43 +262,54 @@ impl Drop for Sandbox {
         }
         // The node exits when the control socket closes.
         let _ = lock(&self.writer).shutdown(std::net::Shutdown::Both);
-        self.wait_for_child(Duration::ZERO);
+        self.wait_for_child();
     }
 }
 
 impl View {
     /// The output lines of a container.
     pub fn lines(&self, pod: &PodView, container: &str) -> &[String] {
-        let logs = self.logs.get(&pod.full_name());
-        let lines = logs.and_then(|logs| logs.get(container));
-        lines.map_or(&[], Vec::as_slice)
+        self.logs
+            .get(&pod.full_name())
+            .and_then(|logs| logs.get(container))
+            .map_or(&[], Vec::as_slice)
     }
 
     /// The pods of a workload that are not terminating.
     pub fn pods_of(&self, namespace: &str, workload: &str) -> Vec<PodView> {
-        let is_own = |pod: &&PodView| pod.namespace == namespace && pod.workload == workload;
-        self.active().filter(is_own).cloned().collect()
+        self.pods
+            .values()
+            .filter(|pod| {
+                pod.namespace == namespace && pod.workload == workload && !pod.terminating
+            })
+            .cloned()
+            .collect()
     }
 
     /// The pods that are not ready, with the reasons.
     pub fn not_ready(&self) -> Vec<String> {
-        let waiting = self.active().filter(|pod| !pod.ready);
-        let texts = waiting.map(|pod| {
-            let reason = pod.reason.as_deref().unwrap_or("unknown reason");
-            format!("{} ({}): {reason}", pod.full_name(), pod.phase)
-        });
-        texts.collect()
-    }
-
-    fn active(&self) -> impl Iterator<Item = &PodView> {
-        self.pods.values().filter(|pod| !pod.terminating)
+        let waiting = self
+            .pods
+            .values()
+            .filter(|pod| !pod.ready && !pod.terminating);
+        waiting
+            .map(|pod| {
+                format!(
+                    "{} ({}): {}",
+                    pod.full_name(),
+                    pod.phase,
+                    pod.reason.as_deref().unwrap_or("unknown reason")
+                )
+            })
+            .collect()
     }
 
     fn describe(&self) -> String {
         let waiting = self.not_ready();
-        match waiting.is_empty() {
-            true => format!("{} pods, all ready", self.pods.len()),
-            false => format!("not ready: {}", waiting.join("; ")),
+        if waiting.is_empty() {
+            format!("{} pods, all ready", self.pods.len())
+        } else {
+            format!("not ready: {}", waiting.join("; "))
         }
     }
 

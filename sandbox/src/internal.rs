@@ -11,27 +11,21 @@ use tracing_subscriber::filter::Targets;
 
 use super::{enter, exec};
 
-/// A command that only `mesh` runs. `programs` is the directory of the programs that run in place of
-/// images.
+/// A command that only `mesh` runs.
 #[derive(Parser)]
 #[command(name = "mesh")]
 pub enum Internal {
     /// Create the namespaces of a sandbox
     #[command(name = "sandbox-node")]
-    Node {
-        /// Directory of the programs.
-        programs: PathBuf,
-    },
+    Node(Programs),
     /// Run process 1 of a sandbox
     #[command(name = "sandbox-init")]
-    Init {
-        /// Directory of the programs.
-        programs: PathBuf,
-    },
+    Init(Programs),
     /// Run the node of a sandbox
     #[command(name = "sandbox-agent")]
     Agent {
-        /// Directory of the programs.
+        /// Directory of the programs that run in place of images
+        #[arg(long)]
         programs: PathBuf,
         /// Log filter
         #[arg(long, env = "LOG", default_value = "warn")]
@@ -45,6 +39,14 @@ pub enum Internal {
     },
 }
 
+/// The arguments of the processes that start the node.
+#[derive(clap::Args)]
+pub struct Programs {
+    /// Directory of the programs that run in place of images
+    #[arg(long)]
+    programs: PathBuf,
+}
+
 impl Internal {
     /// Whether this is the name of such a command.
     pub fn is_name(argument: &OsStr) -> bool {
@@ -54,8 +56,8 @@ impl Internal {
     /// Runs the command.
     pub fn run(self) -> Result<ExitCode> {
         match self {
-            Self::Node { programs } => enter::node(&programs),
-            Self::Init { programs } => enter::init(&programs),
+            Self::Node(Programs { programs }) => enter::node(&programs),
+            Self::Init(Programs { programs }) => enter::init(&programs),
             Self::Agent { programs, log } => enter::agent(programs, log),
             Self::Exec { spec } => exec::run(&spec).map(|never| match never {}),
         }
