@@ -195,8 +195,8 @@ impl Discovery {
     /// Watches the target of `resource`. Waits a bounded time for a first response with
     /// endpoints; while the controller is unavailable, returns the known target, or
     /// [`TargetKind::Unknown`], at once. The receiver is closed if the target never changes:
-    /// [`TargetKind::Refused`] over the limit and at shutdown, [`TargetKind::Unknown`] for port 0, which is
-    /// not a valid destination.
+    /// [`TargetKind::Refused`] over the limit and at shutdown, [`TargetKind::Unknown`] for port 0,
+    /// which is not a valid destination.
     pub async fn watch(&self, resource: impl Into<Resource>) -> watch::Receiver<Arc<Target>> {
         let resource = resource.into();
         let closed = |target| watch::channel(Arc::new(target)).1;

@@ -87,8 +87,10 @@ impl Destinations {
         };
         let resolve = async || {
             let backend = watch().await;
-            // Others may be given up.
-            match backend.is_refused() && self.release_unused() {
+            // The table of discovery is full, and others may be given up. One that is refused for what
+            // its own namespace takes is watched: to give up others would not help it.
+            let is_full = backend.is_refused() && backend.is_unwatched();
+            match is_full && self.release_unused() {
                 true => watch().await,
                 false => backend,
             }

@@ -731,6 +731,26 @@ async fn releases_unused_destinations_and_retries_when_table_of_discovery_is_ful
     assert!(held_sender.receiver_count() == 1 && Rc::ptr_eq(&held, &ask("10.96.0.7:80").await));
 }
 
+/// Each connection to a Service of a namespace that has used up its share released the unused
+/// destinations of all others.
+#[tokio::test]
+async fn destination_refused_for_its_namespace_releases_no_other() {
+    let (discovery, mut questions) = Discovery::by_hand();
+    let destinations = Destinations::new(discovery, Pools::default());
+    let ask = |text| soon(destinations.get_or_watch(address(text)));
+    let answer = async |questions: &mut Questions, target| soon(questions.next()).await.1(target);
+    let target = service(&[info("10.0.0.1:80")]);
+    let (unused, unused_sender) = tokio::join!(ask("10.96.0.8:80"), answer(&mut questions, target));
+    drop(unused);
+    for _ in 0..3 {
+        let refused = Arc::new(TargetKind::Refused.into());
+        let (asked, _sender) = tokio::join!(ask("10.96.0.9:80"), answer(&mut questions, refused));
+        assert!(asked.pick(&[], &mut rng()).is_err());
+    }
+    assert_eq!(unused_sender.receiver_count(), 1);
+    assert!(ask("10.96.0.8:80").await.pick(&[], &mut rng()).is_ok());
+}
+
 #[tokio::test]
 async fn fixed_destination_is_its_own_endpoint_and_shared() {
     let destinations = Destinations::new(Discovery::off(), Pools::default());

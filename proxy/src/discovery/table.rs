@@ -32,8 +32,6 @@ pub(super) struct Table {
     were_meshed: WereMeshed,
     limit: usize,
     shares: Shares,
-    /// Something was refused since the last sweep.
-    is_short: bool,
     /// Each proxy keeps other endpoints of a large Service.
     seed: u64,
 }
@@ -73,7 +71,6 @@ impl Table {
             were_meshed,
             limit,
             shares: Shares::new(max_endpoints),
-            is_short: false,
             seed: fastrand::u64(..),
         }
     }
@@ -105,10 +102,9 @@ impl Table {
         let mut requests = if self.has_room(namespace) {
             Vec::new()
         } else {
-            self.make_room()
+            self.make_room(namespace)
         };
         if !self.has_room(namespace) {
-            self.is_short = true;
             return Err(Full);
         }
         // A formerly meshed destination gets no plaintext until the controller sends another
@@ -159,14 +155,16 @@ impl Table {
         self.entries.len() < self.limit && limit.least >= MIN_WEIGHT
     }
 
-    /// Removes plaintext destinations without receivers, and those that were refused. Meshed ones stay
-    /// until the next sweep, which requires a stream: without one, they cannot be resubscribed and would
-    /// become unreachable.
-    fn make_room(&mut self) -> Vec<Action> {
-        let is_unneeded = |entry: &Entry| {
-            entry.is_refused() || entry.sender.receiver_count() == 0 && !entry.meshed
-        };
-        self.remove(is_unneeded).iter().map(unsubscribe).collect()
+    /// Removes destinations that were refused, and if these do not suffice, plaintext ones without
+    /// receivers. Meshed ones stay until the next sweep, which requires a stream: without one, they
+    /// cannot be resubscribed and would become unreachable.
+    fn make_room(&mut self, namespace: &str) -> Vec<Action> {
+        let mut removed = self.remove(Entry::is_refused);
+        if !self.has_room(namespace) {
+            let is_unneeded = |entry: &Entry| entry.sender.receiver_count() == 0 && !entry.meshed;
+            removed.append(&mut self.remove(is_unneeded));
+        }
+        removed.iter().map(unsubscribe).collect()
     }
 
     /// Removes destinations, and remembers which of them were meshed.
@@ -210,7 +208,6 @@ impl Table {
             report(format!("{resource}: {error}"))
         });
         entry.settle(&resource, &mut self.shares);
-        self.is_short |= entry.is_refused();
         let has_small_table = !was_small && entry.sender.borrow().table.is_small();
         let is_news = (is_snapshot || !was_part) && entry.partial.is_none();
         let kept = is_news.then(|| entry.sender.borrow().part()).flatten();
@@ -252,17 +249,18 @@ impl Table {
     }
 
     /// Removes destinations without receivers after `idle`, or at once if there is no room for
-    /// others. Removes those that were refused, and resubscribes to those out of sync. Requires an open stream: without one, known targets
-    /// cannot be requested again.
+    /// others. Removes those that were refused, and resubscribes to those out of sync. Requires an
+    /// open stream: without one, known targets cannot be requested again.
     pub fn sweep(&mut self, now: Instant, idle: Duration) -> Vec<Action> {
         self.mark_unused(now);
-        let is_short = std::mem::take(&mut self.is_short) || !self.has_room("");
-        let idle = if is_short { Duration::ZERO } else { idle };
-        let mut requests: Vec<_> = self
-            .remove_idle(now, idle)
-            .iter()
-            .map(unsubscribe)
-            .collect();
+        let mut removed = self.remove(Entry::is_refused);
+        let idle = if self.has_room("") {
+            idle
+        } else {
+            Duration::ZERO
+        };
+        removed.append(&mut self.remove_idle(now, idle));
+        let mut requests: Vec<_> = removed.iter().map(unsubscribe).collect();
         let shares = &self.shares;
         for (resource, entry) in (self.entries.iter_mut())
             .filter(|(_, entry)| entry.phase == Phase::OutOfSync || entry.may_retry(shares))
@@ -276,9 +274,9 @@ impl Table {
         requests
     }
 
-    /// Removes destinations without receivers after `idle`, and those that were refused.
+    /// Removes destinations without receivers after `idle`.
     fn remove_idle(&mut self, now: Instant, idle: Duration) -> Vec<Resource> {
-        self.remove(|entry| entry.is_idle(now, idle) || entry.is_refused())
+        self.remove(|entry| entry.is_idle(now, idle))
     }
 
     /// Publishes the states that were refused for long enough: no replica sends newer ones.

@@ -895,6 +895,47 @@ fn routes_beyond_the_memory_are_rejected_until_there_is_some() {
     assert_eq!(large.receiver.borrow().endpoint_count(), 3);
 }
 
+#[test]
+fn namespace_beyond_its_share_expires_no_destination_of_others() {
+    let mut table = Table::new(1000, 2000);
+    drop(add(&mut table, 0, service("other", 2, None)).unwrap());
+    let mut receivers = Vec::new();
+    for number in 1..400 {
+        receivers.extend(add(&mut table, number, service("hostile", 0, None)));
+    }
+    let is_refused = |one: &(Watched, _)| one.0.receiver.borrow().kind == TargetKind::Refused;
+    assert!(receivers.iter().filter(|one| is_refused(one)).count() > 10);
+    table.sweep(Instant::now(), MINUTE);
+    let other = Resource::from(address("10.96.0.0:80"));
+    assert!(table.entries.contains_key(&other));
+}
+
+/// Each of many Services has routes that fit if the others have none.
+#[test]
+fn rejected_routes_are_not_asked_for_again_and_again() {
+    let mut table = Table::new(1000, 2000);
+    let update = || service("hostile", 0, Some(routes(400_000)));
+    let mut receivers: Vec<_> = (0..20)
+        .map(|number| add(&mut table, number, update()))
+        .collect();
+    for round in 0..5 {
+        let requests = table.sweep(Instant::now(), MINUTE);
+        let asked = short(requests).len() / 2;
+        assert!(asked == 0 || round == 0, "{asked} in round {round}");
+        receivers.extend((0..asked as u32).map(|number| add(&mut table, number, update())));
+    }
+    let in_force = |number: &u32| {
+        let name = std::net::Ipv4Addr::from_bits(0x0a60_0000 + number);
+        let entry = &table.entries[&Resource::from(address(&format!("{name}:80")))];
+        let target = entry.sender.borrow().clone();
+        target
+            .routes
+            .as_ref()
+            .is_some_and(|routes| !routes.is_rejected())
+    };
+    assert!((1..4).contains(&(0..20).filter(in_force).count()));
+}
+
 /// Namespaces and destinations in any order, with states of any size.
 #[test]
 fn destinations_never_take_more_than_the_memory() {
