@@ -72,7 +72,7 @@ pub enum Error {
     },
 }
 
-/// The time to exit after the control socket is closed.
+/// The time to exit after the control socket is closed, or after all processes are killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The number of lines of each container in the report of a failed test.
 const REPORTED_LINES: usize = 40;
@@ -124,29 +124,20 @@ impl Sandbox {
 
     /// Deletes an object. A workload replaces a deleted `Pod`.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), Error> {
-        self.call(Call::Delete {
-            kind: kind.into(),
-            namespace: namespace.into(),
-            name: name.into(),
-        })
-        .map(drop)
+        let (kind, key) = (kind.into(), (namespace.into(), name.into()));
+        self.call(Call::Delete { kind, key }).map(drop)
     }
 
     /// Changes the number of replicas of a Deployment.
-    pub fn scale(&self, namespace: &str, name: &str, replicas: i32) -> Result<(), Error> {
-        self.call(Call::Scale {
-            namespace: namespace.into(),
-            name: name.into(),
-            replicas,
-        })
-        .map(drop)
+    pub fn scale(&self, namespace: &str, name: &str, replicas: usize) -> Result<(), Error> {
+        let key = (namespace.into(), name.into());
+        self.call(Call::Scale { key, replicas }).map(drop)
     }
 
     /// Runs a command in a container to completion.
     pub fn exec(&self, pod: &PodView, container: &str, argv: &[&str]) -> Result<Output, Error> {
         let call = Call::Exec {
-            namespace: pod.namespace.clone(),
-            pod: pod.name.clone(),
+            pod: (pod.namespace.clone(), pod.name.clone()),
             container: container.into(),
             argv: argv.iter().map(|&argument| argument.to_owned()).collect(),
         };
@@ -182,8 +173,8 @@ impl Sandbox {
     /// Waits until at least one pod exists and every pod is ready.
     pub fn wait_settled(&self, timeout: Duration) -> Result<(), Error> {
         self.wait("every pod is ready", timeout, |view| {
-            let mut active = view.pods.values().filter(|pod| !pod.terminating).peekable();
-            (active.peek().is_some() && active.all(|pod| pod.ready)).then_some(())
+            let is_any = view.active().next().is_some();
+            (is_any && view.active().all(|pod| pod.ready)).then_some(())
         })
     }
 
@@ -194,14 +185,12 @@ impl Sandbox {
 
     /// Terminates all pods, then the node. Processes that run longer than `timeout` are killed.
     pub fn shut_down(&self, timeout: Duration) -> Result<(), Error> {
-        let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        match self.call(Call::Shutdown {
-            grace_milliseconds: milliseconds,
-        }) {
+        let grace_milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        match self.call(Call::Shutdown { grace_milliseconds }) {
             Ok(_) | Err(Error::Exited(_)) => {}
             Err(error) => return Err(error),
         }
-        self.wait_for_child();
+        self.wait_for_child(timeout);
         Ok(())
     }
 
@@ -239,10 +228,10 @@ impl Sandbox {
         Ok(result.unwrap_or_else(PoisonError::into_inner).0)
     }
 
-    /// Waits until the node exits, and kills it after `EXIT_TIMEOUT`.
-    fn wait_for_child(&self) {
+    /// Waits until the node exits, which it does in this time. Kills it `EXIT_TIMEOUT` later.
+    fn wait_for_child(&self, timeout: Duration) {
         let mut child = lock(&self.child);
-        let deadline = Instant::now() + EXIT_TIMEOUT;
+        let deadline = Instant::now() + timeout + EXIT_TIMEOUT;
         while let Ok(None) = child.try_wait() {
             if Instant::now() > deadline {
                 // All other processes of the sandbox are killed with it.
@@ -262,54 +251,43 @@ impl Drop for Sandbox {
         }
         // The node exits when the control socket closes.
         let _ = lock(&self.writer).shutdown(std::net::Shutdown::Both);
-        self.wait_for_child();
+        self.wait_for_child(Duration::ZERO);
     }
 }
 
 impl View {
     /// The output lines of a container.
     pub fn lines(&self, pod: &PodView, container: &str) -> &[String] {
-        self.logs
-            .get(&pod.full_name())
-            .and_then(|logs| logs.get(container))
-            .map_or(&[], Vec::as_slice)
+        let logs = self.logs.get(&pod.full_name());
+        let lines = logs.and_then(|logs| logs.get(container));
+        lines.map_or(&[], Vec::as_slice)
     }
 
     /// The pods of a workload that are not terminating.
     pub fn pods_of(&self, namespace: &str, workload: &str) -> Vec<PodView> {
-        self.pods
-            .values()
-            .filter(|pod| {
-                pod.namespace == namespace && pod.workload == workload && !pod.terminating
-            })
-            .cloned()
-            .collect()
+        let is_own = |pod: &&PodView| pod.namespace == namespace && pod.workload == workload;
+        self.active().filter(is_own).cloned().collect()
     }
 
     /// The pods that are not ready, with the reasons.
     pub fn not_ready(&self) -> Vec<String> {
-        let waiting = self
-            .pods
-            .values()
-            .filter(|pod| !pod.ready && !pod.terminating);
-        waiting
-            .map(|pod| {
-                format!(
-                    "{} ({}): {}",
-                    pod.full_name(),
-                    pod.phase,
-                    pod.reason.as_deref().unwrap_or("unknown reason")
-                )
-            })
-            .collect()
+        let waiting = self.active().filter(|pod| !pod.ready);
+        let texts = waiting.map(|pod| {
+            let reason = pod.reason.as_deref().unwrap_or("unknown reason");
+            format!("{} ({}): {reason}", pod.full_name(), pod.phase)
+        });
+        texts.collect()
+    }
+
+    fn active(&self) -> impl Iterator<Item = &PodView> {
+        self.pods.values().filter(|pod| !pod.terminating)
     }
 
     fn describe(&self) -> String {
         let waiting = self.not_ready();
-        if waiting.is_empty() {
-            format!("{} pods, all ready", self.pods.len())
-        } else {
-            format!("not ready: {}", waiting.join("; "))
+        match waiting.is_empty() {
+            true => format!("{} pods, all ready", self.pods.len()),
+            false => format!("not ready: {}", waiting.join("; ")),
         }
     }
 

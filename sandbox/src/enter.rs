@@ -117,12 +117,8 @@ fn create_user_namespace(control: &mut UnixStream) -> Result<()> {
              `sudo sysctl -w kernel.unprivileged_userns_clone=1` (older Debian), `sudo sysctl -w user.max_user_namespaces=10000`"
         )
     })?;
-    send(
-        control,
-        &Message::MapIds {
-            pid: std::process::id().cast_signed(),
-        },
-    )?;
+    let pid = std::process::id().cast_signed();
+    send(control, &Message::MapIds { pid })?;
     let mut answer = [0; 1];
     control
         .read_exact(&mut answer)
@@ -134,11 +130,12 @@ fn prepare_mounts() -> Result<()> {
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
         .context("failed to make the mounts private")?;
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     mount(
         Some("proc"),
         "/proc",
         Some("proc"),
-        MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC,
+        flags | MsFlags::MS_NOEXEC,
         none,
     )
     .context(
@@ -148,7 +145,7 @@ fn prepare_mounts() -> Result<()> {
         Some("tmpfs"),
         "/run",
         Some("tmpfs"),
-        MsFlags::MS_NOSUID | MsFlags::MS_NODEV,
+        flags,
         Some("mode=0755"),
     )
     .context("failed to mount /run")?;
@@ -160,7 +157,6 @@ fn prepare_mounts() -> Result<()> {
 fn start(stage: &str, programs: &Path) -> Result<Child> {
     Command::new("/proc/self/exe")
         .arg(stage)
-        .arg("--programs")
         .arg(programs)
         .spawn()
         .with_context(|| format!("failed to start {stage}"))

@@ -37,14 +37,10 @@ pub struct Spec {
     pub argv: Vec<String>,
     /// The complete environment.
     pub env: Vec<(String, String)>,
-    /// The working directory.
-    pub directory: PathBuf,
     /// The user id.
     pub uid: u32,
     /// The group id.
     pub gid: u32,
-    /// The supplementary groups.
-    pub groups: Vec<u32>,
     /// The capability bounding set. Programs of other users than 0 have no capabilities.
     pub capabilities: Vec<String>,
     /// Whether to set no_new_privs.
@@ -79,12 +75,9 @@ pub fn run(spec: &Path) -> Result<Infallible> {
 }
 
 fn enter_namespaces(spec: &Spec) -> Result<()> {
-    let network = File::open(&spec.network).with_context(|| {
-        format!(
-            "failed to open the network namespace {}",
-            spec.network.display()
-        )
-    })?;
+    let path = spec.network.display();
+    let network = File::open(&spec.network)
+        .with_context(|| format!("failed to open the network namespace {path}"))?;
     setns(network, CloneFlags::CLONE_NEWNET).context("failed to enter the network namespace")?;
     unshare(CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_NEWUTS)
         .context("failed to create a mount namespace")?;
@@ -96,21 +89,10 @@ fn enter_namespaces(spec: &Spec) -> Result<()> {
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
         .context("failed to make the mounts private")?;
     for bind in &spec.binds {
-        let context = || {
-            format!(
-                "failed to mount {} at {}",
-                bind.source.display(),
-                bind.target.display()
-            )
-        };
-        mount(
-            Some(&bind.source),
-            &bind.target,
-            none,
-            MsFlags::MS_BIND | MsFlags::MS_REC,
-            none,
-        )
-        .with_context(context)?;
+        let (source, target) = (bind.source.display(), bind.target.display());
+        let context = || format!("failed to mount {source} at {target}");
+        let flags = MsFlags::MS_BIND | MsFlags::MS_REC;
+        mount(Some(&bind.source), &bind.target, none, flags, none).with_context(context)?;
         if bind.read_only {
             make_read_only(&bind.target).with_context(context)?;
         }
@@ -118,12 +100,7 @@ fn enter_namespaces(spec: &Spec) -> Result<()> {
     // The root file system of the host is visible read-only. File permissions protect its other
     // mounts.
     make_read_only(Path::new("/")).context("failed to make / read-only")?;
-    std::env::set_current_dir(&spec.directory).with_context(|| {
-        format!(
-            "failed to enter the working directory {}",
-            spec.directory.display()
-        )
-    })
+    std::env::set_current_dir("/").context("failed to enter the working directory /")
 }
 
 /// Remounts read-only. A remount in a user namespace must keep the existing flags.
@@ -145,23 +122,18 @@ fn make_read_only(target: &Path) -> Result<()> {
 }
 
 fn drop_privileges(spec: &Spec) -> Result<()> {
-    for capability in
-        caps::read(None, CapSet::Bounding).context("failed to read the capabilities")?
-    {
-        if !spec
-            .capabilities
-            .iter()
-            .any(|name| is_named(capability, name))
-        {
+    let bounding = caps::read(None, CapSet::Bounding).context("failed to read the capabilities")?;
+    for capability in bounding {
+        let mut names = spec.capabilities.iter();
+        if !names.any(|name| is_named(capability, name)) {
             caps::drop(None, CapSet::Bounding, capability)
                 .with_context(|| format!("failed to drop {capability}"))?;
         }
     }
     caps::clear(None, CapSet::Inheritable)
         .context("failed to clear the inheritable capabilities")?;
-    let groups: Vec<Gid> = spec.groups.iter().copied().map(Gid::from_raw).collect();
-    setgroups(&groups).context("failed to set the supplementary groups")?;
     let (uid, gid) = (Uid::from_raw(spec.uid), Gid::from_raw(spec.gid));
+    setgroups(&[gid]).context("failed to set the supplementary groups")?;
     setresgid(gid, gid, gid).with_context(|| format!("failed to change to group {gid}"))?;
     setresuid(uid, uid, uid).with_context(|| format!("failed to change to user {uid}"))?;
     if spec.no_new_privileges {

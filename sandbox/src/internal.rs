@@ -11,21 +11,27 @@ use tracing_subscriber::filter::Targets;
 
 use super::{enter, exec};
 
-/// A command that only `mesh` runs.
+/// A command that only `mesh` runs. `programs` is the directory of the programs that run in place of
+/// images.
 #[derive(Parser)]
 #[command(name = "mesh")]
 pub enum Internal {
     /// Create the namespaces of a sandbox
     #[command(name = "sandbox-node")]
-    Node(Programs),
+    Node {
+        /// Directory of the programs.
+        programs: PathBuf,
+    },
     /// Run process 1 of a sandbox
     #[command(name = "sandbox-init")]
-    Init(Programs),
+    Init {
+        /// Directory of the programs.
+        programs: PathBuf,
+    },
     /// Run the node of a sandbox
     #[command(name = "sandbox-agent")]
     Agent {
-        /// Directory of the programs that run in place of images
-        #[arg(long)]
+        /// Directory of the programs.
         programs: PathBuf,
         /// Log filter
         #[arg(long, env = "LOG", default_value = "warn")]
@@ -39,14 +45,6 @@ pub enum Internal {
     },
 }
 
-/// The arguments of the processes that start the node.
-#[derive(clap::Args)]
-pub struct Programs {
-    /// Directory of the programs that run in place of images
-    #[arg(long)]
-    programs: PathBuf,
-}
-
 impl Internal {
     /// Whether this is the name of such a command.
     pub fn is_name(argument: &OsStr) -> bool {
@@ -56,8 +54,8 @@ impl Internal {
     /// Runs the command.
     pub fn run(self) -> Result<ExitCode> {
         match self {
-            Self::Node(Programs { programs }) => enter::node(&programs),
-            Self::Init(Programs { programs }) => enter::init(&programs),
+            Self::Node { programs } => enter::node(&programs),
+            Self::Init { programs } => enter::init(&programs),
             Self::Agent { programs, log } => enter::agent(programs, log),
             Self::Exec { spec } => exec::run(&spec).map(|never| match never {}),
         }

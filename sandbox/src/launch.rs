@@ -4,7 +4,7 @@
 use std::{
     env, fs,
     io::{self, BufRead, BufReader, Write},
-    os::unix::{net::UnixStream, process::ExitStatusExt},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
 };
@@ -43,22 +43,19 @@ pub(super) fn launch(programs: &Path) -> Result<Launched, LaunchError> {
     let (mut control, node_control) = UnixStream::pair()?;
     let mut child = Command::new(programs.join("mesh"))
         .arg("sandbox-node")
-        .arg("--programs")
         .arg(programs)
         .env("PATH", search_path())
         .stdin(Stdio::from(std::os::fd::OwnedFd::from(node_control)))
         .stdout(Stdio::null())
         .spawn()?;
     let mut reader = BufReader::new(control.try_clone()?);
-    let started = wait_until_started(&mut reader, &mut control);
-    if let Err(error) = started {
+    if let Err(error) = wait_until_started(&mut reader, &mut control) {
         child.kill()?;
         let status = child.wait()?;
         return Err(match error {
-            LaunchError::Io(_) => LaunchError::Failed(format!(
-                "the process exited during startup ({status}, signal {:?})",
-                status.signal()
-            )),
+            LaunchError::Io(_) => {
+                LaunchError::Failed(format!("the process exited during startup ({status})"))
+            }
             other => other,
         });
     }
@@ -141,26 +138,16 @@ fn map_ids(pid: i32) -> Result<(), LaunchError> {
         let first = ids
             .first_subordinate_id()
             .map_err(|reason| LaunchError::Missing(vec![reason]))?;
-        let arguments = [
-            pid.to_string(),
-            "0".into(),
-            ids.own.to_string(),
-            "1".into(),
-            "1".into(),
-            first.to_string(),
-            ID_COUNT.to_string(),
-        ];
+        let arguments = format!("{pid} 0 {} 1 1 {first} {ID_COUNT}", ids.own);
         let output = Command::new(ids.tool)
-            .args(&arguments)
+            .args(arguments.split(' '))
             .env("PATH", search_path())
             .output()?;
         if !output.status.success() {
             let stderr = String::from_utf8_lossy(&output.stderr);
+            let (tool, reason) = (ids.tool, stderr.trim());
             return Err(LaunchError::Failed(format!(
-                "{} {} failed: {}",
-                ids.tool,
-                arguments.join(" "),
-                stderr.trim()
+                "{tool} {arguments} failed: {reason}"
             )));
         }
     }
@@ -186,11 +173,8 @@ impl IdMap {
 
     /// The first id of the subordinate range of the user.
     fn first_subordinate_id(&self) -> Result<u32, String> {
-        let name = User::from_uid(getuid())
-            .ok()
-            .flatten()
-            .map(|user| user.name)
-            .unwrap_or_default();
+        let user = User::from_uid(getuid()).ok().flatten();
+        let name = user.map(|user| user.name).unwrap_or_default();
         let text = fs::read_to_string(self.file).unwrap_or_default();
         subordinate_range(&text, &name, getuid().as_raw()).ok_or_else(|| {
             format!(

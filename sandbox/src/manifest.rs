@@ -13,11 +13,9 @@ use serde_json::{Value, json};
 /// The manifests embedded in this binary, by path relative to `manifests/`.
 pub fn embedded() -> Files {
     let list: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/manifests.rs"));
-    Files(
-        list.iter()
-            .map(|(path, text)| (PathBuf::from(path), (*text).to_owned()))
-            .collect(),
-    )
+    let files = list.iter();
+    let files = files.map(|&(path, text)| (PathBuf::from(path), text.to_owned()));
+    Files(files.collect())
 }
 
 /// YAML files by relative path.
@@ -57,20 +55,15 @@ impl Files {
         while let Some(next) = directories.pop() {
             for entry in fs::read_dir(&next).map_err(|error| read_error(&next, error))? {
                 let path = entry.map_err(|error| read_error(&next, error))?.path();
+                let extension = path.extension().unwrap_or_default();
                 if path.is_dir() {
                     directories.push(path);
-                } else if path
-                    .extension()
-                    .is_some_and(|extension| extension == "yaml" || extension == "yml")
-                {
+                } else if extension == "yaml" || extension == "yml" {
                     let text = fs::read_to_string(&path);
                     let text = text.map_err(|error| read_error(&path, error))?;
-                    files.insert(
-                        path.strip_prefix(directory)
-                            .expect("the path is below the directory")
-                            .to_owned(),
-                        text,
-                    );
+                    let relative = path.strip_prefix(directory);
+                    let relative = relative.expect("the path is below the directory");
+                    files.insert(relative.to_owned(), text);
                 }
             }
         }
@@ -81,32 +74,26 @@ impl Files {
     /// kustomization. Each kustomization is included once, and components are not: they change
     /// other kustomizations on request.
     pub fn objects(&self) -> Result<Vec<Value>, Error> {
-        let kustomizations: Vec<&PathBuf> = self
+        let kustomizations = self
             .0
-            .keys()
-            .filter(|path| path.file_name().is_some_and(|name| name == KUSTOMIZATION))
-            .filter(|path| !is_component(&self.0[*path]))
+            .iter()
+            .filter(|(path, text)| path.ends_with(KUSTOMIZATION) && !is_component(text));
+        let mut directories: Vec<&Path> = kustomizations
+            .filter_map(|(path, _)| path.parent())
             .collect();
-        let mut seen = Vec::new();
-        let mut objects = Vec::new();
-        if kustomizations.is_empty() {
+        directories.sort_by_key(|directory| directory.components().count());
+        let (mut seen, mut objects) = (Vec::new(), Vec::new());
+        for directory in &directories {
+            objects.extend(self.kustomize(directory, &mut seen)?);
+        }
+        if directories.is_empty() {
             for path in self.0.keys() {
                 objects.extend(self.file(path)?);
             }
         }
-        let depth = |path: &Path| path.components().count();
-        let mut directories: Vec<PathBuf> = kustomizations
-            .iter()
-            .map(|path| path.parent().unwrap_or(Path::new("")).to_owned())
-            .collect();
-        directories.sort_by_key(|directory| (depth(directory), directory.clone()));
-        for directory in directories {
-            objects.extend(self.kustomize(&directory, &mut seen)?);
-        }
-        if objects.is_empty() {
-            Err(Error::Empty)
-        } else {
-            Ok(objects)
+        match objects.is_empty() {
+            true => Err(Error::Empty),
+            false => Ok(objects),
         }
     }
 
@@ -151,27 +138,15 @@ pub fn parse(text: &str) -> Result<Vec<Value>, Error> {
 fn parse_named(text: &str, path: &Path) -> Result<Vec<Value>, Error> {
     let mut objects = Vec::new();
     for document in serde_yaml_ng::Deserializer::from_str(text) {
-        let value = Value::deserialize(document).map_err(|error| invalid(path, error))?;
-        match value {
-            Value::Null => {}
-            Value::Object(ref object) if object.get("kind").is_some_and(|kind| kind == "List") => {
-                objects.extend(
-                    object
-                        .get("items")
-                        .and_then(Value::as_array)
-                        .cloned()
-                        .unwrap_or_default(),
-                );
-            }
-            Value::Object(ref object)
-                if object.contains_key("kind") && object.contains_key("apiVersion") =>
-            {
-                objects.push(value)
-            }
-            _ => {
-                let message = "document has no apiVersion and kind";
-                return Err(invalid(path, message));
-            }
+        let mut value = Value::deserialize(document).map_err(|error| invalid(path, error))?;
+        match value["kind"].as_str() {
+            _ if value.is_null() => {}
+            Some("List") => match value["items"].take() {
+                Value::Array(items) => objects.extend(items),
+                _ => return Err(invalid(path, "the List has no items")),
+            },
+            Some(_) if value["apiVersion"].is_string() => objects.push(value),
+            _ => return Err(invalid(path, "document has no apiVersion and kind")),
         }
     }
     Ok(objects)
@@ -210,10 +185,8 @@ impl Labels {
     fn add_to(&self, object: &mut Value) {
         let patch = json!({"metadata": {"labels": self.pairs}});
         json_patch::merge(object, &patch);
-        if let Some(template) = object
-            .pointer_mut("/spec/template")
-            .filter(|_| self.include_templates)
-        {
+        let template = object.pointer_mut("/spec/template");
+        if let Some(template) = template.filter(|_| self.include_templates) {
             json_patch::merge(template, &patch);
         }
     }

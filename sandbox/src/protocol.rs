@@ -26,26 +26,20 @@ pub enum Call {
     Delete {
         /// The kind, for example `Deployment`.
         kind: String,
-        /// The namespace.
-        namespace: String,
-        /// The name.
-        name: String,
+        /// The namespace and the name.
+        key: (String, String),
     },
     /// Change the number of replicas of a Deployment.
     Scale {
-        /// The Deployment's namespace.
-        namespace: String,
-        /// The Deployment's name.
-        name: String,
+        /// The namespace and the name.
+        key: (String, String),
         /// The new number of replicas.
-        replicas: i32,
+        replicas: usize,
     },
     /// Run a command in a container. The reply follows when it has exited.
     Exec {
-        /// The pod's namespace.
-        namespace: String,
-        /// The pod's name.
-        pod: String,
+        /// The namespace and the name.
+        pod: (String, String),
         /// The container, which determines user, environment and mounts.
         container: String,
         /// The program and its arguments.
@@ -53,7 +47,7 @@ pub enum Call {
     },
     /// Terminate all pods, then the node.
     Shutdown {
-        /// The time between SIGTERM and SIGKILL.
+        /// The time until the node exits at the latest, with all that still runs.
         grace_milliseconds: u64,
     },
 }
@@ -130,7 +124,7 @@ pub struct Source {
 }
 
 /// The observed state of a pod.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodView {
     /// Its namespace.
     pub namespace: String,
@@ -146,6 +140,8 @@ pub struct PodView {
     pub terminating: bool,
     /// Its IPv4 address, if assigned.
     pub ip: Option<String>,
+    /// Its IPv6 address, if assigned.
+    pub ipv6: Option<String>,
     /// Whether the injector has injected a proxy.
     pub injected: bool,
     /// Why it is not ready, if known.
@@ -196,4 +192,14 @@ pub struct ContainerView {
     pub exit_code: Option<i32>,
     /// Why it is not running or not ready, if known.
     pub reason: Option<String>,
+}
+
+impl ContainerView {
+    /// A container that has not started.
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            ..Self::default()
+        }
+    }
 }

@@ -8,20 +8,23 @@ use anyhow::{Context, Result, anyhow, ensure};
 use hyper::{Request, header};
 use k8s_openapi::{
     ByteString,
-    api::{
-        admissionregistration::v1::MutatingWebhook, core::v1::Pod, discovery::v1::EndpointSlice,
-    },
+    api::{admissionregistration::v1::MutatingWebhook, core::v1::Pod},
     apimachinery::pkg::apis::meta::v1::LabelSelector,
 };
 use kube::{
     Client, Config,
     core::{Selector, SelectorExt},
 };
+use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time;
 use tokio_rustls::rustls::pki_types::{CertificateDer, pem::PemObject};
 
-use super::{cel, objects::Objects, services};
+use super::{
+    cel,
+    objects::Objects,
+    services::{self, items, text},
+};
 
 /// A webhook and the ready endpoints of its Service.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,74 +42,64 @@ struct Backend {
     ca_file: PathBuf,
 }
 
-const DEFAULT_WEBHOOK_TIMEOUT: u64 = 10;
-
 /// The current webhooks. `ca_file` returns the certificate authority file of a pod by uid.
 pub(super) fn webhooks(
     objects: &Objects,
-    slices: &[EndpointSlice],
-    ca_file: &dyn Fn(&str) -> PathBuf,
+    slices: &[Value],
+    ca_file: impl Fn(&str) -> PathBuf,
 ) -> Vec<Webhook> {
-    let configs = objects
-        .webhooks
-        .values()
-        .flat_map(|config| config.webhooks.iter().flatten());
+    let configs = objects.of("MutatingWebhookConfiguration");
+    let configs = configs.flat_map(|config| items(&config["webhooks"]));
     configs
-        .map(|config| Webhook {
-            config: config.clone(),
-            backends: backends(config, objects, slices, ca_file).unwrap_or_default(),
+        .filter_map(|config| {
+            // `Objects` has checked the type.
+            let parsed = MutatingWebhook::deserialize(config).ok()?;
+            let reference = &config["clientConfig"]["service"];
+            let key = [&reference["namespace"], &reference["name"]].map(|one| text(one).to_owned());
+            let service = objects.get("Service", &key.into());
+            let port = reference["port"].as_u64().unwrap_or(443);
+            Some(Webhook {
+                config: parsed,
+                backends: service.map_or(Vec::new(), |one| backends(one, port, slices, &ca_file)),
+            })
         })
         .collect()
 }
 
-/// The ready endpoints of a webhook's Service. Returns `None` if the Service or its port does not
-/// exist.
+/// The ready endpoints of a Service port.
 fn backends(
-    config: &MutatingWebhook,
-    objects: &Objects,
-    slices: &[EndpointSlice],
-    ca_file: &dyn Fn(&str) -> PathBuf,
-) -> Option<Vec<Backend>> {
-    let reference = config.client_config.service.as_ref()?;
-    let service = objects
-        .services
-        .get(&(reference.namespace.clone(), reference.name.clone()))?;
-    let service_port = service
-        .spec
-        .as_ref()?
-        .ports
-        .iter()
-        .flatten()
-        .find(|port| port.port == reference.port.unwrap_or(443))?;
-    let name = service_port.name.as_deref().unwrap_or_default();
-    let mut backends = Vec::new();
-    for slice in services::slices_of(service, slices).filter(|slice| slice.address_type == "IPv4") {
-        let port = services::port_named(slice, name);
-        let Some(port) = port.and_then(|port| port.try_into().ok()) else {
-            continue;
-        };
-        let ready = slice.endpoints.iter().filter(|endpoint| {
-            endpoint
-                .conditions
-                .as_ref()
-                .is_some_and(|conditions| conditions.ready == Some(true))
-        });
-        backends.extend(ready.filter_map(|endpoint| {
-            let uid = endpoint.target_ref.as_ref()?.uid.as_deref()?;
+    service: &Value,
+    port: u64,
+    slices: &[Value],
+    ca_file: impl Fn(&str) -> PathBuf,
+) -> Vec<Backend> {
+    let mut ports = items(&service["spec"]["ports"]);
+    let Some(port) = ports.find(|one| one["port"] == port) else {
+        return Vec::new();
+    };
+    let name = text(&port["name"]);
+    let slices = services::slices_of(service, slices).filter(|one| one["addressType"] == "IPv4");
+    let backends = slices.flat_map(|slice| {
+        let port = services::port_named(slice, name).and_then(Value::as_u64);
+        let port = port.and_then(|port| port.try_into().ok());
+        let backend = |endpoint: &Value| {
             Some(Backend {
-                ip: endpoint.addresses.first()?.parse().ok()?,
-                port,
-                ca_file: ca_file(uid),
+                ip: text(&endpoint["addresses"][0]).parse().ok()?,
+                port: port?,
+                ca_file: ca_file(endpoint["targetRef"]["uid"].as_str()?),
             })
-        }));
-    }
-    Some(backends)
+        };
+        services::ready_endpoints(slice)
+            .filter_map(backend)
+            .collect::<Vec<_>>()
+    });
+    backends.collect()
 }
 
 /// Calls all matching webhooks for a new pod. Returns the patched pod.
 pub(super) async fn admit(
-    pod: Pod,
-    namespace_labels: &BTreeMap<String, String>,
+    pod: &Pod,
+    namespace_labels: &Value,
     webhooks: &[Webhook],
 ) -> Result<Pod> {
     let mut object = serde_json::to_value(pod)?;
@@ -129,35 +122,25 @@ pub(super) async fn admit(
 }
 
 /// Whether the rules, selectors and match conditions of a webhook match a new pod.
-fn matches(
-    config: &MutatingWebhook,
-    object: &Value,
-    namespace_labels: &BTreeMap<String, String>,
-) -> Result<bool> {
+fn matches(config: &MutatingWebhook, object: &Value, namespace_labels: &Value) -> Result<bool> {
     let contains = |list: Option<&Vec<String>>, name: &str| {
-        list.into_iter()
-            .flatten()
-            .any(|item| item == name || item == "*")
+        let mut items = list.into_iter().flatten();
+        items.any(|item| item == name || item == "*")
     };
     let rule_matches = config.rules.iter().flatten().any(|rule| {
         contains(rule.operations.as_ref(), "CREATE") && contains(rule.resources.as_ref(), "pods")
     });
-    let labels: BTreeMap<String, String> =
-        serde_json::from_value(object["metadata"]["labels"].clone()).unwrap_or_default();
+    let labels = &object["metadata"]["labels"];
     if !rule_matches
         || !selects(config.namespace_selector.as_ref(), namespace_labels)?
-        || !selects(config.object_selector.as_ref(), &labels)?
+        || !selects(config.object_selector.as_ref(), labels)?
     {
         return Ok(false);
     }
     for condition in config.match_conditions.iter().flatten() {
-        let result = cel::evaluate(&condition.expression, object).with_context(|| {
-            format!(
-                "webhook {}, match condition {}",
-                config.name, condition.name
-            )
-        });
-        if !result? {
+        let (webhook, name) = (&config.name, &condition.name);
+        let result = cel::evaluate(&condition.expression, object);
+        if !result.with_context(|| format!("webhook {webhook}, match condition {name}"))? {
             return Ok(false);
         }
     }
@@ -165,29 +148,22 @@ fn matches(
 }
 
 /// A missing selector selects everything.
-fn selects(selector: Option<&LabelSelector>, labels: &BTreeMap<String, String>) -> Result<bool> {
+fn selects(selector: Option<&LabelSelector>, labels: &Value) -> Result<bool> {
+    let labels = BTreeMap::<String, String>::deserialize(labels).unwrap_or_default();
     let selector: Selector = selector.cloned().unwrap_or_default().try_into()?;
-    Ok(selector.matches(labels))
+    Ok(selector.matches(&labels))
 }
 
 /// Calls the endpoints of a webhook one after another until one answers. Returns the response of
 /// its AdmissionReview.
 async fn call(webhook: &Webhook, object: &Value) -> Result<Value> {
-    let service = webhook
-        .config
-        .client_config
-        .service
-        .as_ref()
-        .context("unsupported clientConfig: the sandbox supports service references")?;
+    let service = webhook.config.client_config.service.as_ref();
+    let service =
+        service.context("unsupported clientConfig: the sandbox supports service references")?;
     let name = format!("{}.{}.svc", service.name, service.namespace);
     let path = service.path.as_deref().unwrap_or("/");
-    let timeout = Duration::from_secs(
-        webhook
-            .config
-            .timeout_seconds
-            .and_then(|seconds| seconds.try_into().ok())
-            .unwrap_or(DEFAULT_WEBHOOK_TIMEOUT),
-    );
+    let timeout = webhook.config.timeout_seconds.unwrap_or(10);
+    let timeout = Duration::from_secs(timeout.unsigned_abs().into());
     let mut last_error = anyhow!("no endpoints available for service \"{}\"", service.name);
     for backend in &webhook.backends {
         let review = review(backend, &name, path, timeout, object);
@@ -248,26 +224,16 @@ async fn authority(backend: &Backend) -> Result<Vec<Vec<u8>>> {
 }
 
 fn apply(object: &mut Value, response: &Value) -> Result<()> {
+    let reason = &response["status"]["message"];
     ensure!(
         response["allowed"] == true,
         "denied the request: {}",
-        response["status"]["message"]
-            .as_str()
-            .unwrap_or("no reason given")
+        reason.as_str().unwrap_or("no reason given")
     );
-    for warning in response["warnings"].as_array().into_iter().flatten() {
-        tracing::warn!("webhook warning: {}", warning.as_str().unwrap_or_default());
-    }
     if response["patch"].is_null() {
         return Ok(());
     }
-    ensure!(
-        response["patchType"] == "JSONPatch",
-        "unsupported patchType {}, expected JSONPatch",
-        response["patchType"]
-    );
-    let patch: ByteString = serde_json::from_value(response["patch"].clone())
-        .context("the patch is not valid base64")?;
+    let patch = ByteString::deserialize(&response["patch"]).context("the patch is not base64")?;
     let patch: json_patch::Patch =
         serde_json::from_slice(&patch.0).context("the patch is not a JSON patch")?;
     json_patch::patch(object, &patch).context("the patch does not apply to the pod")
@@ -297,11 +263,12 @@ mod tests {
             .into_iter()
             .collect();
         let object = json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}});
-        let mut labels =
-            BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), "shop".to_owned())]);
-        labels.extend(inject.map(|value| ("diy-service-mesh/inject".to_owned(), value.to_owned())));
-        labels
-            .extend(inbound.map(|value| ("diy-service-mesh/inbound".to_owned(), value.to_owned())));
+        let mut labels = json!({"kubernetes.io/metadata.name": "shop"});
+        for (name, value) in [("inject", inject), ("inbound", inbound)] {
+            if let Some(value) = value {
+                labels[format!("diy-service-mesh/{name}")] = json!(value);
+            }
+        }
         let failing = webhooks()
             .into_iter()
             .filter(|webhook| webhook.failure_policy.as_deref() != Some("Ignore"));
@@ -355,7 +322,7 @@ mod tests {
         let webhook = json!({"name": "w", "admissionReviewVersions": [], "clientConfig": {}, "sideEffects": "None",
             "rules": [{"operations": ["CREATE"], "resources": ["pods"]}], "matchConditions": [{"name": "odd", "expression": "oldObject == 1"}]});
         let webhook = serde_json::from_value(webhook).unwrap();
-        let error = matches(&webhook, &json!({}), &BTreeMap::new()).unwrap_err();
+        let error = matches(&webhook, &json!({}), &json!({})).unwrap_err();
         assert_eq!(
             format!("{error:#}"),
             "webhook w, match condition odd: Undeclared reference to 'oldObject'"

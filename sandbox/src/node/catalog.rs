@@ -3,44 +3,16 @@
 
 use std::{collections::BTreeMap, fs, io, path::PathBuf};
 
-use kube::{Resource, ResourceExt};
-use serde::Serialize;
+use serde_json::Value;
 
-use super::volumes::replace_file;
+use super::{services::text, volumes::replace_file};
 
 /// The catalog directory.
 #[derive(Debug)]
 pub(super) struct Catalog {
     directory: PathBuf,
+    /// By file name.
     written: BTreeMap<String, String>,
-}
-
-/// The desired files by name.
-#[derive(Debug, Default)]
-pub(super) struct Contents(BTreeMap<String, String>);
-
-impl Contents {
-    /// Adds an object.
-    pub(super) fn add<T>(&mut self, object: &T) -> anyhow::Result<()>
-    where
-        T: Resource<DynamicType = ()> + Serialize,
-    {
-        let namespace = object.namespace().unwrap_or_default();
-        self.add_as(&T::kind(&()), &namespace, &object.name_any(), object)
-    }
-
-    /// Adds an object of this kind.
-    pub(super) fn add_as(
-        &mut self,
-        kind: &str,
-        namespace: &str,
-        name: &str,
-        object: &impl Serialize,
-    ) -> anyhow::Result<()> {
-        let file = format!("{}.{namespace}.{name}.yaml", kind.to_lowercase());
-        self.0.insert(file, serde_yaml_ng::to_string(object)?);
-        Ok(())
-    }
 }
 
 impl Catalog {
@@ -52,57 +24,53 @@ impl Catalog {
         }
     }
 
-    /// Writes changed files and deletes those that are not in `contents`.
-    pub(super) fn write(&mut self, contents: Contents) -> io::Result<()> {
-        for (file, text) in contents
-            .0
-            .iter()
-            .filter(|(file, text)| self.written.get(*file) != Some(*text))
-        {
-            // The temporary file has the extension .new, and the controller reads *.yaml only.
-            replace_file(&self.directory.join(file), text)?;
+    /// Writes the files of changed objects and deletes those of others.
+    pub(super) fn write<'a>(&mut self, objects: impl Iterator<Item = &'a Value>) -> io::Result<()> {
+        let contents: BTreeMap<String, String> = objects
+            .map(|object| {
+                let metadata = &object["metadata"];
+                let [kind, namespace, name] =
+                    [&object["kind"], &metadata["namespace"], &metadata["name"]].map(text);
+                let file = format!("{}.{namespace}.{name}.yaml", kind.to_lowercase());
+                // JSON is YAML.
+                (file, object.to_string())
+            })
+            .collect();
+        for (file, text) in &contents {
+            if self.written.get(file) != Some(text) {
+                // The temporary file has the extension .new, and the controller reads *.yaml only.
+                replace_file(&self.directory.join(file), text)?;
+            }
         }
         for file in self
             .written
             .keys()
-            .filter(|file| !contents.0.contains_key(*file))
+            .filter(|file| !contents.contains_key(*file))
         {
             fs::remove_file(self.directory.join(file))?;
         }
-        self.written = contents.0;
+        self.written = contents;
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::api::core::v1::Service;
+    use serde_json::json;
 
     use super::*;
-
-    fn contents(names: &[&str]) -> Contents {
-        let mut contents = Contents::default();
-        for name in names {
-            let service: Service =
-                serde_yaml_ng::from_str(&format!("{{metadata: {{name: {name}, namespace: a}}}}"))
-                    .unwrap();
-            contents.add(&service).unwrap();
-        }
-        contents
-    }
 
     #[test]
     fn creates_and_deletes_files() {
         let directory = std::env::temp_dir().join(format!("mesh-catalog-{}", std::process::id()));
         fs::create_dir(&directory).unwrap();
         let mut catalog = Catalog::new(directory.clone());
-        catalog.write(contents(&["one", "two"])).unwrap();
+        let [one, two] = ["one", "two"]
+            .map(|name| json!({"kind": "Service", "metadata": {"name": name, "namespace": "a"}}));
+        catalog.write([&one, &two].into_iter()).unwrap();
         let text = fs::read_to_string(directory.join("service.a.one.yaml")).unwrap();
-        assert!(
-            text.contains("kind: Service") && text.contains("name: one"),
-            "{text}"
-        );
-        catalog.write(contents(&["two"])).unwrap();
+        assert_eq!(text, one.to_string());
+        catalog.write([&two].into_iter()).unwrap();
         let left: Vec<_> = fs::read_dir(&directory)
             .unwrap()
             .map(|entry| entry.unwrap().file_name())

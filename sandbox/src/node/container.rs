@@ -1,9 +1,9 @@
-//! The lifecycle of one container: start, output, probes, termination, and restarts after a
-//! second.
+//! The lifecycle of one container: start, output, probes, termination, and a restart a second after
+//! it has exited.
 
 use std::{
-    future::pending, os::unix::process::ExitStatusExt, path::PathBuf, process::ExitStatus,
-    sync::Arc, time::Duration,
+    convert::Infallible, future::pending, io, os::unix::process::ExitStatusExt, path::PathBuf,
+    process::ExitStatus, sync::Arc, time::Duration,
 };
 
 use anyhow::{Context, Result};
@@ -15,29 +15,37 @@ use nix::{
 use tokio::{
     io::{AsyncBufReadExt, AsyncRead, BufReader},
     process::Child,
-    sync::watch,
+    sync::{mpsc, watch},
     task::JoinHandle,
     time::{self, Instant},
 };
 
-use super::{probe::Prober, status::StatusManager};
+use super::{probe::Prober, status::PodStatus};
+use crate::protocol::{LogLine, Message, Source};
 
-/// A request to terminate a container.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Termination {
-    /// When the container receives SIGKILL.
-    pub(super) deadline: Instant,
-    /// Whether its preStop hook runs before SIGTERM.
-    pub(super) pre_stop: bool,
+/// When a container receives SIGKILL, once its termination is requested.
+pub(super) type Termination = watch::Receiver<Option<Instant>>;
+
+/// The role of a container in its pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// Runs to completion before the application containers start.
+    Init,
+    /// Starts before the application containers and terminates after them.
+    Sidecar,
+    /// An application container.
+    App,
 }
 
 /// Runs one container.
 pub(super) struct Supervisor {
-    status: Arc<StatusManager>,
-    /// The index of the container in the status manager.
+    status: Arc<PodStatus>,
+    /// The index of the container in the status.
     index: usize,
-    /// Whether it restarts also after exit code 0.
-    restarts_after_success: bool,
+    pub(super) role: Role,
+    source: Source,
+    /// Receives the output.
+    messages: mpsc::Sender<Message>,
     /// The path of its `exec::Spec`.
     spec_file: PathBuf,
     startup: Option<Prober>,
@@ -59,35 +67,45 @@ const MIN_PROBE_INTERVAL: Duration = Duration::from_millis(20);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Supervisor {
+    /// The supervisor of the container at `index` of the pod's status.
     pub(super) fn new(
-        status: Arc<StatusManager>,
+        status: Arc<PodStatus>,
         index: usize,
         container: &Container,
-        restarts_after_success: bool,
+        role: Role,
+        messages: mpsc::Sender<Message>,
         spec_file: PathBuf,
     ) -> Result<Self> {
-        let prober =
-            |probe: Option<&_>| probe.map(|probe| Prober::new(probe, container)).transpose();
-        let pre_stop = container
-            .lifecycle
-            .as_ref()
-            .and_then(|lifecycle| lifecycle.pre_stop.as_ref())
-            .map(|hook| PreStop::new(hook, container))
-            .transpose()?;
+        let (source, ip) = {
+            let view = status.view();
+            let ip = view.ip.as_ref().context("the pod has no address")?;
+            (view.source(&view.containers[index]), ip.parse()?)
+        };
+        let prober = |probe: Option<&_>| {
+            probe
+                .map(|probe| Prober::new(probe, container, ip))
+                .transpose()
+        };
+        let hook = container.lifecycle.as_ref();
+        let hook = hook.and_then(|lifecycle| lifecycle.pre_stop.as_ref());
+        let pre_stop = hook.map(|hook| PreStop::new(hook, container, ip));
         Ok(Self {
             startup: prober(container.startup_probe.as_ref())?,
             readiness: prober(container.readiness_probe.as_ref())?,
             liveness: prober(container.liveness_probe.as_ref())?,
-            pre_stop,
+            pre_stop: pre_stop.transpose()?,
             status,
             index,
-            restarts_after_success,
+            role,
+            source,
+            messages,
             spec_file,
         })
     }
 
-    /// Runs the container, again after each exit, until it has completed or terminated.
-    pub(super) async fn run(self, mut termination: watch::Receiver<Option<Termination>>) {
+    /// Runs the container, again after each exit, until its termination. An init container ends with
+    /// exit code 0.
+    pub(super) async fn run(self, mut termination: Termination) {
         loop {
             let code = match self.run_once(&mut termination).await {
                 Ok(code) => code,
@@ -96,31 +114,35 @@ impl Supervisor {
                     128
                 }
             };
-            self.status.update(self.index, |view| {
-                (view.running, view.ready, view.started, view.exit_code) =
-                    (false, false, false, Some(code));
-                view.reason = Some(if code == 0 {
-                    "Completed".into()
-                } else {
-                    format!("exit code {code}")
-                });
+            let is_completed = self.role == Role::Init && code == 0;
+            self.status.update_container(self.index, |view| {
+                (view.running, view.started) = (false, false);
+                (view.ready, view.exit_code) = (is_completed, Some(code));
+                view.reason = Some(format!("exit code {code}"));
             });
-            if termination.borrow().is_some() || (code == 0 && !self.restarts_after_success) {
+            if is_completed || termination.borrow().is_some() {
                 return;
             }
             self.notice(&format!("exited with code {code}, restarting"));
             tokio::select! {
                 () = time::sleep(RESTART_DELAY) => {}
-                () = termination_requested(&mut termination) => return,
+                _ = requested(&mut termination) => return,
             }
-            self.status.update(self.index, |view| view.restarts += 1);
+            self.status
+                .update_container(self.index, |view| view.restarts += 1);
         }
     }
 
-    async fn run_once(
-        &self,
-        termination: &mut watch::Receiver<Option<Termination>>,
-    ) -> Result<i32> {
+    /// Waits until the container is started, as its startup probe finds.
+    pub(super) fn started(&self) -> impl Future<Output = ()> + use<> {
+        let (mut views, index) = (self.status.watch(), self.index);
+        async move {
+            // Fails only if the pod is removed.
+            let _ = views.wait_for(|view| view.containers[index].started).await;
+        }
+    }
+
+    async fn run_once(&self, termination: &mut Termination) -> Result<i32> {
         let mut child = super::execute::spawn(&self.spec_file)?;
         let pid = child.id().expect("the child has not been awaited");
         let pid = Pid::from_raw(pid.cast_signed());
@@ -128,9 +150,9 @@ impl Supervisor {
             self.forward_lines(child.stdout.take()),
             self.forward_lines(child.stderr.take()),
         ];
-        self.status.update(self.index, |view| {
+        self.status.update_container(self.index, |view| {
             (view.running, view.started) = (true, self.startup.is_none());
-            view.ready = view.started && self.readiness.is_none();
+            view.ready = view.started && self.readiness.is_none() && self.role != Role::Init;
             view.reason = None;
         });
         let status = tokio::select! {
@@ -140,10 +162,7 @@ impl Supervisor {
                 let _ = killpg(pid, Signal::SIGKILL);
                 child.wait().await?
             }
-            () = termination_requested(termination) => {
-                let request = termination.borrow().expect("termination is requested");
-                self.terminate(&mut child, pid, termination, request).await?
-            }
+            deadline = requested(termination) => self.terminate(&mut child, pid, deadline).await?,
         };
         // Kills the remaining processes of the container. Fails if there are none.
         let _ = killpg(pid, Signal::SIGKILL);
@@ -154,49 +173,34 @@ impl Supervisor {
         Ok(exit_code(status))
     }
 
-    /// Runs the preStop hook, sends SIGTERM, and sends SIGKILL at the deadline. A later request can
-    /// only shorten the deadline.
+    /// Runs the preStop hook, sends SIGTERM, and sends SIGKILL at the deadline.
     async fn terminate(
         &self,
         child: &mut Child,
         pid: Pid,
-        termination: &mut watch::Receiver<Option<Termination>>,
-        mut request: Termination,
-    ) -> Result<ExitStatus> {
-        let hook = self.run_pre_stop(request.pre_stop);
-        tokio::pin!(hook);
-        let mut signaled = false;
-        loop {
-            tokio::select! {
-                status = child.wait() => return Ok(status?),
-                () = &mut hook, if !signaled => {
-                    signaled = true;
-                    // Fails if the process has exited.
-                    let _ = kill(pid, Signal::SIGTERM);
-                }
-                () = time::sleep_until(request.deadline) => {
-                    let _ = killpg(pid, Signal::SIGKILL);
-                    return Ok(child.wait().await?);
-                }
-                Ok(()) = termination.changed() => {
-                    if let Some(later) = *termination.borrow() {
-                        request.deadline = request.deadline.min(later.deadline);
-                        if !later.pre_stop && !signaled {
-                            signaled = true;
-                            let _ = kill(pid, Signal::SIGTERM);
-                        }
-                    }
-                }
-            }
+        deadline: Instant,
+    ) -> io::Result<ExitStatus> {
+        let hook_and_signal = async {
+            self.run_pre_stop().await;
+            // Fails if the process has exited.
+            let _ = kill(pid, Signal::SIGTERM);
+            pending::<Infallible>().await
+        };
+        tokio::select! {
+            status = child.wait() => return status,
+            never = hook_and_signal => match never {},
+            () = time::sleep_until(deadline) => {}
         }
+        let _ = killpg(pid, Signal::SIGKILL);
+        child.wait().await
     }
 
-    async fn run_pre_stop(&self, enabled: bool) {
-        match self.pre_stop.as_ref().filter(|_| enabled) {
+    async fn run_pre_stop(&self) {
+        match &self.pre_stop {
             None => {}
             Some(PreStop::Sleep(duration)) => time::sleep(*duration).await,
             Some(PreStop::Http(prober)) => {
-                if let Err(error) = prober.probe(self.status.ip()).await {
+                if let Err(error) = prober.probe().await {
                     self.notice(&format!("preStop hook failed: {error:#}"));
                 }
             }
@@ -211,7 +215,7 @@ impl Supervisor {
             if let Err(error) = self.probe_until_success(prober, timeout).await {
                 return error.context("startup probe failed");
             }
-            self.status.update(self.index, |view| {
+            self.status.update_container(self.index, |view| {
                 view.started = true;
                 view.ready = self.readiness.is_none();
                 view.reason = None;
@@ -219,22 +223,22 @@ impl Supervisor {
         }
         tokio::select! {
             never = self.watch_readiness() => match never {},
-            error = self.watch_liveness() => error,
+            error = self.watch_liveness() => error.context("liveness probe failed"),
         }
     }
 
-    async fn watch_readiness(&self) -> std::convert::Infallible {
+    async fn watch_readiness(&self) -> Infallible {
         let Some(prober) = &self.readiness else {
             return pending().await;
         };
         loop {
             // The first success does not wait for a full period.
             let _ = self.probe_until_success(prober, Duration::MAX).await;
-            self.status.update(self.index, |view| {
+            self.status.update_container(self.index, |view| {
                 (view.ready, view.reason) = (true, None);
             });
-            let error = self.probe_until_failure(prober).await;
-            self.status.update(self.index, |view| {
+            let error = probe_until_failure(prober).await;
+            self.status.update_container(self.index, |view| {
                 (view.ready, view.reason) = (false, Some(format!("{error:#}")));
             });
         }
@@ -242,24 +246,8 @@ impl Supervisor {
 
     async fn watch_liveness(&self) -> anyhow::Error {
         match &self.liveness {
-            Some(prober) => {
-                let error = self.probe_until_failure(prober).await;
-                error.context("liveness probe failed")
-            }
+            Some(prober) => probe_until_failure(prober).await,
             None => pending().await,
-        }
-    }
-
-    /// Probes until the probe has failed several times in a row. Returns the last failure.
-    async fn probe_until_failure(&self, prober: &Prober) -> anyhow::Error {
-        let mut failures = 0;
-        loop {
-            time::sleep(prober.period).await;
-            match prober.probe(self.status.ip()).await {
-                Ok(()) => failures = 0,
-                Err(error) if failures + 1 >= prober.failure_threshold => return error,
-                Err(_) => failures += 1,
-            }
         }
     }
 
@@ -268,14 +256,15 @@ impl Supervisor {
         let started_at = Instant::now();
         let mut interval = MIN_PROBE_INTERVAL;
         loop {
-            let Err(error) = prober.probe(self.status.ip()).await else {
+            let Err(error) = prober.probe().await else {
                 return Ok(());
             };
             if started_at.elapsed() > timeout {
                 return Err(error);
             }
+            let reason = format!("{error:#}");
             self.status
-                .update(self.index, |view| view.reason = Some(format!("{error:#}")));
+                .update_container(self.index, |view| view.reason = Some(reason));
             time::sleep(interval).await;
             interval = interval.mul_f64(1.3).min(prober.period);
         }
@@ -285,25 +274,31 @@ impl Supervisor {
         &self,
         pipe: Option<impl AsyncRead + Unpin + Send + 'static>,
     ) -> Option<JoinHandle<()>> {
-        let (status, index) = (self.status.clone(), self.index);
-        pipe.map(|pipe| {
-            tokio::spawn(async move {
-                let mut lines = BufReader::with_capacity(MAX_LINE_LENGTH, pipe);
-                while let Some(line) = next_line(&mut lines).await {
-                    status.log(index, line).await;
-                }
-            })
-        })
+        let (messages, source) = (self.messages.clone(), self.source.clone());
+        let mut lines = BufReader::with_capacity(MAX_LINE_LENGTH, pipe?);
+        Some(tokio::spawn(async move {
+            while let Some(line) = next_line(&mut lines).await {
+                let source = source.clone();
+                // Waits while the client's queue is full.
+                let _ = messages.send(Message::Log(LogLine { source, line })).await;
+            }
+        }))
     }
 
     fn notice(&self, text: &str) {
-        let container = self.status.container(self.index);
-        self.status.notice(format!("container {container}: {text}"));
+        let Source {
+            namespace,
+            pod,
+            container,
+            ..
+        } = &self.source;
+        self.status
+            .notice(format!("container {namespace}/{pod}[{container}]: {text}"));
     }
 }
 
 impl PreStop {
-    fn new(hook: &LifecycleHandler, container: &Container) -> Result<Self> {
+    fn new(hook: &LifecycleHandler, container: &Container, ip: std::net::Ipv4Addr) -> Result<Self> {
         if let Some(sleep) = &hook.sleep {
             let seconds = sleep.seconds.try_into().unwrap_or(0);
             return Ok(Self::Sleep(Duration::from_secs(seconds)));
@@ -312,15 +307,33 @@ impl PreStop {
             .http_get
             .as_ref()
             .context("unsupported preStop hook: the sandbox supports sleep and httpGet")?;
-        Ok(Self::Http(Prober::pre_stop(http, container)?))
+        Ok(Self::Http(Prober::pre_stop(http, container, ip)?))
     }
 }
 
-/// Waits until a termination is requested. Returns at once if that has happened before.
-pub(super) async fn termination_requested(termination: &mut watch::Receiver<Option<Termination>>) {
-    if termination.wait_for(Option::is_some).await.is_err() {
+/// Probes until the probe has failed several times in a row. Returns the last failure.
+async fn probe_until_failure(prober: &Prober) -> anyhow::Error {
+    let mut failures = 0;
+    loop {
+        time::sleep(prober.period).await;
+        match prober.probe().await {
+            Ok(()) => failures = 0,
+            Err(error) if failures + 1 >= prober.failure_threshold => return error,
+            Err(_) => failures += 1,
+        }
+    }
+}
+
+/// Waits until a termination is requested, also if that has happened before. Returns the deadline.
+pub(super) async fn requested(termination: &mut Termination) -> Instant {
+    match termination
+        .wait_for(Option::is_some)
+        .await
+        .map(|deadline| *deadline)
+    {
+        Ok(Some(deadline)) => deadline,
         // The sender is dropped, so no request can follow.
-        pending::<()>().await;
+        _ => pending().await,
     }
 }
 
@@ -369,18 +382,5 @@ mod tests {
             lines.iter().map(String::len).collect::<Vec<_>>(),
             [3, 0, MAX_LINE_LENGTH, 3, 4]
         );
-    }
-
-    #[tokio::test]
-    async fn detects_termination_requested_before_the_wait() {
-        let (sender, mut receiver) = watch::channel(None);
-        sender
-            .send(Some(Termination {
-                deadline: Instant::now(),
-                pre_stop: false,
-            }))
-            .unwrap();
-        receiver.borrow_and_update();
-        termination_requested(&mut receiver).await;
     }
 }

@@ -8,6 +8,8 @@ use jsonwebtoken::{
     Algorithm, EncodingKey, Header,
     jwk::{Jwk, JwkSet},
 };
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
 use serde_json::json;
 
 const ISSUER: &str = "https://kubernetes.default.svc.cluster.local";
@@ -16,15 +18,6 @@ const KEY_ID: &str = "sandbox";
 /// A token issuer.
 pub(super) struct Issuer {
     key: EncodingKey,
-}
-
-/// The subject of a token: a service account and the pod that the token is bound to.
-#[derive(Clone, Debug)]
-pub(super) struct TokenSubject {
-    pub(super) namespace: String,
-    pub(super) service_account: String,
-    pub(super) pod: String,
-    pub(super) pod_uid: String,
 }
 
 impl Issuer {
@@ -45,17 +38,15 @@ impl Issuer {
         Ok(serde_json::to_string_pretty(&JwkSet { keys: vec![jwk] })?)
     }
 
-    /// Issues a token bound to the subject's pod.
-    pub(super) fn token(
-        &self,
-        subject: &TokenSubject,
-        audience: &str,
-        lifetime: Duration,
-    ) -> Result<String> {
+    /// Issues a token for the service account of a pod, bound to the pod.
+    pub(super) fn token(&self, pod: &Pod, audience: &str, lifetime: Duration) -> Result<String> {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .context("the system clock is before 1970")?;
-        let (namespace, account) = (&subject.namespace, &subject.service_account);
+        let namespace = pod.namespace().unwrap_or_default();
+        let spec = pod.spec.as_ref();
+        let account = spec.and_then(|spec| spec.service_account_name.as_deref());
+        let account = account.unwrap_or("default");
         let claims = json!({
             "aud": [audience],
             "iss": ISSUER,
@@ -65,7 +56,7 @@ impl Issuer {
             "exp": (now + lifetime).as_secs(),
             "kubernetes.io": {
                 "namespace": namespace,
-                "pod": {"name": subject.pod, "uid": subject.pod_uid},
+                "pod": {"name": pod.name_any(), "uid": pod.uid()},
                 // The sandbox has no ServiceAccount objects, so the uid is derived from the name.
                 "serviceaccount": {"name": account, "uid": format!("{namespace}-{account}")},
             },
@@ -88,14 +79,13 @@ mod tests {
     #[test]
     fn issues_tokens_that_the_jwks_verifies() {
         let issuer = Issuer::new().unwrap();
-        let subject = TokenSubject {
-            namespace: "shop".into(),
-            service_account: "cart".into(),
-            pod: "cart-1".into(),
-            pod_uid: "u-1".into(),
-        };
+        let pod = json!({
+            "metadata": {"namespace": "shop", "name": "cart-1", "uid": "u-1"},
+            "spec": {"serviceAccountName": "cart", "containers": []},
+        });
+        let pod: Pod = serde_json::from_value(pod).unwrap();
         let token = issuer
-            .token(&subject, "diy-service-mesh", Duration::from_secs(3600))
+            .token(&pod, "diy-service-mesh", Duration::from_secs(3600))
             .unwrap();
 
         let keys: JwkSet = serde_json::from_str(&issuer.jwks().unwrap()).unwrap();

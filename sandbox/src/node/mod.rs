@@ -11,7 +11,6 @@ mod cel;
 mod container;
 mod endpoints;
 mod execute;
-mod hosts;
 mod issuer;
 mod network;
 mod objects;
@@ -26,65 +25,61 @@ mod volumes;
 mod workloads;
 
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard},
+    sync::Arc,
     time::Duration,
 };
 
 use anyhow::{Context, Result};
 use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
 use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
     net::{
         UnixStream,
         unix::{OwnedReadHalf, OwnedWriteHalf},
     },
     sync::{mpsc, watch},
+    time::{self, Instant},
 };
 
-use self::{
-    admission::Webhook, hosts::Hosts, issuer::Issuer, network::Network, objects::Objects,
-    state::State,
-};
-use super::{
-    lock,
-    protocol::{Call, Message, Output, PodView, Request},
-};
+use self::{admission::Webhook, issuer::Issuer, network::Network, objects::Key, state::State};
+use super::protocol::{Call, Message, Output, Request};
 
 /// State that the pod tasks and the event loop share.
 struct Node {
-    programs: PathBuf,
-    /// The directory that the control plane mounts: the catalog, the namespaces and the JWKS file.
-    control: PathBuf,
-    /// The directory of the certificate authority, which all controllers mount.
-    authority: PathBuf,
+    paths: Paths,
     roots: roots::Published,
     network: Network,
     issuer: Issuer,
-    hosts: Hosts,
+    /// The lines of the Services in hosts files, by the namespace of the pod.
+    hosts: watch::Sender<BTreeMap<String, String>>,
     webhooks: watch::Receiver<Vec<Webhook>>,
-    objects: Mutex<Objects>,
     /// Messages to the client. Senders wait while the queue is full.
     messages: mpsc::Sender<Message>,
 }
 
+/// The directories that containers mount.
+struct Paths {
+    /// The programs on the host.
+    programs: PathBuf,
+    /// For the control plane: the catalog, the namespaces, and the keys that tokens are checked
+    /// with.
+    control: PathBuf,
+    /// The certificate authority, which all controllers share.
+    authority: PathBuf,
+}
+
 /// An input of the event loop.
 enum Event {
-    /// The state of a pod has changed. `pod` is `None` until the pod has a network.
-    PodUpdated {
-        uid: String,
-        pod: Option<Box<Pod>>,
-        view: Box<PodView>,
-    },
-    /// The event loop itself has created or terminated a pod.
-    PodChanged {
-        uid: String,
-    },
+    /// The webhooks have admitted a pod.
+    PodAdmitted(Key, Box<Pod>),
+    /// The status of a pod has changed.
+    PodChanged(Key),
     /// The processes and addresses of a pod are released.
-    PodRemoved {
-        uid: String,
-    },
+    PodRemoved(Key),
     Notice(String),
 }
 
@@ -99,18 +94,14 @@ pub async fn run(programs: PathBuf, control: std::os::unix::net::UnixStream) -> 
     let (reader, writer) = UnixStream::from_std(control)?.into_split();
     let (messages, receiver) = mpsc::channel(1024);
     let writer = tokio::spawn(write(writer, receiver));
-    let result = serve(programs, reader, messages.clone()).await;
-    if let Err(error) = &result {
+    if let Err(error) = serve(programs, reader, messages.clone()).await {
+        let reason = format!("{error:#}");
         // Fails if the client is disconnected.
-        let _ = messages
-            .send(Message::Failed {
-                reason: format!("{error:#}"),
-            })
-            .await;
+        let _ = messages.send(Message::Failed { reason }).await;
     }
     drop(messages);
     // Pod tasks may hold clones of the sender, so the writer does not always end.
-    let _ = tokio::time::timeout(FLUSH_TIMEOUT, writer).await;
+    let _ = time::timeout(FLUSH_TIMEOUT, writer).await;
     Ok(())
 }
 
@@ -119,150 +110,108 @@ async fn serve(
     reader: OwnedReadHalf,
     messages: mpsc::Sender<Message>,
 ) -> Result<()> {
-    let network = Network::new()?;
     let issuer = Issuer::new()?;
-    let control = Path::new(NODE_DIRECTORY).join("control");
-    fs::create_dir_all(control.join("catalog"))?;
-    fs::write(control.join("jwks.json"), issuer.jwks()?)?;
-    let authority = Path::new(NODE_DIRECTORY).join("authority");
-    fs::create_dir_all(&authority)?;
-    let roots = roots::watch(&authority);
-    let (webhooks_sender, webhooks) = watch::channel(Vec::new());
-    let objects = Mutex::new(Objects::default());
-    let node = Arc::new(Node {
+    let directory = Path::new(NODE_DIRECTORY);
+    let paths = Paths {
         programs,
-        control,
-        authority,
-        roots,
-        network,
+        control: directory.join("control"),
+        authority: directory.join("authority"),
+    };
+    fs::create_dir_all(paths.control.join("catalog"))?;
+    fs::create_dir_all(&paths.authority)?;
+    fs::write(paths.control.join("jwks.json"), issuer.jwks()?)?;
+    let (webhooks_sender, webhooks) = watch::channel(Vec::new());
+    let node = Arc::new(Node {
+        roots: roots::watch(&paths.authority),
+        paths,
+        network: Network::new()?,
         issuer,
-        hosts: Hosts::default(),
+        hosts: watch::Sender::default(),
         webhooks,
-        objects,
         messages,
     });
-    let (events_sender, events) = mpsc::unbounded_channel();
-    let state = State::new(node.clone(), events_sender, webhooks_sender)?;
+    let (events_sender, mut events) = mpsc::unbounded_channel();
+    let mut state = State::new(node.clone(), events_sender, webhooks_sender)?;
     node.messages.send(Message::Started).await?;
-    Loop {
-        node,
-        state,
-        events,
-        lines: BufReader::new(reader).lines(),
-    }
-    .run()
-    .await
-}
-
-struct Loop {
-    node: Arc<Node>,
-    state: State,
-    events: mpsc::UnboundedReceiver<Event>,
-    lines: Lines<BufReader<OwnedReadHalf>>,
-}
-
-impl Loop {
-    async fn run(mut self) -> Result<()> {
-        loop {
-            tokio::select! {
-                line = self.lines.next_line() => match line.context("failed to read from the control socket")? {
-                    None => return Ok(()),
-                    Some(line) => self.request(serde_json::from_str(&line).context("failed to parse a request")?).await?,
-                },
-                event = self.events.recv() => self.event(event.expect("the event loop holds a sender")).await?,
-            }
-            self.queued_events().await?;
-            self.state.sync()?;
-            if let Some(requests) = self.state.completed_shutdown() {
-                for &id in requests {
-                    self.reply(id, Ok(None)).await?;
-                }
-                return Ok(());
-            }
+    let mut lines = BufReader::new(reader).lines();
+    while !state.is_shut_down() {
+        let mut request = None;
+        tokio::select! {
+            line = lines.next_line() => match line.context("failed to read from the control socket")? {
+                None => return Ok(()),
+                Some(line) => request = Some(serde_json::from_str(&line).context("failed to parse a request")?),
+            },
+            event = events.recv() => forward(&node, state.event(event)).await?,
+            () = time::sleep_until(state.deadline()) => return Ok(()),
         }
-    }
-
-    async fn queued_events(&mut self) -> Result<()> {
-        while let Ok(event) = self.events.try_recv() {
-            self.event(event).await?;
-        }
-        Ok(())
-    }
-
-    async fn event(&mut self, event: Event) -> Result<()> {
-        if let Some(message) = self.state.event(event) {
-            self.node.messages.send(message).await?;
-        }
-        Ok(())
-    }
-
-    async fn request(&mut self, request: Request) -> Result<()> {
-        let id = request.id;
-        let done = match request.call {
-            Call::Apply { objects } => self.state.apply(objects),
-            Call::Delete {
-                kind,
-                namespace,
-                name,
-            } => self.state.delete(&kind, (namespace, name)),
-            Call::Scale {
-                namespace,
-                name,
-                replicas,
-            } => self.state.scale(&(namespace, name), replicas),
-            Call::Exec {
-                namespace,
-                pod,
-                container,
-                argv,
-            } => {
-                match self.state.exec(&(namespace, pod), &container, argv) {
-                    Ok(program) => {
-                        let messages = self.node.messages.clone();
-                        tokio::spawn(async move {
-                            let result = program
-                                .output()
-                                .await
-                                .map(Some)
-                                .map_err(|error| format!("{error:#}"));
-                            // Fails if the client is disconnected.
-                            let _ = messages.send(Message::Reply { id, result }).await;
-                        });
-                        return Ok(());
-                    }
-                    Err(error) => Err(error),
-                }
+        let reply = match request {
+            Some(Request { id, call }) => {
+                perform(&node, &mut state, id, call).map(|result| Message::Reply { id, result })
             }
-            Call::Shutdown { grace_milliseconds } => {
-                self.state
-                    .shut_down(id, Duration::from_millis(grace_milliseconds));
-                return Ok(());
-            }
+            None => None,
         };
-        self.state.sync()?;
-        // The client receives the pods that the request created or terminated before the reply.
-        self.queued_events().await?;
-        let done = done.map(|()| None);
-        self.reply(id, done.map_err(|error| format!("{error:#}")))
-            .await
+        // The client receives the pods that a request created or terminated before the reply.
+        let mut is_changed = true;
+        while is_changed {
+            state.sync()?;
+            is_changed = false;
+            while let Ok(event) = events.try_recv() {
+                forward(&node, state.event(Some(event))).await?;
+                is_changed = true;
+            }
+        }
+        forward(&node, reply).await?;
     }
+    Ok(())
+}
 
-    async fn reply(&self, id: u64, result: Result<Option<Output>, String>) -> Result<()> {
-        Ok(self
-            .node
-            .messages
-            .send(Message::Reply { id, result })
-            .await?)
+async fn forward(node: &Node, message: Option<Message>) -> Result<()> {
+    match message {
+        Some(message) => Ok(node.messages.send(message).await?),
+        None => Ok(()),
     }
+}
+
+/// Performs a request. Returns the result, or `None` if it follows later.
+fn perform(
+    node: &Node,
+    state: &mut State,
+    id: u64,
+    call: Call,
+) -> Option<Result<Option<Output>, String>> {
+    let done = match call {
+        Call::Apply { objects } => state.apply(objects),
+        Call::Delete { kind, key } => state.delete(&kind, &key),
+        Call::Scale { key, replicas } => state.scale(&key, replicas),
+        Call::Exec {
+            pod,
+            container,
+            argv,
+        } => match state.exec(&pod, &container, argv) {
+            Ok(command) => {
+                let messages = node.messages.clone();
+                tokio::spawn(async move {
+                    let result = command.await.map(Some);
+                    let result = result.map_err(|error| format!("{error:#}"));
+                    // Fails if the client is disconnected.
+                    let _ = messages.send(Message::Reply { id, result }).await;
+                });
+                return None;
+            }
+            Err(error) => Err(error),
+        },
+        Call::Shutdown { grace_milliseconds } => {
+            state.shut_down(Instant::now() + Duration::from_millis(grace_milliseconds));
+            Ok(())
+        }
+    };
+    Some(done.map(|()| None).map_err(|error| format!("{error:#}")))
 }
 
 impl Node {
-    fn pod_directory(&self, uid: &str) -> PathBuf {
+    fn pod_directory(&self, pod: &Pod) -> PathBuf {
+        let uid = pod.uid().unwrap_or_default();
         Path::new(NODE_DIRECTORY).join("pods").join(uid)
-    }
-
-    fn objects(&self) -> MutexGuard<'_, Objects> {
-        lock(&self.objects)
     }
 }
 

@@ -67,20 +67,10 @@ impl Network {
         let Ok(low) = u16::try_from(number) else {
             bail!("all 65,533 pod addresses of the sandbox are allocated: start a new sandbox")
         };
-        let [high, low] = low.to_be_bytes();
-        let v4 = Ipv4Addr::new(10, 244, high, low);
-        let v6 = self.ipv6.then(|| {
-            Ipv6Addr::new(
-                0xfd00,
-                0x10,
-                0x244,
-                0,
-                0,
-                0,
-                0,
-                u16::from_be_bytes([high, low]),
-            )
-        });
+        let [high, low_byte] = low.to_be_bytes();
+        let v4 = Ipv4Addr::new(10, 244, high, low_byte);
+        let v6 = Ipv6Addr::new(0xfd00, 0x10, 0x244, 0, 0, 0, 0, low);
+        let v6 = self.ipv6.then_some(v6);
         let (sender, receiver) = oneshot::channel();
         // The thread changes its network namespace, so it must not be reused.
         thread::Builder::new()

@@ -1,9 +1,9 @@
-//! The applied Kubernetes objects. Parses and defaults them as an API server does. Ignores kinds
-//! that have no effect in the sandbox, such as RBAC objects, and lists objects of unknown kinds.
+//! The applied Kubernetes objects, as JSON with what an API server adds. Ignores kinds that have no
+//! effect in the sandbox, such as RBAC objects, and lists objects of unknown kinds.
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::{
     admissionregistration::v1::MutatingWebhookConfiguration,
     apps::v1::Deployment,
@@ -15,81 +15,100 @@ use k8s_openapi::jiff::Timestamp;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::{
-    services::ClusterIps,
-    workloads::{Kind, Workload},
-};
+use super::{services::ClusterIps, workloads::Workload};
 
-/// Namespace and name.
+/// Namespace and name. The namespace of a cluster-scoped object is empty.
 pub(super) type Key = (String, String);
+
+/// The kinds that the controller reads, too.
+pub(super) const CATALOG_KINDS: [&str; 10] = [
+    "Node",
+    "Service",
+    "EndpointSlice",
+    "HTTPRoute",
+    "GRPCRoute",
+    "TCPRoute",
+    "ReferenceGrant",
+    "TrafficPolicy",
+    "TrafficSplit",
+    "HTTPRouteGroup",
+];
 
 /// The applied objects.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
-    /// Namespace labels by name.
-    pub(super) namespaces: BTreeMap<String, BTreeMap<String, String>>,
-    pub(super) services: BTreeMap<Key, Service>,
-    /// EndpointSlices of Services without a selector.
-    pub(super) slices: BTreeMap<Key, EndpointSlice>,
-    /// Nodes by name. They have no effect but that of their labels; all pods run on this machine.
-    pub(super) nodes: BTreeMap<String, Node>,
-    pub(super) webhooks: BTreeMap<String, MutatingWebhookConfiguration>,
-    pub(super) workloads: BTreeMap<(Kind, Key), Workload>,
-    /// Objects of the Gateway API and of SMI, and TrafficPolicies, by kind and key.
-    pub(super) routes: BTreeMap<(String, Key), Value>,
+    by_kind: BTreeMap<String, BTreeMap<Key, Value>>,
+    /// By the kind and key of their objects.
+    pub(super) workloads: BTreeMap<(String, Key), Workload>,
     /// Ignored objects of kinds that the sandbox does not have, as `KIND of VERSION, NAMESPACE/NAME`.
     pub(super) unknown: Vec<String>,
     ips: ClusterIps,
 }
 
 impl Objects {
+    /// The objects of a kind.
+    pub(super) fn of(&self, kind: &str) -> impl Iterator<Item = &Value> {
+        let objects = self.by_kind.get(kind).into_iter();
+        objects.flat_map(|objects| objects.values())
+    }
+
+    /// An object.
+    pub(super) fn get(&self, kind: &str, key: &Key) -> Option<&Value> {
+        self.by_kind.get(kind)?.get(key)
+    }
+
     /// Creates or replaces one object.
     pub(super) fn apply(&mut self, value: Value, ipv6: bool) -> Result<()> {
-        let kind = value["kind"].as_str().unwrap_or_default().to_owned();
-        let name = value["metadata"]["name"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        let namespace = value["metadata"]["namespace"]
-            .as_str()
-            .unwrap_or("default")
-            .to_owned();
-        if name.is_empty() {
-            bail!("{kind}: metadata.name is missing");
-        }
+        let text = |value: &Value, default: &str| value.as_str().unwrap_or(default).to_owned();
+        let kind = text(&value["kind"], "");
+        let namespace = text(&value["metadata"]["namespace"], "default");
+        let name = text(&value["metadata"]["name"], "");
+        ensure!(!name.is_empty(), "{kind}: metadata.name is missing");
         let object = format!("{kind} {namespace}/{name}");
-        self.apply_named(value, &kind, (namespace, name), ipv6)
+        self.apply_named(value, kind, (namespace, name), ipv6)
             .context(object)
     }
 
-    fn apply_named(&mut self, value: Value, kind: &str, key: Key, ipv6: bool) -> Result<()> {
-        match kind {
+    fn apply_named(
+        &mut self,
+        mut value: Value,
+        kind: String,
+        mut key: Key,
+        ipv6: bool,
+    ) -> Result<()> {
+        match kind.as_str() {
             "Namespace" => {
-                let mut labels = parse::<Namespace>(value)?
-                    .metadata
-                    .labels
-                    .unwrap_or_default();
-                labels.insert("kubernetes.io/metadata.name".into(), key.1.clone());
-                self.namespaces.insert(key.1, labels);
+                check::<Namespace>(&value)?;
+                value["metadata"]["labels"]["kubernetes.io/metadata.name"] = json!(key.1);
+                key.0.clear();
+            }
+            "Node" => {
+                check::<Node>(&value)?;
+                key.0.clear();
+            }
+            "MutatingWebhookConfiguration" => {
+                check::<MutatingWebhookConfiguration>(&value)?;
+                key.0.clear();
             }
             "Service" => {
-                let mut service: Service = parse(value)?;
-                service.metadata.namespace = Some(key.0.clone());
-                service.metadata.uid = Some(format!("service-{}-{}", key.0, key.1));
-                self.ips.assign(&mut service, self.services.get(&key), ipv6);
-                self.services.insert(key, service);
+                check::<Service>(&value)?;
+                value["metadata"]["uid"] = json!(format!("service-{}-{}", key.0, key.1));
+                let previous = self.get(&kind, &key).cloned();
+                self.ips.assign(&mut value["spec"], previous.as_ref(), ipv6);
             }
-            "EndpointSlice" => {
-                let mut slice: EndpointSlice = parse(value)?;
-                slice.metadata.namespace = Some(key.0.clone());
-                self.slices.insert(key, slice);
+            "EndpointSlice" => check::<EndpointSlice>(&value)?,
+            "Deployment" => {
+                check::<Deployment>(&value)?;
+                let workload = Workload::deployment(&value["spec"])?;
+                self.workloads.insert((kind, key), workload);
+                return Ok(());
             }
-            "Node" => drop(self.nodes.insert(key.1, parse(value)?)),
-            "MutatingWebhookConfiguration" => drop(self.webhooks.insert(key.1, parse(value)?)),
-            "Deployment" => self.add(Workload::deployment(parse::<Deployment>(value)?, &key)?),
-            "Pod" => self.add(Workload::pod(parse::<Pod>(value)?, &key)?),
-            "HTTPRoute" | "GRPCRoute" | "TCPRoute" | "ReferenceGrant" | "TrafficPolicy"
-            | "TrafficSplit" | "HTTPRouteGroup" => self.add_route(kind, key, value),
+            "Pod" => {
+                check::<Pod>(&value)?;
+                let workload = Workload::pod(&value)?;
+                self.workloads.insert((kind, key), workload);
+                return Ok(());
+            }
             "DaemonSet" | "ReplicaSet" | "StatefulSet" | "Job" | "CronJob" => {
                 bail!("unsupported kind: the sandbox supports Pods and Deployments")
             }
@@ -103,83 +122,74 @@ impl Objects {
             | "PriorityClass"
             | "PriorityLevelConfiguration"
             | "FlowSchema"
-            | "CustomResourceDefinition" => {}
+            | "CustomResourceDefinition" => return Ok(()),
+            kind if CATALOG_KINDS.contains(&kind) => {}
             _ => {
                 let version = value["apiVersion"].as_str().unwrap_or_default();
                 let object = format!("{kind} of {version}, {}/{}", key.0, key.1);
                 self.unknown.push(object);
+                return Ok(());
             }
         }
+        self.store(kind, key, value);
         Ok(())
     }
 
-    /// Stores such an object, with the metadata that an API server
-    /// sets.
-    fn add_route(&mut self, kind: &str, key: Key, mut value: Value) {
-        let id = (kind.to_owned(), key);
-        let before = self.routes.get(&id);
-        let kept = |field: &str| before.map(|before| before["metadata"][field].clone());
-        let is_changed = before.is_none_or(|before| before["spec"] != value["spec"]);
-        let generation = kept("generation").and_then(|generation| generation.as_i64());
-        let generation = generation.unwrap_or(0) + i64::from(is_changed);
-        let created = kept("creationTimestamp");
-        let created = created.unwrap_or_else(|| json!(Time(Timestamp::now())));
+    /// Stores an object with the metadata that an API server sets.
+    fn store(&mut self, kind: String, key: Key, mut value: Value) {
+        let objects = self.by_kind.entry(kind).or_default();
+        let (mut generation, mut created) = (1, json!(Time(Timestamp::now())));
+        if let Some(before) = objects.get(&key) {
+            created = before["metadata"]["creationTimestamp"].clone();
+            let is_changed = before["spec"] != value["spec"];
+            generation =
+                before["metadata"]["generation"].as_i64().unwrap_or(0) + i64::from(is_changed);
+        }
         let metadata = &mut value["metadata"];
-        metadata["namespace"] = json!(id.1.0);
+        if !key.0.is_empty() {
+            metadata["namespace"] = json!(key.0);
+        }
         metadata["generation"] = json!(generation);
         metadata["creationTimestamp"] = created;
-        self.routes.insert(id, value);
-    }
-
-    fn add(&mut self, workload: Workload) {
-        let key = (workload.kind, workload.key.clone());
-        self.workloads.insert(key, workload);
+        objects.insert(key, value);
     }
 
     /// Deletes an object. The next reconciliation terminates its pods.
     pub(super) fn delete(&mut self, kind: &str, key: &Key) -> Result<()> {
-        let mut delete_workload =
-            |kind: Kind| self.workloads.remove(&(kind, key.clone())).is_some();
-        let found = match kind {
-            "Service" => self.services.remove(key).is_some(),
-            "EndpointSlice" => self.slices.remove(key).is_some(),
-            "Node" => self.nodes.remove(&key.1).is_some(),
-            "MutatingWebhookConfiguration" => self.webhooks.remove(&key.1).is_some(),
-            "Deployment" => delete_workload(Kind::Deployment),
-            "Pod" => delete_workload(Kind::Pod),
-            "HTTPRoute" | "GRPCRoute" | "TCPRoute" | "ReferenceGrant" | "TrafficPolicy"
-            | "TrafficSplit" | "HTTPRouteGroup" => {
-                let id = (kind.to_owned(), key.clone());
-                self.routes.remove(&id).is_some()
-            }
-            _ => bail!("unsupported kind {kind}: the sandbox cannot delete it"),
-        };
-        if !found {
-            bail!("{kind} {}/{} not found", key.0, key.1);
-        }
+        let id = (kind.to_owned(), key.clone());
+        let object = self.by_kind.get_mut(kind).and_then(|all| all.remove(key));
+        ensure!(
+            object.is_some() || self.workloads.remove(&id).is_some(),
+            "{kind} {}/{} not found",
+            key.0,
+            key.1
+        );
         Ok(())
     }
 
     /// Changes a Deployment's number of replicas.
-    pub(super) fn scale(&mut self, key: &Key, replicas: i32) -> Result<()> {
-        let workload = self.workloads.get_mut(&(Kind::Deployment, key.clone()));
-        workload
-            .with_context(|| format!("Deployment {}/{} not found", key.0, key.1))?
-            .replicas =
-            usize::try_from(replicas).with_context(|| format!("invalid replicas {replicas}"))?;
+    pub(super) fn scale(&mut self, key: &Key, replicas: usize) -> Result<()> {
+        let workload = self.workloads.get_mut(&("Deployment".into(), key.clone()));
+        let workload =
+            workload.with_context(|| format!("Deployment {}/{} not found", key.0, key.1))?;
+        workload.replicas = replicas;
         Ok(())
     }
 
     /// The labels of a namespace. A namespace that was not applied has its name label only.
-    pub(super) fn namespace_labels(&self, name: &str) -> BTreeMap<String, String> {
-        let named =
-            || BTreeMap::from([("kubernetes.io/metadata.name".to_owned(), name.to_owned())]);
-        self.namespaces.get(name).cloned().unwrap_or_else(named)
+    pub(super) fn namespace_labels(&self, name: &str) -> Value {
+        let namespace = self.get("Namespace", &(String::new(), name.to_owned()));
+        namespace.map_or_else(
+            || json!({"kubernetes.io/metadata.name": name}),
+            |namespace| namespace["metadata"]["labels"].clone(),
+        )
     }
 }
 
-fn parse<T: DeserializeOwned>(value: Value) -> Result<T> {
-    serde_json::from_value(value).context("failed to parse the object")
+/// Whether the object has this type.
+fn check<T: DeserializeOwned>(value: &Value) -> Result<()> {
+    let parsed = serde_json::from_value::<T>(value.clone());
+    parsed.map(drop).context("failed to parse the object")
 }
 
 #[cfg(test)]
@@ -199,16 +209,10 @@ mod tests {
         for value in crate::manifest::embedded().objects().unwrap() {
             objects.apply(value, true).unwrap();
         }
-        assert!(!objects.webhooks.is_empty());
+        assert!(objects.of("MutatingWebhookConfiguration").next().is_some());
         assert!(objects.unknown.is_empty(), "{:?}", objects.unknown);
-        assert!(
-            objects.services.values().all(|service| service
-                .spec
-                .as_ref()
-                .unwrap()
-                .cluster_ip
-                .is_some())
-        );
+        let mut services = objects.of("Service");
+        assert!(services.all(|service| service["spec"]["clusterIP"].is_string()));
     }
 
     #[test]
@@ -220,18 +224,19 @@ mod tests {
                  metadata: {{name: web, namespace: a}}, spec: {{port: {port}}}}}"
             )
         };
-        let id = ("HTTPRoute".to_owned(), ("a".to_owned(), "web".to_owned()));
+        let key = ("a".to_owned(), "web".to_owned());
         apply(&mut objects, &route(80)).unwrap();
-        let created = objects.routes[&id]["metadata"]["creationTimestamp"].clone();
+        let created =
+            objects.get("HTTPRoute", &key).unwrap()["metadata"]["creationTimestamp"].clone();
         assert!(created.is_string());
         for (port, generation) in [(80, 1), (81, 2)] {
             apply(&mut objects, &route(port)).unwrap();
-            let metadata = &objects.routes[&id]["metadata"];
+            let metadata = &objects.get("HTTPRoute", &key).unwrap()["metadata"];
             assert_eq!(metadata["generation"], generation);
             assert_eq!(metadata["creationTimestamp"], created);
         }
-        objects.delete("HTTPRoute", &id.1).unwrap();
-        assert!(objects.routes.is_empty());
+        objects.delete("HTTPRoute", &key).unwrap();
+        assert_eq!(objects.get("HTTPRoute", &key), None);
     }
 
     #[test]

@@ -25,7 +25,7 @@ use tonic_health::pb::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Prober {
     handler: Handler,
-    port: u16,
+    address: SocketAddr,
     timeout: Duration,
     pub(super) period: Duration,
     pub(super) failure_threshold: u32,
@@ -46,44 +46,41 @@ enum Handler {
 }
 
 impl Prober {
-    /// Parses a container's probe.
-    pub(super) fn new(probe: &Probe, container: &Container) -> Result<Self> {
+    /// Parses the probe of a container at this address.
+    pub(super) fn new(probe: &Probe, container: &Container, ip: Ipv4Addr) -> Result<Self> {
         let (handler, port) = if let Some(http) = &probe.http_get {
-            http_handler(http, container, false)?
+            (http_handler(http, false)?, http.port.clone())
         } else if let Some(tcp) = &probe.tcp_socket {
-            (Handler::Tcp, port(&tcp.port, container)?)
+            (Handler::Tcp, tcp.port.clone())
         } else if let Some(grpc) = &probe.grpc {
-            (
-                Handler::Grpc {
-                    service: grpc.service.clone().unwrap_or_default(),
-                },
-                port(&IntOrString::Int(grpc.port), container)?,
-            )
+            let service = grpc.service.clone().unwrap_or_default();
+            (Handler::Grpc { service }, IntOrString::Int(grpc.port))
         } else {
             bail!("unsupported probe: the sandbox supports httpGet, tcpSocket and grpc")
         };
-        let seconds = |value: Option<i32>, default: u64| {
-            Duration::from_secs(
-                value
-                    .and_then(|value| value.try_into().ok())
-                    .unwrap_or(default),
-            )
+        let positive = |value: Option<i32>, default: u32| {
+            let value = value.and_then(|value| value.try_into().ok());
+            value.unwrap_or(default).max(1)
         };
+        let seconds = |value, default| Duration::from_secs(positive(value, default).into());
         Ok(Self {
             handler,
-            port,
-            timeout: seconds(probe.timeout_seconds, 1).max(Duration::from_secs(1)),
-            period: seconds(probe.period_seconds, 10).max(Duration::from_secs(1)),
-            failure_threshold: probe.failure_threshold.map_or(3, i32::unsigned_abs).max(1),
+            address: address(&port, container, ip)?,
+            timeout: seconds(probe.timeout_seconds, 1),
+            period: seconds(probe.period_seconds, 10),
+            failure_threshold: positive(probe.failure_threshold, 3),
         })
     }
 
     /// Parses an HTTP preStop hook. Only the pod's grace period limits its duration.
-    pub(super) fn pre_stop(http: &HTTPGetAction, container: &Container) -> Result<Self> {
-        let (handler, port) = http_handler(http, container, true)?;
+    pub(super) fn pre_stop(
+        http: &HTTPGetAction,
+        container: &Container,
+        ip: Ipv4Addr,
+    ) -> Result<Self> {
         Ok(Self {
-            handler,
-            port,
+            handler: http_handler(http, true)?,
+            address: address(&http.port, container, ip)?,
             timeout: Duration::MAX,
             period: Duration::ZERO,
             failure_threshold: 1,
@@ -91,85 +88,65 @@ impl Prober {
     }
 
     /// Performs one probe.
-    pub(super) async fn probe(&self, ip: Ipv4Addr) -> Result<()> {
-        let address = SocketAddr::from((ip, self.port));
-        let attempt = async {
-            match &self.handler {
-                Handler::Tcp => TcpStream::connect(address)
-                    .await
-                    .map(drop)
-                    .map_err(anyhow::Error::from),
-                Handler::Http {
-                    path,
-                    headers,
-                    any_status,
-                } => {
-                    let status = http_get(address, path, headers).await?;
-                    let is_success = status.is_success() || status.is_redirection();
-                    ensure!(*any_status || is_success, "status {status}");
-                    Ok(())
-                }
-                Handler::Grpc { service } => grpc_health(address, service).await,
-            }
-        };
+    pub(super) async fn probe(&self) -> Result<()> {
+        let address = self.address;
         let target = match &self.handler {
             Handler::Tcp => format!("tcp {address}"),
             Handler::Http { path, .. } => format!("GET http://{address}{path}"),
             Handler::Grpc { .. } => format!("gRPC health {address}"),
         };
-        match time::timeout(self.timeout, attempt).await {
+        match time::timeout(self.timeout, self.attempt()).await {
             Ok(result) => result.context(target),
             Err(_) => bail!("{target}: timed out after {} s", self.timeout.as_secs()),
         }
     }
+
+    async fn attempt(&self) -> Result<()> {
+        match &self.handler {
+            Handler::Tcp => drop(TcpStream::connect(self.address).await?),
+            Handler::Http {
+                path,
+                headers,
+                any_status,
+            } => {
+                let status = http_get(self.address, path, headers).await?;
+                let is_success = status.is_success() || status.is_redirection();
+                ensure!(*any_status || is_success, "status {status}");
+            }
+            Handler::Grpc { service } => grpc_health(self.address, service).await?,
+        }
+        Ok(())
+    }
 }
 
-fn http_handler(
-    http: &HTTPGetAction,
-    container: &Container,
-    any_status: bool,
-) -> Result<(Handler, u16)> {
+fn http_handler(http: &HTTPGetAction, any_status: bool) -> Result<Handler> {
     ensure!(
         http.scheme.as_deref().unwrap_or("HTTP") == "HTTP",
         "unsupported probe scheme HTTPS: the sandbox supports HTTP"
     );
-    let headers = http
-        .http_headers
-        .iter()
-        .flatten()
-        .map(|header| (header.name.clone(), header.value.clone()))
-        .collect();
     let path = http.path.as_deref().unwrap_or_default();
-    let path = if path.starts_with('/') {
-        path.to_owned()
-    } else {
-        format!("/{path}")
-    };
-    Ok((
-        Handler::Http {
-            path,
-            headers,
-            any_status,
-        },
-        port(&http.port, container)?,
-    ))
+    let headers = http.http_headers.iter().flatten();
+    let headers = headers.map(|header| (header.name.clone(), header.value.clone()));
+    Ok(Handler::Http {
+        path: format!("/{}", path.strip_prefix('/').unwrap_or(path)),
+        headers: headers.collect(),
+        any_status,
+    })
 }
 
 /// Resolves a port number or the name of a container port.
-fn port(port: &IntOrString, container: &Container) -> Result<u16> {
-    match port {
-        IntOrString::Int(number) => {
-            u16::try_from(*number).with_context(|| format!("invalid port {number}"))
-        }
+fn address(port: &IntOrString, container: &Container, ip: Ipv4Addr) -> Result<SocketAddr> {
+    let number = match port {
+        IntOrString::Int(number) => *number,
         IntOrString::String(name) => {
             let mut ports = container.ports.iter().flatten();
-            let port = ports
-                .find(|port| port.name.as_ref() == Some(name))
-                .with_context(|| format!("container port {name:?} not found"))?;
-            u16::try_from(port.container_port)
-                .with_context(|| format!("invalid port {}", port.container_port))
+            let port = ports.find(|port| port.name.as_ref() == Some(name));
+            let port = port.with_context(|| format!("container port {name:?} not found"))?;
+            port.container_port
         }
-    }
+    };
+    let port = u16::try_from(number).with_context(|| format!("invalid port {number}"))?;
+    Ok(SocketAddr::from((ip, port)))
 }
 
 async fn http_get(
@@ -229,8 +206,13 @@ mod tests {
         let container = container(
             "{name: a, ports: [{name: web, containerPort: 8080}], readinessProbe: {tcpSocket: {port: web}}}",
         );
-        let prober = Prober::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
-        assert_eq!((prober.port, prober.failure_threshold), (8080, 3));
+        let prober = Prober::new(
+            container.readiness_probe.as_ref().unwrap(),
+            &container,
+            Ipv4Addr::LOCALHOST,
+        )
+        .unwrap();
+        assert_eq!((prober.address.port(), prober.failure_threshold), (8080, 3));
         assert_eq!(
             (prober.period, prober.timeout),
             (Duration::from_secs(10), Duration::from_secs(1))
@@ -242,10 +224,21 @@ mod tests {
         let container = container(
             "{name: a, readinessProbe: {exec: {command: [x]}}, livenessProbe: {httpGet: {port: web}}}",
         );
-        assert!(Prober::new(container.readiness_probe.as_ref().unwrap(), &container).is_err());
-        let error = Prober::new(container.liveness_probe.as_ref().unwrap(), &container)
-            .unwrap_err()
-            .to_string();
+        assert!(
+            Prober::new(
+                container.readiness_probe.as_ref().unwrap(),
+                &container,
+                Ipv4Addr::LOCALHOST
+            )
+            .is_err()
+        );
+        let error = Prober::new(
+            container.liveness_probe.as_ref().unwrap(),
+            &container,
+            Ipv4Addr::LOCALHOST,
+        )
+        .unwrap_err()
+        .to_string();
         assert!(error.contains("port \"web\" not found"), "{error}");
     }
 
@@ -256,27 +249,32 @@ mod tests {
         let container = container(&format!(
             "{{name: a, readinessProbe: {{tcpSocket: {{port: {port}}}}}, livenessProbe: {{httpGet: {{port: {port}}}}}}}"
         ));
-        let tcp = Prober::new(container.readiness_probe.as_ref().unwrap(), &container).unwrap();
-        let http = Prober::new(container.liveness_probe.as_ref().unwrap(), &container).unwrap();
+        let tcp = Prober::new(
+            container.readiness_probe.as_ref().unwrap(),
+            &container,
+            Ipv4Addr::LOCALHOST,
+        )
+        .unwrap();
+        let http = Prober::new(
+            container.liveness_probe.as_ref().unwrap(),
+            &container,
+            Ipv4Addr::LOCALHOST,
+        )
+        .unwrap();
 
-        tcp.probe(Ipv4Addr::LOCALHOST).await.unwrap();
+        tcp.probe().await.unwrap();
         drop(listener.accept().await.unwrap());
-        let (up, ()) = tokio::join!(http.probe(Ipv4Addr::LOCALHOST), answer(&listener, "200 OK"));
+        let (up, ()) = tokio::join!(http.probe(), answer(&listener, "200 OK"));
         up.unwrap();
-        let (down, ()) = tokio::join!(
-            http.probe(Ipv4Addr::LOCALHOST),
-            answer(&listener, "503 Service Unavailable")
-        );
+        let (down, ()) = tokio::join!(http.probe(), answer(&listener, "503 Service Unavailable"));
         assert!(format!("{:#}", down.unwrap_err()).contains("503"));
         let get = container.liveness_probe.as_ref().unwrap().http_get.as_ref();
-        let hook = Prober::pre_stop(get.unwrap(), &container).unwrap();
-        let (stopped, ()) = tokio::join!(
-            hook.probe(Ipv4Addr::LOCALHOST),
-            answer(&listener, "503 Service Unavailable")
-        );
+        let hook = Prober::pre_stop(get.unwrap(), &container, Ipv4Addr::LOCALHOST).unwrap();
+        let (stopped, ()) =
+            tokio::join!(hook.probe(), answer(&listener, "503 Service Unavailable"));
         stopped.unwrap();
         drop(listener);
-        tcp.probe(Ipv4Addr::LOCALHOST).await.unwrap_err();
+        tcp.probe().await.unwrap_err();
     }
 
     async fn answer(listener: &TcpListener, status: &str) {

@@ -2,16 +2,12 @@
 //! resolves them, in a hosts file. Pure.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fmt::Write,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-use k8s_openapi::api::{
-    core::v1::{Service, ServicePort},
-    discovery::v1::{Endpoint, EndpointSlice},
-};
-use kube::ResourceExt;
+use serde_json::{Value, json};
 
 use super::endpoints::SERVICE_NAME;
 
@@ -26,86 +22,77 @@ pub(super) struct ClusterIps {
 }
 
 impl ClusterIps {
-    /// Sets the IP families and cluster IPs that the Service does not specify, as the API server
-    /// does. `previous` is the Service's previous version.
-    pub(super) fn assign(&mut self, service: &mut Service, previous: Option<&Service>, ipv6: bool) {
-        let Some(spec) = &mut service.spec else {
-            return;
+    /// Sets the IP families and cluster IPs that the spec of a Service does not contain, as the API
+    /// server does. `previous` is the Service's previous version.
+    pub(super) fn assign(&mut self, spec: &mut Value, previous: Option<&Value>, ipv6: bool) {
+        if spec["ipFamilies"].is_null() {
+            let is_dual = ipv6 && text(&spec["ipFamilyPolicy"]).ends_with("DualStack");
+            spec["ipFamilies"] = match is_dual {
+                true => json!(["IPv4", "IPv6"]),
+                false => json!(["IPv4"]),
+            };
+        }
+        if spec["clusterIPs"].is_null() && spec["clusterIP"].is_string() {
+            spec["clusterIPs"] = json!([spec["clusterIP"]]);
+        }
+        if spec["clusterIPs"].is_null() {
+            let previous = previous.map(|previous| &previous["spec"]);
+            spec["clusterIPs"] = match previous {
+                Some(one) if one["ipFamilies"] == spec["ipFamilies"] => one["clusterIPs"].clone(),
+                _ => self.allocate(&spec["ipFamilies"]),
+            };
+        }
+        spec["clusterIP"] = spec["clusterIPs"][0].clone();
+    }
+
+    fn allocate(&mut self, families: &Value) -> Value {
+        self.allocated += 1;
+        // Clusters reserve the addresses below .10.
+        let number = self.allocated + 9;
+        let [high, low] = number.to_be_bytes();
+        let address = |family: &Value| match text(family) {
+            "IPv6" => IpAddr::from(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, number)),
+            _ => IpAddr::from(Ipv4Addr::new(10, 96, high, low)),
         };
-        if spec.type_.as_deref() == Some("ExternalName") {
-            return;
-        }
-        let policy = spec.ip_family_policy.as_deref().unwrap_or("SingleStack");
-        let families = spec.ip_families.get_or_insert_with(|| match policy {
-            "SingleStack" => vec!["IPv4".into()],
-            _ if ipv6 => vec!["IPv4".into(), "IPv6".into()],
-            _ => vec!["IPv4".into()],
-        });
-        if spec.cluster_ip.is_some() {
-            spec.cluster_ips
-                .get_or_insert_with(|| spec.cluster_ip.clone().into_iter().collect());
-            return;
-        }
-        let previous = previous
-            .and_then(|service| service.spec.as_ref())
-            .filter(|previous| previous.ip_families.as_ref() == Some(families));
-        let ips = previous
-            .and_then(|previous| previous.cluster_ips.clone())
-            .unwrap_or_else(|| {
-                // Clusters reserve the addresses below .10.
-                self.allocated += 1;
-                let number = self.allocated + 9;
-                let [high, low] = number.to_be_bytes();
-                let address = |family: &String| match family.as_str() {
-                    "IPv6" => IpAddr::from(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, number)),
-                    _ => IpAddr::from(Ipv4Addr::new(10, 96, high, low)),
-                };
-                families
-                    .iter()
-                    .map(|family| address(family).to_string())
-                    .collect()
-            });
-        spec.cluster_ip = ips.first().cloned();
-        spec.cluster_ips = Some(ips);
+        items(families)
+            .map(|family| json!(address(family)))
+            .collect()
     }
 }
 
 /// The iptables-restore input of one address family. It replaces the whole nat and filter tables of
 /// the node's namespace.
-pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool) -> String {
-    let mut nat = String::new();
+pub(super) fn rules(services: &[&Value], slices: &[Value], ipv6: bool) -> String {
+    let mut out =
+        "*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n".to_owned();
     let mut addresses = BTreeSet::new();
     for service in services {
         let ips = cluster_ips(service).filter(|ip| ip.is_ipv6() == ipv6);
-        for (ip, port) in ips.flat_map(|ip| ports(service).map(move |port| (ip, port))) {
-            let protocol = port.protocol.as_deref().unwrap_or("TCP").to_lowercase();
-            let destination = format!("-d {ip} -p {protocol} -m {protocol} --dport {}", port.port);
-            let targets = targets(service, port, slices, ipv6);
+        for (ip, port) in
+            ips.flat_map(|ip| items(&service["spec"]["ports"]).map(move |port| (ip, port)))
+        {
+            let protocol = port["protocol"].as_str().unwrap_or("TCP").to_lowercase();
+            let destination = format!(
+                "-d {ip} -p {protocol} -m {protocol} --dport {}",
+                port["port"]
+            );
+            let targets = targets(service, text(&port["name"]), slices, ipv6);
             for (number, (address, port)) in targets.iter().enumerate() {
-                let remaining = targets.len() - number;
-                let probability = if remaining == 1 {
-                    String::new()
-                } else {
-                    format!(
-                        " -m statistic --mode random --probability {:.9}",
-                        1.0 / remaining as f64
-                    )
+                // Each of the remaining targets gets the same share.
+                let probability = 1.0 / (targets.len() - number) as f64;
+                let target = match ipv6 {
+                    true => format!("[{address}]:{port}"),
+                    false => format!("{address}:{port}"),
                 };
-                let target = if ipv6 {
-                    format!("[{address}]:{port}")
-                } else {
-                    format!("{address}:{port}")
-                };
+                // Writing to a String does not fail.
                 let _ = writeln!(
-                    nat,
-                    "-A SERVICES {destination}{probability} -j DNAT --to-destination {target}"
+                    out,
+                    "-A SERVICES {destination} -m statistic --mode random --probability {probability:.9} -j DNAT --to-destination {target}"
                 );
-                addresses.insert(address.clone());
+                addresses.insert(address.to_owned());
             }
         }
     }
-    let mut out =
-        format!("*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n{nat}");
     for address in addresses {
         // A pod that reaches itself through its own Service must see another source address than
         // its own.
@@ -116,33 +103,29 @@ pub(super) fn rules(services: &[&Service], slices: &[EndpointSlice], ipv6: bool)
     }
     // Packets that still have a cluster IP as destination belong to a Service without endpoints.
     let range = if ipv6 { RANGE_V6 } else { RANGE_V4 };
-    let _ = write!(
-        out,
+    out + &format!(
         "COMMIT\n*filter\n-A FORWARD -d {range} -j REJECT\n-A OUTPUT -d {range} -j REJECT\nCOMMIT\n"
-    );
-    out
+    )
 }
 
 /// The hosts file lines of the Services, with the names that a pod of `namespace` can use.
-pub(super) fn hosts(services: &[&Service], slices: &[EndpointSlice], namespace: &str) -> String {
+pub(super) fn hosts(services: &[&Value], slices: &[Value], namespace: &str) -> String {
     let mut out = String::new();
     for service in services {
-        let (Some(name), Some(own)) = (&service.metadata.name, &service.metadata.namespace) else {
-            continue;
-        };
-        let mut names = format!(
-            "{name}.{own}.svc.cluster.local {name}.{own}.svc.cluster.local. {name}.{own}.svc {name}.{own}"
-        );
+        let metadata = &service["metadata"];
+        let (name, own) = (text(&metadata["name"]), text(&metadata["namespace"]));
+        let long = format!("{name}.{own}.svc");
+        let mut names = format!("{long}.cluster.local {long}.cluster.local. {long} {name}.{own}");
         if own == namespace {
             names = format!("{names} {name}");
         }
-        let mut ips: Vec<String> = cluster_ips(service).map(|ip| ip.to_string()).collect();
-        if headless(service) {
-            ips = slices_of(service, slices)
-                .flat_map(|slice| usable(&[slice]))
+        let mut ips: BTreeSet<String> = cluster_ips(service).map(|ip| ip.to_string()).collect();
+        if service["spec"]["clusterIP"] == "None" {
+            let slices = slices_of(service, slices);
+            ips = slices
+                .flat_map(ready_addresses)
+                .map(str::to_owned)
                 .collect();
-            ips.sort();
-            ips.dedup();
         }
         for ip in ips {
             let _ = writeln!(out, "{ip} {names}");
@@ -151,204 +134,140 @@ pub(super) fn hosts(services: &[&Service], slices: &[EndpointSlice], namespace: 
     out
 }
 
-fn headless(service: &Service) -> bool {
-    service
-        .spec
-        .as_ref()
-        .is_some_and(|spec| spec.cluster_ip.as_deref() == Some("None"))
-}
-
-fn cluster_ips(service: &Service) -> impl Iterator<Item = IpAddr> {
-    service
-        .spec
-        .iter()
-        .flat_map(|spec| spec.cluster_ips.iter().flatten())
-        .filter_map(|ip| ip.parse().ok())
-}
-
-fn ports(service: &Service) -> impl Iterator<Item = &ServicePort> {
-    service
-        .spec
-        .iter()
-        .flat_map(|spec| spec.ports.iter().flatten())
+fn cluster_ips(service: &Value) -> impl Iterator<Item = IpAddr> {
+    items(&service["spec"]["clusterIPs"]).filter_map(|ip| text(ip).parse().ok())
 }
 
 /// The EndpointSlices of a Service.
 pub(super) fn slices_of<'a>(
-    service: &'a Service,
-    slices: &'a [EndpointSlice],
-) -> impl Iterator<Item = &'a EndpointSlice> {
+    service: &'a Value,
+    slices: &'a [Value],
+) -> impl Iterator<Item = &'a Value> {
+    let own = &service["metadata"];
     slices.iter().filter(|slice| {
-        slice.metadata.namespace == service.metadata.namespace
-            && slice.labels().get(SERVICE_NAME) == service.metadata.name.as_ref()
+        let metadata = &slice["metadata"];
+        metadata["namespace"] == own["namespace"] && metadata["labels"][SERVICE_NAME] == own["name"]
     })
 }
 
 /// The addresses and ports that traffic for a Service port is translated to.
-fn targets(
-    service: &Service,
-    port: &ServicePort,
-    slices: &[EndpointSlice],
+fn targets<'a>(
+    service: &'a Value,
+    port: &str,
+    slices: &'a [Value],
     ipv6: bool,
-) -> Vec<(String, i32)> {
+) -> Vec<(&'a str, &'a Value)> {
     let family = if ipv6 { "IPv6" } else { "IPv4" };
-    let name = port.name.as_deref().unwrap_or_default();
-    let mut by_port: BTreeMap<i32, Vec<&EndpointSlice>> = BTreeMap::new();
-    for slice in slices_of(service, slices).filter(|slice| slice.address_type == family) {
-        if let Some(number) = port_named(slice, name) {
-            by_port.entry(number).or_default().push(slice);
-        }
-    }
-    by_port
-        .into_iter()
-        .flat_map(|(number, slices)| {
-            let addresses = usable(&slices).into_iter();
-            addresses.map(move |address| (address, number))
-        })
+    slices_of(service, slices)
+        .filter(|slice| slice["addressType"] == family)
+        .filter_map(|slice| Some((slice, port_named(slice, port)?)))
+        .flat_map(|(slice, port)| ready_addresses(slice).map(move |address| (address, port)))
         .collect()
 }
 
 /// The number of the slice's port with this name.
-pub(super) fn port_named(slice: &EndpointSlice, name: &str) -> Option<i32> {
-    let mut ports = slice.ports.iter().flatten();
-    ports
-        .find(|port| port.name.as_deref().unwrap_or_default() == name)?
-        .port
+pub(super) fn port_named<'a>(slice: &'a Value, name: &str) -> Option<&'a Value> {
+    let port = items(&slice["ports"]).find(|port| text(&port["name"]) == name);
+    port.map(|port| &port["port"])
 }
 
-/// The ready addresses, or, if there are none, those that serve while they terminate.
-fn usable(slices: &[&EndpointSlice]) -> Vec<String> {
-    let select = |predicate: fn(&Endpoint) -> bool| -> Vec<String> {
-        let endpoints = slices
-            .iter()
-            .flat_map(|slice| &slice.endpoints)
-            .filter(|endpoint| predicate(endpoint));
-        endpoints
-            .filter_map(|endpoint| endpoint.addresses.first().cloned())
-            .collect()
-    };
-    let ready = select(|endpoint| {
-        endpoint
-            .conditions
-            .as_ref()
-            .is_none_or(|conditions| conditions.ready.unwrap_or(true))
-    });
-    if !ready.is_empty() {
-        return ready;
-    }
-    select(|endpoint| {
-        endpoint.conditions.as_ref().is_some_and(|conditions| {
-            conditions.serving == Some(true) && conditions.terminating == Some(true)
-        })
-    })
+fn ready_addresses(slice: &Value) -> impl Iterator<Item = &str> {
+    ready_endpoints(slice).map(|endpoint| text(&endpoint["addresses"][0]))
+}
+
+/// The ready endpoints of a slice.
+pub(super) fn ready_endpoints(slice: &Value) -> impl Iterator<Item = &Value> {
+    items(&slice["endpoints"]).filter(|endpoint| endpoint["conditions"]["ready"] != false)
+}
+
+/// The items of a JSON array, none of another value.
+pub(super) fn items(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
+}
+
+/// The text of a JSON string, empty of another value.
+pub(super) fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn service(spec: &str) -> Service {
-        serde_yaml_ng::from_str(&format!(
-            "{{metadata: {{name: shop, namespace: a}}, spec: {{ports: [{{port: 80}}], {spec}}}}}"
-        ))
-        .unwrap()
+    fn service(spec: Value) -> Value {
+        let mut service = json!({"metadata": {"name": "shop", "namespace": "a"}, "spec": spec});
+        service["spec"]["ports"] = json!([{"port": 80}]);
+        service
     }
 
-    fn slice(endpoints: &[(&str, bool, bool)]) -> EndpointSlice {
-        let list: Vec<String> = endpoints
-            .iter()
-            .map(|(ip, ready, terminating)| {
-                format!("{{addresses: ['{ip}'], conditions: {{ready: {ready}, serving: true, terminating: {terminating}}}}}")
-            })
-            .collect();
-        serde_yaml_ng::from_str(&format!(
-            "{{metadata: {{name: s, namespace: a, labels: {{kubernetes.io/service-name: shop}}}}, addressType: IPv4, ports: [{{name: '', port: 8080}}], endpoints: [{}]}}",
-            list.join(", ")
-        ))
-        .unwrap()
+    fn fixed() -> Value {
+        service(json!({"clusterIP": "10.96.0.10", "clusterIPs": ["10.96.0.10"]}))
+    }
+
+    fn slice(endpoints: &[(&str, bool)]) -> Value {
+        let endpoint =
+            |(ip, ready): &(&str, bool)| json!({"addresses": [ip], "conditions": {"ready": ready}});
+        json!({
+            "metadata": {"name": "s", "namespace": "a", "labels": {SERVICE_NAME: "shop"}},
+            "addressType": "IPv4", "ports": [{"name": "", "port": 8080}],
+            "endpoints": endpoints.iter().map(endpoint).collect::<Value>(),
+        })
     }
 
     #[test]
     fn allocates_cluster_ips_once() {
         let mut ips = ClusterIps::default();
-        let mut first = service("");
-        ips.assign(&mut first, None, true);
-        let mut changed = service("");
-        ips.assign(&mut changed, Some(&first), true);
-        assert_eq!(
-            first.spec.as_ref().unwrap().cluster_ip.as_deref(),
-            Some("10.96.0.10")
-        );
-        assert_eq!(first.spec, changed.spec);
-        let mut dual = service("ipFamilyPolicy: PreferDualStack");
-        ips.assign(&mut dual, None, true);
-        assert_eq!(
-            dual.spec.unwrap().cluster_ips.unwrap(),
-            ["10.96.0.11", "fd00:10:96::b"]
-        );
-        let mut headless = service("clusterIP: None");
-        ips.assign(&mut headless, None, true);
-        assert_eq!(headless.spec.unwrap().cluster_ip.as_deref(), Some("None"));
+        let mut assigned = |spec: Value, previous: Option<&Value>| {
+            let mut service = service(spec);
+            ips.assign(&mut service["spec"], previous, true);
+            service
+        };
+        let first = assigned(json!({}), None);
+        assert_eq!(first["spec"]["clusterIP"], "10.96.0.10");
+        assert_eq!(assigned(json!({}), Some(&first)), first);
+        let dual = assigned(json!({"ipFamilyPolicy": "PreferDualStack"}), None);
+        let expected = json!(["10.96.0.11", "fd00:10:96::b"]);
+        assert_eq!(dual["spec"]["clusterIPs"], expected);
+        let headless = assigned(json!({"clusterIP": "None"}), None);
+        assert_eq!(headless["spec"]["clusterIP"], "None");
     }
 
     #[test]
     fn balances_over_ready_endpoints() {
-        let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
-        let rules = rules(
-            &[&service],
-            &[slice(&[
-                ("10.0.0.1", true, false),
-                ("10.0.0.2", true, false),
-                ("10.0.0.3", false, true),
-            ])],
-            false,
-        );
-        let to = "-A SERVICES -d 10.96.0.10 -p tcp -m tcp --dport 80";
-        assert!(
-            rules.contains(&format!("{to} -m statistic --mode random --probability 0.500000000 -j DNAT --to-destination 10.0.0.1:8080\n")),
-            "{rules}"
-        );
-        assert!(
-            rules.contains(&format!("{to} -j DNAT --to-destination 10.0.0.2:8080\n")),
-            "{rules}"
-        );
+        let endpoints = [("10.0.0.1", true), ("10.0.0.2", true), ("10.0.0.3", false)];
+        let rules = rules(&[&fixed()], &[slice(&endpoints)], false);
+        let to = "-A SERVICES -d 10.96.0.10 -p tcp -m tcp --dport 80 -m statistic --mode random";
+        for (probability, address) in [("0.5", "10.0.0.1"), ("1.0", "10.0.0.2")] {
+            let rule = format!(
+                "{to} --probability {probability}00000000 -j DNAT --to-destination {address}:8080\n"
+            );
+            assert!(rules.contains(&rule), "{rules}");
+        }
         assert!(!rules.contains("10.0.0.3"), "{rules}");
     }
 
     #[test]
-    fn rejects_without_endpoints_and_falls_back_to_terminating_ones() {
-        let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
-        let none = rules(&[&service], &[], false);
+    fn rejects_without_endpoints() {
+        let none = rules(&[&fixed()], &[], false);
         assert!(
             none.contains("-A FORWARD -d 10.96.0.0/16 -j REJECT") && !none.contains("DNAT"),
             "{none}"
-        );
-        assert!(
-            rules(&[&service], &[slice(&[("10.0.0.3", false, true)])], false)
-                .contains("--to-destination 10.0.0.3:8080")
         );
     }
 
     #[test]
     fn writes_all_forms_of_a_service_name() {
-        let service = service("clusterIP: 10.96.0.10, clusterIPs: [10.96.0.10]");
         let long =
             "10.96.0.10 shop.a.svc.cluster.local shop.a.svc.cluster.local. shop.a.svc shop.a";
-        assert_eq!(hosts(&[&service], &[], "b"), format!("{long}\n"));
-        assert_eq!(hosts(&[&service], &[], "a"), format!("{long} shop\n"));
+        assert_eq!(hosts(&[&fixed()], &[], "b"), format!("{long}\n"));
+        assert_eq!(hosts(&[&fixed()], &[], "a"), format!("{long} shop\n"));
     }
 
     #[test]
     fn resolves_headless_services_to_pod_addresses() {
-        let service = service("clusterIP: None");
-        let hosts = hosts(
-            &[&service],
-            &[slice(&[
-                ("10.0.0.1", true, false),
-                ("10.0.0.2", true, false),
-            ])],
-            "b",
-        );
+        let service = service(json!({"clusterIP": "None", "clusterIPs": ["None"]}));
+        let slice = slice(&[("10.0.0.1", true), ("10.0.0.2", true)]);
+        let hosts = hosts(&[&service], &[slice], "b");
         assert!(
             hosts.starts_with("10.0.0.1 shop.a.svc.cluster.local ")
                 && hosts.contains("\n10.0.0.2 "),

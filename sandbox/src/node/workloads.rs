@@ -1,180 +1,131 @@
 //! The workloads, which create pods: Deployments and single Pods. A changed Deployment replaces all
 //! of its pods at once. Pure.
 
-use std::{
-    collections::BTreeMap,
-    hash::{DefaultHasher, Hash, Hasher},
-};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use anyhow::{Context, Result};
 use k8s_openapi::{
-    api::{
-        apps::v1::Deployment,
-        core::v1::{Pod, PodTemplateSpec},
-    },
+    api::core::v1::Pod,
     apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
 };
+use kube::ResourceExt;
+use serde_json::{Value, json};
 
 use super::objects::Key;
-
-/// The kind of a workload.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Kind {
-    Deployment,
-    Pod,
-}
+use crate::protocol::PodView;
 
 /// A desired set of pods.
 #[derive(Clone, Debug)]
 pub(super) struct Workload {
-    pub(super) kind: Kind,
-    pub(super) key: Key,
     pub(super) replicas: usize,
-    template: PodTemplateSpec,
-    template_hash: String,
-}
-
-/// The observed state of a pod that a workload owns.
-#[derive(Clone, Debug)]
-pub(super) struct OwnedPod {
-    pub(super) name: String,
-    pub(super) template_hash: String,
-    pub(super) ready: bool,
-    pub(super) terminating: bool,
+    /// The metadata and spec of new pods.
+    template: Pod,
+    /// Of the template.
+    pub(super) hash: String,
+    /// Whether a pod has the name of its workload.
+    is_single_pod: bool,
 }
 
 /// The next step from the observed to the desired state.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) create: usize,
+    /// Their names.
     pub(super) delete: Vec<String>,
 }
 
 impl Workload {
-    pub(super) fn deployment(deployment: Deployment, key: &Key) -> Result<Self> {
-        let spec = deployment.spec.context("spec is missing")?;
-        let replicas = spec.replicas.map_or(Ok(1), usize::try_from);
-        let replicas = replicas.context("invalid replicas")?;
-        Ok(Self::new(Kind::Deployment, key, replicas, spec.template))
+    /// Parses the spec of a Deployment.
+    pub(super) fn deployment(spec: &Value) -> Result<Self> {
+        let replicas = spec["replicas"].as_i64().unwrap_or(1);
+        let replicas = usize::try_from(replicas).context("invalid replicas")?;
+        Self::new(&spec["template"], replicas, false)
     }
 
-    pub(super) fn pod(pod: Pod, key: &Key) -> Result<Self> {
-        let template = PodTemplateSpec {
-            metadata: Some(pod.metadata),
-            spec: Some(pod.spec.context("spec is missing")?),
-        };
-        Ok(Self::new(Kind::Pod, key, 1, template))
+    /// Parses a Pod.
+    pub(super) fn pod(pod: &Value) -> Result<Self> {
+        Self::new(pod, 1, true)
     }
 
-    fn new(kind: Kind, key: &Key, replicas: usize, template: PodTemplateSpec) -> Self {
+    fn new(template: &Value, replicas: usize, is_single_pod: bool) -> Result<Self> {
+        let pod = json!({"metadata": template["metadata"], "spec": template["spec"]});
         let mut hasher = DefaultHasher::new();
-        // The maps of these types are sorted, so equal templates serialize equally.
-        serde_json::to_string(&template)
-            .unwrap_or_default()
-            .hash(&mut hasher);
-        Self {
-            kind,
-            key: key.clone(),
+        // The maps of JSON objects are sorted, so equal templates have equal texts.
+        pod.to_string().hash(&mut hasher);
+        let mut template: Pod = serde_json::from_value(pod)?;
+        let spec = template.spec.as_mut().context("spec is missing")?;
+        // The API server sets this default before it calls webhooks.
+        spec.service_account_name
+            .get_or_insert_with(|| "default".into());
+        Ok(Self {
             replicas,
             template,
-            template_hash: safe_encode(hasher.finish(), 10),
-        }
+            hash: encode(hasher.finish(), 10),
+            is_single_pod,
+        })
     }
 
-    /// A pod of the template with a new name and uid.
-    pub(super) fn new_pod(&self) -> Pod {
-        let (namespace, own_name) = &self.key;
-        let hash = &self.template_hash;
-        let suffix = safe_encode(fastrand::u64(..), 5);
-        let template = self.template.metadata.clone().unwrap_or_default();
-        let mut labels: BTreeMap<String, String> = template.labels.unwrap_or_default();
-        let (name, owner) = match self.kind {
-            Kind::Deployment => {
-                labels.insert("pod-template-hash".into(), hash.clone());
-                let replica_set = format!("{own_name}-{hash}");
-                (format!("{replica_set}-{suffix}"), Some(replica_set))
-            }
-            Kind::Pod => (own_name.clone(), None),
-        };
-        let owner_references = owner.map(|name| {
-            vec![OwnerReference {
+    /// A pod of the workload with this key, with a new name and uid.
+    pub(super) fn new_pod(&self, (namespace, own_name): &Key) -> Pod {
+        let mut labels = self.template.labels().clone();
+        let mut name = own_name.clone();
+        let mut owner_references = None;
+        if !self.is_single_pod {
+            let replica_set = format!("{name}-{}", self.hash);
+            name = format!("{replica_set}-{}", encode(fastrand::u64(..), 5));
+            labels.insert("pod-template-hash".into(), self.hash.clone());
+            owner_references = Some(vec![OwnerReference {
                 api_version: "apps/v1".into(),
                 kind: "ReplicaSet".into(),
-                uid: name.clone(),
-                name,
+                uid: replica_set.clone(),
+                name: replica_set,
                 controller: Some(true),
                 ..OwnerReference::default()
-            }]
-        });
-        let mut spec = self.template.spec.clone();
-        if let Some(spec) = &mut spec {
-            // The API server sets this default before it calls webhooks.
-            spec.service_account_name
-                .get_or_insert_with(|| "default".into());
+            }]);
         }
         Pod {
             metadata: ObjectMeta {
                 name: Some(name),
                 namespace: Some(namespace.clone()),
-                uid: Some(uuid()),
+                uid: Some(format!("{:032x}", fastrand::u128(..))),
                 labels: Some(labels),
-                annotations: template.annotations,
                 owner_references,
-                ..ObjectMeta::default()
+                ..self.template.metadata.clone()
             },
-            spec,
-            status: None,
+            ..self.template.clone()
         }
     }
 
-    /// The hash of the template of new pods.
-    pub(super) fn template_hash(&self) -> &str {
-        &self.template_hash
-    }
-
-    /// The pods to create and delete next: those of an earlier template and surplus ones, first
-    /// those that are not ready, are deleted.
-    pub(super) fn plan(&self, pods: &[OwnedPod]) -> Plan {
-        let active = pods.iter().filter(|pod| !pod.terminating);
+    /// The pods to create and delete next, from the own pods with the hashes of their templates.
+    /// Those of an earlier template and surplus ones, first those that are not ready, are deleted.
+    pub(super) fn plan(&self, pods: &[(&str, PodView)]) -> Plan {
+        let active = pods.iter().filter(|(_, pod)| !pod.terminating);
         let (mut current, mut delete): (Vec<_>, Vec<_>) =
-            active.partition(|pod| pod.template_hash == self.template_hash);
-        current.sort_by_key(|pod| !pod.ready);
+            active.partition(|(hash, _)| *hash == self.hash);
+        current.sort_by_key(|(_, pod)| !pod.ready);
         delete.extend(current.iter().skip(self.replicas));
-        let create = match self.kind {
-            Kind::Deployment => self.replicas.saturating_sub(current.len()),
+        let create = match self.is_single_pod {
             // The replacement has the same name.
-            Kind::Pod => usize::from(pods.is_empty()),
+            true => usize::from(pods.is_empty()),
+            false => self.replicas.saturating_sub(current.len()),
         };
+        let names = delete.iter().map(|(_, pod)| pod.name.clone());
         Plan {
             create,
-            delete: delete.iter().map(|pod| pod.name.clone()).collect(),
+            delete: names.collect(),
         }
     }
 }
 
 /// Encodes a number in the alphabet of generated Kubernetes names.
-fn safe_encode(mut number: u64, length: usize) -> String {
+fn encode(mut number: u64, length: usize) -> String {
     const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
-    let mut out = String::new();
-    for _ in 0..length {
-        out.push(char::from(
-            ALPHABET[(number % ALPHABET.len() as u64) as usize],
-        ));
+    let mut next = || {
+        let digit = number % ALPHABET.len() as u64;
         number /= ALPHABET.len() as u64;
-    }
-    out
-}
-
-fn uuid() -> String {
-    let text = format!("{:032x}", fastrand::u128(..));
-    format!(
-        "{}-{}-{}-{}-{}",
-        &text[..8],
-        &text[8..12],
-        &text[12..16],
-        &text[16..20],
-        &text[20..]
-    )
+        char::from(ALPHABET[digit as usize])
+    };
+    (0..length).map(|_| next()).collect()
 }
 
 #[cfg(test)]
@@ -182,20 +133,17 @@ mod tests {
     use super::*;
 
     fn deployment(replicas: usize) -> Workload {
-        let yaml = format!(
-            "{{spec: {{replicas: {replicas}, selector: {{}}, template: {{metadata: {{labels: {{app: a}}}}, spec: {{containers: []}}}}}}}}"
-        );
-        let deployment = serde_yaml_ng::from_str(&yaml).unwrap();
-        Workload::deployment(deployment, &("shop".into(), "cart".into())).unwrap()
+        let template = json!({"metadata": {"labels": {"app": "a"}}, "spec": {"containers": []}});
+        Workload::deployment(&json!({"replicas": replicas, "template": template})).unwrap()
     }
 
-    fn owned(name: &str, template_hash: &str, ready: bool) -> OwnedPod {
-        OwnedPod {
+    fn owned<'a>(name: &str, hash: &'a str, ready: bool) -> (&'a str, PodView) {
+        let view = PodView {
             name: name.into(),
-            template_hash: template_hash.into(),
             ready,
-            terminating: false,
-        }
+            ..PodView::default()
+        };
+        (hash, view)
     }
 
     fn plan(create: usize, delete: &[&str]) -> Plan {
@@ -207,13 +155,13 @@ mod tests {
 
     #[test]
     fn names_deployment_pods_after_their_replica_set() {
-        let pod = deployment(1).new_pod();
-        let name = pod.metadata.name.unwrap();
+        let pod = deployment(1).new_pod(&("shop".into(), "cart".into()));
+        let name = pod.name_any();
         assert!(
             name.starts_with("cart-") && name.split('-').count() == 3,
             "{name}"
         );
-        let labels = pod.metadata.labels.unwrap();
+        let labels = pod.labels();
         assert_eq!(
             (labels["app"].as_str(), labels["pod-template-hash"].len()),
             ("a", 10)
@@ -223,30 +171,27 @@ mod tests {
     #[test]
     fn changed_deployment_replaces_all_pods() {
         let workload = deployment(2);
-        let hash = workload.template_hash.clone();
-        let pods = [owned("a", "old", true), owned("b", &hash, false)];
+        let pods = [owned("a", "old", true), owned("b", &workload.hash, false)];
         assert_eq!(workload.plan(&pods), plan(1, &["a"]));
     }
 
     #[test]
     fn changed_pod_is_created_after_its_predecessor_is_removed() {
-        let pod = serde_yaml_ng::from_str("{spec: {containers: []}}").unwrap();
-        let workload = Workload::pod(pod, &("shop".into(), "a".into())).unwrap();
-        let mut before = owned("a", "old", true);
-        assert_eq!(
-            workload.plan(std::slice::from_ref(&before)),
-            plan(0, &["a"])
-        );
-        before.terminating = true;
-        assert_eq!(workload.plan(&[before]), plan(0, &[]));
+        let workload = Workload::pod(&json!({"spec": {"containers": []}})).unwrap();
+        let mut before = [owned("a", "old", true)];
+        assert_eq!(workload.plan(&before), plan(0, &["a"]));
+        before[0].1.terminating = true;
+        assert_eq!(workload.plan(&before), plan(0, &[]));
         assert_eq!(workload.plan(&[]), plan(1, &[]));
     }
 
     #[test]
     fn scaling_down_deletes_pods_that_are_not_ready_first() {
         let workload = deployment(1);
-        let hash = workload.template_hash.clone();
-        let pods = [owned("a", &hash, false), owned("b", &hash, true)];
+        let pods = [
+            owned("a", &workload.hash, false),
+            owned("b", &workload.hash, true),
+        ];
         assert_eq!(workload.plan(&pods), plan(0, &["a"]));
     }
 }

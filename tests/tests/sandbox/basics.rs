@@ -139,16 +139,16 @@ fn container_has_user_capabilities_and_volumes() {
             "
 apiVersion: v1
 kind: Pod
-metadata: {name: box, namespace: a, labels: {color: red}}
+metadata: {name: box, namespace: a}
 spec:
   serviceAccountName: keeper
-  securityContext: {runAsUser: 1337, runAsGroup: 1338, fsGroup: 2000}
+  securityContext: {runAsUser: 1337, runAsGroup: 1338}
   terminationGracePeriodSeconds: 1
   containers:
     - name: box
       image: diy-sm-http-client:dev
       command: [sleep, infinity]
-      env: [{name: COLOR, valueFrom: {fieldRef: {fieldPath: \"metadata.labels['color']\"}}}]
+      env: [{name: OWN, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}]
       securityContext: {allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
       volumeMounts:
         - {name: token, mountPath: /var/run/secrets/diy-service-mesh}
@@ -175,8 +175,8 @@ spec:
         output.stdout.trim().to_owned()
     };
     assert_eq!(
-        run("box", "id -u; id -g; id -G; hostname; echo $COLOR"),
-        "1337\n1338\n1338 2000\nbox\nred"
+        run("box", "id -u; id -g; id -G; hostname; echo $OWN"),
+        "1337\n1338\n1338\nbox\na"
     );
     assert_eq!(
         run(
