@@ -140,8 +140,9 @@ impl Hub {
     /// once, and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
         let (mut batch, mut touched) = (Vec::new(), Touched::default());
-        // A change of the replicas of a Service concerns all of its pods.
-        let mut replicas = BTreeSet::new();
+        // A change of the replicas of a Service concerns all of its pods: it waits for its own interval,
+        // then for the next publication.
+        let (mut replicas, mut due) = (BTreeSet::new(), BTreeSet::new());
         let (mut next_publication, mut next_replicas) = (Instant::now(), Instant::now());
         let mut turns = Turns::default();
         let mut is_published = true;
@@ -155,19 +156,21 @@ impl Hub {
                     replicas.append(&mut touched.replicas);
                     is_published = false;
                     if count == 0 {
-                        touched.replicas = replicas;
+                        due.append(&mut replicas);
+                        touched.replicas = due;
                         self.begin_publication(&touched, &mut turns);
                         while self.publish(&mut turns) {}
                         return;
                     }
                 }
                 () = sleep_until(next_replicas), if !replicas.is_empty() => {
-                    touched.replicas = std::mem::take(&mut replicas);
+                    due.append(&mut replicas);
                     is_published = false;
                     next_replicas = Instant::now() + REPLICAS_INTERVAL;
                 }
                 () = sleep_until(next_publication), if !is_published => {
-                    let touched = std::mem::take(&mut touched);
+                    let mut touched = std::mem::take(&mut touched);
+                    touched.replicas = std::mem::take(&mut due);
                     self.begin_publication(&touched, &mut turns);
                     is_published = true;
                     // A new position alone delays no change.

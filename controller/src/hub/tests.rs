@@ -347,6 +347,54 @@ async fn rollout_tells_each_pod_the_number_of_replicas_only_a_few_times() {
     following.await.unwrap();
 }
 
+/// Each event between the end of the interval and the publication let the replicas wait for another
+/// interval: in a cluster with many events, or a tenant that makes them, pods never learned of them.
+#[tokio::test(start_paused = true)]
+async fn events_of_others_do_not_delay_the_number_of_replicas() {
+    let limits = serde_json::json!({"rateLimits": [{"name": "all", "requests": 7}]});
+    let replica = |name| Change::Apply(Object::Pod(crate::index::tests::pod(name, &[])));
+    let ready = |name| {
+        let pod = crate::index::tests::pod(name, &[]);
+        Change::Apply(Object::Pod(Pod { ready: true, ..pod }))
+    };
+    let hub = Hub::default();
+    hub.apply([
+        Change::Apply(Object::Service(crate::index::tests::service("web", &[]))),
+        Change::Apply(Object::Policy(crate::policy::tests::policy("p", 0, limits))),
+    ]);
+    hub.apply(["p0", "p1", "p2"].map(replica));
+    let mut reader = hub.watch_resources(None);
+    reader.subscribe(&Resource::Workload(Key::new("shop", "p0"), "".into()));
+    let (sender, changes) = mpsc::channel(100);
+    let following = tokio::spawn({
+        let hub = hub.clone();
+        async move { hub.follow(changes).await }
+    });
+    let mut replicas = 0;
+    for event in 0..600_u32 {
+        match event {
+            3 => sender.send(ready("p0").into()).await.unwrap(),
+            10 => sender.send(ready("p1").into()).await.unwrap(),
+            20 => sender.send(ready("p2").into()).await.unwrap(),
+            _ => {
+                let address = format!("10.1.0.{}", event % 200);
+                sender.send(pod("noise", &address).into()).await.unwrap();
+            }
+        }
+        tokio::time::sleep(PUBLICATION_INTERVAL / 7).await;
+        while let Some((_, published)) = reader.next() {
+            let kind = &published.target.as_ref().unwrap().kind;
+            let crate::index::state::TargetKind::Workload(workload) = kind else {
+                panic!("{kind:?}");
+            };
+            replicas = workload.rate_limits[0].replicas;
+        }
+    }
+    assert_eq!(replicas, 3, "after {:?}", 85 * PUBLICATION_INTERVAL);
+    drop(sender);
+    following.await.unwrap();
+}
+
 #[test]
 fn notifies_only_subscribers_of_changed_destinations() {
     let hub = Hub::default();
