@@ -9,25 +9,22 @@ use std::str::FromStr;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortSet(Vec<RangeInclusive<u16>>);
 
-/// A text that is no list of ports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "expected ports from 1 to 65535 and ranges of them, separated by commas, such as \
-     25,3306,9000-9100"
-)]
-pub struct InvalidPorts;
+/// What a list of ports is.
+pub const EXPECTED: &str = "expected ports from 1 to 65535 and ranges of them, separated by commas, such as 25,3306,9000-9100";
+/// The length of an invalid item in an error, in characters.
+const MAX_SHOWN: usize = 64;
+
+/// A text that is no list of ports: its first invalid item.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{EXPECTED}; {0:?} is neither")]
+pub struct InvalidPorts(String);
 
 impl PortSet {
     /// The ports of ranges. Fails with the first range that is not ascending or not within 1 to
     /// 65535.
     pub fn from_ranges(ranges: impl IntoIterator<Item = (u32, u32)>) -> Result<Self, (u32, u32)> {
-        let port = |number: u32| u16::try_from(number).ok().filter(|port| *port != 0);
-        let ranges = ranges.into_iter().map(|(first, last)| {
-            let ascending = port(first).zip(port(last)).filter(|_| first <= last);
-            ascending
-                .map(|(first, last)| first..=last)
-                .ok_or((first, last))
-        });
+        let ranges = ranges.into_iter();
+        let ranges = ranges.map(|(first, last)| ascending(first, last).ok_or((first, last)));
         Ok(Self(ranges.collect::<Result<_, _>>()?).merged())
     }
 
@@ -69,11 +66,18 @@ impl FromStr for PortSet {
         }
         let ranges = text.split(',').map(|item| {
             let (first, last) = item.split_once('-').unwrap_or((item, item));
-            Some((number(first)?, number(last)?))
+            let range = number(first).zip(number(last));
+            let range = range.and_then(|(first, last)| ascending(first, last));
+            range.ok_or_else(|| InvalidPorts(item.trim().chars().take(MAX_SHOWN).collect()))
         });
-        let ranges: Option<Vec<_>> = ranges.collect();
-        Self::from_ranges(ranges.ok_or(InvalidPorts)?).map_err(|_| InvalidPorts)
+        Ok(Self(ranges.collect::<Result<_, _>>()?).merged())
     }
+}
+
+fn ascending(first: u32, last: u32) -> Option<RangeInclusive<u16>> {
+    let port = |number: u32| u16::try_from(number).ok().filter(|port| *port != 0);
+    let (first, last) = port(first).zip(port(last))?;
+    (first <= last).then_some(first..=last)
 }
 
 /// Digits only: `FromStr` of integers also accepts a plus sign.
@@ -164,10 +168,19 @@ mod tests {
             "25\n26",
             "٢٥",
         ] {
-            assert_eq!(bad.parse::<PortSet>(), Err(InvalidPorts), "{bad}");
-            let within = format!("25,{bad},5");
-            assert_eq!(within.parse::<PortSet>(), Err(InvalidPorts), "{bad}");
+            let error = bad.parse::<PortSet>().expect_err(bad);
+            let within = format!("25,{bad},5").parse::<PortSet>();
+            assert_eq!(within, Err(error.clone()), "the first invalid item");
+            let InvalidPorts(item) = &error;
+            assert!(bad.contains(item.as_str()) && error.to_string().starts_with(EXPECTED));
         }
+        let error = "25,smtp,x"
+            .parse::<PortSet>()
+            .expect_err("smtp")
+            .to_string();
+        assert_eq!(error, format!("{EXPECTED}; \"smtp\" is neither"));
+        let InvalidPorts(item) = "é".repeat(1000).parse::<PortSet>().expect_err("long");
+        assert_eq!(item.chars().count(), MAX_SHOWN);
     }
 
     #[test]

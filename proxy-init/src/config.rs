@@ -141,9 +141,9 @@ mod tests {
             ("--admin-port", "65536", "'65536' for '--admin-port"),
             ("--proxy-uid", "4294967295", "'4294967295' for '--proxy-uid"),
             ("--proxy-uid", "root", "'root' for '--proxy-uid"),
-            ("--skip-inbound-ports", "5,x", "expected ports from 1"),
-            ("--skip-outbound-ports", "-1", "expected ports from 1"),
-            ("--skip-outbound-ports", "9-3", "expected ports from 1"),
+            ("--skip-inbound-ports", "5,x", "\"x\" is neither"),
+            ("--skip-outbound-ports", "-1", "\"-1\" is neither"),
+            ("--skip-outbound-ports", "9-3", "\"9-3\" is neither"),
         ] {
             let report = parse(&format!("{flag} {value}")).expect_err(value);
             assert!(

@@ -40,7 +40,7 @@ fn dry_run_prints_rules_of_both_families() {
 #[test]
 fn rejects_invalid_flags_with_exit_code_2() {
     for (args, expected) in [
-        (["--skip-inbound-ports", "1,b,c"], "expected ports from 1"),
+        (["--skip-inbound-ports", "1,b,c"], "\"b\" is neither"),
         (["--inbound-port", "x"], "'x' for '--inbound-port"),
         (["--outbound-port", "5000"], "--admin-port <PORT>"),
         (["--no-such-flag", "--dry-run"], "--no-such-flag"),

@@ -328,7 +328,7 @@ mod tests {
             (
                 "opaque-ports",
                 "--opaque-ports=25,smtp",
-                "expected ports from 1 to 65535",
+                "\"smtp\" is neither",
             ),
             (
                 "max-connection-age",

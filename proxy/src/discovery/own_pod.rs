@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use diy_mesh_model::ports::{InvalidPorts, PortSet};
+use diy_mesh_model::ports::{EXPECTED, PortSet};
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
 use diy_mesh_proto::mesh::v1::{Acknowledgement, ResourceType, Subscribe, Workload};
@@ -155,7 +155,7 @@ fn policy(
     Ok(Policy {
         strict,
         opaque_ports: opaque_ports
-            .map_err(|(first, last)| format!("opaque ports {first}-{last}: {InvalidPorts}"))?,
+            .map_err(|(first, last)| format!("opaque ports {first}-{last}: {EXPECTED}"))?,
         allow_connect: workload.allow_connect,
         zone: workload.zone.clone(),
         rate_limits: limits::parse(&workload.rate_limits, &earlier.rate_limits, now)?,
