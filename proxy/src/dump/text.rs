@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use diy_mesh_model::code::GRPC_STATUSES;
+
 use super::body::Shown;
 use super::exchange::{Fields, Part, Record};
 use super::{ConnectionInfo, Direction, Opaque, json, mask};
@@ -160,30 +162,11 @@ fn body(part: &Part, out: &mut String) {
 
 /// Name of the gRPC status code in a `grpc-status` field.
 fn grpc_status_name(name: &[u8], code: &[u8]) -> Option<&'static str> {
-    let names = [
-        "OK",
-        "CANCELLED",
-        "UNKNOWN",
-        "INVALID_ARGUMENT",
-        "DEADLINE_EXCEEDED",
-        "NOT_FOUND",
-        "ALREADY_EXISTS",
-        "PERMISSION_DENIED",
-        "RESOURCE_EXHAUSTED",
-        "FAILED_PRECONDITION",
-        "ABORTED",
-        "OUT_OF_RANGE",
-        "UNIMPLEMENTED",
-        "INTERNAL",
-        "UNAVAILABLE",
-        "DATA_LOSS",
-        "UNAUTHENTICATED",
-    ];
     if !name.eq_ignore_ascii_case(b"grpc-status") {
         return None;
     }
     let code: usize = std::str::from_utf8(code).ok()?.parse().ok()?;
-    names.get(code).copied()
+    GRPC_STATUSES.get(code).copied()
 }
 
 fn bytes(count: u64) -> String {
