@@ -1,6 +1,6 @@
 //! TLS records: the proxy's own implementation (`proxy/src/tls/record.rs`, `session.rs`) against
 //! rustls, over loopback, without anything else of a proxy. The decision for our own records
-//! (ARCHITECTURE.md) depends on the ratios.
+//! (docs/decisions.md) depends on the ratios.
 //!
 //! The server is a child process, and the client a thread of the benchmark. Both use the same
 //! implementation, and the CPU time of both counts.
