@@ -220,13 +220,13 @@ fn reference_has_the_row_of_each_setting() {
 }
 
 #[test]
-fn readme_has_the_row_of_each_error_code() {
-    let readme = read(Path::new("README.md"));
-    let table = readme
+fn reference_has_the_row_of_each_error_code() {
+    let reference = read(Path::new("docs/reference.md"));
+    let table = reference
         .split("| `x-mesh-error` |")
         .nth(1)
         .and_then(|rest| rest.split("\n\n").next())
-        .expect("the README has the table");
+        .expect("the reference has the table");
     let rows = Code::ALL.map(|code| {
         let statuses: Vec<_> = code.statuses().iter().map(u16::to_string).collect();
         let status = statuses.join(", ");
@@ -239,7 +239,7 @@ fn readme_has_the_row_of_each_error_code() {
         format!("| `{label}` | {status} | {grpc} | {meaning} | {check} |")
     });
     let documented: Vec<&str> = table.lines().skip(2).collect();
-    assert_eq!(documented, rows, "README.md and model/src/code.rs differ");
+    assert_eq!(documented, rows, "docs/reference.md and model/src/code.rs differ");
 }
 
 #[test]
