@@ -3,4 +3,6 @@
 //! Kubernetes types.
 
 pub mod code;
+pub mod escape;
+pub mod exchange;
 pub mod ports;

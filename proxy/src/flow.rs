@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Instant;
 
+pub use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::Identity;
 use diy_mesh_runtime::admission::network;
 use http::HeaderValue;
@@ -30,25 +31,6 @@ use crate::worker::Worker;
 
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
-
-/// Direction of a connection, as seen from the application.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// To the application of the pod.
-    Inbound,
-    /// From the application of the pod.
-    Outbound,
-}
-
-impl Direction {
-    /// The names in metrics and JSON dumps, in the order of the discriminants.
-    pub const NAMES: [&str; 2] = ["inbound", "outbound"];
-
-    /// The name in metrics and JSON dumps.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
-    }
-}
 
 /// One connection on its way through the proxy.
 #[derive(Clone)]

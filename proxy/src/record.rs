@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use diy_mesh_model::exchange::{self, Fault, Transfer};
 use diy_mesh_proto::Identity;
 use http::StatusCode;
 
@@ -115,7 +116,7 @@ impl ExchangeRecord {
             let flow = self.flow.clone();
             let count = |kind| flow.worker.metrics.fault(kind, &name);
             self.fault = Some(name.clone());
-            self.dump(|dump| dump.fault = Some((name.to_string(), delay)));
+            self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
             if let Some(delay) = delay {
                 count(FaultKind::Delay);
                 let mut timer = self.attempts.exchange_deadline.timer();
@@ -280,7 +281,12 @@ impl ExchangeRecord {
         let reply = LocalReply::from(&failure);
         self.status = Some(reply.status);
         self.fail(&failure);
-        self.dump(|dump| dump.failure = Some((failure.code().label(), failure.to_string())));
+        self.dump(|dump| {
+            dump.exchange.failure = Some(exchange::Failure {
+                code: failure.code().label().to_owned(),
+                message: failure.to_string(),
+            });
+        });
         reply
     }
 
@@ -296,9 +302,11 @@ impl ExchangeRecord {
         let Some(mut dump) = self.dump.take() else {
             return;
         };
-        dump.fill(|dump| {
+        dump.fill(|record| {
+            let dump = &mut record.exchange;
             if let Some((rule, backend)) = self.rule() {
-                dump.route = Some((rule.to_owned(), backend.map(str::to_owned)));
+                dump.route = Some(rule.to_owned());
+                dump.backend = backend.map(str::to_owned);
             }
             match (self.flow.direction, self.attempts.endpoint()) {
                 (Direction::Inbound, _) => {
@@ -324,7 +332,7 @@ impl ExchangeRecord {
     pub fn tunnel(&mut self, sent: u64, received: u64) {
         self.sent += sent;
         self.received += received;
-        self.dump(|dump| dump.upgraded = Some((sent, received)));
+        self.dump(|dump| dump.exchange.upgraded = Some(Transfer { sent, received }));
     }
 }
 

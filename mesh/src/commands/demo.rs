@@ -28,7 +28,6 @@ use diy_mesh_sandbox::{
     protocol::Message,
 };
 
-mod dump;
 mod names;
 mod screen;
 mod story;

@@ -1,14 +1,15 @@
 //! What a dump shows of one exchange, in bounded memory. `record.rs` fills it; on drop it goes to
-//! the writer.
+//! the writer, which masks it.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use diy_mesh_model::escape;
+use diy_mesh_model::exchange::{self as model, Exchange, Protocol, STILL_OPEN, milliseconds};
 use http::{StatusCode, Version};
 
-use super::body::Body;
-use super::{ConnectionInfo, Message, Mode, Shared};
+use super::body::{Body, Shown};
+use super::{ConnectionInfo, Message, Mode, Shared, mask, rfc3339};
 use crate::http::edits::Edits;
 use crate::http::view::{self, RequestView};
 
@@ -30,29 +31,16 @@ pub struct ExchangeDump {
 
 /// Recorded data of an exchange.
 pub(crate) struct Record {
-    pub time: SystemTime,
-    pub duration: Duration,
-    pub connection: ConnectionInfo,
-    /// Endpoint of an outbound exchange.
-    pub endpoint: Option<SocketAddr>,
-    /// The route, and its backend if it chose one.
-    pub route: Option<(String, Option<String>)>,
-    /// The policy of a fault, and the delay.
-    pub fault: Option<(String, Option<Duration>)>,
-    /// Identity of the caller or of the endpoint. `None` without mutual TLS.
-    pub identity: Option<String>,
-    /// It came by HTTP/2, not HTTP/1.
-    pub http2: bool,
+    /// What needs no masks. The rest is set when the record is complete.
+    pub exchange: Exchange,
     pub request: Part,
     pub response: Part,
-    /// Code and message of an error of the proxy.
-    pub failure: Option<(&'static str, String)>,
     /// Why the exchange was aborted, if known.
     pub cut_off: Option<String>,
-    /// Bytes sent and received after a protocol upgrade.
-    pub upgraded: Option<(u64, u64)>,
+    time: SystemTime,
+    duration: Duration,
     /// Whether the exchange was open when written.
-    pub open: bool,
+    open: bool,
 }
 
 /// A request or a response.
@@ -84,19 +72,12 @@ impl ExchangeDump {
             ..Part::default()
         };
         let record = Record {
-            time: SystemTime::now(),
-            duration: Duration::ZERO,
-            connection,
-            endpoint: None,
-            route: None,
-            fault: None,
-            identity: None,
-            http2: false,
+            exchange: connection.exchange(Protocol::Http1),
             request: part(),
             response: part(),
-            failure: None,
             cut_off: None,
-            upgraded: None,
+            time: SystemTime::now(),
+            duration: Duration::ZERO,
             open: false,
         };
         Self {
@@ -151,20 +132,22 @@ impl Drop for ExchangeDump {
 impl Record {
     /// The head of a request as it is sent: fields in original order and case, after `edits`.
     pub fn request_head(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
-        self.http2 = request.version == Version::HTTP_2;
+        if request.version == Version::HTTP_2 {
+            self.exchange.protocol = Protocol::Http2;
+        }
         let authority = request.authority().unwrap_or(b"*");
         // The target of CONNECT is an authority.
         let target = match edits.target.unwrap_or(request.target) {
             b"" => authority,
             target => target,
         };
-        let version = match self.http2 {
+        let version = match self.is_http2() {
             true => "HTTP/2".to_owned(),
             false => format!("{:?}", request.version),
         };
         let line = [request.method, b" ", target, b" ", version.as_bytes()].concat();
         let mut fields = pairs(request.head);
-        if self.http2 && request.header("host").is_none() && request.authority().is_some() {
+        if self.is_http2() && request.header("host").is_none() && request.authority().is_some() {
             fields.insert(0, (b"host", authority));
         }
         self.request.head(&line, edits.fields(fields.into_iter()));
@@ -179,7 +162,7 @@ impl Record {
         edits: Edits<'_>,
     ) {
         let status = status.as_str().as_bytes();
-        let line = match self.http2 {
+        let line = match self.is_http2() {
             true => [b"HTTP/2 ", status].concat(),
             false => [b"HTTP/1.1 ", status, b" ", reason].concat(),
         };
@@ -187,15 +170,32 @@ impl Record {
         self.response.head(&line, fields);
     }
 
+    fn is_http2(&self) -> bool {
+        self.exchange.protocol == Protocol::Http2
+    }
+
+    /// The complete record, with masks.
+    pub(super) fn finish(self) -> Exchange {
+        let incomplete = self.incomplete().map(str::to_owned);
+        Exchange {
+            time: rfc3339(self.time),
+            duration_ms: milliseconds(self.duration),
+            request: self.request.shown(),
+            response: self.response.shown(),
+            incomplete,
+            ..self.exchange
+        }
+    }
+
     /// Why the exchange is incomplete; `None` if it is complete.
-    pub fn incomplete(&self) -> Option<&str> {
+    fn incomplete(&self) -> Option<&str> {
         if self.open {
-            return Some("still open; what follows is not shown");
+            return Some(STILL_OPEN);
         }
         if let Some(reason) = &self.cut_off {
             return Some(reason);
         }
-        if self.failure.is_some() || self.upgraded.is_some() {
+        if self.exchange.failure.is_some() || self.exchange.upgraded.is_some() {
             return None;
         }
         match (
@@ -236,6 +236,29 @@ impl Part {
         self.fields.get(name)
     }
 
+    /// The message with masks; `None` without a header.
+    fn shown(&self) -> Option<model::Part> {
+        if self.start_line.is_empty() {
+            return None;
+        }
+        let (body, body_kind, messages) = match self.body.shown(self.field("content-encoding")) {
+            Shown::Nothing => (None, None, None),
+            Shown::Text { text, .. } => (Some(text.to_owned()), Some("text"), None),
+            Shown::Named { kind, .. } => (None, Some(kind), None),
+            Shown::Messages { messages, .. } => (None, Some("grpc"), Some(messages)),
+        };
+        Some(model::Part {
+            start_line: escaped(&mask::start_line(&self.start_line, self.masks_queries)),
+            headers: self.fields.shown(self.masks_queries),
+            headers_omitted: self.fields.omitted,
+            body_bytes: self.body.total(),
+            body,
+            body_kind: body_kind.map(str::to_owned),
+            messages,
+            trailers: self.trailers.shown(self.masks_queries),
+        })
+    }
+
     fn is_grpc(&self) -> bool {
         let kind = self.field("content-type").unwrap_or_default();
         kind.starts_with(b"application/grpc") && !kind.starts_with(b"application/grpc-web-text")
@@ -254,6 +277,14 @@ impl Fields {
         }
     }
 
+    fn shown(&self, masks_queries: bool) -> Vec<(String, String)> {
+        let shown = |(name, value): &(Vec<u8>, Vec<u8>)| {
+            let value = mask::value(name, value, masks_queries);
+            (escaped(name), escaped(&value))
+        };
+        self.kept.iter().map(shown).collect()
+    }
+
     /// Value of the first field with this name.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
         let (_, value) = self
@@ -269,4 +300,10 @@ fn pairs(fields: &dyn view::Fields) -> Vec<(&[u8], &[u8])> {
     let mut pairs = Vec::new();
     fields.visit(&mut |name, value| pairs.push((name, value)));
     pairs
+}
+
+fn escaped(bytes: &[u8]) -> String {
+    let mut out = String::with_capacity(bytes.len());
+    escape::line(bytes, &mut out);
+    out
 }

@@ -6,11 +6,9 @@
 
 mod body;
 mod exchange;
-mod json;
 mod mask;
 #[cfg(test)]
 mod tests;
-mod text;
 mod writer;
 
 use std::io::{self, Write};
@@ -19,6 +17,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
+
+use diy_mesh_model::exchange::{Exchange, Protocol, Transfer, milliseconds};
+use time::OffsetDateTime;
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
 
 use crate::flow::Direction;
 use crate::metrics::Metrics;
@@ -92,20 +95,36 @@ struct Shared {
 
 enum Message {
     Exchange(Box<Record>),
-    Opaque(Opaque),
+    Opaque(Box<Exchange>),
     /// Wakes the writer to reset the budget in a second.
     Wake,
     /// Responds when all earlier messages are written.
     Flush(SyncSender<()>),
 }
 
-/// A closed opaque TCP connection.
-struct Opaque {
-    time: SystemTime,
-    connection: ConnectionInfo,
-    sent: u64,
-    received: u64,
-    duration: Duration,
+impl ConnectionInfo {
+    /// A record in which only the connection is known.
+    fn exchange(&self, protocol: Protocol) -> Exchange {
+        Exchange {
+            time: String::new(),
+            direction: self.direction,
+            peer: self.peer,
+            destination: self.destination,
+            endpoint: None,
+            route: None,
+            backend: None,
+            fault: None,
+            identity: None,
+            protocol,
+            duration_ms: 0.0,
+            request: None,
+            response: None,
+            failure: None,
+            incomplete: None,
+            upgraded: None,
+            opaque: None,
+        }
+    }
 }
 
 impl Dumps {
@@ -159,15 +178,13 @@ impl Dumps {
         };
         if shared.admit() {
             shared.release();
-            shared.send(Message::Opaque(Opaque {
-                time: SystemTime::now()
-                    .checked_sub(duration)
-                    .unwrap_or(SystemTime::UNIX_EPOCH),
-                connection: *connection,
-                sent,
-                received,
-                duration,
-            }));
+            let started = SystemTime::now().checked_sub(duration);
+            shared.send(Message::Opaque(Box::new(Exchange {
+                time: rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH)),
+                duration_ms: milliseconds(duration),
+                opaque: Some(Transfer { sent, received }),
+                ..connection.exchange(Protocol::Tcp)
+            })));
         }
     }
 
@@ -221,4 +238,13 @@ impl Shared {
             self.metrics.dumps_dropped.inc();
         }
     }
+}
+
+/// A time in UTC with milliseconds.
+fn rfc3339(time: SystemTime) -> String {
+    const FORMAT: &[BorrowedFormatItem<'_>] =
+        format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
+    OffsetDateTime::from(time)
+        .format(FORMAT)
+        .unwrap_or_default()
 }

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use diy_mesh_model::exchange::{Failure as FailureReply, Fault};
 use http::{HeaderMap, HeaderName, Request, StatusCode, Version};
 
 use super::*;
@@ -222,7 +223,12 @@ fn renders_failure_before_its_response() {
     let (text, _) = text(Mode::Full, Direction::Outbound, |dump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         let failure = Failure::NoEndpoint("shop/cart".into());
-        dump.fill(|record| record.failure = Some((failure.code().label(), failure.to_string())));
+        dump.fill(|record| {
+            record.exchange.failure = Some(FailureReply {
+                code: failure.code().label().to_owned(),
+                message: failure.to_string(),
+            });
+        });
         let status = StatusCode::SERVICE_UNAVAILABLE;
         respond(dump, status, b"Service Unavailable", &HeaderMap::new());
     });
@@ -235,7 +241,10 @@ fn names_the_route_and_its_backend() {
     let routed = |dump: &mut ExchangeDump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         let (rule, backend) = ("HTTPRoute shop/web", "shop/web-v2:80");
-        dump.fill(|record| record.route = Some((rule.to_owned(), Some(backend.to_owned()))));
+        dump.fill(|record| {
+            record.exchange.route = Some(rule.to_owned());
+            record.exchange.backend = Some(backend.to_owned());
+        });
     };
     let text = written(Mode::Full, Format::Text, Direction::Outbound, routed);
     let line = "Outbound connection to 10.0.0.9:8080 by HTTPRoute shop/web to shop/web-v2:80\n";
@@ -262,7 +271,8 @@ fn names_the_policy_of_a_fault() {
     ] {
         let faulty = |dump: &mut ExchangeDump| {
             request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-            dump.fill(|record| record.fault = Some(("TrafficPolicy shop/web".to_owned(), delay)));
+            let fault = Fault::new("TrafficPolicy shop/web".to_owned(), delay);
+            dump.fill(|record| record.exchange.fault = Some(fault));
         };
         let text = written(Mode::Full, Format::Text, Direction::Outbound, faulty);
         assert!(text.contains(line), "{text}");
@@ -309,8 +319,8 @@ fn both_formats_name_endpoint_and_identity() {
     let named = |dump: &mut ExchangeDump| {
         hello(dump);
         dump.fill(|record| {
-            record.endpoint = Some(([10, 244, 0, 6], 8080).into());
-            record.identity = Some(identity.to_owned());
+            record.exchange.endpoint = Some(([10, 244, 0, 6], 8080).into());
+            record.exchange.identity = Some(identity.to_owned());
         });
     };
     let (_, details) = text(Mode::Full, Direction::Outbound, named);
@@ -472,4 +482,15 @@ fn writes_long_lived_stream_once() {
     drop(dump);
     dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(output.pieces(), written, "written once");
+}
+
+#[test]
+fn formats_times_as_rfc3339() {
+    let at = |milliseconds| rfc3339(SystemTime::UNIX_EPOCH + Duration::from_millis(milliseconds));
+    assert_eq!(at(0), "1970-01-01T00:00:00.000Z");
+    assert_eq!(at(951_782_400_000), "2000-02-29T00:00:00.000Z");
+    assert_eq!(at(1_709_251_199_999), "2024-02-29T23:59:59.999Z");
+    assert_eq!(at(1_709_251_200_000), "2024-03-01T00:00:00.000Z");
+    assert_eq!(at(1_795_305_599_001), "2026-11-21T23:59:59.001Z");
+    assert_eq!(at(4_107_542_400_000), "2100-03-01T00:00:00.000Z");
 }

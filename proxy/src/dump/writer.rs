@@ -6,9 +6,11 @@ use std::io::Write;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, json, text};
+use diy_mesh_model::exchange::Dump;
+
+use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, rfc3339};
 use crate::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -91,31 +93,35 @@ impl Writer {
             return Ok(false);
         }
         self.reported = total;
-        self.put(&match self.format {
-            Format::Text => text::suppressed(more),
-            Format::Json => json::suppressed(more),
+        self.put(&Dump::Suppressed {
+            time: rfc3339(SystemTime::now()),
+            suppressed: more,
         })?;
         Ok(true)
     }
 
     fn write(&mut self, message: Message) -> Result<(), Closed> {
-        let rendered = match (message, self.format) {
-            (Message::Exchange(record), Format::Text) => text::exchange(&record),
-            (Message::Exchange(record), Format::Json) => json::exchange(&record),
-            (Message::Opaque(opaque), Format::Text) => text::opaque(&opaque),
-            (Message::Opaque(opaque), Format::Json) => json::opaque(&opaque),
-            (Message::Wake, _) => return Ok(()),
-            (Message::Flush(done), _) => {
+        let exchange = match message {
+            Message::Exchange(record) => Box::new(record.finish()),
+            Message::Opaque(exchange) => exchange,
+            Message::Wake => return Ok(()),
+            Message::Flush(done) => {
                 self.report_suppressed()?;
                 // The receiver may have timed out.
                 let _ = done.send(());
                 return Ok(());
             }
         };
-        self.put(&rendered)
+        self.put(&Dump::Exchange(exchange))
     }
 
-    fn put(&mut self, rendered: &str) -> Result<(), Closed> {
+    fn put(&mut self, dump: &Dump) -> Result<(), Closed> {
+        let rendered = match self.format {
+            Format::Text => dump.text(),
+            Format::Json => {
+                serde_json::to_string(dump).expect("all keys of a record are strings") + "\n"
+            }
+        };
         self.out
             .write_all(rendered.as_bytes())
             .and_then(|()| self.out.flush())

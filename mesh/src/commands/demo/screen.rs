@@ -176,7 +176,7 @@ impl Screen {
         let lines = if self.json.contains(&workload) {
             vec![line.clone()]
         } else {
-            dump.text()
+            dump.text().trim_end().lines().map(str::to_owned).collect()
         };
         let source = source.clone();
         Output { source, lines }

@@ -7,10 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    dump::{Direction, Dump, DumpLine, Part},
-    names::{Names, Party},
-};
+use diy_mesh_model::exchange::{self, Direction, Dump, Part};
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+
+use super::names::{Names, Party};
 use diy_mesh_sandbox::protocol::{LogLine, PodView, Source};
 
 /// The container of the proxy, and the one that sets the redirect rules.
@@ -63,7 +63,7 @@ pub struct ProxyDump {
     /// The container.
     pub source: Source,
     /// The dump.
-    pub dump: Dump,
+    pub dump: Box<exchange::Exchange>,
     /// The line that the proxy wrote.
     pub line: String,
 }
@@ -97,9 +97,9 @@ impl<T> Pending<T> {
 
 impl Exchange {
     /// The dump with the most information: the caller's, if there is one.
-    pub fn dump(&self) -> Option<&Dump> {
+    pub fn dump(&self) -> Option<&exchange::Exchange> {
         let dumped = self.outbound.as_ref().or(self.inbound.as_ref());
-        dumped.map(|proxy| &proxy.dump)
+        dumped.map(|proxy| &*proxy.dump)
     }
 
     /// Whether both proxies use mutual TLS.
@@ -146,13 +146,13 @@ impl Story {
     /// Records a line of a container.
     pub fn record_line(&mut self, LogLine { source, line }: LogLine, now: Instant) {
         let is_proxy = source.container == PROXY_CONTAINERS[0];
-        match is_proxy.then(|| DumpLine::parse(&line)).flatten() {
-            Some(DumpLine::Exchange(dump)) => {
-                let dump = *dump;
+        match is_proxy.then(|| serde_json::from_str(&line).ok()).flatten() {
+            Some(Dump::Exchange(dump)) => {
                 self.record_dump(ProxyDump { source, dump, line }, now);
             }
-            Some(DumpLine::Suppressed { suppressed }) => {
-                self.record_output(source, format!("[{suppressed} more exchanges]"), now);
+            Some(suppressed) => {
+                let line = suppressed.text().trim_end().to_owned();
+                self.record_output(source, line, now);
             }
             None => self.record_output(source, line, now),
         }
@@ -164,8 +164,8 @@ impl Story {
                 outbound, inbound, ..
             } = &pending.value;
             match (proxy.dump.direction, outbound, inbound) {
-                (Direction::Inbound, Some(other), None) => other.dump.contains(&proxy.dump),
-                (Direction::Outbound, None, Some(other)) => proxy.dump.contains(&other.dump),
+                (Direction::Inbound, Some(other), None) => contains(&other.dump, &proxy.dump),
+                (Direction::Outbound, None, Some(other)) => contains(&proxy.dump, &other.dump),
                 _ => false,
             }
         };
@@ -290,6 +290,27 @@ impl Story {
         })?;
         Some(self.outputs.remove(index).value)
     }
+}
+
+/// Whether an exchange that `inner` describes can be part of `outer`: the same request, sent from
+/// the same pod to the selected endpoint, within its time.
+fn contains(outer: &exchange::Exchange, inner: &exchange::Exchange) -> bool {
+    let start_line =
+        |dump: &exchange::Exchange| dump.request.as_ref().map(|part| part.start_line.clone());
+    let time = |dump: &exchange::Exchange| dump.time.parse::<Timestamp>();
+    let (Ok(began), Ok(started)) = (time(outer), time(inner)) else {
+        return false;
+    };
+    // Both times are rounded to milliseconds.
+    let tolerance = SignedDuration::from_millis(2);
+    let duration = SignedDuration::from_secs_f64(outer.duration_ms / 1000.0);
+    outer.peer.ip() == inner.peer.ip()
+        && outer
+            .endpoint
+            .is_none_or(|endpoint| endpoint == inner.destination)
+        && outer.opaque == inner.opaque
+        && start_line(outer) == start_line(inner)
+        && (-tolerance..=duration + tolerance).contains(&started.duration_since(began))
 }
 
 /// When lines are printed without an exchange.

@@ -74,9 +74,10 @@ impl Summary {
         let meshed = self.pods.values().filter(|pod| pod.injected).count();
         let restarts: u32 = self.restarts.values().sum();
         let mut out = format!(
-            "mesh demo: ran {:.0} s, {ready}; {} pods, {meshed} of them with a proxy, {restarts} restarts",
+            "mesh demo: ran {:.0} s, {ready}; {}, {meshed} of them with a proxy, {}",
             ran.as_secs_f64(),
-            self.pods.len()
+            count(self.pods.len() as u32, "pod"),
+            count(restarts, "restart")
         );
         let width = self.pairs.keys().map(String::len).max().unwrap_or(0);
         for (pair, statistics) in &self.pairs {
@@ -88,13 +89,18 @@ impl Summary {
                 mutual_tls,
             } = statistics;
             let average = milliseconds / f64::from((*complete).max(1));
-            let plural = if *exchanges == 1 { "" } else { "s" };
+            let exchanges = count(*exchanges, "exchange");
             // Writing to a String does not fail.
             let _ = write!(
                 out,
-                "\n  {pair:width$}  {exchanges} exchange{plural}, {failures} failed, {mutual_tls} with mTLS, average {average:.1} ms"
+                "\n  {pair:width$}  {exchanges}, {failures} failed, {mutual_tls} with mTLS, average {average:.1} ms"
             );
         }
         out
     }
+}
+
+fn count(count: u32, noun: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {noun}{plural}")
 }

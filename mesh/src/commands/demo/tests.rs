@@ -5,12 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use diy_mesh_model::exchange::Dump;
 use serde_json::{Value, json};
 
 use super::{
-    check_only,
-    dump::{Dump, DumpLine},
-    request_json_dumps,
+    check_only, request_json_dumps,
     screen::{Detail, Screen},
     story::{Item, Story},
     summary::Summary,
@@ -229,9 +228,9 @@ fn dumps_of_different_exchanges_are_not_joined() {
 
 #[test]
 fn formats_dumps_as_the_proxy_does() {
-    let text = |dump: Value| match DumpLine::parse(&dump.to_string()) {
-        Some(DumpLine::Exchange(dump)) => Dump::text(&dump).join("\n"),
-        other => panic!("{other:?}"),
+    let text = |dump: Value| {
+        let dump: Dump = serde_json::from_value(dump).expect("a record");
+        dump.text().trim_end().to_owned()
     };
     let mut grpc = outbound();
     grpc["response"] = json!({
@@ -255,11 +254,11 @@ fn formats_dumps_as_the_proxy_does() {
     long["response"]["body_bytes"] = 5000.into();
     let page = text(long);
     assert!(
-        page.contains("ab\\u{1b}[2J\n[the first 6 of 5000 bytes]\n"),
+        page.contains("ab\\x1b[2J\n[the first 6 of 5000 bytes]\n"),
         "{page}"
     );
     let opaque = json!({
-        "time": "2026-11-21T10:00:00.1Z", "direction": "inbound", "peer": "10.0.0.1:1", "destination": "[fd00::7]:25",
+        "time": "2026-11-21T10:00:00.100Z", "direction": "inbound", "peer": "10.0.0.1:1", "destination": "[fd00::7]:25",
         "protocol": "tcp", "duration_ms": 1500.0, "sent": 1, "received": 80,
     });
     let expected = "Inbound connection from 10.0.0.1:1 to port: 25\n[TCP: 1 byte sent, 80 bytes received, 1.500 s from 2026-11-21T10:00:00.100Z]";
