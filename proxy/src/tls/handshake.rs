@@ -161,10 +161,12 @@ impl Handshake {
             let state = match self.advance(plaintext) {
                 Ok(state) => state,
                 Err(error) => {
-                    // After an error, the output of rustls is an alert. Sends it if the socket
-                    // accepts it now.
-                    self.incoming.clear();
-                    let _ = self.step(plaintext).1;
+                    // The output of rustls is an alert, if it has any for this error. Without
+                    // output, another step would continue with the input. Sends the alert if the
+                    // socket accepts it now.
+                    while self.connection.common().wants_write() {
+                        let _ = self.step(plaintext).1;
+                    }
                     let _ = self.poll_flush(cx, stream);
                     return Poll::Ready(Err(invalid_data(error)));
                 }
@@ -249,11 +251,15 @@ impl Handshake {
 }
 
 impl Connection {
-    fn negotiated(&self) -> Negotiated {
-        let common: &CommonState = match self {
+    fn common(&self) -> &CommonState {
+        match self {
             Self::Client(connection) => connection,
             Self::Server(connection) => connection,
-        };
+        }
+    }
+
+    fn negotiated(&self) -> Negotiated {
+        let common = self.common();
         Negotiated {
             certificate: common
                 .peer_certificates()

@@ -113,6 +113,22 @@ fn client_bounds_and_charges_the_input_of_a_handshake() {
 }
 
 #[test]
+fn interleaved_record_fails_the_handshake() {
+    on_worker(async {
+        let slots = Slots::new(200, "").await;
+        let (mut stream, mut fragments) = hostile_client(&slots, FLOODER).await;
+        let records = [fragments.next(), fragments.interleaved()].concat();
+        stream.write_all(&records).await.unwrap();
+        let rejected = "failures_total{direction=\"inbound\",code=\"handshake-failed\"} 1";
+        until(|| slots.inbound.metrics.render().contains(rejected)).await;
+        assert!(
+            slots.call(FLOODER).await.is_ok(),
+            "the next handshake succeeds"
+        );
+    });
+}
+
+#[test]
 fn floods_of_handshakes_stay_within_the_budget() {
     on_worker(async {
         let slots = Slots::with_memory(app().await, 400, 1024 * 1024, "").await;

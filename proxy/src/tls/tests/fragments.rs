@@ -73,7 +73,17 @@ impl Fragments {
         let message = [11, 0, 0xff, 0xff];
         content[0] = message.get(self.sequence as usize).copied().unwrap_or(0);
         content[1] = 22;
-        let [high, low] = u16::try_from(PADDED + 16).unwrap().to_be_bytes();
+        self.seal(content)
+    }
+
+    /// A record of application data, which must not interrupt a handshake message.
+    pub fn interleaved(&mut self) -> Vec<u8> {
+        self.seal(b"data\x17".to_vec())
+    }
+
+    /// Protects a content and its type.
+    fn seal(&mut self, mut content: Vec<u8>) -> Vec<u8> {
+        let [high, low] = u16::try_from(content.len() + 16).unwrap().to_be_bytes();
         let header = [23, 3, 3, high, low];
         let mut nonce = self.iv;
         let number = self.sequence.to_be_bytes();
