@@ -121,7 +121,7 @@ codes! {
         "the application";
     RateLimited: "rate-limited", &[429], Some(Grpc::ResourceExhausted),
         "the request exceeds a rate limit of the pod; `Retry-After` and `grpc-retry-pushback-ms` name the time until the next one",
-        "the body: it names the limit; `spec.rateLimits` of the TrafficPolicy ([details](docs/troubleshooting.md#429-with-x-mesh-error-rate-limited))";
+        "the body: it names the limit; `spec.rateLimits` of the TrafficPolicy ([details](troubleshooting.md#429-with-x-mesh-error-rate-limited))";
     BadRequest: "bad-request", &[400], Some(Grpc::Internal),
         "the request violates HTTP, or is ambiguous",
         "the client; the body names the rule";
@@ -145,13 +145,13 @@ codes! {
         "the load of the application; its number of replicas; the body names the limit and the TrafficPolicy";
     CircuitOpen: "circuit-open", &[503], Some(Grpc::Unavailable),
         "too many requests to the Service failed, and the circuit breaker of its TrafficPolicy is open",
-        "the failures of the Service; the body names the policy ([details](docs/reference.md#circuit-breaker))";
+        "the failures of the Service; the body names the policy ([details](#circuit-breaker))";
     NoCertificate: "no-certificate", &[503], Some(Grpc::Unavailable),
         "the destination is meshed, and the caller's proxy has no valid certificate; nothing is sent in plaintext",
-        "the log and `/ready` of the caller's proxy; the controller ([details](docs/troubleshooting.md#503-with-x-mesh-error-no-certificate))";
+        "the log and `/ready` of the caller's proxy; the controller ([details](troubleshooting.md#503-with-x-mesh-error-no-certificate))";
     HandshakeFailed: "handshake-failed", &[502], Some(Grpc::Unavailable),
         "the upstream did not authenticate as the workload that discovery expects, or rejected the caller's certificate",
-        "the body: it names the upstream's identity ([details](docs/troubleshooting.md#502-with-x-mesh-error-handshake-failed))";
+        "the body: it names the upstream's identity ([details](troubleshooting.md#502-with-x-mesh-error-handshake-failed))";
     MtlsRequired: "mtls-required", &[403], Some(Grpc::PermissionDenied),
         "the workload is strict, and the caller did not use mutual TLS",
         "add the caller to the mesh, or set the workload to `permissive`";

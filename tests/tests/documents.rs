@@ -239,7 +239,17 @@ fn reference_has_the_row_of_each_error_code() {
         format!("| `{label}` | {status} | {grpc} | {meaning} | {check} |")
     });
     let documented: Vec<&str> = table.lines().skip(2).collect();
-    assert_eq!(documented, rows, "docs/reference.md and model/src/code.rs differ");
+    assert_eq!(
+        documented, rows,
+        "docs/reference.md and model/src/code.rs differ"
+    );
+}
+
+#[test]
+fn invariants_name_existing_tests() {
+    let document = "ARCHITECTURE.md";
+    let tests = tests_named_in(document, "## Invariants", "**`unsafe`", "invariant");
+    assert!(tests > 30, "cannot parse {document}: {tests} tests");
 }
 
 #[test]
