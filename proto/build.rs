@@ -8,6 +8,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute("HeaderModifier", "#[derive(Eq, Hash)]")
         .message_attribute("RouteMatch", "#[derive(Eq, Hash)]")
         .message_attribute("RouteFilter", "#[derive(Eq, Hash)]")
+        .message_attribute("RouteBackend", "#[derive(Eq, Hash)]")
+        .message_attribute("RouteRule", "#[derive(Eq, Hash)]")
         .type_attribute("RouteFilter.kind", "#[derive(Eq, Hash)]")
         // The output of `mesh identity`.
         .message_attribute(

@@ -16,7 +16,7 @@ use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::Table;
 use crate::routes::filters::is_redirect;
-use crate::routes::model::{Filter, Match, Rule};
+use crate::routes::model::{Match, Rule};
 
 /// What happens with the requests to a Service.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -151,7 +151,7 @@ impl Row {
 
 /// The requests to a headless Service stay at the pod that the client has selected.
 fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
-    let row = |rule: &Rule<String>| row(rule, service, is_headless || rule.to_destination);
+    let row = |rule: &Rule| row(&rule.message(), service, is_headless);
     let faults = table.faults().iter().map(fault);
     let matches = table.matches.iter().map(|(position, one)| {
         let rule = usize::try_from(*position).ok();
@@ -184,27 +184,25 @@ fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
         .collect()
 }
 
-/// `stays`: the rule does not choose a backend.
-fn row(rule: &Rule<String>, service: &str, stays: bool) -> Row {
+fn row(rule: &proto::RouteRule, service: &str, is_headless: bool) -> Row {
+    // The rule does not choose a backend.
+    let stays = is_headless || rule.to_destination;
     let backends = rule.backends.iter().map(|backend| {
-        let name = Some(backend.target.clone()).filter(|name| !name.is_empty());
+        let name = Some(backend.name.clone()).filter(|name| !name.is_empty());
         (name, backend.weight)
     });
     let backends = match rule.filters.iter().any(is_redirect) {
-        false if stays && !rule.is_invalid => vec![(Some(service.to_owned()), 1)],
+        false if stays && !rule.invalid => vec![(Some(service.to_owned()), 1)],
         _ => backends.collect(),
     };
     let mut actions: Vec<String> = rule.filters.iter().map(action).collect();
-    if rule.is_invalid {
+    if rule.invalid {
         actions.push("status 500".to_owned());
     }
     let of_backends = rule.backends.iter().filter(|_| !stays);
     let of_backends = of_backends.flat_map(|backend| &backend.filters);
     actions.extend(of_backends.map(|filter| format!("{} of a backend", action(filter))));
-    let timeout = |name: &str, timeout: Option<u64>| {
-        let timeout = timeout.filter(|timeout| *timeout > 0);
-        timeout.map(|timeout| format!("{name} {timeout}ms"))
-    };
+    let timeout = |name: &str, timeout: u64| (timeout > 0).then(|| format!("{name} {timeout}ms"));
     actions.extend(timeout("timeout", rule.request_timeout));
     actions.extend(timeout(
         "timeout of an attempt",
@@ -214,7 +212,11 @@ fn row(rule: &Rule<String>, service: &str, stays: bool) -> Row {
         let statuses: Vec<String> = retry.statuses.iter().map(u32::to_string).collect();
         format!("{} retries of [{}]", retry.attempts, statuses.join(", "))
     }));
-    actions.extend(rule.session.as_ref().map(|_| "sessions".to_owned()));
+    actions.extend(
+        rule.session_persistence
+            .as_ref()
+            .map(|_| "sessions".to_owned()),
+    );
     Row {
         requests: String::new(),
         from: Some(rule.name.clone()),
@@ -270,17 +272,16 @@ fn conditions(one: &Match) -> String {
     }
 }
 
-fn action(filter: &Filter<String>) -> String {
-    match filter.kind() {
+fn action(filter: &proto::RouteFilter) -> String {
+    match &filter.kind {
         Some(FilterKind::RequestHeaders(_)) => "changes request headers".to_owned(),
         Some(FilterKind::ResponseHeaders(_)) => "changes response headers".to_owned(),
         Some(FilterKind::Redirect(redirect)) => format!("redirect {}", redirect.status),
         Some(FilterKind::Rewrite(_)) => "rewrite".to_owned(),
         Some(FilterKind::Cors(_)) => "CORS".to_owned(),
         Some(FilterKind::Mirror(mirror)) => {
-            let target = filter.mirror.as_deref().unwrap_or_default();
             let (numerator, denominator) = (mirror.numerator, mirror.denominator);
-            format!("mirror {numerator} of {denominator} to {target}")
+            format!("mirror {numerator} of {denominator} to {}", mirror.backend)
         }
         None => String::new(),
     }

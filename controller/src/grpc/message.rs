@@ -3,7 +3,7 @@
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::mesh::v1 as proto;
 
-use super::{frames, routes};
+use super::frames;
 use crate::index::endpoints::{Delta, Endpoint, Endpoints};
 use crate::index::object::{Key, ServicePort, TargetPort};
 use crate::index::state::{Target, TargetKind, Workload};
@@ -76,7 +76,7 @@ pub(super) fn snapshot(target: &Target) -> proto::Snapshot {
 
 /// The routes of a snapshot, encoded once.
 pub(super) fn routes(table: &Table) -> &Bytes {
-    table.encoded(|table| frames::field(SNAPSHOT_ROUTES, &routes::routes(table)))
+    table.encoded(|routes| frames::field(SNAPSHOT_ROUTES, &routes))
 }
 
 /// The endpoints of a snapshot, in parts that fit into messages, encoded once.

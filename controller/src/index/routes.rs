@@ -249,7 +249,7 @@ impl Routes {
         before.map(|before| before.tables).unwrap_or_default() != tables.unwrap_or_default()
     }
 
-    /// The name of the resource that a reference of a route at a parent refers to.
+    /// Checks a reference of a route at a parent.
     fn resolve(
         &self,
         links: &Links,
@@ -257,7 +257,7 @@ impl Routes {
         parent: &Key,
         route: &Route,
         reference: &Reference,
-    ) -> Result<String, Rejection> {
+    ) -> Result<(), Rejection> {
         let (field, key) = (&reference.field, &reference.key);
         let invalid =
             |reason, problem: String| Err(Rejection::new(reason, format!("{field}: {problem}")));
@@ -292,7 +292,7 @@ impl Routes {
             return invalid(BACKEND_NOT_FOUND, "the port is missing".to_owned());
         };
         match service.tcp_port(|other| other.port == port) {
-            Some(_) => Ok(format!("{key}:{port}")),
+            Some(_) => Ok(()),
             None => invalid(
                 BACKEND_NOT_FOUND,
                 format!("the Service {key} has no TCP port {port}"),

@@ -17,7 +17,7 @@ use crate::checked::Checked;
 use crate::index::object::{Key, ServicePort};
 use crate::index::version::{self, Version};
 use crate::routes::attach::Table;
-use crate::routes::model::{Backend, Match, Rule};
+use crate::routes::model::{RequestSettings, Rule};
 use crate::routes::{Condition, ParentReference};
 
 /// The API group.
@@ -127,9 +127,8 @@ pub struct Effective {
 pub struct Requests {
     /// The name of the rule for requests that no route concerns.
     name: String,
-    timeouts: [Option<u64>; 2],
-    retry: Option<proto::RouteRetry>,
-    session: Option<proto::SessionPersistence>,
+    /// What they have where their rule has nothing.
+    pub settings: RequestSettings,
     /// Injected before rules apply.
     pub faults: Option<Arc<Faults>>,
 }
@@ -269,11 +268,13 @@ fn requests<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Requests 
     let name = layers.clone().find(has_section).map(|one| one.name.clone());
     Requests {
         name: name.unwrap_or_default(),
-        timeouts: first(layers.clone(), |one| &one.timeouts)
-            .copied()
-            .unwrap_or_default(),
-        retry: first(layers.clone(), |one| &one.retry).and_then(|one| one.retry.clone()),
-        session: first(layers.clone(), |one| &one.session).cloned(),
+        settings: RequestSettings {
+            timeouts: first(layers.clone(), |one| &one.timeouts)
+                .copied()
+                .unwrap_or_default(),
+            retry: first(layers.clone(), |one| &one.retry).and_then(|one| one.retry.clone()),
+            session: first(layers.clone(), |one| &one.session).cloned(),
+        },
         faults: first(layers, |one| &one.faults)
             .filter(|faults| !faults.list.is_empty())
             .cloned(),
@@ -281,25 +282,6 @@ fn requests<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Requests 
 }
 
 impl Requests {
-    /// A rule with the settings that it does not have itself.
-    pub fn complete(&self, rule: &Arc<Rule<String>>) -> Arc<Rule<String>> {
-        let [request, attempt] = self.timeouts;
-        let request_timeout = rule.request_timeout.or(request);
-        let longest = request_timeout.filter(|timeout| *timeout > 0);
-        let attempt = attempt.map(|one| longest.map_or(one, |longest| one.min(longest)));
-        let completed = Rule {
-            request_timeout,
-            backend_request_timeout: rule.backend_request_timeout.or(attempt),
-            retry: rule.retry.clone().or_else(|| self.retry.clone()),
-            session: rule.session.clone().or_else(|| self.session.clone()),
-            ..(**rule).clone()
-        };
-        match completed == **rule {
-            true => rule.clone(),
-            false => Arc::new(completed),
-        }
-    }
-
     /// The table of a Service port without routes. `None`: no settings.
     pub fn table(&self, service: &Key, port: &ServicePort) -> Option<Table> {
         let unnamed = Requests {
@@ -309,17 +291,24 @@ impl Requests {
         if unnamed == Requests::default() {
             return None;
         }
-        let rule = Arc::new(Rule {
+        let shared = proto::RouteRule {
             name: self.name.clone(),
-            backends: vec![Backend::new(format!("{service}:{}", port.port), 1)],
+            backends: vec![proto::RouteBackend {
+                name: format!("{service}:{}", port.port),
+                weight: 1,
+                filters: Vec::new(),
+            }],
             to_destination: true,
+            ..proto::RouteRule::default()
+        };
+        let rule = Rule {
+            shared: Arc::new(shared),
+            settings: RequestSettings::default().or(&self.settings),
             ..Rule::default()
-        });
-        let everything = Arc::new(Match::default());
-        let rules = vec![self.complete(&rule)];
+        };
         Some(Table::new(
-            vec![(0, everything)],
-            rules,
+            vec![(0, Arc::default())],
+            vec![Arc::new(rule)],
             false,
             None,
             self,

@@ -272,7 +272,7 @@ fn sections_of_a_service_replace_those_of_its_namespace() {
     assert_eq!(backend.name, "TrafficPolicy shop/p, TrafficPolicy shop/p");
     assert_eq!(backend.connections.unwrap().max_waiting, None);
     assert_eq!(backend.circuit_breaker.unwrap().failure_percent, 50);
-    assert_eq!(effective.requests.timeouts, [Some(1_000), None]);
+    assert_eq!(effective.requests.settings.timeouts, [Some(1_000), None]);
     assert_eq!(
         effective.requests.faults, None,
         "an empty list replaces them too"
@@ -292,39 +292,37 @@ fn rules_keep_what_they_have_and_get_the_rest_from_the_policy() {
         "sessionPersistence": {},
     }));
     let requests = Effective::of(Some(&policy), None).unwrap().requests;
-    let complete = |rule: Rule<String>| requests.complete(&Arc::new(rule));
-    let completed = complete(Rule::default());
-    let timeouts = |rule: &Rule<String>| (rule.request_timeout, rule.backend_request_timeout);
-    assert_eq!(timeouts(&completed), (Some(10_000), Some(2_000)));
+    let complete = |own: RequestSettings| own.or(&requests.settings);
+    let completed = complete(RequestSettings::default());
+    assert_eq!(completed.timeouts, [Some(10_000), Some(2_000)]);
     assert_eq!(completed.retry.as_ref().unwrap().statuses, [503]);
     assert_eq!(completed.session.as_ref().unwrap().cookie, "mesh-session");
-    let own = Rule {
-        request_timeout: Some(1_000),
+    let own = RequestSettings {
+        timeouts: [Some(1_000), None],
         retry: Some(proto::RouteRetry {
             statuses: vec![],
             attempts: 0,
             backoff: 0,
         }),
-        ..Rule::default()
+        ..RequestSettings::default()
     };
     let completed = complete(own.clone());
     assert_eq!(
-        timeouts(&completed),
-        (Some(1_000), Some(1_000)),
+        completed.timeouts,
+        [Some(1_000), Some(1_000)],
         "at most that of the request"
     );
     assert_eq!(completed.retry, own.retry);
-    let none = complete(Rule {
-        request_timeout: Some(0),
-        ..Rule::default()
+    let none = complete(RequestSettings {
+        timeouts: [Some(0), None],
+        ..RequestSettings::default()
     });
     assert_eq!(
-        timeouts(&none),
-        (Some(0), Some(2_000)),
+        none.timeouts,
+        [Some(0), Some(2_000)],
         "the rule has none on purpose"
     );
-    let rule = Arc::new(Rule::default());
-    assert!(Arc::ptr_eq(&Requests::default().complete(&rule), &rule));
+    assert_eq!(own.or(&RequestSettings::default()), own);
 }
 
 /// The definition refuses it when it is written.

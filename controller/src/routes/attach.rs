@@ -1,14 +1,14 @@
 //! The routes of one Service that are of one namespace: which apply to which port, in which order,
 //! and what their authors are told. Pure.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use diy_mesh_proto::mesh::v1::Fault;
+use diy_mesh_proto::mesh::v1::{Fault, RouteBackend, RouteMatch, Routes};
 
 use super::matches;
-use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::model::{Match, ParsedRule, Reference, Rejection, RequestSettings, Route, Rule};
 use super::parse::shortened;
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
@@ -41,11 +41,11 @@ pub struct Table {
     /// In order of precedence, with the position of their rule.
     pub matches: Vec<(u32, Arc<Match>)>,
     /// The rules of all routes.
-    pub rules: Vec<Arc<Rule<String>>>,
+    pub rules: Vec<Arc<Rule>>,
     /// GRPCRoutes, not HTTPRoutes.
     pub grpc: bool,
     /// Of connections that carry no HTTP.
-    pub tcp: Option<Arc<Rule<String>>>,
+    pub tcp: Option<Arc<Rule>>,
     /// The faults of the policy of the Service.
     pub faults: Option<Arc<Faults>>,
     /// The routes with these rules.
@@ -61,9 +61,9 @@ impl Table {
     /// The table of these rules of `routes`, with the faults of a policy.
     pub fn new(
         matches: Vec<(u32, Arc<Match>)>,
-        rules: Vec<Arc<Rule<String>>>,
+        rules: Vec<Arc<Rule>>,
         grpc: bool,
-        tcp: Option<Arc<Rule<String>>>,
+        tcp: Option<Arc<Rule>>,
         requests: &Requests,
         routes: Vec<RouteId>,
     ) -> Table {
@@ -87,9 +87,24 @@ impl Table {
         self.faults.as_ref().map_or(&[], |faults| &faults.list)
     }
 
+    /// The routes for proxies.
+    fn message(&self) -> Routes {
+        let matches = self.matches.iter().map(|(rule, one)| RouteMatch {
+            rule: *rule,
+            ..one.message.clone()
+        });
+        Routes {
+            matches: matches.collect(),
+            rules: self.rules.iter().map(|rule| rule.message()).collect(),
+            grpc: self.grpc,
+            tcp: self.tcp.as_ref().map(|rule| rule.message()),
+            faults: self.faults().to_vec(),
+        }
+    }
+
     /// The routes as `encode` encodes them, the first time only.
-    pub fn encoded(&self, encode: impl FnOnce(&Table) -> Bytes) -> &Bytes {
-        self.encoded.get_or_init(|| encode(self))
+    pub fn encoded(&self, encode: impl FnOnce(Routes) -> Bytes) -> &Bytes {
+        self.encoded.get_or_init(|| encode(self.message()))
     }
 }
 
@@ -116,7 +131,7 @@ struct Candidate<'a> {
     /// Older routes exceed a limit without it.
     is_surplus: bool,
     /// The rules, by the port of the Service for a split. Of other routes, for all ports.
-    rules: BTreeMap<Option<u16>, Vec<Arc<Rule<String>>>>,
+    rules: BTreeMap<Option<u16>, Vec<Arc<Rule>>>,
     problems: Vec<Rejection>,
     /// Whether the route applies, by table.
     verdicts: Vec<(usize, Verdict)>,
@@ -138,26 +153,35 @@ enum Verdict {
 }
 
 /// Attaches the routes of one namespace to a Service, which may not exist. `requests` are the
-/// settings of its policy. `resolve` returns the name of a backend.
+/// settings of its policy. `resolve` checks a reference.
 pub fn attach(
     key: &Key,
     service: Option<&Service>,
     mut routes: Vec<&Route>,
     requests: Option<&Requests>,
-    resolve: impl Fn(&Route, &Reference) -> Result<String, Rejection>,
+    resolve: impl Fn(&Route, &Reference) -> Result<(), Rejection>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
     let parent = service.filter(|service| service.external_name.is_empty());
     let ports = parent.into_iter().flat_map(|service| &service.ports);
     let ports = ports.filter(|port| port.protocol == Transport::Tcp);
     let numbers: Vec<u16> = ports.clone().map(|port| port.port).collect();
+    let none = Requests::default();
+    let requests = requests.unwrap_or(&none);
     let mut split_bytes = 0;
     let candidates = routes.into_iter().enumerate().map(|(age, route)| {
         if route.is_split() {
             split_bytes += route.bytes * numbers.len();
         }
         let is_surplus = age >= MAX_ROUTES || (route.is_split() && split_bytes > MAX_BYTES);
-        candidate(route, is_surplus, key, &numbers, &resolve)
+        candidate(
+            route,
+            is_surplus,
+            key,
+            &numbers,
+            &requests.settings,
+            &resolve,
+        )
     });
     let mut candidates: Vec<Candidate<'_>> = candidates.collect();
     let groups = grouped(&candidates, service, ports.collect());
@@ -165,8 +189,6 @@ pub fn attach(
         routes: MAX_ROUTES.min(MAX_TABLE_ROUTES / groups.len().max(1)),
         bytes: MAX_BYTES.min(MAX_TABLE_BYTES / groups.len().max(1)),
     };
-    let none = Requests::default();
-    let requests = requests.unwrap_or(&none);
     let mut tables = BTreeMap::new();
     for (at, (selected, ports)) in groups.iter().enumerate() {
         let (table, verdicts) = merge(&candidates, selected, ports[0].port, limits, requests);
@@ -264,7 +286,8 @@ fn candidate<'a>(
     is_surplus: bool,
     key: &Key,
     ports: &[u16],
-    resolve: &impl Fn(&Route, &Reference) -> Result<String, Rejection>,
+    policy: &RequestSettings,
+    resolve: &impl Fn(&Route, &Reference) -> Result<(), Rejection>,
 ) -> Candidate<'a> {
     let mut problems = Vec::new();
     let ports: Vec<Option<u16>> = match route.is_split() {
@@ -274,7 +297,11 @@ fn candidate<'a>(
     };
     let rules = ports.into_iter().map(|port| {
         let parsed = route.content.iter().flatten().filter(|_| !is_surplus);
-        let rules = parsed.map(|parsed| rule(route, parsed, key, port, resolve, &mut problems));
+        let rules = parsed.map(|parsed| {
+            let mut rule = rule(route, parsed, key, port, resolve, &mut problems);
+            rule.settings = parsed.settings.or(policy);
+            Arc::new(rule)
+        });
         (port, rules.collect())
     });
     let is_this = |parent: &ParentReference| parent.key(&route.key) == *key;
@@ -289,52 +316,69 @@ fn candidate<'a>(
     }
 }
 
-/// A rule with resolved backends. Of a split, for a port of its parent.
+/// A rule with checked references. Of a split, for a port of its parent.
 fn rule(
     route: &Route,
     parsed: &ParsedRule,
     parent: &Key,
     port: Option<u16>,
-    resolve: &impl Fn(&Route, &Reference) -> Result<String, Rejection>,
+    resolve: &impl Fn(&Route, &Reference) -> Result<(), Rejection>,
     problems: &mut Vec<Rejection>,
-) -> Arc<Rule<String>> {
-    let mut rule = parsed.rule.map(|reference| {
-        let port = port.or(reference.port);
+) -> Rule {
+    let (mut unresolved, mut resolved) = (BTreeSet::new(), Vec::new());
+    for reference in &parsed.references {
         let reference = Reference {
-            port,
+            port: port.or(reference.port),
             ..reference.clone()
         };
-        let unresolved = match resolve(route, &reference) {
-            Ok(name) => return Some(name),
-            Err(unresolved) => unresolved,
-        };
-        if !problems.contains(&unresolved) {
-            problems.push(unresolved);
-        }
-        None
-    });
-    if let Some(port) = port {
-        let parent = format!("{parent}:{port}");
-        match route.kind {
-            // The specification of SMI: the others get their share.
-            Kind::TrafficSplit => rule.backends.retain(|one| !one.target.is_empty()),
-            _ => {
-                let mut backends = rule.backends.iter_mut();
-                let unresolved = backends.by_ref().filter(|one| one.target.is_empty());
-                unresolved.for_each(|backend| backend.target.clone_from(&parent));
+        match resolve(route, &reference) {
+            Ok(()) => resolved.push(Some(reference.name())),
+            Err(problem) => {
+                resolved.push(None);
+                unresolved.insert(reference.name());
+                if !problems.contains(&problem) {
+                    problems.push(problem);
+                }
             }
         }
-        if rule.backends.iter().all(|backend| backend.weight == 0) {
-            rule.backends = vec![Backend::new(parent, 1)];
+    }
+    let mut shared = parsed.message.clone();
+    if let Some(port) = port {
+        let parent = format!("{parent}:{port}");
+        let backends = shared.backends.iter().zip(resolved);
+        let backends = backends.filter_map(|(backend, name)| {
+            let name = match route.kind {
+                // The specification of SMI: the others get their share.
+                Kind::TrafficSplit => name?,
+                _ => name.unwrap_or_else(|| parent.clone()),
+            };
+            Some(RouteBackend {
+                name,
+                ..backend.clone()
+            })
+        });
+        let mut backends: Vec<RouteBackend> = backends.collect();
+        if backends.iter().all(|backend| backend.weight == 0) {
+            backends = vec![RouteBackend {
+                name: parent,
+                weight: 1,
+                filters: Vec::new(),
+            }];
         }
+        Arc::make_mut(&mut shared).backends = backends;
+        unresolved.clear();
     }
     if let Some(message) = &parsed.unknown_filter {
         // Requests must not pass without the filter.
-        (rule.backends, rule.filters, rule.is_invalid) = (vec![], vec![], true);
+        shared = ParsedRule::failing(Vec::new(), shared.name.clone()).message;
         let message = format!("{message}; requests of the rule fail");
         problems.push(Rejection::new(super::INVALID_KIND, message));
     }
-    Arc::new(rule)
+    Rule {
+        shared,
+        unresolved,
+        settings: RequestSettings::default(),
+    }
 }
 
 /// The precedence of a kind of routes at a port: requests follow the highest one.
@@ -363,7 +407,7 @@ fn merge(
     let routes = selected.iter().map(|one| candidates[*one].route);
     let first = first(routes).expect("a port without routes has no table");
     let (kind, is_unreadable) = (first.kind, first.is_unreadable());
-    let mut tcp: Option<Arc<Rule<String>>> = None;
+    let mut tcp: Option<Arc<Rule>> = None;
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
     let (mut patterns, mut bytes, mut routes, mut unmatched) = (0, 0, Vec::new(), None);
     for position in &selected {
@@ -398,16 +442,16 @@ fn merge(
             let for_all = all.find(|(parsed, _)| {
                 parsed.matches.is_empty() || parsed.matches.iter().any(|one| one.is_for_all())
             });
-            let rule = for_all.map(|(_, rule)| rule.clone());
             // Otherwise they stay with the Service, as without a rule.
-            tcp = rule.filter(|rule| !rule.to_destination);
+            let rule = for_all.filter(|(_, rule)| !rule.shared.to_destination);
+            tcp = rule.map(|(_, rule)| Arc::new(rule.for_connections()));
         }
         if is_tcp && kind != Kind::TcpRoute {
             continue;
         }
         for (parsed, rule) in parsed.zip(candidate.rules_at(port)) {
             let position = u32::try_from(rules.len()).expect("a route has few rules");
-            rules.push(requests.complete(rule));
+            rules.push(rule.clone());
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
             if parsed.matches.is_empty() {
                 unmatched.get_or_insert(position);
@@ -426,7 +470,7 @@ fn merge(
 }
 
 impl Candidate<'_> {
-    fn rules_at(&self, port: u16) -> &[Arc<Rule<String>>] {
+    fn rules_at(&self, port: u16) -> &[Arc<Rule>] {
         let port = self.route.is_split().then_some(port);
         self.rules.get(&port).map_or(&[], Vec::as_slice)
     }
@@ -471,7 +515,7 @@ impl Candidate<'_> {
             let ignored = ignored.map(|field| format!("; {field} has no effect in a mesh"));
             let mut message = format!("the route applies to {key}{}", ignored.collect::<String>());
             let mut rules = self.route.content.iter().flatten();
-            if service.is_headless && rules.any(|parsed| !parsed.rule.backends.is_empty()) {
+            if service.is_headless && rules.any(|parsed| !parsed.message.backends.is_empty()) {
                 message.push_str(BACKENDS_WITHOUT_EFFECT);
             }
             return Condition::new("Accepted", true, "Accepted", message);

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route};
+use super::model::{Match, ParsedRule, Reference, Rejection, Route};
 use super::parse::{Meta, REFERENCE_BYTES, RULE_BYTES};
 use super::{CONFLICTED, NO_MATCHING_PARENT, ParentReference, UNSUPPORTED_VALUE};
 use crate::index::object::{Key, Kind, Service};
@@ -56,17 +56,15 @@ impl Canaries {
     pub fn route(&self, key: &Key) -> Option<Route> {
         let sum: u32 = self.accepted.iter().map(|(_, percent)| percent).sum();
         let backend = |(key, weight): (&Key, u32)| {
-            Backend::new(
-                Reference::service(key.clone(), format!("canary {key}")),
-                weight,
-            )
+            let reference = Reference::service(key.clone(), format!("canary {key}"));
+            (reference, weight)
         };
         let canaries = self.accepted.iter().map(|(key, percent)| (key, *percent));
         let backends = [(key, ALL_PERCENT - sum)].into_iter().chain(canaries);
         let matches = vec![Arc::new(Match::default())];
         let name = format!("canaries of {key}");
         let rule = ParsedRule::new(matches, name, backends.map(backend).collect());
-        let bytes = RULE_BYTES + rule.rule.backends.len() * REFERENCE_BYTES;
+        let bytes = RULE_BYTES + rule.references.len() * REFERENCE_BYTES;
         let meta = Meta {
             kind: Kind::Service,
             key: key.clone(),
@@ -129,6 +127,7 @@ fn share(
 mod tests {
     use std::net::SocketAddr;
 
+    use diy_mesh_proto::mesh::v1::RouteBackend;
     use serde_json::json;
 
     use super::*;
@@ -158,8 +157,8 @@ mod tests {
         let target = index.resolve(&web, &Location::default()).1.target;
         let table = target.and_then(|target| target.routes);
         let rules = table.iter().flat_map(|table| &table.rules);
-        let backends = rules.flat_map(|rule| &rule.backends);
-        let say = |backend: &Backend<String>| format!("{}={}", backend.target, backend.weight);
+        let backends = rules.flat_map(|rule| rule.message().backends);
+        let say = |backend: RouteBackend| format!("{}={}", backend.name, backend.weight);
         backends.map(say).collect::<Vec<_>>().join(" ")
     }
 

@@ -10,10 +10,11 @@ use diy_mesh_proto::field::is_reserved;
 use diy_mesh_proto::mesh::v1::header_modifier::Field;
 use diy_mesh_proto::mesh::v1::route_filter::Kind as FilterKind;
 use diy_mesh_proto::mesh::v1::{
-    Cors, HeaderModifier, Mirror, PathModifier, Redirect, UrlRewrite, path_match, path_modifier,
+    Cors, HeaderModifier, Mirror, PathModifier, Redirect, RouteFilter, UrlRewrite, path_match,
+    path_modifier,
 };
 
-use super::model::{Filter, Match, Reference, Rejection};
+use super::model::{Match, Reference, Rejection};
 use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
 use super::{INCOMPATIBLE_FILTERS, matches, spec};
 use crate::index::object::Kind;
@@ -31,58 +32,68 @@ pub(super) struct Context<'a> {
     pub matches: &'a [Arc<Match>],
 }
 
-/// Parses the filters in the field `at`. The first filter that the mesh does not know is put in
-/// `unknown`.
+/// What filters and backends need that is not in their messages.
+#[derive(Default)]
+pub(super) struct Found {
+    pub references: Vec<Reference>,
+    /// The first filter that the mesh does not know.
+    pub unknown: Option<String>,
+}
+
+/// Parses the filters in the field `at`.
 pub(super) fn parse(
     specs: Vec<spec::Filter>,
     at: &str,
     context: &Context<'_>,
-    unknown: &mut Option<String>,
-) -> Result<Vec<Filter<Reference>>, Rejection> {
+    found: &mut Found,
+) -> Result<Vec<RouteFilter>, Rejection> {
     bounded(at, &specs, MAX_ITEMS)?;
-    let mut filters: Vec<Filter<Reference>> = Vec::new();
+    let mut filters: Vec<FilterKind> = Vec::new();
     for (position, spec) in specs.into_iter().enumerate() {
         let at = format!("{at}[{position}]");
         if matches!(&*spec.kind, "ExtensionRef" | "ExternalAuth") {
-            unknown.get_or_insert(format!("{at}: the mesh has no {} filters", spec.kind));
+            let unknown = format!("{at}: the mesh has no {} filters", spec.kind);
+            found.unknown.get_or_insert(unknown);
             continue;
         }
-        filters.push(filter(spec, &at, context)?);
+        filters.push(filter(spec, &at, context, found)?);
     }
     let incompatible =
         |message: &str| Rejection::new(INCOMPATIBLE_FILTERS, format!("{at}: {message}"));
     for (position, one) in filters.iter().enumerate() {
-        let kind = one.kind().map(discriminant);
         let mut earlier = filters[..position].iter();
-        let is_repeated = earlier.any(|other| other.kind().map(discriminant) == kind);
-        if is_repeated && one.mirror.is_none() {
+        let is_repeated = earlier.any(|other| discriminant(other) == discriminant(one));
+        if is_repeated && !matches!(one, FilterKind::Mirror(_)) {
             return Err(incompatible("two filters of one type"));
         }
     }
-    let mut kinds = filters.iter().filter_map(Filter::kind);
-    if kinds.any(|kind| matches!(kind, FilterKind::Rewrite(_))) && filters.iter().any(is_redirect) {
+    let has = |is_kind: fn(&FilterKind) -> bool| filters.iter().any(is_kind);
+    if has(|one| matches!(one, FilterKind::Rewrite(_)))
+        && has(|one| matches!(one, FilterKind::Redirect(_)))
+    {
         return Err(incompatible("RequestRedirect excludes URLRewrite"));
     }
-    Ok(filters)
+    let message = |kind| RouteFilter { kind: Some(kind) };
+    Ok(filters.into_iter().map(message).collect())
 }
 
-pub(crate) fn is_redirect<B>(filter: &Filter<B>) -> bool {
-    matches!(filter.kind(), Some(FilterKind::Redirect(_)))
+pub(crate) fn is_redirect(filter: &RouteFilter) -> bool {
+    matches!(filter.kind, Some(FilterKind::Redirect(_)))
 }
 
 /// Whether the filter responds to requests.
-pub(super) fn is_response<B>(filter: &Filter<B>) -> bool {
-    is_redirect(filter) || matches!(filter.kind(), Some(FilterKind::Cors(_)))
+pub(super) fn is_response(filter: &RouteFilter) -> bool {
+    is_redirect(filter) || matches!(filter.kind, Some(FilterKind::Cors(_)))
 }
 
 fn filter(
     spec: spec::Filter,
     at: &str,
     context: &Context<'_>,
-) -> Result<Filter<Reference>, Rejection> {
+    found: &mut Found,
+) -> Result<FilterKind, Rejection> {
     let is_grpc = context.meta.kind == Kind::GrpcRoute;
-    let mut mirror = None;
-    let kind = match &*spec.kind {
+    Ok(match &*spec.kind {
         "RequestHeaderModifier" => {
             let modifier = spec.request_header_modifier;
             let (spec, at) = required(at, "requestHeaderModifier", modifier)?;
@@ -97,9 +108,11 @@ fn filter(
             let (spec, at) = required(at, "requestMirror", spec.request_mirror)?;
             let (numerator, denominator) = share(spec.percent, spec.fraction.as_ref(), &at)?;
             let field = format!("{at}.backendRef");
-            mirror = Some(reference(spec.backend_ref, &context.meta.key, field));
+            let reference = reference(spec.backend_ref, &context.meta.key, field);
+            let backend = reference.name();
+            found.references.push(reference);
             FilterKind::Mirror(Mirror {
-                backend: String::new(),
+                backend,
                 numerator,
                 denominator,
             })
@@ -123,8 +136,7 @@ fn filter(
             let expected = format!("a type of filter of {}", context.meta.kind);
             return Err(unsupported(&format!("{at}.type"), kind, &expected));
         }
-    };
-    Ok(Filter::new(kind, mirror))
+    })
 }
 
 /// The value of a field, and its path.

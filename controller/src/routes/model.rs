@@ -1,11 +1,13 @@
-//! Routes as values: what their objects say, checked, with their matches ranked. Plain values. Parts
-//! that are the same for proxies are messages of the contract with them.
+//! Routes as values: what their objects say, checked, with their matches ranked. Plain values. Matches
+//! and rules are messages of the contract with the proxies.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::{
-    RouteFilter, RouteMatch, RouteRetry, SessionPersistence, path_match, route_filter,
+    RouteBackend, RouteFilter, RouteMatch, RouteRetry, RouteRule, SessionPersistence, path_match,
+    route_filter,
 };
 
 use super::Condition;
@@ -29,15 +31,41 @@ pub struct Rejection {
     pub is_partial: bool,
 }
 
-/// A rule with references to its backends.
+/// A rule of a route.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParsedRule {
     /// The conditions, of which one holds. Empty: the requests that match no route of the Service.
     pub matches: Vec<Arc<Match>>,
-    /// The actions.
-    pub rule: Rule<Reference>,
+    /// The actions, without the settings of requests, as if all references were valid.
+    pub message: Arc<RouteRule>,
+    /// What the rule says about its requests.
+    pub settings: RequestSettings,
+    /// The backends and the receivers of mirrors.
+    pub references: Vec<Reference>,
     /// A filter that the mesh does not know: requests get an error instead.
     pub unknown_filter: Option<String>,
+}
+
+/// A rule of a table.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Rule {
+    /// The actions. The tables of all parents of a route share them.
+    pub shared: Arc<RouteRule>,
+    /// The names of backends and of receivers of mirrors that are invalid references.
+    pub unresolved: BTreeSet<String>,
+    /// The settings of its requests.
+    pub settings: RequestSettings,
+}
+
+/// The settings of the requests of a rule, or of all requests of a policy.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct RequestSettings {
+    /// The timeouts of a request and of one attempt in milliseconds. 0: none, whatever the policy.
+    pub timeouts: [Option<u64>; 2],
+    /// The conditions of retries.
+    pub retry: Option<RouteRetry>,
+    /// The session of the requests.
+    pub session: Option<SessionPersistence>,
 }
 
 /// Conditions on a request, with their precedence.
@@ -63,49 +91,6 @@ impl Match {
 
 /// The precedence of a match, by the criteria of the specification for its kind of route.
 pub type Rank = Reverse<[usize; 5]>;
-
-/// The actions of a rule. Backends are references, or names of resources.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Rule<B> {
-    /// For logs and metrics.
-    pub name: String,
-    /// The backends with their weights and filters.
-    pub backends: Vec<Backend<B>>,
-    /// The filters in their order.
-    pub filters: Vec<Filter<B>>,
-    /// The timeout of a request in milliseconds. 0: none, whatever the policy.
-    pub request_timeout: Option<u64>,
-    /// The timeout of one attempt in milliseconds. 0: none, whatever the policy.
-    pub backend_request_timeout: Option<u64>,
-    /// The conditions of retries.
-    pub retry: Option<RouteRetry>,
-    /// The session of the requests.
-    pub session: Option<SessionPersistence>,
-    /// Requests go to the endpoints of the destination.
-    pub to_destination: bool,
-    /// The rule cannot be applied: its requests fail.
-    pub is_invalid: bool,
-}
-
-/// A backend of a rule.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Backend<B> {
-    /// The reference, or the name of the resource, which is empty if the reference is invalid.
-    pub target: B,
-    /// The share of the requests.
-    pub weight: u32,
-    /// The filters in their order.
-    pub filters: Vec<Filter<B>>,
-}
-
-/// A filter of a rule or of a backend.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Filter<B> {
-    /// The message, whose mirror names no backend. The tables of all parents of a route share it.
-    pub message: Arc<RouteFilter>,
-    /// The receiver of a mirror.
-    pub mirror: Option<B>,
-}
 
 /// A reference to a backend.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -148,13 +133,7 @@ impl Route {
     /// All references to backends, also of mirrors.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.content.iter().flatten();
-        rules.flat_map(|parsed| {
-            let backends = parsed.rule.backends.iter();
-            let filters = backends.clone().flat_map(|backend| &backend.filters);
-            let filters = filters.chain(&parsed.rule.filters);
-            let mirrors = filters.filter_map(|filter| filter.mirror.as_ref());
-            backends.map(|backend| &backend.target).chain(mirrors)
-        })
+        rules.flat_map(|parsed| &parsed.references)
     }
 }
 
@@ -183,6 +162,14 @@ impl Rejection {
 }
 
 impl Reference {
+    /// The name of the backend. Empty without a port, and for other kinds than Services.
+    pub fn name(&self) -> String {
+        match (&self.other_kind, self.port) {
+            (None, Some(port)) => format!("{}:{port}", self.key),
+            _ => String::new(),
+        }
+    }
+
     /// A reference to a Service, without a port.
     pub fn service(key: Key, field: String) -> Reference {
         Reference {
@@ -194,40 +181,28 @@ impl Reference {
     }
 }
 
-impl<B> Filter<B> {
-    /// A filter of this kind.
-    pub fn new(kind: route_filter::Kind, mirror: Option<B>) -> Filter<B> {
-        let message = Arc::new(RouteFilter { kind: Some(kind) });
-        Filter { message, mirror }
-    }
-
-    /// The kind and its values.
-    pub fn kind(&self) -> Option<&route_filter::Kind> {
-        self.message.kind.as_ref()
-    }
-}
-
-impl<B> Backend<B> {
-    /// A backend without filters.
-    pub fn new(target: B, weight: u32) -> Backend<B> {
-        Backend {
-            target,
-            weight,
-            filters: Vec::new(),
-        }
-    }
-}
-
 impl ParsedRule {
-    /// A rule with nothing but backends.
+    /// A rule with nothing but backends, with their weights.
     pub fn new(
         matches: Vec<Arc<Match>>,
         name: String,
-        backends: Vec<Backend<Reference>>,
+        backends: Vec<(Reference, u32)>,
     ) -> ParsedRule {
+        let messages = backends.iter().map(|(reference, weight)| RouteBackend {
+            name: reference.name(),
+            weight: *weight,
+            filters: Vec::new(),
+        });
+        let message = RouteRule {
+            name,
+            backends: messages.collect(),
+            ..RouteRule::default()
+        };
         ParsedRule {
             matches,
-            rule: Rule::new(name, backends),
+            message: Arc::new(message),
+            settings: RequestSettings::default(),
+            references: backends.into_iter().map(|(one, _)| one).collect(),
             unknown_filter: None,
         }
     }
@@ -235,64 +210,60 @@ impl ParsedRule {
     /// A rule whose requests fail.
     pub fn failing(matches: Vec<Arc<Match>>, name: String) -> ParsedRule {
         let mut failing = ParsedRule::new(matches, name, Vec::new());
-        failing.rule.is_invalid = true;
+        Arc::make_mut(&mut failing.message).invalid = true;
         failing
     }
 }
 
-impl<B> Rule<B> {
-    /// A rule with nothing but backends.
-    pub fn new(name: String, backends: Vec<Backend<B>>) -> Rule<B> {
+impl Rule {
+    /// The rule without the settings of requests.
+    pub fn for_connections(&self) -> Rule {
         Rule {
-            name,
-            backends,
-            filters: Vec::new(),
-            request_timeout: None,
-            backend_request_timeout: None,
-            retry: None,
-            session: None,
-            to_destination: false,
-            is_invalid: false,
+            settings: RequestSettings::default(),
+            ..self.clone()
         }
     }
 
-    /// The rule with other targets. A mirror without a target is dropped.
-    pub fn map<T>(&self, mut target: impl FnMut(&B) -> Option<T>) -> Rule<T>
-    where
-        T: Default,
-    {
-        let backends = self.backends.iter().map(|backend| Backend {
-            target: target(&backend.target).unwrap_or_default(),
-            weight: backend.weight,
-            filters: map_filters(&backend.filters, &mut target),
-        });
-        Rule {
-            name: self.name.clone(),
-            backends: backends.collect(),
-            filters: map_filters(&self.filters, &mut target),
-            request_timeout: self.request_timeout,
-            backend_request_timeout: self.backend_request_timeout,
-            retry: self.retry.clone(),
-            session: self.session.clone(),
-            to_destination: self.to_destination,
-            is_invalid: self.is_invalid,
+    /// The rule for proxies. A backend that is an invalid reference has no name, and such a mirror is
+    /// dropped.
+    pub fn message(&self) -> RouteRule {
+        let is_resolved = |filter: &RouteFilter| match &filter.kind {
+            Some(route_filter::Kind::Mirror(mirror)) => !self.unresolved.contains(&mirror.backend),
+            _ => true,
+        };
+        let mut message = (*self.shared).clone();
+        message.filters.retain(is_resolved);
+        for backend in &mut message.backends {
+            backend.filters.retain(is_resolved);
+            if self.unresolved.contains(&backend.name) {
+                backend.name.clear();
+            }
         }
+        let [request, attempt] = self.settings.timeouts;
+        message.request_timeout = request.unwrap_or_default();
+        message.backend_request_timeout = attempt.unwrap_or_default();
+        message.retry.clone_from(&self.settings.retry);
+        message
+            .session_persistence
+            .clone_from(&self.settings.session);
+        message
     }
 }
 
-fn map_filters<B, T>(
-    filters: &[Filter<B>],
-    target: &mut impl FnMut(&B) -> Option<T>,
-) -> Vec<Filter<T>> {
-    let map = |filter: &Filter<B>| {
-        let mirror = match &filter.mirror {
-            Some(mirror) => Some(target(mirror)?),
-            None => None,
-        };
-        let message = filter.message.clone();
-        Some(Filter { message, mirror })
-    };
-    filters.iter().filter_map(map).collect()
+impl RequestSettings {
+    /// These settings, and where one is missing, that of a policy. An attempt has at most the time of
+    /// the request.
+    pub fn or(&self, policy: &RequestSettings) -> RequestSettings {
+        let [request, attempt] = self.timeouts;
+        let request = request.or(policy.timeouts[0]);
+        let longest = request.filter(|timeout| *timeout > 0).unwrap_or(u64::MAX);
+        let inherited = policy.timeouts[1].map(|timeout| timeout.min(longest));
+        RequestSettings {
+            timeouts: [request, attempt.or(inherited)],
+            retry: self.retry.clone().or_else(|| policy.retry.clone()),
+            session: self.session.clone().or_else(|| policy.session.clone()),
+        }
+    }
 }
 
 impl Grant {

@@ -7,15 +7,15 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::{RouteRetry, SessionPersistence};
+use diy_mesh_proto::mesh::v1::{RouteBackend, RouteRetry, RouteRule, SessionPersistence};
 use diy_mesh_proto::policy::{self, Violation};
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 
-use super::filters::{self, is_token};
+use super::filters::{self, Found, is_token};
 use super::matches::{self, MatchSpec};
-use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route, Rule};
+use super::model::{Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
 use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
@@ -146,7 +146,7 @@ fn tcp_rules(meta: &Meta, values: &[Value]) -> Rules {
         return unreadable(meta, unsupported("spec.rules", "", "a list with a rule"));
     };
     let (rules, invalid) = rules::<TcpMatch>(meta, std::slice::from_ref(first));
-    let for_requests = rules.first().and_then(|parsed| for_requests(&parsed.rule));
+    let for_requests = rules.first().and_then(|parsed| for_requests(parsed));
     match for_requests {
         None => (rules, invalid),
         Some(what) => {
@@ -161,19 +161,13 @@ fn tcp_rules(meta: &Meta, values: &[Value]) -> Rules {
 }
 
 /// What a rule has that connections cannot have.
-fn for_requests(rule: &Rule<Reference>) -> Option<&'static str> {
-    let Rule {
-        backends,
-        filters,
-        request_timeout: None,
-        backend_request_timeout: None,
-        retry: None,
-        session: None,
-        ..
-    } = rule
-    else {
+fn for_requests(rule: &ParsedRule) -> Option<&'static str> {
+    if rule.settings != RequestSettings::default() {
         return Some("timeouts, retries or sessions");
-    };
+    }
+    let RouteRule {
+        backends, filters, ..
+    } = &*rule.message;
     let all = backends.iter().flat_map(|backend| &backend.filters);
     all.chain(filters).next().map(|_| "filters")
 }
@@ -327,9 +321,9 @@ fn rule(
 ) -> Result<ParsedRule, Rejection> {
     bounded(&format!("{at}.backendRefs"), &rule.backend_refs, MAX_ITEMS)?;
     let context = filters::Context { meta, matches };
-    let mut unknown_filter = None;
+    let (mut found, mut of_filters) = (Found::default(), Found::default());
     let filters_at = format!("{at}.filters");
-    let filters = filters::parse(rule.filters, &filters_at, &context, &mut unknown_filter)?;
+    let filters = filters::parse(rule.filters, &filters_at, &context, &mut of_filters)?;
     let responds = filters.iter().any(filters::is_redirect);
     if responds && !rule.backend_refs.is_empty() {
         let message = format!("{at}: a RequestRedirect excludes backendRefs");
@@ -338,28 +332,29 @@ fn rule(
     let mut backends = Vec::new();
     for (position, backend_ref) in rule.backend_refs.into_iter().enumerate() {
         let at = format!("{at}.backendRefs[{position}]");
-        backends.push(backend(backend_ref, &at, &context, &mut unknown_filter)?);
+        backends.push(backend(backend_ref, &at, &context, &mut found)?);
     }
-    let [request_timeout, backend_request_timeout] = timeouts(&rule.timeouts, at)?;
-    let retry = rule.retry.map(|spec| retry(spec, at)).transpose()?;
-    let session = rule.session_persistence;
-    let session = session
-        .map(|spec| session_persistence(spec, at))
-        .transpose()?;
+    found.references.append(&mut of_filters.references);
+    let settings = RequestSettings {
+        timeouts: timeouts(&rule.timeouts, at)?,
+        retry: rule.retry.map(|spec| retry(spec, at)).transpose()?,
+        session: rule
+            .session_persistence
+            .map(|spec| session_persistence(spec, at))
+            .transpose()?,
+    };
+    let message = RouteRule {
+        name: name(meta, rule.name.as_deref(), at)?,
+        backends,
+        filters,
+        ..RouteRule::default()
+    };
     Ok(ParsedRule {
-        rule: Rule {
-            name: name(meta, rule.name.as_deref(), at)?,
-            backends,
-            filters,
-            request_timeout,
-            backend_request_timeout,
-            retry,
-            session,
-            to_destination: false,
-            is_invalid: false,
-        },
         matches: matches.to_vec(),
-        unknown_filter,
+        message: Arc::new(message),
+        settings,
+        references: found.references,
+        unknown_filter: of_filters.unknown.or(found.unknown),
     })
 }
 
@@ -381,8 +376,8 @@ fn backend(
     backend: BackendRef,
     at: &str,
     context: &filters::Context<'_>,
-    unknown_filter: &mut Option<String>,
-) -> Result<Backend<Reference>, Rejection> {
+    found: &mut Found,
+) -> Result<RouteBackend, Rejection> {
     let weight = backend.weight.unwrap_or(1);
     if weight > MAX_WEIGHT {
         let expected = format!("at most {MAX_WEIGHT}");
@@ -390,7 +385,8 @@ fn backend(
         return Err(unsupported(&field, &weight.to_string(), &expected));
     }
     let filters_at = format!("{at}.filters");
-    let filters = filters::parse(backend.filters, &filters_at, context, unknown_filter)?;
+    let position = found.references.len();
+    let filters = filters::parse(backend.filters, &filters_at, context, found)?;
     if filters.iter().any(filters::is_response) {
         let message = format!("{filters_at}: RequestRedirect and CORS are filters of rules only");
         return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
@@ -402,8 +398,11 @@ fn backend(
         name: backend.name,
         port: backend.port,
     };
-    Ok(Backend {
-        target: reference(object, &context.meta.key, at.to_owned()),
+    let reference = reference(object, &context.meta.key, at.to_owned());
+    let name = reference.name();
+    found.references.insert(position, reference);
+    Ok(RouteBackend {
+        name,
         weight,
         filters,
     })

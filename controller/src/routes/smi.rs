@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::matches::MatchSpec;
-use super::model::{Backend, Match, ParsedRule, Reference, Rejection, Route};
+use super::model::{Match, ParsedRule, Reference, Rejection, Route};
 use super::parse::{
     MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, Meta, bounded, check_matches, unsupported,
 };
@@ -125,7 +125,7 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
             let field = format!("{field}.weight");
             return Err(unsupported(&field, &backend.weight.to_string(), &expected));
         };
-        backends.push(to(&meta.key, &backend.service, weight, &field));
+        backends.push((to(&meta.key, &backend.service, &field), weight));
     }
     let name = format!("{} {}", meta.kind, meta.key);
     // After the matches of groups, and before requests that no split concerns.
@@ -136,9 +136,8 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
     Ok(ParsedRule::new(vec![Arc::new(everything)], name, backends))
 }
 
-fn to(split: &Key, service: &str, weight: u32, field: &str) -> Backend<Reference> {
-    let service = Key::new(&split.namespace, service);
-    Backend::new(Reference::service(service, field.to_owned()), weight)
+fn to(split: &Key, service: &str, field: &str) -> Reference {
+    Reference::service(Key::new(&split.namespace, service), field.to_owned())
 }
 
 impl Split {
@@ -168,14 +167,15 @@ impl Split {
             matches.extend(group.content.clone()?);
         }
         check_matches("spec.matches", matches.iter())?;
-        let rule = &split.rule.rule;
-        let name = &rule.name;
-        let service = &self.parents[0].name;
-        let others = vec![to(&self.key, service, 1, "spec.service")];
+        let split = ParsedRule {
+            matches,
+            ..(*split.rule).clone()
+        };
         let everything = vec![Arc::new(Match::default())];
-        let split = ParsedRule::new(matches, name.clone(), rule.backends.clone());
-        let mut others = ParsedRule::new(everything, format!("{name}/unmatched"), others);
-        others.rule.to_destination = true;
+        let name = format!("{}/unmatched", split.message.name);
+        let service = to(&self.key, &self.parents[0].name, "spec.service");
+        let mut others = ParsedRule::new(everything, name, vec![(service, 1)]);
+        Arc::make_mut(&mut others.message).to_destination = true;
         Ok(vec![Arc::new(split), Arc::new(others)])
     }
 }
@@ -239,6 +239,7 @@ fn http_matches(one: &GroupMatch) -> Vec<HttpMatch> {
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_proto::mesh::v1::RouteRule;
     use serde_json::json;
 
     use super::*;
@@ -247,7 +248,6 @@ mod tests {
     use crate::index::object::{Kind, Object, Resource};
     use crate::index::tests::{index, key, service};
     use crate::routes::attach::Table;
-    use crate::routes::model::Rule;
 
     fn split(name: &str, spec: Value) -> Object {
         let meta = Meta::new(Kind::TrafficSplit, key(name), 0, ("", 0), &spec);
@@ -278,13 +278,18 @@ mod tests {
 
     /// The backends of connections without HTTP, if they do not stay with the Service.
     fn connections(index: &Index) -> Option<Vec<String>> {
-        let rule = routes(index, 80)?.tcp.clone()?;
+        let rule = routes(index, 80)?.tcp.as_ref()?.message();
         // Proxies reject more than backends.
-        assert_eq!(*rule, Rule::new(rule.name.clone(), rule.backends.clone()));
+        let only_backends = RouteRule {
+            name: rule.name.clone(),
+            backends: rule.backends.clone(),
+            ..RouteRule::default()
+        };
+        assert_eq!(rule, only_backends);
         let backends = rule.backends.iter();
         Some(
             backends
-                .map(|one| format!("{}={}", one.target, one.weight))
+                .map(|one| format!("{}={}", one.name, one.weight))
                 .collect(),
         )
     }
@@ -295,9 +300,9 @@ mod tests {
             return vec![];
         };
         let matches = table.matches.iter().map(|(rule, one)| {
-            let rule = &table.rules[*rule as usize];
+            let rule = table.rules[*rule as usize].message();
             let backends = rule.backends.iter();
-            let backends = backends.map(|one| format!(" {}={}", one.target, one.weight));
+            let backends = backends.map(|one| format!(" {}={}", one.name, one.weight));
             let path = one.path().map(|path| format!("{path:?} "));
             let fields = one
                 .message

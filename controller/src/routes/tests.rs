@@ -1,11 +1,11 @@
 //! Tables of what the specification says: parsing, ranking, merging, conditions.
 
 use diy_mesh_proto::mesh::v1::route_filter::Kind as FilterKind;
-use diy_mesh_proto::mesh::v1::{Mirror, path_modifier};
+use diy_mesh_proto::mesh::v1::{Mirror, RouteFilter, path_modifier};
 use serde_json::{Value, json};
 
 use super::attach::{Attachment, Table, attach};
-use super::model::{Filter, Reference, Route};
+use super::model::{Reference, Route};
 use super::parse::{Meta, route as parse};
 use super::*;
 use crate::index::object::{Service, TargetPort, Transport};
@@ -79,7 +79,7 @@ fn attach_all(routes: &[Route]) -> Attachment {
 }
 
 fn attach_to(service: &Service, routes: &[Route]) -> Attachment {
-    let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
+    let resolve = |_: &Route, _: &Reference| Ok(());
     let routes = routes.iter().collect();
     attach(&service.key, Some(service), routes, None, resolve)
 }
@@ -93,8 +93,11 @@ fn table(routes: &[Route]) -> std::sync::Arc<Table> {
 fn order(routes: &[Route]) -> String {
     let table = table(routes);
     let backends = table.matches.iter().map(|(rule, _)| {
-        let backend = table.rules[*rule as usize].backends.first();
-        backend.map_or("", |backend| backend.target.strip_prefix("shop/").unwrap())
+        let rule = table.rules[*rule as usize].message();
+        rule.backends.first().map_or(String::new(), |backend| {
+            let name = backend.name.strip_suffix(":80").unwrap();
+            name.strip_prefix("shop/").unwrap().to_owned()
+        })
     });
     backends.collect::<Vec<_>>().join(" ")
 }
@@ -288,11 +291,15 @@ fn grpc_routes_exclude_http_routes_of_the_same_port_and_namespace() {
 fn tcp_routes_are_for_connections_and_for_requests_that_no_other_route_is_for() {
     let backends = |name: &str| json!([{"backendRefs": [{"name": name, "port": 80, "weight": 3}]}]);
     let tcp = |name: &str, age| route_of(Kind::TcpRoute, "shop", name, age, backends(name));
-    let name = |table: &Table| table.tcp.as_ref().unwrap().backends[0].target.clone();
+    let name = |table: &Table| {
+        table.tcp.as_ref().unwrap().message().backends[0]
+            .name
+            .clone()
+    };
     // Alone: all requests have its rule too.
     let alone = table(&[tcp("t", 0)]);
-    assert_eq!(name(&alone), "shop/t");
-    assert_eq!(alone.rules[0].name, "TCPRoute shop/t");
+    assert_eq!(name(&alone), "shop/t:80");
+    assert_eq!(alone.rules[0].message().name, "TCPRoute shop/t");
     let [(0, all)] = &alone.matches[..] else {
         panic!("{alone:?}")
     };
@@ -303,7 +310,7 @@ fn tcp_routes_are_for_connections_and_for_requests_that_no_other_route_is_for() 
         let both = [tcp("t", 0), requests];
         assert_eq!(order(&both), "h", "{kind}");
         let attachment = attach_all(&both);
-        assert_eq!(name(&attachment.tables[&80]), "shop/t");
+        assert_eq!(name(&attachment.tables[&80]), "shop/t:80");
         for (kind, name) in [(kind, "h"), (Kind::TcpRoute, "t")] {
             let accepted = ["Accepted Accepted", "ResolvedRefs ResolvedRefs"];
             assert_eq!(conditions(&attachment, kind, "shop", name), accepted);
@@ -314,7 +321,7 @@ fn tcp_routes_are_for_connections_and_for_requests_that_no_other_route_is_for() 
     assert_eq!(order(&[tcp("t", 0), invalid]), "t");
     // Of several, the oldest one applies.
     let several = attach_all(&[tcp("young", 2), tcp("old", 1)]);
-    assert_eq!(name(&several.tables[&80]), "shop/old");
+    assert_eq!(name(&several.tables[&80]), "shop/old:80");
     assert_eq!(
         conditions(&several, Kind::TcpRoute, "shop", "young"),
         ["not Accepted Conflicted", "ResolvedRefs ResolvedRefs"]
@@ -391,7 +398,7 @@ fn parents_select_ports_by_number_and_by_name() {
 #[test]
 fn parents_that_are_missing_or_external_accept_no_route() {
     let routes = [route("r", 0, json!([rule("b", json!([]))]))];
-    let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
+    let resolve = |_: &Route, _: &Reference| Ok(());
     let key = Key::new("shop", "web");
     let missing = attach(&key, None, routes.iter().collect(), None, resolve);
     let first = |attachment| conditions(&attachment, Kind::HttpRoute, "shop", "r").remove(0);
@@ -823,8 +830,8 @@ fn invalid_objects_have_a_condition_that_names_the_field_and_disturb_no_others()
         assert!(message.starts_with(&expected), "{expected}: {message}");
         let table = &attachment.tables[&80];
         let (first, _) = table.matches[0];
-        let backend = &table.rules[first as usize].backends[0].target;
-        assert_eq!(backend, "shop/valid", "{expected}");
+        let backend = &table.rules[first as usize].message().backends[0].name;
+        assert_eq!(backend, "shop/valid:80", "{expected}");
     }
 }
 
@@ -873,7 +880,7 @@ fn empty_path_of_a_redirect_is_the_root() {
     let rules = route("r", 0, json!([{"filters": [filter]}]))
         .content
         .unwrap();
-    let Some(FilterKind::Redirect(redirect)) = rules[0].rule.filters[0].kind() else {
+    let Some(FilterKind::Redirect(redirect)) = &rules[0].message.filters[0].kind else {
         panic!("{rules:?}")
     };
     let full = path_modifier::Kind::Full("/".to_owned());
@@ -931,7 +938,7 @@ fn durations_are_those_of_gep_2257() {
     let request = |text: &str| {
         let rules = json!([{"timeouts": {"request": text}}]);
         let route = route("r", 0, rules);
-        let timeout = route.content.unwrap()[0].rule.request_timeout;
+        let timeout = route.content.unwrap()[0].settings.timeouts[0];
         route.invalid.is_none().then_some(timeout)
     };
     for (text, milliseconds) in [
@@ -986,14 +993,13 @@ fn parents_of_a_route_do_not_multiply_its_memory() {
             );
         }
     }
-    // Large filters are shared.
+    // Filters, which may be large, are shared.
     let modifier = json!({"set": [{"name": "a", "value": "b"}]});
     let filter = json!({"type": "RequestHeaderModifier", "requestHeaderModifier": modifier});
     let one = route("r", 0, json!([{"filters": [filter]}]));
     let tables = [table(std::slice::from_ref(&one)), table(&[one])];
-    let shared = tables
-        .each_ref()
-        .map(|table| &table.rules[0].filters[0].message);
+    let shared = tables.each_ref().map(|table| &table.rules[0].shared);
+    assert!(!shared[0].filters.is_empty());
     assert!(std::sync::Arc::ptr_eq(shared[0], shared[1]));
 }
 
@@ -1009,7 +1015,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let routes = [route("r", 0, rules)];
     let service = web();
     let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
-        "a" => Ok("shop/a:80".to_owned()),
+        "a" => Ok(()),
         _ => Err(super::model::Rejection {
             is_partial: false,
             reason: BACKEND_NOT_FOUND,
@@ -1024,18 +1030,18 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
         resolve,
     );
     let table = &attachment.tables[&80];
-    let backends = table.rules[0].backends.iter();
-    let backends: Vec<(&str, u32)> = backends.map(|one| (&*one.target, one.weight)).collect();
+    let rule = table.rules[0].message();
+    let backends = rule.backends.iter();
+    let backends: Vec<(&str, u32)> = backends.map(|one| (&*one.name, one.weight)).collect();
     assert_eq!(backends, [("shop/a:80", 9), ("", 1)]);
     let mirror = FilterKind::Mirror(Mirror {
+        backend: "shop/a:80".to_owned(),
         numerator: 5,
         denominator: 100,
-        ..Mirror::default()
     });
-    let mirror = Filter::new(mirror, Some("shop/a:80".to_owned()));
     assert_eq!(
-        table.rules[0].filters,
-        [mirror],
+        rule.filters,
+        [RouteFilter { kind: Some(mirror) }],
         "a mirror without a backend is dropped"
     );
     let conditions = &attachment.conditions[&(Kind::HttpRoute, Key::new("shop", "r"))][&0];
@@ -1052,7 +1058,7 @@ fn requests_of_a_rule_with_an_unknown_extension_fail() {
         "backendRefs": [{"name": "a", "port": 80}],
     }]);
     let routes = [route("r", 0, rules)];
-    assert!(table(&routes).rules[0].backends.is_empty());
+    assert!(table(&routes).rules[0].shared.backends.is_empty());
     let conditions = conditions(&attach_all(&routes), Kind::HttpRoute, "shop", "r");
     assert_eq!(
         conditions,
@@ -1069,7 +1075,7 @@ fn backends_without_effect_at_a_headless_service_are_named() {
     };
     let message = |service: &Service, kind, rule: Value| {
         let route = route_of(kind, "shop", "r", 0, json!([rule]));
-        let resolve = |_: &Route, reference: &Reference| Ok(reference.key.to_string());
+        let resolve = |_: &Route, _: &Reference| Ok(());
         let attachment = attach(&service.key, Some(service), vec![&route], None, resolve);
         let accepted = attachment.conditions[&(kind, route.key.clone())][&0][0].clone();
         assert!(accepted.holds);

@@ -196,8 +196,9 @@ fn settings_of_requests_complete_the_rules_of_all_namespaces() {
     let web = Resource::Destination("10.96.0.7:80".parse().unwrap());
     for (namespace, timeout) in [("", 1_000), ("shop", 1_000), ("c", 5_000)] {
         let table = resolve(&index, &web, namespace).routes.unwrap();
-        assert_eq!(table.rules[0].request_timeout, Some(timeout), "{namespace}");
-        assert!(!table.rules[0].to_destination);
+        let rule = table.rules[0].message();
+        assert_eq!(rule.request_timeout, timeout, "{namespace}");
+        assert!(!rule.to_destination);
         assert_eq!(table.faults().len(), 1);
     }
     let before = destination(&index, "10.96.0.7:80");
@@ -224,12 +225,13 @@ fn requests_that_no_route_concerns_have_a_rule_to_the_destination() {
         let [rule] = &table.rules[..] else {
             panic!("one rule")
         };
+        let rule = rule.message();
         assert_eq!(
             (&*rule.name, rule.to_destination),
             ("TrafficPolicy shop/p", true)
         );
-        assert_eq!(rule.backends[0].target, format!("shop/web:{port}"));
-        assert_eq!(rule.request_timeout, Some(5_000));
+        assert_eq!(rule.backends[0].name, format!("shop/web:{port}"));
+        assert_eq!(rule.request_timeout, 5_000);
         assert_eq!(table.matches.len(), 1);
         assert_eq!(*table.matches[0].1, crate::routes::model::Match::default());
     }
@@ -253,7 +255,7 @@ fn pod_has_the_policy_of_its_oldest_headless_service() {
     assert_eq!(touched.addresses, [ip("10.0.0.1")].into());
     let target = destination(&index, "10.0.0.1:8080");
     assert_eq!(name(&target), "TrafficPolicy shop/p");
-    assert!(target.routes.unwrap().rules[0].to_destination);
+    assert!(target.routes.unwrap().rules[0].shared.to_destination);
     assert_eq!(name(&destination(&index, "10.0.0.1:9999")), "");
 }
 
@@ -349,7 +351,7 @@ fn invalid_section_has_no_effect_and_the_rest_applies() {
     let connections = effective.backend.as_ref().unwrap().connections.unwrap();
     assert_eq!(connections.max_requests, Some(7), "that of the namespace");
     let routes = destination(&index, "10.96.0.7:80").routes.unwrap();
-    assert_eq!(routes.rules[0].request_timeout, Some(5_000));
+    assert_eq!(routes.rules[0].message().request_timeout, 5_000);
     let statuses = index.route_statuses();
     let of_policy = statuses.iter().find(|one| &*one.key.name == "p").unwrap();
     let [accepted, partial] = &of_policy.parents[0].conditions[..] else {

@@ -29,7 +29,7 @@ fn target(index: &Index, destination: &str, namespace: &str) -> Target {
 fn rules(index: &Index, destination: &str, namespace: &str) -> Vec<String> {
     let routes = target(index, destination, namespace).routes;
     let rules = routes.iter().flat_map(|table| &table.rules);
-    rules.map(|rule| rule.name.clone()).collect()
+    rules.map(|rule| rule.shared.name.clone()).collect()
 }
 
 #[test]

@@ -21,14 +21,15 @@ fn protected(matches: Value) -> Value {
 /// Each match of a table as its prefix, with the backend or "500".
 fn effects(table: &Table) -> Vec<String> {
     let effect = |(rule, one): &(u32, std::sync::Arc<super::super::model::Match>)| {
-        let rule = &table.rules[*rule as usize];
+        let rule = table.rules[*rule as usize].message();
         let path = match one.path() {
             Some(diy_mesh_proto::mesh::v1::path_match::Kind::Prefix(path)) => path,
             None => "rest",
             other => panic!("{other:?}"),
         };
-        let backend = rule.backends.first().map(|backend| &*backend.target);
-        assert_eq!(rule.is_invalid, backend.is_none(), "{rule:?}");
+        let backend = rule.backends.first().map(|backend| &*backend.name);
+        assert_eq!(rule.invalid, backend.is_none(), "{rule:?}");
+        let backend = backend.and_then(|name| name.strip_suffix(":80"));
         format!("{path} {}", backend.unwrap_or("500"))
     };
     table.matches.iter().map(effect).collect()
@@ -134,13 +135,14 @@ fn connections_of_an_invalid_tcp_route_fail_unless_another_one_applies() {
     );
     for rules in [&unread, &filter, &json!([])] {
         let table = table(&[tcp("a", 0, rules.clone())]);
-        let connections = table.tcp.as_ref().unwrap();
-        assert!(connections.is_invalid && connections.backends.is_empty());
+        let connections = table.tcp.as_ref().unwrap().message();
+        assert!(connections.invalid && connections.backends.is_empty());
         assert_eq!(effects(&table), ["rest 500"], "HTTP too");
     }
     let valid = json!([{"backendRefs": [{"name": "b", "port": 80}]}]);
     let table = table(&[tcp("a", 0, unread), tcp("b", 9, valid)]);
-    assert_eq!(table.tcp.as_ref().unwrap().backends[0].target, "shop/b");
+    let connections = table.tcp.as_ref().unwrap().message();
+    assert_eq!(connections.backends[0].name, "shop/b:80");
 }
 
 #[test]
@@ -153,7 +155,7 @@ fn requests_fail_at_a_headless_service_too() {
     let attachment = attach_to(&headless, &[route("r", 0, json!([protected(json!([]))]))]);
     let table = &attachment.tables[&80];
     assert!(
-        table.rules[0].is_invalid,
+        table.rules[0].message().invalid,
         "the pod stays the backend of others"
     );
 }
