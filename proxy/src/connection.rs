@@ -1,5 +1,5 @@
-//! The path of a connection, inbound and outbound, one call a step. Read this first; `forward.rs`
-//! has steps 4 to 7 of a request.
+//! The path of a connection, inbound and outbound, one call a step. Read this first. Steps 4 to 8 of a
+//! request are in `http1/mod.rs` and in `http2/exchange.rs`.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -158,8 +158,7 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
     if flow.caller == Caller::Unauthenticated {
         flow.assign_slot();
     }
-    // 4. Authorization, 5. route, 6. balance, 7. connect: forward.rs, per request or for the connection.
-    // 8. Serve or copy.
+    // Steps 4 to 8, per request or for the connection.
     match protocol {
         Protocol::Http1 => {
             if let Some(dialed) = dialed {

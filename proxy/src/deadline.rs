@@ -1,6 +1,7 @@
-//! Deadlines of an exchange, and of one attempt of it. `forward.rs` enforces them; routes, and the
+//! Deadlines of an exchange, and of one attempt of it. The protocols enforce them; routes, and the
 //! deadlines of callers, set them. Without a deadline there is no timer.
 
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -65,6 +66,19 @@ impl Deadline {
         Some(format!("{}{unit}", count.min(MAX_GRPC_TIMEOUT - 1)))
     }
 
+    /// Runs `attempt` until the deadline, and cancels it then.
+    pub async fn limit<T, E: From<Limit>>(
+        self,
+        mut attempt: Pin<&mut impl Future<Output = Result<T, E>>>,
+    ) -> Result<T, E> {
+        let mut timer = self.timer();
+        poll_fn(|cx| match attempt.as_mut().poll(cx) {
+            Poll::Pending => timer.poll(cx).map(|limit| Err(limit.into())),
+            ended => ended,
+        })
+        .await
+    }
+
     /// A timer that fires at the deadline.
     pub fn timer(self) -> DeadlineTimer {
         DeadlineTimer {
@@ -113,8 +127,6 @@ impl DeadlineTimer {
 
 #[cfg(test)]
 mod tests {
-    use std::future::poll_fn;
-
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::Poll;
-use std::time::Instant;
+use std::time::SystemTime;
 
 pub use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::Identity;
@@ -23,9 +23,9 @@ use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, ConnectionSlot, Holder};
-use crate::policy::{Caller, PREVIOUS_ATTEMPTS};
+use crate::policy::{Caller, PREVIOUS_ATTEMPTS, Permit};
 use crate::route::matching::MatchInput;
-use crate::route::{Route, Routes, Service, Unrouted};
+use crate::route::{Plan, Service};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 use crate::worker::Worker;
 
@@ -90,43 +90,31 @@ impl Flow {
     }
 
     /// Whether the client may have a connection to the application, whatever it carries.
-    pub fn authorize_connection(&self) -> Result<(), Failure> {
+    pub fn authorize_connection(&self) -> Result<Permit, Failure> {
         self.worker.policy().authorize_connection(&self.caller)
     }
 
-    /// Whether this request may be forwarded. If so, it takes tokens of the rate limits.
-    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<(), Failure> {
-        let policy = self.worker.policy();
-        policy.authorize_request(&self.caller, request)?;
-        if policy.rate_limits.0.is_empty() {
-            return Ok(());
-        }
-        let (port, caller) = (self.original.port(), self.caller.identity());
-        let input = MatchInput::new(*request);
-        let taken = policy
-            .rate_limits
-            .take(port, caller, &input, Instant::now());
-        if let Err(Failure::RateLimited(exceeded)) = &taken {
-            self.worker.metrics.rate_limited(exceeded);
-        }
-        taken
-    }
-
-    /// Step 5, the route: the way of a request to this destination, which has `routes`. Waits for
-    /// the first response of discovery about a new backend.
-    pub async fn route(&self, routes: &Routes, request: MatchInput<'_>) -> Result<Route, Unrouted> {
+    /// Step 5: the plan of a request.
+    pub fn plan(&self, request: RequestView<'_>) -> Plan {
+        let Some(routes) = self.destination.routes() else {
+            return Plan::default();
+        };
         let service = Service {
             name: &self.destination.name(),
             is_pod: self.destination.is_pod(),
             address: self.original,
         };
-        let plan = routes.plan(&request, &service, &mut self.worker.rng.borrow_mut())?;
-        drop(request);
-        let backend = match plan.backend() {
-            Some(name) => self.worker.destinations.backend(name).await,
+        let (request, rng) = (MatchInput::new(request), &self.worker.rng);
+        routes.plan(&request, &service, SystemTime::now, &mut rng.borrow_mut())
+    }
+
+    /// The backend of a request. Waits for the first response of discovery about a new one.
+    pub async fn backend(&self, plan: &Plan) -> Rc<Backend> {
+        match plan.backend() {
+            // Boxed: most destinations have no routes.
+            Some(name) => Box::pin(self.worker.destinations.backend(name)).await,
             None => self.destination.clone(),
-        };
-        Ok(Route::new(plan, backend))
+        }
     }
 
     /// Step 5 of a connection that carries no HTTP: its backend. Each call for a connection makes the

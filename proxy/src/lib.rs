@@ -2,9 +2,9 @@
 //! redirected by the rules that proxy-init wrote.
 //!
 //! Read `connection.rs` first: the path, one call a step, inbound and outbound. Step 3 is
-//! `detect.rs`. `http1/`, `http2/` and `opaque.rs` serve; `forward.rs` authorizes what they serve
-//! (`policy.rs`) and sends it to endpoints by way of `balance/` and `connect/`. `record.rs` is what
-//! metrics, dumps and the log get of it. Beside the path: `discovery.rs` and `identity.rs`, both by
+//! `detect.rs`. `http1/`, `http2/` and `opaque.rs` serve: each carries out the plan of a request
+//! (`route/plan.rs`) in one function, after `filters.rs`, by attempts (`attempts.rs`) at endpoints from
+//! `balance/` and `connect/`. `record.rs` is what metrics, dumps and the log get of it. Beside the path: `discovery.rs` and `identity.rs`, both by
 //! way of `control.rs`; `probe.rs`; `dump/`, `metrics.rs`; and `error.rs`, the one map of failures.
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
@@ -12,6 +12,7 @@
 //! takes no lock but for rate limits and session affinity, which the workers share, and for failures
 //! (`exceptions.rs`).
 
+mod attempts;
 pub mod authority;
 pub mod balance;
 mod batched;
@@ -27,8 +28,8 @@ pub mod discovery;
 pub mod dump;
 pub mod error;
 pub mod exceptions;
+mod filters;
 pub mod flow;
-pub mod forward;
 pub mod http;
 pub mod http1;
 pub mod http2;

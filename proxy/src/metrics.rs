@@ -20,12 +20,12 @@ use prometheus_client::metrics::{MetricType, TypedMetric};
 use prometheus_client::registry::{Metric, Registry};
 use tokio::sync::watch;
 
+use crate::attempts::RetryDenial;
 use crate::balance::Cause;
 use crate::connect::LimitKind;
 use crate::error::Failure;
 use crate::exceptions::{Exception, Exceptions};
 use crate::flow::Direction;
-use crate::forward::RetryDenial;
 use crate::limit::Exceeded;
 use crate::mirror::MirrorResult;
 use crate::route::fault::FaultKind;

@@ -12,11 +12,9 @@ use http::request::Parts;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_local;
 
-use crate::balance::Endpoint;
+use crate::attempts::{Attempt, AttemptError, AttemptSettings, Attempts, Step};
 use crate::deadline::{Deadline, Limit};
-use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::http::replay::MAX_REPLAY;
 use crate::io::MAX_FILL;
 use crate::memory::Charge;
@@ -65,6 +63,26 @@ impl CopiedHead {
         match self {
             Self::Http1 { head, .. } => head.len(),
             Self::Http2(parts) => http2::head::size(parts),
+        }
+    }
+
+    /// Sends a copy with this head and body to one endpoint.
+    async fn attempt(
+        &self,
+        body: &Bytes,
+        attempt: &mut Attempt<'_>,
+        flow: &Flow,
+    ) -> Result<(), AttemptError> {
+        match self {
+            Self::Http1 {
+                head,
+                method,
+                chunked,
+            } => {
+                let message = http1::mirror::message(head, body, *chunked);
+                http1::mirror::attempt(&message, method, attempt, flow).await
+            }
+            Self::Http2(parts) => http2::mirror::attempt(parts, body, attempt, flow).await,
         }
     }
 }
@@ -125,7 +143,7 @@ impl Mirror {
             let body = body.freeze();
             let sent = pin!(async {
                 for name in backends {
-                    let result = send(&flow, &name, head.clone(), body.clone()).await;
+                    let result = send(&flow, &name, &head, &body).await;
                     flow.worker.metrics.mirror(result);
                 }
             });
@@ -137,62 +155,36 @@ impl Mirror {
     }
 }
 
-async fn send(flow: &Flow, name: &Arc<str>, head: CopiedHead, body: Bytes) -> MirrorResult {
+/// Sends a copy to one backend.
+async fn send(flow: &Flow, name: &Arc<str>, head: &CopiedHead, body: &Bytes) -> MirrorResult {
     let backend = flow.worker.destinations.backend(name).await;
-    let mut attempts = Attempts::default();
-    attempts.exchange_deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
-    let mut copy = Copy {
-        head,
-        body,
-        attempts,
+    let settings = AttemptSettings {
+        deadline: Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange),
+        ..AttemptSettings::default()
     };
-    match forward(&mut copy, flow, &backend).await {
-        Ok(()) => MirrorResult::Answered,
-        Err(failure) => {
-            tracing::debug!(backend = %name, "mirrored request failed: {failure}");
-            MirrorResult::Failed
+    // Its caller is the pod's own application, which may send to others.
+    let Ok(permit) = flow.authorize_connection() else {
+        return MirrorResult::Failed;
+    };
+    let mut attempts = Attempts::new(flow, &backend, settings, permit);
+    let failure = loop {
+        let mut attempt = match attempts.begin(flow) {
+            Ok(attempt) => attempt,
+            Err(failure) => break failure,
+        };
+        let deadline = attempt.deadline();
+        let sent = deadline
+            .limit(pin!(head.attempt(body, &mut attempt, flow)))
+            .await;
+        let Err(error) = sent else {
+            return MirrorResult::Answered;
+        };
+        if let Step::Done(failure) = attempt.next(error, flow, || true) {
+            break failure;
         }
-    }
-}
-
-/// A copy for one backend.
-struct Copy {
-    head: CopiedHead,
-    body: Bytes,
-    attempts: Attempts,
-}
-
-impl Forward for Copy {
-    type Outcome = ();
-
-    fn authorize(&mut self, _: &Flow) -> Result<(), Failure> {
-        Ok(())
-    }
-
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.attempts
-    }
-
-    async fn attempt(&mut self, flow: &Flow, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
-        let (body, attempts) = (&self.body, &mut self.attempts);
-        match &self.head {
-            CopiedHead::Http1 {
-                head,
-                method,
-                chunked,
-            } => {
-                let message = http1::mirror::message(head, body, *chunked);
-                http1::mirror::attempt(&message, method, attempts, flow, endpoint).await
-            }
-            CopiedHead::Http2(parts) => {
-                http2::mirror::attempt(parts, body, attempts, flow, endpoint).await
-            }
-        }
-    }
-
-    fn rewind(&mut self) -> bool {
-        true
-    }
+    };
+    tracing::debug!(backend = %name, "mirrored request failed: {failure}");
+    MirrorResult::Failed
 }
 
 #[cfg(test)]

@@ -6,13 +6,13 @@ use std::time::Instant;
 
 use tokio::io::AsyncWriteExt;
 
-use crate::balance::Endpoint;
+use crate::attempts::{AttemptError, AttemptSettings, Attempts, Step};
+use crate::balance::{Endpoint, InFlight};
 use crate::connect::{Slot, Upstream};
 use crate::copy::{self, End};
 use crate::detect::RequestDetector;
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, forward};
 use crate::io::Io;
 use crate::memory::EXHAUSTED;
 use crate::record::ConnectionRecord;
@@ -24,8 +24,9 @@ pub struct Dialed {
     pub upstream: Io,
     /// The slot of the connection, if these are limited.
     slot: Option<Slot>,
-    /// The endpoint, and the attempts that the balancer counts.
-    pub attempts: Attempts,
+    /// The endpoint.
+    pub endpoint: Rc<Endpoint>,
+    in_flight: InFlight,
 }
 
 /// Copies bytes in both directions. `dialed` is the upstream connection, if it exists already. The
@@ -38,15 +39,15 @@ pub async fn serve(
 ) {
     let mut record = ConnectionRecord::new(&flow);
     let mut memory = flow.charge();
-    let dialed = match (flow.authorize_connection(), dialed) {
-        (Err(refused), _) => Err(refused),
-        (Ok(()), Some(dialed)) => Ok(dialed),
-        (Ok(()), None) => dial(&flow, Alpn::Opaque).await,
+    let dialed = match dialed {
+        Some(dialed) => flow.authorize_connection().map(|_| dialed),
+        None => dial(&flow, Alpn::Opaque).await,
     };
     let Dialed {
         mut upstream,
         slot: _slot,
-        attempts,
+        in_flight,
+        ..
     } = match dialed {
         Ok(dialed) => dialed,
         Err(failure) => {
@@ -57,7 +58,7 @@ pub async fn serve(
     let mut end = flow.copy_end(&client, &upstream);
     let charge = &mut |bytes| memory.hold(bytes).is_ok();
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
-    attempts.closed(copied.received > 0, copied.upstream_ended_first);
+    in_flight.closed(copied.received > 0, copied.upstream_ended_first);
     record.copied(copied.sent, copied.received);
     match copied.end {
         End::Http => record.fail(&Failure::BadRequest(
@@ -70,63 +71,47 @@ pub async fn serve(
 
 /// Connects to one of the endpoints that the destination, or its routes, have for the connection.
 pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
+    // 4. Authorization.
+    let permit = flow.authorize_connection()?;
+    // 5. Route.
     let backend = flow.connection_backend().await?;
-    let mut dial = Dial {
-        alpn,
-        attempts: Attempts::default(),
+    let settings = AttemptSettings {
+        preference: backend.preference(None, flow.peer),
+        ..AttemptSettings::default()
     };
-    dial.attempts.preference = backend.preference(None, flow.peer);
-    let Upstream { io, connection, .. } = forward(&mut dial, flow, &backend).await?;
-    Ok(Dialed {
-        upstream: io,
-        slot: connection,
-        attempts: dial.attempts,
-    })
+    let mut attempts = Attempts::new(flow, &backend, settings, permit);
+    loop {
+        // 6. Balance.
+        let mut attempt = attempts.begin(flow)?;
+        // 7. Connect.
+        let dialed = attempt
+            .endpoint
+            .pool()
+            .opaque(attempt.dialer(flow), alpn)
+            .await;
+        let error = match dialed {
+            Ok(Upstream { io, connection, .. }) => {
+                attempt.in_flight.opened();
+                return Ok(Dialed {
+                    upstream: io,
+                    slot: connection,
+                    endpoint: attempt.endpoint,
+                    in_flight: attempt.in_flight,
+                });
+            }
+            Err(failure) => AttemptError::connect(failure),
+        };
+        if let Step::Done(failure) = attempt.next(error, flow, || true) {
+            return Err(failure);
+        }
+    }
 }
 
 /// Returns a connection to the pool whose client sends HTTP/1. Flushes it first: the peer waits for
 /// the end of the TLS handshake.
-pub async fn pool(
-    Dialed {
-        mut upstream,
-        slot: _slot,
-        attempts,
-    }: Dialed,
-) {
-    if let (Ok(()), Some(endpoint)) = (upstream.flush().await, attempts.endpoint()) {
-        endpoint.pool().checkin_http1(upstream, Instant::now());
-    }
-}
-
-struct Dial {
-    alpn: Alpn,
-    attempts: Attempts,
-}
-
-impl Forward for Dial {
-    type Outcome = Upstream;
-
-    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
-        flow.authorize_connection()
-    }
-
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.attempts
-    }
-
-    async fn attempt(
-        &mut self,
-        flow: &Flow,
-        endpoint: &Rc<Endpoint>,
-    ) -> Result<Upstream, AttemptError> {
-        let dialer = self.attempts.dialer(flow);
-        let dialed = endpoint.pool().opaque(dialer, self.alpn).await;
-        let upstream = dialed.map_err(AttemptError::connect)?;
-        self.attempts.opened();
-        Ok(upstream)
-    }
-
-    fn rewind(&mut self) -> bool {
-        true
+pub async fn pool(mut dialed: Dialed) {
+    if dialed.upstream.flush().await.is_ok() {
+        let pool = dialed.endpoint.pool();
+        pool.checkin_http1(dialed.upstream, Instant::now());
     }
 }

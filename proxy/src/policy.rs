@@ -32,6 +32,11 @@ impl Caller {
     }
 }
 
+/// The proof that a policy allows a request or a connection. Without it, there is no attempt to send
+/// it: no protocol can forget authorization.
+#[derive(Debug)]
+pub struct Permit(());
+
 /// The inbound policy of the pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
@@ -49,11 +54,11 @@ pub struct Policy {
 
 impl Policy {
     /// Whether the caller may have a connection to the application, whatever it carries.
-    pub fn authorize_connection(&self, caller: &Caller) -> Result<(), Failure> {
+    pub fn authorize_connection(&self, caller: &Caller) -> Result<Permit, Failure> {
         if self.strict && *caller == Caller::Unauthenticated {
             Err(Failure::MtlsRequired)
         } else {
-            Ok(())
+            Ok(Permit(()))
         }
     }
 
@@ -62,12 +67,12 @@ impl Policy {
         &self,
         caller: &Caller,
         request: &RequestView<'_>,
-    ) -> Result<(), Failure> {
-        self.authorize_connection(caller)?;
+    ) -> Result<Permit, Failure> {
+        let permit = self.authorize_connection(caller)?;
         if *caller != Caller::App && !self.allow_connect && request.is_connect() {
             return Err(Failure::ConnectNotAllowed);
         }
-        Ok(())
+        Ok(permit)
     }
 }
 

@@ -2,41 +2,36 @@
 //! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
 //! forgets them.
 
-use std::future::{Future, poll_fn};
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::{self, Fault, Transfer};
 use diy_mesh_proto::Identity;
 use http::StatusCode;
 
-use crate::balance::{Backend, Preference};
+use crate::balance::{Backend, Endpoint};
 use crate::dump::{self, ExchangeDump};
 use crate::error::Failure;
 use crate::flow::{Direction, Flow};
-use crate::forward::Attempts;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::metrics::HttpVersion;
 use crate::mirror::{CopiedHead, Mirror};
-use crate::route::fault::{FaultKind, Injection};
-use crate::route::matching::MatchInput;
-use crate::route::{Answer, Route, Routes, Rule};
+use crate::route::{Answer, Plan, Rule};
 
 /// One request and its response.
 pub struct ExchangeRecord {
     /// The connection that it came on.
     pub flow: Rc<Flow>,
-    /// Where it was sent to.
-    pub attempts: Attempts,
-    /// The way that a route chose. None: to the destination itself.
-    pub route: Option<Rc<Route>>,
-    /// The rule in whose place the proxy replies.
-    unrouted: Option<Arc<Rule>>,
+    /// The rule that it matched, and the name of the backend that this chose.
+    rule: Option<(Arc<Rule>, Option<Arc<str>>)>,
+    /// The backend. None: the destination itself.
+    backend: Option<Rc<Backend>>,
+    /// The number of attempts, and the endpoint of the latest one.
+    attempts: u32,
+    endpoint: Option<Rc<Endpoint>>,
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
     version: HttpVersion,
@@ -55,9 +50,10 @@ impl ExchangeRecord {
     pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
         Self {
             flow: flow.clone(),
-            attempts: Attempts::default(),
-            route: None,
-            unrouted: None,
+            rule: None,
+            backend: None,
+            attempts: 0,
+            endpoint: None,
             mirror: None,
             version,
             started: Instant::now(),
@@ -70,109 +66,30 @@ impl ExchangeRecord {
         }
     }
 
-    /// Step 5. The deadlines of the route begin, then the faults take place. None if the client
-    /// leaves in the meantime: `poll_gone` is ready then.
-    pub async fn route(
-        &mut self,
-        routes: &Routes,
-        request: &RequestView<'_>,
-        poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
-    ) -> Option<Result<(), Answer>> {
-        let input = MatchInput::new(*request);
-        let faults = routes.faults(&input, &mut self.flow.worker.rng.borrow_mut());
-        let faults = match faults {
-            Ok(faults) => faults,
-            Err(failure) => return Some(Err(failure.into())),
-        };
-        let routed = self.flow.route(routes, input).await;
-        let routed = match routed {
-            Ok(route) => {
-                let earlier = self.attempts.exchange_deadline;
-                self.attempts.exchange_deadline = earlier.earlier(route.deadline());
-                self.attempts.attempt_timeout = route.attempt_timeout();
-                self.attempts.policy = route.retry_policy().cloned();
-                self.route = Some(Rc::new(route));
-                Ok(())
-            }
-            Err(unrouted) => {
-                self.unrouted = unrouted.rule;
-                Err(unrouted.answer)
-            }
-        };
-        match self.inject(faults, poll_gone).await? {
-            Ok(()) => Some(routed),
-            Err(failure) => Some(Err(failure.into())),
+    /// The plan of the request, which goes to `backend`.
+    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>) {
+        if let Some(rule) = plan.rule() {
+            self.rule = Some((rule.clone(), plan.backend().cloned()));
+            self.backend = Some(backend.clone());
         }
     }
 
-    /// Delays the request until its deadline at most, and fails in place of a backend. None if the
-    /// client leaves.
-    async fn inject(
-        &mut self,
-        faults: Vec<Injection>,
-        mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
-    ) -> Option<Result<(), Failure>> {
-        for Injection { name, delay, abort } in faults {
-            let flow = self.flow.clone();
-            let count = |kind| flow.worker.metrics.fault(kind, &name);
-            self.fault = Some(name.clone());
-            self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
-            if let Some(delay) = delay {
-                count(FaultKind::Delay);
-                let mut timer = self.attempts.exchange_deadline.timer();
-                let mut sleep = pin!(tokio::time::sleep(delay));
-                let delayed = poll_fn(|cx| {
-                    if sleep.as_mut().poll(cx).is_ready() {
-                        return Poll::Ready(Some(Ok(())));
-                    }
-                    match timer.poll(cx) {
-                        Poll::Ready(limit) => Poll::Ready(Some(Err(Failure::Timeout(limit)))),
-                        Poll::Pending => poll_gone(cx).map(|()| None),
-                    }
-                });
-                let delayed = delayed.await;
-                if delayed.is_none() {
-                    self.cut_off("the client closed");
-                }
-                if let Err(timeout) = delayed? {
-                    return Some(Err(timeout));
-                }
-            }
-            if let Some(status) = abort {
-                count(FaultKind::Abort);
-                return Some(Err(Failure::FaultInjected { name, status }));
-            }
-        }
-        Some(Ok(()))
+    /// A fault delays or aborts the request.
+    pub fn fault(&mut self, name: &Arc<str>, delay: Option<Duration>) {
+        self.fault = Some(name.clone());
+        self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
     }
 
-    /// The endpoints of the request.
-    pub fn backend(&self) -> &Rc<Backend> {
-        match &self.route {
-            Some(route) => &route.backend,
-            None => &self.flow.destination,
-        }
-    }
-
-    /// Reads what the endpoint depends on, from the head as the client sent it.
-    pub fn set_preference(&mut self, request: &RequestView<'_>) {
-        let preference = self.backend().preference(Some(request), self.flow.peer);
-        let session = self
-            .route
-            .as_ref()
-            .and_then(|route| route.session_endpoint());
-        self.attempts.preference = Preference {
-            session,
-            ..preference
-        };
+    /// An attempt begins.
+    pub fn attempt(&mut self, endpoint: &Rc<Endpoint>) {
+        self.attempts += 1;
+        self.endpoint = Some(endpoint.clone());
     }
 
     /// The rule of the request and the backend that it chose, for dumps and logs.
     fn rule(&self) -> Option<(&str, Option<&str>)> {
-        match (&self.route, &self.unrouted) {
-            (Some(route), _) => Some((route.name(), route.backend_name())),
-            (None, rule) => rule.as_ref().map(|rule| (&*rule.name, None)),
-        }
+        let (rule, backend) = self.rule.as_ref()?;
+        Some((&rule.name, backend.as_deref()))
     }
 
     fn dump(&mut self, fill: impl FnOnce(&mut dump::Record)) {
@@ -186,11 +103,14 @@ impl ExchangeRecord {
         self.dump(|dump| dump.request_head(request, edits));
     }
 
-    /// Begins a copy of the request, with the head that was prepared for the next hop, if its route
-    /// has a mirror. Another protocol is not copied.
-    pub fn mirror(&mut self, request: &RequestView<'_>, head: impl FnOnce() -> CopiedHead) {
-        let Some(route) = &self.route else { return };
-        let backends = route.mirrors();
+    /// Begins a copy of the request for these backends, with the head that was prepared for the next
+    /// hop. Another protocol is not copied.
+    pub fn mirror(
+        &mut self,
+        backends: &[Arc<str>],
+        request: &RequestView<'_>,
+        head: impl FnOnce() -> CopiedHead,
+    ) {
         if !backends.is_empty() && !request.upgrade && !request.is_connect() {
             self.mirror = Mirror::new(&self.flow, backends, head());
         }
@@ -308,7 +228,7 @@ impl ExchangeRecord {
                 dump.route = Some(rule.to_owned());
                 dump.backend = backend.map(str::to_owned);
             }
-            match (self.flow.direction, self.attempts.endpoint()) {
+            match (self.flow.direction, &self.endpoint) {
                 (Direction::Inbound, _) => {
                     dump.identity = self.flow.called_by().map(str::to_owned);
                 }
@@ -350,7 +270,8 @@ impl Drop for ExchangeRecord {
             worker.metrics.request(*direction, self.version, status);
         }
         if self.status.is_some() || self.failure.is_some() {
-            worker.ended(*direction, self.backend(), self.failure);
+            let backend = self.backend.as_ref().unwrap_or(destination);
+            worker.ended(*direction, backend, self.failure);
         }
         tracing::debug!(
             direction = direction.name(),
@@ -359,8 +280,8 @@ impl Drop for ExchangeRecord {
             destination = %destination.name(),
             route = self.rule().map(|(rule, _)| rule),
             backend = self.rule().and_then(|(_, backend)| backend),
-            endpoint = self.attempts.endpoint().map(|endpoint| tracing::field::display(endpoint.address)),
-            attempts = self.attempts.count,
+            endpoint = self.endpoint.as_ref().map(|endpoint| tracing::field::display(endpoint.address)),
+            attempts = self.attempts,
             status = self.status.map(|status| status.as_u16()),
             failure = self.failure,
             fault = self.fault.as_deref(),

@@ -1,5 +1,5 @@
 //! Step 7: the connections of one worker, by endpoint, identity and protocol: an idle one, or a new
-//! one within the time that `forward.rs` gives an attempt. Backends with the same endpoint and limits
+//! one within the time that `attempts.rs` gives an attempt. Backends with the same endpoint and limits
 //! share a pool. When the last of them has removed the endpoint, the pool is closed and keeps no
 //! connection.
 

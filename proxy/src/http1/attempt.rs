@@ -3,7 +3,6 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
-use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::{Instant, SystemTime};
 
@@ -14,16 +13,16 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use super::body::{BodyError, Relay};
 use super::head::{Framing, HeadSearch, Refused, ResponseHead, Version};
 use super::{After, Exchange, MAX_PIPELINED, discard};
+use crate::attempts::{Attempt, AttemptError, Replayable};
 use crate::balance::Endpoint;
 use crate::connect::{Slot, Upstream};
 use crate::error::Failure;
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Forward, Replayable};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 use crate::policy::PREVIOUS_ATTEMPTS;
-use crate::route::fields::FieldEdit;
+use crate::route::Plan;
 
 /// How an attempt ends that needs no other one.
 pub(super) enum Outcome {
@@ -33,38 +32,29 @@ pub(super) enum Outcome {
     Tunnel(Io, Option<Slot>),
 }
 
-impl Forward for Exchange<'_> {
-    type Outcome = Outcome;
-
-    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
-        flow.authorize_request(&self.request.view())
-    }
-
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.record.attempts
-    }
-
-    async fn attempt(
+impl Exchange<'_> {
+    /// Connects to the endpoint, sends, and relays the response.
+    pub(super) async fn attempt(
         &mut self,
         flow: &Flow,
-        endpoint: &Rc<Endpoint>,
+        plan: &Plan,
+        attempt: &mut Attempt<'_>,
     ) -> Result<Outcome, AttemptError> {
-        let began_at = self.record.attempts.began_at();
         self.end_passed_on = false;
         // 7. Connect.
-        let dialer = self.record.attempts.dialer(flow);
+        let endpoint = attempt.endpoint.clone();
+        let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
         let connected = endpoint.pool().http1(dialer, began_at).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
-            self.record.attempts.check_endpoint()?;
-            self.record.attempts.connected();
+            attempt.check_endpoint()?;
+            attempt.in_flight.connected();
         }
-        let announced = self.record.attempts.announced(upstream.io.is_secured());
-        if let Some(previous) = announced {
+        if let Some(previous) = attempt.announced(upstream.io.is_secured()) {
             self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
         }
         // 8. Serve.
-        let Some(head) = self.receive_head(&mut upstream, endpoint).await? else {
+        let Some(head) = self.receive_head(&mut upstream, &endpoint).await? else {
             upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
@@ -74,37 +64,21 @@ impl Forward for Exchange<'_> {
             is_kept: self.upload.can_rewind(),
             is_idempotent: self.request.view().is_idempotent(),
         };
-        let attempts = &mut self.record.attempts;
-        let answered_at = match attempts.answered(head.status, verdict, request, flow) {
+        let answered_at = match attempt.answered(head.status, verdict, request, flow) {
             Ok(answered_at) => answered_at,
             Err(error) => {
                 if self.upload.is_done() && !self.client_ended {
-                    let memory = self.record.flow.charge();
-                    discard::response(upstream, &head, endpoint, memory);
+                    discard::response(upstream, &head, &endpoint, flow.charge());
                 }
                 return Err(error);
             }
         };
         self.upload.discard_replay();
         let keep_alive = self.may_keep_alive(answered_at);
-        let outcome = self
-            .relay_response(upstream.io, endpoint, head, keep_alive)
-            .await;
-        Ok(match outcome {
-            Outcome::Tunnel(io, _) => {
-                let slot = upstream.connection.filter(Slot::counts_opaque);
-                Outcome::Tunnel(io, slot)
-            }
-            after => after,
-        })
+        let relayed = self.relay_response(upstream, plan, &endpoint, head, keep_alive);
+        Ok(relayed.await)
     }
 
-    fn rewind(&mut self) -> bool {
-        !self.in_interim && self.upload.rewind()
-    }
-}
-
-impl Exchange<'_> {
     /// Sends the request and relays interim responses until the final response's head has arrived.
     /// None if the client closes.
     async fn receive_head(
@@ -251,24 +225,21 @@ impl Exchange<'_> {
     /// Relays the response, and pools the upstream's connection if it can carry another exchange.
     async fn relay_response(
         &mut self,
-        mut upstream: Io,
+        upstream: Upstream,
+        plan: &Plan,
         endpoint: &Endpoint,
         mut head: ResponseHead,
         keep_alive: bool,
     ) -> Outcome {
+        let Upstream {
+            io: mut upstream,
+            connection: slot,
+            ..
+        } = upstream;
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
-        let route = self.record.route.clone();
-        let mut with_route = Vec::new();
-        let mut edits = response_edits(upstream.is_secured());
-        let session = route
-            .as_ref()
-            .and_then(|route| route.session_edit(endpoint));
-        if let Some(route) = &route {
-            with_route.extend(edits.iter().copied().chain(route.response_edits()));
-            with_route.extend(session.iter().map(FieldEdit::as_edit));
-            edits = &with_route;
-        }
-        let edits = Edits::of(edits);
+        let session = plan.session_edit(endpoint);
+        let edits = plan.response_fields(response_edits(upstream.is_secured()), &session);
+        let edits = Edits::of(&edits);
         self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101
             || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));
@@ -299,9 +270,10 @@ impl Exchange<'_> {
             },
         )
         .await;
-        self.record.attempts.end();
         match relayed {
-            Ok(()) if is_tunnel => return Outcome::Tunnel(upstream, None),
+            Ok(()) if is_tunnel => {
+                return Outcome::Tunnel(upstream, slot.filter(Slot::counts_opaque));
+            }
             Ok(()) => self.record.response_end(),
             Err(broken) => {
                 self.record.cut_off(&broken.to_string());

@@ -7,9 +7,8 @@ use tokio::io::AsyncWriteExt;
 
 use super::discard::{Body, fill};
 use super::head::{Framing, HeadSearch, ResponseHead};
-use crate::balance::Endpoint;
+use crate::attempts::{Attempt, AttemptError, Replayable};
 use crate::flow::Flow;
-use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 
@@ -32,16 +31,15 @@ pub fn message(head: &[u8], body: &[u8], chunked: bool) -> BytesMut {
 pub async fn attempt(
     message: &[u8],
     method: &[u8],
-    attempts: &mut Attempts,
+    attempt: &mut Attempt<'_>,
     flow: &Flow,
-    endpoint: &Endpoint,
 ) -> Result<(), AttemptError> {
-    let began_at = attempts.began_at();
-    let dialer = attempts.dialer(flow);
+    let endpoint = attempt.endpoint.clone();
+    let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
     let connected = endpoint.pool().http1(dialer, began_at).await;
     let mut upstream = connected.map_err(AttemptError::connect)?;
     if !upstream.reused {
-        attempts.connected();
+        attempt.in_flight.connected();
     }
     let closed = |reason| AttemptError::closed(endpoint.address, reason, false);
     let io = &mut upstream.io;
@@ -54,9 +52,7 @@ pub async fn attempt(
     let head = read(io, method).await.map_err(closed)?;
     let is_peer = io.is_secured();
     let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
-    let answered = attempts.answered(head.status, verdict, Replayable::ONCE, flow);
-    attempts.end();
-    let answered_at = answered?;
+    let answered_at = attempt.answered(head.status, verdict, Replayable::ONCE, flow)?;
     let reusable = head.connection.persists(head.version)
         && head.status != 101
         && head.framing != Framing::UntilClose

@@ -24,18 +24,18 @@ use tokio::time::{timeout, timeout_at};
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
 use self::head::{Framing, HeadSearch, MAX_HEAD, Refused, RequestHead};
+use crate::attempts::{AttemptSettings, Attempts, Step, pause};
 use crate::copy;
 use crate::error::Failure;
+use crate::filters;
 use crate::flow::Flow;
-use crate::forward::forward;
-use crate::http::edits::Edits;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
 use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::record::ExchangeRecord;
-use crate::route::{Answer, Route};
+use crate::route::{Answer, Plan};
 use crate::timeouts::{IdleTimer, TimeoutKind};
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
@@ -187,8 +187,7 @@ impl<'a> Exchange<'a> {
         request: RequestHead,
         memory: &'a mut Charge,
     ) -> Self {
-        let mut record = ExchangeRecord::new(flow, HttpVersion::Http1);
-        record.attempts.previous = flow.previous_attempts(&request);
+        let record = ExchangeRecord::new(flow, HttpVersion::Http1);
         let upload = Relay::with_replay(request.framing, BytesMut::new());
         Self {
             client,
@@ -203,66 +202,94 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Writes the head for the next hop.
-    fn write_head(&mut self, edits: Edits<'_>) {
-        self.record.request(&self.request.view(), edits);
-        let mut head = BytesMut::new();
-        self.request.write(&mut head, edits);
-        self.head_size = head.len();
-        let chunked = self.request.framing == Framing::Chunked;
-        self.record
-            .mirror(&self.request.view(), || CopiedHead::Http1 {
-                head: Bytes::copy_from_slice(&head),
-                method: Bytes::copy_from_slice(self.request.method()),
-                chunked,
-            });
-        self.upload = Relay::with_replay(self.request.framing, head);
-    }
-
     /// Carries the exchange to its end.
     async fn run(&mut self) -> After {
         let flow = self.record.flow.clone();
-        let own = flow.request_edits();
-        if let Some(routes) = flow.destination.routes() {
-            // 5. Route. Boxed: most destinations have none.
-            let view = self.request.view();
-            let gone = |cx: &mut Context<'_>| poll_gone(self.client, self.memory, cx);
-            match Box::pin(self.record.route(&routes, &view, gone)).await {
-                Some(Ok(())) => {}
-                Some(Err(answer)) => {
-                    self.write_head(Edits::of(&own));
-                    return self.reply(answer).await;
-                }
-                None => {
-                    self.write_head(Edits::of(&own));
-                    self.client.reset_on_drop();
-                    return After::Closed;
-                }
-            }
-        }
-        self.record.set_preference(&self.request.view());
-        let route = self.record.route.clone();
-        Route::edit_request(route.as_deref(), &own, |edits| self.write_head(edits));
-        let held = self.client.buffered() + self.head_size;
-        if let Err(failure) = self.memory.begin(held) {
+        // 5. Plan.
+        let request = self.request.view();
+        let mut plan = flow.plan(request);
+        let backend = flow.backend(&plan).await;
+        let settings = plan.attempts(AttemptSettings {
+            preference: backend.preference(Some(&request), flow.peer),
+            previous: flow.previous_attempts(&self.request),
+            ..AttemptSettings::default()
+        });
+        self.record.plan(&plan, &backend);
+        self.write_head(&plan, &flow);
+        if let Err(failure) = self.take_body() {
             return self.fail(failure).await;
         }
+        // 4. Authorization, limits, and faults.
+        let request = self.request.view();
+        let deadline = settings.deadline;
+        let held = self.head_size + self.upload.buffered();
+        let gone = |cx: &mut Context<'_>| poll_gone(self.client, self.memory, held, cx);
+        let allowed = filters::apply(&mut plan, &request, deadline, &mut self.record, gone);
+        let permit = match allowed.await {
+            Some(Ok(permit)) => permit,
+            Some(Err(answer)) => return self.reply(answer).await,
+            None => {
+                self.client.reset_on_drop();
+                return After::Closed;
+            }
+        };
+        let mut attempts = Attempts::new(&flow, &backend, settings, permit);
+        loop {
+            // 6. Balance.
+            let mut attempt = match attempts.begin(&flow) {
+                Ok(attempt) => attempt,
+                Err(failure) => return self.fail(failure).await,
+            };
+            self.record.attempt(&attempt.endpoint);
+            // 7. Connect, 8. serve.
+            let deadline = attempt.deadline();
+            let ended = deadline
+                .limit(pin!(self.attempt(&flow, &plan, &mut attempt)))
+                .await;
+            let error = match ended {
+                Ok(Outcome::After(after)) => return after,
+                Ok(Outcome::Tunnel(upstream, _slot)) => {
+                    drop(attempt);
+                    // Boxed: it is rare, and would enlarge the task of every connection.
+                    return Box::pin(self.tunnel(upstream)).await;
+                }
+                Err(error) => error,
+            };
+            let rewind = || !self.in_interim && self.upload.rewind();
+            match attempt.next(error, &flow, rewind) {
+                Step::Retry(backoff) => pause(backoff).await,
+                Step::Done(failure) => return self.fail(failure).await,
+            }
+        }
+    }
+
+    /// Writes the head for the next hop.
+    fn write_head(&mut self, plan: &Plan, flow: &Flow) {
+        let own = flow.request_edits();
+        let fields = plan.request_fields(&own);
+        let edits = plan.request_edits(&fields);
+        let request = self.request.view();
+        self.record.request(&request, edits);
+        let mut head = BytesMut::new();
+        self.request.write(&mut head, edits);
+        self.head_size = head.len();
+        let copied = || CopiedHead::Http1 {
+            head: Bytes::copy_from_slice(&head),
+            method: Bytes::copy_from_slice(self.request.method()),
+            chunked: self.request.framing == Framing::Chunked,
+        };
+        self.record.mirror(plan.mirrors(), &request, copied);
+        self.upload = Relay::with_replay(self.request.framing, head);
+    }
+
+    /// Charges the request, and takes what has arrived of its body.
+    fn take_body(&mut self) -> Result<(), Failure> {
+        let held = self.client.buffered() + self.head_size;
+        self.memory.begin(held)?;
         let record = &mut self.record;
-        let unread = self.client.unread();
-        let taken = self
-            .upload
-            .decode_buffered(unread, &mut |data| record.request_body(data));
-        if let Err(broken) = taken {
-            return self.fail(request_failure(&broken)).await;
-        }
-        // 4. Authorization, 6. balance: forward.rs. 7. connect, 8. serve: attempt.rs.
-        let backend = self.record.backend().clone();
-        match forward(self, &flow, &backend).await {
-            Ok(Outcome::After(after)) => after,
-            // Boxed: it is rare, and would enlarge the task of every connection.
-            Ok(Outcome::Tunnel(upstream, _slot)) => Box::pin(self.tunnel(upstream)).await,
-            Err(failure) => self.fail(failure).await,
-        }
+        let seen = &mut |data: &[u8]| record.request_body(data);
+        let taken = self.upload.decode_buffered(self.client.unread(), seen);
+        taken.map_err(|broken| request_failure(&broken))
     }
 
     /// Copies the bytes of another protocol both ways.
@@ -311,8 +338,8 @@ impl<'a> Exchange<'a> {
 }
 
 /// Ready when the client leaves, before its request is forwarded. A half-close counts: no
-/// application can decide yet what it means.
-fn poll_gone(client: &mut Io, memory: &mut Charge, cx: &mut Context<'_>) -> Poll<()> {
+/// application can decide yet what it means. The exchange holds `held` bytes besides.
+fn poll_gone(client: &mut Io, memory: &mut Charge, held: usize, cx: &mut Context<'_>) -> Poll<()> {
     while client.unread().len() < MAX_PIPELINED {
         match client.poll_fill(cx) {
             Poll::Ready(Ok(read)) if read > 0 => {}
@@ -322,7 +349,7 @@ fn poll_gone(client: &mut Io, memory: &mut Charge, cx: &mut Context<'_>) -> Poll
     }
     // Reset, as if it had left, if no memory is left for what it has sent.
     memory
-        .hold(client.buffered())
+        .hold(held + client.buffered())
         .map_or(Poll::Ready(()), |()| Poll::Pending)
 }
 

@@ -3,8 +3,8 @@
 //! on it.
 
 use std::future::{Future, poll_fn};
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
-use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::{Instant, SystemTime};
 
@@ -19,12 +19,14 @@ use tokio::time::timeout_at;
 use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{Place, STREAM_COST, Stream};
+use crate::attempts::{Attempt, AttemptError, AttemptSettings, Attempts, Replayable, Step, pause};
 use crate::balance::Endpoint;
 use crate::batched::Queued;
 use crate::connect::http2::Lease;
+use crate::deadline::Deadline;
 use crate::error::Failure;
+use crate::filters;
 use crate::flow::{Direction, Flow};
-use crate::forward::{AttemptError, Attempts, Forward, Replayable, forward};
 use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
@@ -35,8 +37,7 @@ use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
 use crate::record::ExchangeRecord;
-use crate::route::fields::FieldEdit;
-use crate::route::{Answer, Route};
+use crate::route::{Answer, Plan};
 
 /// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
 /// limit them: they would fill the memory of the proxy while the client does not read.
@@ -62,50 +63,23 @@ pub(super) fn start(
     Ok(())
 }
 
-/// Forwards one request to an endpoint, and the response to the client.
+/// Forwards one request to an endpoint, and the response to the client, once it has a place.
 async fn carry(
-    mut parts: Parts,
+    parts: Parts,
     body: RecvStream,
     mut respond: SendResponse<Queued>,
     client: Stream,
     memory: Charge,
     refused: Option<Failure>,
 ) {
-    let flow = &client.flow;
     let deadline = head::deadline(&parts);
     let Some(place) = client.place(&mut respond).await else {
         return;
     };
-    let mut record = ExchangeRecord::new(flow, HttpVersion::Http2);
-    record.attempts.previous = flow.previous_attempts(&parts.headers);
-    record.attempts.exchange_deadline = deadline;
-    // None: the client has reset the stream.
-    let ready: Option<Result<(), Answer>> = match (refused, flow.destination.routes()) {
-        (Some(failure), _) => Some(Err(failure.into())),
-        (None, None) => Some(Ok(())),
-        (None, Some(routes)) => {
-            // 5. Route. Boxed: most destinations have none.
-            let gone = |cx: &mut Context<'_>| respond.poll_reset(cx).map(drop);
-            Box::pin(record.route(&routes, &head::view(&parts), gone)).await
-        }
-    };
-    record.set_preference(&head::view(&parts));
-    let own = flow.request_edits();
-    let route = record.route.as_deref();
-    let prepared = Route::edit_request(route, &own, |edits| head::prepare(&mut parts, edits));
-    let ready = match (ready, prepared) {
-        (Some(Ok(())), Err(failure)) => Some(Err(failure.into())),
-        (ready, _) => ready,
-    };
-    record.request(&head::view(&parts), Edits::default());
-    if let Some(Ok(())) = ready {
-        let copied = || CopiedHead::Http2(Box::new(parts.clone()));
-        record.mirror(&head::view(&parts), copied);
-    }
     let mut exchange = Exchange {
         respond,
         upload: Relay::new(body, Message::Request),
-        record,
+        record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
         is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
         interim_left: match parts.headers.contains_key(EXPECT) {
@@ -118,11 +92,8 @@ async fn carry(
         cost: memory.amount(),
         memory,
     };
-    match ready {
-        Some(Ok(())) => exchange.run().await,
-        Some(Err(answer)) => exchange.reply(answer),
-        None => exchange.client.resets.record_reset(Instant::now()),
-    }
+    let ended = exchange.run(deadline, refused).await;
+    exchange.end(ended);
 }
 
 /// One request and its response.
@@ -155,11 +126,11 @@ enum Outcome {
     /// The upstream reset the stream: the client gets the same code.
     Reset(Reason),
     /// Both sides agreed on another protocol: no deadline applies.
-    Tunnel(Box<(Response<RecvStream>, Attempt, Rc<Endpoint>)>),
+    Tunnel(Box<(Response<RecvStream>, Upstream)>),
 }
 
-/// An attempt in progress. Fields are dropped in this order: the stream before its slot.
-struct Attempt {
+/// The stream to the endpoint. Fields are dropped in this order: the stream before its slot.
+struct Upstream {
     response: ResponseFuture,
     to_upstream: SendStream<Queued>,
     lease: Lease,
@@ -175,16 +146,88 @@ enum Ended {
 }
 
 impl Exchange {
-    /// Runs the exchange to its end.
-    async fn run(&mut self) {
-        let flow = self.record.flow.clone();
-        let backend = self.record.backend().clone();
-        // 4. Authorization, 6. balance, 7. connect, 8. serve.
-        let ended = match forward(self, &flow, &backend).await {
-            // Boxed: it is rare, and would enlarge the task of every stream.
-            Ok(Outcome::Tunnel(tunnel)) => Box::pin(self.tunnel(*tunnel)).await,
-            ended => ended,
+    /// Runs the exchange until its response has ended, which `deadline` limits. `refused`: why the
+    /// proxy replies itself.
+    async fn run(
+        &mut self,
+        deadline: Deadline,
+        refused: Option<Failure>,
+    ) -> Result<Outcome, Answer> {
+        let flow = self.client.flow.clone();
+        if let Some(failure) = refused {
+            self.prepare_head(&Plan::default(), &flow)?;
+            return Err(failure.into());
+        }
+        // 5. Plan.
+        let request = head::view(&self.parts);
+        let mut plan = flow.plan(request);
+        let backend = flow.backend(&plan).await;
+        let settings = plan.attempts(AttemptSettings {
+            deadline,
+            preference: backend.preference(Some(&request), flow.peer),
+            previous: flow.previous_attempts(&self.parts.headers),
+            ..AttemptSettings::default()
+        });
+        self.record.plan(&plan, &backend);
+        self.prepare_head(&plan, &flow)?;
+        // 4. Authorization, limits, and faults.
+        let request = head::view(&self.parts);
+        let deadline = settings.deadline;
+        let gone = |cx: &mut Context<'_>| self.respond.poll_reset(cx).map(drop);
+        let allowed = filters::apply(&mut plan, &request, deadline, &mut self.record, gone);
+        let Some(permit) = allowed.await else {
+            return Ok(Outcome::Cancelled);
         };
+        let mut attempts = Attempts::new(&flow, &backend, settings, permit?);
+        loop {
+            // 6. Balance.
+            let mut attempt = attempts.begin(&flow)?;
+            self.record.attempt(&attempt.endpoint);
+            // 7. Connect, 8. serve.
+            let deadline = attempt.deadline();
+            let ended = deadline
+                .limit(pin!(self.attempt(&flow, &plan, &mut attempt)))
+                .await;
+            let error = match ended {
+                Ok(Outcome::Tunnel(tunnel)) => {
+                    let (response, upstream) = *tunnel;
+                    let relayed = self.relay_response(response, upstream, &plan, &attempt.endpoint);
+                    // Boxed: it is rare, and would enlarge the task of every stream.
+                    return Ok(Box::pin(relayed).await);
+                }
+                Ok(outcome) => return Ok(outcome),
+                Err(error) => error,
+            };
+            match attempt.next(error, &flow, || self.upload.rewind()) {
+                Step::Retry(backoff) => {
+                    let mut pause = pin!(pause(backoff));
+                    let is_reset = poll_fn(|cx| match pause.as_mut().poll(cx) {
+                        Poll::Ready(()) => Poll::Ready(false),
+                        Poll::Pending => self.respond.poll_reset(cx).map(|_| true),
+                    });
+                    if is_reset.await {
+                        return Ok(Outcome::Cancelled);
+                    }
+                }
+                Step::Done(failure) => return Err(failure.into()),
+            }
+        }
+    }
+
+    /// Changes the head for the next hop.
+    fn prepare_head(&mut self, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
+        let own = flow.request_edits();
+        let fields = plan.request_fields(&own);
+        let prepared = head::prepare(&mut self.parts, plan.request_edits(&fields));
+        let request = head::view(&self.parts);
+        self.record.request(&request, Edits::default());
+        let copied = || CopiedHead::Http2(Box::new(self.parts.clone()));
+        self.record.mirror(plan.mirrors(), &request, copied);
+        prepared
+    }
+
+    /// Ends the client's stream as the exchange has ended.
+    fn end(&mut self, ended: Result<Outcome, Answer>) {
         match ended {
             Ok(Outcome::Ended | Outcome::Tunnel(_)) => {
                 self.client.resets.record_completed();
@@ -195,16 +238,102 @@ impl Exchange {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);
             }
-            Err(failure) => self.fail(failure),
+            Err(Answer::Failure(failure)) if self.record.has_response() => {
+                self.fail_response(&failure, &failure.to_string());
+            }
+            Err(answer) => self.reply(answer),
         }
     }
 
-    /// Relays the bytes of another protocol.
-    async fn tunnel(
+    /// Connects to the endpoint, sends, and relays the response.
+    async fn attempt(
         &mut self,
-        (response, attempt, endpoint): (Response<RecvStream>, Attempt, Rc<Endpoint>),
-    ) -> Result<Outcome, Failure> {
-        Ok(self.relay_response(response, attempt, &endpoint).await)
+        flow: &Flow,
+        plan: &Plan,
+        attempt: &mut Attempt<'_>,
+    ) -> Result<Outcome, AttemptError> {
+        let address = attempt.endpoint.address;
+        // 7. Connect.
+        let mut lease = match self.connect(flow, attempt).await {
+            Some(Ok(lease)) => lease,
+            Some(Err(failure)) => return Err(AttemptError::connect(failure)),
+            None => return Ok(Outcome::Cancelled),
+        };
+        if !lease.is_reused() {
+            attempt.check_endpoint()?;
+        }
+        if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
+            let reason = "it does not accept extended CONNECT requests";
+            return Err(AttemptError::malformed(address, reason));
+        }
+        // 8. Serve.
+        attempt.in_flight.connected();
+        let mut parts = self.parts.clone();
+        if let Some(previous) = attempt.announced(lease.is_secured()) {
+            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
+            parts.headers.insert(name, previous.into());
+        }
+        head::set_deadline(&mut parts, attempt.exchange_deadline());
+        let request = Request::from_parts(parts, ());
+        let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
+        let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
+            Ok(stream) => stream,
+            Err(error) => return self.failed(&error, address, &lease, false),
+        };
+        let mut upstream = Upstream {
+            response,
+            to_upstream,
+            lease,
+        };
+        let response = match poll_fn(|cx| self.poll_response(cx, &mut upstream)).await {
+            Ok(response) => response,
+            Err(Ended::Client(code)) => {
+                upstream.to_upstream.send_reset(code);
+                self.cut_off("the client closed", code);
+                return Ok(Outcome::Cancelled);
+            }
+            Err(Ended::Overloaded) => {
+                upstream.to_upstream.send_reset(Reason::CANCEL);
+                return Err(AttemptError::last(Failure::MemoryExhausted));
+            }
+            Err(Ended::Upstream(error)) => {
+                upstream.lease.record_end();
+                return self.failed(&error, address, &upstream.lease, true);
+            }
+        };
+        if upstream.lease.supports_extended_connect() {
+            flow.destination.supports_extended_connect.set(true);
+        }
+        let (mut parts, body) = response.into_parts();
+        let is_peer = upstream.lease.is_secured();
+        Edits::of(response_edits(is_peer)).apply(&mut parts.headers);
+        let status = parts.status.as_u16();
+        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.parts.method.is_idempotent(),
+        };
+        if let Err(error) = attempt.answered(status, verdict, request, flow) {
+            if self.upload.is_complete() && !body.is_end_stream() {
+                let mut memory = self.client.flow.charge();
+                if memory.begin(STREAM_COST).is_ok() {
+                    in_background(memory, discard(upstream, body));
+                }
+            }
+            return Err(error);
+        }
+        self.upload.discard_replay();
+        self.cost += head::fields_size(&parts.headers);
+        if self.memory.hold(self.cost).is_err() {
+            return Err(AttemptError::last(Failure::MemoryExhausted));
+        }
+        let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
+        let response = Response::from_parts(parts, body);
+        if is_tunnel {
+            return Ok(Outcome::Tunnel(Box::new((response, upstream))));
+        }
+        let relayed = self.relay_response(response, upstream, plan, &attempt.endpoint);
+        Ok(relayed.await)
     }
 
     /// Acquires a slot on a connection to the endpoint, for an extended CONNECT request on one whose
@@ -212,12 +341,12 @@ impl Exchange {
     async fn connect(
         &mut self,
         flow: &Flow,
-        endpoint: &Endpoint,
+        attempt: &Attempt<'_>,
     ) -> Option<Result<Lease, Failure>> {
         let worker = &flow.worker;
         let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
-        let dialer = self.record.attempts.dialer(flow);
-        let pool = endpoint.pool();
+        let dialer = attempt.dialer(flow);
+        let pool = attempt.endpoint.pool();
         let is_extended = head::extended_protocol(&self.parts).is_some();
         let mut leasing = pin!(async {
             let lease = pool.http2(flow.direction, dialer, expiry).await?;
@@ -225,7 +354,8 @@ impl Exchange {
                 // Boxed: it is rare. Without SETTINGS, the peer does not support the request.
                 let settled = Box::pin(timeout_at(dialer.deadline, lease.settled()));
                 if let Ok(false) = settled.await {
-                    let (address, reason) = (endpoint.address, "it sent no SETTINGS".into());
+                    let (address, reason) =
+                        (attempt.endpoint.address, "it sent no SETTINGS".into());
                     return Err(Failure::UpstreamClosed { address, reason });
                 }
             }
@@ -242,19 +372,19 @@ impl Exchange {
     fn poll_response(
         &mut self,
         cx: &mut Context<'_>,
-        attempt: &mut Attempt,
+        upstream: &mut Upstream,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
         self.client.record_progress();
-        if let Err(code) = self.poll_upload(cx, attempt) {
+        if let Err(code) = self.poll_upload(cx, upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         if self.memory.hold(self.cost + self.upload.kept()).is_err() {
             return Poll::Ready(Err(Ended::Overloaded));
         }
         while self.interim_left > 0 {
-            match attempt.response.poll_informational(cx) {
+            match upstream.response.poll_informational(cx) {
                 Poll::Ready(Some(Ok(mut interim))) => {
-                    let edits = response_edits(attempt.lease.is_secured());
+                    let edits = response_edits(upstream.lease.is_secured());
                     Edits::of(edits).apply(interim.headers_mut());
                     // An error means that the client has closed, which is detected below.
                     drop(self.respond.send_informational(interim));
@@ -264,7 +394,7 @@ impl Exchange {
                 Poll::Pending => break,
             }
         }
-        if let Poll::Ready(response) = Pin::new(&mut attempt.response).poll(cx) {
+        if let Poll::Ready(response) = Pin::new(&mut upstream.response).poll(cx) {
             return Poll::Ready(response.map_err(Ended::Upstream));
         }
         let reset = self.respond.poll_reset(cx);
@@ -273,16 +403,16 @@ impl Exchange {
 
     /// Relays the request's body. Fails with the client's code. An upstream that reads no more may
     /// have responded already: that is not an error yet.
-    fn poll_upload(&mut self, cx: &mut Context<'_>, attempt: &mut Attempt) -> Result<(), Reason> {
+    fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Upstream) -> Result<(), Reason> {
         if self.upload.is_done() {
             if self.upload.is_complete() {
                 self.record.send_mirror();
             }
             return Ok(());
         }
-        let Attempt {
+        let Upstream {
             to_upstream, lease, ..
-        } = attempt;
+        } = upstream;
         match (self.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
             Poll::Pending => {}
             Poll::Ready(Ok(())) => self.record.send_mirror(),
@@ -296,33 +426,32 @@ impl Exchange {
     async fn relay_response(
         &mut self,
         response: Response<RecvStream>,
-        mut attempt: Attempt,
+        mut upstream: Upstream,
+        plan: &Plan,
         endpoint: &Endpoint,
     ) -> Outcome {
         let (mut parts, body) = response.into_parts();
-        if let Some(route) = &self.record.route {
-            let session = route.session_edit(endpoint);
-            let session = session.iter().map(FieldEdit::as_edit);
-            let edits: Vec<_> = route.response_edits().chain(session).collect();
+        let session = plan.session_edit(endpoint);
+        let edits = plan.response_fields(&[], &session);
+        if !edits.is_empty() {
             Edits::of(&edits).apply(&mut parts.headers);
         }
         self.record
             .response(parts.status, b"", &parts.headers, Edits::default());
-        let from_proxy = attempt.lease.is_secured();
+        let from_proxy = upstream.lease.is_secured();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());
         let Ok(to_client) = self.respond.send_response(head, download.is_done()) else {
-            attempt.to_upstream.send_reset(Reason::CANCEL);
+            upstream.to_upstream.send_reset(Reason::CANCEL);
             return Outcome::Cancelled;
         };
         self.is_grpc = is_grpc;
         self.to_client = Some(to_client);
-        let relayed = poll_fn(|cx| self.poll_relay(cx, &mut attempt, &mut download)).await;
-        self.record.attempts.end();
+        let relayed = poll_fn(|cx| self.poll_relay(cx, &mut upstream, &mut download)).await;
         match relayed {
             Ok(()) => {
-                attempt.lease.record_end();
+                upstream.lease.record_end();
                 self.record.response_end();
                 if self.upload.is_complete() {
                     self.record.request_end();
@@ -330,19 +459,19 @@ impl Exchange {
                 Outcome::Ended
             }
             Err(Ended::Client(code)) => {
-                attempt.to_upstream.send_reset(code);
+                upstream.to_upstream.send_reset(code);
                 self.cut_off("the client closed", code);
                 Outcome::Cancelled
             }
             Err(Ended::Overloaded) => {
-                attempt.to_upstream.send_reset(Reason::CANCEL);
+                upstream.to_upstream.send_reset(Reason::CANCEL);
                 let cut_off = "cut off: the client does not read it, and no memory is left for it";
                 self.fail_response(&Failure::MemoryExhausted, cut_off);
                 Outcome::Ended
             }
             Err(Ended::Upstream(error)) => {
-                attempt.lease.record_end();
-                self.break_off(&error, endpoint);
+                upstream.lease.record_end();
+                self.break_off(&error, endpoint.address);
                 Outcome::Ended
             }
         }
@@ -352,11 +481,11 @@ impl Exchange {
     fn poll_relay(
         &mut self,
         cx: &mut Context<'_>,
-        attempt: &mut Attempt,
+        upstream: &mut Upstream,
         download: &mut Relay,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
-        if let Err(code) = self.poll_upload(cx, attempt) {
+        if let Err(code) = self.poll_upload(cx, upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
         if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
@@ -368,7 +497,7 @@ impl Exchange {
                 // If the client has closed its stream, this returns the error code.
                 Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
                     if download.is_blocked() {
-                        attempt.lease.record_blocked();
+                        upstream.lease.record_blocked();
                     }
                     // Inbound, the window of the connection is charged.
                     let held = match self.client.flow.direction {
@@ -386,7 +515,7 @@ impl Exchange {
         }
         if !self.upload.is_done() {
             // The response has ended. The upstream may still read the request, until it resets it.
-            if attempt.to_upstream.poll_reset(cx).is_pending() {
+            if upstream.to_upstream.poll_reset(cx).is_pending() {
                 return Poll::Pending;
             }
             self.upload.stop();
@@ -399,11 +528,11 @@ impl Exchange {
     fn failed(
         &mut self,
         error: &h2::Error,
-        endpoint: &Endpoint,
+        address: SocketAddr,
         lease: &Lease,
         is_sent: bool,
     ) -> Result<Outcome, AttemptError> {
-        let (address, reason) = (endpoint.address, error.to_string());
+        let reason = error.to_string();
         let is_repeatable = self.parts.method.is_idempotent() || !is_sent;
         let acceptance = lease.acceptance();
         let rejected = AttemptError::handshake(address, &reason, acceptance, is_repeatable);
@@ -426,13 +555,13 @@ impl Exchange {
     }
 
     /// The upstream's stream ended within its response.
-    fn break_off(&mut self, error: &h2::Error, endpoint: &Endpoint) {
+    fn break_off(&mut self, error: &h2::Error, address: SocketAddr) {
         let code = reset_code(error);
         if error.is_reset() && error.is_remote() {
             self.cut_off("the application reset the stream", code);
             return self.respond.send_reset(code);
         }
-        let (address, reason) = (endpoint.address, error.to_string());
+        let reason = error.to_string();
         let cut_off = format!("cut off before the response ended: {error}");
         self.fail_response(&Failure::UpstreamClosed { address, reason }, &cut_off);
     }
@@ -452,13 +581,6 @@ impl Exchange {
     }
 
     /// Replies in place of the application.
-    fn fail(&mut self, failure: Failure) {
-        if self.record.has_response() {
-            return self.fail_response(&failure, &failure.to_string());
-        }
-        self.reply(Answer::Failure(failure));
-    }
-
     fn reply(&mut self, answer: Answer) {
         let is_failure = matches!(answer, Answer::Failure(_));
         let reply = self.record.local_reply(answer);
@@ -485,7 +607,7 @@ impl Exchange {
 
 /// Reads the rest of a response in whose place another attempt follows, so that its stream ends
 /// without a reset.
-async fn discard(attempt: Attempt, mut body: RecvStream) {
+async fn discard(upstream: Upstream, mut body: RecvStream) {
     let mut left = MAX_DISCARD;
     while let Some(Ok(data)) = body.data().await {
         if data.len() > left {
@@ -495,114 +617,5 @@ async fn discard(attempt: Attempt, mut body: RecvStream) {
         // Fails only if the stream is closed.
         let _ = body.flow_control().release_capacity(data.len());
     }
-    attempt.lease.record_end();
-}
-
-impl Forward for Exchange {
-    type Outcome = Outcome;
-
-    fn authorize(&mut self, flow: &Flow) -> Result<(), Failure> {
-        flow.authorize_request(&head::view(&self.parts))
-    }
-
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.record.attempts
-    }
-
-    async fn attempt(
-        &mut self,
-        flow: &Flow,
-        endpoint: &Rc<Endpoint>,
-    ) -> Result<Outcome, AttemptError> {
-        // 7. Connect.
-        let mut lease = match self.connect(flow, endpoint).await {
-            Some(Ok(lease)) => lease,
-            Some(Err(failure)) => return Err(AttemptError::connect(failure)),
-            None => return Ok(Outcome::Cancelled),
-        };
-        if !lease.is_reused() {
-            self.record.attempts.check_endpoint()?;
-        }
-        if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
-            let reason = "it does not accept extended CONNECT requests";
-            return Err(AttemptError::malformed(endpoint.address, reason));
-        }
-        // 8. Serve.
-        self.record.attempts.connected();
-        let mut parts = self.parts.clone();
-        if let Some(previous) = self.record.attempts.announced(lease.is_secured()) {
-            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
-            parts.headers.insert(name, previous.into());
-        }
-        head::set_deadline(&mut parts, self.record.attempts.exchange_deadline);
-        let request = Request::from_parts(parts, ());
-        let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
-        let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
-            Ok(stream) => stream,
-            Err(error) => return self.failed(&error, endpoint, &lease, false),
-        };
-        let mut attempt = Attempt {
-            response,
-            to_upstream,
-            lease,
-        };
-        let response = match poll_fn(|cx| self.poll_response(cx, &mut attempt)).await {
-            Ok(response) => response,
-            Err(Ended::Client(code)) => {
-                attempt.to_upstream.send_reset(code);
-                self.cut_off("the client closed", code);
-                return Ok(Outcome::Cancelled);
-            }
-            Err(Ended::Overloaded) => {
-                attempt.to_upstream.send_reset(Reason::CANCEL);
-                return Err(AttemptError::last(Failure::MemoryExhausted));
-            }
-            Err(Ended::Upstream(error)) => {
-                attempt.lease.record_end();
-                return self.failed(&error, endpoint, &attempt.lease, true);
-            }
-        };
-        if attempt.lease.supports_extended_connect() {
-            flow.destination.supports_extended_connect.set(true);
-        }
-        let (mut parts, body) = response.into_parts();
-        let is_peer = attempt.lease.is_secured();
-        Edits::of(response_edits(is_peer)).apply(&mut parts.headers);
-        let status = parts.status.as_u16();
-        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
-        let request = Replayable {
-            is_kept: self.upload.can_rewind(),
-            is_idempotent: self.parts.method.is_idempotent(),
-        };
-        let attempts = &mut self.record.attempts;
-        if let Err(error) = attempts.answered(status, verdict, request, flow) {
-            if self.upload.is_complete() && !body.is_end_stream() {
-                let mut memory = self.client.flow.charge();
-                if memory.begin(STREAM_COST).is_ok() {
-                    in_background(memory, discard(attempt, body));
-                }
-            }
-            return Err(error);
-        }
-        self.upload.discard_replay();
-        self.cost += head::fields_size(&parts.headers);
-        if self.memory.hold(self.cost).is_err() {
-            return Err(AttemptError::last(Failure::MemoryExhausted));
-        }
-        let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
-        let response = Response::from_parts(parts, body);
-        if is_tunnel {
-            let tunnel = Box::new((response, attempt, endpoint.clone()));
-            return Ok(Outcome::Tunnel(tunnel));
-        }
-        Ok(self.relay_response(response, attempt, endpoint).await)
-    }
-
-    fn poll_cancelled(&mut self, cx: &mut Context<'_>) -> Poll<Outcome> {
-        self.respond.poll_reset(cx).map(|_| Outcome::Cancelled)
-    }
-
-    fn rewind(&mut self) -> bool {
-        self.upload.rewind()
-    }
+    upstream.lease.record_end();
 }

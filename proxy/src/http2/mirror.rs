@@ -7,9 +7,8 @@ use h2::RecvStream;
 use http::Request;
 use http::request::Parts;
 
-use crate::balance::Endpoint;
+use crate::attempts::{Attempt, AttemptError, Replayable};
 use crate::flow::{Direction, Flow};
-use crate::forward::{AttemptError, Attempts, Replayable};
 use crate::http::verdict::Verdict;
 use crate::io::Io;
 
@@ -17,19 +16,18 @@ use crate::io::Io;
 pub async fn attempt(
     parts: &Parts,
     body: &Bytes,
-    attempts: &mut Attempts,
+    attempt: &mut Attempt<'_>,
     flow: &Flow,
-    endpoint: &Endpoint,
 ) -> Result<(), AttemptError> {
     let worker = &flow.worker;
     let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
-    let dialer = attempts.dialer(flow);
-    let pool = endpoint.pool();
+    let dialer = attempt.dialer(flow);
+    let pool = attempt.endpoint.pool();
     let leased = pool.http2(flow.direction, dialer, expiry).await;
     let mut lease = leased.map_err(AttemptError::connect)?;
-    attempts.connected();
-    let closed =
-        |error: h2::Error| AttemptError::closed(endpoint.address, error.to_string(), false);
+    attempt.in_flight.connected();
+    let address = attempt.endpoint.address;
+    let closed = |error: h2::Error| AttemptError::closed(address, error.to_string(), false);
     let request = Request::from_parts(parts.clone(), ());
     let (response, mut stream) = lease.send(request, body.is_empty(), None).map_err(closed)?;
     if !body.is_empty() {
@@ -40,10 +38,9 @@ pub async fn attempt(
     let (head, body) = response.await.map_err(closed)?.into_parts();
     let (status, is_peer) = (head.status.as_u16(), lease.is_secured());
     let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
-    let answered = attempts.answered(status, verdict, Replayable::ONCE, flow);
+    let answered = attempt.answered(status, verdict, Replayable::ONCE, flow);
     let drained = drain(body).await.map_err(closed);
     lease.record_end();
-    attempts.end();
     answered.and(drained)
 }
 

@@ -1,5 +1,5 @@
-//! Faults for tests of clients: delays and aborts of a share of the requests. Pure: `record.rs` waits
-//! and replies.
+//! Faults for tests of clients: delays and aborts of a share of the requests. Pure: `filters.rs`
+//! waits and fails.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;

@@ -1,35 +1,32 @@
 //! Step 5: the routes of a destination, as the Gateway API defines them. The first match of a request
 //! selects a rule; the rule responds itself, or selects a backend by weight and says what changes on
-//! the way. Pure: `discovery/routes.rs` makes these values, `flow.rs` resolves the backends.
+//! the way (`plan.rs`). Pure: `discovery/routes.rs` makes these values, `flow.rs` resolves the backends.
 
 mod cors;
 pub mod fault;
 pub mod fields;
 pub mod matching;
+mod plan;
 pub mod session;
 mod size;
 #[cfg(test)]
 mod tests;
 pub mod url;
 
-use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use get_size2::{GetSize, StandardTracker};
 use http::StatusCode;
 
-use crate::balance::{Backend, Endpoint};
-use crate::deadline::{Deadline, Limit};
 use crate::error::Failure;
-use crate::http::edits::{Edit, Edits};
 use crate::http::reply::LocalReply;
-use crate::http::view::RequestView;
 pub use cors::{Cors, Origin};
-use fault::{Fault, Injection};
+use fault::Fault;
 use fields::FieldEdit;
 use matching::{Index, Match, MatchInput};
-use session::{Session, SessionPersistence, Tag};
+pub use plan::Plan;
+use session::{Session, SessionPersistence};
 use url::{Redirect, Rewrite};
 
 /// The routes of a destination.
@@ -129,22 +126,6 @@ pub struct Mirror {
     pub denominator: u32,
 }
 
-/// The way of one request.
-#[derive(Debug)]
-pub struct Plan {
-    /// The rule that it matched.
-    pub rule: Arc<Rule>,
-    /// The backend's index in the rule. None: the rule has none.
-    backend: Option<usize>,
-    /// The rewritten target.
-    target: Option<Vec<u8>>,
-    /// Fields that the response gets.
-    cors: Vec<FieldEdit>,
-    /// The backends that get a copy.
-    mirrors: Vec<Arc<str>>,
-    session: Option<Box<Session>>,
-}
-
 /// A response in place of that of a backend.
 #[derive(Debug)]
 pub enum Answer {
@@ -157,24 +138,6 @@ pub enum Answer {
 impl From<Failure> for Answer {
     fn from(failure: Failure) -> Self {
         Self::Failure(failure)
-    }
-}
-
-/// A request that the proxy answers itself.
-#[derive(Debug)]
-pub struct Unrouted {
-    /// The rule that it matched.
-    pub rule: Option<Arc<Rule>>,
-    /// The response.
-    pub answer: Answer,
-}
-
-impl From<Failure> for Unrouted {
-    fn from(failure: Failure) -> Self {
-        Self {
-            rule: None,
-            answer: failure.into(),
-        }
     }
 }
 
@@ -230,43 +193,46 @@ impl Routes {
         }
     }
 
-    /// The faults of a request.
-    pub fn faults(
-        &self,
-        request: &MatchInput<'_>,
-        rng: &mut fastrand::Rng,
-    ) -> Result<Vec<Injection>, Failure> {
-        fault::draw(&self.faults, request, rng).map_err(Failure::TooLargeToMatch)
-    }
-
     /// Whether requests fail.
     pub fn is_rejected(&self) -> bool {
         self.rejection.is_some()
     }
 
-    /// The way of a request to `service`. A pod stays the backend.
+    /// The plan of a request to `service`. A pod stays the backend.
     pub fn plan(
         &self,
         request: &MatchInput<'_>,
         service: &Service<'_>,
+        now: fn() -> SystemTime,
         rng: &mut fastrand::Rng,
-    ) -> Result<Plan, Unrouted> {
+    ) -> Plan {
+        let faults = match fault::draw(&self.faults, request, rng) {
+            Ok(faults) => faults,
+            Err(part) => return Failure::TooLargeToMatch(part).into(),
+        };
+        let mut plan = match self.select(request, service) {
+            Ok(selected) => {
+                let rule = &self.rules[selected.rule];
+                Plan::of_rule(rule, &request.request, selected, service, now, rng)
+            }
+            Err(failure) => failure.into(),
+        };
+        plan.faults = faults;
+        plan
+    }
+
+    /// The first match of a request.
+    fn select(&self, request: &MatchInput<'_>, service: &Service<'_>) -> Result<&Match, Failure> {
         if let Some(reason) = &self.rejection {
             let service = service.name.to_owned();
             let reason = reason.clone();
-            return Err(Failure::InvalidRoutes { service, reason }.into());
+            return Err(Failure::InvalidRoutes { service, reason });
         }
         let selected = self.index.select(&self.matches, request);
-        let selected = selected.map_err(Failure::TooLargeToMatch)?;
-        let Some(selected) = selected.map(|at| &self.matches[at]) else {
-            return Err(Failure::NoRoute(service.name.to_owned()).into());
-        };
-        let rule = &self.rules[selected.rule];
-        let plan = rule.plan(&request.request, selected, service, rng);
-        plan.map_err(|answer| Unrouted {
-            rule: Some(rule.clone()),
-            answer,
-        })
+        match selected.map_err(Failure::TooLargeToMatch)? {
+            Some(at) => Ok(&self.matches[at]),
+            None => Err(Failure::NoRoute(service.name.to_owned())),
+        }
     }
 }
 
@@ -282,55 +248,6 @@ pub struct Service<'a> {
 }
 
 impl Rule {
-    /// The way of a request that `selected` matches.
-    fn plan(
-        self: &Arc<Self>,
-        request: &RequestView<'_>,
-        selected: &Match,
-        service: &Service<'_>,
-        rng: &mut fastrand::Rng,
-    ) -> Result<Plan, Answer> {
-        if self.is_invalid {
-            return Err(Failure::InvalidBackend(self.name.clone()).into());
-        }
-        let cors = match &self.cors {
-            Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
-            None => Vec::new(),
-        };
-        if let Some(redirect) = &self.redirect {
-            let location = redirect.location(request, selected, service);
-            return Err(Answer::Reply(LocalReply::redirect(
-                redirect.status,
-                &location,
-            )?));
-        }
-        let session = self.session.as_ref().map(|session| {
-            let path = selected.path.as_ref();
-            Box::new(Session::new(session, request, path, seconds_now()))
-        });
-        let backend = match service.is_pod || self.to_destination {
-            true => None,
-            // A session keeps its backend, also one with weight 0 (GEP-1619).
-            false => Some(
-                match session.as_ref().and_then(|one| self.backend_of(one)) {
-                    Some(kept) => kept,
-                    None => self.choose(rng)?,
-                },
-            ),
-        };
-        let changes = self.changes(backend);
-        let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
-        let mirrors = changes.mirrors.iter().filter(is_drawn);
-        Ok(Plan {
-            mirrors: mirrors.map(|mirror| mirror.backend.clone()).collect(),
-            target: changes.rewrite.target(request, selected),
-            rule: self.clone(),
-            backend,
-            cors,
-            session,
-        })
-    }
-
     /// Chooses a backend by weight.
     fn choose(&self, rng: &mut fastrand::Rng) -> Result<usize, Failure> {
         let total: u64 = self.backends.iter().map(|one| u64::from(one.weight)).sum();
@@ -365,105 +282,6 @@ impl Rule {
     fn changes(&self, backend: Option<usize>) -> &Arc<Changes> {
         backend.map_or(&self.changes, |index| &self.backends[index].changes)
     }
-}
-
-impl Plan {
-    /// The name of the backend. None: the destination itself.
-    pub fn backend(&self) -> Option<&Arc<str>> {
-        self.rule.backends[self.backend?].name.as_ref()
-    }
-}
-
-/// The way of one request, with its backend.
-pub struct Route {
-    plan: Plan,
-    /// The endpoints.
-    pub backend: Rc<Backend>,
-}
-
-impl Route {
-    /// The way to a backend.
-    pub fn new(plan: Plan, backend: Rc<Backend>) -> Self {
-        Self { plan, backend }
-    }
-
-    /// The rule, for logs.
-    pub fn name(&self) -> &str {
-        &self.plan.rule.name
-    }
-
-    /// The backend, for logs.
-    pub fn backend_name(&self) -> Option<&str> {
-        self.plan.backend().map(|name| &**name)
-    }
-
-    fn changes(&self) -> &Changes {
-        self.plan.rule.changes(self.plan.backend)
-    }
-
-    /// Passes the changes of a request's head to `write`: those of the mesh, then those of the route,
-    /// if there is one.
-    pub fn edit_request<'a, T>(
-        route: Option<&'a Self>,
-        own: &[Edit<'a>],
-        write: impl FnOnce(Edits<'_>) -> T,
-    ) -> T {
-        let Some(route) = route else {
-            return write(Edits::of(own));
-        };
-        let changes = route.changes();
-        let fields = changes.request.iter().map(FieldEdit::as_edit);
-        let fields: Vec<_> = own.iter().copied().chain(fields).collect();
-        write(Edits {
-            fields: &fields,
-            host: changes.rewrite.host.as_deref(),
-            target: route.plan.target.as_deref(),
-        })
-    }
-
-    /// The changes of the response's fields.
-    pub fn response_edits(&self) -> impl Iterator<Item = Edit<'_>> {
-        let changes = self.changes().response.iter();
-        changes.chain(&self.plan.cors).map(FieldEdit::as_edit)
-    }
-
-    /// The endpoint of the request's session.
-    pub fn session_endpoint(&self) -> Option<Tag> {
-        self.plan.session.as_ref()?.endpoint()
-    }
-
-    /// The session's field in a response from this endpoint.
-    pub fn session_edit(&self, endpoint: &Endpoint) -> Option<FieldEdit> {
-        let session = self.plan.session.as_ref()?;
-        let backend = session::tag(&[self.backend_name().unwrap_or_default()]);
-        session.edit(backend, endpoint.tag(), seconds_now())
-    }
-
-    /// The backends that get a copy.
-    pub fn mirrors(&self) -> &[Arc<str>] {
-        &self.plan.mirrors
-    }
-
-    /// The end of an exchange that begins now.
-    pub fn deadline(&self) -> Deadline {
-        Deadline::after(self.plan.rule.request_timeout, Limit::Exchange)
-    }
-
-    /// The retries that the rule asks for.
-    pub fn retry_policy(&self) -> Option<&Arc<RetryPolicy>> {
-        self.plan.rule.retry.as_ref()
-    }
-
-    /// The time for each attempt.
-    pub fn attempt_timeout(&self) -> Option<Duration> {
-        self.plan.rule.backend_request_timeout
-    }
-}
-
-/// Seconds since 1970.
-fn seconds_now() -> u64 {
-    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH);
-    elapsed.map_or(0, |elapsed| elapsed.as_secs())
 }
 
 /// The statuses of redirects.

@@ -10,6 +10,7 @@ use diy_mesh_proto::pattern::Pattern;
 
 use super::matching::{FieldMatch, PathMatch, ValueMatch};
 use super::*;
+use crate::http::view::RequestView;
 use crate::http::view::testing::request;
 
 fn exact(path: &str) -> Match {
@@ -262,6 +263,12 @@ fn backends(weights: &[(&str, u32)]) -> Vec<RouteBackend> {
     weights.iter().map(backend).collect()
 }
 
+/// The plan of a GET request.
+fn plan(routes: &Routes, service: Service<'_>, target: &str, rng: &mut fastrand::Rng) -> Plan {
+    let request = MatchInput::new(request("GET", target));
+    routes.plan(&request, &service, || SystemTime::UNIX_EPOCH, rng)
+}
+
 /// How often each backend, or failure, was chosen.
 fn shares(weights: &[(&str, u32)], times: usize) -> BTreeMap<String, usize> {
     let rule = Rule {
@@ -272,11 +279,11 @@ fn shares(weights: &[(&str, u32)], times: usize) -> BTreeMap<String, usize> {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut shares = BTreeMap::new();
     for _ in 0..times {
-        let planned = routes.plan(&MatchInput::new(request("GET", "/")), &service(), &mut rng);
-        let chosen = match planned.map_err(|unrouted| unrouted.answer) {
-            Ok(plan) => plan.backend().expect("a backend").to_string(),
-            Err(Answer::Failure(failure)) => failure.code().label().to_owned(),
-            Err(Answer::Reply(reply)) => panic!("{reply:?}"),
+        let plan = plan(&routes, service(), "/", &mut rng);
+        let chosen = match &plan.answer {
+            None => plan.backend().expect("a backend").to_string(),
+            Some(Answer::Failure(failure)) => failure.code().label().to_owned(),
+            Some(Answer::Reply(reply)) => panic!("{reply:?}"),
         };
         *shares.entry(chosen).or_default() += 1;
     }
@@ -330,8 +337,7 @@ fn mirrors_are_drawn_by_their_shares() {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut copies = BTreeMap::new();
     for _ in 0..10_000 {
-        let plan = routes.plan(&MatchInput::new(request("GET", "/")), &service(), &mut rng);
-        for name in plan.unwrap().mirrors {
+        for name in plan(&routes, service(), "/", &mut rng).mirrors() {
             *copies.entry(name.to_string()).or_default() += 1;
         }
     }
@@ -347,19 +353,19 @@ fn requests_without_a_way_fail() {
     let rng = || fastrand::Rng::with_seed(7);
     let rule = || Arc::new(Rule::default());
     let routes = Routes::new(vec![exact("/a")], vec![rule()]);
-    let fail = |routes: &Routes, service: Service<'_>, target| {
-        let planned = routes.plan(
-            &MatchInput::new(request("GET", target)),
-            &service,
-            &mut rng(),
-        );
-        match planned.map_err(|unrouted| unrouted.answer) {
-            Err(Answer::Failure(failure)) => {
-                let (status, grpc) = (failure.status().as_u16(), failure.grpc_status());
-                (failure.code().label(), status, grpc, failure.to_string())
-            }
-            other => panic!("{other:?}"),
+    let fail = |routes: &Routes, service: Service<'_>, target| match plan(
+        routes,
+        service,
+        target,
+        &mut rng(),
+    )
+    .answer
+    {
+        Some(Answer::Failure(failure)) => {
+            let (status, grpc) = (failure.status().as_u16(), failure.grpc_status());
+            (failure.code().label(), status, grpc, failure.to_string())
         }
+        other => panic!("{other:?}"),
     };
     let (code, status, grpc, _) = fail(&routes, service(), "/b");
     assert_eq!((code, status, grpc), ("no-route", 404, 12));
@@ -377,10 +383,8 @@ fn requests_without_a_way_fail() {
         is_pod: true,
         ..service()
     };
-    let plan = routes
-        .plan(&MatchInput::new(request("GET", "/a")), &pod, &mut rng())
-        .unwrap();
-    assert_eq!(plan.backend(), None);
+    let planned = plan(&routes, pod, "/a", &mut rng());
+    assert!(planned.answer.is_none() && planned.backend().is_none());
     assert_eq!(fail(&routes, pod, "/b").0, "no-route");
     // Unless the rule cannot be applied.
     let invalid = Rule {
@@ -397,10 +401,6 @@ fn requests_without_a_way_fail() {
     };
     let matches = vec![prefix("/")];
     let to_destination = Routes::new(matches, vec![Arc::new(rule)]);
-    let plan = to_destination.plan(
-        &MatchInput::new(request("GET", "/")),
-        &service(),
-        &mut rng(),
-    );
-    assert_eq!(plan.expect("a way").backend(), None);
+    let planned = plan(&to_destination, service(), "/", &mut rng());
+    assert!(planned.answer.is_none() && planned.backend().is_none());
 }

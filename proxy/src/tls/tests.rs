@@ -833,7 +833,7 @@ fn pooled_connection_has_completed_its_handshake() {
         let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Detect)
             .await
             .unwrap();
-        let endpoint = dialed.attempts.endpoint().unwrap().clone();
+        let endpoint = dialed.endpoint.clone();
         opaque::pool(dialed).await;
         // The inbound proxy connects to the application after the handshake.
         app.accept().await.unwrap();

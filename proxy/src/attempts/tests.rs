@@ -1,5 +1,7 @@
 //! Attempts and retries of requests that need no network.
 
+use std::pin::pin;
+
 use super::*;
 use crate::balance::Backend;
 use crate::balance::policy::BackendPolicy;
@@ -9,39 +11,52 @@ use crate::metrics::Metrics;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
 
-/// Fails as often as it has errors, then succeeds, or never ends.
+/// A request whose attempts fail as often as it has errors, then succeed or never end.
+#[derive(Clone)]
 struct Scripted {
-    attempts: Attempts,
+    settings: AttemptSettings,
     errors: Vec<Retry>,
     can_rewind: bool,
     hangs: bool,
 }
 
-impl Forward for Scripted {
-    type Outcome = ();
-
-    fn authorize(&mut self, _: &Flow) -> Result<(), Failure> {
-        Ok(())
+impl Scripted {
+    /// The result, and the number of attempts.
+    async fn send(mut self, flow: &Flow, backend: &Rc<Backend>) -> (Result<(), Failure>, u32) {
+        let mut attempts = new(flow, backend, self.settings.clone());
+        for count in 1.. {
+            let attempt = match attempts.begin(flow) {
+                Ok(attempt) => attempt,
+                Err(failure) => return (Err(failure), count - 1),
+            };
+            let (deadline, address) = (attempt.deadline(), attempt.endpoint.address);
+            let sent = deadline.limit(pin!(self.attempt(address))).await;
+            let Err(error) = sent else {
+                return (Ok(()), count);
+            };
+            match attempt.next(error, flow, || self.can_rewind) {
+                Step::Retry(backoff) => pause(backoff).await,
+                Step::Done(failure) => return (Err(failure), count),
+            }
+        }
+        unreachable!("it has a maximum");
     }
 
-    fn attempts(&mut self) -> &mut Attempts {
-        &mut self.attempts
-    }
-
-    async fn attempt(&mut self, _: &Flow, endpoint: &Rc<Endpoint>) -> Result<(), AttemptError> {
+    async fn attempt(&mut self, address: SocketAddr) -> Result<(), AttemptError> {
         match self.errors.pop() {
             None if self.hangs => std::future::pending().await,
             None => Ok(()),
             Some(retry) => {
-                let failure = Failure::ConnectTimeout(endpoint.address);
+                let failure = Failure::ConnectTimeout(address);
                 Err(AttemptError { failure, retry })
             }
         }
     }
+}
 
-    fn rewind(&mut self) -> bool {
-        self.can_rewind
-    }
+fn new(flow: &Flow, backend: &Rc<Backend>, settings: AttemptSettings) -> Attempts {
+    let permit = flow.authorize_connection().expect("the own application");
+    Attempts::new(flow, backend, settings, permit)
 }
 
 /// Sends to a destination with one endpoint: the result, the attempts, and whether it is
@@ -54,10 +69,11 @@ async fn send(errors: &[Retry], can_rewind: bool) -> (Result<(), String>, u32, b
     run(request).await
 }
 
-async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
+/// A flow to a destination with one endpoint.
+fn flow_to_one() -> Flow {
     let address = SocketAddr::from(([127, 0, 0, 1], 80));
     let worker = Worker::new(WorkerContext::for_a_test(""));
-    let flow = Flow {
+    Flow {
         called_by: Default::default(),
         slot: worker.slot(),
         worker,
@@ -66,18 +82,18 @@ async fn run(mut request: Scripted) -> (Result<(), String>, u32, bool) {
         original: address,
         destination: Backend::alone(address),
         caller: Caller::App,
-    };
-    let backend = &flow.destination;
-    let result = forward(&mut request, &flow, backend).await;
-    let endpoint = backend
+    }
+}
+
+async fn run(request: Scripted) -> (Result<(), String>, u32, bool) {
+    let flow = flow_to_one();
+    let (result, count) = request.send(&flow, &flow.destination).await;
+    let endpoint = flow
+        .destination
         .pick(&[], &mut fastrand::Rng::new())
         .expect("it is fixed");
     let result = result.map_err(|failure| failure.code().label().to_owned());
-    (
-        result,
-        request.attempts.count,
-        endpoint.is_quarantined(Instant::now()),
-    )
+    (result, count, endpoint.is_quarantined(Instant::now()))
 }
 
 #[tokio::test]
@@ -96,53 +112,53 @@ async fn retries_only_what_is_safe_and_at_most_three_times() {
 
 #[tokio::test(start_paused = true)]
 async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
-    let scripted = |attempts| Scripted {
-        attempts,
+    let scripted = |settings| Scripted {
+        settings,
         ..failing(vec![Retry::AnyEndpoint])
     };
-    let deadline = |seconds| Attempts {
-        exchange_deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
-        ..Attempts::default()
+    let deadline = |seconds| AttemptSettings {
+        deadline: Deadline::after(Some(Duration::from_secs(seconds)), Limit::Exchange),
+        ..AttemptSettings::default()
     };
-    let retried_before = Attempts {
+    let retried_before = AttemptSettings {
         previous: 1,
-        ..Attempts::default()
+        ..AttemptSettings::default()
     };
     let failed = Err("connect-timeout".to_owned());
-    for (attempts, expected) in [
+    for (settings, expected) in [
         (retried_before, (failed.clone(), 1, false)),
         (deadline(0), (failed, 1, false)),
         (deadline(1), (Ok(()), 2, false)),
     ] {
-        assert_eq!(run(scripted(attempts)).await, expected);
+        assert_eq!(run(scripted(settings)).await, expected);
     }
 }
 
 #[tokio::test]
 async fn announces_as_many_previous_attempts_as_fit() {
-    let address = SocketAddr::from(([127, 0, 0, 1], 80));
-    let backend = Backend::alone(address);
+    let flow = flow_to_one();
     for (previous, count, expected) in [
         (0, 1, None),
         (0, 2, Some(1)),
         (3, 2, Some(4)),
         (u32::MAX, 2, Some(u32::MAX)),
     ] {
-        let attempts = Attempts {
+        let settings = AttemptSettings {
             previous,
-            count,
-            last: backend.pick(&[], &mut fastrand::Rng::new()).ok(),
-            ..Attempts::default()
+            ..AttemptSettings::default()
         };
-        assert_eq!(attempts.announced(true), expected);
-        assert_eq!(attempts.announced(false), None);
+        let mut attempts = new(&flow, &flow.destination, settings);
+        attempts.failures = vec![Failure::RequestTimeout; count - 1];
+        let attempt = attempts.begin(&flow).expect("it is fixed");
+        assert_eq!(attempt.announced(true), expected);
+        assert_eq!(attempt.announced(false), None);
     }
 }
 
 /// A request whose attempts end with these errors.
 fn failing(errors: Vec<Retry>) -> Scripted {
     Scripted {
-        attempts: Attempts::default(),
+        settings: AttemptSettings::default(),
         errors,
         can_rewind: true,
         hangs: false,
@@ -150,9 +166,9 @@ fn failing(errors: Vec<Retry>) -> Scripted {
 }
 
 /// A request whose attempts never end.
-fn hanging(attempts: Attempts) -> Scripted {
+fn hanging(settings: AttemptSettings) -> Scripted {
     Scripted {
-        attempts,
+        settings,
         hangs: true,
         ..failing(Vec::new())
     }
@@ -207,21 +223,24 @@ async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_
     for number in 1..1000 {
         endpoint(number).begin().answered(overload);
     }
-    let mut attempts = Attempts {
-        backend: Some(backend.clone()),
-        ..Attempts::default()
+    let mut attempts = new(&flow, backend, AttemptSettings::default());
+    let mut attempt = Attempt {
+        endpoint: endpoint(1),
+        in_flight: endpoint(1).begin(),
+        attempts: &mut attempts,
+        began: tokio::time::Instant::now(),
+        connect_timeout: Duration::ZERO,
     };
-    attempts.begin(&endpoint(1), Duration::ZERO);
     let replayable = Replayable {
         is_kept: true,
         ..Replayable::ONCE
     };
-    let error = attempts
+    let error = attempt
         .answered(429, overload, replayable, &flow)
         .unwrap_err();
     assert_eq!(error.retry, Retry::OtherEndpoint);
     assert_eq!(attempts.avoided.tried, [address(0x0a00_0001)]);
-    let picked = pick(&flow, backend, &attempts);
+    let picked = attempts.pick(&flow);
     assert_eq!(picked.unwrap().address, address(0x0a00_0000 + 1000));
 }
 
@@ -231,12 +250,9 @@ async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32
     let (flow, metrics) = flow_to(3, policy).await;
     let mut attempts = 0;
     for _ in 0..1000 {
-        let mut request = request();
-        let backend = &flow.destination;
-        forward(&mut request, &flow, backend)
-            .await
-            .expect_err("no endpoint");
-        attempts += request.attempts.count;
+        let (result, count) = request().send(&flow, &flow.destination).await;
+        result.expect_err("no endpoint");
+        attempts += count;
     }
     (attempts, metrics.render())
 }
@@ -289,21 +305,21 @@ async fn open_circuit_ends_attempts_and_retries() {
     }
     // What a route retries is a failure too.
     let retried = || {
-        hanging(Attempts {
-            attempt_timeout: Some(Duration::from_secs(1)),
-            policy: Some(Arc::new(RetryPolicy {
+        hanging(AttemptSettings {
+            timeout: Some(Duration::from_secs(1)),
+            retries: Some(Arc::new(RetryPolicy {
                 statuses: Vec::new(),
                 attempts: 2,
                 backoff: Duration::ZERO,
             })),
-            ..Attempts::default()
+            ..AttemptSettings::default()
         })
     };
     assert_eq!(fail_all(retried, policy()).await.0, 20);
     let slow = || {
-        hanging(Attempts {
-            exchange_deadline: Deadline::after(Some(Duration::from_secs(1)), Limit::Exchange),
-            ..Attempts::default()
+        hanging(AttemptSettings {
+            deadline: Deadline::after(Some(Duration::from_secs(1)), Limit::Exchange),
+            ..AttemptSettings::default()
         })
     };
     assert_eq!(fail_all(slow, policy()).await.0, 20);
@@ -317,11 +333,11 @@ async fn attempts_together_take_no_longer_than_the_exchange() {
         attempts: 5,
         backoff: SECOND / 2,
     };
-    let request = hanging(Attempts {
-        exchange_deadline: Deadline::after(Some(4 * SECOND), Limit::Exchange),
-        attempt_timeout: Some(SECOND),
-        policy: Some(Arc::new(policy)),
-        ..Attempts::default()
+    let request = hanging(AttemptSettings {
+        deadline: Deadline::after(Some(4 * SECOND), Limit::Exchange),
+        timeout: Some(SECOND),
+        retries: Some(Arc::new(policy)),
+        ..AttemptSettings::default()
     });
     let began = tokio::time::Instant::now();
     let ended = run(request).await;
@@ -338,10 +354,10 @@ async fn deadlines_of_exchange_and_attempt_end_it() {
         (Some(SECOND), None),
         (Some(2 * SECOND), Some(SECOND)),
     ] {
-        let request = hanging(Attempts {
-            exchange_deadline: Deadline::after(exchange, Limit::Exchange),
-            attempt_timeout: attempt,
-            ..Attempts::default()
+        let request = hanging(AttemptSettings {
+            deadline: Deadline::after(exchange, Limit::Exchange),
+            timeout: attempt,
+            ..AttemptSettings::default()
         });
         let began = tokio::time::Instant::now();
         let ended = run(request).await;

@@ -1,0 +1,215 @@
+//! The plan of a request: every decision about it, before any of its bytes go upstream. Pure: a
+//! function of the request, of the routes of its destination, of the time and of random numbers. What
+//! follows carries it out: `filters.rs`, `attempts.rs` and the protocols.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::fault::Injection;
+use super::fields::FieldEdit;
+use super::matching::Match;
+use super::session::{self, Session};
+use super::{Answer, Changes, Mirror, Rule, Service};
+use crate::attempts::AttemptSettings;
+use crate::balance::{Endpoint, Preference};
+use crate::deadline::{Deadline, Limit};
+use crate::error::Failure;
+use crate::http::edits::{Edit, Edits};
+use crate::http::reply::LocalReply;
+use crate::http::view::RequestView;
+
+/// The decisions about one request. The default is the plan of a request to a destination without
+/// routes: it goes there, as it is.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// Delays and aborts, in order.
+    pub faults: Vec<Injection>,
+    /// The response in place of that of a backend, after the faults.
+    pub answer: Option<Answer>,
+    /// The rule that it matched.
+    rule: Option<Arc<Rule>>,
+    /// The backend's index in the rule. None: the destination itself.
+    backend: Option<usize>,
+    /// The rewritten target.
+    target: Option<Vec<u8>>,
+    /// Fields that the response gets.
+    cors: Vec<FieldEdit>,
+    /// The backends that get a copy.
+    mirrors: Vec<Arc<str>>,
+    session: Option<Box<Session>>,
+}
+
+impl From<Answer> for Plan {
+    fn from(answer: Answer) -> Self {
+        Self {
+            answer: Some(answer),
+            ..Self::default()
+        }
+    }
+}
+
+impl From<Failure> for Plan {
+    fn from(failure: Failure) -> Self {
+        Answer::Failure(failure).into()
+    }
+}
+
+impl Plan {
+    /// The plan of a request that `selected` matches.
+    pub(super) fn of_rule(
+        rule: &Arc<Rule>,
+        request: &RequestView<'_>,
+        selected: &Match,
+        service: &Service<'_>,
+        now: fn() -> SystemTime,
+        rng: &mut fastrand::Rng,
+    ) -> Self {
+        let plan = Self::decide(rule, request, selected, service, now, rng);
+        Self {
+            rule: Some(rule.clone()),
+            ..plan.unwrap_or_else(Self::from)
+        }
+    }
+
+    fn decide(
+        rule: &Rule,
+        request: &RequestView<'_>,
+        selected: &Match,
+        service: &Service<'_>,
+        now: fn() -> SystemTime,
+        rng: &mut fastrand::Rng,
+    ) -> Result<Self, Answer> {
+        if rule.is_invalid {
+            return Err(Failure::InvalidBackend(rule.name.clone()).into());
+        }
+        let cors = match &rule.cors {
+            Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
+            None => Vec::new(),
+        };
+        if let Some(redirect) = &rule.redirect {
+            let location = redirect.location(request, selected, service);
+            return Err(Answer::Reply(LocalReply::redirect(
+                redirect.status,
+                &location,
+            )?));
+        }
+        let session = rule.session.as_ref().map(|session| {
+            let path = selected.path.as_ref();
+            Box::new(Session::new(session, request, path, seconds(now())))
+        });
+        let backend = match service.is_pod || rule.to_destination {
+            true => None,
+            // A session keeps its backend, also one with weight 0 (GEP-1619).
+            false => Some(
+                match session.as_ref().and_then(|one| rule.backend_of(one)) {
+                    Some(kept) => kept,
+                    None => rule.choose(rng)?,
+                },
+            ),
+        };
+        let changes = rule.changes(backend);
+        let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
+        let mirrors = changes.mirrors.iter().filter(is_drawn);
+        Ok(Self {
+            mirrors: mirrors.map(|mirror| mirror.backend.clone()).collect(),
+            target: changes.rewrite.target(request, selected),
+            backend,
+            cors,
+            session,
+            ..Self::default()
+        })
+    }
+
+    /// The rule that the request matched, for logs.
+    pub fn rule(&self) -> Option<&Arc<Rule>> {
+        self.rule.as_ref()
+    }
+
+    /// The name of the backend. None: the destination itself.
+    pub fn backend(&self) -> Option<&Arc<str>> {
+        self.rule.as_ref()?.backends[self.backend?].name.as_ref()
+    }
+
+    /// The backends that get a copy.
+    pub fn mirrors(&self) -> &[Arc<str>] {
+        &self.mirrors
+    }
+
+    /// How often, for how long and with which preference the request is sent. The time of the
+    /// exchange begins now. `own` are the settings of the request itself.
+    pub fn attempts(&self, own: AttemptSettings) -> AttemptSettings {
+        let Some(rule) = self.applied() else {
+            return own;
+        };
+        let deadline = Deadline::after(rule.request_timeout, Limit::Exchange);
+        AttemptSettings {
+            deadline: own.deadline.earlier(deadline),
+            timeout: rule.backend_request_timeout,
+            retries: rule.retry.clone(),
+            preference: Preference {
+                session: self.session.as_ref().and_then(|session| session.endpoint()),
+                ..own.preference
+            },
+            ..own
+        }
+    }
+
+    /// The rule that the request follows.
+    fn applied(&self) -> Option<&Rule> {
+        self.rule.as_deref().filter(|_| self.answer.is_none())
+    }
+
+    fn changes(&self) -> Option<&Changes> {
+        Some(self.applied()?.changes(self.backend))
+    }
+
+    /// The changes of the request's fields: `own`, those of the mesh, then those of the rule.
+    pub fn request_fields<'a>(&'a self, own: &'a [Edit<'a>]) -> Cow<'a, [Edit<'a>]> {
+        let Some(changes) = self.changes() else {
+            return own.into();
+        };
+        let fields = changes.request.iter().map(FieldEdit::as_edit);
+        own.iter().copied().chain(fields).collect()
+    }
+
+    /// The changes of the request's head, with those of its fields.
+    pub fn request_edits<'a>(&'a self, fields: &'a [Edit<'a>]) -> Edits<'a> {
+        Edits {
+            fields,
+            host: self
+                .changes()
+                .and_then(|changes| changes.rewrite.host.as_deref()),
+            target: self.target.as_deref(),
+        }
+    }
+
+    /// The changes of the response's fields: `own`, those of the mesh, then those of the rule, then
+    /// that of the session.
+    pub fn response_fields<'a>(
+        &'a self,
+        own: &'a [Edit<'a>],
+        session: &'a Option<FieldEdit>,
+    ) -> Cow<'a, [Edit<'a>]> {
+        let Some(changes) = self.changes() else {
+            return own.into();
+        };
+        let fields = changes.response.iter().chain(&self.cors).chain(session);
+        let fields = fields.map(FieldEdit::as_edit);
+        own.iter().copied().chain(fields).collect()
+    }
+
+    /// The session's field in a response from this endpoint.
+    pub fn session_edit(&self, endpoint: &Endpoint) -> Option<FieldEdit> {
+        let session = self.session.as_ref()?;
+        let backend = self.backend().map(|name| &**name);
+        let backend = session::tag(&[backend.unwrap_or_default()]);
+        session.edit(backend, endpoint.tag(), seconds(SystemTime::now()))
+    }
+}
+
+/// Seconds since 1970.
+fn seconds(now: SystemTime) -> u64 {
+    let elapsed = now.duration_since(UNIX_EPOCH);
+    elapsed.map_or(0, |elapsed| elapsed.as_secs())
+}
