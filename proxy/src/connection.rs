@@ -57,14 +57,14 @@ async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::Tc
     }
 }
 
-/// Starts the task of an accepted connection with this original destination. Resets the connection
-/// if it gets no slot: then nothing is allocated for it.
+/// Starts the task of an accepted connection, whose original destination `original` finds, given the
+/// ports of the proxy. Resets the connection if it gets no slot: then nothing is allocated for it.
 pub fn start(
     worker: &Rc<Worker>,
     direction: Direction,
     stream: TcpStream,
     peer: SocketAddr,
-    original: impl OriginalDestination,
+    original: impl FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError> + 'static,
 ) {
     let Some(open) = worker.admit(direction, peer.ip()) else {
         return Io::new(stream).reset();
@@ -86,7 +86,7 @@ async fn redirected(
     client: Io,
     peer: SocketAddr,
     slot: Rc<ConnectionSlot>,
-    original: impl OriginalDestination,
+    original: impl FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError>,
 ) {
     // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
     // discovery knows it, or the connection passes through to it.
@@ -179,17 +179,6 @@ pub async fn carry(mut client: Io, mut flow: Flow) {
 fn refuse(client: Io, flow: Flow, failure: &Failure) {
     ConnectionRecord::new(&Rc::new(flow)).fail(failure);
     client.reset();
-}
-
-/// Finds the original destination of a connection to a proxy with these ports.
-pub trait OriginalDestination:
-    FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError> + 'static
-{
-}
-
-impl<F: FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError> + 'static>
-    OriginalDestination for F
-{
 }
 
 /// Reads SO_ORIGINAL_DST, which the REDIRECT rule sets. `own_ports` are the ports of the proxy.

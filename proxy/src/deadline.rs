@@ -3,10 +3,10 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
-use tokio::time::{Instant, Sleep, sleep_until};
+use tokio::time::{Instant, sleep_until};
 
 /// The minimum difference between the time that is left and the value of `grpc-timeout` at which
 /// the value changes.
@@ -66,25 +66,21 @@ impl Deadline {
         Some(format!("{}{unit}", count.min(MAX_GRPC_TIMEOUT - 1)))
     }
 
-    /// Runs `attempt` until the deadline, and cancels it then.
+    /// Polls `work` until the deadline, and cancels it then.
     pub async fn limit<T, E: From<Limit>>(
         self,
-        mut attempt: Pin<&mut impl Future<Output = Result<T, E>>>,
+        mut work: Pin<&mut impl Future<Output = Result<T, E>>>,
     ) -> Result<T, E> {
-        let mut timer = self.timer();
-        poll_fn(|cx| match attempt.as_mut().poll(cx) {
-            Poll::Pending => timer.poll(cx).map(|limit| Err(limit.into())),
-            ended => ended,
+        // Boxed, and set on the second poll: most exchanges have no deadline, or end at once.
+        let mut timer = None;
+        poll_fn(|cx| match (work.as_mut().poll(cx), self.0) {
+            (Poll::Pending, Some((at, limit))) => {
+                let timer = timer.get_or_insert_with(|| Box::pin(sleep_until(at)));
+                timer.as_mut().poll(cx).map(|()| Err(limit.into()))
+            }
+            (polled, _) => polled,
         })
         .await
-    }
-
-    /// A timer that fires at the deadline.
-    pub fn timer(self) -> DeadlineTimer {
-        DeadlineTimer {
-            deadline: self.0,
-            sleep: None,
-        }
     }
 }
 
@@ -106,27 +102,11 @@ pub fn parse_grpc_timeout(value: &[u8]) -> Option<Duration> {
     })
 }
 
-/// Fires at a [`Deadline`].
-#[derive(Debug)]
-pub struct DeadlineTimer {
-    deadline: Option<(Instant, Limit)>,
-    /// In a box, and set on the first poll: most exchanges have no deadline, or end at once.
-    sleep: Option<Pin<Box<Sleep>>>,
-}
-
-impl DeadlineTimer {
-    /// Ready at the deadline, with what it limits. Pending without one.
-    pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Limit> {
-        let Some((at, limit)) = self.deadline else {
-            return Poll::Pending;
-        };
-        let sleep = self.sleep.get_or_insert_with(|| Box::pin(sleep_until(at)));
-        sleep.as_mut().poll(cx).map(|()| limit)
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
+    use std::pin::pin;
+
     use super::*;
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -141,11 +121,10 @@ mod tests {
         assert_eq!(exchange.earlier(Deadline::default()), exchange);
         assert_eq!(Deadline::default().earlier(exchange), exchange);
         assert_eq!(exchange.remaining(), Some(3 * SECOND));
-        let mut timer = exchange.timer();
-        let limit = poll_fn(|cx| timer.poll(cx)).await;
+        let limited = exchange.limit(pin!(pending::<Result<(), Limit>>())).await;
         assert_eq!(
-            (limit, exchange.remaining()),
-            (Limit::Exchange, Some(Duration::ZERO))
+            (limited, exchange.remaining()),
+            (Err(Limit::Exchange), Some(Duration::ZERO))
         );
     }
 
@@ -192,8 +171,9 @@ mod tests {
     async fn without_a_deadline_nothing_fires() {
         assert_eq!(Deadline::after(None, Limit::Attempt), Deadline::default());
         let endless = Deadline::after(Some(Duration::MAX), Limit::Attempt);
-        let mut timer = endless.timer();
-        let fired = tokio::time::timeout(1000 * SECOND, poll_fn(|cx| timer.poll(cx))).await;
+        let mut work = pin!(pending::<Result<(), Limit>>());
+        let limited = endless.limit(work.as_mut());
+        let fired = tokio::time::timeout(1000 * SECOND, limited).await;
         assert!(fired.is_err());
     }
 }

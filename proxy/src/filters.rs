@@ -73,23 +73,21 @@ async fn inject(
         record.fault(&name, delay);
         if let Some(delay) = delay {
             count(FaultKind::Delay);
-            let mut timer = deadline.timer();
-            let mut sleep = pin!(tokio::time::sleep(delay));
-            let delayed = poll_fn(|cx| {
-                if sleep.as_mut().poll(cx).is_ready() {
-                    return Poll::Ready(Some(Ok(())));
-                }
-                match timer.poll(cx) {
-                    Poll::Ready(limit) => Poll::Ready(Some(Err(Failure::Timeout(limit)))),
-                    Poll::Pending => poll_gone(cx).map(|()| None),
-                }
+            let delayed = pin!(async {
+                let mut sleep = pin!(tokio::time::sleep(delay));
+                Ok(poll_fn(|cx| match sleep.as_mut().poll(cx) {
+                    Poll::Ready(()) => Poll::Ready(true),
+                    Poll::Pending => poll_gone(cx).map(|()| false),
+                })
+                .await)
             });
-            let delayed = delayed.await;
-            if delayed.is_none() {
-                record.cut_off("the client closed");
-            }
-            if let Err(timeout) = delayed? {
-                return Some(Err(timeout));
+            match deadline.limit(delayed).await {
+                Ok(true) => {}
+                Ok(false) => {
+                    record.cut_off("the client closed");
+                    return None;
+                }
+                Err(limit) => return Some(Err(Failure::Timeout(limit))),
             }
         }
         if let Some(status) = abort {

@@ -27,8 +27,8 @@ pub struct Endpoint {
     /// When discovery announced it. None: this proxy is not older.
     pub(super) joined_at: Option<Instant>,
     in_flight: Cell<u32>,
-    latency: Latency,
-    judgement: Judgement,
+    pub(super) latency: Latency,
+    pub(super) judgement: Judgement,
     health: Rc<Health>,
     /// Until then, the endpoint wants no retries: it is overloaded.
     no_retry_until: Cell<Option<Instant>>,
@@ -102,11 +102,6 @@ impl Endpoint {
         self.judgement.is_quarantined(now)
     }
 
-    /// Why the endpoint is quarantined, if it is.
-    pub(super) fn quarantine(&self, now: Instant) -> Option<Cause> {
-        self.judgement.quarantine(now)
-    }
-
     /// The share of the requests that the endpoint gets, from nearly 0 to 1 after `slow_start`,
     /// which is not 0.
     pub(super) fn share(&self, slow_start: Duration, now: Instant) -> f64 {
@@ -133,21 +128,6 @@ impl Endpoint {
     pub(super) fn is_cheaper(&self, other: &Self, now: Instant) -> bool {
         self.latency
             .is_cheaper(self.in_flight(), &other.latency, other.in_flight(), now)
-    }
-
-    /// Ends the quarantine: discovery has announced the endpoint again.
-    pub(super) fn end_quarantine(&self) {
-        self.judgement.reset(Instant::now());
-    }
-
-    /// Discovery has removed the endpoint.
-    pub(super) fn remove(&self) {
-        self.judgement.remove(Instant::now());
-    }
-
-    /// The mean latency, if it is known.
-    pub(super) fn usual_latency(&self, now: Instant) -> Option<Duration> {
-        self.latency.usual(now)
     }
 
     /// The endpoint is much slower than the others.

@@ -25,7 +25,7 @@ use tokio::sync::watch;
 
 use crate::connect::{Limits, OpenPool, Pools, Remote};
 use crate::detect::Protocol;
-use crate::discovery::{Affinity, EndpointInfo, Resource, Target, TargetKind};
+use crate::discovery::{EndpointInfo, Resource, Target, TargetKind};
 use crate::error::Failure;
 use crate::exceptions::{Event, Exceptions, Kind};
 use crate::flow::Direction;
@@ -33,7 +33,6 @@ use crate::route::Routes;
 pub use budget::{BudgetSettings, RetryBudget};
 pub use endpoint::{Endpoint, InFlight};
 use health::Health;
-use maglev::Table;
 pub use outlier::{BreakerSettings, Cause, OutlierSettings};
 use policy::BackendPolicy;
 pub use select::{Avoided, Preference};
@@ -67,21 +66,14 @@ pub struct Backend {
 }
 
 struct State {
+    /// What discovery knows.
+    target: Arc<Target>,
     name: Rc<str>,
     app_protocol: Option<Protocol>,
-    /// Why there is no endpoint, if there is none.
-    unavailable: Failure,
     /// Sorted by address, without duplicates.
     members: Vec<Member>,
-    /// The endpoint that requests keep.
-    affinity: Option<Arc<Affinity>>,
-    policy: Arc<BackendPolicy>,
-    /// Of the members, for consistent hashes.
-    table: Arc<Table>,
     /// When the latest of the endpoints joined that get a growing share of the requests.
     slow_start_since: Option<Instant>,
-    routes: Option<Arc<Routes>>,
-    is_pod: bool,
 }
 
 struct Member {
@@ -95,7 +87,7 @@ struct Member {
 impl Backend {
     /// A backend whose only endpoint is `address` itself, such as the local application.
     pub fn fixed(address: SocketAddr, pools: &Rc<Pools>) -> Self {
-        Self::new(address.into(), &Target::default(), None, pools)
+        Self::new(address.into(), Arc::default(), None, pools)
     }
 
     /// The same, with connections of its own.
@@ -115,12 +107,12 @@ impl Backend {
         pools: &Rc<Pools>,
     ) -> Self {
         let target = updates.borrow_and_update().clone();
-        Self::new(resource.into(), &target, Some(updates), pools)
+        Self::new(resource.into(), target, Some(updates), pools)
     }
 
     fn new(
         resource: Resource,
-        target: &Target,
+        target: Arc<Target>,
         updates: Option<watch::Receiver<Arc<Target>>>,
         pools: &Rc<Pools>,
     ) -> Self {
@@ -144,8 +136,8 @@ impl Backend {
 
     fn apply_policy(&self) {
         let state = self.state.borrow();
-        self.health.apply(&state.name, &state.policy);
-        match state.policy.budget {
+        self.health.apply(&state.name, &state.target.policy);
+        match state.target.policy.budget {
             Some(budget) => self.retries.set(budget, self.pools.workers()),
             None => self.retries.set(BudgetSettings::default(), 1),
         }
@@ -153,7 +145,7 @@ impl Backend {
 
     /// The policy of the Service.
     pub fn policy(&self) -> Arc<BackendPolicy> {
-        self.state.borrow().policy.clone()
+        self.state.borrow().target.policy.clone()
     }
 
     /// The protocol that the endpoints or their Service declare. None: it is detected.
@@ -170,12 +162,12 @@ impl Backend {
     /// The routes of HTTP requests, if there are any.
     pub fn routes(&self) -> Option<Arc<Routes>> {
         self.apply_updates();
-        self.state.borrow().routes.clone()
+        self.state.borrow().target.routes.clone()
     }
 
     /// Whether it is one pod, and not a Service.
     pub fn is_pod(&self) -> bool {
-        self.state.borrow().is_pod
+        self.state.borrow().target.kind == TargetKind::Pod
     }
 
     /// Counts an exchange or an opaque connection that ended.
@@ -231,10 +223,10 @@ impl Backend {
             exceptions.record(event, 0, now);
         };
         if detector.is_open(now) {
-            report(Kind::CircuitOpen, "", &state.policy.name);
+            report(Kind::CircuitOpen, "", &state.target.policy.name);
         }
         for member in state.members.iter().filter(|_| ejected) {
-            if let Some(cause) = member.endpoint.quarantine(now) {
+            if let Some(cause) = member.endpoint.judgement.quarantine(now) {
                 let address = member.info.address.to_string();
                 report(Kind::Ejected, &address, cause.name());
             }
@@ -270,7 +262,7 @@ impl Backend {
         let state = self.state.borrow();
         self.compare_latencies(&state.members, now);
         let zones = &self.health.zones;
-        let prefers = state.policy.balancing.prefer_zone;
+        let prefers = state.target.policy.balancing.prefer_zone;
         zones.set_zone(if prefers { zone } else { "" });
         let context = Context {
             preference,
@@ -280,7 +272,7 @@ impl Backend {
             now,
         };
         let picked = state.pick(&context, rng).cloned();
-        picked.ok_or_else(|| state.unavailable.clone())
+        picked.ok_or_else(|| state.unavailable(&self.resource))
     }
 
     /// Whether the circuit is open: no attempt may begin.
@@ -297,7 +289,7 @@ impl Backend {
         }
         let endpoints = members.iter().map(|member| &member.endpoint);
         let known = |endpoint: &'_ Rc<Endpoint>| {
-            let latency = endpoint.usual_latency(now)?;
+            let latency = endpoint.latency.usual(now)?;
             Some((latency, endpoint.clone()))
         };
         let mut known: Vec<_> = endpoints.filter_map(known).collect();
@@ -356,7 +348,7 @@ impl Backend {
         if updates.borrow().has_changed().unwrap_or(false) {
             let target = updates.borrow_mut().borrow_and_update().clone();
             let before = std::mem::take(&mut self.state.borrow_mut().members);
-            let state = State::new(&target, &self.resource, before, &self.pools, &self.health);
+            let state = State::new(target, &self.resource, before, &self.pools, &self.health);
             self.state.replace(state);
             self.apply_policy();
         }
@@ -371,7 +363,7 @@ impl Backend {
 
     /// Whether discovery refused the subscription, because its table of destinations is full.
     pub fn is_refused(&self) -> bool {
-        matches!(self.state.borrow().unavailable, Failure::Overloaded(_))
+        self.state.borrow().target.kind == TargetKind::Refused
     }
 
     /// Whether the backend is its address, without discovery.
@@ -389,7 +381,7 @@ impl Backend {
 
 impl State {
     fn new(
-        target: &Target,
+        target: Arc<Target>,
         resource: &Resource,
         before: Vec<Member>,
         pools: &Pools,
@@ -405,17 +397,6 @@ impl State {
             }
             _ => target.usable().to_vec(),
         };
-        let unavailable = match &target.kind {
-            TargetKind::Refused => Failure::Overloaded("too many destinations are in use"),
-            TargetKind::Withheld => Failure::Withheld(resource.to_string()),
-            TargetKind::UnknownPort { ports, max_ports } => Failure::UnknownPort {
-                service: name.clone(),
-                port: resource.port(),
-                ports: ports.as_slice().into(),
-                max_ports: *max_ports,
-            },
-            _ => Failure::NoEndpoint(name.clone()),
-        };
         // The declaration of the endpoints overrides that of their Service.
         let opaque = !endpoints.is_empty() && endpoints.iter().all(|endpoint| endpoint.opaque);
         let app_protocol = if opaque {
@@ -423,8 +404,7 @@ impl State {
         } else {
             target.app_protocol
         };
-        let policy = target.policy.clone();
-        let mut limits = policy.limits;
+        let mut limits = target.policy.limits;
         if target.kind == TargetKind::Unknown {
             // Such as the local application. Each client has a connection of its own, and each
             // caller its share of these. With another limit, one caller could use all of it.
@@ -434,14 +414,25 @@ impl State {
         Self {
             name: name.into(),
             app_protocol,
-            unavailable,
-            slow_start_since: slow_start(&members, policy.balancing.slow_start),
-            policy,
+            slow_start_since: slow_start(&members, target.policy.balancing.slow_start),
             members,
-            affinity: target.affinity.clone(),
-            table: target.table.clone(),
-            routes: target.routes.clone(),
-            is_pod: target.kind == TargetKind::Pod,
+            target,
+        }
+    }
+
+    /// Why there is no endpoint.
+    fn unavailable(&self, resource: &Resource) -> Failure {
+        let service = self.name.to_string();
+        match &self.target.kind {
+            TargetKind::Refused => Failure::Overloaded("too many destinations are in use"),
+            TargetKind::Withheld => Failure::Withheld(resource.to_string()),
+            TargetKind::UnknownPort { ports, max_ports } => Failure::UnknownPort {
+                service,
+                port: resource.port(),
+                ports: ports.as_slice().into(),
+                max_ports: *max_ports,
+            },
+            _ => Failure::NoEndpoint(service),
         }
     }
 }
@@ -472,19 +463,20 @@ fn merge(
     limits: Limits,
 ) -> Vec<Member> {
     // The first endpoints are new to this proxy only.
-    let joined_at = (!before.is_empty()).then(Instant::now);
+    let now = Instant::now();
+    let joined_at = (!before.is_empty()).then_some(now);
     let mut before = before.into_iter().peekable();
     let mut members = Vec::with_capacity(after.len());
     health.detector.set_count(after.len());
     for info in after {
         while let Some(removed) = before.next_if(|member| member.info.address < info.address) {
-            removed.endpoint.remove();
+            removed.endpoint.judgement.remove(now);
         }
         let known = before.next_if(|member| member.info.address == info.address);
         members.push(match known {
             Some(member) if is_same(&member.info, &info) => {
                 if !Arc::ptr_eq(&member.info, &info) {
-                    member.endpoint.end_quarantine();
+                    member.endpoint.judgement.reset(now);
                 }
                 let pool = pools.open(Remote::from(&*info), limits);
                 member.endpoint.set_pool(pool.pool());
@@ -496,7 +488,7 @@ fn merge(
             }
             replaced => {
                 if let Some(replaced) = replaced {
-                    replaced.endpoint.remove();
+                    replaced.endpoint.judgement.remove(now);
                 }
                 let pool = pools.open(Remote::from(&*info), limits);
                 let endpoint = Rc::new(Endpoint::new(pool.pool(), &info, joined_at, health));
@@ -508,7 +500,7 @@ fn merge(
             }
         });
     }
-    before.for_each(|removed| removed.endpoint.remove());
+    before.for_each(|removed| removed.endpoint.judgement.remove(now));
     members
 }
 

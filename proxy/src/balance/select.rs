@@ -66,7 +66,7 @@ impl Backend {
     /// What a request, or an opaque connection, of a client prefers.
     pub fn preference(&self, request: Option<&RequestView<'_>>, client: SocketAddr) -> Preference {
         self.apply_updates();
-        let policy = &self.state.borrow().policy;
+        let policy = &self.state.borrow().target.policy;
         let hash = match &policy.balancing.algorithm {
             Algorithm::ConsistentHash(key) => key.hash(request, client),
             _ => None,
@@ -106,7 +106,7 @@ impl State {
                 return kept;
             }
         }
-        let Some(affinity) = &self.affinity else {
+        let Some(affinity) = &self.target.affinity else {
             return self.balance(context, rng);
         };
         let kept = |address| {
@@ -140,7 +140,7 @@ impl State {
         let is_own = |index: usize| context.zones.is_own(&at(index).info.zone);
         let on_side = |index| healthy(index) && stays.is_none_or(|stays| is_own(index) == stays);
         let turn = &context.turns.0[usize::from(stays == Some(true))];
-        let slow_start = self.policy.balancing.slow_start;
+        let slow_start = self.target.policy.balancing.slow_start;
         let is_recent = |since| now.saturating_duration_since(since) < slow_start;
         if self.slow_start_since.is_some_and(is_recent) {
             let drawn = rng.f64();
@@ -179,7 +179,7 @@ impl State {
     ) -> Option<usize> {
         let at = |index: usize| &self.members[index].endpoint;
         let count = self.members.len();
-        match self.policy.balancing.algorithm {
+        match self.target.policy.balancing.algorithm {
             Algorithm::RoundRobin => self.next(rng, turn, usable),
             Algorithm::LeastRequest => p2c::choose(count, rng, usable, |one, other| {
                 at(one).in_flight() < at(other).in_flight()
@@ -221,8 +221,9 @@ impl State {
             let mean = || *total / u32::try_from(self.members.len()).unwrap_or(u32::MAX).max(1);
             load >= MIN_BOUND && load >= mean().saturating_mul(MAX_LOAD_FACTOR)
         };
-        self.table
+        let table = &self.target.table;
+        table
             .find(hash, |index| usable(index) && !is_overloaded(index))
-            .or_else(|| self.table.find(hash, usable))
+            .or_else(|| table.find(hash, usable))
     }
 }

@@ -49,7 +49,13 @@ impl Endpoints {
     fn new(target: &Target, seed: u64) -> Self {
         let pools = Pools::default();
         let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
-        let state = State::new(target, &address, Vec::new(), &pools, &Rc::default());
+        let state = State::new(
+            Arc::new(target.clone()),
+            &address,
+            Vec::new(),
+            &pools,
+            &Rc::default(),
+        );
         Self {
             state,
             pools,
@@ -62,7 +68,13 @@ impl Endpoints {
     fn update(&mut self, target: &Target) {
         let before = std::mem::take(&mut self.state.members);
         let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
-        self.state = State::new(target, &address, before, &self.pools, &Rc::default());
+        self.state = State::new(
+            Arc::new(target.clone()),
+            &address,
+            before,
+            &self.pools,
+            &Rc::default(),
+        );
     }
 
     fn pick(&mut self, key: Option<u64>) -> Rc<Endpoint> {
@@ -204,7 +216,7 @@ fn keys_of_quarantined_and_overloaded_endpoints_spill_and_return() {
     drop((held, one_more, balanced));
     quarantine(&usual);
     assert!(Rc::ptr_eq(&endpoints.pick(key), &next), "the same next one");
-    usual.end_quarantine();
+    usual.judgement.reset(Instant::now());
     assert!(Rc::ptr_eq(&endpoints.pick(key), &usual));
 }
 
@@ -240,7 +252,7 @@ fn endpoints_of_the_own_zone_are_preferred_while_they_are_healthy() {
         }
         assert_eq!(own(&mut endpoints), 0);
         for host in 1..=3 {
-            endpoints.endpoint(host).end_quarantine();
+            endpoints.endpoint(host).judgement.reset(Instant::now());
         }
         assert!(own(&mut endpoints) > 1900);
         // Without an endpoint in its zone, a proxy uses all of the others.

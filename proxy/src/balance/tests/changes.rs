@@ -51,7 +51,15 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
     };
     let (pools, siblings) = (Pools::default(), Rc::default());
     let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
-    let state = |before, target: &Target| State::new(target, &address, before, &pools, &siblings);
+    let state = |before, target: &Target| {
+        State::new(
+            Arc::new(target.clone()),
+            &address,
+            before,
+            &pools,
+            &siblings,
+        )
+    };
     let is_even = |shares: &[f64]| {
         let even = 1.0 / shares.len() as f64;
         shares.iter().all(|share| (share - even).abs() < 0.02)
@@ -93,7 +101,15 @@ fn new_endpoint_starts_with_a_small_share_unless_many_are_new() {
 fn policy_sets_the_time_of_the_slow_start() {
     let (pools, siblings) = (Pools::default(), Rc::default());
     let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
-    let state = |before, target: &Target| State::new(target, &address, before, &pools, &siblings);
+    let state = |before, target: &Target| {
+        State::new(
+            Arc::new(target.clone()),
+            &address,
+            before,
+            &pools,
+            &siblings,
+        )
+    };
     let with = |count: u8, slow_start| {
         let endpoint = |host| EndpointInfo::bare(([10, 0, 0, host], 80).into());
         let mut service = shop(&(1..=count).map(endpoint).collect::<Vec<_>>());
