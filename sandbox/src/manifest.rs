@@ -135,6 +135,57 @@ pub fn parse(text: &str) -> Result<Vec<Value>, Error> {
     parse_named(text, Path::new("YAML"))
 }
 
+/// Adds the objects of a YAML stream to `objects`. One that exists already is changed, as `kubectl
+/// patch` does: fields are merged, lists of named items by name, `null` removes a field, and every
+/// other value replaces the former one.
+pub fn set(objects: &mut Vec<Value>, text: &str, path: &Path) -> Result<(), Error> {
+    let changes = parse_named(text, path)?;
+    if changes.is_empty() {
+        return Err(Error::Empty);
+    }
+    for change in changes {
+        let key = |object: &Value| {
+            let metadata = &object["metadata"];
+            [&object["kind"], &metadata["namespace"], &metadata["name"]].map(Value::clone)
+        };
+        match objects
+            .iter_mut()
+            .find(|object| key(object) == key(&change))
+        {
+            Some(object) => merge(object, change),
+            None => objects.push(change),
+        }
+    }
+    Ok(())
+}
+
+fn merge(target: &mut Value, change: Value) {
+    match (target, change) {
+        (Value::Object(fields), Value::Object(changes)) => {
+            for (name, change) in changes {
+                if change.is_null() {
+                    fields.remove(&name);
+                } else {
+                    merge(fields.entry(name).or_insert(Value::Null), change);
+                }
+            }
+        }
+        (Value::Array(items), Value::Array(changes)) if are_named(items) && are_named(&changes) => {
+            for change in changes {
+                match items.iter_mut().find(|item| item["name"] == change["name"]) {
+                    Some(item) => merge(item, change),
+                    None => items.push(change),
+                }
+            }
+        }
+        (target, change) => *target = change,
+    }
+}
+
+fn are_named(items: &[Value]) -> bool {
+    items.iter().all(|item| item["name"].is_string())
+}
+
 fn parse_named(text: &str, path: &Path) -> Result<Vec<Value>, Error> {
     let mut objects = Vec::new();
     for document in serde_yaml_ng::Deserializer::from_str(text) {
@@ -234,6 +285,27 @@ mod tests {
             .iter()
             .map(|object| object["metadata"]["name"].as_str().unwrap())
             .collect()
+    }
+
+    #[test]
+    fn set_adds_objects_and_changes_existing_ones() {
+        let deployment = r#"{apiVersion: apps/v1, kind: Deployment, metadata: {name: web, namespace: shop}, spec: {replicas: 1,
+        ports: [1, 2], env: [{name: A, value: "1"}, {name: B, value: "2"}]}}"#;
+        let mut objects = parse(deployment).unwrap();
+        let path = Path::new("change.yaml");
+        let change = r#"{apiVersion: apps/v1, kind: Deployment, metadata: {name: web, namespace: shop}, spec: {replicas: null,
+        ports: [3], env: [{name: B, value: "3"}, {name: C, value: "4"}]}}"#;
+        let other = "{apiVersion: v1, kind: Service, metadata: {name: web, namespace: shop}}";
+        set(&mut objects, &format!("{change}\n---\n{other}"), path).unwrap();
+        assert_eq!(objects.len(), 2, "{objects:?}");
+        let expected = json!({"ports": [3], "env": [
+        {"name": "A", "value": "1"}, {"name": "B", "value": "3"}, {"name": "C", "value": "4"}]});
+        assert_eq!(objects[0]["spec"], expected);
+        assert_eq!(objects[1]["kind"], "Service");
+        let error = set(&mut objects, "# nothing", path).unwrap_err();
+        assert!(matches!(error, Error::Empty), "{error}");
+        let error = set(&mut objects, "spec: {}", path).unwrap_err().to_string();
+        assert_eq!(error, "change.yaml: document has no apiVersion and kind");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeSet,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel},
     thread,
@@ -54,6 +54,10 @@ pub struct Arguments {
     /// Run the manifests in this directory instead of the walkthrough's
     #[arg(long, value_name = "DIR")]
     manifests: Option<PathBuf>,
+    /// Add the objects in this YAML file, or change those that exist; `-` is standard input;
+    /// repeatable
+    #[arg(long, value_name = "FILE")]
+    set: Vec<PathBuf>,
 }
 
 /// An input of the demo loop.
@@ -85,6 +89,9 @@ fn demo(arguments: &Arguments) -> Result<ExitCode> {
         })?,
         None => manifest::embedded().objects()?,
     };
+    for path in &arguments.set {
+        set(&mut objects, path).with_context(|| format!("invalid --set {}", path.display()))?;
+    }
     check_only(&arguments.only, &objects)?;
     // The bounded queue slows the programs down if the output is slow.
     let (sender, demo_events) = sync_channel(1024);
@@ -262,6 +269,16 @@ impl Demo {
             ExitCode::SUCCESS
         })
     }
+}
+
+/// Adds or changes the objects in a file.
+fn set(objects: &mut Vec<Value>, path: &Path) -> Result<()> {
+    let text = if path == Path::new("-") {
+        std::io::read_to_string(std::io::stdin())?
+    } else {
+        std::fs::read_to_string(path)?
+    };
+    Ok(manifest::set(objects, &text, path)?)
 }
 
 /// Makes the proxies print JSON dumps, which the demo formats itself. Returns the namespaces and
