@@ -117,7 +117,7 @@ fn interleaved_record_fails_the_handshake() {
     on_worker(async {
         let slots = Slots::new(200, "").await;
         let (mut stream, mut fragments) = hostile_client(&slots, FLOODER).await;
-        let records = [fragments.next(), fragments.interleaved()].concat();
+        let records = [fragments.next(), fragments.seal(b"data\x17".to_vec())].concat();
         stream.write_all(&records).await.unwrap();
         let rejected = "failures_total{direction=\"inbound\",code=\"handshake-failed\"} 1";
         until(|| slots.inbound.metrics.render().contains(rejected)).await;

@@ -76,13 +76,8 @@ impl Fragments {
         self.seal(content)
     }
 
-    /// A record of application data, which must not interrupt a handshake message.
-    pub fn interleaved(&mut self) -> Vec<u8> {
-        self.seal(b"data\x17".to_vec())
-    }
-
     /// Protects a content and its type.
-    fn seal(&mut self, mut content: Vec<u8>) -> Vec<u8> {
+    pub fn seal(&mut self, mut content: Vec<u8>) -> Vec<u8> {
         let [high, low] = u16::try_from(content.len() + 16).unwrap().to_be_bytes();
         let header = [23, 3, 3, high, low];
         let mut nonce = self.iv;
