@@ -120,6 +120,32 @@ fn commands(script: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// A block `rust FILE` shows consecutive lines of that file, without their common indentation.
+#[test]
+fn code_in_documents_is_that_of_the_program() {
+    let (mut shown, mut outdated) = (0, Vec::new());
+    for document in documents() {
+        let text = read(&document);
+        for block in text.split("\n```rust ").skip(1) {
+            let (path, code) = block.split_once('\n').expect("the block has a file");
+            let code = code.split("\n```").next().unwrap_or_default();
+            let unindented = |text: &str| {
+                let lines = text.lines().map(str::trim_start);
+                lines.fold(String::new(), |text, line| text + line + "\n")
+            };
+            shown += 1;
+            if !unindented(&read(Path::new(path))).contains(&unindented(code)) {
+                outdated.push(format!("{}: {path}", document.display()));
+            }
+        }
+    }
+    assert!(shown > 3, "cannot parse the documents: {shown} blocks");
+    assert_none(
+        "blocks of code differ from the file that they name",
+        outdated,
+    );
+}
+
 #[test]
 fn documented_metrics_exist() {
     let mut unknown = Vec::new();
