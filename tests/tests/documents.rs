@@ -42,11 +42,12 @@ fn links_resolve() {
 /// words.
 #[test]
 fn shell_examples_are_commands() {
-    const PROGRAMS: [&str; 11] = [
+    const PROGRAMS: [&str; 12] = [
         "cargo",
         "cat",
         "controller",
         "cp",
+        "echo",
         "kubectl",
         "make",
         "mesh",
