@@ -18,7 +18,7 @@ use crate::balance::Backend;
 use crate::detect::Protocol;
 use crate::dump::ConnectionInfo;
 use crate::error::Failure;
-use crate::http::edits::Edit;
+use crate::http::edits::MeshField;
 use crate::http::view::{Fields, RequestView};
 use crate::io::Io;
 use crate::lifetime::Expiry;
@@ -177,11 +177,11 @@ impl Flow {
 
     /// The changes that the proxy makes to every request's head: only it tells the application the
     /// caller's identity, and the next proxy the previous attempts, which no application gets.
-    pub fn request_edits(&self) -> [Edit<'_>; 2] {
+    pub fn request_edits(&self) -> [MeshField<'_>; 2] {
         let value = || HeaderValue::from_str(self.called_by()?).ok();
         [
-            Edit::Own("X-Called-By", self.called_by.get_or_init(value).as_ref()),
-            Edit::Own(PREVIOUS_ATTEMPTS, None),
+            MeshField("X-Called-By", self.called_by.get_or_init(value).as_ref()),
+            MeshField(PREVIOUS_ATTEMPTS, None),
         ]
     }
 

@@ -2,7 +2,7 @@
 //! the same message.
 
 use bytes::{Bytes, BytesMut};
-use diy_mesh_proxy::http::edits::{Edit, Edits};
+use diy_mesh_proxy::http::edits::{Edits, MeshField};
 use diy_mesh_proxy::http1::body::Relay;
 use diy_mesh_proxy::http1::head::{
     Framing, HeadSearch, MAX_HEAD, RequestHead, ResponseHead, Version,
@@ -50,7 +50,7 @@ fn request_head(request: &RequestHead) {
         "a request ends before its connection"
     );
     let caller = HeaderValue::from_static(CALLER);
-    let edits = [Edit::Own("X-Called-By", Some(&caller))];
+    let edits = [MeshField("X-Called-By", Some(&caller))];
     let called = Edits::of(&edits)
         .fields(request.fields())
         .filter(|(name, _)| names_a_caller(name));
@@ -60,7 +60,7 @@ fn request_head(request: &RequestHead) {
     );
     for called_by in [None, Some(&caller)] {
         let mut out = BytesMut::new();
-        let edit = Edit::Own("X-Called-By", called_by);
+        let edit = MeshField("X-Called-By", called_by);
         request.write(&mut out, Edits::of(&[edit]));
         if is_over_a_limit(&out) {
             continue;

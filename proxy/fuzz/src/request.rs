@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::pattern::Pattern;
-use diy_mesh_proxy::http::edits::{Edit, Edits};
+use diy_mesh_proxy::http::edits::{Edits, MeshField};
+use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::{Fields, RequestView};
 use diy_mesh_proxy::http1::head::RequestHead;
 use diy_mesh_proxy::http2::head;
@@ -163,13 +164,14 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
         path: path.or(Some(PathChange::Full("/z".to_owned()))),
     };
     let caller = HeaderValue::from_static(CALLER);
+    let own = [MeshField("X-Called-By", Some(&caller))];
     let changes = [
-        Edit::Own("X-Called-By", Some(&caller)),
-        Edit::Set("x-a", "set"),
-        Edit::Remove("x-b"),
+        FieldEdit::Set("x-a".to_owned(), "set".to_owned()),
+        FieldEdit::Remove("x-b".to_owned()),
     ];
     let edits = |target| Edits {
-        fields: &changes,
+        own: &own,
+        route: [&changes, &[], &[]],
         host: rewrite.host.as_deref(),
         target,
     };

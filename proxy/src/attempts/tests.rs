@@ -244,6 +244,60 @@ async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_
     assert_eq!(picked.unwrap().address, address(0x0a00_0000 + 1000));
 }
 
+#[tokio::test(start_paused = true)]
+async fn failure_of_an_attempt_leads_to_a_step() {
+    use Retry::{AnyEndpoint, Never, OtherEndpoint};
+    let backoff = Duration::from_millis(25);
+    let route = RetryPolicy {
+        statuses: Vec::new(),
+        attempts: 1,
+        backoff,
+    };
+    let (route, address) = (Some(Arc::new(route)), SocketAddr::from(([10, 0, 0, 1], 80)));
+    let closed = || AttemptError::closed(address, String::new(), false);
+    let with = |failure, retry| AttemptError { failure, retry };
+    let refused = || with(Failure::ConnectTimeout(address), OtherEndpoint);
+    let at_deadline = || AttemptError::from(Limit::Attempt);
+    let retried = |after: Option<Duration>| format!("{:?}", Step::Retry(after));
+    for (error, retries, can_rewind, expected) in [
+        (refused(), None, true, retried(None)),
+        (refused(), None, false, "connect-timeout".to_owned()),
+        (refused(), route.clone(), true, retried(Some(backoff))),
+        (closed(), None, true, "upstream-closed".to_owned()),
+        (closed(), route.clone(), true, retried(Some(backoff))),
+        (closed(), route.clone(), false, "upstream-closed".to_owned()),
+        (at_deadline(), None, true, "timeout".to_owned()),
+        (at_deadline(), route.clone(), true, retried(Some(backoff))),
+        (Limit::Exchange.into(), route, true, "timeout".to_owned()),
+        (
+            with(Failure::MemoryExhausted, Never),
+            None,
+            true,
+            "memory-exhausted".to_owned(),
+        ),
+        (
+            with(Failure::MemoryExhausted, AnyEndpoint),
+            None,
+            true,
+            retried(None),
+        ),
+    ] {
+        let (flow, _) = flow_to(3, BackendPolicy::default()).await;
+        let text = format!("{error:?}, rewinds: {can_rewind}");
+        let settings = AttemptSettings {
+            retries,
+            ..AttemptSettings::default()
+        };
+        let mut attempts = new(&flow, &flow.destination, settings);
+        let attempt = attempts.begin(&flow).expect("an endpoint");
+        let step = match attempt.next(error, &flow, || can_rewind) {
+            Step::Done(failure) => failure.code().label().to_owned(),
+            retry => format!("{retry:?}"),
+        };
+        assert_eq!(step, expected, "{text}");
+    }
+}
+
 /// Sends 1000 requests to three endpoints, none of which answers. Returns the attempts and the
 /// metrics.
 async fn fail_all(request: impl Fn() -> Scripted, policy: BackendPolicy) -> (u32, String) {

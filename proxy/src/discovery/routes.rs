@@ -13,8 +13,8 @@ use http::{Method, StatusCode};
 use proto::{field_match, path_match, path_modifier, route_filter::Kind};
 
 use super::resource::Resource;
+use crate::http::fields::FieldEdit;
 use crate::route::fault::{Fault, Share};
-use crate::route::fields::FieldEdit;
 use crate::route::matching::{FieldMatch, Match, Matches, PathMatch, ValueMatch};
 use crate::route::session::{Carrier, SessionPersistence};
 use crate::route::url::{PathChange, Redirect, Rewrite};

@@ -5,40 +5,35 @@ use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_na
 use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// A change of one field. Names are compared without case, those of [`Edit::Own`] by
+use super::fields::FieldEdit;
+
+/// A field that only the mesh may set: it has this value alone, or is removed. Names are compared by
 /// [`is_same_name`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Edit<'a> {
-    /// A field that only the mesh may set: it has this value alone, or is removed.
-    Own(&'a str, Option<&'a HeaderValue>),
-    /// The field has this value alone, and stands last.
-    Set(&'a str, &'a str),
-    /// The field has this value besides those that it has, and stands last.
-    Add(&'a str, &'a str),
-    /// The field is removed.
-    Remove(&'a str),
-}
+pub struct MeshField<'a>(pub &'a str, pub Option<&'a HeaderValue>);
 
 /// The changes of a request's trailers: only the mesh sets these fields, and never there.
-pub const REQUEST_TRAILER_EDITS: [Edit<'static>; 2] = [
-    Edit::Own(CALLED_BY, None),
-    Edit::Own(PREVIOUS_ATTEMPTS, None),
+pub const REQUEST_TRAILER_EDITS: [MeshField<'static>; 2] = [
+    MeshField(CALLED_BY, None),
+    MeshField(PREVIOUS_ATTEMPTS, None),
 ];
 
 /// The changes of a response's head and trailers: only a peer's proxy, which has authenticated,
 /// replies for the mesh.
-pub fn response_edits(from_proxy: bool) -> &'static [Edit<'static>] {
+pub fn response_edits(from_proxy: bool) -> &'static [MeshField<'static>] {
     match from_proxy {
         true => &[],
-        false => &[Edit::Own(MESH_ERROR, None)],
+        false => &[MeshField(MESH_ERROR, None)],
     }
 }
 
-/// The changes of one head.
+/// The changes of one head. What is set or added stands last.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Edits<'a> {
-    /// Of the fields, in order.
-    pub fields: &'a [Edit<'a>],
+    /// The fields of the mesh.
+    pub own: &'a [MeshField<'a>],
+    /// The changes of a route, in order.
+    pub route: [&'a [FieldEdit]; 3],
     /// The new host, in the place of the old one.
     pub host: Option<&'a str>,
     /// The new target.
@@ -46,28 +41,28 @@ pub struct Edits<'a> {
 }
 
 impl<'a> Edits<'a> {
-    /// Changes of fields only.
-    pub fn of(fields: &'a [Edit<'a>]) -> Self {
+    /// Changes of the mesh only.
+    pub fn of(own: &'a [MeshField<'a>]) -> Self {
         Self {
-            fields,
+            own,
             ..Self::default()
         }
     }
 
+    fn route(self) -> impl Iterator<Item = &'a FieldEdit> {
+        self.route.into_iter().flatten()
+    }
+
     /// The new value of a field that stands in the head. None if it is left out.
-    pub fn value<'f>(self, name: &[u8], value: &'f [u8]) -> Option<&'f [u8]>
+    pub fn value<'f>(&self, name: &[u8], value: &'f [u8]) -> Option<&'f [u8]>
     where
         'a: 'f,
     {
-        let removes = |edit: &Edit<'_>| match edit {
-            Edit::Own(removed, _) => is_same_name(name, removed.as_bytes()),
-            Edit::Set(removed, _) | Edit::Remove(removed) => {
-                name.eq_ignore_ascii_case(removed.as_bytes())
-            }
-            Edit::Add(..) => false,
-        };
+        let is_own = |MeshField(own, _): &MeshField<'_>| is_same_name(name, own.as_bytes());
+        let removes = |edits: &[FieldEdit]| edits.iter().any(|edit| edit.removes(name));
         match self.host {
-            _ if self.fields.iter().any(removes) => None,
+            _ if self.own.iter().any(is_own) => None,
+            _ if self.route.iter().any(|edits| removes(edits)) => None,
             Some(host) if name.eq_ignore_ascii_case(b"host") => Some(host.as_bytes()),
             _ => Some(value),
         }
@@ -75,13 +70,11 @@ impl<'a> Edits<'a> {
 
     /// The fields that are appended.
     pub fn appended(self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
-        self.fields.iter().filter_map(|edit| match *edit {
-            Edit::Own(name, value) => value.map(|value| (name.as_bytes(), value.as_bytes())),
-            Edit::Set(name, value) | Edit::Add(name, value) => {
-                Some((name.as_bytes(), value.as_bytes()))
-            }
-            Edit::Remove(_) => None,
-        })
+        let own = self.own.iter();
+        let own =
+            own.filter_map(|MeshField(name, value)| Some((name.as_bytes(), (*value)?.as_bytes())));
+        let route = self.route().filter_map(FieldEdit::appended);
+        own.chain(route.map(|(name, value)| (name.as_bytes(), value.as_bytes())))
     }
 
     /// The fields of a head after the changes.
@@ -108,21 +101,19 @@ impl<'a> Edits<'a> {
         {
             *named = host;
         }
-        for edit in self.fields {
-            let (name, value) = match *edit {
-                Edit::Own(name, Some(value)) => (name, Ok(value.clone())),
-                Edit::Set(name, value) | Edit::Add(name, value) => {
-                    (name, HeaderValue::from_str(value))
-                }
-                Edit::Own(_, None) | Edit::Remove(_) => continue,
-            };
+        for MeshField(name, value) in self.own {
             // Not copied: each request gets it.
-            let name = if name.eq_ignore_ascii_case(CALLED_BY) {
-                Ok(HeaderName::from_static(CALLED_BY))
-            } else {
-                HeaderName::from_bytes(name.as_bytes())
+            let name = match name.eq_ignore_ascii_case(CALLED_BY) {
+                true => Ok(HeaderName::from_static(CALLED_BY)),
+                false => HeaderName::from_bytes(name.as_bytes()),
             };
-            if let (Ok(name), Ok(value)) = (name, value) {
+            if let (Ok(name), Some(value)) = (name, value) {
+                headers.append(name, (*value).clone());
+            }
+        }
+        for (name, value) in self.route().filter_map(FieldEdit::appended) {
+            let name = HeaderName::from_bytes(name.as_bytes());
+            if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(value)) {
                 headers.append(name, value);
             }
         }
@@ -133,12 +124,18 @@ impl<'a> Edits<'a> {
 mod tests {
     use super::*;
 
-    fn edits(caller: &HeaderValue) -> [Edit<'_>; 3] {
+    fn route() -> [FieldEdit; 2] {
         [
-            Edit::Own("X-Called-By", Some(caller)),
-            Edit::Add("X-Via", "mesh"),
-            Edit::Remove("x-mesh-error"),
+            FieldEdit::Add("X-Via".into(), "mesh".into()),
+            FieldEdit::Remove("x-mesh-error".into()),
         ]
+    }
+
+    fn edits<'a>(own: &'a [MeshField<'a>], route: &'a [FieldEdit]) -> Edits<'a> {
+        Edits {
+            route: [route, &[], &[]],
+            ..Edits::of(own)
+        }
     }
 
     #[test]
@@ -151,8 +148,8 @@ mod tests {
             (b"X-B", b"2"),
         ];
         let caller = HeaderValue::from_static("me");
-        let edits = edits(&caller);
-        let edited: Vec<_> = Edits::of(&edits).fields(head.into_iter()).collect();
+        let (own, route) = ([MeshField("X-Called-By", Some(&caller))], route());
+        let edited: Vec<_> = edits(&own, &route).fields(head.into_iter()).collect();
         let expected: [(&[u8], &[u8]); 5] = [
             (b"hOsT", b"a"),
             (b"X-Via", b"one"),
@@ -170,7 +167,8 @@ mod tests {
             headers.append(name, HeaderValue::from_static(value));
         }
         let caller = HeaderValue::from_static("me");
-        Edits::of(&edits(&caller)).apply(&mut headers);
+        let own = [MeshField("X-Called-By", Some(&caller))];
+        edits(&own, &route()).apply(&mut headers);
         let values = |name: &str| -> Vec<_> { headers.get_all(name).iter().collect() };
         assert_eq!(values("x-via"), ["one", "mesh"]);
         assert_eq!(values("x-called-by"), ["me"]);
@@ -181,7 +179,7 @@ mod tests {
     #[test]
     fn called_by_is_recognized_in_every_spelling() {
         let is_removed = |own: &str, name: &str| {
-            let edits = [Edit::Own(own, None)];
+            let edits = [MeshField(own, None)];
             Edits::of(&edits).value(name.as_bytes(), b"").is_none()
         };
         for name in [

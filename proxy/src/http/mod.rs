@@ -4,6 +4,7 @@
 
 pub mod discard;
 pub mod edits;
+pub mod fields;
 pub mod replay;
 pub mod reply;
 pub mod verdict;

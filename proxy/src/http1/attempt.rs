@@ -238,8 +238,7 @@ impl Exchange<'_> {
         } = upstream;
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
         let session = plan.session_edit(endpoint);
-        let edits = plan.response_fields(response_edits(upstream.is_secured()), &session);
-        let edits = Edits::of(&edits);
+        let edits = plan.response_edits(response_edits(upstream.is_secured()), &session);
         self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101
             || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));

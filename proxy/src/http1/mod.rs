@@ -266,8 +266,7 @@ impl<'a> Exchange<'a> {
     /// Writes the head for the next hop.
     fn write_head(&mut self, plan: &Plan, flow: &Flow) {
         let own = flow.request_edits();
-        let fields = plan.request_fields(&own);
-        let edits = plan.request_edits(&fields);
+        let edits = plan.request_edits(&own);
         let request = self.request.view();
         self.record.request(&request, edits);
         let mut head = BytesMut::new();

@@ -217,8 +217,7 @@ impl Exchange {
     /// Changes the head for the next hop.
     fn prepare_head(&mut self, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
         let own = flow.request_edits();
-        let fields = plan.request_fields(&own);
-        let prepared = head::prepare(&mut self.parts, plan.request_edits(&fields));
+        let prepared = head::prepare(&mut self.parts, plan.request_edits(&own));
         let request = head::view(&self.parts);
         self.record.request(&request, Edits::default());
         let copied = || CopiedHead::Http2(Box::new(self.parts.clone()));
@@ -431,10 +430,10 @@ impl Exchange {
         endpoint: &Endpoint,
     ) -> Outcome {
         let (mut parts, body) = response.into_parts();
-        let session = plan.session_edit(endpoint);
-        let edits = plan.response_fields(&[], &session);
-        if !edits.is_empty() {
-            Edits::of(&edits).apply(&mut parts.headers);
+        if plan.rule().is_some() {
+            let session = plan.session_edit(endpoint);
+            let edits = plan.response_edits(&[], &session);
+            edits.apply(&mut parts.headers);
         }
         self.record
             .response(parts.status, b"", &parts.headers, Edits::default());

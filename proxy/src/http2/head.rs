@@ -147,7 +147,7 @@ pub fn fields_size(fields: &HeaderMap) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::edits::Edit;
+    use crate::http::edits::MeshField;
     use http::Request;
 
     fn parts(method: &str, uri: &str, fields: &[(&str, &str)]) -> Parts {
@@ -170,7 +170,7 @@ mod tests {
                 ("x-other", "3"),
             ],
         );
-        let edits = [Edit::Own("X-Called-By", None)];
+        let edits = [MeshField("X-Called-By", None)];
         prepare(&mut forged, Edits::of(&edits)).unwrap();
         assert_eq!(forged.headers.len(), 1);
     }

@@ -4,7 +4,7 @@
 use http::header::{HeaderName, HeaderValue, VARY};
 use http::{Method, StatusCode};
 
-use super::fields::FieldEdit;
+use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
 use crate::http::view::RequestView;
 

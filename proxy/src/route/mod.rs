@@ -4,7 +4,6 @@
 
 mod cors;
 pub mod fault;
-pub mod fields;
 pub mod matching;
 mod plan;
 pub mod session;
@@ -20,10 +19,10 @@ use get_size2::{GetSize, StandardTracker};
 use http::StatusCode;
 
 use crate::error::Failure;
+use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
 pub use cors::{Cors, Origin};
 use fault::Fault;
-use fields::FieldEdit;
 use matching::{Index, Match, MatchInput};
 pub use plan::Plan;
 use session::{Session, SessionPersistence};

@@ -2,12 +2,10 @@
 //! function of the request, of the routes of its destination, of the time and of random numbers. What
 //! follows carries it out: `filters.rs`, `attempts.rs` and the protocols.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::fault::Injection;
-use super::fields::FieldEdit;
 use super::matching::Match;
 use super::session::{self, Session};
 use super::{Answer, Changes, Mirror, Rule, Service};
@@ -15,7 +13,8 @@ use crate::attempts::AttemptSettings;
 use crate::balance::{Endpoint, Preference};
 use crate::deadline::{Deadline, Limit};
 use crate::error::Failure;
-use crate::http::edits::{Edit, Edits};
+use crate::http::edits::{Edits, MeshField};
+use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
 use crate::http::view::RequestView;
 
@@ -164,39 +163,29 @@ impl Plan {
         Some(self.applied()?.changes(self.backend))
     }
 
-    /// The changes of the request's fields: `own`, those of the mesh, then those of the rule.
-    pub fn request_fields<'a>(&'a self, own: &'a [Edit<'a>]) -> Cow<'a, [Edit<'a>]> {
-        let Some(changes) = self.changes() else {
-            return own.into();
-        };
-        let fields = changes.request.iter().map(FieldEdit::as_edit);
-        own.iter().copied().chain(fields).collect()
-    }
-
-    /// The changes of the request's head, with those of its fields.
-    pub fn request_edits<'a>(&'a self, fields: &'a [Edit<'a>]) -> Edits<'a> {
-        Edits {
-            fields,
-            host: self
-                .changes()
-                .and_then(|changes| changes.rewrite.host.as_deref()),
+    /// The changes of the request's head: `own`, those of the mesh, then those of the rule.
+    pub fn request_edits<'a>(&'a self, own: &'a [MeshField<'a>]) -> Edits<'a> {
+        let edits = Edits::of(own);
+        self.changes().map_or(edits, |changes| Edits {
+            route: [&changes.request, &[], &[]],
+            host: changes.rewrite.host.as_deref(),
             target: self.target.as_deref(),
-        }
+            ..edits
+        })
     }
 
-    /// The changes of the response's fields: `own`, those of the mesh, then those of the rule, then
+    /// The changes of the response's head: `own`, those of the mesh, then those of the rule, then
     /// that of the session.
-    pub fn response_fields<'a>(
+    pub fn response_edits<'a>(
         &'a self,
-        own: &'a [Edit<'a>],
+        own: &'a [MeshField<'a>],
         session: &'a Option<FieldEdit>,
-    ) -> Cow<'a, [Edit<'a>]> {
-        let Some(changes) = self.changes() else {
-            return own.into();
-        };
-        let fields = changes.response.iter().chain(&self.cors).chain(session);
-        let fields = fields.map(FieldEdit::as_edit);
-        own.iter().copied().chain(fields).collect()
+    ) -> Edits<'a> {
+        let edits = Edits::of(own);
+        self.changes().map_or(edits, |changes| Edits {
+            route: [&changes.response, &self.cors, session.as_slice()],
+            ..edits
+        })
     }
 
     /// The session's field in a response from this endpoint.

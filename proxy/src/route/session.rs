@@ -12,8 +12,8 @@ use aws_lc_rs::digest::{SHA256, digest};
 use base64::Engine;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 
-use super::fields::FieldEdit;
 use super::matching::PathMatch;
+use crate::http::fields::FieldEdit;
 use crate::http::view::RequestView;
 
 /// The hash of an endpoint, or of a backend.

@@ -4,11 +4,11 @@ use get_size2::{GetSize, GetSizeTracker};
 
 use super::cors::{Cors, Origin};
 use super::fault::Fault;
-use super::fields::FieldEdit;
 use super::matching::{FieldMatch, Index, Match, Matches, PathMatch, Positions, ValueMatch};
 use super::session::{Carrier, SessionPersistence};
 use super::url::{PathChange, Redirect, Rewrite};
 use super::{Changes, Mirror, RetryPolicy, RouteBackend, Routes, Rule};
+use crate::http::fields::FieldEdit;
 
 /// Sums the fields that have memory of their own.
 macro_rules! sum_of_fields {

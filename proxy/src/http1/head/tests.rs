@@ -2,7 +2,7 @@
 
 use super::fields::{NameIndex, compare_names};
 use super::*;
-use crate::http::edits::Edit;
+use crate::http::edits::MeshField;
 
 fn request(text: &str) -> Result<RequestHead, Refused> {
     RequestHead::parse(Bytes::copy_from_slice(text.as_bytes()))
@@ -14,7 +14,7 @@ fn response(text: &str, method: &str) -> Result<ResponseHead, Refused> {
 
 fn forwarded(text: &str) -> String {
     let mut out = BytesMut::new();
-    let edits = [Edit::Own("x-called-by", None)];
+    let edits = [MeshField("x-called-by", None)];
     request(text).unwrap().write(&mut out, Edits::of(&edits));
     String::from_utf8(out.to_vec()).unwrap()
 }

@@ -3,8 +3,6 @@
 use diy_mesh_proto::field::is_reserved;
 use http::{HeaderName, HeaderValue};
 
-use crate::http::edits::Edit;
-
 /// A change of one field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FieldEdit {
@@ -37,12 +35,16 @@ impl FieldEdit {
         Ok(Self::Remove(name.to_owned()))
     }
 
-    /// The change, for either version of HTTP.
-    pub fn as_edit(&self) -> Edit<'_> {
+    /// Whether fields with this name lose the values that they have.
+    pub(super) fn removes(&self, name: &[u8]) -> bool {
+        !matches!(self, Self::Add(..)) && name.eq_ignore_ascii_case(self.name().as_bytes())
+    }
+
+    /// The field that is appended.
+    pub(super) fn appended(&self) -> Option<(&str, &str)> {
         match self {
-            Self::Set(name, value) => Edit::Set(name, value),
-            Self::Add(name, value) => Edit::Add(name, value),
-            Self::Remove(name) => Edit::Remove(name),
+            Self::Set(name, value) | Self::Add(name, value) => Some((name, value)),
+            Self::Remove(_) => None,
         }
     }
 
@@ -54,9 +56,7 @@ impl FieldEdit {
 
     /// Appends a change, which takes effect after the others.
     pub fn push(self, to: &mut Vec<Self>) {
-        if !matches!(self, Self::Add(..)) {
-            to.retain(|earlier| !earlier.name().eq_ignore_ascii_case(self.name()));
-        }
+        to.retain(|earlier| !self.removes(earlier.name().as_bytes()));
         to.push(self);
     }
 }
