@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use diy_mesh_proto::mesh::v1::ProxyStatus;
 
 use crate::authenticate::{Caller, PodRef};
 use crate::index::Index;
@@ -33,28 +34,11 @@ pub struct ConnectedProxy {
     /// The start of the stream.
     pub connected_since: SystemTime,
     /// The latest status, if the proxy has reported one.
-    pub status: Option<Status>,
+    pub status: Option<ProxyStatus>,
+    /// The clock of the proxy ahead of that of the controller, in milliseconds, at that time.
+    pub clock_skew: i64,
     /// The latest exceptions, encoded.
     pub exceptions: Bytes,
-}
-
-/// The status of a proxy. Times are in seconds since 1970.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Status {
-    /// The version of the roots that verify peers.
-    pub roots_version: String,
-    /// The start of the validity of the certificate.
-    pub certificate_not_before: i64,
-    /// The end of the validity of the certificate.
-    pub certificate_not_after: i64,
-    /// The serial number of the certificate, hexadecimal.
-    pub certificate_serial: String,
-    /// The key identifier of the certificate's issuer, hexadecimal.
-    pub certificate_issuer: String,
-    /// The version of the proxy.
-    pub proxy_version: String,
-    /// The offset of the proxy's clock, in milliseconds, less the latency of the message.
-    pub clock_skew: i64,
 }
 
 impl ConnectedProxy {
@@ -97,6 +81,7 @@ impl Proxies {
             user: caller.user.clone(),
             connected_since: now,
             status: None,
+            clock_skew: 0,
             exceptions: Bytes::new(),
         };
         let mut inner = self.lock();
@@ -155,9 +140,9 @@ impl fmt::Display for ConnectedGuard {
 
 impl ConnectedGuard {
     /// Replaces the status of the proxy.
-    pub fn update(&self, status: Status) {
+    pub fn update(&self, status: ProxyStatus, clock_skew: i64) {
         if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
-            proxy.status = Some(status);
+            (proxy.status, proxy.clock_skew) = (Some(status), clock_skew);
         }
     }
 
@@ -179,10 +164,10 @@ impl Drop for ConnectedGuard {
 mod tests {
     use super::*;
 
-    fn status(roots_version: &str) -> Status {
-        Status {
+    fn status(roots_version: &str) -> ProxyStatus {
+        ProxyStatus {
             roots_version: roots_version.into(),
-            ..Status::default()
+            ..ProxyStatus::default()
         }
     }
 
@@ -197,8 +182,8 @@ mod tests {
             proxies.connect(&caller("one"), SystemTime::UNIX_EPOCH),
             proxies.connect(&caller("other"), SystemTime::UNIX_EPOCH),
         );
-        one.update(status("1"));
-        one.update(status("2"));
+        one.update(status("1"), 0);
+        one.update(status("2"), 0);
         let all = proxies.snapshot();
         assert_eq!(
             all.iter().map(|proxy| &*proxy.user).collect::<Vec<_>>(),
@@ -225,6 +210,7 @@ mod tests {
             user: "tool".into(),
             connected_since: SystemTime::UNIX_EPOCH,
             status: None,
+            clock_skew: 0,
             exceptions: Bytes::new(),
         };
         assert_eq!(proxy.to_string(), "proxy shop/web");

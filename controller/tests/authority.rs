@@ -17,7 +17,8 @@ use diy_mesh_controller::authority::{
 };
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
-use diy_mesh_controller::proxies::{self, ConnectedGuard, Proxies};
+use diy_mesh_controller::proxies::{ConnectedGuard, Proxies};
+use diy_mesh_proto::mesh::v1::ProxyStatus;
 use tokio::task::JoinHandle;
 
 const DEADLINE: Duration = Duration::from_secs(40);
@@ -31,11 +32,11 @@ struct Proxy {
 }
 
 impl Proxy {
-    fn status(&self) -> proxies::Status {
-        proxies::Status {
+    fn status(&self) -> ProxyStatus {
+        ProxyStatus {
             roots_version: self.roots_version.clone(),
             certificate_issuer: self.issuer.clone(),
-            ..proxies::Status::default()
+            ..ProxyStatus::default()
         }
     }
 }
@@ -106,7 +107,7 @@ impl Replica {
             pod,
         };
         let guard = self.registry.connect(&caller, SystemTime::now());
-        guard.update(proxy.status());
+        guard.update(proxy.status(), 0);
         let name = name.to_owned();
         self.proxies
             .lock()
@@ -124,7 +125,7 @@ impl Replica {
         let mut proxies = self.proxies.lock().unwrap();
         let connected = proxies.iter_mut().find(|proxy| proxy.name == name).unwrap();
         change(&mut connected.proxy);
-        connected.guard.update(connected.proxy.status());
+        connected.guard.update(connected.proxy.status(), 0);
     }
 
     /// The catalog has these pods, ready and meshed.
@@ -210,7 +211,7 @@ async fn follow(authority: AuthorityHandle, proxies: Arc<Mutex<Vec<Connected>>>)
         {
             proxy.roots_version.clone_from(&trust.roots.version);
             trust.issuer.id().clone_into(&mut proxy.issuer);
-            guard.update(proxy.status());
+            guard.update(proxy.status(), 0);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }

@@ -19,7 +19,8 @@ use diy_mesh_controller::authority::{self, AuthorityHandle, Options, Roots, Stor
 use diy_mesh_controller::events;
 use diy_mesh_controller::hub::Hub;
 use diy_mesh_controller::index::object::{Change, Key, Kind, Object, Pod};
-use diy_mesh_controller::proxies::{self, Proxies};
+use diy_mesh_controller::proxies::Proxies;
+use diy_mesh_proto::mesh::v1::ProxyStatus;
 use futures::FutureExt;
 use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
@@ -257,11 +258,12 @@ async fn follow(authority: AuthorityHandle, registry: Proxies, namespace: String
     let mut trust = trust.subscribe();
     loop {
         let now = trust.borrow_and_update().clone();
-        proxy.update(proxies::Status {
+        let status = ProxyStatus {
             roots_version: now.roots.version.clone(),
             certificate_issuer: now.issuer.id().to_owned(),
-            ..proxies::Status::default()
-        });
+            ..ProxyStatus::default()
+        };
+        proxy.update(status, 0);
         if trust.changed().await.is_err() {
             return;
         }

@@ -285,7 +285,7 @@ pub fn workload(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust
         workload.certificate_serial = status.certificate_serial;
         workload.certificate_issuer = status.certificate_issuer;
         workload.proxy_version = status.proxy_version;
-        workload.clock_skew_ms = status.clock_skew;
+        workload.clock_skew_ms = proxy.clock_skew;
     }
     if !proxy.exceptions.is_empty() {
         workload.exceptions = Exceptions::decode(proxy.exceptions.clone()).ok();
@@ -295,6 +295,8 @@ pub fn workload(proxy: &ConnectedProxy, trust_domain: &str, trust: Option<&Trust
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_proto::mesh::v1::ProxyStatus;
+
     use super::*;
     use crate::authenticate::PodRef;
     use crate::authority::Roots;
@@ -321,14 +323,14 @@ mod tests {
         let state =
             CaState::generate("cluster.local", start(), Duration::from_secs(86_400)).unwrap();
         let trust = trust(&state);
-        let said = crate::proxies::Status {
+        let said = ProxyStatus {
             roots_version: trust.roots.version.clone(),
             certificate_not_before: 1,
             certificate_not_after: 2,
             certificate_serial: "0a".into(),
             certificate_issuer: "another".into(),
             proxy_version: "0.1.0".into(),
-            clock_skew: -7,
+            clock: 0,
         };
         let pod = PodRef {
             namespace: "shop".into(),
@@ -341,6 +343,7 @@ mod tests {
             user,
             connected_since: start(),
             status: Some(said),
+            clock_skew: -7,
             exceptions: bytes::Bytes::new(),
         };
         let waiting = (0..30).map(|line| line.to_string()).collect();

@@ -27,7 +27,7 @@ use crate::authority::{Trust, TrustReceiver};
 use crate::hub::{Notifications, Resources};
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
-use crate::proxies::{self, ConnectedGuard};
+use crate::proxies::ConnectedGuard;
 use crate::quota::Charge;
 
 /// Time until refused subscriptions are requested again.
@@ -71,7 +71,8 @@ pub(super) async fn read(
             Some(Action::Subscribe(request)) => subscriptions.lock().subscribe(request)?,
             Some(Action::Unsubscribe(request)) => subscriptions.lock().unsubscribe(request)?,
             Some(Action::Status(status)) => {
-                proxy.update(proxy_status(status, SystemTime::now())?);
+                let clock_skew = check_status(&status, SystemTime::now())?;
+                proxy.update(status, clock_skew);
             }
             Some(Action::Acknowledgement(request)) => {
                 subscriptions.lock().acknowledge(&request);
@@ -207,8 +208,8 @@ fn set_exceptions(exceptions: &proto::Exceptions, has_exceeded: &mut bool, proxy
 }
 
 /// Checks the status of a proxy. Its texts stay in memory while the proxy is connected, so their
-/// length is limited.
-fn proxy_status(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::Status, Status> {
+/// length is limited. Returns how far its clock is ahead, in milliseconds.
+fn check_status(status: &proto::ProxyStatus, now: SystemTime) -> Result<i64, Status> {
     let texts = [
         &status.roots_version,
         &status.certificate_serial,
@@ -225,15 +226,7 @@ fn proxy_status(status: proto::ProxyStatus, now: SystemTime) -> Result<proxies::
         .map_or(0, |since| {
             i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
         });
-    Ok(proxies::Status {
-        roots_version: status.roots_version,
-        certificate_not_before: status.certificate_not_before,
-        certificate_not_after: status.certificate_not_after,
-        certificate_serial: status.certificate_serial,
-        certificate_issuer: status.certificate_issuer,
-        proxy_version: status.proxy_version,
-        clock_skew: status.clock.saturating_sub(now),
-    })
+    Ok(status.clock.saturating_sub(now))
 }
 
 fn roots(trust: &Trust) -> proto::DiscoverResponse {
@@ -316,7 +309,7 @@ mod tests {
             user: "system:serviceaccount:shop:web".into(),
             pod: None,
         };
-        let proxies = proxies::Proxies::default();
+        let proxies = crate::proxies::Proxies::default();
         let proxy = proxies.connect(&caller, SystemTime::now());
         let stored = || {
             let proxy = proxies.snapshot().remove(0);
@@ -360,7 +353,7 @@ mod tests {
             user: "system:serviceaccount:shop:web".into(),
             pod: None,
         };
-        let proxy = proxies::Proxies::default().connect(&caller, SystemTime::now());
+        let proxy = crate::proxies::Proxies::default().connect(&caller, SystemTime::now());
         let metrics = Metrics::new(|_| Ok(()));
         let rejection = proto::Acknowledgement {
             rejection: format!("x\n2026 ERROR forged\r\u{1b}[2J{}", "y".repeat(100_000)),
