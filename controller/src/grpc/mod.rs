@@ -223,7 +223,7 @@ fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
 impl Mesh {
     fn new(context: Context) -> Mesh {
         Mesh {
-            signer: Signer::new(&context),
+            signer: Signer::new(context.clone()),
             context,
         }
     }

@@ -10,22 +10,17 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::sync::Semaphore;
-use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
 use super::Context;
 use crate::authenticate::{Caller, PodRef};
-use crate::authority::TrustReceiver;
 use crate::events;
-use crate::hub::Hub;
 use crate::index::Index;
 use crate::index::object::{Key, Kind};
 use crate::issuer::{Request, SignError};
-use crate::metrics::Metrics;
 
 /// More requests wait.
 const MAX_CONCURRENT_REQUESTS: usize = 256;
@@ -42,28 +37,15 @@ const MAX_RATE_LIMITED_PODS: usize = 100_000;
 
 /// Signs certificates.
 pub(super) struct Signer {
-    hub: Hub,
-    trust: TrustReceiver,
-    trust_domain: Arc<str>,
-    certificate_life: Duration,
-    metrics: Arc<Metrics>,
-    events: Events,
-    stopping: CancellationToken,
+    context: Context,
     slots: Semaphore,
     limiter: Mutex<RateLimiter>,
 }
 
 impl Signer {
-    pub(super) fn new(context: &Context) -> Signer {
-        let context = context.clone();
+    pub(super) fn new(context: Context) -> Signer {
         Signer {
-            hub: context.hub,
-            trust: context.trust,
-            trust_domain: context.trust_domain,
-            certificate_life: context.certificate_life,
-            metrics: context.metrics,
-            events: context.events,
-            stopping: context.stopping,
+            context,
             slots: Semaphore::new(MAX_CONCURRENT_REQUESTS),
             limiter: Mutex::default(),
         }
@@ -79,7 +61,7 @@ impl Signer {
         let response = async {
             let slot = self.slots.acquire().await;
             let _slot = slot.expect("the semaphore is never closed");
-            let (pod, identity) = requester(caller, &message.name, &self.trust_domain)?;
+            let (pod, identity) = requester(caller, &message.name, &self.context.trust_domain)?;
             let peer = peer.map(|peer| peer.ip().to_canonical());
             let response = self.issue(&message.csr, pod, &identity, peer).await;
             if let Err(status) = &response {
@@ -87,7 +69,7 @@ impl Signer {
                 tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
                 // The proxy retries elsewhere.
                 if status.code() != Code::Unavailable {
-                    events::certificate_refused(&self.events, pod, reason);
+                    events::certificate_refused(&self.context.events, pod, reason);
                 }
             }
             response
@@ -100,8 +82,8 @@ impl Signer {
             )))
         });
         match result {
-            Ok(_) => &self.metrics.certificates_issued,
-            Err(_) => &self.metrics.certificates_refused,
+            Ok(_) => &self.context.metrics.certificates_issued,
+            Err(_) => &self.context.metrics.certificates_refused,
         }
         .inc();
         result
@@ -119,7 +101,10 @@ impl Signer {
             .map_err(|error| Status::invalid_argument(format!("csr: {error}")))?;
         // Without routes or policies, pods can still prove who they are.
         let pods = [Kind::Pod];
-        self.hub.wait_listed(&pods, &self.stopping).await?;
+        self.context
+            .hub
+            .wait_listed(&pods, &self.context.stopping)
+            .await?;
         self.check_pod(pod, identity, peer).await?;
         self.sign_request(&request, pod, identity)
     }
@@ -142,12 +127,12 @@ impl Signer {
         peer: Option<IpAddr>,
     ) -> Result<(), Status> {
         let check = |index: &Index| PodCheck::new(index, pod, identity, peer);
-        let settled = self.hub.wait_for(|index| match check(index) {
+        let settled = self.context.hub.wait_for(|index| match check(index) {
             PodCheck::Unknown | PodCheck::AddressPending(_) => None,
             settled => Some(settled),
         });
         let settled = tokio::time::timeout(POD_TIMEOUT, settled).await;
-        match settled.unwrap_or_else(|_| self.hub.read(check)) {
+        match settled.unwrap_or_else(|_| self.context.hub.read(check)) {
             PodCheck::Valid => Ok(()),
             PodCheck::Unknown => Err(Status::failed_precondition(format!(
                 "the catalog does not contain the pod {pod} with the UID {} of the token; if it is new, try again",
@@ -172,11 +157,16 @@ impl Signer {
         identity: &Identity,
     ) -> Result<proto::SignCertificateResponse, Status> {
         // One read: the certificate and the roots belong together.
-        let trust = self.trust.borrow().clone();
+        let trust = self.context.trust.borrow().clone();
         let (now, issuer) = (SystemTime::now(), trust.issuer.id());
         let signed = trust
             .issuer
-            .sign(request, identity.as_str(), now, self.certificate_life)
+            .sign(
+                request,
+                identity.as_str(),
+                now,
+                self.context.certificate_life,
+            )
             .map_err(|error| {
                 tracing::error!(issuer, "cannot sign a certificate: {error}");
                 match error {
