@@ -155,6 +155,11 @@ impl Settings {
             Side::Pods => vec![has(self.rate_limits.is_some())],
         }
     }
+
+    /// Whether the policy has a section with an effect on a side.
+    fn concerns(&self, side: Side) -> bool {
+        self.sections(side).contains(&Some(true))
+    }
 }
 
 impl Policy {
@@ -232,17 +237,7 @@ fn first<'a, T>(
 }
 
 fn backend<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Option<proto::BackendPolicy> {
-    let has_section = |one: &&Settings| {
-        one.balancing.is_some()
-            || one.connections.is_some()
-            || one.outlier_detection.is_some()
-            || one.circuit_breaker.is_some()
-            || one
-                .retry
-                .as_ref()
-                .is_some_and(|retry| retry.budget.is_some())
-    };
-    let names = layers.clone().filter(has_section);
+    let names = layers.clone().filter(|one| one.concerns(Side::Endpoints));
     let names: Vec<&str> = names.map(|one| &*one.name).collect();
     let retry = first(layers.clone(), |one| &one.retry);
     let policy = proto::BackendPolicy {
@@ -257,17 +252,9 @@ fn backend<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Option<pro
 }
 
 fn requests<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Requests {
-    let has_section = |one: &&Settings| {
-        one.retry
-            .as_ref()
-            .is_some_and(|retry| retry.retry.is_some())
-            || one.timeouts.is_some()
-            || one.session.is_some()
-            || one.faults.is_some()
-    };
-    let name = layers.clone().find(has_section).map(|one| one.name.clone());
+    let first_layer = layers.clone().find(|one| one.concerns(Side::Requests));
     Requests {
-        name: name.unwrap_or_default(),
+        name: first_layer.map_or(String::new(), |one| one.name.clone()),
         settings: RequestSettings {
             timeouts: first(layers.clone(), |one| &one.timeouts)
                 .copied()
