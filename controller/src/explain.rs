@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::catalog;
-use crate::index::object::{Change, Key, Transport};
+use crate::index::object::{Change, Key};
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::Table;
@@ -92,11 +92,7 @@ fn index(objects: &[Value]) -> (Index, Vec<String>) {
 pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explanation> {
     let (index, mut problems) = index(objects);
     let parent = index.service(service)?.service;
-    let ports = parent
-        .ports
-        .iter()
-        .filter(|port| port.protocol == Transport::Tcp);
-    let ports = ports.map(|port| {
+    let ports = parent.tcp_ports().map(|port| {
         let name = format!("{service}:{}", port.port);
         let table = index.table(service, port.port, clients);
         Port {

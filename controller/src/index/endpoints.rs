@@ -411,12 +411,12 @@ impl Index {
 
     /// The room of the ports of a Service whose endpoints do not all have room.
     pub(super) fn compute_room(&self, service: &Service) -> Option<Room> {
-        let is_tcp = |protocol| protocol == Transport::Tcp;
-        let ports = service.ports.iter().filter(|port| is_tcp(port.protocol));
+        let ports = service.tcp_ports();
         let mut of_port: HashMap<&str, usize> = ports.map(|port| (&*port.name, 0)).collect();
         for slice in self.slices_of(&service.key) {
             let bytes: usize = slice.endpoints.iter().map(bytes_of).sum();
-            for port in slice.ports.iter().filter(|port| is_tcp(port.protocol)) {
+            let ports = slice.ports.iter();
+            for port in ports.filter(|port| port.protocol == Transport::Tcp) {
                 if let Some(all) = of_port.get_mut(&*port.name) {
                     *all += bytes;
                 }

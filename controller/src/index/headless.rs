@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Index;
 use super::links::Link;
-use super::object::{Key, Kind, Pod, Service, ServicePort, Transport};
+use super::object::{Key, Kind, Pod, Service, ServicePort};
 use super::policies::mark_target;
 use crate::policy::{Effective, Target};
 use crate::routes::{APPLIES_TO_ALL_PODS, Condition, OLDER_SERVICE, ParentReference, RouteStatus};
@@ -73,9 +73,7 @@ impl Index {
             let service = service.and_then(|key| self.services.get(key));
             let service = service.filter(|service| service.is_headless && service.selects(pod));
             service.into_iter().flat_map(move |service| {
-                let ports = service.ports.iter();
-                let ports = ports.filter(|port| port.protocol == Transport::Tcp);
-                ports.flat_map(move |port| {
+                service.tcp_ports().flat_map(move |port| {
                     let numbers = slice.tcp_ports(&port.name);
                     numbers.map(move |at| (at, service, port))
                 })

@@ -181,9 +181,7 @@ impl Index {
 
 /// The ports of a pod that a Service leads to. Named ports are those that the pod declares.
 fn target_ports(service: &Service, pod: &Pod) -> Vec<u32> {
-    let ports = service.ports.iter();
-    let ports = ports.filter(|port| port.protocol == Transport::Tcp);
-    let targets = ports.filter_map(|port| match &port.target {
+    let targets = service.tcp_ports().filter_map(|port| match &port.target {
         TargetPort::Number(number) => Some(*number),
         TargetPort::Name(name) => {
             let mut declared = pod.inbound.ports.iter();

@@ -284,10 +284,15 @@ impl Service {
         Some(parent.key(&self.key))
     }
 
-    /// The TCP port that `matches`. Only TCP is redirected: other transports have no destinations.
+    /// The TCP ports. Only TCP is redirected: other transports have no destinations.
+    pub fn tcp_ports(&self) -> impl Iterator<Item = &ServicePort> + Clone {
+        let ports = self.ports.iter();
+        ports.filter(|port| port.protocol == Transport::Tcp)
+    }
+
+    /// The TCP port that `matches`.
     pub fn tcp_port(&self, matches: impl Fn(&ServicePort) -> bool) -> Option<&ServicePort> {
-        let mut ports = self.ports.iter();
-        ports.find(|port| port.protocol == Transport::Tcp && matches(port))
+        self.tcp_ports().find(|port| matches(port))
     }
 
     /// Whether a TCP port is over the limit.
@@ -298,11 +303,10 @@ impl Service {
 
     /// The TCP ports on each node, also those over the limit.
     pub fn node_ports(&self) -> impl Iterator<Item = u16> {
-        let ports = self.ports.iter();
-        let tcp = ports.filter(|port| port.protocol == Transport::Tcp);
         let excess = self.excess.iter();
         let excess = excess.flat_map(|excess| excess.node_ports.iter().copied());
-        tcp.filter_map(|port| port.node_port).chain(excess)
+        let ports = self.tcp_ports().filter_map(|port| port.node_port);
+        ports.chain(excess)
     }
 
     /// Whether the selector selects a pod.

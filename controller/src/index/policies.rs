@@ -10,7 +10,7 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use super::links::{Dirty, Link, Links};
-use super::object::{Key, Kind, Service, Transport};
+use super::object::{Key, Kind, Service};
 use super::store::{Replaced, Store};
 use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
 use crate::routes::attach::{RouteId, Table};
@@ -108,9 +108,7 @@ impl Policies {
             let own = self.settings(&Target::Service(key.clone()));
             let inherited = self.settings(&Target::Namespace(key.namespace.clone()));
             let effective = Effective::of(own, inherited)?;
-            let ports = service.ports.iter();
-            let ports = ports.filter(|port| port.protocol == Transport::Tcp);
-            let tables = ports.filter_map(|port| {
+            let tables = service.tcp_ports().filter_map(|port| {
                 let table = effective.requests.table(key, port)?;
                 Some((port.port, Arc::new(table)))
             });

@@ -10,7 +10,7 @@ use super::excess::MAX_PORTS;
 use super::headless::oldest;
 use super::links::Link;
 use super::locality::{Area, Location, Scope};
-use super::object::{Key, Pod, PodReference, Resource, Service, ServicePort, Slice, Transport};
+use super::object::{Key, Pod, PodReference, Resource, Service, ServicePort, Slice};
 use super::state::{State, Target, TargetKind, Workload};
 use crate::policy::Effective;
 use crate::routes::attach::Table;
@@ -77,11 +77,26 @@ impl Index {
     fn service_target(&self, address: SocketAddr, client: &Location) -> Option<(Scope, Target)> {
         let service = self.service_at(address.ip())?;
         let port = service.tcp_port(|port| port.port == address.port())?;
-        let target = match self.endpoints(service, &port.name, address.is_ipv6()) {
-            Ok(all) => service_target(service, port, all.select(service.local_only, client)),
-            Err(no_room) => return Some(excess_port(service, no_room.complete)),
-        };
-        Some(self.with_routes(&service.key, port.port, target, client))
+        let select = |all: &Arc<Endpoints>| all.select(service.local_only, client);
+        Some(self.at_port(service, port, address, client, select))
+    }
+
+    /// The state of a port with routes, for a client that gets a part of its endpoints.
+    fn at_port(
+        &self,
+        service: &Service,
+        port: &ServicePort,
+        address: SocketAddr,
+        client: &Location,
+        select: impl FnOnce(&Arc<Endpoints>) -> (Area, Arc<Endpoints>),
+    ) -> (Scope, Target) {
+        match self.endpoints(service, &port.name, address.is_ipv6()) {
+            Ok(all) => {
+                let (area, target) = service_target(service, port, select(&all));
+                self.with_routes(&service.key, port.port, (area, target), client)
+            }
+            Err(no_room) => excess_port(service, no_room.complete),
+        }
     }
 
     /// Pods reach all endpoints at external addresses, whatever the policies of the Service. Of
@@ -99,11 +114,8 @@ impl Index {
         let Some(port) = port else {
             return Some(excess_port(service, MAX_PORTS));
         };
-        let target = match self.endpoints(service, &port.name, address.is_ipv6()) {
-            Ok(all) => service_target(service, port, all.select(false, client)),
-            Err(no_room) => return Some(excess_port(service, no_room.complete)),
-        };
-        Some(self.with_routes(&service.key, port.port, target, client))
+        let select = |all: &Arc<Endpoints>| all.select(false, client);
+        Some(self.at_port(service, port, address, client, select))
     }
 
     /// A node with `externalTrafficPolicy: Local` forwards connections of other nodes to its own
@@ -121,22 +133,17 @@ impl Index {
         let Some(port) = port else {
             return Some(excess_port(service, MAX_PORTS));
         };
-        let all = match self.endpoints(service, &port.name, address.is_ipv6()) {
-            Ok(all) => all,
-            Err(no_room) => return Some(excess_port(service, no_room.complete)),
-        };
         let on_node = Location {
             node: node.name.clone(),
             ..Location::default()
         };
         let is_local = service.external_local && client.node != node.name;
         let from = if is_local { &on_node } else { client };
-        let (mut area, endpoints) = all.select(is_local, from);
-        if service.external_local {
-            area = Area::Node;
-        }
-        let target = service_target(service, port, (area, endpoints));
-        Some(self.with_routes(&service.key, port.port, target, client))
+        let select = |all: &Arc<Endpoints>| match all.select(is_local, from) {
+            (_, endpoints) if service.external_local => (Area::Node, endpoints),
+            selected => selected,
+        };
+        Some(self.at_port(service, port, address, client, select))
     }
 
     /// A Service port in the primary family of the Service.
@@ -232,10 +239,8 @@ impl Index {
         if service.has_excess_port(destination.port()) {
             return Some(excess_port(service, MAX_PORTS));
         }
-        let tcp = |port: &&ServicePort| port.protocol == Transport::Tcp;
-        let ports = service.ports.iter().filter(tcp).map(|port| port.port);
-        let ports = ports.take(MAX_NAMED_PORTS);
-        let kind = TargetKind::UnknownPort(ports.collect());
+        let ports = service.tcp_ports().take(MAX_NAMED_PORTS);
+        let kind = TargetKind::UnknownPort(ports.map(|port| port.port).collect());
         Some(everywhere(Target::new(kind, service.key.clone())))
     }
 

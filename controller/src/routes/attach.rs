@@ -11,7 +11,7 @@ use super::matches;
 use super::model::{Match, ParsedRule, Reference, Rejection, RequestSettings, Route, Rule};
 use super::parse::shortened;
 use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
-use crate::index::object::{Key, Kind, Service, ServicePort, Transport};
+use crate::index::object::{Key, Kind, Service, ServicePort};
 use crate::index::version::{self, Version};
 use crate::policy::{Faults, Requests};
 
@@ -163,8 +163,7 @@ pub fn attach(
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
     let parent = service.filter(|service| service.external_name.is_empty());
-    let ports = parent.into_iter().flat_map(|service| &service.ports);
-    let ports = ports.filter(|port| port.protocol == Transport::Tcp);
+    let ports = parent.into_iter().flat_map(Service::tcp_ports);
     let numbers: Vec<u16> = ports.clone().map(|port| port.port).collect();
     let none = Requests::default();
     let requests = requests.unwrap_or(&none);
