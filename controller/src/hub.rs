@@ -42,7 +42,7 @@ use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::programmed::Reports;
-use crate::routes::statuses::{Source as Statuses, Withheld};
+use crate::routes::statuses::{Statuses, Withheld};
 pub use acknowledgements::Rejection;
 use history::History;
 pub use resources::{Notifications, Resources};
@@ -495,8 +495,8 @@ impl Statuses for Hub {
         Ok(status)
     }
 
-    fn changed(&self) -> watch::Sender<BTreeSet<RouteId>> {
-        self.changed_statuses.clone()
+    fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>> {
+        &self.changed_statuses
     }
 }
 

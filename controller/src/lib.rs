@@ -9,6 +9,7 @@
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
 //! roots.
 
+mod api;
 pub mod authenticate;
 pub mod authority;
 pub mod catalog;
@@ -21,6 +22,7 @@ pub mod file;
 pub mod grpc;
 pub mod hub;
 pub mod index;
+pub mod kinds;
 pub mod metrics;
 pub mod policy;
 pub mod proxies;
@@ -47,27 +49,19 @@ use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
 use hub::Hub;
-use index::object::{Event, Kind};
+use index::object::Event;
+use kinds::{Kind, Report};
 use metrics::Metrics;
 use proxies::Proxies;
 use quota::Quotas;
 use routes::lease::{self, Election};
 use routes::report;
-use routes::statuses::Statuses;
 use routes::writer::{self, Writer};
 use serving::{Names, Serving};
 
 /// The service account, in the namespace of the controller, whose tokens may list all pods where no
 /// Kubernetes API reviews their access.
 const VIEWER: &str = "mesh-viewer";
-/// The kinds whose status the controller writes.
-const WITH_STATUS: [Kind; 5] = [
-    Kind::HttpRoute,
-    Kind::GrpcRoute,
-    Kind::TcpRoute,
-    Kind::TrafficPolicy,
-    Kind::Mesh,
-];
 /// The catalog pauses while more changes wait for the index.
 const MAX_QUEUED_CHANGES: usize = 1024;
 
@@ -304,13 +298,10 @@ fn status_writer(
     let is_cluster = config.catalog == config::Storage::Kubernetes;
     let client = client.clone().filter(|_| is_cluster)?;
     let (namespace, timing) = (&config.pod_namespace, lease::Timing::default());
-    let writer = Writer::new(
-        client.clone(),
-        namespace,
-        &WITH_STATUS,
-        metrics.clone(),
-        events.clone(),
-    );
+    let has_status = |kind: &Kind| kind.row().report == Report::Status;
+    let kinds = Vec::from_iter(Kind::ALL.into_iter().filter(has_status));
+    let (metrics, events) = (metrics.clone(), events.clone());
+    let writer = Writer::new(client.clone(), namespace, &kinds, metrics, events);
     let election = Election::new(client, namespace, replica, timing);
     Some((election, writer))
 }
@@ -326,13 +317,10 @@ async fn publish_statuses(
         () = hub.synced() => {}
         () = stopping.cancelled() => return,
     }
-    let statuses = Statuses::new(hub.clone());
     match writer {
-        Some((election, writer)) => {
-            writer::run(election, writer, statuses, stopping.clone()).await;
-        }
+        Some((election, writer)) => writer::run(election, writer, hub, stopping.clone()).await,
         None => tokio::select! {
-            never = report::log_changes(statuses) => match never {},
+            never = report::log_changes(hub) => match never {},
             () = stopping.cancelled() => {}
         },
     }

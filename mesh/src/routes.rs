@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_controller::catalog::resources;
-use diy_mesh_controller::index::object::Kind;
+use diy_mesh_controller::kinds::{self, Kind};
 use diy_mesh_controller::policy;
 use diy_mesh_controller::routes::PARTIALLY_INVALID;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -20,11 +20,9 @@ use serde_json::{Value, json};
 use crate::cluster::{self, describe_error};
 
 /// The API group of routes.
-pub const GROUP: &str = "gateway.networking.k8s.io";
+pub const GROUP: &str = kinds::GATEWAY;
 /// The `controllerName` of the entries of the mesh in `status.parents`.
 pub(crate) const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
-/// The kinds of routes.
-const KINDS: [Kind; 3] = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute];
 
 /// A route with its parents and backends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -96,7 +94,7 @@ impl Route {
             .filter(|reference| is_service(reference, "Gateway", GROUP))
             .map(|reference| parent(object, reference, namespace));
         let parents: Vec<Parent> = parents.collect();
-        if parents.is_empty() || !KINDS.iter().any(|one| one.name() == kind) {
+        if parents.is_empty() || !Kind::routes().any(|one| one.name() == kind) {
             return None;
         }
         let backends = |rule: &Value| {
@@ -216,7 +214,7 @@ fn list(value: &Value) -> std::slice::Iter<'_, Value> {
 /// installed have none.
 pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route>, String> {
     let mut routes = Vec::new();
-    for kind in KINDS {
+    for kind in Kind::routes() {
         let objects = objects(client, namespace, kind).await?;
         routes.extend(objects.iter().filter_map(Route::read));
     }
@@ -238,7 +236,7 @@ pub async fn fetch_all(
         Kind::RouteGroup,
     ];
     let (mut all, mut elsewhere, mut unknown) = (Vec::new(), Vec::new(), Vec::new());
-    for kind in KINDS.into_iter().chain(others) {
+    for kind in Kind::routes().chain(others) {
         match list_kind(client, None, kind).await {
             Err(error) if is_forbidden(&error) => elsewhere.push(kind.name()),
             listed => {

@@ -12,7 +12,6 @@ use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as apiext
 use kube::core::{ApiResource, DynamicObject, Object};
 use kube::{Api, Client};
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::Value;
 use tokio::sync::watch::{self, Receiver, Sender};
 
@@ -22,21 +21,12 @@ use super::resources::{resource, resources};
 use super::watch::{ALL, Selector, Sink, Target, Update, watch};
 use crate::index::object::Kind;
 
-/// The fields of rules that only some releases and channels of a definition have.
-fn optional_fields(kind: Kind) -> &'static [&'static str] {
-    match kind {
-        Kind::HttpRoute => &["retry", "sessionPersistence"],
-        Kind::GrpcRoute => &["sessionPersistence"],
-        _ => &[],
-    }
-}
-
 /// The optional fields of a kind that its definition lacks in the version that the mesh reads.
 pub fn lacking_fields(kind: Kind, definition: &Value) -> Vec<&'static str> {
     let spec = Spec::deserialize(&definition["spec"]).unwrap_or_default();
     match spec.version(kind) {
         Some((_, version)) => version.lacking(kind),
-        None => optional_fields(kind).to_vec(),
+        None => kind.row().optional_fields.to_vec(),
     }
 }
 
@@ -248,50 +238,26 @@ impl Spec {
 struct Version {
     name: String,
     served: bool,
-    schema: Schema,
+    schema: BTreeMap<String, Schema>,
 }
 
 impl Version {
     fn lacking(&self, kind: Kind) -> Vec<&'static str> {
-        let rules = &self.schema.root.properties.spec.properties.rules;
-        let fields = &rules.items.properties;
-        let optional = optional_fields(kind).iter().copied();
-        optional
-            .filter(|field| !fields.contains_key(*field))
-            .collect()
+        let root = self.schema.get("openAPIV3Schema");
+        let rules = root.and_then(|root| root.properties.get("spec")?.properties.get("rules"));
+        let rule = rules.and_then(|rules| rules.items.as_deref());
+        let has = |field: &str| rule.is_some_and(|rule| rule.properties.contains_key(field));
+        let optional = kind.row().optional_fields.iter().copied();
+        optional.filter(|field| !has(field)).collect()
     }
 }
 
-/// The path to the fields of rules.
+/// The names of the fields of an object, and of the entries of a list.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Schema {
-    #[serde(rename = "openAPIV3Schema")]
-    root: Properties<Root>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Properties<T> {
-    properties: T,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Root {
-    spec: Properties<SpecFields>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct SpecFields {
-    rules: Rules,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-struct Rules {
-    items: Properties<BTreeMap<String, IgnoredAny>>,
+    properties: BTreeMap<String, Schema>,
+    items: Option<Box<Schema>>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]

@@ -23,34 +23,14 @@ use crate::routes::parse::{self, Meta};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
 use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch};
 
-const GATEWAY: &str = "gateway.networking.k8s.io";
-
 /// A kind in the versions that have all fields that are read, the preferred one first.
 pub fn resources(kind: Kind) -> Vec<ApiResource> {
-    let (group, plural, versions): (_, _, &[_]) = match kind {
-        Kind::Service => ("", "services", &["v1"]),
-        Kind::Slice => ("discovery.k8s.io", "endpointslices", &["v1"]),
-        Kind::Pod => ("", "pods", &["v1"]),
-        Kind::Node => ("", "nodes", &["v1"]),
-        Kind::HttpRoute => (GATEWAY, "httproutes", &["v1"]),
-        Kind::GrpcRoute => (GATEWAY, "grpcroutes", &["v1"]),
-        // Before release 1.6, v1alpha2 of the experimental channel.
-        Kind::TcpRoute => (GATEWAY, "tcproutes", &["v1", "v1alpha2"]),
-        Kind::Grant => (GATEWAY, "referencegrants", &["v1", "v1beta1"]),
-        Kind::TrafficPolicy => (policy::GROUP, "trafficpolicies", &[policy::VERSION]),
-        Kind::TrafficSplit => {
-            // Of the earlier ones, v1alpha2 has no matches.
-            let versions = &[smi::VERSION, "v1alpha3", "v1alpha2"];
-            (smi::SPLIT_GROUP, "trafficsplits", versions)
-        }
-        Kind::RouteGroup => (smi::SPECS_GROUP, "httproutegroups", &[smi::VERSION]),
-        Kind::Mesh => ("gateway.networking.x-k8s.io", "xmeshes", &["v1alpha1"]),
-    };
+    let row = kind.row();
     let resource = |version: &&str| {
-        let kind = GroupVersionKind::gvk(group, version, kind.name());
-        ApiResource::from_gvk_with_plural(&kind, plural)
+        let kind = GroupVersionKind::gvk(row.group, version, row.name);
+        ApiResource::from_gvk_with_plural(&kind, row.plural)
     };
-    versions.iter().map(resource).collect()
+    row.versions.iter().map(resource).collect()
 }
 
 /// A kind in the version that the mesh prefers.
@@ -102,10 +82,9 @@ fn unknown<T: DeserializeOwned>(spec: &Value) -> Vec<String> {
 
 fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
     let spec = GrantSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
-    let kinds = [Kind::HttpRoute, Kind::GrpcRoute, Kind::TcpRoute];
     let from = spec.from.into_iter().filter_map(|from| {
-        let mut kinds = kinds.into_iter();
-        let kind = kinds.find(|kind| from.group == GATEWAY && from.kind == kind.name())?;
+        let is_kind = |kind: &Kind| (kind.row().group, kind.name()) == (&*from.group, &*from.kind);
+        let kind = Kind::routes().find(is_kind)?;
         Some((kind, Arc::from(from.namespace)))
     });
     let to = spec.to.into_iter();

@@ -492,7 +492,7 @@ mod tests {
     use crate::index::object::{Change, Event, Key, Kind, Object};
     use crate::index::tests::Chance;
     use crate::quota::Quotas;
-    use crate::routes::statuses::Source as _;
+    use crate::routes::statuses::Statuses as _;
 
     /// The state of a destination in a proxy.
     #[derive(Debug, Default, PartialEq)]

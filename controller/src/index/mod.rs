@@ -39,6 +39,7 @@ use store::{Replaced, Store};
 use view::ServiceView;
 
 use crate::authenticate::PodRef;
+use crate::kinds::Report;
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::mesh::Mesh;
@@ -270,12 +271,8 @@ impl Index {
         let canary = self.routes.canary_status(service);
         let parents = canary.into_iter().chain(self.excess.status(service));
         let status = RouteStatus {
-            kind: Kind::Service,
-            key: key.clone(),
             uid: service.uid.clone(),
-            generation: 0,
-            parents: parents.collect(),
-            keeps_programmed: false,
+            ..RouteStatus::new(Kind::Service, key.clone(), 0, parents.collect())
         };
         (!status.parents.is_empty()).then_some(status)
     }
@@ -390,7 +387,7 @@ impl Index {
         }
         let links = &mut self.links;
         // Routes and policies have a status, which contains their generation.
-        if kind.has_status() {
+        if kind.row().report != Report::Silent {
             links.statuses.insert((kind, key.clone()));
         }
         match kind {

@@ -10,98 +10,11 @@ use diy_mesh_model::ports::PortSet;
 
 use super::excess::Excess;
 use crate::checked::Checked;
+pub use crate::kinds::Kind;
 use crate::policy::Policy;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
-
-/// The kinds of objects in the catalog.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
-    /// A Service.
-    Service,
-    /// An EndpointSlice.
-    Slice,
-    /// A Pod.
-    Pod,
-    /// A Node.
-    Node,
-    /// An HTTPRoute.
-    HttpRoute,
-    /// A GRPCRoute.
-    GrpcRoute,
-    /// A TCPRoute.
-    TcpRoute,
-    /// A ReferenceGrant.
-    Grant,
-    /// A TrafficPolicy.
-    TrafficPolicy,
-    /// A TrafficSplit of SMI.
-    TrafficSplit,
-    /// An HTTPRouteGroup of SMI.
-    RouteGroup,
-    /// An XMesh.
-    Mesh,
-}
-
-impl Kind {
-    /// All kinds. The catalog is synced when each that configures something was listed, is not
-    /// installed, or cannot be read.
-    pub const ALL: [Kind; 12] = [
-        Kind::Service,
-        Kind::Slice,
-        Kind::Pod,
-        Kind::Node,
-        Kind::HttpRoute,
-        Kind::GrpcRoute,
-        Kind::TcpRoute,
-        Kind::Grant,
-        Kind::TrafficPolicy,
-        Kind::TrafficSplit,
-        Kind::RouteGroup,
-        Kind::Mesh,
-    ];
-
-    /// Whether the mesh works without objects of this kind.
-    pub fn is_optional(self) -> bool {
-        !matches!(self, Kind::Service | Kind::Slice | Kind::Pod)
-    }
-
-    /// Whether it is a custom resource.
-    pub fn is_custom(self) -> bool {
-        self.is_optional() && self != Kind::Node
-    }
-
-    /// Whether its objects say what applies, in their status or in Events.
-    pub fn has_status(self) -> bool {
-        let without = matches!(self, Kind::Grant | Kind::RouteGroup);
-        self.is_custom() && !without
-    }
-
-    /// The name in Kubernetes.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::Service => "Service",
-            Kind::Slice => "EndpointSlice",
-            Kind::Pod => "Pod",
-            Kind::Node => "Node",
-            Kind::HttpRoute => "HTTPRoute",
-            Kind::GrpcRoute => "GRPCRoute",
-            Kind::TcpRoute => "TCPRoute",
-            Kind::Grant => "ReferenceGrant",
-            Kind::TrafficPolicy => "TrafficPolicy",
-            Kind::TrafficSplit => "TrafficSplit",
-            Kind::RouteGroup => "HTTPRouteGroup",
-            Kind::Mesh => "XMesh",
-        }
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// Namespace and name of an object. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

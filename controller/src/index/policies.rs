@@ -153,14 +153,9 @@ impl Policies {
     /// The status of a policy.
     pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<RouteStatus> {
         let policy = self.objects.get(key)?;
-        Some(RouteStatus {
-            kind: Kind::TrafficPolicy,
-            key: key.clone(),
-            uid: "".into(),
-            generation: policy.generation,
-            parents: self.conditions(policy, services),
-            keeps_programmed: false,
-        })
+        let (generation, parents) = (policy.generation, self.conditions(policy, services));
+        let kind = Kind::TrafficPolicy;
+        Some(RouteStatus::new(kind, key.clone(), generation, parents))
     }
 
     fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {

@@ -331,16 +331,10 @@ impl Routes {
                 conditions: attachment.conditions.get(&id)?.get(&position)?.clone(),
             })
         });
+        let (key, parents) = (route.key.clone(), parents.collect());
         RouteStatus {
-            kind: route.kind,
-            key: route.key.clone(),
-            uid: match route.kind {
-                Kind::TrafficSplit => route.uid.clone(),
-                _ => "".into(),
-            },
-            generation: route.generation,
-            parents: parents.collect(),
-            keeps_programmed: false,
+            uid: route.uid.clone(),
+            ..RouteStatus::new(route.kind, key, route.generation, parents)
         }
     }
 

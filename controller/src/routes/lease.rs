@@ -6,13 +6,15 @@
 
 use std::time::Duration;
 
-use diy_mesh_runtime::{Backoff, error_chain};
+use diy_mesh_runtime::Backoff;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Client};
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::api::request;
 
 /// The name of the Lease, in the namespace of the mesh.
 pub const LEASE: &str = "diy-service-mesh-status";
@@ -52,15 +54,6 @@ pub struct Election {
     timing: Timing,
     /// The resource version of the Lease, and the time since which it is known.
     observed: Option<(String, Instant)>,
-}
-
-/// Why an attempt to hold the Lease has failed.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("{}", error_chain(.0))]
-    Client(#[from] kube::Error),
-    #[error("the Kubernetes API does not respond")]
-    Timeout,
 }
 
 impl Election {
@@ -109,8 +102,8 @@ impl Election {
             }
             Ok::<_, kube::Error>(())
         };
-        if let Ok(Err(error)) = timeout(self.timing.api_timeout, release).await {
-            tracing::debug!("cannot release Lease {LEASE}: {}", error_chain(&error));
+        if let Err(error) = request(self.timing.api_timeout, release).await {
+            tracing::debug!("cannot release Lease {LEASE}: {error}");
         }
     }
 
@@ -119,10 +112,9 @@ impl Election {
         let mut backoff = Backoff::new(MIN_RETRY_INTERVAL, MAX_RETRY_INTERVAL);
         loop {
             let api_timeout = self.timing.api_timeout;
-            let attempt = timeout(api_timeout, self.try_hold()).await;
-            let error = match attempt.unwrap_or(Err(Error::Timeout)) {
+            let error = match request(api_timeout, self.try_hold()).await {
                 Ok(holds) => return holds,
-                Err(Error::Client(kube::Error::Api(status))) if status.code == 409 => {
+                Err(error) if error.is(409) => {
                     tracing::debug!("Lease {LEASE} has changed, retrying");
                     sleep(MIN_RETRY_INTERVAL).await;
                     continue;
@@ -135,7 +127,7 @@ impl Election {
         }
     }
 
-    async fn try_hold(&mut self) -> Result<bool, Error> {
+    async fn try_hold(&mut self) -> kube::Result<bool> {
         let params = PostParams::default();
         let Some(mut lease) = self.leases.get_opt(LEASE).await? else {
             let lease = Lease {

@@ -77,14 +77,8 @@ impl Mesh {
             ..ParentReference::service(&key.name)
         };
         let conditions = vec![accepted];
-        let status = RouteStatus {
-            kind: Kind::Mesh,
-            key: key.clone(),
-            uid: "".into(),
-            generation: meta.generation,
-            parents: vec![ParentStatus { parent, conditions }],
-            keeps_programmed: false,
-        };
+        let parents = vec![ParentStatus { parent, conditions }];
+        let status = RouteStatus::new(Kind::Mesh, key.clone(), meta.generation, parents);
         let is_own = spec["controllerName"] == CONTROLLER_NAME;
         let status = is_own.then_some(status);
         Mesh { key, status }

@@ -25,7 +25,7 @@ pub mod writer;
 
 use std::sync::Arc;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::index::object::{Key, Kind, ServicePort};
 
@@ -63,6 +63,20 @@ pub struct RouteStatus {
     pub keeps_programmed: bool,
 }
 
+impl RouteStatus {
+    /// The status of an object without a UID.
+    pub fn new(kind: Kind, key: Key, generation: i64, parents: Vec<ParentStatus>) -> RouteStatus {
+        RouteStatus {
+            kind,
+            key,
+            uid: "".into(),
+            generation,
+            parents,
+            keeps_programmed: false,
+        }
+    }
+}
+
 /// The status of a route at one parent.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ParentStatus {
@@ -73,20 +87,25 @@ pub struct ParentStatus {
 }
 
 /// A parent of a route, with the fields that its author wrote.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct ParentReference {
     /// The API group, "" for Service.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// "Service".
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub kind: Option<String>,
     /// None: the namespace of the route.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace: Option<String>,
     /// The name.
     pub name: String,
     /// The name of the port.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub section_name: Option<String>,
     /// None: all ports.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
 }
 

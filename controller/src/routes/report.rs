@@ -8,7 +8,7 @@ use std::fmt;
 use diy_mesh_control_plane::events::Events;
 
 use super::attach::RouteId;
-use super::statuses::Statuses;
+use super::statuses::{Statuses, take_changed, wait_changed};
 use super::{Condition, ParentReference, ParentStatus, RouteStatus};
 use crate::events;
 
@@ -16,20 +16,20 @@ use crate::events;
 const MAX_LINES: usize = 100;
 
 /// Logs each change of the conditions of a route, until it is dropped.
-pub async fn log_changes(statuses: Statuses) -> Infallible {
+pub async fn log_changes(statuses: &impl Statuses) -> Infallible {
     let mut logged = BTreeMap::new();
-    let mut changed = statuses.all();
+    let mut changed = statuses.with_status();
     loop {
-        changed.append(&mut statuses.take_changed());
-        log(&mut logged, current(&statuses, &changed), usize::MAX);
+        changed.append(&mut take_changed(statuses));
+        log(&mut logged, current(statuses, &changed), usize::MAX);
         changed.clear();
-        statuses.changed().await;
+        wait_changed(statuses).await;
     }
 }
 
 /// The current statuses of these objects, except those that are withheld.
 pub(super) fn current(
-    statuses: &Statuses,
+    statuses: &impl Statuses,
     changed: &BTreeSet<RouteId>,
 ) -> BTreeMap<RouteId, Option<RouteStatus>> {
     let current = |id: &RouteId| Some((id.clone(), statuses.get(id).ok()?));

@@ -20,12 +20,6 @@ use super::{BACKEND_NOT_FOUND, ParentReference};
 use crate::checked::Checked;
 use crate::index::object::Key;
 
-/// The API group of TrafficSplits.
-pub const SPLIT_GROUP: &str = "split.smi-spec.io";
-/// The API group of HTTPRouteGroups.
-pub const SPECS_GROUP: &str = "specs.smi-spec.io";
-/// The version of both that the mesh prefers.
-pub const VERSION: &str = "v1alpha4";
 const REGEX: &str = "RegularExpression";
 /// Lists of backends, groups and matches.
 const MAX_ENTRIES: usize = 64;

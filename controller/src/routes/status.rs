@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::mesh::FEATURES;
 use super::programmed::PROGRAMMED;
-use super::{Condition, ParentReference, ParentStatus, RouteStatus};
+use super::{Condition, ParentStatus, RouteStatus};
 use crate::index::object::Kind;
 use crate::policy;
 
@@ -79,8 +79,7 @@ pub fn merge(
             continue;
         };
         let is_same = |status: &ParentStatus| {
-            let parent = to_json(&status.parent);
-            normalized(&parent, namespace) == normalized(reference, namespace)
+            normalized(&json!(status.parent), namespace) == normalized(reference, namespace)
         };
         // An entry without a parent, or a second one for the same parent, is removed.
         if let Some(index) = missing.iter().position(|status| is_same(status)) {
@@ -90,7 +89,7 @@ pub fn merge(
     }
     for (status, desired) in missing.into_iter().zip(desired.into_iter().cycle()) {
         let entry = json!({
-            fields.reference: to_json(&status.parent), "controllerName": CONTROLLER_NAME,
+            fields.reference: status.parent, "controllerName": CONTROLLER_NAME,
         });
         parents.push(updated(&entry, status, desired, latest, now));
     }
@@ -174,23 +173,6 @@ fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -
         "observedGeneration": new.generation.unwrap_or(generation),
         "lastTransitionTime": since.unwrap_or(now),
     })
-}
-
-/// A reference with the fields that its author wrote.
-fn to_json(parent: &ParentReference) -> Value {
-    let mut fields = Map::new();
-    let texts = [
-        ("group", &parent.group),
-        ("kind", &parent.kind),
-        ("namespace", &parent.namespace),
-        ("sectionName", &parent.section_name),
-    ];
-    for (name, text) in texts {
-        fields.extend(text.clone().map(|text| (name.to_owned(), text.into())));
-    }
-    fields.insert("name".into(), parent.name.clone().into());
-    fields.extend(parent.port.map(|port| ("port".to_owned(), port.into())));
-    fields.into()
 }
 
 /// A reference with the defaults of the Gateway API. Equal for references to the same parent.

@@ -1,7 +1,6 @@
 //! The statuses of objects, and which of them may have changed, for the one who writes them.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use tokio::sync::watch;
 
@@ -12,8 +11,8 @@ use super::attach::RouteId;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Withheld;
 
-/// Who computes statuses.
-pub trait Source: Send + Sync {
+/// What the statuses in the cluster are to contain, and what has changed. It has one reader at a time.
+pub trait Statuses: Send + Sync {
     /// The objects that may have a status.
     fn with_status(&self) -> BTreeSet<RouteId>;
 
@@ -22,43 +21,22 @@ pub trait Source: Send + Sync {
     fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld>;
 
     /// The objects whose status may have changed since their ids were last taken.
-    fn changed(&self) -> watch::Sender<BTreeSet<RouteId>>;
+    fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>>;
 }
 
-/// What the cluster is to contain, and what has changed. It has one reader at a time.
-#[derive(Clone)]
-pub struct Statuses(Arc<dyn Source>);
+/// The objects whose status may have changed since the last call.
+pub(super) fn take_changed(statuses: &impl Statuses) -> BTreeSet<RouteId> {
+    let mut changed = BTreeSet::new();
+    statuses.changed().send_if_modified(|all| {
+        changed = std::mem::take(all);
+        false
+    });
+    changed
+}
 
-impl Statuses {
-    /// The statuses of a source.
-    pub fn new(source: impl Source + 'static) -> Statuses {
-        Statuses(Arc::new(source))
-    }
-
-    /// All objects that may have a status.
-    pub(super) fn all(&self) -> BTreeSet<RouteId> {
-        self.0.with_status()
-    }
-
-    /// The current status of an object, if it has one.
-    pub(super) fn get(&self, id: &RouteId) -> Result<Option<RouteStatus>, Withheld> {
-        self.0.get(id)
-    }
-
-    /// The objects whose status may have changed since the last call.
-    pub(super) fn take_changed(&self) -> BTreeSet<RouteId> {
-        let mut changed = BTreeSet::new();
-        self.0.changed().send_if_modified(|all| {
-            changed = std::mem::take(all);
-            false
-        });
-        changed
-    }
-
-    /// Waits for a change.
-    pub(super) async fn changed(&self) {
-        let mut changed = self.0.changed().subscribe();
-        let waited = changed.wait_for(|all| !all.is_empty()).await;
-        debug_assert!(waited.is_ok(), "the source holds the sender");
-    }
+/// Waits for a change.
+pub(super) async fn wait_changed(statuses: &impl Statuses) {
+    let mut changed = statuses.changed().subscribe();
+    let waited = changed.wait_for(|all| !all.is_empty()).await;
+    debug_assert!(waited.is_ok(), "the statuses hold the sender");
 }

@@ -218,14 +218,7 @@ fn failure(code: u16) -> (u16, Value) {
 
 /// The status of HTTPRoute shop/web.
 pub(crate) fn status(generation: i64, parents: Vec<ParentStatus>) -> RouteStatus {
-    RouteStatus {
-        kind: KIND,
-        key: Key::new("shop", "web"),
-        uid: "".into(),
-        generation,
-        parents,
-        keeps_programmed: false,
-    }
+    RouteStatus::new(KIND, Key::new("shop", "web"), generation, parents)
 }
 
 /// The status at a Service.

@@ -8,18 +8,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_control_plane::events::Events;
-use diy_mesh_runtime::{Backoff, error_chain};
+use diy_mesh_runtime::Backoff;
 use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject};
 use kube::{Api, Client, Resource, ResourceExt};
-use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 mod progress;
@@ -29,8 +28,9 @@ use progress::Progress;
 
 use super::attach::RouteId;
 use super::lease::{Election, LEASE};
-use super::statuses::{Statuses, Withheld};
+use super::statuses::{Statuses, Withheld, take_changed, wait_changed};
 use super::{Condition, RouteStatus, report, status};
+use crate::api::{self, API_TIMEOUT, ApiError};
 use crate::catalog::resources;
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
@@ -41,7 +41,6 @@ const STORED_STATE_LABEL: &str = "diy-service-mesh.dev/last-valid";
 const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
 /// Time between two writes, each of which needs a read. Limits the load of the API server.
 const WRITE_INTERVAL: Duration = Duration::from_millis(20);
-const API_TIMEOUT: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Objects in one response to a LIST, which is in memory as a whole. A route may have 1 MiB.
@@ -53,7 +52,7 @@ const MAX_CONFLICTS: usize = 10;
 pub async fn run(
     mut election: Election,
     writer: Writer,
-    statuses: Statuses,
+    statuses: &impl Statuses,
     stopping: CancellationToken,
 ) {
     let leader = &writer.metrics.status_leader;
@@ -67,7 +66,7 @@ pub async fn run(
         tokio::select! {
             () = election.keep() => {}
             () = stopping.cancelled() => {}
-            never = writer.run(&statuses) => match never {},
+            never = writer.run(statuses) => match never {},
             never = writer.delete_stored_states() => match never {},
         }
         leader.set(0);
@@ -75,16 +74,6 @@ pub async fn run(
             return election.release().await;
         }
         tracing::warn!("this replica has lost Lease {LEASE} and writes no status of routes");
-    }
-}
-
-/// A route of the cluster.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Route(pub(super) Kind, pub(super) Key);
-
-impl fmt::Display for Route {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.0, self.1)
     }
 }
 
@@ -99,10 +88,8 @@ pub struct Writer {
 
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    #[error("{}", error_chain(.0))]
-    Client(#[from] kube::Error),
-    #[error("the Kubernetes API does not respond")]
-    Timeout,
+    #[error(transparent)]
+    Api(#[from] ApiError),
     #[error("other clients have changed the route {MAX_CONFLICTS} times between read and write")]
     Conflicts,
 }
@@ -127,7 +114,7 @@ impl Writer {
     }
 
     /// Writes until it is dropped.
-    async fn run(&self, statuses: &Statuses) -> Infallible {
+    async fn run(&self, statuses: &impl Statuses) -> Infallible {
         let (mut progress, mut announced) = (Progress::default(), BTreeMap::new());
         let mut pace = interval(WRITE_INTERVAL);
         pace.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -136,22 +123,17 @@ impl Writer {
         let mut resyncs: Vec<_> = resyncs
             .map(|kind| (Instant::now(), *kind, backoff()))
             .collect();
-        let mut changed = statuses.all();
+        let mut changed = statuses.with_status();
         loop {
-            changed.append(&mut statuses.take_changed());
+            changed.append(&mut take_changed(statuses));
             let has_status = |(kind, _): &RouteId| self.kinds.contains(kind);
-            let (written, others) = std::mem::take(&mut changed)
-                .into_iter()
-                .partition(has_status);
-            report::announce(
-                &mut announced,
-                report::current(statuses, &others),
-                &self.events,
-            );
-            let written: BTreeSet<RouteId> = written;
+            let changed = std::mem::take(&mut changed).into_iter();
+            let (written, others): (BTreeSet<_>, BTreeSet<_>) = changed.partition(has_status);
+            let others = report::current(statuses, &others);
+            report::announce(&mut announced, others, &self.events);
             for id in written {
                 let status = statuses.get(&id);
-                progress.changed(Route(id.0, id.1), status);
+                progress.changed(id, status);
             }
             let now = Instant::now();
             for (next, kind, backoff) in resyncs.iter_mut().filter(|(next, ..)| *next <= now) {
@@ -175,30 +157,31 @@ impl Writer {
             let batch = progress.next_batch();
             if batch.is_empty() {
                 tokio::select! {
-                    () = statuses.changed() => {}
+                    () = wait_changed(statuses) => {}
                     () = sleep_until(progress.schedule.next_retry(resync)) => {}
                 }
             }
-            for route in batch {
-                if progress.schedule.is_slow(&route.1.namespace) {
+            for id in batch {
+                if progress.schedule.is_slow(&id.1.namespace) {
                     continue;
                 }
-                let Ok(status) = statuses.get(&(route.0, route.1.clone())) else {
-                    progress.changed(route, Err(Withheld));
+                let Ok(status) = statuses.get(&id) else {
+                    progress.changed(id, Err(Withheld));
                     continue;
                 };
-                let Err(error) = self.reconcile(&route, status.as_ref(), &mut pace).await else {
-                    progress.succeeded(route, status.as_ref());
+                let Err(error) = self.reconcile(&id, status.as_ref(), &mut pace).await else {
+                    progress.succeeded(id, status.as_ref());
                     continue;
                 };
                 self.metrics.statuses_failed.inc();
-                let (delay, should_log) = progress.schedule.fail(&route, &error);
+                let (delay, should_log) = progress.schedule.fail(&id, &error);
                 if should_log {
+                    let (kind, key) = &id;
                     tracing::warn!(
-                        "cannot write the status of {route}, retrying in {delay:?}: {error}"
+                        "cannot write the status of {kind} {key}, retrying in {delay:?}: {error}"
                     );
                 }
-                progress.differs(route, status.as_ref());
+                progress.differs(id, status.as_ref());
             }
         }
     }
@@ -226,7 +209,7 @@ impl Writer {
     async fn resync(
         &self,
         kind: Kind,
-        statuses: &Statuses,
+        statuses: &impl Statuses,
         progress: &mut Progress,
     ) -> Result<(), Error> {
         let versions = resources(kind).into_iter();
@@ -243,7 +226,7 @@ impl Writer {
                     api = versions.next().unwrap_or(api);
                     continue;
                 }
-                (Err(error), _) => return Err(error),
+                (Err(error), _) => return Err(error.into()),
             };
             for object in page.items {
                 let namespace = object.namespace().unwrap_or_default();
@@ -251,10 +234,9 @@ impl Writer {
                 let Ok(status) = statuses.get(&id) else {
                     continue;
                 };
-                let (status, route) = (status.as_ref(), Route(id.0, id.1));
-                match status::merge(kind, &object, status, &now()) {
-                    Some(_) => progress.differs(route, status),
-                    None => progress.succeeded(route, status),
+                match status::merge(kind, &object, status.as_ref(), &now()) {
+                    Some(_) => progress.differs(id, status.as_ref()),
+                    None => progress.succeeded(id, status.as_ref()),
                 }
             }
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
@@ -267,14 +249,14 @@ impl Writer {
     /// Writes the status of a route, unless the cluster has it already.
     async fn reconcile(
         &self,
-        route: &Route,
+        id: &RouteId,
         desired: Option<&RouteStatus>,
         pace: &mut Interval,
     ) -> Result<(), Error> {
-        let Route(kind, key) = route;
+        let (kind, key) = id;
         for _ in 0..MAX_CONFLICTS {
             pace.tick().await;
-            let Some((resource, api, mut current)) = self.read(route).await? else {
+            let Some((resource, api, mut current)) = self.read(id).await? else {
                 // Deleted, or its kind is not installed.
                 return Ok(());
             };
@@ -291,7 +273,7 @@ impl Writer {
                 }
                 Err(error) if error.is(404) => return Ok(()),
                 Err(error) if error.is(409) => drop(self.metrics.status_conflicts.inc()),
-                Err(error) => return Err(error),
+                Err(error) => return Err(error.into()),
             }
         }
         Err(Error::Conflicts)
@@ -300,8 +282,8 @@ impl Writer {
     /// A route in the first version of its kind that the cluster serves.
     async fn read(
         &self,
-        Route(kind, key): &Route,
-    ) -> Result<Option<(ApiResource, Api<DynamicObject>, DynamicObject)>, Error> {
+        (kind, key): &RouteId,
+    ) -> Result<Option<(ApiResource, Api<DynamicObject>, DynamicObject)>, ApiError> {
         for resource in resources(*kind) {
             let client = self.client.clone();
             let api: Api<DynamicObject> = match &*key.namespace {
@@ -342,23 +324,13 @@ impl Writer {
     }
 }
 
-impl Error {
-    fn is(&self, code: u16) -> bool {
-        matches!(self, Error::Client(kube::Error::Api(status)) if status.code == code)
-    }
-}
-
 /// The time of a transition.
 fn now() -> String {
     Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
-/// The result of a request, unless the API server does not respond in time.
-async fn request<T>(work: impl Future<Output = Result<T, kube::Error>>) -> Result<T, Error> {
-    match timeout(API_TIMEOUT, work).await {
-        Ok(result) => Ok(result?),
-        Err(_) => Err(Error::Timeout),
-    }
+async fn request<T>(work: impl Future<Output = Result<T, kube::Error>>) -> Result<T, ApiError> {
+    api::request(API_TIMEOUT, work).await
 }
 
 #[cfg(test)]

@@ -20,11 +20,12 @@ use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client, ResourceExt};
 use serde_json::json;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until};
 
 use super::{KEY, Publication, are_disjoint, warn_of_disjoint_roots};
+use crate::api::{API_TIMEOUT, request};
 use crate::authority::Roots;
-use crate::authority::store::kubernetes::{API_TIMEOUT, FIELD_MANAGER};
+use crate::authority::store::kubernetes::FIELD_MANAGER;
 
 /// The name of the ConfigMaps.
 pub const CONFIG_MAP: &str = "diy-service-mesh-roots";
@@ -116,15 +117,13 @@ impl Injected {
 /// after an uninstall.
 async fn owner(client: &Client) -> Option<String> {
     let roles: Api<ClusterRole> = Api::all(client.clone());
-    let error = match timeout(API_TIMEOUT, roles.get(OWNER)).await {
-        Ok(Ok(role)) => return role.metadata.uid,
-        Ok(Err(error)) => error_chain(&error),
-        Err(_) => "the Kubernetes API does not respond".to_owned(),
-    };
-    tracing::warn!(
-        "ConfigMaps {CONFIG_MAP} have no owner: cannot read ClusterRole {OWNER}: {error}"
-    );
-    None
+    let role = request(API_TIMEOUT, roles.get(OWNER)).await;
+    let role = role.inspect_err(|error| {
+        tracing::warn!(
+            "ConfigMaps {CONFIG_MAP} have no owner: cannot read ClusterRole {OWNER}: {error}"
+        );
+    });
+    role.ok()?.metadata.uid
 }
 
 async fn apply(
@@ -150,12 +149,9 @@ async fn apply(
         PatchParams::apply(FIELD_MANAGER).force(),
         Patch::Apply(config_map),
     );
-    let result = match timeout(API_TIMEOUT, api.patch(CONFIG_MAP, &params, &patch)).await {
-        Ok(Ok(_)) => Ok(roots.pem.clone()),
-        Ok(Err(error)) => Err(error_chain(&error)),
-        Err(_) => Err("the Kubernetes API does not respond".to_owned()),
-    };
-    (namespace, result)
+    let applied = request(API_TIMEOUT, api.patch(CONFIG_MAP, &params, &patch)).await;
+    let result = applied.map(|_| roots.pem.clone());
+    (namespace, result.map_err(|error| error.to_string()))
 }
 
 /// The known ConfigMaps by namespace. Pure.
@@ -344,6 +340,7 @@ mod tests {
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
     use kube::client::Body;
     use tokio::sync::watch;
+    use tokio::time::timeout;
 
     use super::*;
     use crate::authority::state::CaState;

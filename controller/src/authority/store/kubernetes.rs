@@ -5,7 +5,6 @@
 //! on.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use diy_mesh_runtime::error_chain;
 use futures::{Stream, StreamExt};
@@ -16,9 +15,9 @@ use kube::api::{DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostPa
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::{Value, json};
-use tokio::time::timeout;
 
 use super::{Store, StoreError, Stored, Written};
+use crate::api::{self, API_TIMEOUT};
 use crate::authority::publish::config_maps::{CONFIG_MAP, LABEL};
 use crate::authority::state::{FIELDS, Fields};
 
@@ -30,8 +29,6 @@ pub const REPORT: &str = "diy-service-mesh.dev/report";
 pub const REQUEST: &str = "diy-service-mesh.dev/rotate-root";
 /// The field manager of all writes.
 pub const FIELD_MANAGER: &str = "diy-service-mesh-controller";
-/// Time for a request to the API.
-pub const API_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The store in a cluster.
 pub struct Kubernetes {
@@ -209,11 +206,10 @@ async fn request<T>(
     expected: &[u16],
     request: impl Future<Output = kube::Result<T>>,
 ) -> Result<Option<T>, StoreError> {
-    match timeout(API_TIMEOUT, request).await {
-        Ok(Ok(response)) => Ok(Some(response)),
-        Ok(Err(kube::Error::Api(status))) if expected.contains(&status.code) => Ok(None),
-        Ok(Err(error)) => Err(StoreError::Api(action.to_owned(), Box::new(error))),
-        Err(_) => Err(StoreError::Timeout(action.to_owned())),
+    match api::request(API_TIMEOUT, request).await {
+        Ok(response) => Ok(Some(response)),
+        Err(error) if expected.iter().any(|code| error.is(*code)) => Ok(None),
+        Err(error) => Err(StoreError::Api(action.to_owned(), Box::new(error))),
     }
 }
 

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use futures::Stream;
 
 use super::state::Fields;
+use crate::api::ApiError;
 
 /// The content of a store.
 #[derive(Clone, PartialEq, Eq)]
@@ -47,12 +48,9 @@ pub enum Written {
 /// A failure to access a store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The Kubernetes API returned an error.
+    /// A request to the Kubernetes API has failed.
     #[error("cannot {0}: {1}")]
-    Api(String, #[source] Box<kube::Error>),
-    /// The Kubernetes API does not respond.
-    #[error("cannot {0}: the Kubernetes API does not respond")]
-    Timeout(String),
+    Api(String, Box<ApiError>),
     /// A file cannot be accessed.
     #[error("{path}: {1}", path = .0.display())]
     File(PathBuf, #[source] io::Error),

@@ -16,7 +16,7 @@ use crate::metrics::Metrics;
 use crate::policy::Side;
 use crate::policy::tests::{policy, policy_for};
 use crate::routes::lease::{Election, Timing};
-use crate::routes::statuses::{Source as _, Statuses};
+use crate::routes::statuses::Statuses as _;
 use crate::routes::testing::{ApiServer, KIND, accepted, service as parent, status};
 use crate::routes::tests::{route, route_of};
 use crate::routes::writer::{self, Writer};
@@ -458,8 +458,8 @@ impl Written {
         let writer = Writer::new(server.client(), "mesh", &kinds, metrics.clone(), sender);
         let election = Election::new(server.client(), "mesh", "one".into(), Timing::default());
         let stopping = CancellationToken::new();
-        let statuses = Statuses::new(hub.clone());
-        let writing = writer::run(election, writer, statuses, stopping.clone());
+        let (statuses, end) = (hub.clone(), stopping.clone());
+        let writing = async move { writer::run(election, writer, &statuses, end).await };
         let (reviewing, end) = (hub.clone(), stopping.clone());
         let reviewing = async move {
             tokio::select! {

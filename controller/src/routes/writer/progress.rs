@@ -4,27 +4,31 @@ use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::BuildHasher;
 
-use super::Route;
 use super::schedule::Schedule;
 use crate::routes::RouteStatus;
+use crate::routes::attach::RouteId;
 use crate::routes::statuses::Withheld;
 
 /// The statuses in the cluster, and the routes to write.
 #[derive(Default)]
 pub(super) struct Progress {
     /// As digests: the conditions of a route may be much larger than the route.
-    written: BTreeMap<Route, u64>,
+    written: BTreeMap<RouteId, u64>,
     digests: RandomState,
     /// Routes whose status may differ from the one in the cluster.
-    pending: BTreeSet<Route>,
+    pending: BTreeSet<RouteId>,
     /// Routes that the mesh does not know, and whose entries remain.
-    removed: BTreeSet<Route>,
+    removed: BTreeSet<RouteId>,
     pub(super) schedule: Schedule,
 }
 
 impl Progress {
     /// The status of a route may have changed. One that is withheld changes again.
-    pub(super) fn changed(&mut self, route: Route, status: Result<Option<RouteStatus>, Withheld>) {
+    pub(super) fn changed(
+        &mut self,
+        route: RouteId,
+        status: Result<Option<RouteStatus>, Withheld>,
+    ) {
         match status {
             Ok(status) if !self.is_written(&route, status.as_ref()) => {
                 self.pending.insert(route);
@@ -34,12 +38,12 @@ impl Progress {
     }
 
     /// The next routes to write, except failed ones that wait.
-    pub(super) fn next_batch(&mut self) -> Vec<Route> {
+    pub(super) fn next_batch(&mut self) -> Vec<RouteId> {
         self.schedule.next_batch(&self.pending.iter().collect())
     }
 
     /// Whether the cluster has this status of a route.
-    fn is_written(&self, route: &Route, status: Option<&RouteStatus>) -> bool {
+    fn is_written(&self, route: &RouteId, status: Option<&RouteStatus>) -> bool {
         let written = self.written.get(route);
         match status {
             Some(status) => written == Some(&self.digests.hash_one(status)),
@@ -48,7 +52,7 @@ impl Progress {
     }
 
     /// The cluster has this status of a route.
-    pub(super) fn succeeded(&mut self, route: Route, status: Option<&RouteStatus>) {
+    pub(super) fn succeeded(&mut self, route: RouteId, status: Option<&RouteStatus>) {
         self.schedule.succeeded(&route);
         self.removed.remove(&route);
         self.pending.remove(&route);
@@ -59,7 +63,7 @@ impl Progress {
     }
 
     /// The cluster has another status of a route than this one.
-    pub(super) fn differs(&mut self, route: Route, status: Option<&RouteStatus>) {
+    pub(super) fn differs(&mut self, route: RouteId, status: Option<&RouteStatus>) {
         self.written.remove(&route);
         if status.is_none() {
             self.removed.insert(route.clone());

@@ -11,8 +11,10 @@ use std::time::Duration;
 use diy_mesh_runtime::Backoff;
 use tokio::time::Instant;
 
-use super::{Error, MAX_RETRY_INTERVAL, MIN_RETRY_INTERVAL, Route};
+use super::{Error, MAX_RETRY_INTERVAL, MIN_RETRY_INTERVAL};
+use crate::api::ApiError;
 use crate::index::object::Kind;
+use crate::routes::attach::RouteId;
 
 /// Objects that are written before their states are read again.
 const MAX_BATCH: usize = 50;
@@ -20,7 +22,7 @@ const MAX_BATCH: usize = 50;
 /// Whose turn it is, and what waits.
 #[derive(Default)]
 pub(super) struct Schedule {
-    failed: BTreeMap<Route, (Instant, Backoff)>,
+    failed: BTreeMap<RouteId, (Instant, Backoff)>,
     /// Namespaces whose latest write has timed out.
     slow: BTreeMap<Arc<str>, (Instant, Backoff)>,
     /// Kinds whose latest write was not permitted.
@@ -34,12 +36,12 @@ pub(super) struct Schedule {
 struct Turns {
     namespace: Arc<str>,
     /// The last object of each namespace with objects to write.
-    objects: BTreeMap<Arc<str>, Route>,
+    objects: BTreeMap<Arc<str>, RouteId>,
 }
 
 impl Schedule {
     /// The next ones of all objects that are to be written, except failed ones that wait.
-    pub(super) fn next_batch(&mut self, all: &BTreeSet<&Route>) -> Vec<Route> {
+    pub(super) fn next_batch(&mut self, all: &BTreeSet<&RouteId>) -> Vec<RouteId> {
         let namespaces: BTreeSet<_> = all.iter().map(|object| &object.1.namespace).collect();
         self.failed.retain(|object, _| all.contains(object));
         self.slow
@@ -69,7 +71,7 @@ impl Schedule {
     }
 
     /// The cluster has the state of an object.
-    pub(super) fn succeeded(&mut self, object: &Route) {
+    pub(super) fn succeeded(&mut self, object: &RouteId) {
         self.failed.remove(object);
         self.slow.remove(&object.1.namespace);
         self.forbidden.remove(&object.0);
@@ -77,11 +79,12 @@ impl Schedule {
 
     /// A write of an object has failed. Returns the time until the next attempt, and whether to log
     /// the error: without the permission, each object of the kind fails alike.
-    pub(super) fn fail(&mut self, object: &Route, error: &Error) -> (Duration, bool) {
-        if matches!(error, Error::Timeout) {
+    pub(super) fn fail(&mut self, object: &RouteId, error: &Error) -> (Duration, bool) {
+        if matches!(error, Error::Api(ApiError::Timeout)) {
             delay(&mut self.slow, &object.1.namespace);
         }
-        let should_log = !error.is(403) || self.forbidden.insert(object.0);
+        let is_forbidden = matches!(error, Error::Api(error) if error.is(403));
+        let should_log = !is_forbidden || self.forbidden.insert(object.0);
         (delay(&mut self.failed, object), should_log)
     }
 }
@@ -97,8 +100,8 @@ fn delay<K: Clone + Ord>(failed: &mut BTreeMap<K, (Instant, Backoff)>, key: &K) 
 
 impl Turns {
     /// Takes up to `max` of the objects: one of each namespace, then the second ones.
-    fn take<'a>(&mut self, due: impl Iterator<Item = &'a Route>, max: usize) -> Vec<Route> {
-        let mut namespaces: BTreeMap<&Arc<str>, BTreeSet<&Route>> = BTreeMap::new();
+    fn take<'a>(&mut self, due: impl Iterator<Item = &'a RouteId>, max: usize) -> Vec<RouteId> {
+        let mut namespaces: BTreeMap<&Arc<str>, BTreeSet<&RouteId>> = BTreeMap::new();
         for route in due {
             let of_namespace = namespaces.entry(&route.1.namespace).or_default();
             of_namespace.insert(route);
@@ -106,7 +109,7 @@ impl Turns {
         self.objects
             .retain(|namespace, _| namespaces.contains_key(namespace));
         let queues = namespaces.into_iter().map(|(namespace, routes)| {
-            let mut queue: VecDeque<&Route> = routes.into_iter().collect();
+            let mut queue: VecDeque<&RouteId> = routes.into_iter().collect();
             let last = self.objects.get(namespace);
             queue.rotate_left(queue.partition_point(|route| Some(*route) <= last));
             (namespace, queue)
@@ -142,9 +145,9 @@ mod tests {
     fn take(turns: &mut Turns, due: &[&str], max: usize) -> Vec<String> {
         let route = |text: &&str| {
             let (namespace, name) = text.split_once('/').unwrap();
-            Route(KIND, Key::new(namespace, name))
+            (KIND, Key::new(namespace, name))
         };
-        let due: Vec<Route> = due.iter().map(route).collect();
+        let due: Vec<RouteId> = due.iter().map(route).collect();
         let taken = turns.take(due.iter(), max);
         taken.iter().map(|route| route.1.to_string()).collect()
     }

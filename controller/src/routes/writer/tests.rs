@@ -5,6 +5,7 @@ use std::sync::Mutex as Shared;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 
 use diy_mesh_control_plane::events::Queue;
 
@@ -16,7 +17,6 @@ use crate::publish_statuses;
 use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
-use crate::routes::statuses::Source as _;
 use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
@@ -53,7 +53,7 @@ impl Source {
     }
 }
 
-impl crate::routes::statuses::Source for Source {
+impl Statuses for Source {
     fn with_status(&self) -> BTreeSet<RouteId> {
         let current = self.current.lock().unwrap();
         current
@@ -69,8 +69,8 @@ impl crate::routes::statuses::Source for Source {
         Ok(found.cloned())
     }
 
-    fn changed(&self) -> watch::Sender<BTreeSet<RouteId>> {
-        self.changed.clone()
+    fn changed(&self) -> &watch::Sender<BTreeSet<RouteId>> {
+        &self.changed
     }
 }
 
@@ -90,7 +90,7 @@ impl Fixture {
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
         let (events, queue) = Events::new();
         let writer = Writer::new(server.client(), "mesh", kinds, metrics.clone(), events);
-        let source = Statuses::new(statuses.clone());
+        let source = statuses.clone();
         Fixture {
             server,
             statuses,
@@ -270,7 +270,7 @@ async fn own_meshes_get_their_condition_and_features_once() {
         let name = mesh["metadata"]["name"].as_str().unwrap();
         server.put(&format!("{PATH}/{name}"), mesh.clone());
     }
-    let statuses = Statuses::new(hub.clone());
+    let statuses = hub.clone();
     let writing = tokio::spawn(async move { writer.run(&statuses).await });
     let writes = async || {
         let calls = calls_until_idle(&server).await.into_iter();
@@ -609,9 +609,10 @@ async fn only_the_holder_of_the_lease_writes_and_another_replica_follows_it() {
         let timing = Timing::default();
         let election = Election::new(server.client(), "mesh", replica.into(), timing);
         // The sender is dropped: nothing changes.
-        let statuses = Statuses::new(Source::new(vec![desired(1, true)]));
+        let statuses = Source::new(vec![desired(1, true)]);
         let stopping = CancellationToken::new();
-        let running = tokio::spawn(run(election, writer, statuses, stopping.clone()));
+        let end = stopping.clone();
+        let running = tokio::spawn(async move { run(election, writer, &statuses, end).await });
         (metrics, stopping, running)
     };
     let (first, stop_first, first_running) = start("one");

@@ -1,0 +1,38 @@
+//! Requests to the Kubernetes API, which end in time.
+
+use std::time::Duration;
+
+use diy_mesh_runtime::error_chain;
+use tokio::time::timeout;
+
+/// Time for a request.
+pub(crate) const API_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a request has failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ApiError {
+    /// The API returned an error, or cannot be reached.
+    #[error("{}", error_chain(.0))]
+    Client(#[from] kube::Error),
+    /// The API did not respond in time.
+    #[error("the Kubernetes API does not respond")]
+    Timeout,
+}
+
+impl ApiError {
+    /// Whether the API returned this status code.
+    pub fn is(&self, code: u16) -> bool {
+        matches!(self, ApiError::Client(kube::Error::Api(status)) if status.code == code)
+    }
+}
+
+/// The result of a request, or of several, unless the API does not respond in time.
+pub(crate) async fn request<T, E: Into<ApiError>>(
+    deadline: Duration,
+    work: impl Future<Output = Result<T, E>>,
+) -> Result<T, ApiError> {
+    match timeout(deadline, work).await {
+        Ok(result) => result.map_err(Into::into),
+        Err(_) => Err(ApiError::Timeout),
+    }
+}
