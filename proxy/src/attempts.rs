@@ -2,22 +2,24 @@
 //! takes it. [`Attempts`] is the state between the attempts, and [`Attempt::next`] the only place that
 //! decides on another one. Neither has a socket: the protocols connect, send and relay.
 
+use crate::labels::RetryDenial;
+use crate::route::AttemptSettings;
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::balance::{Avoided, Backend, Endpoint, InFlight, Preference};
+use crate::balance::{Avoided, Backend, Endpoint, InFlight};
 use crate::connect::Dialer;
-use crate::deadline::{Deadline, Limit};
-use crate::error::Failure;
-use crate::flow::{Direction, Flow};
+use crate::deadline::Deadline;
+use crate::error::{Failure, Limit};
+use crate::flow::Flow;
 use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::policy::Permit;
-use crate::route::RetryPolicy;
 use crate::tls::Acceptance;
 use crate::worker::Worker;
+use diy_mesh_model::exchange::Direction;
 
 /// Endpoints that one request is sent to at most, unless its route asks for another number.
 pub const MAX_ATTEMPTS: u32 = 3;
@@ -133,24 +135,6 @@ impl Replayable {
     };
 }
 
-/// Why a safe retry does not take place: the label `reason` of the metric.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RetryDenial {
-    /// The budget of the backend is used up.
-    Budget,
-    /// Another hop has sent the request before, with its own budget.
-    PreviousAttempt,
-    /// No endpoint usually answers before the deadline.
-    Deadline,
-    /// The circuit of the backend is open.
-    Circuit,
-}
-
-impl RetryDenial {
-    /// The values of the label `reason`, in the order of the discriminants.
-    pub const NAMES: [&str; 4] = ["budget", "previous-attempt", "deadline", "circuit-open"];
-}
-
 /// What follows a failed attempt.
 #[derive(Debug)]
 pub enum Step {
@@ -158,21 +142,6 @@ pub enum Step {
     Retry(Option<Duration>),
     /// The failure of the request.
     Done(Failure),
-}
-
-/// What the plan of a request, and the request itself, say about its attempts.
-#[derive(Clone, Debug, Default)]
-pub struct AttemptSettings {
-    /// The end of the whole exchange.
-    pub deadline: Deadline,
-    /// The time for each attempt.
-    pub timeout: Option<Duration>,
-    /// The retries that a route asks for.
-    pub retries: Option<Arc<RetryPolicy>>,
-    /// The endpoint that it prefers.
-    pub preference: Preference,
-    /// Attempts of earlier hops before the one with which this request came.
-    pub previous: u32,
 }
 
 /// The attempts of one request or opaque connection.

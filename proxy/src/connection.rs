@@ -12,17 +12,19 @@ use thiserror::Error;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::spawn_local;
 
-use crate::detect::{Protocol, RequestDetector, detect};
+use crate::detect::detect;
 use crate::error::Failure;
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
+use crate::http::request_line::RequestDetector;
 use crate::io::Io;
 use crate::memory::{ConnectionSlot, PENDING_COST};
-use crate::opaque;
 use crate::policy::Caller;
+use crate::protocol::Protocol;
 use crate::record::ConnectionRecord;
 use crate::tls::Alpn;
 use crate::worker::Worker;
-use crate::{http1, http2};
+use crate::{http1, http2, opaque};
+use diy_mesh_model::exchange::Direction;
 
 /// The listening sockets of a worker.
 pub struct Listeners {

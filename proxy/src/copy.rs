@@ -9,8 +9,9 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, BytesMut};
 use tokio::io::AsyncWrite;
 
-use crate::detect::{Protocol, RequestDetector};
+use crate::http::request_line::RequestDetector;
 use crate::io::Io;
+use crate::protocol::Protocol;
 
 /// The result of [`bidirectional`].
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]

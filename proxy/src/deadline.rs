@@ -1,6 +1,7 @@
 //! Deadlines of an exchange, and of one attempt of it. The protocols enforce them; routes, and the
 //! deadlines of callers, set them. Without a deadline there is no timer.
 
+use crate::error::Limit;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::Poll;
@@ -13,17 +14,6 @@ use tokio::time::{Instant, sleep_until};
 const MIN_DIFFERENCE: Duration = Duration::from_millis(1);
 /// `grpc-timeout` has at most eight digits.
 const MAX_GRPC_TIMEOUT: u128 = 100_000_000;
-
-/// What a deadline limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Limit {
-    /// The exchange: from the head of the request to the end of the response, retries included.
-    Exchange,
-    /// One attempt.
-    Attempt,
-    /// The exchange: the caller of a gRPC call does not wait longer.
-    Caller,
-}
 
 /// The time at which an exchange or an attempt has to be complete, if there is one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,7 +2,6 @@
 //! is silent, the proxy connects to the upstream, so that server-first protocols (SMTP, MySQL, SSH)
 //! are not delayed. The rules ([`Detector`] and below) are pure, and inspect each byte once.
 
-mod request_line;
 #[cfg(test)]
 mod tests;
 
@@ -14,8 +13,7 @@ use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use request_line::is_separator;
-pub use request_line::{RequestDetector, RequestLineDetector};
+use crate::http::request_line::{RequestLineDetector, is_separator};
 
 use crate::error::Failure;
 use crate::flow::Flow;
@@ -23,6 +21,7 @@ use crate::io::Io;
 use crate::memory::PENDING_COST;
 use crate::opaque::{self, Dialed};
 use crate::policy::Caller;
+use crate::protocol::Protocol;
 use crate::timeouts::TimeoutKind;
 use crate::tls::{self, Alpn, Hello};
 
@@ -48,20 +47,6 @@ const MAX_FIRST_LINE: usize = 16 * 1024;
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// The maximum number of bytes that an HTTP/2 server sends before it reads the client's preface.
 const MAX_SERVER_PREFACE: usize = 16 * 1024;
-
-/// The protocol of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Protocol {
-    /// HTTP/1.0 or HTTP/1.1.
-    Http1,
-    /// HTTP/2 with prior knowledge, which includes gRPC.
-    Http2,
-    /// Any other protocol, which includes TLS of the application.
-    Opaque,
-    /// TLS of another proxy. Its ALPN extension names the protocol inside. Detected on inbound
-    /// connections only.
-    MeshTls,
-}
 
 /// Waits until the first bytes of the client or of the server determine the protocol. Leaves an
 /// upstream connection that was opened in the meantime in `dialed`. Fails if the proxy cannot

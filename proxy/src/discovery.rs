@@ -46,7 +46,7 @@ use own_pod::{OwnPod, Received};
 use position::MAX_REFUSAL;
 pub use resource::Resource;
 use table::{Table, Watched};
-pub use target::{EndpointInfo, Target, TargetKind};
+pub use target::{Target, TargetKind};
 #[cfg(test)]
 pub(crate) use testing::Questions;
 

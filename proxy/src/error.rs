@@ -10,10 +10,6 @@ use diy_mesh_model::code::Code;
 use http::StatusCode;
 use thiserror::Error;
 
-use crate::deadline::Limit;
-use crate::limit::Exceeded;
-use crate::route::matching::{MAX_JUDGED, RequestPart};
-
 /// Why the proxy did not forward a request or a connection, or could not complete it.
 #[derive(Clone, Debug, Error)]
 pub enum Failure {
@@ -398,6 +394,60 @@ fn list(ports: &[u16]) -> String {
         (false, more) => format!("{} and {more} more", shown.join(", ")),
     }
 }
+
+/// What a deadline limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Limit {
+    /// The exchange: from the head of the request to the end of the response, retries included.
+    Exchange,
+    /// One attempt.
+    Attempt,
+    /// The exchange: the caller of a gRPC call does not wait longer.
+    Caller,
+}
+
+/// Whose requests share a bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Those of all callers.
+    Service,
+    /// Those of one identity, and those of all clients without one.
+    Caller,
+}
+
+impl Scope {
+    /// The value of the label `per`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Service => "service",
+            Self::Caller => "caller",
+        }
+    }
+}
+
+/// A request exceeds a limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exceeded {
+    /// The limit.
+    pub name: Arc<str>,
+    /// The requests that it counts together.
+    pub scope: Scope,
+    /// The time until the next token.
+    pub retry_after: Duration,
+}
+
+/// A part of a request's head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestPart {
+    /// The path and the query.
+    Target,
+    /// The header fields.
+    Fields,
+}
+
+/// The maximum number of bytes that expressions judge of one request. A byte counts for each
+/// expression that judges it.
+pub const MAX_JUDGED: usize = 1024 * 1024;
 
 #[cfg(test)]
 mod tests {

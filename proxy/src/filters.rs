@@ -9,13 +9,14 @@ use std::time::Instant;
 
 use crate::deadline::Deadline;
 use crate::error::Failure;
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
 use crate::http::view::RequestView;
 use crate::policy::Permit;
 use crate::record::ExchangeRecord;
 use crate::route::fault::{FaultKind, Injection};
 use crate::route::matching::MatchInput;
 use crate::route::{Answer, Plan};
+use diy_mesh_model::exchange::Direction;
 
 /// Whether the request may be forwarded. None if the client leaves in the meantime: `poll_gone` is
 /// ready then.

@@ -9,13 +9,12 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::SystemTime;
 
-pub use diy_mesh_model::exchange::Direction;
+use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::Identity;
 use diy_mesh_runtime::admission::network;
 use http::HeaderValue;
 
 use crate::balance::Backend;
-use crate::detect::Protocol;
 use crate::dump::ConnectionInfo;
 use crate::error::Failure;
 use crate::http::edits::MeshField;
@@ -24,6 +23,7 @@ use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, ConnectionSlot, Holder};
 use crate::policy::{Caller, PREVIOUS_ATTEMPTS, Permit};
+use crate::protocol::Protocol;
 use crate::route::matching::MatchInput;
 use crate::route::{Plan, Service};
 use crate::timeouts::{IdleTimer, TimeoutKind};

@@ -3,6 +3,7 @@
 //! fill. Pure: the caller passes the time. A request takes a lock for writing only if it is the
 //! first one of its caller.
 
+use crate::error::{Exceeded, Failure, Scope};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -11,7 +12,6 @@ use std::time::{Duration, Instant};
 use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::Identity;
 
-use crate::error::Failure;
 use crate::route::matching::{MatchInput, Matches};
 
 /// Callers of a limit that have buckets of their own. Further ones share a bucket.
@@ -50,36 +50,6 @@ pub struct RateLimit {
     pub rate: Rate,
     /// How many have arrived.
     pub buckets: Arc<Buckets>,
-}
-
-/// Whose requests share a bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
-    /// Those of all callers.
-    Service,
-    /// Those of one identity, and those of all clients without one.
-    Caller,
-}
-
-impl Scope {
-    /// The value of the label `per`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Service => "service",
-            Self::Caller => "caller",
-        }
-    }
-}
-
-/// A request exceeds a limit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exceeded {
-    /// The limit.
-    pub name: Arc<str>,
-    /// The requests that it counts together.
-    pub scope: Scope,
-    /// The time until the next token.
-    pub retry_after: Duration,
 }
 
 impl RateLimits {
@@ -260,9 +230,10 @@ impl Buckets {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::RequestPart;
     use crate::http::view::RequestView;
     use crate::http::view::testing::request;
-    use crate::route::matching::{FieldMatch, Match, PathMatch, RequestPart, ValueMatch};
+    use crate::route::matching::{FieldMatch, Match, PathMatch, ValueMatch};
     use diy_mesh_proto::pattern::Pattern;
 
     const SECOND: Duration = Duration::from_secs(1);

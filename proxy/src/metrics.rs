@@ -20,16 +20,12 @@ use prometheus_client::metrics::{MetricType, TypedMetric};
 use prometheus_client::registry::{Metric, Registry};
 use tokio::sync::watch;
 
-use crate::attempts::RetryDenial;
-use crate::balance::Cause;
-use crate::connect::LimitKind;
-use crate::error::Failure;
+use crate::error::{Exceeded, Failure};
 use crate::exceptions::{Exception, Exceptions};
-use crate::flow::Direction;
-use crate::limit::Exceeded;
-use crate::mirror::MirrorResult;
+use crate::labels::{Cause, LimitKind, MirrorResult, RetryDenial};
 use crate::route::fault::FaultKind;
 use crate::timeouts::TimeoutKind;
+use diy_mesh_model::exchange::Direction;
 
 /// Names of objects that have counters of their own.
 const MAX_NAMES: usize = 100;

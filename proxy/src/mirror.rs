@@ -2,6 +2,7 @@
 //! whole request has passed, and is sent by a task of its own: the request never waits for it. Its
 //! response is read and dropped.
 
+use crate::labels::MirrorResult;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -12,34 +13,18 @@ use http::request::Parts;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_local;
 
-use crate::attempts::{Attempt, AttemptError, AttemptSettings, Attempts, Step};
-use crate::deadline::{Deadline, Limit};
+use crate::attempts::{Attempt, AttemptError, Attempts, Step};
+use crate::deadline::Deadline;
+use crate::error::Limit;
 use crate::flow::Flow;
 use crate::http::replay::MAX_REPLAY;
 use crate::io::MAX_FILL;
 use crate::memory::Charge;
+use crate::route::AttemptSettings;
 use crate::{http1, http2};
 
-/// The maximum number of requests of a worker whose copies are collected or sent.
-pub const MAX_MIRRORS: usize = 100;
 /// The time for a copy and its response.
 const MIRROR_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The result of a copy: the label `result` of the metric.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MirrorResult {
-    /// It has a response.
-    Answered,
-    /// It has none.
-    Failed,
-    /// It was not sent: its body is long, or there are too many.
-    Dropped,
-}
-
-impl MirrorResult {
-    /// The values of the label, in the order of the discriminants.
-    pub const NAMES: [&str; 3] = ["answered", "failed", "dropped"];
-}
 
 /// The head of a request that is copied.
 #[derive(Clone, Debug)]
@@ -191,10 +176,10 @@ async fn send(flow: &Flow, name: &Arc<str>, head: &CopiedHead, body: &Bytes) -> 
 mod tests {
     use super::*;
     use crate::balance::Backend;
-    use crate::flow::Direction;
     use crate::memory::Holder;
     use crate::policy::Caller;
     use crate::worker::{Worker, WorkerContext};
+    use diy_mesh_model::exchange::Direction;
 
     #[tokio::test]
     async fn copy_is_charged_with_all_that_it_holds() {

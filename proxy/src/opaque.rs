@@ -6,16 +6,17 @@ use std::time::Instant;
 
 use tokio::io::AsyncWriteExt;
 
-use crate::attempts::{AttemptError, AttemptSettings, Attempts, Step};
+use crate::attempts::{AttemptError, Attempts, Step};
 use crate::balance::{Endpoint, InFlight};
 use crate::connect::{Slot, Upstream};
 use crate::copy::{self, End};
-use crate::detect::RequestDetector;
 use crate::error::Failure;
 use crate::flow::Flow;
+use crate::http::request_line::RequestDetector;
 use crate::io::Io;
 use crate::memory::EXHAUSTED;
 use crate::record::ConnectionRecord;
+use crate::route::AttemptSettings;
 use crate::tls::Alpn;
 
 /// A new connection to an endpoint, which counts as in flight there.

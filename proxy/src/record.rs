@@ -6,14 +6,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{self, Fault, Transfer};
+use diy_mesh_model::exchange::{self, Direction, Fault, Transfer};
 use diy_mesh_proto::Identity;
 use http::StatusCode;
 
 use crate::balance::{Backend, Endpoint};
 use crate::dump::{self, ExchangeDump};
 use crate::error::Failure;
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};

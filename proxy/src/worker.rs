@@ -23,15 +23,17 @@ use crate::discovery::Discovery;
 use crate::dump::Dumps;
 use crate::error::Failure;
 use crate::exceptions::{Event, Kind};
-use crate::flow::Direction;
 use crate::identity::CurrentCredentials;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetimes};
 use crate::memory::{ConnectionSlot, Holder, Memory};
 use crate::metrics::Metrics;
-use crate::mirror::MAX_MIRRORS;
 use crate::policy::Policy;
 use crate::tls::Tls;
+use diy_mesh_model::exchange::Direction;
+
+/// The maximum number of requests of a worker whose copies are collected or sent.
+const MAX_MIRRORS: usize = 100;
 
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);

@@ -7,8 +7,8 @@ mod support;
 use std::time::Duration;
 
 use bytes::Bytes;
+use diy_mesh_model::exchange::Direction::{Inbound, Outbound};
 use diy_mesh_proxy::connect::{Dialer, Remote};
-use diy_mesh_proxy::flow::Direction::{Inbound, Outbound};
 use diy_mesh_proxy::listener;
 use diy_mesh_proxy::timeouts::TimeoutKind;
 use diy_mesh_proxy::tls::Alpn;

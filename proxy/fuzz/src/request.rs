@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proto::pattern::Pattern;
+use diy_mesh_proxy::error::RequestPart;
 use diy_mesh_proxy::http::edits::{Edits, MeshField};
 use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::{Fields, RequestView};
@@ -12,7 +13,7 @@ use diy_mesh_proxy::http1::head::RequestHead;
 use diy_mesh_proxy::http2::head;
 use diy_mesh_proxy::route::Service;
 use diy_mesh_proxy::route::matching::{
-    FieldMatch, Index, Match, MatchInput, PathMatch, RequestPart, ValueMatch,
+    FieldMatch, Index, Match, MatchInput, PathMatch, ValueMatch,
 };
 use diy_mesh_proxy::route::url::{PathChange, Redirect, Rewrite};
 use http::request::Parts;

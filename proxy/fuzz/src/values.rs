@@ -1,6 +1,7 @@
 //! Values of single fields from untrusted peers: deadlines, session tokens and origins.
 
-use diy_mesh_proxy::deadline::{Deadline, Limit, parse_grpc_timeout};
+use diy_mesh_proxy::deadline::{Deadline, parse_grpc_timeout};
+use diy_mesh_proxy::error::Limit;
 use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::RequestView;
 use diy_mesh_proxy::route::session::{Carrier, Session, SessionPersistence, is_token, tag};

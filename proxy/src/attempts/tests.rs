@@ -1,12 +1,13 @@
 //! Attempts and retries of requests that need no network.
 
+use crate::route::{AttemptSettings, RetryPolicy};
 use std::pin::pin;
 
 use super::*;
-use crate::balance::Backend;
 use crate::balance::policy::BackendPolicy;
-use crate::balance::{BreakerSettings, BudgetSettings};
-use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
+use crate::balance::{Backend, BreakerSettings, BudgetSettings};
+use crate::discovery::{Discovery, Target, TargetKind};
+use crate::endpoint::EndpointInfo;
 use crate::metrics::Metrics;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};

@@ -1,6 +1,7 @@
 //! The state of one endpoint of a backend: its pool, in-flight requests, latency and judgement.
 //! It survives updates of the other endpoints. In-flight requests keep it alive after its removal.
 
+use crate::labels::Cause;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -10,9 +11,9 @@ use std::time::{Duration, Instant};
 use super::MIN_SHARE;
 use super::health::Health;
 use super::latency::Latency;
-use super::outlier::{Cause, Judgement, Outcome, Trial};
+use super::outlier::{Judgement, Outcome, Trial};
 use crate::connect::Pool;
-use crate::discovery::EndpointInfo;
+use crate::endpoint::EndpointInfo;
 use crate::http::verdict::{Overload, Verdict};
 use crate::route::session::{Tag, tag};
 
@@ -281,7 +282,7 @@ mod tests {
     }
 
     use crate::connect::{Limits, Remote};
-    use crate::discovery::EndpointInfo;
+    use crate::endpoint::EndpointInfo;
 
     const SECOND: Duration = Duration::from_secs(1);
 

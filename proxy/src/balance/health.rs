@@ -1,6 +1,7 @@
 //! What the endpoints of one backend have in common: the settings of outlier detection, the circuit
 //! breaker, the preference of a zone, and how changes are counted and logged.
 
+use crate::labels::Cause;
 use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -9,7 +10,7 @@ use std::time::Instant;
 
 use diy_mesh_runtime::metrics::Active;
 
-use super::outlier::{Cause, Detector};
+use super::outlier::Detector;
 use super::policy::BackendPolicy;
 use super::zone::ZonePreference;
 use crate::error::{Failure, policy_or_defaults};

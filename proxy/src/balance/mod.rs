@@ -15,6 +15,7 @@ mod select;
 mod tests;
 mod zone;
 
+use crate::route::{Preference, Routes};
 use std::cell::{Cell, RefCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -24,18 +25,18 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 use crate::connect::{Limits, OpenPool, Pools, Remote};
-use crate::detect::Protocol;
-use crate::discovery::{EndpointInfo, Resource, Target, TargetKind};
+use crate::discovery::{Resource, Target, TargetKind};
+use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
 use crate::exceptions::{Event, Exceptions, Kind};
-use crate::flow::Direction;
-use crate::route::Routes;
+use crate::protocol::Protocol;
 pub use budget::{BudgetSettings, RetryBudget};
+use diy_mesh_model::exchange::Direction;
 pub use endpoint::{Endpoint, InFlight};
 use health::Health;
-pub use outlier::{BreakerSettings, Cause, OutlierSettings};
+pub use outlier::{BreakerSettings, OutlierSettings};
 use policy::BackendPolicy;
-pub use select::{Avoided, Preference};
+pub use select::Avoided;
 use select::{Context, Turns};
 
 /// The first share of a new endpoint, of that of the others.

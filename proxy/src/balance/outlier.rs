@@ -9,6 +9,7 @@
 //! requests quarantine none, because those that remain would get the load of all. Each worker has
 //! its own circuits, as it has its own load.
 
+use crate::labels::Cause;
 use std::cell::Cell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -71,29 +72,6 @@ pub struct BreakerSettings {
     pub interval: Duration,
     /// The time until a probing request decides.
     pub open_time: Duration,
-}
-
-/// Why an endpoint is quarantined: the label `cause` of the metric.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cause {
-    /// It accepts no connections. One refusal is enough.
-    Refused,
-    /// It has failed several requests in a row.
-    Consecutive,
-    /// It fails a large share of its requests.
-    Percent,
-    /// It is much slower than the others.
-    Latency,
-}
-
-impl Cause {
-    /// The values of the label `cause`, in the order of the discriminants.
-    pub const NAMES: [&str; 4] = ["refused", "consecutive", "percent", "latency"];
-
-    /// The value of the label.
-    pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
-    }
 }
 
 /// What the end of a request shows about its endpoint and the backend.

@@ -1,6 +1,7 @@
 //! Which endpoint gets a request: a function of the policy, of the endpoints with their load, of the
 //! request's preference, and of the RNG; round robin also of the previous selections.
 
+use crate::route::Preference;
 use std::cell::{Cell, LazyCell};
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -13,22 +14,12 @@ use super::policy::{Algorithm, HashKey};
 use super::zone::ZonePreference;
 use super::{Backend, Member, State, p2c};
 use crate::http::view::RequestView;
-use crate::route::session::Tag;
 
 /// The requests in flight of one worker up to which an endpoint keeps all of its keys.
 const MIN_BOUND: u32 = 16;
 /// The load of an endpoint that keeps all of its keys, as a multiple of the mean of all endpoints:
 /// V. Mirrokni, M. Thorup, M. Zadimoghaddam, "Consistent Hashing with Bounded Loads" (SODA 2018).
 const MAX_LOAD_FACTOR: u32 = 2;
-
-/// Which endpoint a request prefers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Preference {
-    /// The hash of the request's key. None: the policy does not ask for it, or the request has none.
-    pub hash: Option<u64>,
-    /// The endpoint of the request's session.
-    pub session: Option<Tag>,
-}
 
 /// The endpoints that a request avoids.
 #[derive(Debug, Default)]

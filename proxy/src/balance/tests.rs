@@ -7,6 +7,7 @@ mod hops;
 mod overload;
 mod simulation;
 
+use crate::route::Preference;
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -21,16 +22,17 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::policy::BackendPolicy;
-use super::{Avoided, Backend, BreakerSettings, Endpoint, Member, Preference};
-use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
+use super::{Avoided, Backend, BreakerSettings, Endpoint, Member};
+use crate::discovery::{Discovery, Target, TargetKind};
+use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
-use crate::flow::Direction;
 use crate::identity::testing::{Authority, WEB};
 use crate::io::Io;
 use crate::tls::tests::{
     CART, Side, app, closed_address, credentials, credentials_that_trust, exchange, listening,
     on_worker,
 };
+use diy_mesh_model::exchange::Direction;
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 const POST: &str =

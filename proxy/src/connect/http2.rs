@@ -3,6 +3,7 @@
 //! SETTINGS_MAX_CONCURRENT_STREAMS. Each connection has its own task. A stream that the proxy resets
 //! counts until the peer has read the reset.
 
+use crate::labels::LimitKind;
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -18,15 +19,15 @@ use http::Request;
 use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
 use tokio::task::AbortHandle;
 
-use super::queue::{LimitKind, Limiter, Slot};
+use super::queue::{Limiter, Slot};
 use super::{Dialer, IDLE_TIMEOUT, Remote};
 use crate::batched::{Batched, Queued};
 use crate::error::Failure;
-use crate::flow::Direction;
 use crate::io::Io;
 use crate::lifetime::{Expiry, Lifetime};
 use crate::memory::{Charge, ConnectionSlot};
 use crate::tls::{Acceptance, Alpn};
+use diy_mesh_model::exchange::Direction;
 
 /// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
 pub const MAX_HEADER_LIST: u32 = 64 * 1024;

@@ -6,6 +6,7 @@
 pub mod http2;
 mod queue;
 
+use crate::labels::LimitKind;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
@@ -20,16 +21,16 @@ use tokio::net::TcpStream;
 use tokio::time::timeout_at;
 
 use self::http2::{Connections, Lease};
-use crate::discovery::EndpointInfo;
+use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
-use crate::flow::Direction;
 use crate::io::Io;
 use crate::lifetime::Expiry;
 use crate::memory::{Charge, ConnectionSlot};
 use crate::metrics::UpstreamMetrics;
 use crate::tls::{Alpn, Tls};
+use diy_mesh_model::exchange::Direction;
 use queue::Limiter;
-pub use queue::{LimitKind, Limits, Slot};
+pub use queue::{Limits, Slot};
 
 /// If there are more idle HTTP/1 connections than a worker keeps, one in this many is closed.
 const IDLE_FRACTION: usize = 8;

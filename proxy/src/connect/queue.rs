@@ -1,6 +1,7 @@
 //! The limits of one endpoint: connections and requests in flight. Requests wait in order while a
 //! limit is reached. Both the queue and the wait are bounded: further requests are rejected.
 
+use crate::labels::LimitKind;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -55,31 +56,6 @@ impl Limits {
             http2_connections: share(self.http2_connections),
             requests: share(self.requests),
             waiting: share(self.waiting),
-        }
-    }
-}
-
-/// A limit of an endpoint: the label `limit` of the metric.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LimitKind {
-    /// HTTP/1 connections, and opaque ones.
-    Connections,
-    /// HTTP/2 connections.
-    Http2Connections,
-    /// Requests in flight.
-    Requests,
-}
-
-impl LimitKind {
-    /// The values of the label `limit`, in the order of the discriminants.
-    pub const NAMES: [&str; 3] = ["connections", "http2-connections", "requests"];
-
-    /// The setting of a TrafficPolicy.
-    pub fn setting(self) -> &'static str {
-        match self {
-            Self::Connections => "maxConnections",
-            Self::Http2Connections => "maxHttp2Connections",
-            Self::Requests => "maxRequests",
         }
     }
 }

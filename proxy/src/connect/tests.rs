@@ -1,8 +1,11 @@
 //! Pools and dialing, with real sockets.
 
 use super::*;
-use crate::balance::{Avoided, Preference};
+use crate::balance::Avoided;
+use crate::endpoint::EndpointInfo;
+use crate::labels::LimitKind;
 use crate::lifetime::Lifetime;
+use crate::route::Preference;
 use crate::worker::{Worker, WorkerContext};
 
 use tokio::net::{TcpListener, TcpStream};

@@ -18,7 +18,7 @@ use crate::balance::Backend;
 use crate::connect::Pools;
 use crate::discovery::{Discovery, Resource};
 use crate::exceptions::Exceptions;
-use crate::flow::Direction;
+use diy_mesh_model::exchange::Direction;
 
 /// The maximum number of backends of a worker. Those above it are served, but not shared or kept.
 const MAX_DESTINATIONS: usize = 10_000;

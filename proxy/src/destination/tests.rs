@@ -5,14 +5,14 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::*;
-use crate::balance::Endpoint;
-use crate::balance::OutlierSettings;
 use crate::balance::policy::BackendPolicy;
+use crate::balance::{Endpoint, OutlierSettings};
 use crate::connect::{Limits, Remote};
 use crate::control::testing::soon;
-use crate::detect::Protocol;
-use crate::discovery::{Affinity, EndpointInfo, Questions, Target, TargetKind};
+use crate::discovery::{Affinity, Questions, Target, TargetKind};
+use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
+use crate::protocol::Protocol;
 
 impl Destinations {
     fn len(&self) -> usize {

@@ -10,7 +10,8 @@ use diy_mesh_proto::policy::check_rate_limit;
 use proto::rate_limit::Scope as ProtoScope;
 
 use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_matches};
-use crate::limit::{Rate, RateLimit, RateLimits, Scope};
+use crate::error::Scope;
+use crate::limit::{Rate, RateLimit, RateLimits};
 
 /// Maximum number of limits of a pod, and of ports of a limit.
 const MAX_LIMITS: usize = 256;

@@ -23,11 +23,12 @@ use super::*;
 use crate::balance::Backend;
 use crate::connection::carry;
 use crate::control::testing::{FakeController, FakeStream, soon};
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
 use crate::io::Io;
 use crate::policy::Caller;
 use crate::tls::tests::freeze;
 use crate::worker::{Worker, WorkerContext};
+use diy_mesh_model::exchange::Direction;
 
 mod connections;
 

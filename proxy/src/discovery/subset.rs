@@ -1,13 +1,14 @@
 //! The part of the endpoints of a large Service that a proxy keeps, so that no Service takes its
 //! memory. Each proxy keeps other ones, so all of them get requests. Pure.
 
+use crate::endpoint::EndpointInfo;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::Endpoint;
 
-use super::target::{EndpointInfo, canonical};
+use super::target::canonical;
 
 /// The endpoints whose hash is at most a maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! Targets of destinations, and their conversion from the controller's messages. Pure.
 
+use crate::endpoint::EndpointInfo;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use diy_mesh_proto::Identity;
 use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot, snapshot};
 
 use super::affinity::Affinity;
@@ -12,7 +12,7 @@ use super::resource::Resource;
 use super::subset::Subset;
 use crate::balance::maglev::Table;
 use crate::balance::policy::{Algorithm, BackendPolicy};
-use crate::detect::Protocol;
+use crate::protocol::Protocol;
 use crate::route::Routes;
 
 /// The bytes of routes that count as an endpoint: half of what that takes, because the allocator adds
@@ -72,21 +72,6 @@ pub enum TargetKind {
 
 /// Endpoints in the order of their addresses.
 type Endpoints = Vec<Arc<EndpointInfo>>;
-
-/// One endpoint. Each announcement is a new `Arc`, even without changes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EndpointInfo {
-    /// Address and port.
-    pub address: SocketAddr,
-    /// Topology zone; empty if unknown.
-    pub zone: String,
-    /// Pod as "namespace/name"; empty if the endpoint is not a pod.
-    pub pod: String,
-    /// Expected SPIFFE ID; `None` if the endpoint is not meshed.
-    pub identity: Option<Identity>,
-    /// Whether the pod declares the port opaque.
-    pub opaque: bool,
-}
 
 impl From<TargetKind> for Target {
     fn from(kind: TargetKind) -> Self {

@@ -18,12 +18,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_model::exchange::{Exchange, Protocol, Transfer, milliseconds};
+use diy_mesh_model::exchange::{Direction, Exchange, Protocol, Transfer, milliseconds};
 use time::OffsetDateTime;
 use time::format_description::BorrowedFormatItem;
 use time::macros::format_description;
 
-use crate::flow::Direction;
 use crate::metrics::Metrics;
 pub use exchange::ExchangeDump;
 pub(crate) use exchange::Record;

@@ -7,5 +7,6 @@ pub mod edits;
 pub mod fields;
 pub mod replay;
 pub mod reply;
+pub mod request_line;
 pub mod verdict;
 pub mod view;

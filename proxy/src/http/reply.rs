@@ -195,9 +195,9 @@ mod tests {
             (1_000_000_001, "2", "1001"),
             (1_999_000_000, "2", "1999"),
         ] {
-            let exceeded = crate::limit::Exceeded {
+            let exceeded = crate::error::Exceeded {
                 name: "TrafficPolicy shop/web/all".into(),
-                scope: crate::limit::Scope::Service,
+                scope: crate::error::Scope::Service,
                 retry_after: Duration::from_nanos(nanos),
             };
             let reply = LocalReply::from(&Failure::RateLimited(exceeded));

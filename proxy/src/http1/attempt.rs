@@ -237,7 +237,7 @@ impl Exchange<'_> {
             ..
         } = upstream;
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
-        let session = plan.session_edit(endpoint);
+        let session = plan.session_edit(endpoint.tag());
         let edits = plan.response_edits(response_edits(upstream.is_secured()), &session);
         self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101

@@ -24,10 +24,8 @@ use tokio::time::{timeout, timeout_at};
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
 use self::head::{Framing, HeadSearch, MAX_HEAD, Refused, RequestHead};
-use crate::attempts::{AttemptSettings, Attempts, Step, pause};
-use crate::copy;
+use crate::attempts::{Attempts, Step, pause};
 use crate::error::Failure;
-use crate::filters;
 use crate::flow::Flow;
 use crate::io::Io;
 use crate::lifetime::{Lifetime, drained_or};
@@ -35,8 +33,9 @@ use crate::memory::Charge;
 use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::record::ExchangeRecord;
-use crate::route::{Answer, Plan};
+use crate::route::{Answer, AttemptSettings, Plan};
 use crate::timeouts::{IdleTimer, TimeoutKind};
+use crate::{copy, filters};
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
 /// step would leave gaps in the heap.

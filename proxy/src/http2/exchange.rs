@@ -16,17 +16,16 @@ use http::request::Parts;
 use http::{Method, Request, Response};
 use tokio::time::timeout_at;
 
-use super::head;
 use super::relay::{Message, Relay, RelayError, reset_code};
-use super::{Place, STREAM_COST, Stream};
-use crate::attempts::{Attempt, AttemptError, AttemptSettings, Attempts, Replayable, Step, pause};
+use super::{Place, STREAM_COST, Stream, head};
+use crate::attempts::{Attempt, AttemptError, Attempts, Replayable, Step, pause};
 use crate::balance::Endpoint;
 use crate::batched::Queued;
 use crate::connect::http2::Lease;
 use crate::deadline::Deadline;
 use crate::error::Failure;
 use crate::filters;
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
 use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
@@ -37,7 +36,8 @@ use crate::metrics::HttpVersion;
 use crate::mirror::CopiedHead;
 use crate::policy::PREVIOUS_ATTEMPTS;
 use crate::record::ExchangeRecord;
-use crate::route::{Answer, Plan};
+use crate::route::{Answer, AttemptSettings, Plan};
+use diy_mesh_model::exchange::Direction;
 
 /// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
 /// limit them: they would fill the memory of the proxy while the client does not read.
@@ -431,7 +431,7 @@ impl Exchange {
     ) -> Outcome {
         let (mut parts, body) = response.into_parts();
         if plan.rule().is_some() {
-            let session = plan.session_edit(endpoint);
+            let session = plan.session_edit(endpoint.tag());
             let edits = plan.response_edits(&[], &session);
             edits.apply(&mut parts.headers);
         }

@@ -7,8 +7,8 @@ use http::uri::{Authority, PathAndQuery};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::authority;
-use crate::deadline::{Deadline, Limit, parse_grpc_timeout};
-use crate::error::Failure;
+use crate::deadline::{Deadline, parse_grpc_timeout};
+use crate::error::{Failure, Limit};
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
 

@@ -8,9 +8,10 @@ use http::Request;
 use http::request::Parts;
 
 use crate::attempts::{Attempt, AttemptError, Replayable};
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
 use crate::http::verdict::Verdict;
 use crate::io::Io;
+use diy_mesh_model::exchange::Direction;
 
 /// Sends a request with this head and body.
 pub async fn attempt(

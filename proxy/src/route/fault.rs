@@ -1,13 +1,14 @@
 //! Faults for tests of clients: delays and aborts of a share of the requests. Pure: `filters.rs`
 //! waits and fails.
 
+use crate::error::RequestPart;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
 
-use super::matching::{MatchInput, Matches, RequestPart};
+use super::matching::{MatchInput, Matches};
 
 /// A fault of the requests that it matches.
 #[derive(Debug)]

@@ -5,6 +5,7 @@
 #[cfg(test)]
 mod tests;
 
+use crate::error::{MAX_JUDGED, RequestPart};
 use std::borrow::Cow;
 use std::cell::{Cell, OnceCell};
 use std::cmp::Ordering;
@@ -119,19 +120,6 @@ impl FieldMatch {
             ValueMatch::Regex(pattern) => Some(pattern),
         }
     }
-}
-
-/// The maximum number of bytes that expressions judge of one request. A byte counts for each
-/// expression that judges it.
-pub const MAX_JUDGED: usize = 1024 * 1024;
-
-/// A part of a request's head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RequestPart {
-    /// The path and the query.
-    Target,
-    /// The header fields.
-    Fields,
 }
 
 /// A request in the form in which its conditions are compared, for all stages that match it.

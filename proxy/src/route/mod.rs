@@ -24,7 +24,7 @@ use crate::http::reply::LocalReply;
 pub use cors::{Cors, Origin};
 use fault::Fault;
 use matching::{Index, Match, MatchInput};
-pub use plan::Plan;
+pub use plan::{AttemptSettings, Plan, Preference};
 use session::{Session, SessionPersistence};
 use url::{Redirect, Rewrite};
 

@@ -3,16 +3,14 @@
 //! follows carries it out: `filters.rs`, `attempts.rs` and the protocols.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::fault::Injection;
 use super::matching::Match;
-use super::session::{self, Session};
-use super::{Answer, Changes, Mirror, Rule, Service};
-use crate::attempts::AttemptSettings;
-use crate::balance::{Endpoint, Preference};
-use crate::deadline::{Deadline, Limit};
-use crate::error::Failure;
+use super::session::{self, Session, Tag};
+use super::{Answer, Changes, Mirror, RetryPolicy, Rule, Service};
+use crate::deadline::Deadline;
+use crate::error::{Failure, Limit};
 use crate::http::edits::{Edits, MeshField};
 use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
@@ -52,6 +50,30 @@ impl From<Failure> for Plan {
     fn from(failure: Failure) -> Self {
         Answer::Failure(failure).into()
     }
+}
+
+/// What the plan of a request, and the request itself, say about its attempts.
+#[derive(Clone, Debug, Default)]
+pub struct AttemptSettings {
+    /// The end of the whole exchange.
+    pub deadline: Deadline,
+    /// The time for each attempt.
+    pub timeout: Option<Duration>,
+    /// The retries that a route asks for.
+    pub retries: Option<Arc<RetryPolicy>>,
+    /// The endpoint that it prefers.
+    pub preference: Preference,
+    /// Attempts of earlier hops before the one with which this request came.
+    pub previous: u32,
+}
+
+/// Which endpoint a request prefers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Preference {
+    /// The hash of the request's key. None: the policy does not ask for it, or the request has none.
+    pub hash: Option<u64>,
+    /// The endpoint of the request's session.
+    pub session: Option<Tag>,
 }
 
 impl Plan {
@@ -188,12 +210,12 @@ impl Plan {
         })
     }
 
-    /// The session's field in a response from this endpoint.
-    pub fn session_edit(&self, endpoint: &Endpoint) -> Option<FieldEdit> {
+    /// The session's field in a response from the endpoint with this tag.
+    pub fn session_edit(&self, endpoint: Tag) -> Option<FieldEdit> {
         let session = self.session.as_ref()?;
         let backend = self.backend().map(|name| &**name);
         let backend = session::tag(&[backend.unwrap_or_default()]);
-        session.edit(backend, endpoint.tag(), seconds(SystemTime::now()))
+        session.edit(backend, endpoint, seconds(SystemTime::now()))
     }
 }
 

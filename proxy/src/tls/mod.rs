@@ -38,7 +38,6 @@ use rustls::{ClientConfig, ServerConfig};
 use tokio::time::timeout;
 
 use crate::error::Failure;
-use crate::flow::Direction;
 use crate::identity::{
     ClientVerifier, Credentials, CurrentCredentials, ServerVerifier, identity_of,
 };
@@ -47,6 +46,7 @@ use crate::lifetime::Lifetimes;
 use crate::memory::Charge;
 use crate::metrics::Metrics;
 use crate::timeouts::{TimeoutKind, Timeouts};
+use diy_mesh_model::exchange::Direction;
 
 pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect};

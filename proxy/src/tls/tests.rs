@@ -28,9 +28,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::balance::Backend;
 use crate::connection::carry;
-use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
+use crate::discovery::{Discovery, Target, TargetKind};
+use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
-use crate::flow::{Direction, Flow};
+use crate::flow::Flow;
 use crate::identity::testing::{Authority, WEB};
 use crate::identity::{Credentials, CurrentCredentials, none};
 use crate::io::Io;
@@ -40,6 +41,7 @@ use crate::metrics::Metrics;
 use crate::opaque;
 use crate::policy::Caller;
 use crate::worker::{Worker, WorkerContext};
+use diy_mesh_model::exchange::Direction;
 use diy_mesh_runtime::admission::Admission;
 
 pub(crate) const CART: &str = "spiffe://cluster.local/ns/shop/sa/cart";

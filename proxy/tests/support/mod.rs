@@ -10,12 +10,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
+use diy_mesh_model::exchange::Direction;
 use diy_mesh_proxy::balance::Backend;
 use diy_mesh_proxy::config::Config;
 use diy_mesh_proxy::connection::carry;
 use diy_mesh_proxy::discovery::Discovery;
 use diy_mesh_proxy::dump::Dumps;
-use diy_mesh_proxy::flow::{Direction, Flow};
+use diy_mesh_proxy::flow::Flow;
 use diy_mesh_proxy::io::Io;
 use diy_mesh_proxy::lifetime::Lifetime;
 use diy_mesh_proxy::memory::{ConnectionSlot, Holder, Memory};

@@ -1,6 +1,7 @@
 //! Quarantines of endpoints and circuits of backends, result by result.
 
 use super::*;
+use crate::labels::Cause;
 use Cause::{Consecutive, Latency, Percent, Refused};
 
 const SECOND: Duration = Duration::from_secs(1);

@@ -1,11 +1,13 @@
 //! Each algorithm of a policy: on endpoints alone, and from a request through the proxy.
 
+use crate::endpoint::EndpointInfo;
+use crate::route::Preference;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::super::maglev::hash;
 use super::super::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
-use super::super::select::{Avoided, Context, Preference, Turns};
+use super::super::select::{Avoided, Context, Turns};
 use super::super::zone::ZonePreference;
 use super::super::{Endpoint, State};
 use super::*;

@@ -1,10 +1,12 @@
 //! Endpoints that discovery adds and removes while there are requests.
 
+use crate::endpoint::EndpointInfo;
+use crate::route::Preference;
 use std::time::{Duration, Instant};
 
 use super::super::State;
 use super::super::policy::{BackendPolicy, Balancing};
-use super::super::select::{Avoided, Context, Preference, Turns};
+use super::super::select::{Avoided, Context, Turns};
 use super::super::zone::ZonePreference;
 use super::*;
 use crate::connect::Pools;

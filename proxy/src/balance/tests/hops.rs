@@ -1,6 +1,7 @@
 //! Retries of a request over several proxies: each proxy tells the next one, which does not retry
 //! then, and no application gets to know.
 
+use crate::endpoint::EndpointInfo;
 use std::cell::RefCell;
 use std::time::Duration;
 

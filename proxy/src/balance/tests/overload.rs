@@ -2,6 +2,7 @@
 //! and other endpoints get the rejected requests, within the retry budget.
 
 use super::*;
+use crate::endpoint::EndpointInfo;
 
 /// An HTTP/1 application that answers each request with this status line and these fields. Returns
 /// its address and the number of requests.

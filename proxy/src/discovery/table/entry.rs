@@ -10,12 +10,11 @@ use diy_mesh_proto::mesh::v1::{Acknowledgement, DiscoverResponse, Endpoint, Snap
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::super::policy;
 use super::super::position::{Order, Position};
 use super::super::resource::Resource;
-use super::super::routes;
 use super::super::subset::Subset;
 use super::super::target::{self, Target, TargetKind};
+use super::super::{policy, routes};
 use super::shares::{Charge, Shares, Weight};
 use crate::route::Routes;
 

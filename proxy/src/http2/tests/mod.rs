@@ -24,17 +24,19 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 
 use crate::balance::Backend;
-use crate::detect::Protocol;
-use crate::discovery::{Discovery, EndpointInfo, Target, TargetKind};
+use crate::discovery::{Discovery, Target, TargetKind};
 use crate::dump::{DumpConfig, Dumps, Format, Mode};
-use crate::flow::{Direction, Flow};
+use crate::endpoint::EndpointInfo;
+use crate::flow::Flow;
 use crate::io::Io;
 use crate::metrics::Metrics;
 use crate::policy::Caller;
+use crate::protocol::Protocol;
 use crate::route::matching::Match;
 use crate::route::{RetryPolicy, Routes, Rule};
 use crate::tls::tests::{closed_address, freeze};
 use crate::worker::{Worker, WorkerContext};
+use diy_mesh_model::exchange::Direction;
 
 /// The timeout of a test.
 const TEST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,5 +1,6 @@
 //! Tests of the time that matching takes, counted in bytes.
 
+use crate::error::{MAX_JUDGED, RequestPart};
 use std::iter::repeat_n;
 
 use super::*;

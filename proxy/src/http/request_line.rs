@@ -1,6 +1,6 @@
 //! Recognition of HTTP request lines, as strict and as lenient servers parse them. Pure.
 
-use super::Protocol;
+use crate::protocol::Protocol;
 
 /// An incremental detector of HTTP request lines. It inspects the first line of a connection that
 /// is not blank. The line is a request line if
@@ -134,7 +134,7 @@ impl RequestLineDetector {
         self.first.get() == b"GET"
     }
 
-    pub(super) fn is_method_and_target(&self) -> bool {
+    pub(crate) fn is_method_and_target(&self) -> bool {
         let target = self.second.get();
         let is_url = |scheme: &[u8]| {
             target
@@ -323,7 +323,7 @@ const MAX_VERSION_PREFIX: usize = 9;
 /// Whether a server may treat the byte as a separator of words: white space of ASCII, Latin-1 and,
 /// in UTF-8, Unicode, and the byte order mark. All bytes outside ASCII count, because methods,
 /// schemes and versions contain none.
-pub(super) fn is_separator(byte: &u8) -> bool {
+pub(crate) fn is_separator(byte: &u8) -> bool {
     matches!(byte, b'\t'..=b'\r' | 0x1c..=b' ' | 0x80..)
 }
 

@@ -1,0 +1,15 @@
+//! The protocols of connections.
+
+/// The protocol of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Protocol {
+    /// HTTP/1.0 or HTTP/1.1.
+    Http1,
+    /// HTTP/2 with prior knowledge, which includes gRPC.
+    Http2,
+    /// Any other protocol, which includes TLS of the application.
+    Opaque,
+    /// TLS of another proxy. Its ALPN extension names the protocol inside. Detected on inbound
+    /// connections only.
+    MeshTls,
+}
