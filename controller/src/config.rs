@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
-use diy_mesh_proto::Identity;
-use diy_mesh_proto::identity::TRUST_DOMAIN;
+use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_runtime::LogFormat;
 use tracing_subscriber::filter::Targets;
 

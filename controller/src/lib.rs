@@ -36,6 +36,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use diy_mesh_control_plane::events::{Events, Queue, publish};
+use diy_mesh_model::identity;
 use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
@@ -88,7 +89,7 @@ pub enum Error {
     Jwks(#[from] authenticate::jwks::JwksError),
     /// The trust domain or the namespace is invalid in an identity.
     #[error("cannot create the identity of the controller: {0}")]
-    Identity(#[from] diy_mesh_proto::identity::InvalidIdentity),
+    Identity(#[from] diy_mesh_model::identity::InvalidIdentity),
     /// The serving certificate cannot be signed.
     #[error("cannot create the serving certificate: {0}")]
     Certificate(#[from] issuer::SignError),
@@ -134,7 +135,7 @@ impl Controller {
             config::Authenticator::TokenReview => Verifier::Kubernetes(cluster()),
             config::Authenticator::Jwks(file) => Verifier::Jwks(
                 Jwks::open(file, config.jwks_issuer.clone())?,
-                format!("system:serviceaccount:{}:{VIEWER}", config.pod_namespace),
+                identity::user(&config.pod_namespace, VIEWER),
             ),
         };
         let options = authority::Options {

@@ -10,8 +10,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_control_plane::tls::{Client, Limits, OpenCall, TlsServer};
-use diy_mesh_proto::Identity;
-use diy_mesh_proto::identity::InvalidIdentity;
+use diy_mesh_model::identity::{Identity, InvalidIdentity};
 use rustls::ServerConfig;
 use rustls::crypto::aws_lc_rs;
 use rustls::server::{ClientHello, ResolvesServerCert};

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches, Parser, ValueEnum};
+use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_runtime::LogFormat;
 use serde::Serialize;
 
@@ -38,8 +39,8 @@ pub struct Flags {
     pub controller_address: Option<String>,
     /// Identity that proxies expect in the controller's certificate
     /// [default: `spiffe://cluster.local/ns/POD_NAMESPACE/sa/controller`]
-    #[arg(long, env, value_name = "SPIFFE-ID", value_parser = spiffe_id)]
-    pub controller_identity: Option<String>,
+    #[arg(long, env, value_name = "SPIFFE-ID")]
+    pub controller_identity: Option<Identity>,
     /// The defaults of proxies.
     #[command(flatten)]
     pub proxy: SidecarSettings,
@@ -210,8 +211,10 @@ impl Config {
         let mesh_namespace = flags.pod_namespace;
         let default_address =
             || format!("https://controller.{mesh_namespace}.svc.cluster.local.:8080");
-        let default_identity =
-            || format!("spiffe://cluster.local/ns/{mesh_namespace}/sa/controller");
+        let identity = flags.controller_identity.unwrap_or_else(|| {
+            Identity::new(TRUST_DOMAIN, &mesh_namespace, "controller")
+                .expect("a namespace is valid in an identity")
+        });
         let has_images =
             flags.image_to_deploy_proxy.is_some() && flags.image_to_deploy_proxy_init.is_some();
         Ok(Self {
@@ -221,7 +224,7 @@ impl Config {
                 proxy_init_image: flags.image_to_deploy_proxy_init.unwrap_or_default(),
                 image_pull_policy: flags.image_pull_policy,
                 controller_address: flags.controller_address.unwrap_or_else(default_address),
-                controller_identity: flags.controller_identity.unwrap_or_else(default_identity),
+                controller_identity: identity.to_string(),
                 mesh_namespace,
                 proxy: flags.proxy,
             },
@@ -252,19 +255,6 @@ fn controller_url(value: &str) -> Result<String, &'static str> {
     match value.parse::<http::Uri>() {
         Ok(uri) if uri.scheme_str() == Some("https") && uri.host().is_some() => Ok(value.into()),
         _ => Err("expected an https URL, such as https://controller:8080"),
-    }
-}
-
-fn spiffe_id(value: &str) -> Result<String, &'static str> {
-    let is_segment =
-        |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_graphic());
-    match value.split('/').collect::<Vec<_>>()[..] {
-        ["spiffe:", "", domain, "ns", namespace, "sa", account]
-            if [domain, namespace, account].iter().all(is_segment) =>
-        {
-            Ok(value.into())
-        }
-        _ => Err("expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT"),
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use rcgen::{
     CertifiedIssuer, PKCS_ECDSA_P256_SHA256, PKCS_ECDSA_P384_SHA384, PKCS_ED25519, PKCS_RSA_SHA256,
 };

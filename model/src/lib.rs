@@ -5,4 +5,5 @@
 pub mod code;
 pub mod escape;
 pub mod exchange;
+pub mod identity;
 pub mod ports;

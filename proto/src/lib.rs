@@ -1,5 +1,4 @@
-//! Contracts between the components of the mesh: generated gRPC types, workload identities, and
-//! shared constants. No logic but the parsing of values that both sides read.
+//! Contracts between the components of the mesh: generated gRPC types and shared constants. No logic but the parsing of values that both sides read.
 
 /// API of the controller: discovery and certificates.
 pub mod mesh {
@@ -18,11 +17,8 @@ pub mod echo {
 }
 
 pub mod field;
-pub mod identity;
 pub mod pattern;
 pub mod policy;
-
-pub use identity::Identity;
 
 /// Audience of the service account tokens that authenticate workloads to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";

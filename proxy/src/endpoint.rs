@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 
 /// One endpoint. Each announcement is a new `Arc`, even without changes.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use std::task::Poll;
 use std::time::SystemTime;
 
 use diy_mesh_model::exchange::Direction;
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use diy_mesh_runtime::admission::network;
 use http::HeaderValue;
 

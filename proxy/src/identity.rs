@@ -18,7 +18,7 @@ use std::future::Future;
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
 use rustls::RootCertStore;
 use rustls::crypto::aws_lc_rs::Ticketer;

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
-use diy_mesh_proto::Identity;
 
 use crate::route::matching::{MatchInput, Matches};
 

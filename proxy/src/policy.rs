@@ -3,8 +3,8 @@
 
 use std::rc::Rc;
 
+use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
-use diy_mesh_proto::Identity;
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 
 use crate::error::Failure;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::{self, Direction, Fault, Transfer};
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use http::StatusCode;
 
 use crate::balance::{Backend, Endpoint};

@@ -7,7 +7,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
-use diy_mesh_proto::{Identity, mesh::v1::SignCertificateRequest};
+use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::mesh::v1::SignCertificateRequest;
 use diy_mesh_proxy::{
     control::{Control, Tls},
     identity::Trust,

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use diy_mesh_model::identity;
 use k8s_openapi::api::authorization::v1::{
     ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec,
 };
@@ -40,8 +41,7 @@ impl Namespaces {
 
 /// The namespace of a service account. Never empty: in a review, that would be all namespaces.
 pub(super) fn namespace(user: &str) -> Option<&str> {
-    let account = user.strip_prefix("system:serviceaccount:")?;
-    let (namespace, _) = account.split_once(':')?;
+    let (namespace, _) = identity::account(user)?;
     Some(namespace).filter(|namespace| !namespace.is_empty())
 }
 

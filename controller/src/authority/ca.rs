@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use rustls::RootCertStore;
 use rustls::pki_types::UnixTime;
 use rustls::server::WebPkiClientVerifier;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::mesh::v1::get_identity_response::{Authority, Rotation, Workload};
 use diy_mesh_proto::mesh::v1::{Exceptions, GetIdentityResponse};
 use prometheus_client::encoding::DescriptorEncoder;

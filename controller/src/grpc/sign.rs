@@ -10,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::mesh::v1 as proto;
 use tokio::sync::Semaphore;
 use tonic::{Code, Status};

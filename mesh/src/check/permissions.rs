@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_model::identity;
 use futures::{StreamExt, stream};
 use k8s_openapi::api::{
     authorization::v1::SubjectAccessReview,
@@ -111,7 +112,7 @@ fn access_review(permission: &Permission, namespace: &str) -> Value {
         None => (permission.resource.as_str(), None),
     };
     json!({"metadata": {}, "spec": {
-        "user": format!("system:serviceaccount:{namespace}:{}", permission.account),
+        "user": identity::user(namespace, &permission.account),
         "groups": ["system:serviceaccounts", format!("system:serviceaccounts:{namespace}"), "system:authenticated"],
         "resourceAttributes": {
             "verb": permission.verb, "group": permission.group, "resource": resource, "subresource": subresource,

@@ -1,6 +1,6 @@
 //! Identities and workload certificates. Each has exactly one encoding.
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use diy_mesh_proxy::identity::{Leaf, identity_of};
 use rustls::pki_types::CertificateDer;
 

@@ -15,7 +15,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 use tokio::time::timeout_at;

@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use rustls::pki_types::CertificateDer;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::ParsedExtension;

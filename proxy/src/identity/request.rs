@@ -6,8 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use diy_mesh_proto::Identity;
-use diy_mesh_proto::identity::InvalidIdentity;
+use diy_mesh_model::identity::{Identity, InvalidIdentity};
 use diy_mesh_proto::mesh::v1::{SignCertificateRequest, SignCertificateResponse};
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
 use rustls::client::danger::ServerCertVerifier as _;

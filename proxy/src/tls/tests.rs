@@ -16,7 +16,7 @@ use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use rcgen::CertificateParams;
 use rustls::RootCertStore;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer};

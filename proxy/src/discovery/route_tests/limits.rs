@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use diy_mesh_proto::Identity;
+use diy_mesh_model::identity::Identity;
 use proto::rate_limit::Scope;
 use proto::workload::InboundMode;
 

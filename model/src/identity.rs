@@ -24,24 +24,17 @@ pub struct Identity {
 }
 
 /// Error of parsing an identity.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "invalid workload identity, expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT: {0}"
+)]
 pub struct InvalidIdentity(&'static str);
-
-impl fmt::Display for InvalidIdentity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "invalid workload identity, expected spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT: {}",
-            self.0
-        )
-    }
-}
-
-impl std::error::Error for InvalidIdentity {}
 
 const SCHEME: &str = "spiffe://";
 const NAMESPACE: &str = "/ns/";
 const SERVICE_ACCOUNT: &str = "/sa/";
+/// The Kubernetes user names of service accounts.
+const USER: &str = "system:serviceaccount:";
 
 impl Identity {
     /// Creates an identity from its parts.
@@ -81,11 +74,8 @@ impl Identity {
 
     /// Creates an identity from a Kubernetes user name, `system:serviceaccount:NAMESPACE:NAME`.
     pub fn from_user(trust_domain: &str, user: &str) -> Result<Self, InvalidIdentity> {
-        let name = user
-            .strip_prefix("system:serviceaccount:")
-            .and_then(|name| name.split_once(':'));
         let (namespace, service_account) =
-            name.ok_or(InvalidIdentity("the user is not a service account"))?;
+            account(user).ok_or(InvalidIdentity("the user is not a service account"))?;
         Self::new(trust_domain, namespace, service_account)
     }
 
@@ -111,12 +101,18 @@ impl Identity {
 
     /// Kubernetes user name of the service account.
     pub fn user(&self) -> String {
-        format!(
-            "system:serviceaccount:{}:{}",
-            self.namespace(),
-            self.service_account()
-        )
+        user(self.namespace(), self.service_account())
     }
+}
+
+/// The Kubernetes user name of a service account.
+pub fn user(namespace: &str, service_account: &str) -> String {
+    format!("{USER}{namespace}:{service_account}")
+}
+
+/// The namespace and the name in the Kubernetes user name of a service account.
+pub fn account(user: &str) -> Option<(&str, &str)> {
+    user.strip_prefix(USER)?.split_once(':')
 }
 
 fn is_name(text: &str, others: &[u8]) -> bool {
