@@ -1,5 +1,8 @@
 //! Compiles the .proto files with protox, which does not require protoc.
 
+/// Messages in the JSON output of the command line, with those inside.
+const SERIALIZE: &str = "#[derive(serde::Serialize)]";
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["mesh/v1/mesh.proto", "echo/v1/echo.proto"];
     let descriptors = protox::compile(files, ["."])?;
@@ -11,21 +14,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute("RouteBackend", "#[derive(Eq, Hash)]")
         .message_attribute("RouteRule", "#[derive(Eq, Hash)]")
         .type_attribute("RouteFilter.kind", "#[derive(Eq, Hash)]")
-        // The output of `mesh identity`.
-        .message_attribute(
-            "GetIdentityResponse.Authority",
-            "#[derive(serde::Serialize)]",
-        )
-        .message_attribute(
-            "GetIdentityResponse.Rotation",
-            "#[derive(serde::Serialize)]",
-        )
-        .message_attribute(
-            "GetIdentityResponse.Workload",
-            "#[derive(serde::Serialize)]",
-        )
-        .message_attribute("Exceptions", "#[derive(serde::Serialize)]")
-        .message_attribute("Exceptions.Exception", "#[derive(serde::Serialize)]")
+        .message_attribute(".mesh.v1.GetIdentityResponse", SERIALIZE)
+        .message_attribute(".mesh.v1.GetRoutesResponse", SERIALIZE)
+        .field_attribute("GetRoutesResponse.next_page_token", "#[serde(skip)]")
+        .message_attribute(".mesh.v1.Exceptions", SERIALIZE)
         .compile_fds(descriptors)?;
     for file in files {
         println!("cargo:rerun-if-changed={file}");

@@ -1,60 +1,23 @@
-//! The effective routes of a Service, computed from objects of a cluster, for people. Pure: the
-//! index decides, as in discovery.
+//! The routes of a Service that are in force, for people: of the controller's index, or of one that
+//! is made of objects in files. Pure: the index decides, as in discovery.
 
 use std::collections::BTreeSet;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use proto::GetRoutesResponse;
 use proto::field_match::Kind as FieldKind;
+use proto::get_routes_response::{Backend, Port, Rule as Row};
 use proto::path_match::Kind as PathKind;
 use proto::route_filter::Kind as FilterKind;
-use serde::Serialize;
 use serde_json::Value;
 
 use crate::catalog;
 use crate::index::object::{Change, Key};
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
-use crate::routes::attach::Table;
+use crate::routes::attach::{RouteId, Table};
 use crate::routes::filters::is_redirect;
 use crate::routes::model::{Match, Rule};
-
-/// What happens with the requests to a Service.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Explanation {
-    /// NAMESPACE/NAME.
-    pub service: String,
-    /// The namespace of the clients.
-    pub clients: String,
-    /// The TCP ports.
-    pub ports: Vec<Port>,
-    /// The policies for its endpoints and its requests.
-    pub policies: BTreeSet<String>,
-    /// Conditions of routes and policies for the Service that do not hold, and objects that cannot
-    /// be read.
-    pub problems: Vec<String>,
-}
-
-/// The requests to a port.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Port {
-    /// The port of the Service.
-    pub port: u16,
-    /// In order of precedence: the first one that matches applies.
-    pub rules: Vec<Row>,
-}
-
-/// What happens with some requests.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Row {
-    /// The conditions on the request, for people.
-    pub requests: String,
-    /// The object that the rule comes from. `None`: without a route.
-    pub from: Option<String>,
-    /// Services with their weights. `None`: an invalid reference.
-    pub backends: Vec<(Option<String>, u32)>,
-    /// What else the rule does, for people.
-    pub actions: Vec<String>,
-}
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
@@ -88,60 +51,107 @@ fn index(objects: &[Value]) -> (Index, Vec<String>) {
     (index, problems)
 }
 
-/// Explains the requests of the clients of a namespace to a Service. `None`: it does not exist.
-pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<Explanation> {
+/// Explains the requests of the clients of a namespace to a Service, as these objects say. `None`:
+/// it is not among them.
+pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<GetRoutesResponse> {
     let (index, mut problems) = index(objects);
-    let parent = index.service(service)?.service;
-    let ports = parent.tcp_ports().map(|port| {
-        let name = format!("{service}:{}", port.port);
-        let table = index.table(service, port.port, clients);
-        Port {
-            port: port.port,
-            rules: match table {
-                Some(table) => rows(table, &name, parent.is_headless),
-                None => vec![Row::unrouted(&name)],
-            },
-        }
-    });
-    let ports = ports.collect();
-    for status in index.route_statuses() {
+    let explained = summary(&index, service, clients)?;
+    for id in deciding(&index, service, clients) {
+        problems.append(&mut problems_of(&index, service, &id));
+    }
+    let ports = tcp_ports(&index, service).into_iter();
+    Some(GetRoutesResponse {
+        ports: ports
+            .map(|one| port(&index, service, one, clients))
+            .collect(),
+        problems,
+        ..explained
+    })
+}
+
+/// The policies of a Service. `None`: it does not exist.
+pub fn summary(index: &Index, service: &Key, clients: &str) -> Option<GetRoutesResponse> {
+    index.service_object(service)?;
+    let policy = index.policy(service);
+    let of_backend = policy.and_then(|policy| policy.backend.as_deref());
+    let of_backend = of_backend
+        .into_iter()
+        .flat_map(|policy| policy.name.split(", "));
+    let limits = policy.and_then(|policy| policy.rate_limits.as_deref());
+    let limits = limits.into_iter().flatten().map(|limit| &*limit.name);
+    let policies: BTreeSet<&str> = of_backend.chain(limits).collect();
+    Some(GetRoutesResponse {
+        service: service.to_string(),
+        clients: clients.to_owned(),
+        policies: policies.into_iter().map(str::to_owned).collect(),
+        ..GetRoutesResponse::default()
+    })
+}
+
+/// The objects that decide about the requests of these clients: those of their namespace and of the
+/// namespace of the Service.
+pub fn deciding(index: &Index, service: &Key, clients: &str) -> Vec<RouteId> {
+    let all = index.objects_of_service(service).into_iter();
+    let own = all.filter(|(_, key)| [&*service.namespace, clients].contains(&&*key.namespace));
+    own.collect()
+}
+
+/// The conditions of an object for the Service that do not hold.
+pub fn problems_of(index: &Index, service: &Key, id: &RouteId) -> Vec<String> {
+    let status = index.status(id).ok().flatten();
+    let of_status = status.iter().flat_map(|status| {
         let own = status.parents.iter();
         let own = own.filter(|parent| parent.parent.key(&status.key) == *service);
         let conditions = own.flat_map(|parent| &parent.conditions);
         let conditions = conditions.filter(|one| one.is_problem());
-        problems.extend(conditions.map(|one| {
+        conditions.map(|one| {
             let (kind, key) = (status.kind, &status.key);
             let value = if one.holds { "True" } else { "False" };
             format!(
                 "{kind} {key}: {} is {value}, {}: {}",
                 one.kind, one.reason, one.message
             )
-        }));
-    }
-    let policy = index.policy(service);
-    let of_backend = policy.and_then(|policy| policy.backend.as_deref());
-    let limits = policy.and_then(|policy| policy.rate_limits.as_deref());
-    let limits = limits.into_iter().flatten().map(|limit| limit.name.clone());
-    let names = of_backend
-        .into_iter()
-        .flat_map(|policy| policy.name.split(", "));
-    Some(Explanation {
-        service: service.to_string(),
-        clients: clients.to_owned(),
-        ports,
-        policies: names.map(str::to_owned).chain(limits).collect(),
-        problems,
-    })
+        })
+    });
+    of_status.collect()
 }
 
-impl Row {
-    /// Requests that no rule concerns, without any route.
-    fn unrouted(service: &str) -> Row {
-        Row {
-            requests: "all".to_owned(),
-            backends: vec![(Some(service.to_owned()), 1)],
-            ..Row::default()
-        }
+/// The TCP ports of a Service.
+pub fn tcp_ports(index: &Index, service: &Key) -> Vec<u16> {
+    let service = index.service_object(service).into_iter();
+    let ports = service.flat_map(|service| service.tcp_ports());
+    ports.map(|port| port.port).collect()
+}
+
+/// The requests to a port of a Service.
+pub fn port(index: &Index, service: &Key, port: u16, clients: &str) -> Port {
+    let is_headless = index
+        .service_object(service)
+        .is_some_and(|one| one.is_headless);
+    let name = format!("{service}:{port}");
+    let rules = match index.table(service, port, clients) {
+        Some(table) => rows(table, &name, is_headless),
+        None => vec![unrouted(&name)],
+    };
+    Port {
+        port: port.into(),
+        rules,
+    }
+}
+
+/// Requests that no rule concerns, without any route.
+fn unrouted(service: &str) -> Row {
+    Row {
+        requests: "all".to_owned(),
+        backends: vec![of_service(service)],
+        ..Row::default()
+    }
+}
+
+fn of_service(service: &str) -> Backend {
+    Backend {
+        service: Some(service.to_owned()),
+        weight: 1,
     }
 }
 
@@ -161,7 +171,7 @@ fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
         .iter()
         .any(|(_, one)| conditions(one) == "all");
     let others = match (table.matches.is_empty(), table.grpc) {
-        (true, _) => Row::unrouted(service),
+        (true, _) => unrouted(service),
         (false, grpc) => Row {
             requests: "all others".to_owned(),
             actions: vec![if grpc { "UNIMPLEMENTED" } else { "status 404" }.to_owned()],
@@ -183,12 +193,12 @@ fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
 fn row(rule: &proto::RouteRule, service: &str, is_headless: bool) -> Row {
     // The rule does not choose a backend.
     let stays = is_headless || rule.to_destination;
-    let backends = rule.backends.iter().map(|backend| {
-        let name = Some(backend.name.clone()).filter(|name| !name.is_empty());
-        (name, backend.weight)
+    let backends = rule.backends.iter().map(|backend| Backend {
+        service: Some(backend.name.clone()).filter(|name| !name.is_empty()),
+        weight: backend.weight,
     });
     let backends = match rule.filters.iter().any(is_redirect) {
-        false if stays && !rule.invalid => vec![(Some(service.to_owned()), 1)],
+        false if stays && !rule.invalid => vec![of_service(service)],
         _ => backends.collect(),
     };
     let mut actions: Vec<String> = rule.filters.iter().map(action).collect();
@@ -307,8 +317,8 @@ mod tests {
     fn text(objects: &[Value], clients: &str) -> Vec<String> {
         let web = explain(objects, &Key::new("shop", "web"), clients).unwrap();
         let line = |row: &Row| {
-            let backend = |(name, weight): &(Option<String>, u32)| {
-                format!("{} {weight}", name.as_deref().unwrap_or("invalid"))
+            let backend = |Backend { service, weight }: &Backend| {
+                format!("{} {weight}", service.as_deref().unwrap_or("invalid"))
             };
             let backends: Vec<String> = row.backends.iter().map(backend).collect();
             let from = row.from.as_deref().unwrap_or("-");

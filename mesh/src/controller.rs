@@ -16,8 +16,9 @@ use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use diy_mesh_proto::{
     TOKEN_AUDIENCE,
     mesh::v1::{
-        GetIdentityRequest, GetIdentityResponse, GetServicesRequest, Service, WatchServicesRequest,
-        WatchServicesResponse, service_mesh_service_client::ServiceMeshServiceClient,
+        GetIdentityRequest, GetIdentityResponse, GetRoutesRequest, GetRoutesResponse,
+        GetServicesRequest, Service, WatchServicesRequest, WatchServicesResponse,
+        service_mesh_service_client::ServiceMeshServiceClient,
     },
 };
 use diy_mesh_runtime::error_chain;
@@ -63,6 +64,15 @@ pub struct Arguments {
     /// The cluster.
     #[command(flatten)]
     pub cluster: cluster::Arguments,
+    /// The account, or the controllers in place of those of a cluster.
+    #[command(flatten)]
+    pub access: Access,
+}
+
+/// The account, or the controllers in place of those of a cluster.
+#[derive(Args, Clone, Debug)]
+#[group(skip)]
+pub struct Access {
     /// Service account whose token is sent: NAMESPACE/NAME, or NAME in the namespace of the mesh. The
     /// controller lists what this account may list: the pods of all namespaces, or of its own
     #[arg(long, value_name = "ACCOUNT", default_value = VIEWER)]
@@ -183,15 +193,15 @@ fn https_url(text: &str) -> Result<Uri, String> {
 
 impl Controllers {
     /// The controllers at the given URLs, or those of the cluster.
-    pub async fn new(arguments: &Arguments) -> Result<Self, Error> {
-        match (&arguments.token_file, &arguments.roots_file) {
+    pub async fn new(Arguments { cluster, access }: &Arguments) -> Result<Self, Error> {
+        match (&access.token_file, &access.roots_file) {
             (Some(token), Some(roots)) => Ok(Self::of(Replicas::Urls(
-                arguments.controller.clone(),
+                access.controller.clone(),
                 [token.clone(), roots.clone()],
             ))),
             _ => {
-                let cluster = Cluster::connect(&arguments.cluster).await?;
-                let account = arguments.account.clone();
+                let cluster = Cluster::connect(cluster).await?;
+                let account = access.account.clone();
                 Ok(Self::of(Replicas::Cluster(Box::new(cluster), account)))
             }
         }
@@ -470,6 +480,32 @@ impl Controller {
     ) -> Result<Streaming<WatchServicesResponse>, Error> {
         let request = self.authorize(WatchServicesRequest { services });
         Ok(self.client.watch_services(request).await?.into_inner())
+    }
+
+    /// What happens with the requests of the clients of a namespace to a Service.
+    pub async fn routes(
+        &mut self,
+        service: String,
+        clients: String,
+    ) -> Result<GetRoutesResponse, Error> {
+        let mut all: Option<GetRoutesResponse> = None;
+        let mut page_token = String::new();
+        loop {
+            let request = self.authorize(GetRoutesRequest {
+                service: service.clone(),
+                clients: clients.clone(),
+                page_token,
+            });
+            let mut page = self.client.get_routes(request).await?.into_inner();
+            page_token = std::mem::take(&mut page.next_page_token);
+            match &mut all {
+                Some(all) => all.ports.append(&mut page.ports),
+                None => all = Some(page),
+            }
+            if page_token.is_empty() {
+                return Ok(all.unwrap_or_default());
+            }
+        }
     }
 
     /// The certificate status of the replica with all its workloads.

@@ -2,8 +2,6 @@
 //! conditions that the mesh has written to their status. Pure, except for the requests to the API
 //! server.
 
-use std::collections::BTreeSet;
-
 use diy_mesh_controller::catalog::resources;
 use diy_mesh_controller::kinds::{self, Kind};
 use diy_mesh_controller::policy;
@@ -210,84 +208,19 @@ fn list(value: &Value) -> std::slice::Iter<'_, Value> {
     list.unwrap_or_default().iter()
 }
 
-/// Lists the routes of a namespace, or of all, with Services as parents. Kinds that are not
-/// installed have none.
-pub async fn fetch(client: &Client, namespace: Option<&str>) -> Result<Vec<Route>, String> {
-    let mut routes = Vec::new();
-    for kind in Kind::routes() {
-        let objects = objects(client, namespace, kind).await?;
-        routes.extend(objects.iter().filter_map(Route::read));
-    }
-    Ok(routes)
-}
-
-/// All objects that may decide about the requests to Services, and what the user may not list. A
-/// kind that the user may not list in all namespaces is listed in `namespaces`. Kinds that are not
-/// installed have none.
-pub async fn fetch_all(
-    client: &Client,
-    namespaces: &BTreeSet<&str>,
-) -> Result<(Vec<Value>, Vec<String>), String> {
-    let others = [
-        Kind::Service,
-        Kind::Grant,
-        Kind::TrafficPolicy,
-        Kind::TrafficSplit,
-        Kind::RouteGroup,
-    ];
-    let (mut all, mut elsewhere, mut unknown) = (Vec::new(), Vec::new(), Vec::new());
-    for kind in Kind::routes().chain(others) {
-        match list_kind(client, None, kind).await {
-            Err(error) if is_forbidden(&error) => elsewhere.push(kind.name()),
-            listed => {
-                all.extend(listed.map_err(|error| describe_error(&error))?);
-                continue;
-            }
-        }
-        for namespace in namespaces {
-            match list_kind(client, Some(namespace), kind).await {
-                Err(error) if is_forbidden(&error) && kind != Kind::Service => {
-                    unknown.push(format!(
-                        "no {kind} of {namespace} is taken into account: {}",
-                        describe_error(&error)
-                    ));
-                }
-                listed => all.extend(listed.map_err(|error| describe_error(&error))?),
-            }
-        }
-    }
-    if !elsewhere.is_empty() {
-        let names = Vec::from_iter(namespaces.iter().copied());
-        unknown.push(format!(
-            "no {} of other namespaces than {} is taken into account: you may not list them in all \
-             namespaces",
-            elsewhere.join(", "),
-            names.join(", ")
-        ));
-    }
-    Ok((all, unknown))
-}
-
-fn is_forbidden(error: &kube::Error) -> bool {
-    matches!(error, kube::Error::Api(status) if status.code == 403)
-}
-
-/// The pods and slices of a namespace, which decide about its headless Services.
-pub async fn fetch_pods(client: &Client, namespace: &str) -> Result<Vec<Value>, String> {
-    let pods = objects(client, Some(namespace), Kind::Pod);
-    let slices = objects(client, Some(namespace), Kind::Slice);
-    Ok([pods.await?, slices.await?].concat())
-}
-
-/// Lists the objects of a kind, in the first of its versions that the cluster serves. None if the
-/// kind is not installed.
-pub async fn objects(
+/// Lists the objects of these kinds in a namespace, or in all, each in the first of its versions that
+/// the cluster serves. None of a kind that is not installed.
+pub async fn fetch(
     client: &Client,
     namespace: Option<&str>,
-    kind: Kind,
+    kinds: impl IntoIterator<Item = Kind>,
 ) -> Result<Vec<Value>, String> {
-    let listed = list_kind(client, namespace, kind).await;
-    listed.map_err(|error| describe_error(&error))
+    let mut all = Vec::new();
+    for kind in kinds {
+        let listed = list_kind(client, namespace, kind).await;
+        all.extend(listed.map_err(|error| describe_error(&error))?);
+    }
+    Ok(all)
 }
 
 async fn list_kind(
@@ -301,9 +234,8 @@ async fn list_kind(
             None => Api::all_with(client.clone(), &resource),
         };
         let items = match cluster::list(api, &ListParams::default()).await {
-            Ok(items) => items,
             Err(kube::Error::Api(status)) if status.code == 404 => continue,
-            Err(error) => return Err(error),
+            items => items?,
         };
         let objects = items.into_iter().map(|item| {
             // Items of a list have no kind.
@@ -381,8 +313,7 @@ mod tests {
         assert_eq!(Route::read(&object).unwrap().parents[0].conditions, []);
     }
 
-    /// An API server whose user may list Services and HTTPRoutes of `shop` and GRPCRoutes of all
-    /// namespaces. It serves ReferenceGrant v1 only.
+    /// An API server whose user may list some kinds in `shop` only. It serves ReferenceGrant v1 only.
     fn namespaced() -> Client {
         let service = tower::service_fn(|request: hyper::Request<kube::client::Body>| async move {
             let path = request.uri().path().to_owned();
@@ -393,8 +324,9 @@ mod tests {
             let (code, body) = match &*path {
                 "/api/v1/namespaces/shop/services"
                 | "/apis/gateway.networking.k8s.io/v1/namespaces/shop/httproutes"
-                | "/apis/gateway.networking.k8s.io/v1/namespaces/shop/referencegrants"
-                | "/apis/gateway.networking.k8s.io/v1/grpcroutes" => (200, list),
+                | "/apis/gateway.networking.k8s.io/v1/namespaces/shop/referencegrants" => {
+                    (200, list)
+                }
                 path if path.contains("v1beta1") => (404, status(404)),
                 _ => (403, status(403)),
             };
@@ -405,28 +337,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn users_of_one_namespace_see_its_objects_and_what_is_unknown() {
-        let (client, shop) = (namespaced(), BTreeSet::from(["shop"]));
-        let (objects, unknown) = fetch_all(&client, &shop).await.unwrap();
-        let kinds: Vec<&str> = objects
+    async fn lists_the_version_of_a_kind_that_is_served_and_names_what_is_forbidden() {
+        let client = namespaced();
+        let kinds = [Kind::HttpRoute, Kind::Service, Kind::Grant];
+        let objects = fetch(&client, Some("shop"), kinds).await.unwrap();
+        let found: Vec<&str> = objects
             .iter()
             .filter_map(|one| one["kind"].as_str())
             .collect();
-        let expected = ["HTTPRoute", "GRPCRoute", "Service", "ReferenceGrant"];
-        assert_eq!(kinds, expected);
-        let forbidden = "no TrafficPolicy of shop is taken into account: forbidden: ";
-        assert!(
-            unknown.iter().any(|one| one.starts_with(forbidden)),
-            "{unknown:?}"
-        );
-        let last = unknown.last().unwrap();
-        let expected = "no HTTPRoute, TCPRoute, Service, ReferenceGrant, TrafficPolicy, ";
-        assert!(last.starts_with(expected), "{last}");
-        assert!(last.contains(" of other namespaces than shop "), "{last}");
-        // Without its Service, nothing can be said.
-        let other = BTreeSet::from(["other"]);
-        let error = fetch_all(&client, &other).await.unwrap_err();
-        assert!(error.ends_with("/namespaces/other/services"), "{error}");
+        assert_eq!(found, ["HTTPRoute", "Service", "ReferenceGrant"]);
+        assert_eq!(objects[2]["apiVersion"], "gateway.networking.k8s.io/v1");
+        let error = fetch(&client, None, kinds).await.unwrap_err();
+        assert!(error.starts_with("forbidden: "), "{error}");
     }
 
     #[test]

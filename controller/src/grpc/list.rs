@@ -1,5 +1,5 @@
-//! The calls for people and tools, which list pods: GetServices, WatchServices and GetIdentity. A
-//! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are
+//! The calls for people and tools: GetServices, WatchServices, GetRoutes and GetIdentity. A caller
+//! gets what is in the namespaces whose pods it may list. Answers come in pages and are
 //! charged to the caller until they have been sent.
 
 use std::collections::BTreeSet;
@@ -16,6 +16,7 @@ use super::name::parse_key;
 use super::{Call, Mesh, ResponseStream, message, stream_age, watch};
 use crate::authenticate::Namespaces;
 use crate::authority::status;
+use crate::explain;
 use crate::index::object::Key;
 use crate::quota::{Charge, SUBSCRIPTION_BYTES};
 
@@ -118,6 +119,68 @@ impl Mesh {
         Ok(Response::new(Box::pin(responses)))
     }
 
+    /// A page of the ports of a Service, with what happens with the requests to them.
+    pub(super) async fn list_routes(
+        &self,
+        request: Request<proto::GetRoutesRequest>,
+    ) -> Result<Response<proto::GetRoutesResponse>, Status> {
+        let mut viewer = self.viewer(&request).await?;
+        let request = request.into_inner();
+        let key = service_key(&request.service, &viewer.namespaces)?;
+        let clients = match request.clients.as_str() {
+            "" => &key.namespace,
+            clients => clients,
+        };
+        // Routes of the clients' own namespace may take precedence.
+        if !viewer.namespaces.contains(clients) {
+            return Err(denied("clients", clients));
+        }
+        let first: usize = match request.page_token.as_str() {
+            "" => 0,
+            token => token.parse().map_err(|_| invalid_token(token))?,
+        };
+        let hub = &self.context.hub;
+        let found = hub.read(|index| {
+            let summary = explain::summary(index, &key, clients)?;
+            let objects = explain::deciding(index, &key, clients);
+            Some((summary, objects, explain::tcp_ports(index, &key)))
+        });
+        let missing = || Status::not_found(format!("the Service {key} does not exist"));
+        let (mut page, mut objects, ports) = found.ok_or_else(missing)?;
+        if !request.page_token.is_empty() {
+            page = proto::GetRoutesResponse::default();
+            objects.clear();
+        }
+        let mut bytes = page.encoded_len();
+        viewer.charge.add(bytes)?;
+        for id in &objects {
+            if bytes >= MAX_PAGE_BYTES {
+                page.problems
+                    .push("others, which are not listed".to_owned());
+                break;
+            }
+            let mut problems = hub.read(|index| explain::problems_of(index, &key, id));
+            let length = problems.iter().map(String::len).sum();
+            viewer.charge.add(length)?;
+            bytes += length;
+            page.problems.append(&mut problems);
+            tokio::task::yield_now().await;
+        }
+        for (position, port) in ports.iter().enumerate().skip(first) {
+            if bytes >= MAX_PAGE_BYTES {
+                page.next_page_token = position.to_string();
+                break;
+            }
+            let port = hub.read(|index| explain::port(index, &key, *port, clients));
+            let length = port.encoded_len();
+            viewer.charge.add(length)?;
+            bytes += length;
+            page.ports.push(port);
+            tokio::task::yield_now().await;
+        }
+        Ok(viewer.respond(page))
+    }
+
     /// A page of the workloads that are connected to this replica, with the state of the CA.
     pub(super) async fn list_workloads(
         &self,
@@ -157,18 +220,24 @@ fn invalid_token(token: &str) -> Status {
 
 /// The named Services, all of which are in these namespaces.
 fn service_keys(names: &[String], namespaces: &Namespaces) -> Result<BTreeSet<Key>, Status> {
-    let parse = |name: &String| {
-        let invalid = || format!("services: {name:?} is not NAMESPACE/NAME");
-        let key = parse_key(name).ok_or_else(|| Status::invalid_argument(invalid()))?;
-        match namespaces.contains(&key.namespace) {
-            true => Ok(key),
-            false => Err(Status::permission_denied(format!(
-                "services: {name:?} is not in the namespace of your service account, and it may \
-                 not list the pods of all namespaces"
-            ))),
-        }
-    };
-    names.iter().map(parse).collect()
+    let keys = names.iter().map(|name| service_key(name, namespaces));
+    keys.collect()
+}
+
+fn service_key(name: &str, namespaces: &Namespaces) -> Result<Key, Status> {
+    let invalid = || format!("services: {name:?} is not NAMESPACE/NAME");
+    let key = parse_key(name).ok_or_else(|| Status::invalid_argument(invalid()))?;
+    match namespaces.contains(&key.namespace) {
+        true => Ok(key),
+        false => Err(denied("services", name)),
+    }
+}
+
+fn denied(field: &str, name: &str) -> Status {
+    Status::permission_denied(format!(
+        "{field}: {name:?} is not in the namespace of your service account, and it may not list the \
+         pods of all namespaces"
+    ))
 }
 
 #[cfg(test)]

@@ -174,6 +174,13 @@ impl ServiceMeshService for Mesh {
         self.list_services(request).await
     }
 
+    async fn get_routes(
+        &self,
+        request: Request<proto::GetRoutesRequest>,
+    ) -> Result<Response<proto::GetRoutesResponse>, Status> {
+        self.list_routes(request).await
+    }
+
     type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;
 
     async fn watch_services(

@@ -40,6 +40,7 @@ use view::ServiceView;
 
 use crate::authenticate::PodRef;
 use crate::kinds::Report;
+use crate::policy::Target;
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::mesh::Mesh;
@@ -295,6 +296,22 @@ impl Index {
     pub fn route_statuses(&self) -> Vec<RouteStatus> {
         let all = self.with_status().into_iter();
         all.filter_map(|id| self.status(&id).ok()?).collect()
+    }
+
+    /// A Service with its canaries, and the routes and policies that name it.
+    pub fn objects_of_service(&self, key: &Key) -> BTreeSet<RouteId> {
+        let mut ids = BTreeSet::from([(Kind::Service, key.clone())]);
+        self.routes.mark(key, &mut ids);
+        let target = Target::Service(key.clone());
+        for link in [Link::CanaryOf(key.clone()), Link::Target(target)] {
+            ids.extend(self.links.ids(&link).cloned());
+        }
+        ids
+    }
+
+    /// A Service.
+    pub fn service_object(&self, key: &Key) -> Option<&Service> {
+        self.services.get(key)
     }
 
     /// A Service with all endpoints.

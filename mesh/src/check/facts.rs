@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use diy_mesh_controller::{kinds::Kind, policy};
 use diy_mesh_injector::containers::{ADMIN_PORT_FLAG, ROOTS_CONFIG_MAP};
 use futures::future::join_all;
 use k8s_openapi::{
@@ -25,7 +26,7 @@ use tokio::join;
 use super::{
     MAX_DETAILS,
     permissions::{self, Permission},
-    pods, policies,
+    pods,
     traffic::{self, Traffic},
     upgrade,
     workloads::{self, Workload},
@@ -101,6 +102,13 @@ pub enum DryRun {
     Failed(String),
 }
 
+/// What routes and policies refer to, and the kinds of SMI.
+const OTHER_KINDS: [Kind; 4] = [
+    Kind::Service,
+    Kind::Grant,
+    Kind::TrafficSplit,
+    Kind::RouteGroup,
+];
 /// The name of the webhook configuration.
 pub const WEBHOOK: &str = "diy-service-mesh-injector";
 /// The Secret with the serving certificate of the injector.
@@ -127,9 +135,10 @@ impl Facts {
             dry_run,
             workloads,
             gateway_api,
+            policy_definition,
             routes,
-            (policy_definition, policies),
-            judgement,
+            policies,
+            others,
         ) = join!(
             list(Api::all(client.clone()), &all),
             list(Api::all(client.clone()), &all),
@@ -144,10 +153,15 @@ impl Facts {
             dry_run(cluster),
             workloads::list(cluster),
             routes::definitions(client),
-            routes::fetch(client, None),
-            policies::read(client),
-            upgrade::read(client),
+            routes::definition(client, "trafficpolicies", policy::GROUP),
+            routes::fetch(client, None, Kind::routes()),
+            routes::fetch(client, None, [Kind::TrafficPolicy]),
+            routes::fetch(client, None, OTHER_KINDS),
         );
+        let objects = [&routes, &policies, &others].map(Clone::clone);
+        let objects = objects.into_iter().collect::<Fact<Vec<_>>>();
+        let judgement = objects.map(|objects| upgrade::judge(&objects.concat()));
+        let routes = routes.map(|all| all.iter().filter_map(Route::read).collect());
         let now = now();
         let identity = identity.map(Mesh::merge).map_err(|error| error.to_string());
         let ready_pages = async {

@@ -2,16 +2,13 @@
 
 use std::collections::BTreeSet;
 
-use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::policy::{GROUP, VERSION};
-use kube::Client;
 use serde_json::Value;
-use tokio::join;
 
-use super::facts::{Fact, Facts};
+use super::facts::Facts;
 use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, Findings, count, or_ok};
-use crate::routes::{self, CONTROLLER_NAME};
+use crate::routes::CONTROLLER_NAME;
 
 /// The definition of this version.
 const DEFINITION: &str = include_str!(concat!(
@@ -19,14 +16,6 @@ const DEFINITION: &str = include_str!(concat!(
     "/../manifests/crds/trafficpolicies.yaml"
 ));
 const ADVICE: &str = "kubectl apply -k manifests/crds";
-
-/// Reads the definition, if it is installed, and the policies.
-pub(super) async fn read(client: &Client) -> (Fact<Option<Value>>, Fact<Vec<Value>>) {
-    join!(
-        routes::definition(client, "trafficpolicies", GROUP),
-        routes::objects(client, None, Kind::TrafficPolicy)
-    )
-}
 
 /// The definition is installed, and has the fields of this version.
 pub(super) fn definition(facts: &Facts) -> Findings<'_> {

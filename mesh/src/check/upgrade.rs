@@ -7,14 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use diy_mesh_controller::explain;
 use diy_mesh_controller::index::object::Kind;
 use diy_mesh_controller::routes::{PARTIALLY_INVALID, RouteStatus, status};
-use kube::Client;
 use kube::core::DynamicObject;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::facts::{Fact, Facts};
+use super::facts::Facts;
 use super::{Finding, Findings, or_ok};
-use crate::routes::{self, CONTROLLER_NAME};
+use crate::routes::CONTROLLER_NAME;
 
 /// The conditions that the objects of the cluster alone decide.
 const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
@@ -27,15 +26,6 @@ pub struct Judgement {
     /// The errors of TrafficSplits and of the canary annotations and ports of Services, which have
     /// no conditions.
     pub errors: Vec<String>,
-}
-
-/// Reads the objects, and judges them.
-pub(super) async fn read(client: &Client) -> Fact<Judgement> {
-    let (objects, mut unknown) = routes::fetch_all(client, &BTreeSet::new()).await?;
-    match unknown.pop() {
-        Some(reason) => Err(reason),
-        None => Ok(judge(&objects)),
-    }
 }
 
 /// Controllers of this release leave the conditions as they are.

@@ -1,18 +1,21 @@
 //! `mesh routes`: lists the routes of Services with their parents, backends and conditions, or
-//! prints what happens with the requests to a Service, from a cluster or from files. Changes
+//! prints what happens with the requests to a Service, as the controller or files say. Changes
 //! nothing.
 
-use std::{collections::BTreeSet, fs, io, path::PathBuf, process::ExitCode};
+use std::{fs, io, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use diy_mesh_controller::explain::{Explanation, Row, explain};
+use diy_mesh_controller::explain::explain;
 use diy_mesh_controller::index::object::Key;
+use diy_mesh_controller::kinds::Kind;
+use diy_mesh_proto::mesh::v1::{GetRoutesResponse as Explanation, get_routes_response::Rule};
 use serde_json::{Value, json};
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     cluster::{self, Cluster},
+    controller::{self, Access, Controllers},
     routes::{self, Condition, Route},
 };
 use diy_mesh_sandbox::manifest;
@@ -35,15 +38,29 @@ pub struct Arguments {
     /// Context of the kubeconfig [default: the current context]
     #[arg(long, value_name = "NAME")]
     context: Option<String>,
+    /// Namespace of the mesh, whose controller explains the Services
+    #[arg(long, value_name = "NAME", default_value = "service-mesh")]
+    mesh_namespace: String,
+    #[command(flatten)]
+    access: Access,
     /// Namespace of the routes [default: all]
     #[arg(short, long, value_name = "NAME", conflicts_with = "services")]
     namespace: Option<String>,
     /// File with objects to read in place of a cluster, which have no conditions; repeatable
-    #[arg(short, long, value_name = "FILE", conflicts_with = "context")]
+    #[arg(short, long, value_name = "FILE", conflicts_with_all = ["context", "controller"])]
     filename: Vec<PathBuf>,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
+}
+
+impl Arguments {
+    fn cluster(&self) -> cluster::Arguments {
+        cluster::Arguments {
+            context: self.context.clone(),
+            namespace: self.mesh_namespace.clone(),
+        }
+    }
 }
 
 /// Parses `NAMESPACE/NAME`.
@@ -60,6 +77,11 @@ fn service(text: &str) -> Result<Key, String> {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let colors = Colors::of(&io::stdout());
     let text = if arguments.services.is_empty() {
+        if !arguments.access.controller.is_empty() {
+            bail!(
+                "--controller requires names of Services: a list is read from a cluster or from files"
+            );
+        }
         let routes = routes(arguments)?;
         match arguments.output {
             Output::Json => format!("{:#}\n", json!(routes)),
@@ -80,17 +102,16 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
-    let mut routes = match arguments.filename.is_empty() {
+    let objects = match arguments.filename.is_empty() {
         true => super::block_on(async {
-            let cluster = connect(arguments).await?;
-            let routes = routes::fetch(&cluster.client, arguments.namespace.as_deref()).await;
-            routes.map_err(|error| anyhow!("failed to list routes: {error}"))
+            let cluster = Cluster::connect(&arguments.cluster()).await?;
+            let namespace = arguments.namespace.as_deref();
+            let objects = routes::fetch(&cluster.client, namespace, Kind::routes()).await;
+            objects.map_err(|error| anyhow!("failed to list routes: {error}"))
         })??,
-        false => {
-            let objects = from_files(&arguments.filename)?;
-            objects.iter().filter_map(Route::read).collect()
-        }
+        false => from_files(&arguments.filename)?,
     };
+    let mut routes: Vec<Route> = objects.iter().filter_map(Route::read).collect();
     let namespace = arguments.namespace.as_ref();
     routes.retain(|route| namespace.is_none_or(|namespace| *namespace == route.namespace));
     let key = |route: &Route| [&route.namespace, &route.name, &route.kind].map(String::clone);
@@ -99,70 +120,33 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
 }
 
 fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
-    let (objects, unknown) = match arguments.filename.is_empty() {
-        true => super::block_on(async {
-            let cluster = connect(arguments).await?;
-            fetch(&cluster, &arguments.services, arguments.clients.as_deref()).await
-        })??,
-        false => (from_files(&arguments.filename)?, Vec::new()),
-    };
-    let mut all = Vec::new();
-    for service in &arguments.services {
+    if arguments.filename.is_empty() {
+        return super::block_on(ask(arguments))?;
+    }
+    let objects = from_files(&arguments.filename)?;
+    let explained = arguments.services.iter().map(|service| {
         let clients = arguments.clients.as_deref().unwrap_or(&service.namespace);
-        match explain(&objects, service, clients) {
-            Some(mut explanation) => {
-                explanation.problems.extend(unknown.iter().cloned());
-                all.push(explanation);
-            }
-            None if arguments.filename.is_empty() => bail!("the Service {service} does not exist"),
-            None => bail!(
-                "the files do not contain the Service {service}; add the file that does with --filename"
-            ),
-        }
-    }
-    Ok(all)
+        explain(&objects, service, clients).with_context(|| {
+            format!("the files do not contain the Service {service}; add the file that does with --filename")
+        })
+    });
+    explained.collect()
 }
 
-/// What decides about the requests to Services, and what the user may not list.
-async fn fetch(
-    cluster: &Cluster,
-    services: &[Key],
-    clients: Option<&str>,
-) -> Result<(Vec<Value>, Vec<String>)> {
-    let namespaces = services.iter().map(|service| &*service.namespace);
-    let namespaces: BTreeSet<&str> = namespaces.chain(clients).collect();
-    let objects = routes::fetch_all(&cluster.client, &namespaces).await;
-    let (mut objects, unknown) =
-        objects.map_err(|error| anyhow!("failed to list Services, routes or policies: {error}"))?;
-    let headless = services.iter().filter(|key| is_headless(&objects, key));
-    let namespaces: BTreeSet<_> = headless.map(|key| key.namespace.clone()).collect();
-    for namespace in namespaces {
-        let pods = routes::fetch_pods(&cluster.client, &namespace).await;
-        let pods = pods.map_err(|error| {
-            anyhow!("failed to list the pods or EndpointSlices of {namespace}: {error}")
-        })?;
-        objects.extend(pods);
-    }
-    Ok((objects, unknown))
-}
-
-fn is_headless(objects: &[Value], service: &Key) -> bool {
-    objects.iter().any(|object| {
-        let metadata = &object["metadata"];
-        object["kind"] == "Service"
-            && metadata["namespace"] == *service.namespace
-            && metadata["name"] == *service.name
-            && object["spec"]["clusterIP"] == "None"
+/// What a controller says about the Services.
+async fn ask(arguments: &Arguments) -> Result<Vec<Explanation>> {
+    let controllers = Controllers::new(&controller::Arguments {
+        cluster: arguments.cluster(),
+        access: arguments.access.clone(),
     })
-}
-
-async fn connect(arguments: &Arguments) -> Result<Cluster> {
-    let arguments = cluster::Arguments {
-        context: arguments.context.clone(),
-        // Not needed: routes are in all namespaces.
-        namespace: String::new(),
-    };
-    Ok(Cluster::connect(&arguments).await?)
+    .await?;
+    let mut controller = controllers.connect().await?;
+    let mut explained = Vec::new();
+    for service in &arguments.services {
+        let clients = arguments.clients.clone().unwrap_or_default();
+        explained.push(controller.routes(service.to_string(), clients).await?);
+    }
+    Ok(explained)
 }
 
 fn from_files(files: &[PathBuf]) -> Result<Vec<Value>> {
@@ -198,14 +182,14 @@ fn explanation(one: &Explanation, colors: Colors) -> String {
     text
 }
 
-fn rows_of_rule(port: u16, rule: &Row) -> Vec<Vec<Cell>> {
+fn rows_of_rule(port: u32, rule: &Rule) -> Vec<Vec<Cell>> {
     let plain = |text: String| (TextStyle::Ok, text);
-    let backends = rule.backends.iter().map(|(name, weight)| {
-        let name = match name {
+    let backends = rule.backends.iter().map(|backend| {
+        let name = match &backend.service {
             Some(name) => plain(name.clone()),
             None => (TextStyle::Error, "invalid".to_owned()),
         };
-        [name, plain(weight.to_string())]
+        [name, plain(backend.weight.to_string())]
     });
     let mut backends: Vec<[Cell; 2]> = backends.collect();
     if backends.is_empty() {
@@ -361,18 +345,6 @@ PORT  REQUESTS             BACKEND                        WEIGHT  FROM          
         for text in ["shop", "/", "a/b/c", "a/"] {
             assert!(service(text).is_err(), "{text}");
         }
-    }
-
-    #[test]
-    fn pods_and_slices_decide_about_headless_services_only() {
-        let service = |name: &str, ip: &str| {
-            json!({"kind": "Service", "metadata": {"name": name, "namespace": "shop"},
-            "spec": {"clusterIP": ip}})
-        };
-        let objects = [service("web", "10.0.0.1"), service("pods", "None")];
-        assert!(is_headless(&objects, &Key::new("shop", "pods")));
-        assert!(!is_headless(&objects, &Key::new("shop", "web")));
-        assert!(!is_headless(&objects, &Key::new("other", "pods")));
     }
 
     #[test]

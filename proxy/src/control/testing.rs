@@ -252,6 +252,13 @@ impl ServiceMeshService for FakeService {
         Err(Status::unimplemented("not called by proxies"))
     }
 
+    async fn get_routes(
+        &self,
+        _: Request<proto::GetRoutesRequest>,
+    ) -> Result<Response<proto::GetRoutesResponse>, Status> {
+        Err(Status::unimplemented("not called by proxies"))
+    }
+
     async fn watch_services(
         &self,
         _: Request<proto::WatchServicesRequest>,

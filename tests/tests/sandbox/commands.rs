@@ -1,4 +1,4 @@
-//! `mesh identity`, `mesh rotate-root` and `mesh services` in a sandbox: their output matches the
+//! `mesh identity`, `mesh rotate-root`, `mesh services` and `mesh routes` in a sandbox: their output matches the
 //! state of the mesh, and the new root is in use everywhere when `mesh rotate-root` completes.
 
 use std::{
@@ -116,7 +116,10 @@ fn services_lists_endpoints_with_identities_and_watches_them() {
         --token-file /var/run/secrets/diy-service-mesh/token \
         --roots-file /var/run/secrets/diy-service-mesh/roots.pem";
     let run = |script: &str| {
-        let script = script.replace("SERVICES", services);
+        let routes = services.replace("mesh services", "mesh routes");
+        let script = script
+            .replace("SERVICES", services)
+            .replace("ROUTES", &routes);
         let argv = ["timeout", "60", "bash", "-c", &script];
         sandbox
             .exec(&pod, "proxy", &argv)
@@ -162,6 +165,28 @@ fn services_lists_endpoints_with_identities_and_watches_them() {
         "{table}"
     );
     assert!(table.contains(&pod.name), "{table}");
+
+    let routes = run("ROUTES servers/http-server -o json").stdout;
+    let routes: Value = serde_json::from_str(&routes).expect("JSON");
+    assert_eq!(routes[0]["clients"], "servers", "{routes:#}");
+    let rule = &routes[0]["ports"][0]["rules"][0];
+    assert_eq!(rule["requests"], "all", "{routes:#}");
+    assert_eq!(rule["backends"][0]["service"], "servers/http-server:80");
+    let denied = "not in the namespace of your service account";
+    for (script, reason) in [
+        ("ROUTES service-mesh/controller", denied),
+        ("ROUTES servers/http-server --clients other", denied),
+        (
+            "ROUTES servers/none",
+            "the Service servers/none does not exist",
+        ),
+    ] {
+        let output = run(script);
+        assert!(
+            output.code == 1 && output.stderr.contains(reason),
+            "{script}: {output:?}"
+        );
+    }
 
     let wrong = run("SERVICES http-server");
     assert!(
