@@ -15,10 +15,10 @@ use diy_mesh_runtime::LogFormat;
 use http::Uri;
 use tracing_subscriber::filter::Targets;
 
-use crate::dump::{Format, Mode};
-use crate::policy::Policy;
-use crate::probe::{KubeletProbe, Pod};
-use crate::timeouts::Timeouts;
+use crate::inbound::policy::Policy;
+use crate::limits::timeouts::Timeouts;
+use crate::observe::dump::{Format, Mode};
+use crate::observe::probe::{KubeletProbe, Pod};
 
 /// The largest `--max-connection-age`, in seconds: a year, longer than any certificate is valid.
 const MAX_CONNECTION_AGE: u64 = 365 * 24 * 3600;

@@ -35,11 +35,11 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, timeou
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tracing::{debug, info, warn};
 
-use crate::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, describe};
-use crate::exceptions::Exceptions;
-use crate::identity::{CurrentCredentials, Roots, Trust};
-use crate::metrics::DiscoveryMetrics;
-use crate::policy::Policy;
+use crate::inbound::policy::Policy;
+use crate::observe::exceptions::Exceptions;
+use crate::observe::metrics::DiscoveryMetrics;
+use crate::secure::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, describe};
+use crate::secure::identity::{CurrentCredentials, Roots, Trust};
 pub use affinity::Affinity;
 use exceptions::Reported;
 use own_pod::{OwnPod, Received};

@@ -1,58 +1,34 @@
 //! The data plane: one proxy beside each pod. Every TCP connection of the pod passes through it,
 //! redirected by the rules that proxy-init wrote.
 //!
-//! Read `connection.rs` first: the path, one call a step, inbound and outbound. Step 3 is
-//! `detect.rs`. `http1/`, `http2/` and `opaque.rs` serve: each carries out the plan of a request
-//! (`route/plan.rs`) in one function, after `filters.rs`, by attempts (`attempts.rs`) at endpoints from
-//! `balance/` and `connect/`. `record.rs` is what metrics, dumps and the log get of it. Beside the path: `discovery.rs` and `identity.rs`, both by
-//! way of `control.rs`; `probe.rs`; `dump/`, `metrics.rs`; and `error.rs`, the one map of failures.
+//! Read `path/connection.rs` first: the path, one call a step, inbound and outbound. Step 3 is
+//! `path/detect.rs`. `serve/` carries out the plan of each request (`route/plan.rs`), once
+//! `serve/filters.rs` permits it, by attempts (`serve/attempts.rs`) at the endpoints of `upstream/`.
+//! `context/record.rs` is what metrics, dumps and the log get of it (`observe/`). Beside the path:
+//! `discovery.rs` and `secure/identity.rs`, both by way of `secure/control.rs`; and `error.rs`, the
+//! one map of failures. The folders stand in the order of the path, and import from later ones only.
 //!
 //! The main thread runs what is slow and shared: the admin server, discovery, renewal, shutdown.
 //! Each worker thread has its own listeners, pools and balancers: a request stays on one core. It
 //! takes no lock but for rate limits and session affinity, which the workers share, and for failures
-//! (`exceptions.rs`).
+//! (`observe/exceptions.rs`).
 
-mod attempts;
-pub mod authority;
-pub mod balance;
-mod batched;
 pub mod config;
-pub mod connect;
-pub mod connection;
-pub mod control;
-pub mod copy;
-pub mod deadline;
-pub mod destination;
-pub mod detect;
+pub mod context;
 pub mod discovery;
-pub mod dump;
 pub mod endpoint;
 pub mod error;
-pub mod exceptions;
-mod filters;
-pub mod flow;
 pub mod http;
-pub mod http1;
-pub mod http2;
-pub mod identity;
-pub mod io;
+pub mod inbound;
 mod labels;
-pub mod lifetime;
-pub mod limit;
-pub mod listener;
-pub mod memory;
-pub mod metrics;
-pub mod mirror;
-pub mod opaque;
-pub mod policy;
-pub mod probe;
+pub mod limits;
+pub mod observe;
+pub mod path;
 pub mod protocol;
-pub mod record;
 pub mod route;
-mod scratch;
-pub mod timeouts;
-pub mod tls;
-pub mod worker;
+pub mod secure;
+pub mod serve;
+pub mod upstream;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::Arc;
@@ -66,13 +42,13 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
-use crate::connection::Listeners;
-use crate::control::{Control, Tls};
 use crate::discovery::Discovery;
-use crate::dump::{DumpConfig, Dumps};
-use crate::identity::{CurrentCredentials, Trust};
-use crate::memory::Memory;
-use crate::metrics::Metrics;
+use crate::limits::memory::Memory;
+use crate::observe::dump::{DumpConfig, Dumps};
+use crate::observe::metrics::Metrics;
+use crate::path::connection::Listeners;
+use crate::secure::control::{Control, Tls};
+use crate::secure::identity::{CurrentCredentials, Trust};
 
 /// Maximum number of connections, if the limit of open files permits.
 const MAX_CONNECTIONS: u64 = 50_000;
@@ -115,7 +91,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         );
     }
     let admin = match config.kubelet_probes() {
-        Some((pod, probes)) => probe::add_routes(admin, probes, pod, &metrics.exceptions),
+        Some((pod, probes)) => observe::probe::add_routes(admin, probes, pod, &metrics.exceptions),
         None => admin,
     };
     let admin_port = config.admin_port;
@@ -134,7 +110,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let mut workers = Vec::new();
     for number in 0..config.workers {
         let listeners = bind(&config)?;
-        let context = worker::WorkerContext {
+        let context = context::worker::WorkerContext {
             config: config.clone(),
             dumps: dumps.clone(),
             metrics: metrics.clone(),
@@ -144,8 +120,8 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             memory: memory.clone(),
             drain: drain.clone(),
         };
-        let serve = move |worker| connection::serve(worker, listeners);
-        workers.push(worker::spawn(number, context, serve)?);
+        let serve = move |worker| path::connection::serve(worker, listeners);
+        workers.push(context::worker::spawn(number, context, serve)?);
     }
     listening.send_replace(None);
     tokio::spawn(meet_once(discovery.unready(), Option::clone, discovering));
@@ -194,7 +170,7 @@ fn start_control(
     let control = Control::new(config.controller.clone(), token_file, tls);
     let credentials = match proof {
         Some(proof) => {
-            let (credentials, renewal) = identity::start(
+            let (credentials, renewal) = secure::identity::start(
                 control.clone(),
                 proof.identity.trust_domain().to_owned(),
                 trust.clone(),
@@ -214,7 +190,7 @@ fn start_control(
                 "plaintext connection to the controller at {}: the proxy has no identity, meshed pods are unreachable",
                 config.controller
             );
-            identity::none()
+            secure::identity::none()
         }
     };
     let (memory, workers) = (memory.clone(), config.workers);
@@ -254,10 +230,10 @@ fn bind(config: &Config) -> anyhow::Result<Listeners> {
     let user_timeout = config.timeouts.tcp_user;
     let port =
         |flag: &str, port: u16, v4: Ipv4Addr, v6: Ipv6Addr| -> anyhow::Result<Vec<TcpListener>> {
-            let v4 = listener::bind(IpAddr::V4(v4), port, user_timeout)
+            let v4 = path::listener::bind(IpAddr::V4(v4), port, user_timeout)
                 .with_context(|| format!("failed to listen on {v4}:{port} (--{flag})"))?;
             // Optional: without IPv6, nothing is redirected either.
-            let v6 = listener::bind(IpAddr::V6(v6), port, user_timeout)
+            let v6 = path::listener::bind(IpAddr::V6(v6), port, user_timeout)
                 .inspect_err(|error| tracing::debug!("IPv6 is unavailable: {error}"));
             Ok(std::iter::once(v4).chain(v6).collect())
         };
@@ -287,7 +263,7 @@ fn connection_limit() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::testing::{FakeController, soon};
+    use crate::secure::control::testing::{FakeController, soon};
     use diy_mesh_proto::mesh::v1 as proto;
     use proto::discover_response::Update;
     use proto::snapshot::Kind;

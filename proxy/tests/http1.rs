@@ -233,7 +233,7 @@ fn retries_only_idempotent_request_on_closed_pooled_connection() {
     on_worker(async {
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
-        let destination = diy_mesh_proxy::balance::Backend::alone(address);
+        let destination = diy_mesh_proxy::upstream::balance::Backend::alone(address);
         let mut client = mesh.connect(&destination).await;
         write(&mut client, "GET /1 HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let mut app = server.accept().await;
@@ -275,7 +275,7 @@ fn retries_body_that_arrives_in_pieces_if_it_is_short() {
         const HEAD: &str = "PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
         let (mut server, address) = App::listen().await;
         let mesh = Mesh::new();
-        let destination = diy_mesh_proxy::balance::Backend::alone(address);
+        let destination = diy_mesh_proxy::upstream::balance::Backend::alone(address);
         for (second_chunk, is_retried) in [(5, true), (17_000, false)] {
             let mut client = mesh.connect(&destination).await;
             write(&mut client, "GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;

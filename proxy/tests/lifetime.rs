@@ -9,7 +9,7 @@ use std::future::poll_fn;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use diy_mesh_proxy::lifetime::Lifetime;
+use diy_mesh_proxy::limits::lifetime::Lifetime;
 use support::{
     App, Mesh, answering_app, is_reset, jump, listen, on_worker, on_worker_with_jumps, read_all,
     read_until, until, write,

@@ -6,7 +6,7 @@ mod support;
 use std::rc::Rc;
 use std::time::Duration;
 
-use diy_mesh_proxy::balance::Backend;
+use diy_mesh_proxy::upstream::balance::Backend;
 use support::{App, Mesh, closed_address, listen, on_worker, read_all, read_until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

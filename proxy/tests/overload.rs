@@ -5,7 +5,7 @@
 mod support;
 
 use bytes::Bytes;
-use diy_mesh_proxy::memory::{Charge, Holder};
+use diy_mesh_proxy::limits::memory::{Charge, Holder};
 use diy_mesh_runtime::admission::Class;
 use support::{App, Mesh, answering_app, is_reset, listen, on_worker, read_until, until, write};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -172,7 +172,7 @@ fn unauthenticated_clients_that_read_nothing_leave_memory_to_peers() {
         }
         assert!(used(&mesh) > mesh.worker.admission.max_bytes() / 4 * 3);
         let far = std::time::Instant::now() + std::time::Duration::from_secs(3600);
-        let lifetime = diy_mesh_proxy::lifetime::Lifetime {
+        let lifetime = diy_mesh_proxy::limits::lifetime::Lifetime {
             retires_at: far,
             certificate_ends_at: far,
             resets_at: None,

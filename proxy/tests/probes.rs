@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_proxy::exceptions::Exceptions;
-use diy_mesh_proxy::metrics::Metrics;
-use diy_mesh_proxy::probe::{KubeletProbe, Pod, add_routes};
+use diy_mesh_proxy::observe::exceptions::Exceptions;
+use diy_mesh_proxy::observe::metrics::Metrics;
+use diy_mesh_proxy::observe::probe::{KubeletProbe, Pod, add_routes};
 use diy_mesh_runtime::{Admin, Readiness};
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use support::{

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use diy_mesh_model::exchange::Direction::{Inbound, Outbound};
-use diy_mesh_proxy::connect::{Dialer, Remote};
-use diy_mesh_proxy::listener;
-use diy_mesh_proxy::timeouts::TimeoutKind;
-use diy_mesh_proxy::tls::Alpn;
+use diy_mesh_proxy::limits::timeouts::TimeoutKind;
+use diy_mesh_proxy::path::listener;
+use diy_mesh_proxy::secure::tls::Alpn;
+use diy_mesh_proxy::upstream::connect::{Dialer, Remote};
 use socket2::SockRef;
 use support::{
     App, Mesh, answering_app, is_reset, jump, listen, on_worker, on_worker_with_jumps,

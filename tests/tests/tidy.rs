@@ -8,7 +8,35 @@ use std::path::{Path, PathBuf};
 use diy_mesh_tests::repository::{assert_none, files, files_with_extension, read, root};
 
 /// Modules of the proxy that may use generated types.
-const MODULES_WITH_GENERATED_TYPES: [&str; 4] = ["control", "discovery", "policy", "identity"];
+const MODULES_WITH_GENERATED_TYPES: [&str; 4] = [
+    "proxy/src/discovery",
+    "proxy/src/inbound/policy",
+    "proxy/src/secure/control",
+    "proxy/src/secure/identity",
+];
+/// The folders and files of the proxy in the order of the path: code imports only from its own and from
+/// later ones. `lib.rs` and `config.rs` are outside of this order.
+const PROXY_ORDER: [&str; 12] = [
+    "path",
+    "serve",
+    "context",
+    "discovery",
+    "upstream",
+    "secure",
+    "observe",
+    "inbound",
+    "route",
+    "http",
+    "limits",
+    "endpoint error labels protocol",
+];
+/// Imports of an earlier folder that are still there.
+const EARLIER_IMPORTS: [(&str, &str); 2] = [
+    // The record of an exchange owns the copy for a mirror.
+    ("proxy/src/context/record.rs", "serve"),
+    // A balancer follows the state of a resource.
+    ("proxy/src/upstream/balance/mod.rs", "discovery"),
+];
 /// Environment variables with a common meaning, which are no configuration.
 const COMMON_VARIABLES: [&str; 2] = ["PATH", "NO_COLOR"];
 /// Extensions of files that ARCHITECTURE.md may name.
@@ -51,23 +79,74 @@ fn only_config_reads_the_environment() {
 #[test]
 fn only_control_plane_modules_use_generated_types() {
     let elsewhere = sources().into_iter().filter(|path| {
-        let Ok(relative) = path.strip_prefix("proxy/src") else {
-            return false;
-        };
-        let module = relative
-            .iter()
-            .next()
-            .and_then(|first| Path::new(first).file_stem())
-            .unwrap_or_default();
-        !MODULES_WITH_GENERATED_TYPES
-            .iter()
-            .any(|allowed| module == *allowed)
+        let name = path.to_string_lossy();
+        name.starts_with("proxy/src")
+            && !MODULES_WITH_GENERATED_TYPES
+                .iter()
+                .any(|allowed| name.starts_with(allowed))
             && code(path).contains("diy_mesh_proto::mesh")
     });
     assert_none(
         "files of the proxy use generated types",
         elsewhere.map(|path| path.display().to_string()),
     );
+}
+
+#[test]
+fn folders_of_the_proxy_import_only_from_later_ones() {
+    let position = |name: &str| {
+        let mut folders = PROXY_ORDER.iter();
+        folders.position(|folders| folders.split(' ').any(|folder| folder == name))
+    };
+    let (mut wrong, mut earlier) = (Vec::new(), BTreeSet::new());
+    for path in sources() {
+        let Ok(relative) = path.strip_prefix("proxy/src") else {
+            continue;
+        };
+        let parts: Vec<_> = relative.iter().filter_map(|part| part.to_str()).collect();
+        let folder = parts[0].trim_end_matches(".rs");
+        let is_test = |part: &&str| part.contains("test");
+        if parts.iter().any(is_test) || ["lib", "main", "config"].contains(&folder) {
+            continue;
+        }
+        let Some(own) = position(folder) else {
+            wrong.push(format!("{} is in no folder of PROXY_ORDER", path.display()));
+            continue;
+        };
+        let text = read(&path);
+        let code = text.split("#[cfg(test)]\nmod tests {").next();
+        let code = code
+            .unwrap_or_default()
+            .lines()
+            .filter(|line| !line.trim_start().starts_with("//"));
+        for used in code.flat_map(|line| line.split("crate::").skip(1)) {
+            let used = used
+                .split(|c: char| !c.is_ascii_lowercase() && c != '_')
+                .next();
+            let used = used.unwrap_or_default();
+            if position(used).is_none_or(|used| used >= own) {
+                continue;
+            }
+            let import = (path.display().to_string(), used.to_owned());
+            if !EARLIER_IMPORTS.contains(&(&import.0, &import.1)) {
+                wrong.push(format!("{} imports from {used}", path.display()));
+            }
+            earlier.insert(import);
+        }
+    }
+    assert_none("imports of an earlier folder of the proxy", wrong);
+    assert_eq!(earlier.len(), EARLIER_IMPORTS.len(), "remove what is gone");
+}
+
+#[test]
+fn pages_for_newcomers_are_short() {
+    for (page, max_lines) in [("README.md", 150), ("ARCHITECTURE.md", 350)] {
+        let lines = read(Path::new(page)).lines().count();
+        assert!(
+            lines <= max_lines,
+            "{page}: {lines} lines, expected at most {max_lines}"
+        );
+    }
 }
 
 #[test]

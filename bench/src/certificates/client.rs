@@ -9,10 +9,8 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::mesh::v1::SignCertificateRequest;
-use diy_mesh_proxy::{
-    control::{Control, Tls},
-    identity::Trust,
-};
+use diy_mesh_proxy::secure::control::{Control, Tls};
+use diy_mesh_proxy::secure::identity::Trust;
 use tokio::{
     runtime::{self, Runtime},
     task::JoinSet,

@@ -1,4 +1,4 @@
-//! TLS records: the proxy's own implementation (`proxy/src/tls/record.rs`, `session.rs`) against
+//! TLS records: the proxy's own implementation (`proxy/src/secure/tls/record.rs`, `session.rs`) against
 //! rustls, over loopback, without anything else of a proxy. The decision for our own records
 //! (docs/decisions.md) depends on the ratios.
 //!
@@ -19,7 +19,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use clap::ValueEnum;
-use diy_mesh_proxy::io::Io;
+use diy_mesh_proxy::secure::io::Io;
 use rustls::{
     ClientConfig, RootCertStore, ServerConfig,
     client::Resumption,

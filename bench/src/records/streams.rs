@@ -12,11 +12,9 @@ use std::{
 };
 
 use bytes::BytesMut;
-use diy_mesh_proxy::{
-    io::Io,
-    memory::{Charge, Holder},
-    tls::Handshake,
-};
+use diy_mesh_proxy::limits::memory::{Charge, Holder};
+use diy_mesh_proxy::secure::io::Io;
+use diy_mesh_proxy::secure::tls::Handshake;
 use diy_mesh_runtime::admission::Admission;
 use rustls::{
     ClientConfig, ServerConfig,

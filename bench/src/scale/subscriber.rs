@@ -16,13 +16,11 @@ use diy_mesh_proto::mesh::v1::{
     Delta, DiscoverRequest, ProxyStatus, ResourceType, Snapshot, Subscribe,
     discover_request::Action,
 };
-use diy_mesh_proxy::{
-    control::Control,
-    discovery::{self, TargetKind},
-    exceptions::Exceptions,
-    identity::{self, Trust},
-    metrics::DiscoveryMetrics,
-};
+use diy_mesh_proxy::discovery::{self, TargetKind};
+use diy_mesh_proxy::observe::exceptions::Exceptions;
+use diy_mesh_proxy::observe::metrics::DiscoveryMetrics;
+use diy_mesh_proxy::secure::control::Control;
+use diy_mesh_proxy::secure::identity::{self, Trust};
 use http::uri::PathAndQuery;
 use prost::Message;
 use tokio::{sync::Semaphore, time::sleep};

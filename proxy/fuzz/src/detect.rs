@@ -1,10 +1,10 @@
 //! Step 3: what a connection carries, told from its first bytes. How they are cut by the network
 //! must make no difference.
 
-use diy_mesh_proxy::detect::{Detector, Rules, is_http2_server};
 use diy_mesh_proxy::http::request_line::{RequestDetector, RequestLineDetector};
+use diy_mesh_proxy::path::detect::{Detector, Rules, is_http2_server};
 use diy_mesh_proxy::protocol::Protocol;
-use diy_mesh_proxy::tls::{Hello, inspect};
+use diy_mesh_proxy::secure::tls::{Hello, inspect};
 
 /// The first bytes of a client, or of a server.
 pub fn detect(bytes: &[u8]) {

@@ -1,7 +1,7 @@
 //! Whether bytes begin the mesh's TLS. What rustls reads in a ClientHello, the look must have seen
 //! in it.
 
-use diy_mesh_proxy::tls::{Alpn, Hello, inspect};
+use diy_mesh_proxy::secure::tls::{Alpn, Hello, inspect};
 use rustls::server::Acceptor;
 
 /// A record's head, and a handshake message's.

@@ -3,8 +3,8 @@
 
 use bytes::{Bytes, BytesMut};
 use diy_mesh_proxy::http::edits::{Edits, MeshField};
-use diy_mesh_proxy::http1::body::Relay;
-use diy_mesh_proxy::http1::head::{
+use diy_mesh_proxy::serve::http1::body::Relay;
+use diy_mesh_proxy::serve::http1::head::{
     Framing, HeadSearch, MAX_HEAD, RequestHead, ResponseHead, Version,
 };
 use http::HeaderValue;

@@ -1,7 +1,7 @@
 //! Identities and workload certificates. Each has exactly one encoding.
 
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proxy::identity::{Leaf, identity_of};
+use diy_mesh_proxy::secure::identity::{Leaf, identity_of};
 use rustls::pki_types::CertificateDer;
 
 /// Parses an identity, and a certificate.

@@ -1,7 +1,7 @@
 //! TLS record protection: arbitrary input, and records sealed by a malicious peer.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use diy_mesh_proxy::tls::record::{
+use diy_mesh_proxy::secure::tls::record::{
     Alert, ContentType, MAX_PLAINTEXT, OVERHEAD, Opener, RecordError, Sealer, split_record,
 };
 use rustls::ConnectionTrafficSecrets;

@@ -9,13 +9,13 @@ use diy_mesh_proxy::error::RequestPart;
 use diy_mesh_proxy::http::edits::{Edits, MeshField};
 use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::{Fields, RequestView};
-use diy_mesh_proxy::http1::head::RequestHead;
-use diy_mesh_proxy::http2::head;
 use diy_mesh_proxy::route::Service;
 use diy_mesh_proxy::route::matching::{
     FieldMatch, Index, Match, MatchInput, PathMatch, ValueMatch,
 };
 use diy_mesh_proxy::route::url::{PathChange, Redirect, Rewrite};
+use diy_mesh_proxy::serve::http1::head::RequestHead;
+use diy_mesh_proxy::serve::http2::head;
 use http::request::Parts;
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderName, HeaderValue, Method, Request, StatusCode, Uri};

@@ -2,8 +2,8 @@
 //! byte, in both directions, across key updates, and until one of them closes. A record that was
 //! changed on its way ends both.
 
-use diy_mesh_proxy::tls::record::{ContentType, MAX_PLAINTEXT, OVERHEAD};
-use diy_mesh_proxy::tls::{Kernel, Session};
+use diy_mesh_proxy::secure::tls::record::{ContentType, MAX_PLAINTEXT, OVERHEAD};
+use diy_mesh_proxy::secure::tls::{Kernel, Session};
 use rustls::client::UnbufferedClientConnection;
 use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};

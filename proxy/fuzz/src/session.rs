@@ -5,8 +5,8 @@
 use std::sync::{Arc, OnceLock};
 
 use bytes::BytesMut;
-use diy_mesh_proxy::tls::record::{ContentType, OVERHEAD, Opener, Sealer, split_record};
-use diy_mesh_proxy::tls::{Buffered, Kernel, Session};
+use diy_mesh_proxy::secure::tls::record::{ContentType, OVERHEAD, Opener, Sealer, split_record};
+use diy_mesh_proxy::secure::tls::{Buffered, Kernel, Session};
 use rustls::client::{Resumption, UnbufferedClientConnection};
 use rustls::crypto::aws_lc_rs;
 use rustls::pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};

@@ -1,9 +1,9 @@
 //! Values of single fields from untrusted peers: deadlines, session tokens and origins.
 
-use diy_mesh_proxy::deadline::{Deadline, parse_grpc_timeout};
 use diy_mesh_proxy::error::Limit;
 use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::RequestView;
+use diy_mesh_proxy::limits::deadline::{Deadline, parse_grpc_timeout};
 use diy_mesh_proxy::route::session::{Carrier, Session, SessionPersistence, is_token, tag};
 use diy_mesh_proxy::route::{Cors, Origin};
 use http::request::Parts;

@@ -8,7 +8,7 @@ use diy_mesh_proto::{MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
 use prost::Message as _;
 use tokio::time::Instant;
 
-use crate::exceptions::{Exception, Exceptions};
+use crate::observe::exceptions::{Exception, Exceptions};
 
 /// The encoded length of the number of exceptions that have no room.
 const OMITTED_BYTES: usize = 6;
@@ -78,7 +78,7 @@ fn message(exceptions: Vec<Exception>) -> proto::Exceptions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exceptions::{Event, Kind};
+    use crate::observe::exceptions::{Event, Kind};
 
     #[test]
     fn message_is_bounded_and_says_what_it_lacks() {

@@ -11,7 +11,7 @@ use proto::rate_limit::Scope as ProtoScope;
 
 use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_matches};
 use crate::error::Scope;
-use crate::limit::{Rate, RateLimit, RateLimits};
+use crate::inbound::limit::{Rate, RateLimit, RateLimits};
 
 /// Maximum number of limits of a pod, and of ports of a limit.
 const MAX_LIMITS: usize = 256;

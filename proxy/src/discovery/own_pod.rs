@@ -14,7 +14,7 @@ use tracing::info;
 
 use super::limits;
 use super::position::{Order, Position};
-use crate::policy::Policy;
+use crate::inbound::policy::Policy;
 
 /// The subscription to the own pod's configuration.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use diy_mesh_proto::policy::check_backend;
 use proto::{balancing, hash_key};
 
 use super::routes::MAX_REASON;
-use crate::balance::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
-use crate::balance::{BreakerSettings, BudgetSettings, OutlierSettings};
-use crate::connect::Limits;
+use crate::upstream::balance::policy::{Algorithm, BackendPolicy, Balancing, HashKey};
+use crate::upstream::balance::{BreakerSettings, BudgetSettings, OutlierSettings};
+use crate::upstream::connect::Limits;
 
 /// How long a circuit stays open until a probing request decides.
 const OPEN_TIME: Duration = Duration::from_secs(5);

@@ -20,14 +20,14 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::*;
-use crate::balance::Backend;
-use crate::connection::carry;
-use crate::control::testing::{FakeController, FakeStream, soon};
-use crate::flow::Flow;
-use crate::io::Io;
-use crate::policy::Caller;
-use crate::tls::tests::freeze;
-use crate::worker::{Worker, WorkerContext};
+use crate::context::flow::Flow;
+use crate::context::worker::{Worker, WorkerContext};
+use crate::inbound::policy::Caller;
+use crate::path::connection::carry;
+use crate::secure::control::testing::{FakeController, FakeStream, soon};
+use crate::secure::io::Io;
+use crate::secure::tls::tests::freeze;
+use crate::upstream::balance::Backend;
 use diy_mesh_model::exchange::Direction;
 
 mod connections;
@@ -88,7 +88,7 @@ impl Mesh {
     async fn new(routes: proto::Routes, backends: &[(&str, SocketAddr)]) -> Self {
         let mut fake = FakeController::start().await;
         let control = Control::new(fake.url(), None, None);
-        let (trust, none) = (Trust::default(), crate::identity::none());
+        let (trust, none) = (Trust::default(), crate::secure::identity::none());
         let exceptions = Arc::new(Exceptions::new(std::time::Instant::now()));
         let metrics = DiscoveryMetrics::default();
         let (discovery, driver) = start(control, trust, none, metrics, exceptions, || usize::MAX);

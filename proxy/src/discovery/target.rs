@@ -10,10 +10,10 @@ use diy_mesh_proto::mesh::v1::{Delta, Endpoint, Snapshot, snapshot};
 use super::affinity::Affinity;
 use super::resource::Resource;
 use super::subset::Subset;
-use crate::balance::maglev::Table;
-use crate::balance::policy::{Algorithm, BackendPolicy};
 use crate::protocol::Protocol;
 use crate::route::Routes;
+use crate::upstream::balance::maglev::Table;
+use crate::upstream::balance::policy::{Algorithm, BackendPolicy};
 
 /// The bytes of routes that count as an endpoint: half of what that takes, because the allocator adds
 /// to them, and workers to their expressions.

@@ -7,8 +7,8 @@ use diy_mesh_proto::mesh::v1 as proto;
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::*;
-use crate::control::testing::{FakeController, soon};
-use crate::exceptions::{Event, Kind};
+use crate::observe::exceptions::{Event, Kind};
+use crate::secure::control::testing::{FakeController, soon};
 
 /// Longer than any test.
 const FOREVER: Duration = Duration::from_secs(3600);
@@ -38,7 +38,7 @@ impl Running {
         let (discovery, driver) = start_with(
             control,
             Trust::default(),
-            crate::identity::none(),
+            crate::secure::identity::none(),
             metrics.clone(),
             Reported::new(exceptions.clone()),
             timing,
@@ -537,7 +537,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
     let (discovery, driver) = start_with(
         control,
         Trust::default(),
-        crate::identity::none(),
+        crate::secure::identity::none(),
         DiscoveryMetrics::default(),
         Reported::new(Arc::new(Exceptions::new(std::time::Instant::now()))),
         timing(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::timeout;
 
-use crate::memory::Charge;
+use crate::limits::memory::Charge;
 
 /// The maximum number of bytes of one body that are read.
 pub const MAX_DISCARD: usize = 64 * 1024;

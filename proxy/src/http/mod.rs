@@ -2,6 +2,7 @@
 //! is kept for another attempt, what a response says about its endpoint, the rest of a response that
 //! nobody gets, and the replies that the proxy makes itself.
 
+pub mod authority;
 pub mod discard;
 pub mod edits;
 pub mod fields;

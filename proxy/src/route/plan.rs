@@ -9,12 +9,12 @@ use super::fault::Injection;
 use super::matching::Match;
 use super::session::{self, Session, Tag};
 use super::{Answer, Changes, Mirror, RetryPolicy, Rule, Service};
-use crate::deadline::Deadline;
 use crate::error::{Failure, Limit};
 use crate::http::edits::{Edits, MeshField};
 use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
 use crate::http::view::RequestView;
+use crate::limits::deadline::Deadline;
 
 /// The decisions about one request. The default is the plan of a request to a destination without
 /// routes: it goes there, as it is.

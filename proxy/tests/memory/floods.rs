@@ -14,9 +14,9 @@ use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
 
-use super::control::testing::{CONTROLLER, FakeController, FakeStream, Mounted, Signing};
 use super::fragments::{ALLOWED, Fragments, HostileClient, HostileServer};
-use super::identity::testing::{Authority, WEB, token};
+use super::secure::control::testing::{CONTROLLER, FakeController, FakeStream, Mounted, Signing};
+use super::secure::identity::testing::{Authority, WEB, token};
 use super::*;
 
 /// The memory that may stay after a flood.

@@ -4,20 +4,20 @@
 
 /// The controller and the hostile peers of the unit tests.
 #[allow(dead_code)]
-#[path = "../../src/control"]
-mod control {
-    pub use diy_mesh_proxy::control::Tls;
-    pub mod testing;
+#[path = "../../src/secure"]
+mod secure {
+    pub mod control {
+        pub use diy_mesh_proxy::secure::control::Tls;
+        pub mod testing;
+    }
+    pub mod identity {
+        pub use diy_mesh_proxy::secure::identity::Trust;
+        pub mod testing;
+    }
 }
 mod floods;
-#[path = "../../src/tls/tests/fragments.rs"]
+#[path = "../../src/secure/tls/tests/fragments.rs"]
 mod fragments;
-#[allow(dead_code)]
-#[path = "../../src/identity"]
-mod identity {
-    pub use diy_mesh_proxy::identity::Trust;
-    pub mod testing;
-}
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

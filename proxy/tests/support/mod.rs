@@ -11,19 +11,19 @@ use std::time::Duration;
 
 use clap::Parser;
 use diy_mesh_model::exchange::Direction;
-use diy_mesh_proxy::balance::Backend;
 use diy_mesh_proxy::config::Config;
-use diy_mesh_proxy::connection::carry;
+use diy_mesh_proxy::context::flow::Flow;
+use diy_mesh_proxy::context::worker::{Worker, WorkerContext};
 use diy_mesh_proxy::discovery::Discovery;
-use diy_mesh_proxy::dump::Dumps;
-use diy_mesh_proxy::flow::Flow;
-use diy_mesh_proxy::io::Io;
-use diy_mesh_proxy::lifetime::Lifetime;
-use diy_mesh_proxy::memory::{ConnectionSlot, Holder, Memory};
-use diy_mesh_proxy::metrics::Metrics;
-use diy_mesh_proxy::policy::Caller;
-use diy_mesh_proxy::timeouts::TimeoutKind;
-use diy_mesh_proxy::worker::{Worker, WorkerContext};
+use diy_mesh_proxy::inbound::policy::Caller;
+use diy_mesh_proxy::limits::lifetime::Lifetime;
+use diy_mesh_proxy::limits::memory::{ConnectionSlot, Holder, Memory};
+use diy_mesh_proxy::limits::timeouts::TimeoutKind;
+use diy_mesh_proxy::observe::dump::Dumps;
+use diy_mesh_proxy::observe::metrics::Metrics;
+use diy_mesh_proxy::path::connection::carry;
+use diy_mesh_proxy::secure::io::Io;
+use diy_mesh_proxy::upstream::balance::Backend;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -111,7 +111,7 @@ impl Mesh {
             dumps: Dumps::off(),
             metrics: metrics.clone(),
             discovery: Discovery::off(),
-            credentials: diy_mesh_proxy::identity::none(),
+            credentials: diy_mesh_proxy::secure::identity::none(),
             limit: 1000,
             memory: Memory::new(memory * workers * 8),
             drain: drain.clone(),

@@ -9,7 +9,7 @@ use proto::workload::InboundMode;
 use super::super::own_pod::{OwnPod, Received};
 use super::super::position::Position;
 use super::*;
-use crate::limit::RateLimits;
+use crate::inbound::limit::RateLimits;
 use crate::route::matching::MatchInput;
 
 /// The pod of an application, to which callers have connections.

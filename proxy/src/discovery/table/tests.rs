@@ -669,7 +669,7 @@ fn part_of_a_large_service_is_kept_and_follows_its_changes() {
 /// Every Service has a consistent hash. Their tables were 64 MiB of a proxy that may have 32.
 #[test]
 fn tables_of_hashes_are_limited_with_the_endpoints() {
-    let max = crate::memory::Memory::new(32 << 20).max_endpoints(1);
+    let max = crate::limits::memory::Memory::new(32 << 20).max_endpoints(1);
     let mut table = Table::new(10_000, max);
     let mut receivers = Vec::new();
     let hashed = |endpoints: &[&str]| {
@@ -785,7 +785,7 @@ fn add(table: &mut Table, number: u32, update: Update) -> Option<(Watched, Vec<S
 /// tenant's Services took what those of others needed.
 #[test]
 fn destinations_of_a_namespace_leave_memory_to_others() {
-    let max = crate::memory::Memory::new(32 << 20).max_endpoints(1);
+    let max = crate::limits::memory::Memory::new(32 << 20).max_endpoints(1);
     let hostile = [
         service("hostile", 0, None),
         service("hostile", 5000, None),

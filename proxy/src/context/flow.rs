@@ -1,0 +1,210 @@
+//! What one connection carries along the path: its worker, its direction, its two ends and its
+//! caller.
+
+use std::cell::OnceCell;
+use std::future::{Future, poll_fn};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::SystemTime;
+
+use diy_mesh_model::exchange::Direction;
+use diy_mesh_model::identity::Identity;
+use diy_mesh_runtime::admission::network;
+use http::HeaderValue;
+
+use crate::context::worker::Worker;
+use crate::error::Failure;
+use crate::http::edits::MeshField;
+use crate::http::view::{Fields, RequestView};
+use crate::inbound::policy::{Caller, PREVIOUS_ATTEMPTS, Permit};
+use crate::limits::lifetime::Expiry;
+use crate::limits::memory::{Charge, ConnectionSlot, Holder};
+use crate::limits::timeouts::{IdleTimer, TimeoutKind};
+use crate::observe::dump::ConnectionInfo;
+use crate::protocol::Protocol;
+use crate::route::matching::MatchInput;
+use crate::route::{Plan, Service};
+use crate::secure::io::Io;
+use crate::upstream::balance::Backend;
+
+/// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
+const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
+
+/// One connection on its way through the proxy.
+#[derive(Clone)]
+pub struct Flow {
+    /// The worker that serves it.
+    pub worker: Rc<Worker>,
+    /// To the application or from it.
+    pub direction: Direction,
+    /// The client's address.
+    pub peer: SocketAddr,
+    /// The original destination.
+    pub original: SocketAddr,
+    /// What discovery knows of it: the backend, unless routes name another one.
+    pub destination: Rc<Backend>,
+    /// The client, as far as it has authenticated.
+    pub caller: Caller,
+    /// The slot of the connection, and what it holds.
+    pub slot: Rc<ConnectionSlot>,
+    /// The value of `X-Called-By`, which all requests of the connection share.
+    pub called_by: OnceCell<Option<HeaderValue>>,
+}
+
+impl Flow {
+    /// The connection as dumps show it.
+    pub fn info(&self) -> ConnectionInfo {
+        ConnectionInfo {
+            direction: self.direction,
+            peer: self.peer,
+            destination: self.original,
+        }
+    }
+
+    /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what
+    /// discovery knows of the destination.
+    pub fn declared_protocol(&self) -> Option<Protocol> {
+        let port = self.original.port();
+        let is_opaque = || self.worker.policy().opaque_ports.contains(port);
+        match self.direction {
+            Direction::Inbound => is_opaque().then_some(Protocol::Opaque),
+            Direction::Outbound => self.destination.app_protocol(),
+        }
+    }
+
+    /// Charges the connection to the caller, who is known from now on.
+    pub fn assign_slot(&self) {
+        let holder = match &self.caller {
+            Caller::App => Holder::App,
+            Caller::Unauthenticated => Holder::Plaintext(network(self.peer.ip())),
+            Caller::Peer(identity) => Holder::Peer(identity.clone()),
+        };
+        self.slot.reassign(&holder.path());
+    }
+
+    /// A charge for what the connection holds.
+    pub fn charge(&self) -> Charge {
+        Charge::new(self.slot.clone())
+    }
+
+    /// Whether the client may have a connection to the application, whatever it carries.
+    pub fn authorize_connection(&self) -> Result<Permit, Failure> {
+        self.worker.policy().authorize_connection(&self.caller)
+    }
+
+    /// Step 5: the plan of a request.
+    pub fn plan(&self, request: RequestView<'_>) -> Plan {
+        let Some(routes) = self.destination.routes() else {
+            return Plan::default();
+        };
+        let service = Service {
+            name: &self.destination.name(),
+            is_pod: self.destination.is_pod(),
+            address: self.original,
+        };
+        let (request, rng) = (MatchInput::new(request), &self.worker.rng);
+        routes.plan(&request, &service, SystemTime::now, &mut rng.borrow_mut())
+    }
+
+    /// The backend of a request. Waits for the first response of discovery about a new one.
+    pub async fn backend(&self, plan: &Plan) -> Rc<Backend> {
+        match plan.backend() {
+            // Boxed: most destinations have no routes.
+            Some(name) => Box::pin(self.worker.destinations.backend(name)).await,
+            None => self.destination.clone(),
+        }
+    }
+
+    /// Step 5 of a connection that carries no HTTP: its backend. Each call for a connection makes the
+    /// same choice. A pod stays the backend.
+    pub async fn connection_backend(&self) -> Result<Rc<Backend>, Failure> {
+        let own = &self.destination;
+        let Some(routes) = self.destination.routes().filter(|_| !own.is_pod()) else {
+            return Ok(own.clone());
+        };
+        let mut rng = self.worker.rng_of(self.peer);
+        match routes.connection_backend(&mut rng)? {
+            Some(name) => Ok(self.worker.destinations.backend(name).await),
+            None => Ok(own.clone()),
+        }
+    }
+
+    /// The expiry of this connection while it and `upstream` are in use: one of the two leads to a
+    /// peer's proxy, or neither.
+    pub fn expiry(&self, client: &Io, upstream: &Io) -> Expiry {
+        let to_peer = if client.lifetime().is_some() {
+            client
+        } else {
+            upstream
+        };
+        self.worker.expiry(to_peer, self.direction)
+    }
+
+    /// The end of this connection while its bytes are copied to `upstream` and back: its expiry, the
+    /// idle timeout, or the end of its slot. To be polled after each transfer.
+    pub fn copy_end<'a>(
+        &'a self,
+        client: &Io,
+        upstream: &Io,
+    ) -> impl Future<Output = ()> + Unpin + use<'a> {
+        let mut expiry = self.expiry(client, upstream);
+        let mut idle = IdleTimer::new(self.worker.config.timeouts.opaque_idle);
+        poll_fn(move |cx| {
+            self.slot.touch();
+            if self.slot.is_ended() {
+                return Poll::Ready(());
+            }
+            if idle.poll_active(cx).is_ready() {
+                self.count_timeout(TimeoutKind::OpaqueIdle);
+                return Poll::Ready(());
+            }
+            Pin::new(&mut expiry).poll(cx)
+        })
+    }
+
+    /// Counts a timeout of this connection.
+    pub fn count_timeout(&self, kind: TimeoutKind) {
+        self.worker.metrics.timeout(self.direction, kind);
+        tracing::debug!(peer = %self.peer, kind = kind.name(), "timeout");
+    }
+
+    /// The value of `X-Called-By` for the application.
+    pub fn called_by(&self) -> Option<&str> {
+        self.caller.identity().map(Identity::as_str)
+    }
+
+    /// The changes that the proxy makes to every request's head: only it tells the application the
+    /// caller's identity, and the next proxy the previous attempts, which no application gets.
+    pub fn request_edits(&self) -> [MeshField<'_>; 2] {
+        let value = || HeaderValue::from_str(self.called_by()?).ok();
+        [
+            MeshField("X-Called-By", self.called_by.get_or_init(value).as_ref()),
+            MeshField(PREVIOUS_ATTEMPTS, None),
+        ]
+    }
+
+    /// How often this request was sent before: by the proxy of its caller, or by the gRPC library of
+    /// the application.
+    pub fn previous_attempts(&self, request: &dyn Fields) -> u32 {
+        let by_proxy =
+            self.direction == Direction::Inbound && matches!(self.caller, Caller::Peer(_));
+        let mut attempts = 0;
+        request.visit(&mut |name, value| {
+            let counts = name.eq_ignore_ascii_case(GRPC_PREVIOUS_ATTEMPTS)
+                || by_proxy && name.eq_ignore_ascii_case(PREVIOUS_ATTEMPTS.as_bytes());
+            if counts {
+                let number = std::str::from_utf8(value).ok();
+                let number = number.and_then(|text| text.parse().ok());
+                attempts = attempts.max(number.unwrap_or(0));
+            }
+        });
+        attempts
+    }
+
+    /// The proxy shuts down.
+    pub fn is_draining(&self) -> bool {
+        self.worker.drain.is_cancelled()
+    }
+}

@@ -1,0 +1,7 @@
+//! What a request carries along: its worker, the flow of its connection, its destination, and the record
+//! of its exchange.
+
+pub mod destination;
+pub mod flow;
+pub mod record;
+pub mod worker;

@@ -1,0 +1,355 @@
+//! The record of one exchange, and of one connection. The path fills it; when it is dropped,
+//! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
+//! forgets them.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use diy_mesh_model::exchange::{self, Direction, Fault, Transfer};
+use diy_mesh_model::identity::Identity;
+use http::StatusCode;
+
+use crate::context::flow::Flow;
+use crate::error::Failure;
+use crate::http::edits::Edits;
+use crate::http::reply::LocalReply;
+use crate::http::view::{Fields, RequestView};
+use crate::observe::dump::{self, ExchangeDump};
+use crate::observe::metrics::HttpVersion;
+use crate::route::{Answer, Plan, Rule};
+use crate::serve::mirror::{CopiedHead, Mirror};
+use crate::upstream::balance::{Backend, Endpoint};
+
+/// One request and its response.
+pub struct ExchangeRecord {
+    /// The connection that it came on.
+    pub flow: Rc<Flow>,
+    /// The rule that it matched, and the name of the backend that this chose.
+    rule: Option<(Arc<Rule>, Option<Arc<str>>)>,
+    /// The backend. None: the destination itself.
+    backend: Option<Rc<Backend>>,
+    /// The number of attempts, and the endpoint of the latest one.
+    attempts: u32,
+    endpoint: Option<Rc<Endpoint>>,
+    /// A copy of the request, until it is complete.
+    mirror: Option<Box<Mirror>>,
+    version: HttpVersion,
+    started: Instant,
+    status: Option<StatusCode>,
+    sent: u64,
+    received: u64,
+    failure: Option<&'static str>,
+    /// The policy of the latest fault.
+    fault: Option<Arc<str>>,
+    dump: Option<ExchangeDump>,
+}
+
+impl ExchangeRecord {
+    /// An exchange that begins now.
+    pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
+        Self {
+            flow: flow.clone(),
+            rule: None,
+            backend: None,
+            attempts: 0,
+            endpoint: None,
+            mirror: None,
+            version,
+            started: Instant::now(),
+            status: None,
+            sent: 0,
+            received: 0,
+            failure: None,
+            fault: None,
+            dump: flow.worker.dumps.exchange(&flow.info()),
+        }
+    }
+
+    /// The plan of the request, which goes to `backend`.
+    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>) {
+        if let Some(rule) = plan.rule() {
+            self.rule = Some((rule.clone(), plan.backend().cloned()));
+            self.backend = Some(backend.clone());
+        }
+    }
+
+    /// A fault delays or aborts the request.
+    pub fn fault(&mut self, name: &Arc<str>, delay: Option<Duration>) {
+        self.fault = Some(name.clone());
+        self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
+    }
+
+    /// An attempt begins.
+    pub fn attempt(&mut self, endpoint: &Rc<Endpoint>) {
+        self.attempts += 1;
+        self.endpoint = Some(endpoint.clone());
+    }
+
+    /// The rule of the request and the backend that it chose, for dumps and logs.
+    fn rule(&self) -> Option<(&str, Option<&str>)> {
+        let (rule, backend) = self.rule.as_ref()?;
+        Some((&rule.name, backend.as_deref()))
+    }
+
+    fn dump(&mut self, fill: impl FnOnce(&mut dump::Record)) {
+        if let Some(dump) = &mut self.dump {
+            dump.fill(fill);
+        }
+    }
+
+    /// The request's head, with the changes that the proxy makes to it.
+    pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        self.dump(|dump| dump.request_head(request, edits));
+    }
+
+    /// Begins a copy of the request for these backends, with the head that was prepared for the next
+    /// hop. Another protocol is not copied.
+    pub fn mirror(
+        &mut self,
+        backends: &[Arc<str>],
+        request: &RequestView<'_>,
+        head: impl FnOnce() -> CopiedHead,
+    ) {
+        if !backends.is_empty() && !request.upgrade && !request.is_connect() {
+            self.mirror = Mirror::new(&self.flow, backends, head());
+        }
+    }
+
+    /// The request is complete: sends its copy.
+    pub fn send_mirror(&mut self) {
+        if let Some(mirror) = self.mirror.take() {
+            mirror.send();
+        }
+    }
+
+    /// Bytes of the request's body.
+    pub fn request_body(&mut self, data: &[u8]) {
+        self.sent += data.len() as u64;
+        self.mirror.take_if(|mirror| !mirror.body(data));
+        if let Some(dump) = &mut self.dump {
+            dump.request_body(data);
+        }
+    }
+
+    /// The request's trailers.
+    pub fn request_trailers(&mut self, trailers: &dyn Fields) {
+        self.dump(|dump| dump.request.set_trailers(trailers));
+    }
+
+    /// The request was sent to its end.
+    pub fn request_end(&mut self) {
+        self.send_mirror();
+        self.dump(|dump| dump.request.ended = true);
+    }
+
+    /// A response has begun.
+    pub fn has_response(&self) -> bool {
+        self.status.is_some()
+    }
+
+    /// Bytes of the response's body.
+    pub fn response_body(&mut self, data: &[u8]) {
+        self.received += data.len() as u64;
+        if let Some(dump) = &mut self.dump {
+            dump.response_body(data);
+        }
+    }
+
+    /// The head of the response that the client gets, with the changes that the proxy makes to it.
+    /// HTTP/2 has no reason phrase.
+    pub fn response(
+        &mut self,
+        status: StatusCode,
+        reason: &[u8],
+        fields: &dyn Fields,
+        edits: Edits<'_>,
+    ) {
+        self.status = Some(status);
+        self.dump_remote();
+        self.dump(|dump| dump.response_head(status, reason, fields, edits));
+    }
+
+    /// The response's trailers.
+    pub fn response_trailers(&mut self, trailers: &dyn Fields) {
+        self.dump(|dump| dump.response.set_trailers(trailers));
+    }
+
+    /// The response was sent to its end.
+    pub fn response_end(&mut self) {
+        self.dump(|dump| dump.response.ended = true);
+    }
+
+    /// The proxy replies itself.
+    pub fn local_reply(&mut self, answer: Answer) -> LocalReply {
+        let failure = match answer {
+            Answer::Reply(reply) => {
+                let (head, _) = reply.http2(true);
+                let reason = reply.status.canonical_reason().unwrap_or_default();
+                self.request_end();
+                self.response(
+                    reply.status,
+                    reason.as_bytes(),
+                    head.headers(),
+                    Edits::default(),
+                );
+                self.response_end();
+                return reply;
+            }
+            Answer::Failure(failure) => failure,
+        };
+        let reply = LocalReply::from(&failure);
+        self.status = Some(reply.status);
+        self.fail(&failure);
+        self.dump(|dump| {
+            dump.exchange.failure = Some(exchange::Failure {
+                code: failure.code().label().to_owned(),
+                message: failure.to_string(),
+            });
+        });
+        reply
+    }
+
+    /// The proxy could not carry the exchange to its end.
+    pub fn fail(&mut self, failure: &Failure) {
+        self.failure = Some(failure.code().label());
+        report(&self.flow, failure, false);
+    }
+
+    /// Adds the rule, and the other side of the proxy, to the dump: an inbound caller, or an outbound
+    /// endpoint.
+    fn dump_remote(&mut self) {
+        let Some(mut dump) = self.dump.take() else {
+            return;
+        };
+        dump.fill(|record| {
+            let dump = &mut record.exchange;
+            if let Some((rule, backend)) = self.rule() {
+                dump.route = Some(rule.to_owned());
+                dump.backend = backend.map(str::to_owned);
+            }
+            match (self.flow.direction, &self.endpoint) {
+                (Direction::Inbound, _) => {
+                    dump.identity = self.flow.called_by().map(str::to_owned);
+                }
+                (Direction::Outbound, Some(endpoint)) => {
+                    let remote = &endpoint.pool().remote;
+                    dump.endpoint = Some(remote.address);
+                    dump.identity = remote.identity.as_ref().map(Identity::to_string);
+                }
+                (Direction::Outbound, None) => {}
+            }
+        });
+        self.dump = Some(dump);
+    }
+
+    /// The exchange ended early.
+    pub fn cut_off(&mut self, reason: &str) {
+        self.dump(|dump| dump.cut_off = Some(reason.to_owned()));
+    }
+
+    /// The connection became a tunnel, which carried so many bytes.
+    pub fn tunnel(&mut self, sent: u64, received: u64) {
+        self.sent += sent;
+        self.received += received;
+        self.dump(|dump| dump.exchange.upgraded = Some(Transfer { sent, received }));
+    }
+}
+
+impl Drop for ExchangeRecord {
+    fn drop(&mut self) {
+        self.dump_remote();
+        let Flow {
+            worker,
+            direction,
+            peer,
+            destination,
+            ..
+        } = &*self.flow;
+        if let Some(status) = self.status {
+            worker.metrics.request(*direction, self.version, status);
+        }
+        if self.status.is_some() || self.failure.is_some() {
+            let backend = self.backend.as_ref().unwrap_or(destination);
+            worker.ended(*direction, backend, self.failure);
+        }
+        tracing::debug!(
+            direction = direction.name(),
+            %peer,
+            caller = self.flow.called_by(),
+            destination = %destination.name(),
+            route = self.rule().map(|(rule, _)| rule),
+            backend = self.rule().and_then(|(_, backend)| backend),
+            endpoint = self.endpoint.as_ref().map(|endpoint| tracing::field::display(endpoint.address)),
+            attempts = self.attempts,
+            status = self.status.map(|status| status.as_u16()),
+            failure = self.failure,
+            fault = self.fault.as_deref(),
+            sent = self.sent,
+            received = self.received,
+            duration = ?self.started.elapsed(),
+            "exchange",
+        );
+    }
+}
+
+/// One connection that carries opaque bytes, or that was refused.
+pub struct ConnectionRecord {
+    flow: Rc<Flow>,
+    started: Instant,
+    copied: Option<(u64, u64)>,
+    failure: Option<&'static str>,
+}
+
+impl ConnectionRecord {
+    /// A connection that was accepted now.
+    pub fn new(flow: &Rc<Flow>) -> Self {
+        Self {
+            flow: flow.clone(),
+            started: Instant::now(),
+            copied: None,
+            failure: None,
+        }
+    }
+
+    /// The bytes that the client sent and received.
+    pub fn copied(&mut self, sent: u64, received: u64) {
+        self.copied = Some((sent, received));
+    }
+
+    /// The proxy could not carry the connection. The log is the only place where a failed
+    /// authentication shows: the client cannot be told.
+    pub fn fail(&mut self, failure: &Failure) {
+        self.failure = Some(failure.code().label());
+        report(&self.flow, failure, failure.is_identity_failure());
+    }
+}
+
+impl Drop for ConnectionRecord {
+    fn drop(&mut self) {
+        let worker = &self.flow.worker;
+        if self.copied.is_some() || self.failure.is_some() {
+            let backend = &self.flow.destination;
+            worker.ended(self.flow.direction, backend, self.failure);
+        }
+        if let Some((sent, received)) = self.copied {
+            worker.metrics.opaque(self.flow.direction, sent, received);
+            let duration = self.started.elapsed();
+            worker
+                .dumps
+                .opaque(&self.flow.info(), sent, received, duration);
+        }
+    }
+}
+
+/// Counts a failure and logs it, at the rate of warnings if it is one.
+fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
+    flow.worker.metrics.failure(flow.direction, failure);
+    let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code().label());
+    let destination = flow.destination.name();
+    if is_warning && flow.worker.should_log(Instant::now()) {
+        tracing::warn!(path, %peer, %destination, code, "{failure}");
+    } else {
+        tracing::debug!(path, %peer, %destination, code, "{failure}");
+    }
+}

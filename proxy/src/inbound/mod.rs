@@ -1,0 +1,4 @@
+//! Step 4, inbound: the caller and its authorization, and rate limits.
+
+pub mod limit;
+pub mod policy;

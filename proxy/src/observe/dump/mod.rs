@@ -1,0 +1,249 @@
+//! Dumps: requests and responses in readable form. Workers get an [`ExchangeDump`] of each exchange
+//! from [`Dumps::exchange`] and fill it; a separate thread renders and writes it.
+//!
+//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump is dropped
+//! and counted if the writer's queue is full.
+
+mod body;
+mod exchange;
+mod mask;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::{Duration, SystemTime};
+
+use diy_mesh_model::exchange::{Direction, Exchange, Protocol, Transfer, milliseconds};
+use time::OffsetDateTime;
+use time::format_description::BorrowedFormatItem;
+use time::macros::format_description;
+
+use crate::observe::metrics::Metrics;
+pub use exchange::ExchangeDump;
+pub(crate) use exchange::Record;
+
+/// Maximum number of dumped exchanges per second, over all workers.
+const MAX_DUMPS_PER_SECOND: u32 = 10;
+/// Maximum number of concurrent dumps, which bounds their memory.
+const MAX_CONCURRENT: u32 = 256;
+/// Capacity of the queue of the writer.
+const QUEUE_CAPACITY: usize = 64;
+
+/// Content of dumps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Mode {
+    /// Headers, and the first bytes of text bodies
+    Full,
+    /// Headers only, without query strings
+    Headers,
+    /// No dumps
+    Off,
+}
+
+/// Format of dumps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Format {
+    /// HTTP-like text
+    Text,
+    /// One JSON object per line
+    Json,
+}
+
+/// Client connection of an exchange.
+#[derive(Clone, Copy, Debug)]
+pub struct ConnectionInfo {
+    /// Direction of the connection.
+    pub direction: Direction,
+    /// Address of the client.
+    pub peer: SocketAddr,
+    /// Original destination.
+    pub destination: SocketAddr,
+}
+
+/// Configuration of [`Dumps::start`].
+pub struct DumpConfig {
+    /// Content of the dumps.
+    pub mode: Mode,
+    /// Format of the dumps.
+    pub format: Format,
+    /// Output; the proxy passes standard output.
+    pub out: Box<dyn Write + Send>,
+}
+
+/// Handle of the workers. Cheap to clone.
+#[derive(Clone)]
+pub struct Dumps {
+    shared: Option<Arc<Shared>>,
+}
+
+struct Shared {
+    mode: Mode,
+    /// Exchanges that may still be dumped in this second. The writer resets it; 0 forever once the
+    /// output has failed.
+    budget: AtomicU32,
+    /// Concurrent dumps.
+    concurrent: AtomicU32,
+    queue: SyncSender<Message>,
+    metrics: Arc<Metrics>,
+}
+
+enum Message {
+    Exchange(Box<Record>),
+    Opaque(Box<Exchange>),
+    /// Wakes the writer to reset the budget in a second.
+    Wake,
+    /// Responds when all earlier messages are written.
+    Flush(SyncSender<()>),
+}
+
+impl ConnectionInfo {
+    /// A record in which only the connection is known.
+    fn exchange(&self, protocol: Protocol) -> Exchange {
+        Exchange {
+            time: String::new(),
+            direction: self.direction,
+            peer: self.peer,
+            destination: self.destination,
+            endpoint: None,
+            route: None,
+            backend: None,
+            fault: None,
+            identity: None,
+            protocol,
+            duration_ms: 0.0,
+            request: None,
+            response: None,
+            failure: None,
+            incomplete: None,
+            upgraded: None,
+            opaque: None,
+        }
+    }
+}
+
+impl Dumps {
+    /// Starts the writer thread, unless the mode is [`Mode::Off`]. The thread ends when the last
+    /// handle is dropped.
+    pub fn start(config: DumpConfig, metrics: Arc<Metrics>) -> io::Result<Self> {
+        if config.mode == Mode::Off {
+            return Ok(Self::off());
+        }
+        let (queue, messages) = sync_channel(QUEUE_CAPACITY);
+        let shared = Arc::new(Shared {
+            mode: config.mode,
+            budget: AtomicU32::new(MAX_DUMPS_PER_SECOND),
+            concurrent: AtomicU32::new(0),
+            queue,
+            metrics,
+        });
+        let writer = writer::Writer::new(&shared, config.format, config.out);
+        std::thread::Builder::new()
+            .name("dumps".into())
+            .spawn(move || writer.run(&messages))?;
+        Ok(Self {
+            shared: Some(shared),
+        })
+    }
+
+    /// A handle without dumps.
+    pub fn off() -> Self {
+        Self { shared: None }
+    }
+
+    /// Dump of an exchange that starts now. `None` if dumps are off or the budget is exhausted.
+    pub fn exchange(&self, connection: &ConnectionInfo) -> Option<ExchangeDump> {
+        let shared = self.shared.as_ref()?;
+        shared
+            .admit()
+            .then(|| ExchangeDump::new(shared.clone(), *connection))
+    }
+
+    /// Dumps a closed opaque connection: bytes sent and received by the client, and duration. Uses
+    /// the budget like an exchange.
+    pub fn opaque(
+        &self,
+        connection: &ConnectionInfo,
+        sent: u64,
+        received: u64,
+        duration: Duration,
+    ) {
+        let Some(shared) = self.shared.as_ref() else {
+            return;
+        };
+        if shared.admit() {
+            shared.release();
+            let started = SystemTime::now().checked_sub(duration);
+            shared.send(Message::Opaque(Box::new(Exchange {
+                time: rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH)),
+                duration_ms: milliseconds(duration),
+                opaque: Some(Transfer { sent, received }),
+                ..connection.exchange(Protocol::Tcp)
+            })));
+        }
+    }
+
+    /// Blocks until all dumps are written, at most for `timeout`. For shutdown.
+    pub fn flush(&self, timeout: Duration) {
+        let Some(shared) = self.shared.as_ref() else {
+            return;
+        };
+        let (done, wait) = sync_channel(1);
+        if shared.queue.try_send(Message::Flush(done)).is_ok() {
+            // After the timeout, the remaining dumps are lost.
+            let _ = wait.recv_timeout(timeout);
+        }
+    }
+}
+
+impl Shared {
+    /// Reserves budget for one exchange. Without budget, costs one load and one addition.
+    fn admit(&self) -> bool {
+        if self.budget.load(Ordering::Relaxed) == 0 {
+            self.metrics.dumps_suppressed.inc();
+            return false;
+        }
+        let taken = self
+            .budget
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(1)
+            });
+        if taken == Ok(MAX_DUMPS_PER_SECOND) {
+            // The writer sleeps without messages. If the queue is full, it is awake.
+            let _ = self.queue.try_send(Message::Wake);
+        }
+        let admitted =
+            taken.is_ok() && self.concurrent.fetch_add(1, Ordering::Relaxed) < MAX_CONCURRENT;
+        if !admitted {
+            if taken.is_ok() {
+                self.release();
+            }
+            self.metrics.dumps_suppressed.inc();
+        }
+        admitted
+    }
+
+    /// Ends a concurrent dump.
+    fn release(&self) {
+        self.concurrent.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn send(&self, message: Message) {
+        if self.queue.try_send(message).is_err() {
+            self.metrics.dumps_dropped.inc();
+        }
+    }
+}
+
+/// A time in UTC with milliseconds.
+fn rfc3339(time: SystemTime) -> String {
+    const FORMAT: &[BorrowedFormatItem<'_>] =
+        format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
+    OffsetDateTime::from(time)
+        .format(FORMAT)
+        .unwrap_or_default()
+}

@@ -1,0 +1,130 @@
+//! Writer thread of dumps: renders each record, writes it with one call, and once a second resets
+//! the budget and reports the number of suppressed exchanges. Only this thread waits for the
+//! output.
+
+use std::io::Write;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant, SystemTime};
+
+use diy_mesh_model::exchange::Dump;
+
+use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, rfc3339};
+use crate::observe::metrics::Metrics;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+pub(super) struct Writer {
+    /// Weak, so that the thread ends when the last handle is dropped.
+    shared: Weak<Shared>,
+    metrics: Arc<Metrics>,
+    format: Format,
+    out: Box<dyn Write + Send>,
+    /// Suppressed exchanges at the last report.
+    reported: u64,
+}
+
+/// The output is closed.
+struct Closed;
+
+impl Writer {
+    pub fn new(shared: &Arc<Shared>, format: Format, out: Box<dyn Write + Send>) -> Self {
+        Self {
+            shared: Arc::downgrade(shared),
+            metrics: shared.metrics.clone(),
+            format,
+            out,
+            reported: 0,
+        }
+    }
+
+    /// Runs until all handles are dropped or the output is closed.
+    pub fn run(mut self, messages: &Receiver<Message>) {
+        if self.serve(messages).is_err() {
+            tracing::warn!("dumps stopped: the output is closed");
+            if let Some(shared) = self.shared.upgrade() {
+                // Suppresses all further dumps.
+                shared.budget.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn serve(&mut self, messages: &Receiver<Message>) -> Result<(), Closed> {
+        // Without messages, waits without a timeout.
+        while let Ok(first) = messages.recv() {
+            self.write(first)?;
+            let mut second_ends = Instant::now() + SECOND;
+            loop {
+                match messages.recv_timeout(second_ends.saturating_duration_since(Instant::now())) {
+                    Ok(message) => self.write(message)?,
+                    Err(RecvTimeoutError::Timeout) => {
+                        second_ends = Instant::now() + SECOND;
+                        if self.tick()? {
+                            break;
+                        }
+                    }
+                    Err(RecvTimeoutError::Disconnected) => {
+                        return self.report_suppressed().map(|_| ());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Resets the budget after a second. Returns whether the second had no exchanges.
+    fn tick(&mut self) -> Result<bool, Closed> {
+        // Before the report, which tests wait for.
+        let remaining = self
+            .shared
+            .upgrade()
+            .map_or(MAX_DUMPS_PER_SECOND, |shared| {
+                shared.budget.swap(MAX_DUMPS_PER_SECOND, Ordering::Relaxed)
+            });
+        let reported = self.report_suppressed()?;
+        Ok(remaining == MAX_DUMPS_PER_SECOND && !reported)
+    }
+
+    fn report_suppressed(&mut self) -> Result<bool, Closed> {
+        let total = self.metrics.dumps_suppressed.get() + self.metrics.dumps_dropped.get();
+        let more = total - self.reported;
+        if more == 0 {
+            return Ok(false);
+        }
+        self.reported = total;
+        self.put(&Dump::Suppressed {
+            time: rfc3339(SystemTime::now()),
+            suppressed: more,
+        })?;
+        Ok(true)
+    }
+
+    fn write(&mut self, message: Message) -> Result<(), Closed> {
+        let exchange = match message {
+            Message::Exchange(record) => Box::new(record.finish()),
+            Message::Opaque(exchange) => exchange,
+            Message::Wake => return Ok(()),
+            Message::Flush(done) => {
+                self.report_suppressed()?;
+                // The receiver may have timed out.
+                let _ = done.send(());
+                return Ok(());
+            }
+        };
+        self.put(&Dump::Exchange(exchange))
+    }
+
+    fn put(&mut self, dump: &Dump) -> Result<(), Closed> {
+        let rendered = match self.format {
+            Format::Text => dump.text(),
+            Format::Json => {
+                serde_json::to_string(dump).expect("all keys of a record are strings") + "\n"
+            }
+        };
+        self.out
+            .write_all(rendered.as_bytes())
+            .and_then(|()| self.out.flush())
+            .map_err(|_| Closed)
+    }
+}

@@ -1,0 +1,320 @@
+//! The path of a connection, inbound and outbound, one call a step. Read this first. Steps 4 to 8 of a
+//! request are in `http1/mod.rs` and in `http2/exchange.rs`.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
+use std::rc::Rc;
+
+use diy_mesh_runtime::listen::Acceptor;
+use socket2::SockRef;
+use thiserror::Error;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::spawn_local;
+
+use crate::context::flow::Flow;
+use crate::context::record::ConnectionRecord;
+use crate::context::worker::Worker;
+use crate::error::Failure;
+use crate::http::request_line::RequestDetector;
+use crate::inbound::policy::Caller;
+use crate::limits::memory::{ConnectionSlot, PENDING_COST};
+use crate::path::detect::detect;
+use crate::protocol::Protocol;
+use crate::secure::io::Io;
+use crate::secure::tls::Alpn;
+use crate::serve::{http1, http2, opaque};
+use diy_mesh_model::exchange::Direction;
+
+/// The listening sockets of a worker.
+pub struct Listeners {
+    /// For connections to the application.
+    pub inbound: Vec<std::net::TcpListener>,
+    /// For connections of the application.
+    pub outbound: Vec<std::net::TcpListener>,
+}
+
+/// Serves the connections of one worker until the proxy has drained.
+pub async fn serve(worker: Rc<Worker>, listeners: Listeners) {
+    for (direction, listeners) in [
+        (Direction::Inbound, listeners.inbound),
+        (Direction::Outbound, listeners.outbound),
+    ] {
+        for listener in listeners {
+            spawn_local(accept(worker.clone(), direction, listener));
+        }
+    }
+    worker.maintain_until_drained().await;
+}
+
+/// 1. Accept. Never ends: after an error of accept(2), it logs the error and waits.
+async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::TcpListener) {
+    let mut acceptor = match TcpListener::from_std(listener) {
+        Ok(listener) => Acceptor::new(listener),
+        Err(error) => return tracing::error!("cannot listen: {error}"),
+    };
+    loop {
+        let (stream, peer) = acceptor.accept().await;
+        start(&worker, direction, stream, peer, original_destination);
+    }
+}
+
+/// Starts the task of an accepted connection, whose original destination `original` finds, given the
+/// ports of the proxy. Resets the connection if it gets no slot: then nothing is allocated for it.
+pub fn start(
+    worker: &Rc<Worker>,
+    direction: Direction,
+    stream: TcpStream,
+    peer: SocketAddr,
+    original: impl FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError> + 'static,
+) {
+    let Some(open) = worker.admit(direction, peer.ip()) else {
+        return Io::new(stream).reset();
+    };
+    let (worker, slot) = (worker.clone(), open.slot.clone());
+    spawn_local(async move {
+        let client = Io::in_slot(stream, slot.clone());
+        open.run(pin!(redirected(
+            worker, direction, client, peer, slot, original
+        )))
+        .await;
+    });
+}
+
+/// Carries a redirected connection until it ends.
+async fn redirected(
+    worker: Rc<Worker>,
+    direction: Direction,
+    client: Io,
+    peer: SocketAddr,
+    slot: Rc<ConnectionSlot>,
+    original: impl FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError>,
+) {
+    // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
+    // discovery knows it, or the connection passes through to it.
+    let original = match original(client.socket(), &worker.own_ports()) {
+        Ok(original) => original,
+        Err(error) => {
+            let path = direction.name();
+            return tracing::warn!(path, %peer, "connection closed: {error}");
+        }
+    };
+    let (destination, caller) = match direction {
+        Direction::Inbound => (worker.apps.fixed(original), Caller::Unauthenticated),
+        Direction::Outbound => (
+            worker.destinations.get_or_watch(original).await,
+            Caller::App,
+        ),
+    };
+    carry(
+        client,
+        Flow {
+            worker,
+            direction,
+            peer,
+            original,
+            destination,
+            caller,
+            slot,
+            called_by: Default::default(),
+        },
+    )
+    .await;
+}
+
+/// Carries a connection from step 3 on until it ends.
+pub async fn carry(mut client: Io, mut flow: Flow) {
+    // The state of a TLS handshake, until the protocol is known.
+    let mut pending = flow.charge();
+    if let Err(failure) = pending.begin(PENDING_COST) {
+        return refuse(client, flow, &failure);
+    }
+    // A connection that detection dials while the client is silent.
+    let mut dialed = None;
+    let declared = flow.declared_protocol();
+    let protocol = loop {
+        // 3. Detect.
+        match detect(&mut client, &flow, declared, &mut dialed).await {
+            Ok(Protocol::MeshTls) => {}
+            Ok(protocol) => break protocol,
+            Err(failure) => return refuse(client, flow, &failure),
+        }
+        // 4. Identity: the peer's certificate. Its ALPN cannot switch detection off: it counts only
+        // where it leads to an HTTP parser.
+        let accepted = flow.worker.tls.accept(client, flow.peer, flow.charge());
+        let (secured, identity, alpn) = match accepted.await {
+            Ok(session) => session,
+            Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),
+        };
+        client = secured;
+        flow.caller = Caller::Peer(Rc::new(identity));
+        flow.assign_slot();
+        match (declared, alpn) {
+            (Some(protocol), _) => break protocol,
+            (None, Alpn::Http1) => break Protocol::Http1,
+            (None, Alpn::Http2) => break Protocol::Http2,
+            (None, Alpn::Opaque | Alpn::Detect) => {}
+        }
+    };
+    drop(pending);
+    if flow.caller == Caller::Unauthenticated {
+        flow.assign_slot();
+    }
+    // Steps 4 to 8, per request or for the connection.
+    match protocol {
+        Protocol::Http1 => {
+            if let Some(dialed) = dialed {
+                opaque::pool(dialed).await;
+            }
+            http1::serve(client, &Rc::new(flow)).await;
+        }
+        // Boxed, as the next one: they would double the size of every connection's task.
+        Protocol::Http2 => Box::pin(http2::serve(client, Rc::new(flow))).await,
+        Protocol::Opaque | Protocol::MeshTls => {
+            let detector = declared.is_none().then(RequestDetector::default);
+            Box::pin(opaque::serve(client, Rc::new(flow), dialed, detector)).await;
+        }
+    }
+}
+
+/// Ends a connection that cannot be carried as the kernel does: with a reset.
+fn refuse(client: Io, flow: Flow, failure: &Failure) {
+    ConnectionRecord::new(&Rc::new(flow)).fail(failure);
+    client.reset();
+}
+
+/// Reads SO_ORIGINAL_DST, which the REDIRECT rule sets. `own_ports` are the ports of the proxy.
+fn original_destination(stream: &TcpStream, own_ports: &[u16]) -> Result<SocketAddr, OrigDstError> {
+    let local = stream.local_addr().map_err(OrigDstError::Unknown)?;
+    let socket = SockRef::from(stream);
+    let original = if local.is_ipv4() {
+        socket.original_dst_v4()
+    } else {
+        socket.original_dst_v6()
+    };
+    let original = original.map_err(OrigDstError::Unknown)?.as_socket();
+    let original =
+        original.ok_or_else(|| OrigDstError::Unknown(io::ErrorKind::AddrNotAvailable.into()))?;
+    check(original, local, own_ports)
+}
+
+/// Rejects own ports at addresses of this pod.
+fn check(
+    original: SocketAddr,
+    local: SocketAddr,
+    own_ports: &[u16],
+) -> Result<SocketAddr, OrigDstError> {
+    let is_own_address = original.ip().is_loopback()
+        || original.ip().is_unspecified()
+        || same(original.ip(), local.ip());
+    if is_own_address && own_ports.contains(&original.port()) {
+        Err(OrigDstError::Loop(original))
+    } else {
+        Ok(original)
+    }
+}
+
+fn same(one: IpAddr, other: IpAddr) -> bool {
+    one.to_canonical() == other.to_canonical()
+}
+
+/// A connection without a usable original destination, which is closed.
+#[derive(Debug, Error)]
+pub enum OrigDstError {
+    /// The original destination is a port of the proxy itself.
+    #[error("original destination {0} is the proxy itself: forwarding would loop")]
+    Loop(SocketAddr),
+    /// The kernel has no original destination.
+    #[error(
+        "no original destination: {0}; check that the rules of proxy-init redirected the connection"
+    )]
+    Unknown(#[source] io::Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use diy_mesh_runtime::admission::Class;
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+    use crate::context::worker::WorkerContext;
+
+    fn is_accepted(original: &str, local: &str) -> bool {
+        check(
+            original.parse().unwrap(),
+            local.parse().unwrap(),
+            &[4000, 5000],
+        )
+        .is_ok()
+    }
+
+    #[test]
+    fn rejects_own_ports_at_own_addresses_only() {
+        assert!(!is_accepted("10.0.0.1:4000", "10.0.0.1:4000"));
+        assert!(!is_accepted("10.0.0.1:5000", "10.0.0.1:4000"));
+        assert!(!is_accepted("127.0.0.1:5000", "127.0.0.1:5000"));
+        assert!(!is_accepted("[::1]:5000", "[::1]:5000"));
+        assert!(is_accepted("10.0.0.1:8080", "10.0.0.1:4000"));
+        assert!(
+            is_accepted("10.0.0.2:5000", "127.0.0.1:5000"),
+            "port 5000 of another host"
+        );
+    }
+
+    #[tokio::test]
+    async fn rejects_connection_without_redirect() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (_client, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
+        assert!(original_destination(&accepted.unwrap().0, &[address.port()]).is_err());
+    }
+
+    #[tokio::test]
+    async fn resets_and_counts_connections_over_limit() {
+        let context = WorkerContext {
+            limit: 1,
+            ..WorkerContext::for_a_test("")
+        };
+        let metrics = context.metrics.clone();
+        let worker = Worker::new(context);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let open = worker
+            .admit(Direction::Inbound, [127, 0, 0, 1].into())
+            .unwrap();
+        open.slot.set(Class::InUse);
+        let flood = async {
+            for _ in 0..100 {
+                let (stream, peer) = listener.accept().await.unwrap();
+                start(
+                    &worker,
+                    Direction::Inbound,
+                    stream,
+                    peer,
+                    original_destination,
+                );
+            }
+        };
+        let clients = async {
+            for _ in 0..100 {
+                let mut client = TcpStream::connect(address).await.unwrap();
+                let error = client.read(&mut [0]).await.expect_err("a reset");
+                assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            }
+        };
+        tokio::join!(flood, clients);
+        assert!(
+            !open.slot.is_asked_to_end(),
+            "the open connection is unaffected"
+        );
+        let counted = metrics.render();
+        assert!(
+            counted.contains("failures_total{direction=\"inbound\",code=\"overloaded\"} 100"),
+            "{counted}"
+        );
+        drop(open);
+        assert_eq!(worker.admission.used(&[]), 0);
+    }
+}

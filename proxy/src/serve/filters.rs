@@ -1,0 +1,100 @@
+//! The steps between the plan of a request and its first attempt, in this order: authorization, rate
+//! limits, faults. Authorization and limits protect the pod's application: they apply inbound. Faults
+//! test its callers: routes draw them, and only outbound requests have routes.
+
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use crate::context::flow::Flow;
+use crate::context::record::ExchangeRecord;
+use crate::error::Failure;
+use crate::http::view::RequestView;
+use crate::inbound::policy::Permit;
+use crate::limits::deadline::Deadline;
+use crate::route::fault::{FaultKind, Injection};
+use crate::route::matching::MatchInput;
+use crate::route::{Answer, Plan};
+use diy_mesh_model::exchange::Direction;
+
+/// Whether the request may be forwarded. None if the client leaves in the meantime: `poll_gone` is
+/// ready then.
+pub async fn apply(
+    plan: &mut Plan,
+    request: &RequestView<'_>,
+    deadline: Deadline,
+    record: &mut ExchangeRecord,
+    poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+) -> Option<Result<Permit, Answer>> {
+    let permit = match authorize(&record.flow, request) {
+        Ok(permit) => permit,
+        Err(failure) => return Some(Err(failure.into())),
+    };
+    if !plan.faults.is_empty() {
+        let faults = std::mem::take(&mut plan.faults);
+        // Boxed: faults are for tests.
+        let injected = Box::pin(inject(faults, deadline, record, poll_gone)).await?;
+        if let Err(failure) = injected {
+            return Some(Err(failure.into()));
+        }
+    }
+    Some(plan.answer.take().map_or(Ok(permit), Err))
+}
+
+/// Authorizes the request, and takes a token of each rate limit that counts it.
+fn authorize(flow: &Flow, request: &RequestView<'_>) -> Result<Permit, Failure> {
+    let policy = flow.worker.policy();
+    let permit = policy.authorize_request(&flow.caller, request)?;
+    if flow.direction == Direction::Outbound || policy.rate_limits.0.is_empty() {
+        return Ok(permit);
+    }
+    let (port, caller) = (flow.original.port(), flow.caller.identity());
+    let input = MatchInput::new(*request);
+    let taken = policy
+        .rate_limits
+        .take(port, caller, &input, Instant::now());
+    if let Err(Failure::RateLimited(exceeded)) = &taken {
+        flow.worker.metrics.rate_limited(exceeded);
+    }
+    taken.map(|()| permit)
+}
+
+/// Delays the request until its deadline at most, and fails in place of a backend. None if the
+/// client leaves.
+async fn inject(
+    faults: Vec<Injection>,
+    deadline: Deadline,
+    record: &mut ExchangeRecord,
+    mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+) -> Option<Result<(), Failure>> {
+    let flow = record.flow.clone();
+    for Injection { name, delay, abort } in faults {
+        let count = |kind| flow.worker.metrics.fault(kind, &name);
+        record.fault(&name, delay);
+        if let Some(delay) = delay {
+            count(FaultKind::Delay);
+            let delayed = pin!(async {
+                let mut sleep = pin!(tokio::time::sleep(delay));
+                Ok(poll_fn(|cx| match sleep.as_mut().poll(cx) {
+                    Poll::Ready(()) => Poll::Ready(true),
+                    Poll::Pending => poll_gone(cx).map(|()| false),
+                })
+                .await)
+            });
+            match deadline.limit(delayed).await {
+                Ok(true) => {}
+                Ok(false) => {
+                    record.cut_off("the client closed");
+                    return None;
+                }
+                Err(limit) => return Some(Err(Failure::Timeout(limit))),
+            }
+        }
+        if let Some(status) = abort {
+            count(FaultKind::Abort);
+            return Some(Err(Failure::FaultInjected { name, status }));
+        }
+    }
+    Some(Ok(()))
+}

@@ -1,0 +1,620 @@
+//! One stream: a request, its response, and both bodies at the same time. A reset of either side
+//! reaches the other one at once and with the same code: gRPC's cancellation and deadlines depend
+//! on it.
+
+use std::future::{Future, poll_fn};
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll};
+use std::time::{Instant, SystemTime};
+
+use h2::client::ResponseFuture;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::header::{EXPECT, HeaderName};
+use http::request::Parts;
+use http::{Method, Request, Response};
+use tokio::time::timeout_at;
+
+use super::relay::{Message, Relay, RelayError, reset_code};
+use super::{Place, STREAM_COST, Stream, head};
+use crate::context::flow::Flow;
+use crate::context::record::ExchangeRecord;
+use crate::error::Failure;
+use crate::http::discard::{MAX_DISCARD, in_background};
+use crate::http::edits::{Edits, response_edits};
+use crate::http::reply::LocalReply;
+use crate::http::verdict::Verdict;
+use crate::inbound::policy::PREVIOUS_ATTEMPTS;
+use crate::limits::deadline::Deadline;
+use crate::limits::memory::Charge;
+use crate::observe::metrics::HttpVersion;
+use crate::route::{Answer, AttemptSettings, Plan};
+use crate::secure::io::Io;
+use crate::serve::attempts::{Attempt, AttemptError, Attempts, Replayable, Step, pause};
+use crate::serve::filters;
+use crate::serve::mirror::CopiedHead;
+use crate::upstream::balance::Endpoint;
+use crate::upstream::batched::Queued;
+use crate::upstream::connect::http2::Lease;
+use diy_mesh_model::exchange::Direction;
+
+/// The maximum number of interim responses that a client gets, of all attempts. Flow control does not
+/// limit them: they would fill the memory of the proxy while the client does not read.
+const MAX_INTERIM: u32 = 16;
+
+/// Charges a request, which ends if that fails, and forwards it in a task of its own. Fails if there
+/// is no memory for it, nor for a response.
+pub(super) fn start(
+    request: Request<RecvStream>,
+    respond: SendResponse<Queued>,
+    client: Stream,
+) -> Result<(), Failure> {
+    let (parts, body) = request.into_parts();
+    let mut memory = client.flow.charge();
+    let cost = STREAM_COST + head::size(&parts);
+    let refused = memory.begin(cost).err();
+    if refused.is_some() {
+        memory.hold(cost)?;
+    }
+    let malformed = || head::malformed(&parts).map(Failure::BadRequest);
+    let refused = refused.or_else(malformed);
+    tokio::task::spawn_local(carry(parts, body, respond, client, memory, refused));
+    Ok(())
+}
+
+/// Forwards one request to an endpoint, and the response to the client, once it has a place.
+async fn carry(
+    parts: Parts,
+    body: RecvStream,
+    mut respond: SendResponse<Queued>,
+    client: Stream,
+    memory: Charge,
+    refused: Option<Failure>,
+) {
+    let deadline = head::deadline(&parts);
+    let Some(place) = client.place(&mut respond).await else {
+        return;
+    };
+    let mut exchange = Exchange {
+        respond,
+        upload: Relay::new(body, Message::Request),
+        record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
+        is_grpc: head::is_grpc(&parts.headers),
+        to_client: None,
+        interim_left: match parts.headers.contains_key(EXPECT) {
+            true => MAX_INTERIM,
+            false => 0,
+        },
+        client,
+        _place: place,
+        parts,
+        cost: memory.amount(),
+        memory,
+    };
+    let ended = exchange.run(deadline, refused).await;
+    exchange.end(ended);
+}
+
+/// One request and its response.
+struct Exchange {
+    respond: SendResponse<Queued>,
+    /// The request's head, for further attempts.
+    parts: Parts,
+    upload: Relay,
+    record: ExchangeRecord,
+    is_grpc: bool,
+    /// The response's stream, once its head was sent.
+    to_client: Option<SendStream<Queued>>,
+    /// The number of interim responses that the client still gets. It waits for one of them.
+    interim_left: u32,
+    client: Stream,
+    /// Held until the exchange ends.
+    _place: Place,
+    /// Charged for the stream and the heads, and for what the relays hold.
+    memory: Charge,
+    /// The memory of the stream and the heads.
+    cost: usize,
+}
+
+/// The result of an attempt that is not followed by another one.
+enum Outcome {
+    /// The response was relayed, or cut off.
+    Ended,
+    /// The client closed, or reset its stream.
+    Cancelled,
+    /// The upstream reset the stream: the client gets the same code.
+    Reset(Reason),
+    /// Both sides agreed on another protocol: no deadline applies.
+    Tunnel(Box<(Response<RecvStream>, Upstream)>),
+}
+
+/// The stream to the endpoint. Fields are dropped in this order: the stream before its slot.
+struct Upstream {
+    response: ResponseFuture,
+    to_upstream: SendStream<Queued>,
+    lease: Lease,
+}
+
+/// Why an attempt ended early.
+enum Ended {
+    /// The client reset the stream.
+    Client(Reason),
+    Upstream(h2::Error),
+    /// No memory is left for what waits.
+    Overloaded,
+}
+
+impl Exchange {
+    /// Runs the exchange until its response has ended, which `deadline` limits. `refused`: why the
+    /// proxy replies itself.
+    async fn run(
+        &mut self,
+        deadline: Deadline,
+        refused: Option<Failure>,
+    ) -> Result<Outcome, Answer> {
+        let flow = self.client.flow.clone();
+        if let Some(failure) = refused {
+            self.prepare_head(&Plan::default(), &flow)?;
+            return Err(failure.into());
+        }
+        // 5. Plan.
+        let request = head::view(&self.parts);
+        let mut plan = flow.plan(request);
+        let backend = flow.backend(&plan).await;
+        let settings = plan.attempts(AttemptSettings {
+            deadline,
+            preference: backend.preference(Some(&request), flow.peer),
+            previous: flow.previous_attempts(&self.parts.headers),
+            ..AttemptSettings::default()
+        });
+        self.record.plan(&plan, &backend);
+        self.prepare_head(&plan, &flow)?;
+        // 4. Authorization, limits, and faults.
+        let request = head::view(&self.parts);
+        let deadline = settings.deadline;
+        let gone = |cx: &mut Context<'_>| self.respond.poll_reset(cx).map(drop);
+        let allowed = filters::apply(&mut plan, &request, deadline, &mut self.record, gone);
+        let Some(permit) = allowed.await else {
+            return Ok(Outcome::Cancelled);
+        };
+        let mut attempts = Attempts::new(&flow, &backend, settings, permit?);
+        loop {
+            // 6. Balance.
+            let mut attempt = attempts.begin(&flow)?;
+            self.record.attempt(&attempt.endpoint);
+            // 7. Connect, 8. serve.
+            let deadline = attempt.deadline();
+            let ended = deadline
+                .limit(pin!(self.attempt(&flow, &plan, &mut attempt)))
+                .await;
+            let error = match ended {
+                Ok(Outcome::Tunnel(tunnel)) => {
+                    let (response, upstream) = *tunnel;
+                    let relayed = self.relay_response(response, upstream, &plan, &attempt.endpoint);
+                    // Boxed: it is rare, and would enlarge the task of every stream.
+                    return Ok(Box::pin(relayed).await);
+                }
+                Ok(outcome) => return Ok(outcome),
+                Err(error) => error,
+            };
+            match attempt.next(error, &flow, || self.upload.rewind()) {
+                Step::Retry(backoff) => {
+                    let mut pause = pin!(pause(backoff));
+                    let is_reset = poll_fn(|cx| match pause.as_mut().poll(cx) {
+                        Poll::Ready(()) => Poll::Ready(false),
+                        Poll::Pending => self.respond.poll_reset(cx).map(|_| true),
+                    });
+                    if is_reset.await {
+                        return Ok(Outcome::Cancelled);
+                    }
+                }
+                Step::Done(failure) => return Err(failure.into()),
+            }
+        }
+    }
+
+    /// Changes the head for the next hop.
+    fn prepare_head(&mut self, plan: &Plan, flow: &Flow) -> Result<(), Failure> {
+        let own = flow.request_edits();
+        let prepared = head::prepare(&mut self.parts, plan.request_edits(&own));
+        let request = head::view(&self.parts);
+        self.record.request(&request, Edits::default());
+        let copied = || CopiedHead::Http2(Box::new(self.parts.clone()));
+        self.record.mirror(plan.mirrors(), &request, copied);
+        prepared
+    }
+
+    /// Ends the client's stream as the exchange has ended.
+    fn end(&mut self, ended: Result<Outcome, Answer>) {
+        match ended {
+            Ok(Outcome::Ended | Outcome::Tunnel(_)) => {
+                self.client.resets.record_completed();
+                self.client.io.queue_ended(self.cost);
+            }
+            Ok(Outcome::Cancelled) => self.client.resets.record_reset(Instant::now()),
+            Ok(Outcome::Reset(code)) => {
+                self.cut_off("the application reset the stream", code);
+                self.respond.send_reset(code);
+            }
+            Err(Answer::Failure(failure)) if self.record.has_response() => {
+                self.fail_response(&failure, &failure.to_string());
+            }
+            Err(answer) => self.reply(answer),
+        }
+    }
+
+    /// Connects to the endpoint, sends, and relays the response.
+    async fn attempt(
+        &mut self,
+        flow: &Flow,
+        plan: &Plan,
+        attempt: &mut Attempt<'_>,
+    ) -> Result<Outcome, AttemptError> {
+        let address = attempt.endpoint.address;
+        // 7. Connect.
+        let mut lease = match self.connect(flow, attempt).await {
+            Some(Ok(lease)) => lease,
+            Some(Err(failure)) => return Err(AttemptError::connect(failure)),
+            None => return Ok(Outcome::Cancelled),
+        };
+        if !lease.is_reused() {
+            attempt.check_endpoint()?;
+        }
+        if head::extended_protocol(&self.parts).is_some() && !lease.supports_extended_connect() {
+            let reason = "it does not accept extended CONNECT requests";
+            return Err(AttemptError::malformed(address, reason));
+        }
+        // 8. Serve.
+        attempt.in_flight.connected();
+        let mut parts = self.parts.clone();
+        if let Some(previous) = attempt.announced(lease.is_secured()) {
+            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
+            parts.headers.insert(name, previous.into());
+        }
+        head::set_deadline(&mut parts, attempt.exchange_deadline());
+        let request = Request::from_parts(parts, ());
+        let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
+        let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
+            Ok(stream) => stream,
+            Err(error) => return self.failed(&error, address, &lease, false),
+        };
+        let mut upstream = Upstream {
+            response,
+            to_upstream,
+            lease,
+        };
+        let response = match poll_fn(|cx| self.poll_response(cx, &mut upstream)).await {
+            Ok(response) => response,
+            Err(Ended::Client(code)) => {
+                upstream.to_upstream.send_reset(code);
+                self.cut_off("the client closed", code);
+                return Ok(Outcome::Cancelled);
+            }
+            Err(Ended::Overloaded) => {
+                upstream.to_upstream.send_reset(Reason::CANCEL);
+                return Err(AttemptError::last(Failure::MemoryExhausted));
+            }
+            Err(Ended::Upstream(error)) => {
+                upstream.lease.record_end();
+                return self.failed(&error, address, &upstream.lease, true);
+            }
+        };
+        if upstream.lease.supports_extended_connect() {
+            flow.destination.supports_extended_connect.set(true);
+        }
+        let (mut parts, body) = response.into_parts();
+        let is_peer = upstream.lease.is_secured();
+        Edits::of(response_edits(is_peer)).apply(&mut parts.headers);
+        let status = parts.status.as_u16();
+        let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
+        let request = Replayable {
+            is_kept: self.upload.can_rewind(),
+            is_idempotent: self.parts.method.is_idempotent(),
+        };
+        if let Err(error) = attempt.answered(status, verdict, request, flow) {
+            if self.upload.is_complete() && !body.is_end_stream() {
+                let mut memory = self.client.flow.charge();
+                if memory.begin(STREAM_COST).is_ok() {
+                    in_background(memory, discard(upstream, body));
+                }
+            }
+            return Err(error);
+        }
+        self.upload.discard_replay();
+        self.cost += head::fields_size(&parts.headers);
+        if self.memory.hold(self.cost).is_err() {
+            return Err(AttemptError::last(Failure::MemoryExhausted));
+        }
+        let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
+        let response = Response::from_parts(parts, body);
+        if is_tunnel {
+            return Ok(Outcome::Tunnel(Box::new((response, upstream))));
+        }
+        let relayed = self.relay_response(response, upstream, plan, &attempt.endpoint);
+        Ok(relayed.await)
+    }
+
+    /// Acquires a slot on a connection to the endpoint, for an extended CONNECT request on one whose
+    /// peer has sent its SETTINGS. None if the client cancels.
+    async fn connect(
+        &mut self,
+        flow: &Flow,
+        attempt: &Attempt<'_>,
+    ) -> Option<Result<Lease, Failure>> {
+        let worker = &flow.worker;
+        let expiry = |io: &Io| worker.expiry(io, Direction::Outbound);
+        let dialer = attempt.dialer(flow);
+        let pool = attempt.endpoint.pool();
+        let is_extended = head::extended_protocol(&self.parts).is_some();
+        let mut leasing = pin!(async {
+            let lease = pool.http2(flow.direction, dialer, expiry).await?;
+            if is_extended && !lease.supports_extended_connect() {
+                // Boxed: it is rare. Without SETTINGS, the peer does not support the request.
+                let settled = Box::pin(timeout_at(dialer.deadline, lease.settled()));
+                if let Ok(false) = settled.await {
+                    let (address, reason) =
+                        (attempt.endpoint.address, "it sent no SETTINGS".into());
+                    return Err(Failure::UpstreamClosed { address, reason });
+                }
+            }
+            Ok(lease)
+        });
+        poll_fn(|cx| match leasing.as_mut().poll(cx) {
+            Poll::Ready(leased) => Poll::Ready(Some(leased)),
+            Poll::Pending => self.respond.poll_reset(cx).map(|_| None),
+        })
+        .await
+    }
+
+    /// Sends the request's body until the response's head has arrived.
+    fn poll_response(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Upstream,
+    ) -> Poll<Result<Response<RecvStream>, Ended>> {
+        self.client.record_progress();
+        if let Err(code) = self.poll_upload(cx, upstream) {
+            return Poll::Ready(Err(Ended::Client(code)));
+        }
+        if self.memory.hold(self.cost + self.upload.kept()).is_err() {
+            return Poll::Ready(Err(Ended::Overloaded));
+        }
+        while self.interim_left > 0 {
+            match upstream.response.poll_informational(cx) {
+                Poll::Ready(Some(Ok(mut interim))) => {
+                    let edits = response_edits(upstream.lease.is_secured());
+                    Edits::of(edits).apply(interim.headers_mut());
+                    // An error means that the client has closed, which is detected below.
+                    drop(self.respond.send_informational(interim));
+                    self.interim_left -= 1;
+                }
+                Poll::Ready(_) => self.interim_left = 0,
+                Poll::Pending => break,
+            }
+        }
+        if let Poll::Ready(response) = Pin::new(&mut upstream.response).poll(cx) {
+            return Poll::Ready(response.map_err(Ended::Upstream));
+        }
+        let reset = self.respond.poll_reset(cx);
+        reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
+    }
+
+    /// Relays the request's body. Fails with the client's code. An upstream that reads no more may
+    /// have responded already: that is not an error yet.
+    fn poll_upload(&mut self, cx: &mut Context<'_>, upstream: &mut Upstream) -> Result<(), Reason> {
+        if self.upload.is_done() {
+            if self.upload.is_complete() {
+                self.record.send_mirror();
+            }
+            return Ok(());
+        }
+        let Upstream {
+            to_upstream, lease, ..
+        } = upstream;
+        match (self.upload).poll(cx, to_upstream, lease.io(), &mut self.record) {
+            Poll::Pending => {}
+            Poll::Ready(Ok(())) => self.record.send_mirror(),
+            Poll::Ready(Err(RelayError::ReceiverClosed)) => self.upload.stop(),
+            Poll::Ready(Err(RelayError::Sender(error))) => return Err(reset_code(&error)),
+        }
+        Ok(())
+    }
+
+    /// Relays the response to the client, and the rest of the request to the upstream.
+    async fn relay_response(
+        &mut self,
+        response: Response<RecvStream>,
+        mut upstream: Upstream,
+        plan: &Plan,
+        endpoint: &Endpoint,
+    ) -> Outcome {
+        let (mut parts, body) = response.into_parts();
+        if plan.rule().is_some() {
+            let session = plan.session_edit(endpoint.tag());
+            let edits = plan.response_edits(&[], &session);
+            edits.apply(&mut parts.headers);
+        }
+        self.record
+            .response(parts.status, b"", &parts.headers, Edits::default());
+        let from_proxy = upstream.lease.is_secured();
+        let mut download = Relay::new(body, Message::Response { from_proxy });
+        let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
+        let head = Response::from_parts(parts, ());
+        let Ok(to_client) = self.respond.send_response(head, download.is_done()) else {
+            upstream.to_upstream.send_reset(Reason::CANCEL);
+            return Outcome::Cancelled;
+        };
+        self.is_grpc = is_grpc;
+        self.to_client = Some(to_client);
+        let relayed = poll_fn(|cx| self.poll_relay(cx, &mut upstream, &mut download)).await;
+        match relayed {
+            Ok(()) => {
+                upstream.lease.record_end();
+                self.record.response_end();
+                if self.upload.is_complete() {
+                    self.record.request_end();
+                }
+                Outcome::Ended
+            }
+            Err(Ended::Client(code)) => {
+                upstream.to_upstream.send_reset(code);
+                self.cut_off("the client closed", code);
+                Outcome::Cancelled
+            }
+            Err(Ended::Overloaded) => {
+                upstream.to_upstream.send_reset(Reason::CANCEL);
+                let cut_off = "cut off: the client does not read it, and no memory is left for it";
+                self.fail_response(&Failure::MemoryExhausted, cut_off);
+                Outcome::Ended
+            }
+            Err(Ended::Upstream(error)) => {
+                upstream.lease.record_end();
+                self.break_off(&error, endpoint.address);
+                Outcome::Ended
+            }
+        }
+    }
+
+    /// Relays both bodies. Ready when both have ended.
+    fn poll_relay(
+        &mut self,
+        cx: &mut Context<'_>,
+        upstream: &mut Upstream,
+        download: &mut Relay,
+    ) -> Poll<Result<(), Ended>> {
+        self.client.record_progress();
+        if let Err(code) = self.poll_upload(cx, upstream) {
+            return Poll::Ready(Err(Ended::Client(code)));
+        }
+        if let Some(to_client) = self.to_client.as_mut().filter(|_| !download.is_done()) {
+            match download.poll(cx, to_client, &self.client.io, &mut self.record) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(RelayError::Sender(error))) => {
+                    return Poll::Ready(Err(Ended::Upstream(error)));
+                }
+                // If the client has closed its stream, this returns the error code.
+                Poll::Ready(Err(RelayError::ReceiverClosed)) | Poll::Pending => {
+                    if download.is_blocked() {
+                        upstream.lease.record_blocked();
+                    }
+                    // Inbound, the window of the connection is charged.
+                    let held = match self.client.flow.direction {
+                        Direction::Inbound => 0,
+                        Direction::Outbound => download.read_ahead(cx, &mut self.record),
+                    };
+                    if self.memory.hold(self.cost + held).is_err() {
+                        return Poll::Ready(Err(Ended::Overloaded));
+                    }
+                    return to_client
+                        .poll_reset(cx)
+                        .map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))));
+                }
+            }
+        }
+        if !self.upload.is_done() {
+            // The response has ended. The upstream may still read the request, until it resets it.
+            if upstream.to_upstream.poll_reset(cx).is_pending() {
+                return Poll::Pending;
+            }
+            self.upload.stop();
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// The result of an attempt whose stream, or connection, ended before the response. `is_sent`:
+    /// the connection has taken the stream.
+    fn failed(
+        &mut self,
+        error: &h2::Error,
+        address: SocketAddr,
+        lease: &Lease,
+        is_sent: bool,
+    ) -> Result<Outcome, AttemptError> {
+        let reason = error.to_string();
+        let is_repeatable = self.parts.method.is_idempotent() || !is_sent;
+        let acceptance = lease.acceptance();
+        let rejected = AttemptError::handshake(address, &reason, acceptance, is_repeatable);
+        if let Some(rejected) = rejected {
+            return Err(rejected);
+        }
+        // The peer has not processed this stream.
+        let refused = error.reason() == Some(Reason::REFUSED_STREAM);
+        let unprocessed = error.is_remote() && (error.is_go_away() || refused);
+        match error.reason() {
+            Some(code) if error.is_remote() && !unprocessed => Ok(Outcome::Reset(code)),
+            Some(_) if error.is_library() => Err(AttemptError::malformed(address, reason)),
+            _ => {
+                // The peer may close a pooled connection just when it is used.
+                let is_stale = lease.is_reused() || !is_sent;
+                let is_safe = unprocessed || is_stale && is_repeatable;
+                Err(AttemptError::closed(address, reason, is_safe))
+            }
+        }
+    }
+
+    /// The upstream's stream ended within its response.
+    fn break_off(&mut self, error: &h2::Error, address: SocketAddr) {
+        let code = reset_code(error);
+        if error.is_reset() && error.is_remote() {
+            self.cut_off("the application reset the stream", code);
+            return self.respond.send_reset(code);
+        }
+        let reason = error.to_string();
+        let cut_off = format!("cut off before the response ended: {error}");
+        self.fail_response(&Failure::UpstreamClosed { address, reason }, &cut_off);
+    }
+
+    /// Ends a response that has begun: a gRPC call with its status, any other one with a reset.
+    fn fail_response(&mut self, failure: &Failure, cut_off: &str) {
+        self.record.fail(failure);
+        self.record.cut_off(cut_off);
+        let trailers = LocalReply::from(failure).grpc_trailers();
+        let ended = match &mut self.to_client {
+            Some(to_client) if self.is_grpc => to_client.send_trailers(trailers).is_ok(),
+            _ => false,
+        };
+        if !ended {
+            self.respond.send_reset(Reason::INTERNAL_ERROR);
+        }
+    }
+
+    /// Replies in place of the application.
+    fn reply(&mut self, answer: Answer) {
+        let is_failure = matches!(answer, Answer::Failure(_));
+        let reply = self.record.local_reply(answer);
+        let head_only = self.parts.method == Method::HEAD;
+        let (head, body) = if self.is_grpc && is_failure {
+            reply.grpc()
+        } else {
+            reply.http2(head_only)
+        };
+        // A client that has closed needs no response. Dropped, the stream tells the client that the
+        // rest of its request is not read.
+        if let Ok(mut stream) = self.respond.send_response(head, body.is_empty())
+            && !body.is_empty()
+        {
+            let _ = stream.send_data(self.client.io.queue(body), true);
+        }
+        self.client.io.queue_ended(self.cost);
+    }
+
+    fn cut_off(&mut self, what: &str, code: Reason) {
+        self.record.cut_off(&format!("{what}: {code:?}"));
+    }
+}
+
+/// Reads the rest of a response in whose place another attempt follows, so that its stream ends
+/// without a reset.
+async fn discard(upstream: Upstream, mut body: RecvStream) {
+    let mut left = MAX_DISCARD;
+    while let Some(Ok(data)) = body.data().await {
+        if data.len() > left {
+            return;
+        }
+        left -= data.len();
+        // Fails only if the stream is closed.
+        let _ = body.flow_control().release_capacity(data.len());
+    }
+    upstream.lease.record_end();
+}

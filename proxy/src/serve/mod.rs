@@ -1,0 +1,10 @@
+//! Steps 4 to 8: carries out the plan of each request, one protocol a file or folder. [`filters`] stands
+//! between the plan and the first attempt, [`attempts`] decides on another one.
+
+pub(crate) mod attempts;
+pub mod copy;
+pub(crate) mod filters;
+pub mod http1;
+pub mod http2;
+pub mod mirror;
+pub mod opaque;

@@ -1,0 +1,166 @@
+//! Retries of a request over several proxies: each proxy tells the next one, which does not retry
+//! then, and no application gets to know.
+
+use crate::endpoint::EndpointInfo;
+use std::cell::RefCell;
+use std::time::Duration;
+
+use h2::Reason;
+
+use super::*;
+use crate::secure::tls::Alpn;
+use crate::upstream::connect::{Dialer, Remote};
+
+/// A meshed endpoint that records the heads of requests between the proxies. It answers each with
+/// 200.
+async fn recording_peer(authority: &Authority, heads: Rc<RefCell<Vec<String>>>) -> EndpointInfo {
+    let cart = credentials(authority, CART, |_| {});
+    let side = Side::new(Some(cart), "", Discovery::off());
+    let listener = TcpListener::bind("127.0.0.2:0").await.expect("loopback");
+    let address = listener.local_addr().expect("bound");
+    tokio::task::spawn_local(async move {
+        loop {
+            let (stream, peer) = listener.accept().await.expect("a connection");
+            let mut io = Io::new(stream);
+            poll_fn(|cx| io.poll_fill(cx)).await.expect("a ClientHello");
+            let (mut io, ..) = side.accept(io, peer).await.expect("a peer");
+            let head = read_until(&mut io, "\r\n\r\n").await;
+            heads.borrow_mut().push(head);
+            let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+            io.write_all(answer).await.expect("it reads");
+            io.shutdown().await.expect("it is open");
+        }
+    });
+    meshed(address)
+}
+
+/// Reads until the bytes end with `end`, or to the end of the stream.
+async fn read_until(io: &mut Io, end: &str) -> String {
+    while !io.unread().ends_with(end.as_bytes()) {
+        match poll_fn(|cx| io.poll_fill(cx)).await {
+            Ok(read) if read > 0 => {}
+            _ => break,
+        }
+    }
+    let read = io.unread().split();
+    String::from_utf8(read.to_vec()).expect("text")
+}
+
+/// A connection of an authenticated peer to the proxy of an endpoint.
+async fn peer_of(service: &Service, endpoint: usize) -> Io {
+    let (worker, slot) = (&service.caller.worker, service.caller.worker.slot());
+    let dialer = Dialer::new(&worker.tls, Duration::from_secs(5), &slot);
+    let remote = Remote::from(&meshed(service.addresses[endpoint]));
+    dialer.dial(&remote, Alpn::Http1).await.expect("a peer")
+}
+
+/// The retries that the proxy of an endpoint denied because of an earlier hop.
+fn denied(service: &Service, endpoint: usize) -> u64 {
+    let name =
+        "diy_mesh_proxy_retries_denied_total{direction=\"inbound\",reason=\"previous-attempt\"} ";
+    let page = service.endpoints[endpoint].metrics.render();
+    let count = page.lines().find_map(|line| line.strip_prefix(name));
+    count.expect("a metric").parse().expect("a number")
+}
+
+#[test]
+fn retry_announces_previous_attempts_to_the_next_proxy() {
+    on_worker(async {
+        let authority = Authority::new("root");
+        let heads = Rc::new(RefCell::new(Vec::new()));
+        // The first request is sent to either endpoint first.
+        while heads.borrow().len() < 20 {
+            let refusing = meshed((std::net::Ipv4Addr::new(127, 0, 0, 2), 1).into());
+            let recording = recording_peer(&authority, heads.clone()).await;
+            let service = Service::with(&authority, vec![refusing, recording]).await;
+            let answer = service.call(POST).await;
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        }
+        let announced = "x-mesh-previous-attempts: 1\r\n\r\n";
+        let heads = heads.borrow();
+        let (retries, others): (Vec<_>, Vec<_>) =
+            heads.iter().partition(|head| head.ends_with(announced));
+        assert!(!retries.is_empty() && !others.is_empty(), "{heads:?}");
+        assert!(others.iter().all(|head| !head.contains("x-mesh-")));
+        assert_eq!(retries[0].replace(announced, "\r\n"), *others[0]);
+    });
+}
+
+#[test]
+fn no_application_gets_previous_attempts() {
+    on_worker(async {
+        let service = Service::new(&[app().await]).await;
+        let forged = "GET / HTTP/1.1\r\nHost: cart\r\nX-Mesh-Previous-Attempts: 1\r\n\
+                      x_mesh.previous!attempts: 2\r\nConnection: close\r\n\r\n";
+        let mut peer = peer_of(&service, 0).await;
+        peer.write_all(forged.as_bytes()).await.expect("it reads");
+        for answer in [
+            read_until(&mut peer, "none").await,
+            service.call(forged).await,
+            exchange(
+                service.caller.connect(&Backend::alone(app().await)).await,
+                forged,
+            )
+            .await,
+        ] {
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+            let seen = answer.to_ascii_lowercase();
+            assert!(
+                seen.contains("get / ") && !seen.contains("previous"),
+                "{answer}"
+            );
+        }
+    });
+}
+
+/// An HTTP/1 application that closes each connection at the start of its second request.
+async fn short_lived_app() -> SocketAddr {
+    listening(async |mut stream| {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            match stream.read_u8().await {
+                Ok(byte) => head.push(byte),
+                Err(_) => return,
+            }
+        }
+        let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+        stream.write_all(answer).await.expect("it reads");
+        // The connection ends with this task.
+        let _ = stream.read_u8().await;
+    })
+    .await
+}
+
+#[test]
+fn proxy_does_not_retry_what_an_earlier_hop_has_retried() {
+    on_worker(async {
+        let service = Service::new(&[short_lived_app().await]).await;
+        let mut peer = peer_of(&service, 0).await;
+        for (field, status) in [
+            ("", "200 "),
+            ("", "200 "),
+            ("x-mesh-previous-attempts: 1\r\n", "502 "),
+        ] {
+            let request = format!("GET / HTTP/1.1\r\nHost: cart\r\n{field}\r\n");
+            peer.write_all(request.as_bytes()).await.expect("it reads");
+            let end = if field.is_empty() { "\r\n\r\n" } else { "\n" };
+            let answer = read_until(&mut peer, end).await;
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}")),
+                "{answer}"
+            );
+        }
+        assert_eq!(denied(&service, 0), 1);
+
+        // The same over HTTP/2: the second application refuses all streams.
+        let refusing = listening(async |stream| {
+            let mut connection = h2::server::handshake(stream).await.expect("a preface");
+            while let Some(Ok((_, mut respond))) = connection.accept().await {
+                respond.send_reset(Reason::REFUSED_STREAM);
+            }
+        });
+        let service = Service::new(&[closed_address(), refusing.await]).await;
+        assert_eq!(http2_failures(&service).await, 100);
+        assert!(denied(&service, 1) > 0);
+    });
+}

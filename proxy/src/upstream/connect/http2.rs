@@ -1,0 +1,663 @@
+//! The HTTP/2 connections of one worker to one endpoint, inbound for the requests of one caller.
+//! Streams share a connection. A new connection is opened if the open ones have reached the peer's
+//! SETTINGS_MAX_CONCURRENT_STREAMS. Each connection has its own task. A stream that the proxy resets
+//! counts until the peer has read the reset.
+
+use crate::labels::LimitKind;
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use diy_mesh_runtime::admission::Class;
+use h2::SendStream;
+use h2::client::{ResponseFuture, SendRequest};
+use http::Request;
+use tokio::sync::{Mutex, OnceCell, mpsc, oneshot};
+use tokio::task::AbortHandle;
+
+use super::queue::{Limiter, Slot};
+use super::{Dialer, IDLE_TIMEOUT, Remote};
+use crate::error::Failure;
+use crate::limits::lifetime::{Expiry, Lifetime};
+use crate::limits::memory::{Charge, ConnectionSlot};
+use crate::secure::io::Io;
+use crate::secure::tls::{Acceptance, Alpn};
+use crate::upstream::batched::{Batched, Queued};
+use diy_mesh_model::exchange::Direction;
+
+/// The maximum size of a header list, counted as in RFC 9113, section 6.5.2.
+pub const MAX_HEADER_LIST: u32 = 64 * 1024;
+/// The flow-control window of a stream.
+pub const STREAM_WINDOW: u32 = 256 * 1024;
+/// The largest flow-control window of a connection: 32 streams whose receivers do not read.
+pub const CONNECTION_WINDOW: u32 = 32 * STREAM_WINDOW;
+/// The flow-control window of a connection that has no share of the memory for windows: the
+/// smallest one (RFC 9113, section 6.9.2).
+pub const MIN_CONNECTION_WINDOW: u32 = 65_535;
+/// The maximum number of unwritten bytes of one stream.
+pub const MAX_SEND_BUFFER: usize = 64 * 1024;
+/// The maximum number of streams that the proxy has reset and whose late frames it ignores.
+pub const MAX_LOCAL_RESETS: usize = 200;
+
+/// The memory of a connection besides that of its windows and streams.
+pub const CONNECTION_COST: usize = 16 * 1024;
+
+/// The maximum number of concurrent streams until the peer's SETTINGS frame arrives.
+const INITIAL_MAX_STREAMS: usize = 100;
+/// How long the peer of a connection with open streams may be silent before the proxy sends a
+/// SETTINGS frame. After the same time again without a byte the proxy closes the connection. It also
+/// does so if a SETTINGS frame is not acknowledged for both times together.
+const READ_IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A worker's HTTP/2 connections to one endpoint.
+pub struct Connections {
+    limiter: Rc<Limiter>,
+    /// Whose requests they carry: those of a caller, or of the pod's own application.
+    direction: Direction,
+    open: RefCell<Vec<Rc<Connection>>>,
+    closed: Cell<bool>,
+    /// Serializes dialing: concurrent requests share the connection, or the failure.
+    dialing: Mutex<()>,
+    dials: Cell<u64>,
+    last_failure: RefCell<Option<Failure>>,
+}
+
+/// One connection. Its task ends when the last handle is dropped.
+pub(super) struct Connection {
+    sender: RefCell<SendRequest<Queued>>,
+    io: Batched,
+    is_secured: bool,
+    streams: Rc<Streams>,
+    /// What the task keeps until the peer has read all earlier frames.
+    unread: mpsc::UnboundedSender<Unread>,
+    /// A stream on the connection has ended. The peer may have closed the connection since.
+    reused: Cell<bool>,
+    /// The peer's SETTINGS have arrived, if somebody has waited for them.
+    settled: OnceCell<()>,
+    health: RefCell<Health>,
+    lifetime: Option<Lifetime>,
+    /// The lifetime is over: the connection accepts no new streams.
+    retired: Cell<bool>,
+    /// What the connection is charged to: it outlives those that it serves.
+    slot: Rc<ConnectionSlot>,
+    task: AbortHandle,
+}
+
+/// The liveness of a connection, updated by [`Connections::maintain`].
+struct Health {
+    bytes_read: u64,
+    /// When the connection last received bytes, or had no streams.
+    last_read: Instant,
+    last_used: Instant,
+}
+
+/// A slot for one stream on a connection. Released on drop, or when the peer has read the reset of
+/// the stream.
+pub struct Lease {
+    connection: Rc<Connection>,
+    /// [`Streams::blocked`] counts the stream.
+    is_blocked: Cell<bool>,
+    slot: Option<StreamSlot>,
+    /// The stream was opened. Unless its end is recorded, it is reset on drop.
+    is_open: Cell<bool>,
+}
+
+/// What one stream occupies.
+struct StreamSlot {
+    streams: Rc<Streams>,
+    /// The request is in flight.
+    _request: Slot,
+    /// The places of the client whose request it is.
+    places: Option<Rc<dyn Places>>,
+}
+
+/// The places for requests of one client.
+pub trait Places {
+    /// Takes one until the result is dropped, also while all are taken.
+    fn keep(self: Rc<Self>) -> Box<dyn Any>;
+}
+
+impl Connections {
+    pub(super) fn new(limiter: Rc<Limiter>, direction: Direction) -> Self {
+        Self {
+            limiter,
+            direction,
+            open: RefCell::default(),
+            closed: Cell::new(false),
+            dialing: Mutex::default(),
+            dials: Cell::new(0),
+            last_failure: RefCell::default(),
+        }
+    }
+
+    /// Acquires a slot for a stream. Opens a connection if no open one has a free slot, and waits
+    /// if there are as many as the endpoint may have. A new one is charged to the caller.
+    pub(super) async fn lease(
+        &self,
+        remote: &Remote,
+        dialer: Dialer<'_>,
+        expiry: impl FnOnce(&Io) -> Expiry,
+    ) -> Result<Lease, Failure> {
+        let (kind, address) = (LimitKind::Requests, remote.address);
+        let request = self.limiter.acquire(kind, address, dialer.deadline);
+        let request = request.await?;
+        if let Some(connection) = self.find(false) {
+            return Ok(Lease::new(connection, request));
+        }
+        let connection = self.connection(remote, dialer, expiry, false).await?;
+        Ok(Lease::new(connection, request))
+    }
+
+    /// A connection with a free slot, an open one or a new one. `has_waited`: no earlier request
+    /// waits.
+    async fn connection(
+        &self,
+        remote: &Remote,
+        dialer: Dialer<'_>,
+        expiry: impl FnOnce(&Io) -> Expiry,
+        has_waited: bool,
+    ) -> Result<Rc<Connection>, Failure> {
+        let dials = self.dials.get();
+        let guard = self.dialing.lock().await;
+        if let Some(connection) = self.find(has_waited) {
+            return Ok(connection);
+        }
+        if self.is_full() || !self.is_turn(has_waited) {
+            drop(guard);
+            // Closed connections make space for new ones.
+            let take = || match self.find(true) {
+                Some(connection) => Some(Some(connection)),
+                None => (!self.is_full()).then_some(None),
+            };
+            let (kind, deadline) = (LimitKind::Http2Connections, dialer.deadline);
+            let waiting = self.limiter.wait(kind, remote.address, deadline, take);
+            return match waiting.await? {
+                Some(connection) => Ok(connection),
+                None => Box::pin(self.connection(remote, dialer, expiry, true)).await,
+            };
+        }
+        if let (true, Some(failure)) = (self.dials.get() != dials, &*self.last_failure.borrow()) {
+            return Err(failure.clone());
+        }
+        let dialed = open(remote, dialer, expiry, &self.limiter, self.direction).await;
+        self.dials.set(self.dials.get() + 1);
+        self.last_failure.replace(dialed.as_ref().err().cloned());
+        let connection = dialed?;
+        if !self.closed.get() {
+            self.open.borrow_mut().push(connection.clone());
+        }
+        Ok(connection)
+    }
+
+    /// Closes idle connections, retires those whose lifetime is over, and checks the liveness of
+    /// the others. The worker calls it every few seconds.
+    pub fn maintain(&self, now: Instant) {
+        self.open
+            .borrow_mut()
+            .retain(|connection| connection.maintain(now));
+    }
+
+    /// Releases all connections, and those that are opened later. Open streams continue.
+    pub fn close(&self) {
+        self.closed.set(true);
+        self.open.take();
+    }
+
+    /// The number of open connections.
+    pub fn len(&self) -> usize {
+        self.open.borrow().len()
+    }
+
+    /// Whether no connection is open.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn is_full(&self) -> bool {
+        self.len() >= self.limiter.limits.http2_connections as usize
+    }
+
+    /// Whether the next free slot is that of a request that `has_waited`, or has not.
+    fn is_turn(&self, has_waited: bool) -> bool {
+        has_waited || !self.limiter.has_queue(LimitKind::Http2Connections)
+    }
+
+    /// The first connection that has a free slot, so that the later ones become idle. Drops closed
+    /// connections. None while earlier requests wait, unless the request `has_waited`.
+    fn find(&self, has_waited: bool) -> Option<Rc<Connection>> {
+        if !self.is_turn(has_waited) {
+            return None;
+        }
+        let mut open = self.open.borrow_mut();
+        let mut index = 0;
+        while let Some(connection) = open.get(index) {
+            match connection.capacity() {
+                Capacity::Available => return Some(connection.clone()),
+                Capacity::Exhausted => index += 1,
+                Capacity::Closed => drop(open.remove(index)),
+            }
+        }
+        None
+    }
+}
+
+/// Whether a connection accepts a new stream.
+enum Capacity {
+    Available,
+    Exhausted,
+    Closed,
+}
+
+impl Connection {
+    fn capacity(&self) -> Capacity {
+        if self.retired.get() || self.slot.is_asked_to_end() {
+            return Capacity::Exhausted;
+        }
+        let mut sender = self.sender.borrow_mut();
+        match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(Ok(())) if self.streams.open.get() < sender.current_max_send_streams() => {
+                Capacity::Available
+            }
+            Poll::Ready(Ok(())) | Poll::Pending => Capacity::Exhausted,
+            // It has failed, or the peer has sent GOAWAY.
+            Poll::Ready(Err(_)) => Capacity::Closed,
+        }
+    }
+
+    /// Waits until the peer has acknowledged a SETTINGS frame, or the connection has ended.
+    async fn round_trip(&self) {
+        let (kept, read) = oneshot::channel::<()>();
+        self.keep_until_read(1, kept);
+        // Fails when `kept` is dropped.
+        let _ = read.await;
+    }
+
+    /// Keeps `kept` until this number of further SETTINGS frames was sent, or the connection has
+    /// ended. `h2` sends one after the acknowledgment of the one before.
+    fn keep_until_read(&self, further: u64, kept: impl Any) {
+        // Fails if the connection has ended.
+        let _ = self.unread.send((further, Box::new(kept)));
+    }
+
+    /// Updates the state of the connection. Returns whether it stays in the pool.
+    fn maintain(&self, now: Instant) -> bool {
+        if matches!(self.capacity(), Capacity::Closed) {
+            return false;
+        }
+        self.retired.set(
+            self.lifetime
+                .is_some_and(|lifetime| lifetime.is_retired(now)),
+        );
+        let health = &mut *self.health.borrow_mut();
+        if self.streams.open.get() == 0 {
+            health.last_read = now;
+            self.slot.set(Class::BetweenExchanges);
+            let idle = now.saturating_duration_since(health.last_used);
+            return !self.retired.get() && idle < IDLE_TIMEOUT;
+        }
+        health.last_used = now;
+        let silence = health.silence(now, self.io.bytes_read());
+        if silence >= READ_IDLE_TIMEOUT {
+            self.keep_until_read(1, ());
+        }
+        let unread_since = self.streams.unread_since.get().unwrap_or(now);
+        let is_alive =
+            silence.max(now.saturating_duration_since(unread_since)) < 2 * READ_IDLE_TIMEOUT;
+        if !is_alive {
+            tracing::debug!("upstream connection closed: the peer acknowledges no SETTINGS frame");
+            self.task.abort();
+        }
+        is_alive
+    }
+}
+
+impl Health {
+    /// For how long the peer has sent nothing.
+    fn silence(&mut self, now: Instant, bytes_read: u64) -> Duration {
+        if bytes_read != self.bytes_read {
+            (self.bytes_read, self.last_read) = (bytes_read, now);
+        }
+        now.saturating_duration_since(self.last_read)
+    }
+}
+
+impl Lease {
+    fn new(connection: Rc<Connection>, request: Slot) -> Self {
+        let streams = connection.streams.clone();
+        streams.open.set(streams.open.get() + 1);
+        connection.slot.touch();
+        connection.io.open_streams(streams.open.get());
+        Self {
+            connection,
+            is_blocked: Cell::new(false),
+            slot: Some(StreamSlot {
+                streams,
+                _request: request,
+                places: None,
+            }),
+            is_open: Cell::new(false),
+        }
+    }
+
+    /// Counts a stream whose client does not read all at once: bytes wait for it.
+    pub fn record_blocked(&self) {
+        if !self.is_blocked.replace(true) {
+            self.connection.streams.add_blocked();
+        }
+    }
+
+    /// Opens the stream. If it is reset, it has one of these places until the peer has read the reset.
+    pub fn send(
+        &mut self,
+        request: Request<()>,
+        end_of_stream: bool,
+        places: Option<Rc<dyn Places>>,
+    ) -> Result<(ResponseFuture, SendStream<Queued>), h2::Error> {
+        let mut sender = self.connection.sender.borrow_mut();
+        let opened = sender.send_request(request, end_of_stream)?;
+        if let Some(slot) = &mut self.slot {
+            slot.places = places;
+        }
+        self.is_open.set(true);
+        Ok(opened)
+    }
+
+    /// The stream has ended on both sides, or the peer has reset it.
+    pub fn record_end(&self) {
+        self.is_open.set(false);
+    }
+
+    /// The connection.
+    pub fn io(&self) -> &Batched {
+        &self.connection.io
+    }
+
+    /// Whether the connection has mutual TLS: the peer is an authenticated proxy.
+    pub fn is_secured(&self) -> bool {
+        self.connection.is_secured
+    }
+
+    /// Whether the peer accepts extended CONNECT requests (RFC 8441), which open WebSockets.
+    pub fn supports_extended_connect(&self) -> bool {
+        self.connection
+            .sender
+            .borrow()
+            .is_extended_connect_protocol_enabled()
+    }
+
+    /// Waits until the peer's SETTINGS have arrived: they precede its first acknowledgment. Returns
+    /// false if the connection has ended.
+    pub async fn settled(&self) -> bool {
+        let connection = &self.connection;
+        let settled = connection.settled.get_or_init(|| connection.round_trip());
+        settled.await;
+        !matches!(connection.capacity(), Capacity::Closed)
+    }
+
+    /// Whether the peer has accepted the TLS handshake.
+    pub fn acceptance(&self) -> Acceptance {
+        self.connection.io.acceptance()
+    }
+
+    /// Whether the connection has carried another stream before.
+    pub fn is_reused(&self) -> bool {
+        self.connection.reused.get()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let connection = &self.connection;
+        let streams = &connection.streams;
+        connection.reused.set(true);
+        if self.is_blocked.get() {
+            streams.blocked.set(streams.blocked.get() - 1);
+        }
+        let slot = self.slot.take();
+        if self.is_open.get() {
+            // The first SETTINGS frame follows the reset. The second one follows the acknowledgment of
+            // the first one.
+            let place = slot.as_ref().and_then(|slot| slot.places.clone());
+            connection.keep_until_read(2, (slot, place.map(Places::keep)));
+        } else {
+            drop(slot);
+        }
+        if streams.open.get() == 0 {
+            connection.slot.set(Class::BetweenExchanges);
+            connection.health.borrow_mut().last_used = Instant::now();
+        }
+    }
+}
+
+impl Drop for StreamSlot {
+    fn drop(&mut self) {
+        let streams = &self.streams;
+        streams.open.set(streams.open.get() - 1);
+        streams.limiter.release(LimitKind::Http2Connections);
+    }
+}
+
+/// Opens a connection and starts its task. `expiry` completes when the connection has to be reset.
+/// It is charged to the caller, with its window if others have the same application.
+async fn open(
+    remote: &Remote,
+    dialer: Dialer<'_>,
+    expiry: impl FnOnce(&Io) -> Expiry,
+    limiter: &Rc<Limiter>,
+    direction: Direction,
+) -> Result<Rc<Connection>, Failure> {
+    let address = remote.address;
+    let slot = Rc::new(dialer.slot.beside());
+    let mut memory = Charge::new(slot.clone());
+    let streams = Rc::new(Streams::new(limiter.clone()));
+    let mut window = (direction == Direction::Inbound).then(|| Window {
+        charge: Charge::new(slot.clone()),
+        streams: streams.clone(),
+    });
+    memory.begin(CONNECTION_COST)?;
+    let mut io = dialer.dial(remote, Alpn::Http2).await?;
+    io.count(limiter.count_connection());
+    let is_secured = io.is_secured();
+    let lifetime = io.lifetime().copied();
+    let mut expiry = expiry(&io);
+    let io = Batched::new(io, memory);
+    let handshake = h2::client::Builder::new()
+        .enable_push(false)
+        .initial_max_send_streams(INITIAL_MAX_STREAMS)
+        .initial_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(match window {
+            Some(_) => MIN_CONNECTION_WINDOW,
+            None => CONNECTION_WINDOW,
+        })
+        .max_header_list_size(MAX_HEADER_LIST)
+        .max_concurrent_reset_streams(MAX_LOCAL_RESETS)
+        .max_send_buffer_size(MAX_SEND_BUFFER)
+        .handshake(io.clone());
+    let (sender, mut connection) = handshake.await.map_err(|error| Failure::UpstreamClosed {
+        address,
+        reason: error.to_string(),
+    })?;
+    let (unread, kept) = mpsc::unbounded_channel();
+    let mut barrier = Barrier::new(kept, streams.clone());
+    let task = tokio::task::spawn_local({
+        let (io, slot) = (io.clone(), slot.clone());
+        async move {
+            let ended = io.drive(|cx| match Pin::new(&mut expiry).poll(cx) {
+                Poll::Pending if io.overload().is_some() => {
+                    tracing::debug!(%address, "upstream connection reset: no memory is left for it");
+                    io.reset_on_drop();
+                    Poll::Ready(Ok(()))
+                }
+                Poll::Ready(()) => {
+                    io.reset_on_drop();
+                    Poll::Ready(Ok(()))
+                }
+                Poll::Pending => {
+                    let resized = window.as_mut().and_then(|window| window.grow(cx));
+                    if let Some(size) = resized {
+                        connection.set_target_window_size(size);
+                    }
+                    barrier.receive(cx);
+                    loop {
+                        let polled = Pin::new(&mut connection).poll(cx);
+                        // The window stays the same: the acknowledgment matters. Fails until that of
+                        // the frame before has arrived.
+                        let sends = polled.is_pending()
+                            && barrier.is_needed()
+                            && connection.set_initial_window_size(STREAM_WINDOW).is_ok();
+                        if !sends {
+                            break polled;
+                        }
+                        barrier.record_sent();
+                    }
+                }
+            });
+            match slot.run(pin!(ended)).await {
+                None => io.reset_on_drop(),
+                Some(Ok(())) => {}
+                Some(Err(error)) => {
+                    tracing::debug!(%address, "upstream connection failed: {error}");
+                }
+            }
+            io.release();
+        }
+    });
+    let now = Instant::now();
+    let health = Health {
+        bytes_read: 0,
+        last_read: now,
+        last_used: now,
+    };
+    Ok(Rc::new(Connection {
+        sender: RefCell::new(sender),
+        io,
+        is_secured,
+        streams,
+        unread,
+        reused: Cell::new(false),
+        settled: OnceCell::new(),
+        health: RefCell::new(health),
+        lifetime,
+        retired: Cell::new(false),
+        slot,
+        task: task.abort_handle(),
+    }))
+}
+
+/// The streams of a connection, shared with its task.
+struct Streams {
+    limiter: Rc<Limiter>,
+    /// Open ones, and those whose reset the peer has not read.
+    open: Cell<usize>,
+    /// Open ones whose clients did not read all at once.
+    blocked: Cell<u32>,
+    /// Since when a SETTINGS frame has to be acknowledged.
+    unread_since: Cell<Option<Instant>>,
+    /// Wakes the task of the connection.
+    task: RefCell<Option<Waker>>,
+}
+
+impl Streams {
+    fn new(limiter: Rc<Limiter>) -> Self {
+        Self {
+            limiter,
+            open: Cell::new(0),
+            blocked: Cell::new(0),
+            unread_since: Cell::new(None),
+            task: RefCell::default(),
+        }
+    }
+
+    fn add_blocked(&self) {
+        self.blocked.set(self.blocked.get() + 1);
+        if let Some(task) = &*self.task.borrow() {
+            task.wake_by_ref();
+        }
+    }
+}
+
+/// What is dropped after this number of further SETTINGS frames.
+type Unread = (u64, Box<dyn Any>);
+
+/// Shows what the peer has read: it acknowledges a SETTINGS frame after it has processed the frames
+/// before (RFC 9113, section 6.5.3). PING frames would show the same, but gRPC servers close a
+/// connection with more than two of them in five minutes in which they send no response.
+struct Barrier {
+    received: mpsc::UnboundedReceiver<Unread>,
+    streams: Rc<Streams>,
+    /// The number of SETTINGS frames sent after that of the handshake.
+    sent: u64,
+    /// What is dropped when that number was sent.
+    kept: VecDeque<Unread>,
+}
+
+impl Barrier {
+    fn new(received: mpsc::UnboundedReceiver<Unread>, streams: Rc<Streams>) -> Self {
+        Self {
+            received,
+            streams,
+            sent: 0,
+            kept: VecDeque::new(),
+        }
+    }
+
+    /// Takes what is to be kept. The task of the connection then polls it, which sends earlier frames.
+    fn receive(&mut self, cx: &mut Context<'_>) {
+        while let Poll::Ready(Some((further, kept))) = self.received.poll_recv(cx) {
+            if self.kept.is_empty() {
+                self.streams.unread_since.set(Some(Instant::now()));
+            }
+            self.kept.push_back((self.sent + further, kept));
+        }
+    }
+
+    /// Whether a SETTINGS frame has to be sent.
+    fn is_needed(&self) -> bool {
+        !self.kept.is_empty()
+    }
+
+    /// A SETTINGS frame was sent: the peer has acknowledged the one before.
+    fn record_sent(&mut self) {
+        self.sent += 1;
+        while self
+            .kept
+            .front()
+            .is_some_and(|(sent, _)| *sent <= self.sent)
+        {
+            self.kept.pop_front();
+        }
+        let is_needed = self.is_needed();
+        self.streams.unread_since.set(is_needed.then(Instant::now));
+    }
+}
+
+/// The flow-control window of a connection, charged to its caller. It grows with the number of
+/// blocked streams: each may hold the bytes of a window of its own. It never shrinks, because the
+/// peer may use what it was granted.
+struct Window {
+    charge: Charge,
+    streams: Rc<Streams>,
+}
+
+impl Window {
+    /// The new size, if the window has to grow and the caller may use the memory for it. `cx` is
+    /// that of the connection's task.
+    fn grow(&mut self, cx: &Context<'_>) -> Option<u32> {
+        let task = &mut *self.streams.task.borrow_mut();
+        match task {
+            Some(task) => task.clone_from(cx.waker()),
+            None => *task = Some(cx.waker().clone()),
+        }
+        let streams = (1 + self.streams.blocked.get()).min(CONNECTION_WINDOW / STREAM_WINDOW);
+        let wanted = streams.next_power_of_two() * STREAM_WINDOW;
+        let granted = self.charge.amount();
+        // A smaller one if the caller may not use as much.
+        std::iter::successors(Some(wanted), |size| Some(size / 2))
+            .take_while(|size| *size >= STREAM_WINDOW && *size as usize > granted)
+            .find(|size| self.charge.try_grow(*size as usize))
+    }
+}
