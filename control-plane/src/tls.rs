@@ -258,9 +258,10 @@ impl Client {
             _ => Instant::now(),
         };
         let idle = idle_since + self.idle;
-        match state.is_served {
-            true => idle,
-            false => idle.min(self.started + FIRST_CALL_TIMEOUT),
+        if state.is_served {
+            idle
+        } else {
+            idle.min(self.started + FIRST_CALL_TIMEOUT)
         }
     }
 

@@ -197,9 +197,11 @@ fn row(rule: &proto::RouteRule, service: &str, is_headless: bool) -> Row {
         service: Some(backend.name.clone()).filter(|name| !name.is_empty()),
         weight: backend.weight,
     });
-    let backends = match rule.filters.iter().any(is_redirect) {
-        false if stays && !rule.invalid => vec![of_service(service)],
-        _ => backends.collect(),
+    let redirects = rule.filters.iter().any(is_redirect);
+    let backends = if stays && !rule.invalid && !redirects {
+        vec![of_service(service)]
+    } else {
+        backends.collect()
     };
     let mut actions: Vec<String> = rule.filters.iter().map(action).collect();
     if rule.invalid {
@@ -272,9 +274,10 @@ fn conditions(one: &Match) -> String {
     let query = message.query.iter().flat_map(|one| field("parameter", one));
     let all = method.into_iter().chain(path).chain(headers).chain(query);
     let all: Vec<String> = all.collect();
-    match all.is_empty() {
-        true => "all".to_owned(),
-        false => all.join(", "),
+    if all.is_empty() {
+        "all".to_owned()
+    } else {
+        all.join(", ")
     }
 }
 

@@ -371,13 +371,14 @@ impl Hub {
     pub fn watch_services(&self, names: &BTreeSet<Key>, namespaces: Namespaces) -> Services {
         let index = self.index();
         let (id, queue) = self.subscribers().watch_services(names, &namespaces);
-        match names.is_empty() {
-            true => index
+        if names.is_empty() {
+            index
                 .service_keys()
                 .into_iter()
                 .filter(|key| namespaces.contains(&key.namespace))
-                .for_each(|key| queue.push(key, ())),
-            false => names.iter().for_each(|name| queue.push(name.clone(), ())),
+                .for_each(|key| queue.push(key, ()))
+        } else {
+            names.iter().for_each(|name| queue.push(name.clone(), ()))
         }
         Services {
             hub: self.clone(),

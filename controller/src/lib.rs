@@ -126,9 +126,10 @@ impl Controller {
     /// Opens the ports and connects the modules.
     pub async fn bind(config: Config) -> Result<Controller, Error> {
         raise_max_open_files();
-        let client = match config.needs_kubernetes() {
-            true => Some(kube::Client::try_default().await?),
-            false => None,
+        let client = if config.needs_kubernetes() {
+            Some(kube::Client::try_default().await?)
+        } else {
+            None
         };
         let cluster = || client.clone().expect(CLIENT);
         let verifier = match &config.authenticator {

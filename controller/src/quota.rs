@@ -128,9 +128,10 @@ impl Unsent {
     /// The encoded bytes of these responses, which are charged until they have been sent.
     pub fn attach(&self, bytes: Bytes) -> Bytes {
         let charges = std::mem::take(&mut *self.lock());
-        match charges.is_empty() {
-            true => bytes,
-            false => Bytes::from_owner(Charged { bytes, charges }),
+        if charges.is_empty() {
+            bytes
+        } else {
+            Bytes::from_owner(Charged { bytes, charges })
         }
     }
 

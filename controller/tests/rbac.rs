@@ -487,9 +487,10 @@ impl Objects {
             ("create", _) => {
                 let name = body["metadata"]["name"].as_str().unwrap().to_owned();
                 let key = key(name);
-                match self.objects.contains_key(&key) {
-                    true => (409, failure(409, "AlreadyExists")),
-                    false => (201, self.store(key, body)),
+                if self.objects.contains_key(&key) {
+                    (409, failure(409, "AlreadyExists"))
+                } else {
+                    (201, self.store(key, body))
                 }
             }
             (_, Some(name)) => {

@@ -489,9 +489,10 @@ mod tests {
     fn blank_annotations_are_none_but_those_that_choose() {
         for setting in &SETTINGS {
             let read = for_pod(&json!({setting.annotation: " "}));
-            match NEVER_BLANK.contains(&setting.annotation) {
-                true => assert_eq!(read.expect_err("a blank choice").len(), 1),
-                false => assert_eq!(read, Ok(defaults()), "{}", setting.annotation),
+            if NEVER_BLANK.contains(&setting.annotation) {
+                assert_eq!(read.expect_err("a blank choice").len(), 1)
+            } else {
+                assert_eq!(read, Ok(defaults()), "{}", setting.annotation)
             }
         }
     }

@@ -460,9 +460,10 @@ mod tests {
             _: &mut Context<'_>,
         ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
             let data = || Ok(Frame::data(Bytes::from(vec![b' '; 1024 * 1024])));
-            match std::mem::replace(&mut self.0, true) {
-                true => Poll::Pending,
-                false => Poll::Ready(Some(data())),
+            if std::mem::replace(&mut self.0, true) {
+                Poll::Pending
+            } else {
+                Poll::Ready(Some(data()))
             }
         }
     }

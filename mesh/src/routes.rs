@@ -177,9 +177,10 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
 
 fn backend(reference: &Value, namespace: &str) -> Backend {
     let kind = reference["kind"].as_str().unwrap_or("Service");
-    let prefix = match is_service(reference, "Service", "") {
-        true => String::new(),
-        false => format!("{kind} "),
+    let prefix = if is_service(reference, "Service", "") {
+        String::new()
+    } else {
+        format!("{kind} ")
     };
     let port = reference["port"].as_u64();
     let port = port.map_or(String::new(), |port| format!(":{port}"));

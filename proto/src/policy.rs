@@ -122,9 +122,10 @@ fn check_hash_key(key: &HashKey) -> Result<(), Violation> {
 /// The name of a header field or of a cookie: a token of RFC 9110.
 fn check_name(field: &'static str, name: &str) -> Result<(), Violation> {
     let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
-    match (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(is_valid) {
-        true => Ok(()),
-        false => Err(violation(field, name, "a name of at most 128 characters")),
+    if (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(is_valid) {
+        Ok(())
+    } else {
+        Err(violation(field, name, "a name of at most 128 characters"))
     }
 }
 
@@ -201,12 +202,11 @@ fn check_share(field: &'static str, share: Option<Share>) -> Result<(), Violatio
         numerator,
         denominator,
     } = share.unwrap_or_default();
-    match denominator > 0 && numerator <= denominator {
-        true => Ok(()),
-        false => {
-            let value = format!("{numerator}/{denominator}");
-            Err(violation(field, value, "a share of at most 1"))
-        }
+    if denominator > 0 && numerator <= denominator {
+        Ok(())
+    } else {
+        let value = format!("{numerator}/{denominator}");
+        Err(violation(field, value, "a share of at most 1"))
     }
 }
 
@@ -254,12 +254,11 @@ pub fn check_session(session: &SessionPersistence) -> Result<(), Violation> {
             return Err(violation(field, format!("{timeout}ms"), "at most 8760h"));
         }
     }
-    match session.permanent && (session.absolute_timeout == 0 || session.cookie.is_empty()) {
-        true => {
-            let expected = "set, for a permanent cookie";
-            Err(violation("absoluteTimeout", "", expected))
-        }
-        false => Ok(()),
+    if session.permanent && (session.absolute_timeout == 0 || session.cookie.is_empty()) {
+        let expected = "set, for a permanent cookie";
+        Err(violation("absoluteTimeout", "", expected))
+    } else {
+        Ok(())
     }
 }
 

@@ -196,12 +196,13 @@ impl Failure {
         if count == 1 {
             // Without discovery, the address is the name of the backend.
             let is_named = last.unconnected()?.to_string() != backend;
-            return Some(match is_named {
-                true => Self::NoneAccepts {
+            return Some(if is_named {
+                Self::NoneAccepts {
                     message: format!("{backend}: {last}"),
                     last: Box::new(last),
-                },
-                false => last,
+                }
+            } else {
+                last
             });
         }
         let endpoints = match (count, ready) {

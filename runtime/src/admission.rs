@@ -325,9 +325,12 @@ impl<K: Clone + Eq + Hash> Slot<K> {
     /// Changes a part of the bytes that the connection holds, for new work. False if they grow, and
     /// the holder gets no more: then nothing has changed.
     pub fn begin(&self, from: usize, to: usize) -> bool {
-        self.change(from, to, |tree| match self.entry.is_ending() {
-            true => tree.has_reserve(),
-            false => tree.make_room(BYTES, Some(&self.entry), false).is_ok(),
+        self.change(from, to, |tree| {
+            if self.entry.is_ending() {
+                tree.has_reserve()
+            } else {
+                tree.make_room(BYTES, Some(&self.entry), false).is_ok()
+            }
         })
     }
 

@@ -285,9 +285,10 @@ impl View {
 
     fn describe(&self) -> String {
         let waiting = self.not_ready();
-        match waiting.is_empty() {
-            true => format!("{} pods, all ready", self.pods.len()),
-            false => format!("not ready: {}", waiting.join("; ")),
+        if waiting.is_empty() {
+            format!("{} pods, all ready", self.pods.len())
+        } else {
+            format!("not ready: {}", waiting.join("; "))
         }
     }
 

@@ -91,9 +91,10 @@ impl Files {
                 objects.extend(self.file(path)?);
             }
         }
-        match objects.is_empty() {
-            true => Err(Error::Empty),
-            false => Ok(objects),
+        if objects.is_empty() {
+            Err(Error::Empty)
+        } else {
+            Ok(objects)
         }
     }
 

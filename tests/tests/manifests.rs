@@ -54,9 +54,10 @@ fn network_policies_allow_the_ports_of_the_control_plane() {
         listening.sort_by_key(|port| port.as_u64());
         assert_eq!(allowed, listening, "{name}");
         for rule in rules {
-            let expected = match ports(rule) == [8080] {
-                true => json!([{"namespaceSelector": {}}]),
-                false => Value::Null,
+            let expected = if ports(rule) == [8080] {
+                json!([{"namespaceSelector": {}}])
+            } else {
+                Value::Null
             };
             assert_eq!(rule["from"], expected, "{name}");
         }

@@ -342,9 +342,10 @@ impl Proxy {
         {
             self.apply(position, content, version, api);
         }
-        match stream.sent == Some(self.content) {
-            true => self.outdated = Duration::ZERO,
-            false => self.outdated += TICK,
+        if stream.sent == Some(self.content) {
+            self.outdated = Duration::ZERO
+        } else {
+            self.outdated += TICK
         }
         let limit = MAX_REFUSAL + MAX_CATCH_UP + 2 * TICK;
         assert!(self.outdated <= limit, "frozen at {:?}", self.content);

@@ -359,9 +359,12 @@ fn banned_words_match_whole_words() {
 /// a phrase.
 fn contains_word(line: &str, word: &str) -> bool {
     let is_identifier = word.contains(char::is_uppercase);
-    let normalize = |text: &str| match is_identifier {
-        true => text.to_owned(),
-        false => text.to_lowercase().replace('_', " "),
+    let normalize = |text: &str| {
+        if is_identifier {
+            text.to_owned()
+        } else {
+            text.to_lowercase().replace('_', " ")
+        }
     };
     let (line, word) = (normalize(line), normalize(word));
     let is_word_char = |c: char| c.is_alphanumeric() || c == '_';

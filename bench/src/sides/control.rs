@@ -313,9 +313,10 @@ fn http_routes(routes: Routes) -> Vec<serde_json::Value> {
         Routes::None => Vec::new(),
         Routes::Paths(number) => (1..=number)
             .map(|at| {
-                let path = match at == number {
-                    true => "/".to_string(),
-                    false => format!("/bench/page-{at}"),
+                let path = if at == number {
+                    "/".to_string()
+                } else {
+                    format!("/bench/page-{at}")
                 };
                 let path = json!({ "type": "PathPrefix", "value": path });
                 route(at, json!({ "matches": [{ "path": path }] }))

@@ -32,9 +32,10 @@ impl Namespaces {
 
     /// Without a Kubernetes API: the namespace of the account, and all for `viewer`.
     pub(super) fn of_account(user: &str, viewer: &str) -> Option<Namespaces> {
-        match user == viewer {
-            true => Some(Namespaces::All),
-            false => namespace(user).map(|own| Namespaces::One(own.into())),
+        if user == viewer {
+            Some(Namespaces::All)
+        } else {
+            namespace(user).map(|own| Namespaces::One(own.into()))
         }
     }
 }

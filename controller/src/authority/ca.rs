@@ -91,9 +91,10 @@ impl Ca {
 
     /// The trust roots.
     pub fn roots(&self) -> &[Certificate] {
-        match self.stored_roots.is_empty() {
-            true => &self.chain[..1],
-            false => &self.stored_roots,
+        if self.stored_roots.is_empty() {
+            &self.chain[..1]
+        } else {
+            &self.stored_roots
         }
     }
 
@@ -115,9 +116,10 @@ impl Ca {
     /// The time of issue. Generated certificates are backdated to tolerate clock skew.
     pub fn issued_at(&self) -> SystemTime {
         let not_before = self.certificate().not_before;
-        match self.is_generated() {
-            true => not_before + BACKDATED,
-            false => not_before,
+        if self.is_generated() {
+            not_before + BACKDATED
+        } else {
+            not_before
         }
     }
 

@@ -288,9 +288,10 @@ impl<S: Store> Reconciler<S> {
         Ok(Trust {
             issuer: issuer.clone(),
             roots: Arc::new(Roots::new(roots)),
-            renew_within: match state.rotation.forced {
-                true => Duration::ZERO,
-                false => self.policy.renew_within(),
+            renew_within: if state.rotation.forced {
+                Duration::ZERO
+            } else {
+                self.policy.renew_within()
             },
         })
     }
@@ -305,9 +306,10 @@ impl<S: Store> Reconciler<S> {
             return Ok(Outcome::Done);
         };
         let is_steady = loaded.state.rotation.phase == Phase::Steady;
-        let interval = match is_steady {
-            true => REPORT_INTERVAL,
-            false => ROTATION_REPORT_INTERVAL,
+        let interval = if is_steady {
+            REPORT_INTERVAL
+        } else {
+            ROTATION_REPORT_INTERVAL
         };
         memory.next_report = Some(Instant::now() + interval);
         let now = SystemTime::now();
@@ -322,9 +324,10 @@ impl<S: Store> Reconciler<S> {
             state: loaded.digest.clone(),
             reports,
             confirmed: memory.confirmed,
-            pods: match is_steady || memory.confirmed == END {
-                true => BTreeMap::new(),
-                false => self.ready_pods(memory.confirmed),
+            pods: if is_steady || memory.confirmed == END {
+                BTreeMap::new()
+            } else {
+                self.ready_pods(memory.confirmed)
             },
         };
         memory.confirmed = observed.next_confirmed();
@@ -428,12 +431,11 @@ impl<S: Store> Reconciler<S> {
     /// The namespaces without the current roots.
     fn unpublished(&self, roots: &str) -> BoundedNames {
         let published = self.published.borrow();
-        match published.version == *roots {
-            true => {
-                let namespaces = published.waiting.keys();
-                bounded(namespaces.map(|name| format!("namespace {name}")))
-            }
-            false => bounded([format!("the namespaces of replica {}", self.replica)]),
+        if published.version == *roots {
+            let namespaces = published.waiting.keys();
+            bounded(namespaces.map(|name| format!("namespace {name}")))
+        } else {
+            bounded([format!("the namespaces of replica {}", self.replica)])
         }
     }
 

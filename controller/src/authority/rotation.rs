@@ -209,15 +209,16 @@ impl RotationPolicy {
             let reason = "tls.crt was replaced under the same root: the new CA signs at once";
             return Some(CaState::steady(new.clone(), now, reason));
         }
-        let (phase, reason) = match is_trusted {
-            true => (
+        let (phase, reason) = if is_trusted {
+            (
                 Phase::Switched,
                 "tls.crt was replaced under a trusted root: the new CA signs at once",
-            ),
-            false => (
+            )
+        } else {
+            (
                 Phase::Adopting,
                 "tls.crt was replaced under another root: the previous CA signs until all proxies trust the new root",
-            ),
+            )
         };
         let kept = memory.acknowledged_roots().into_iter();
         let mut next = CaState {
@@ -237,9 +238,10 @@ impl RotationPolicy {
     /// worthless. The key of a next CA was stored beside the stolen one. The CA of an operator is
     /// its own successor.
     fn force(&self, state: &CaState, now: SystemTime) -> Result<CaState, StateError> {
-        let current = match state.current.is_generated() {
-            true => Ca::generate(&self.trust_domain, now, self.ca_life)?,
-            false => state.current.clone(),
+        let current = if state.current.is_generated() {
+            Ca::generate(&self.trust_domain, now, self.ca_life)?
+        } else {
+            state.current.clone()
         };
         let mut next = CaState::steady(current, now, "a rotation was forced");
         next.rotation.forced = true;

@@ -178,13 +178,15 @@ impl CaState {
     /// Reads and checks the fields.
     pub fn read(fields: &Fields, now: SystemTime) -> Result<CaState, StateError> {
         let current = Ca::read(fields, &CURRENT, now)?;
-        let next = match fields.contains_key(NEXT.chain) {
-            true => Some(Ca::read(fields, &NEXT, now)?),
-            false => None,
+        let next = if fields.contains_key(NEXT.chain) {
+            Some(Ca::read(fields, &NEXT, now)?)
+        } else {
+            None
         };
-        let previous = match fields.contains_key(PREVIOUS.chain) {
-            true => Some(Ca::read_trusted(fields, &PREVIOUS, now)?),
-            false => None,
+        let previous = if fields.contains_key(PREVIOUS.chain) {
+            Some(Ca::read_trusted(fields, &PREVIOUS, now)?)
+        } else {
+            None
         };
         let mut rotation = match fields.get(ROTATION) {
             None => RotationState::default(),

@@ -130,9 +130,10 @@ fn describe_state(status: &mut Status, state: &CaState, mut waiting: Vec<String>
     let waiting_omitted = waiting.len().saturating_sub(MAX_LINES) as u64;
     waiting.truncate(MAX_LINES);
     let (rotation, signer) = (state.rotation.clone(), state.signer());
-    let role = match *signer == state.current {
-        true => "current",
-        false => "previous",
+    let role = if *signer == state.current {
+        "current"
+    } else {
+        "previous"
     };
     let certificate = signer.certificate();
     status.issuer = Some(authority(certificate, role, signer.is_generated()));

@@ -83,13 +83,14 @@ fn service(object: &core::Service) -> Result<Service, ConvertError> {
     let ports = spec.ports.iter().flatten().map(service_port);
     let (ports, excess) = excess::split(ports.collect::<Result<_, _>>()?);
     let is_external = spec.type_.as_deref() == Some("ExternalName");
-    let (cluster_ips, external_ips, external_name) = match is_external {
-        true => (
+    let (cluster_ips, external_ips, external_name) = if is_external {
+        (
             vec![],
             vec![],
             spec.external_name.as_deref().unwrap_or_default(),
-        ),
-        false => (cluster_ips(&spec)?, external_ips(object, &spec)?, ""),
+        )
+    } else {
+        (cluster_ips(&spec)?, external_ips(object, &spec)?, "")
     };
     Ok(Service {
         uid: object.metadata.uid.as_deref().unwrap_or_default().into(),
@@ -183,9 +184,10 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     let injected = Injected::of(object);
     Ok(Pod {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
-        addresses: match is_finished || host_network {
-            true => vec![],
-            false => pod_addresses(&status)?,
+        addresses: if is_finished || host_network {
+            vec![]
+        } else {
+            pod_addresses(&status)?
         },
         terminating: metadata.deletion_timestamp.is_some(),
         ready: !is_finished && is_ready(&status),
@@ -254,9 +256,10 @@ fn is_headless(spec: &core::ServiceSpec) -> bool {
 
 fn cluster_ips(spec: &core::ServiceSpec) -> Result<Vec<IpAddr>, ConvertError> {
     let listed = spec.cluster_ips.as_deref().unwrap_or_default();
-    let all = match listed.is_empty() {
-        true => spec.cluster_ip.as_slice(),
-        false => listed,
+    let all = if listed.is_empty() {
+        spec.cluster_ip.as_slice()
+    } else {
+        listed
     };
     all.iter()
         .filter(|ip| !ip.is_empty() && *ip != "None")

@@ -187,9 +187,10 @@ fn explain(error: kube::Error) -> Error {
 /// a restore that no other replica has noticed before.
 pub fn next(known: Option<u64>, is_restored: bool, stored: u64, now: u64) -> u64 {
     let known = known.unwrap_or_default();
-    match is_restored && stored <= known {
-        true => now.max(known.saturating_add(1)),
-        false => stored.max(known),
+    if is_restored && stored <= known {
+        now.max(known.saturating_add(1))
+    } else {
+        stored.max(known)
     }
 }
 

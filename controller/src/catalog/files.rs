@@ -145,9 +145,10 @@ impl Files {
         let text = String::from_utf8(bytes);
         let text = text.map_err(|error| format!("it is not UTF-8 text: {error}"))?;
         let parsed = manifest::parse(&text, &self.trust_domain).map_err(|e| e.to_string())?;
-        match parsed.unknown_fields.is_empty() {
-            true => Ok(parsed.objects),
-            false => Err(parsed.unknown_fields.join("; ")),
+        if parsed.unknown_fields.is_empty() {
+            Ok(parsed.objects)
+        } else {
+            Err(parsed.unknown_fields.join("; "))
         }
     }
 

@@ -72,11 +72,8 @@ where
             name: self.kind.to_string(),
             apis,
             selector,
-            page_size: match self.kind.is_optional() {
-                // A route may have 1 MiB.
-                true => 50,
-                false => 500,
-            },
+            // A route may have 1 MiB.
+            page_size: if self.kind.is_optional() { 50 } else { 500 },
             permission: format!("{} of {group}, in all namespaces", resource.plural),
         }
     }

@@ -86,9 +86,10 @@ impl Server {
             Some(position) => self.early.remove(position),
             None => loop {
                 let request = self.accept().await;
-                match is_it(&request) {
-                    true => break request,
-                    false => self.early.push(request),
+                if is_it(&request) {
+                    break request;
+                } else {
+                    self.early.push(request)
                 }
             },
         };

@@ -227,9 +227,10 @@ fn service_keys(names: &[String], namespaces: &Namespaces) -> Result<BTreeSet<Ke
 fn service_key(name: &str, namespaces: &Namespaces) -> Result<Key, Status> {
     let invalid = || format!("services: {name:?} is not NAMESPACE/NAME");
     let key = parse_key(name).ok_or_else(|| Status::invalid_argument(invalid()))?;
-    match namespaces.contains(&key.namespace) {
-        true => Ok(key),
-        false => Err(denied("services", name)),
+    if namespaces.contains(&key.namespace) {
+        Ok(key)
+    } else {
+        Err(denied("services", name))
     }
 }
 

@@ -85,9 +85,10 @@ pub(super) fn endpoints(endpoints: &Endpoints) -> &[Bytes] {
         let part = |part: &[Endpoint]| {
             let mut bytes = BytesMut::new();
             for one in part {
-                let field = match one.draining {
-                    true => SNAPSHOT_DRAINING,
-                    false => SNAPSHOT_ENDPOINT,
+                let field = if one.draining {
+                    SNAPSHOT_DRAINING
+                } else {
+                    SNAPSHOT_ENDPOINT
                 };
                 prost::encoding::message::encode(field, &endpoint(one), &mut bytes);
             }
@@ -100,9 +101,10 @@ pub(super) fn endpoints(endpoints: &Endpoints) -> &[Bytes] {
 /// The inbound configuration of a pod.
 pub(super) fn workload(workload: &Workload) -> proto::Workload {
     let inbound = &workload.inbound;
-    let mode = match inbound.strict {
-        true => proto::workload::InboundMode::Strict,
-        false => proto::workload::InboundMode::Permissive,
+    let mode = if inbound.strict {
+        proto::workload::InboundMode::Strict
+    } else {
+        proto::workload::InboundMode::Permissive
     };
     let opaque = inbound.opaque_ports.ranges().iter();
     let ports = inbound.ports.iter();

@@ -312,15 +312,17 @@ impl Subscriptions {
             };
             count(kind);
             for part in parts {
-                match self.left.is_empty() && part.len() < MAX_SHARED_FRAME_BYTES {
-                    true => frame.extend_from_slice(&part),
-                    false => self.left.push_back(part),
+                if self.left.is_empty() && part.len() < MAX_SHARED_FRAME_BYTES {
+                    frame.extend_from_slice(&part)
+                } else {
+                    self.left.push_back(part)
                 }
             }
         }
-        match frame.is_empty() {
-            true => self.left.pop_front(),
-            false => Some(frame.freeze()),
+        if frame.is_empty() {
+            self.left.pop_front()
+        } else {
+            Some(frame.freeze())
         }
     }
 
@@ -416,9 +418,12 @@ impl Subscription {
 /// The rejection in an acknowledgement, if it is one. Its reason stays in memory, and authors read
 /// it.
 fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
-    let printable = |one: char| match one.is_alphanumeric() || one.is_ascii_graphic() {
-        true => one,
-        false => ' ',
+    let printable = |one: char| {
+        if one.is_alphanumeric() || one.is_ascii_graphic() {
+            one
+        } else {
+            ' '
+        }
     };
     let reason: String = message
         .rejection

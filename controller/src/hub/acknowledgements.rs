@@ -102,9 +102,10 @@ impl Review {
         let outcome = |side| subscriber.outcome(side, state.rest, is_earlier);
         if let TargetKind::Workload(workload) = &target.kind {
             for (service, is_surplus) in &workload.limiting {
-                let outcome = match is_surplus {
-                    true => outcome(Side::Pods).min(Outcome::Surplus),
-                    false => outcome(Side::Pods),
+                let outcome = if *is_surplus {
+                    outcome(Side::Pods).min(Outcome::Surplus)
+                } else {
+                    outcome(Side::Pods)
                 };
                 self.add_part(service, Side::Pods, None, (pod, outcome));
             }

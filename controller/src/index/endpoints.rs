@@ -429,9 +429,10 @@ impl Index {
         for (name, bytes) in BTreeMap::from_iter(of_port) {
             let left = MAX_BYTES.saturating_sub(taken);
             taken += bytes;
-            match bytes <= left {
-                true => room.complete += 1,
-                false => drop(room.of_port.insert(name.to_owned(), left)),
+            if bytes <= left {
+                room.complete += 1
+            } else {
+                room.of_port.insert(name.to_owned(), left);
             }
         }
         Some(room)

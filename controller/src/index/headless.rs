@@ -149,9 +149,10 @@ impl Index {
                 services.extend(older);
             }
         }
-        let names = match key.namespace == route.namespace {
-            true => format!(" (pods {})", shortened(pods.iter())),
-            false => String::new(),
+        let names = if key.namespace == route.namespace {
+            format!(" (pods {})", shortened(pods.iter()))
+        } else {
+            String::new()
         };
         (!pods.is_empty()).then(|| {
             Condition::new(

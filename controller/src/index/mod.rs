@@ -216,9 +216,10 @@ impl Index {
 
     /// Records whether an installed kind that was not listed before can be read.
     pub fn set_readable(&mut self, kind: Kind, is_readable: bool, touched: &mut Touched) {
-        let is_changed = match is_readable {
-            true => self.unreadable.remove(&kind),
-            false => self.unreadable.insert(kind),
+        let is_changed = if is_readable {
+            self.unreadable.remove(&kind)
+        } else {
+            self.unreadable.insert(kind)
         };
         if is_changed {
             touched.all = true;

@@ -150,9 +150,10 @@ impl Position {
         Kind::ALL.into_iter().filter_map(|kind| {
             let (own, known) = (&self.kinds[kind as usize], known.0[kind as usize]);
             let is_behind = own.seen > 0 && (own.epoch, own.seen) < known;
-            is_behind.then_some(match known.0 > self.epoch {
-                true => Lack::Epoch,
-                false => Lack::Kind(kind),
+            is_behind.then_some(if known.0 > self.epoch {
+                Lack::Epoch
+            } else {
+                Lack::Kind(kind)
             })
         })
     }

@@ -30,9 +30,10 @@ impl Index {
         let (scope, target) = resolved.unzip();
         // A pod that is not in the catalog yet has no configuration.
         let is_new_pod = target.is_none() && matches!(resource, Resource::Workload(..));
-        let state = match is_new_pod || self.is_withheld(resource, target.as_ref()) {
-            true => State::withheld(),
-            false => State::new(target),
+        let state = if is_new_pod || self.is_withheld(resource, target.as_ref()) {
+            State::withheld()
+        } else {
+            State::new(target)
         };
         let position = self.position.clone();
         (scope.unwrap_or_default(), State { position, ..state })

@@ -153,9 +153,10 @@ impl Routes {
         let annotated = annotated.filter_map(|key| services.get(key)).collect();
         let canaries = Canaries::new(primary, services.get(primary), annotated);
         self.set_route(links, Kind::Service, primary, canaries.route(primary));
-        let before = match canaries == Canaries::default() {
-            true => self.canaries.remove(primary),
-            false => self.canaries.insert(primary.clone(), canaries),
+        let before = if canaries == Canaries::default() {
+            self.canaries.remove(primary)
+        } else {
+            self.canaries.insert(primary.clone(), canaries)
         };
         let after = self.canaries.get(primary);
         let is_changed = before.as_ref() != after;

@@ -187,9 +187,12 @@ fn at(index: &Index, destination: &str) -> String {
             let endpoints: Vec<String> = target
                 .endpoints
                 .iter()
-                .map(|endpoint| match endpoint.draining {
-                    true => format!("draining:{}", endpoint.address),
-                    false => endpoint.address.to_string(),
+                .map(|endpoint| {
+                    if endpoint.draining {
+                        format!("draining:{}", endpoint.address)
+                    } else {
+                        endpoint.address.to_string()
+                    }
                 })
                 .collect();
             format!("{:?} {} [{}]", target.kind, target.key, endpoints.join(" "))

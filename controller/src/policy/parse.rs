@@ -83,9 +83,10 @@ fn check_targets(policy: &Policy, written: &[TargetRef]) -> Result<(), Rejection
             ));
         }
     }
-    match policy.parents.len() == written.len() {
-        true => Ok(()),
-        false => Err(unsupported(field, "", "a list without duplicates")),
+    if policy.parents.len() == written.len() {
+        Ok(())
+    } else {
+        Err(unsupported(field, "", "a list without duplicates"))
     }
 }
 
@@ -418,11 +419,10 @@ impl Total {
 }
 
 fn within(field: &str, what: &str, count: usize, max: usize) -> Result<(), Rejection> {
-    match count <= max {
-        true => Ok(()),
-        false => {
-            let message = format!("{field}: {count} {what} in the policy are more than {max}");
-            Err(Rejection::new(UNSUPPORTED_VALUE, message))
-        }
+    if count <= max {
+        Ok(())
+    } else {
+        let message = format!("{field}: {count} {what} in the policy are more than {max}");
+        Err(Rejection::new(UNSUPPORTED_VALUE, message))
     }
 }

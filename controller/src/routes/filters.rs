@@ -192,9 +192,10 @@ fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<Field>, Rejection> 
 /// The name of a header that filters may change.
 fn modified(field: &str, name: &str) -> Result<String, Rejection> {
     header_name(field, name)?;
-    match is_reserved(name) {
-        true => Err(unsupported(field, name, "a header that filters may change")),
-        false => Ok(name.to_owned()),
+    if is_reserved(name) {
+        Err(unsupported(field, name, "a header that filters may change"))
+    } else {
+        Ok(name.to_owned())
     }
 }
 
@@ -252,9 +253,10 @@ fn path_modifier(
         let (value, field) = required(at, name, value)?;
         let is_absolute = value.is_empty() || value.starts_with('/');
         let is_bounded = value.len() <= MAX_PATH_BYTES;
-        match is_absolute && is_bounded && matches::is_path_text(&value) {
-            true => Ok(value),
-            false => Err(unsupported(&field, &value, "a path that begins with \"/\"")),
+        if is_absolute && is_bounded && matches::is_path_text(&value) {
+            Ok(value)
+        } else {
+            Err(unsupported(&field, &value, "a path that begins with \"/\""))
         }
     };
     let kind = match &*spec.kind {

@@ -147,13 +147,16 @@ pub(crate) fn patterns(one: &Match) -> usize {
 fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathKind, Rejection> {
     let value = path.value.as_deref().unwrap_or("/");
     let field = format!("{at}.value");
-    let valid = |value: &str| match is_path(value) {
-        true => Ok(value.to_owned()),
-        false => Err(unsupported(
-            &field,
-            value,
-            "a path that begins with \"/\", without empty or dot segments, query and fragment",
-        )),
+    let valid = |value: &str| {
+        if is_path(value) {
+            Ok(value.to_owned())
+        } else {
+            Err(unsupported(
+                &field,
+                value,
+                "a path that begins with \"/\", without empty or dot segments, query and fragment",
+            ))
+        }
     };
     match path.kind.as_deref() {
         Some("Exact") => Ok(PathKind::Exact(valid(value)?)),
@@ -202,9 +205,12 @@ fn headers(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Reje
 }
 
 fn query(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Rejection> {
-    values(specs, at, |field, name| match is_token(name) {
-        true => Ok(name.to_owned()),
-        false => Err(unsupported(field, name, "the name of a query parameter")),
+    values(specs, at, |field, name| {
+        if is_token(name) {
+            Ok(name.to_owned())
+        } else {
+            Err(unsupported(field, name, "the name of a query parameter"))
+        }
     })
 }
 

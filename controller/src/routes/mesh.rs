@@ -64,13 +64,11 @@ impl Mesh {
     /// The XMesh with this spec.
     pub fn new(meta: Meta, spec: &Value) -> Mesh {
         let key = Key::new("", &meta.key.name);
-        let accepted = match spec["parametersRef"].is_null() {
-            true => Condition::new("Accepted", true, "Accepted", String::new()),
-            false => {
-                let message =
-                    "spec.parametersRef: the mesh has no parameters, remove the reference";
-                Condition::new("Accepted", false, "InvalidParameters", message.to_owned())
-            }
+        let accepted = if spec["parametersRef"].is_null() {
+            Condition::new("Accepted", true, "Accepted", String::new())
+        } else {
+            let message = "spec.parametersRef: the mesh has no parameters, remove the reference";
+            Condition::new("Accepted", false, "InvalidParameters", message.to_owned())
         };
         let parent = ParentReference {
             kind: Some(Kind::Mesh.name().to_owned()),

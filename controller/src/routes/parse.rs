@@ -94,12 +94,11 @@ pub(crate) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection
 
 /// Rejects lists that are longer than Kubernetes permits.
 pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
-    match list.len() <= max {
-        true => Ok(()),
-        false => {
-            let message = format!("{field}: {} entries are more than {max}", list.len());
-            Err(Rejection::new(UNSUPPORTED_VALUE, message))
-        }
+    if list.len() <= max {
+        Ok(())
+    } else {
+        let message = format!("{field}: {} entries are more than {max}", list.len());
+        Err(Rejection::new(UNSUPPORTED_VALUE, message))
     }
 }
 
@@ -541,8 +540,9 @@ pub(crate) fn duration(field: &str, text: &str) -> Result<u64, Rejection> {
 
 /// The name of a header, in lower case.
 pub(super) fn header_name(field: &str, name: &str) -> Result<String, Rejection> {
-    match is_token(name) {
-        true => Ok(name.to_ascii_lowercase()),
-        false => Err(unsupported(field, name, "the name of a header")),
+    if is_token(name) {
+        Ok(name.to_ascii_lowercase())
+    } else {
+        Err(unsupported(field, name, "the name of a header"))
     }
 }

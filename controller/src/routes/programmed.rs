@@ -291,9 +291,10 @@ impl ReportState {
         let worst = all.into_iter().find_map(Exceptions::worst);
         let worst = worst.unwrap_or(&Outcome::Applied);
         let described = all.map(|one| one.describe(&subject.key.namespace)).concat();
-        let exceptions = match described.is_empty() {
-            true => String::new(),
-            false => format!("; not: {}", described.join(", ")),
+        let exceptions = if described.is_empty() {
+            String::new()
+        } else {
+            format!("; not: {}", described.join(", "))
         };
         let (applied, pods) = (progress.applied, progress.pods);
         let message = format!(

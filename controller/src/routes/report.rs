@@ -43,9 +43,10 @@ fn log(
     max_lines: usize,
 ) {
     for (line, is_error) in bounded(changes(logged, &current), max_lines) {
-        match is_error {
-            true => tracing::warn!("{line}"),
-            false => tracing::info!("{line}"),
+        if is_error {
+            tracing::warn!("{line}")
+        } else {
+            tracing::info!("{line}")
         }
     }
     for (route, status) in current {
@@ -137,9 +138,10 @@ fn describe(condition: &Condition) -> String {
         ..
     } = condition;
     let status = if *holds { "True" } else { "False" };
-    match condition.is_problem() {
-        false => format!("{kind}={status}"),
-        true => format!("{kind}={status}, {reason}: {message}"),
+    if condition.is_problem() {
+        format!("{kind}={status}, {reason}: {message}")
+    } else {
+        format!("{kind}={status}")
     }
 }
 

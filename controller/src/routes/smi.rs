@@ -137,9 +137,12 @@ fn to(split: &Key, service: &str, field: &str) -> Reference {
 impl Split {
     /// The route, with the matches of its groups.
     pub fn route<'a>(&self, group: impl Fn(&Key) -> Option<&'a RouteGroup>) -> Route {
-        let mut route = self.and_then(|split| match split.groups.is_empty() {
-            true => Ok(vec![split.rule.clone()]),
-            false => self.with_groups(split, &group),
+        let mut route = self.and_then(|split| {
+            if split.groups.is_empty() {
+                Ok(vec![split.rule.clone()])
+            } else {
+                self.with_groups(split, &group)
+            }
         });
         let groups = self.content.iter().flat_map(|split| &split.groups);
         let groups = groups.filter_map(&group);
@@ -207,10 +210,7 @@ fn group_matches(group: &Key, spec: &GroupSpec) -> Result<Vec<Arc<Match>>, Rejec
 fn http_matches(one: &GroupMatch) -> Vec<HttpMatch> {
     let every = [String::new()];
     let has_all = one.methods.is_empty() || one.methods.iter().any(|method| method == "*");
-    let methods = match has_all {
-        true => &every[..],
-        false => &one.methods,
-    };
+    let methods = if has_all { &every[..] } else { &one.methods };
     let value = |name: &str, value: String| ValueMatch {
         kind: Some(REGEX.to_owned()),
         name: name.to_owned(),

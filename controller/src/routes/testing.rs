@@ -145,20 +145,20 @@ impl Inner {
                 _ => failure(404),
             };
         }
-        let path = &match method == Method::POST {
-            true => {
-                let name = body["metadata"]["name"].as_str().expect("a name");
-                format!("{path}/{name}")
-            }
-            false => path.to_owned(),
+        let path = &if method == Method::POST {
+            let name = body["metadata"]["name"].as_str().expect("a name");
+            format!("{path}/{name}")
+        } else {
+            path.to_owned()
         };
         if let Some(status) = self.rejected.get(path) {
             return failure(*status);
         }
         if method == Method::POST {
-            return match self.objects.contains_key(path) {
-                true => failure(409),
-                false => (201, self.store(path, body)),
+            return if self.objects.contains_key(path) {
+                failure(409)
+            } else {
+                (201, self.store(path, body))
             };
         }
         if method == Method::DELETE {
@@ -183,13 +183,12 @@ impl Inner {
         if version(current) != version(&body) {
             return failure(409);
         }
-        let object = match is_status {
-            true => {
-                let mut object = current.clone();
-                object["status"] = body["status"].clone();
-                object
-            }
-            false => body,
+        let object = if is_status {
+            let mut object = current.clone();
+            object["status"] = body["status"].clone();
+            object
+        } else {
+            body
         };
         (200, self.store(path, object))
     }

@@ -387,9 +387,10 @@ fn parents_select_ports_by_number_and_by_name() {
             "{parent}"
         );
         let accepted = &conditions(&attachment, Kind::HttpRoute, "shop", "r")[0];
-        let expected = match ports.is_empty() {
-            true => "not Accepted NoMatchingParent",
-            false => "Accepted Accepted",
+        let expected = if ports.is_empty() {
+            "not Accepted NoMatchingParent"
+        } else {
+            "Accepted Accepted"
         };
         assert_eq!(accepted, expected, "{parent}");
     }

@@ -85,9 +85,10 @@ pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
     let routes = [Kind::HttpRoute, Kind::GrpcRoute];
     let mut lacking: Vec<String> = routes.into_iter().filter_map(lacks).collect();
     lacking.extend(find("TCPRoute").is_none().then(|| "no TCPRoute".to_owned()));
-    let suffix = match lacking.is_empty() {
-        true => String::new(),
-        false => format!("; {}", lacking.join(", ")),
+    let suffix = if lacking.is_empty() {
+        String::new()
+    } else {
+        format!("; {}", lacking.join(", "))
     };
     Ok(vec![Finding::ok(text + &suffix)])
 }

@@ -121,9 +121,10 @@ fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
         of_type.map(describe).collect()
     };
     let mut accepted = current.iter().map(|(_, condition)| &condition["type"]);
-    let rejected = match accepted.any(|kind| kind == "Accepted") {
-        true => problems_of(|kind| kind == "Accepted"),
-        false => vec![format!("{title}: no condition yet")],
+    let rejected = if accepted.any(|kind| kind == "Accepted") {
+        problems_of(|kind| kind == "Accepted")
+    } else {
+        vec![format!("{title}: no condition yet")]
     };
     let is_own = |kind: &str| {
         kind.split_once('/')

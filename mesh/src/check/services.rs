@@ -91,9 +91,10 @@ fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<(i32, String)> {
             None => port.container_port.to_string(),
         })
         .collect();
-    let described = match described.is_empty() {
-        true => "no port".to_owned(),
-        false => Vec::from_iter(described).join(", "),
+    let described = if described.is_empty() {
+        "no port".to_owned()
+    } else {
+        Vec::from_iter(described).join(", ")
     };
     let is_unknown = |target: &IntOrString| match target {
         IntOrString::Int(number) => {

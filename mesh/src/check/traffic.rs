@@ -634,9 +634,10 @@ diy_mesh_proxy_requests_total{direction="inbound"} 2
             let labels = format!(
                 "kind=\"requests\",destination=\"{path}\",endpoint=\"\",reason=\"timeout\""
             );
-            let mut page = match path.contains("/evil/") {
-                true => " ".repeat(1024 * 1024),
-                false => String::new(),
+            let mut page = if path.contains("/evil/") {
+                " ".repeat(1024 * 1024)
+            } else {
+                String::new()
             };
             page += &format!("\n{METRIC}s{{{labels}}} 3\n");
             hyper::Response::builder().body(kube::client::Body::from(page.into_bytes()))

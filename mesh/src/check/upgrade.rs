@@ -116,9 +116,10 @@ fn list(value: &Value) -> impl Iterator<Item = &Value> {
 fn described(judgements: &[(&Value, &Value)]) -> BTreeSet<String> {
     let describe = |(entry, one): &(&Value, &Value)| {
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let parent = match entry["parentRef"].is_null() {
-            true => &entry["ancestorRef"],
-            false => &entry["parentRef"],
+        let parent = if entry["parentRef"].is_null() {
+            &entry["ancestorRef"]
+        } else {
+            &entry["parentRef"]
         };
         let [kind, holds, reason] = ["type", "status", "reason"].map(|field| text(&one[field]));
         format!("{kind} {holds} ({reason}) at {}", text(&parent["name"]))

@@ -102,14 +102,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
-    let objects = match arguments.filename.is_empty() {
-        true => super::block_on(async {
+    let objects = if arguments.filename.is_empty() {
+        super::block_on(async {
             let cluster = Cluster::connect(&arguments.cluster()).await?;
             let namespace = arguments.namespace.as_deref();
             let objects = routes::fetch(&cluster.client, namespace, Kind::routes()).await;
             objects.map_err(|error| anyhow!("failed to list routes: {error}"))
-        })??,
-        false => from_files(&arguments.filename)?,
+        })??
+    } else {
+        from_files(&arguments.filename)?
     };
     let mut routes: Vec<Route> = objects.iter().filter_map(Route::read).collect();
     let namespace = arguments.namespace.as_ref();

@@ -49,9 +49,10 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
             }
             Output::Text => table(&mut services, Colors::of(&io::stdout())),
         })?;
-        Ok(match services.iter().any(|service| service.deleted) {
-            true => ExitCode::FAILURE,
-            false => ExitCode::SUCCESS,
+        Ok(if services.iter().any(|service| service.deleted) {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
         })
     })?
 }

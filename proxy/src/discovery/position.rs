@@ -120,9 +120,10 @@ impl Order {
 
     /// The state that applies is also that at this position.
     pub fn confirm(&mut self, position: Position) {
-        match position.is_older_than(&self.known) {
-            true => (self.waited, self.waiting_since) = (Duration::ZERO, None),
-            false => self.apply(position),
+        if position.is_older_than(&self.known) {
+            (self.waited, self.waiting_since) = (Duration::ZERO, None)
+        } else {
+            self.apply(position)
         }
     }
 

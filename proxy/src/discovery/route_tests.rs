@@ -366,9 +366,10 @@ const V2: &str = "shop/web-v2:80";
 fn canary_gets_its_share_of_http1_and_http2_requests() {
     on_worker(async {
         for http2 in [false, true] {
-            let (one, two) = match http2 {
-                true => (app2("one").await, app2("two").await),
-                false => (app("one").await, app("two").await),
+            let (one, two) = if http2 {
+                (app2("one").await, app2("two").await)
+            } else {
+                (app("one").await, app("two").await)
             };
             let rules = vec![to(&[(V1, 90), (V2, 10)]), to(&[(V2, 1)])];
             let mesh = Mesh::new(
@@ -377,12 +378,13 @@ fn canary_gets_its_share_of_http1_and_http2_requests() {
             )
             .await;
             mesh.worker.rng.borrow_mut().seed(7);
-            let ask = async |path: &str| match http2 {
-                true => {
+            let ask = async |path: &str| {
+                if http2 {
                     let request = Request::get(format!("http://web{path}")).body(()).unwrap();
                     mesh.http2(request).await.1
+                } else {
+                    body(&mesh.http1(&format!("GET {path} HTTP/1.1")).await).to_owned()
                 }
-                false => body(&mesh.http1(&format!("GET {path} HTTP/1.1")).await).to_owned(),
             };
             assert_eq!(ask("/new/page").await, "two");
             let mut canary = 0;

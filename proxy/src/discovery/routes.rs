@@ -105,9 +105,10 @@ fn parse_connection_rule(rule: proto::RouteRule) -> Result<Rule, String> {
         invalid: rule.invalid,
         ..proto::RouteRule::default()
     };
-    match rule == expected {
-        true => parse_rule(expected, true),
-        false => Err("more than backends".to_owned()),
+    if rule == expected {
+        parse_rule(expected, true)
+    } else {
+        Err("more than backends".to_owned())
     }
 }
 
@@ -155,9 +156,10 @@ fn parse_session(session: proto::SessionPersistence) -> Result<SessionPersistenc
     check_session(&session).map_err(|error| format!("sessionPersistence: {error}"))?;
     let seconds = |milliseconds: u64| (milliseconds > 0).then(|| milliseconds.div_ceil(1000));
     Ok(SessionPersistence {
-        carrier: match session.header.is_empty() {
-            true => Carrier::Cookie(session.cookie),
-            false => Carrier::Header(session.header),
+        carrier: if session.header.is_empty() {
+            Carrier::Cookie(session.cookie)
+        } else {
+            Carrier::Header(session.header)
         },
         absolute_timeout: seconds(session.absolute_timeout),
         idle_timeout: seconds(session.idle_timeout),
@@ -352,19 +354,21 @@ fn path_change(modifier: proto::PathModifier) -> Result<PathChange, String> {
 /// A path that begins with a slash, of characters that a request line may have.
 fn absolute(path: String) -> Result<String, String> {
     let is_valid = |byte: u8| byte.is_ascii_graphic() && !b"?#".contains(&byte);
-    match path.starts_with('/') && path.bytes().all(is_valid) {
-        true => Ok(path),
-        false => Err(format!(
+    if path.starts_with('/') && path.bytes().all(is_valid) {
+        Ok(path)
+    } else {
+        Err(format!(
             "path {path:?}: expected a path that begins with a slash, without a query"
-        )),
+        ))
     }
 }
 
 fn hostname(name: String) -> Result<String, String> {
     let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
-    match !name.is_empty() && name.len() <= 253 && name.bytes().all(is_valid) {
-        true => Ok(name),
-        false => Err(format!("host name {name:?}: expected a DNS name")),
+    if !name.is_empty() && name.len() <= 253 && name.bytes().all(is_valid) {
+        Ok(name)
+    } else {
+        Err(format!("host name {name:?}: expected a DNS name"))
     }
 }
 

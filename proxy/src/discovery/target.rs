@@ -105,9 +105,10 @@ impl Target {
 
     /// The endpoints for new requests: draining ones only while none is ready (KEP-1669).
     pub fn usable(&self) -> &[Arc<EndpointInfo>] {
-        match self.endpoints.is_empty() {
-            true => &self.draining,
-            false => &self.endpoints,
+        if self.endpoints.is_empty() {
+            &self.draining
+        } else {
+            &self.endpoints
         }
     }
 
@@ -160,9 +161,10 @@ impl Target {
     pub fn with_table(mut self, before: &Self, max: usize) -> Self {
         let rest = self.endpoint_count() + self.weight_of_routes();
         let half = max.saturating_sub(rest) / 2;
-        let max = match before.table.is_small() {
-            true => half,
-            false => before.table.weight().max(half),
+        let max = if before.table.is_small() {
+            half
+        } else {
+            before.table.weight().max(half)
         };
         let addresses = self.usable().iter().map(|endpoint| endpoint.address);
         self.table = match self.policy.balancing.algorithm {
@@ -381,12 +383,13 @@ fn endpoint_of_pod(
     endpoint: Arc<EndpointInfo>,
     expected: Option<SocketAddr>,
 ) -> Result<Arc<EndpointInfo>, String> {
-    match expected == Some(canonical(endpoint.address)) {
-        true => Ok(endpoint),
-        false => Err(format!(
+    if expected == Some(canonical(endpoint.address)) {
+        Ok(endpoint)
+    } else {
+        Err(format!(
             "pod endpoint {} differs from the destination",
             endpoint.address
-        )),
+        ))
     }
 }
 

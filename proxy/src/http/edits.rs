@@ -21,9 +21,10 @@ pub const REQUEST_TRAILER_EDITS: [MeshField<'static>; 2] = [
 /// The changes of a response's head and trailers: only a peer's proxy, which has authenticated,
 /// replies for the mesh.
 pub fn response_edits(from_proxy: bool) -> &'static [MeshField<'static>] {
-    match from_proxy {
-        true => &[],
-        false => &[MeshField(MESH_ERROR, None)],
+    if from_proxy {
+        &[]
+    } else {
+        &[MeshField(MESH_ERROR, None)]
     }
 }
 
@@ -103,9 +104,10 @@ impl<'a> Edits<'a> {
         }
         for MeshField(name, value) in self.own {
             // Not copied: each request gets it.
-            let name = match name.eq_ignore_ascii_case(CALLED_BY) {
-                true => Ok(HeaderName::from_static(CALLED_BY)),
-                false => HeaderName::from_bytes(name.as_bytes()),
+            let name = if name.eq_ignore_ascii_case(CALLED_BY) {
+                Ok(HeaderName::from_static(CALLED_BY))
+            } else {
+                HeaderName::from_bytes(name.as_bytes())
             };
             if let (Ok(name), Some(value)) = (name, value) {
                 headers.append(name, (*value).clone());

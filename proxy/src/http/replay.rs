@@ -64,9 +64,10 @@ impl Replay {
     /// Everything so far, for another attempt. None if it is not kept.
     pub fn bytes(&self) -> Option<Bytes> {
         self.left?;
-        Some(match self.rest.is_empty() {
-            true => self.first.clone(),
-            false => [&self.first[..], &self.rest].concat().into(),
+        Some(if self.rest.is_empty() {
+            self.first.clone()
+        } else {
+            [&self.first[..], &self.rest].concat().into()
         })
     }
 }

@@ -100,9 +100,10 @@ impl LocalReply {
 
     /// The head and the body in HTTP/2.
     pub fn http2(&self, head_only: bool) -> (Response<()>, Bytes) {
-        let body = match self.message.is_empty() {
-            true => Bytes::new(),
-            false => Bytes::from(format!("{}\n", self.message)),
+        let body = if self.message.is_empty() {
+            Bytes::new()
+        } else {
+            Bytes::from(format!("{}\n", self.message))
         };
         let mut head = Response::new(());
         *head.status_mut() = self.status;

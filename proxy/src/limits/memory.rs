@@ -269,9 +269,10 @@ pub fn is_under_pressure() -> bool {
 
 /// The size of one read: small under pressure.
 pub fn max_read(usual: usize) -> usize {
-    match is_under_pressure() {
-        true => SMALL_READ.min(usual),
-        false => usual,
+    if is_under_pressure() {
+        SMALL_READ.min(usual)
+    } else {
+        usual
     }
 }
 

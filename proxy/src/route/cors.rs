@@ -80,9 +80,10 @@ impl Origin {
             return false;
         };
         let named = named.to_ascii_lowercase();
-        let is_host = match is_suffix {
-            true => named.len() > host.len() && named.ends_with(host.as_str()),
-            false => named == *host,
+        let is_host = if *is_suffix {
+            named.len() > host.len() && named.ends_with(host.as_str())
+        } else {
+            named == *host
         };
         is_host && named_scheme.eq_ignore_ascii_case(scheme) && named_port == *port
     }
@@ -118,9 +119,10 @@ impl Cors {
         let asked_method = text("access-control-request-method");
         let is_preflight = request.method == Method::OPTIONS.as_str().as_bytes();
         let Some(method) = asked_method.filter(|_| is_preflight) else {
-            let fields = match is_allowed {
-                true => self.common(origin),
-                false => Vec::new(),
+            let fields = if is_allowed {
+                self.common(origin)
+            } else {
+                Vec::new()
             };
             return Ok(edits(fields));
         };

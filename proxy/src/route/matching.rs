@@ -209,9 +209,10 @@ fn joined_fields<'a>(request: &RequestView<'a>) -> ByName<'a, Cow<'a, [u8]>> {
         [(name, value)] => (*name, Cow::Borrowed(*value)),
         _ => {
             let name = run[0].0;
-            let separator: &[u8] = match name.eq_ignore_ascii_case(b"cookie") {
-                true => b"; ",
-                false => b",",
+            let separator: &[u8] = if name.eq_ignore_ascii_case(b"cookie") {
+                b"; "
+            } else {
+                b","
             };
             let values: Vec<_> = run.iter().map(|(_, value)| *value).collect();
             (name, Cow::Owned(values.join(separator)))

@@ -119,15 +119,12 @@ impl Plan {
             let path = selected.path.as_ref();
             Box::new(Session::new(session, request, path, seconds(now())))
         });
-        let backend = match service.is_pod || rule.to_destination {
-            true => None,
+        let backend = if service.is_pod || rule.to_destination {
+            None
+        } else {
             // A session keeps its backend, also one with weight 0 (GEP-1619).
-            false => Some(
-                match session.as_ref().and_then(|one| rule.backend_of(one)) {
-                    Some(kept) => kept,
-                    None => rule.choose(rng)?,
-                },
-            ),
+            let kept = session.as_ref().and_then(|one| rule.backend_of(one));
+            Some(kept.map_or_else(|| rule.choose(rng), Ok)?)
         };
         let changes = rule.changes(backend);
         let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;

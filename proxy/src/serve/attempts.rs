@@ -77,9 +77,10 @@ impl AttemptError {
     /// endpoint.
     pub fn closed(address: SocketAddr, reason: String, is_safe: bool) -> Self {
         let failure = Failure::UpstreamClosed { address, reason };
-        let retry = match is_safe {
-            true => Retry::AnyEndpoint,
-            false => Retry::Never,
+        let retry = if is_safe {
+            Retry::AnyEndpoint
+        } else {
+            Retry::Never
         };
         Self { failure, retry }
     }

@@ -38,9 +38,10 @@ impl Group {
         let name = format!("diy-mesh-{}-{limit}", std::process::id());
         let path = if is_v1 { root.join("memory") } else { root }.join(name);
         let group = Self { path, is_v1 };
-        let file = match is_v1 {
-            true => "memory.limit_in_bytes",
-            false => "memory.max",
+        let file = if is_v1 {
+            "memory.limit_in_bytes"
+        } else {
+            "memory.max"
         };
         let failed = |error| format!("cannot create a memory control group: {error}");
         std::fs::create_dir(&group.path).map_err(failed)?;
@@ -56,9 +57,10 @@ impl Group {
     /// The largest memory so far. Version 1 counts socket buffers apart.
     fn peak(&self) -> u64 {
         let of = |file| self.read(file).unwrap();
-        match self.is_v1 {
-            true => of("memory.max_usage_in_bytes") + of("memory.kmem.tcp.max_usage_in_bytes"),
-            false => of("memory.peak"),
+        if self.is_v1 {
+            of("memory.max_usage_in_bytes") + of("memory.kmem.tcp.max_usage_in_bytes")
+        } else {
+            of("memory.peak")
         }
     }
 }
@@ -219,9 +221,12 @@ fn start_controller() -> (Vec<String>, Mounted) {
         ..proto::Snapshot::default()
     };
     let name = SocketAddr::from((APP.0, SERVICE)).to_string();
-    let answer = move |resource: &str| match resource == name {
-        true => Update::Snapshot(service.clone()),
-        false => Update::Unknown(proto::Unknown {}),
+    let answer = move |resource: &str| {
+        if resource == name {
+            Update::Snapshot(service.clone())
+        } else {
+            Update::Unknown(proto::Unknown {})
+        }
     };
     let address = SocketAddr::from((APP.0, 8443));
     let (started, is_started) = std::sync::mpsc::channel();

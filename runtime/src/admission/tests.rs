@@ -170,9 +170,12 @@ async fn new_connection_waits_until_the_one_between_exchanges_has_ended() {
         let http = admit(&admission, &["a"], Class::BetweenExchanges).unwrap();
         let start = tokio::time::Instant::now();
         let old = async {
-            let serve = poll_fn(|_| match ends_when_asked && http.slot.is_asked_to_end() {
-                true => Poll::Ready(()),
-                false => Poll::Pending,
+            let serve = poll_fn(|_| {
+                if ends_when_asked && http.slot.is_asked_to_end() {
+                    Poll::Ready(())
+                } else {
+                    Poll::Pending
+                }
             });
             let served = http.slot.run(pin!(serve)).await;
             assert_eq!(served.is_some(), ends_when_asked);

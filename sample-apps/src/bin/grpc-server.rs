@@ -148,13 +148,14 @@ impl Shared {
         // A closed standard output does not stop the server.
         process::print(&format!("Request #{number}\n{block}---\n{outcome}")).ok();
         tokio::time::sleep(Duration::from_millis(self.config.delay_ms)).await;
-        match fails {
-            true => Err(Status::internal("Internal server error")),
-            false => Ok(EchoResponse {
+        if fails {
+            Err(Status::internal("Internal server error"))
+        } else {
+            Ok(EchoResponse {
                 message,
                 hostname: self.config.hostname.clone(),
                 version: self.config.version.clone(),
-            }),
+            })
         }
     }
 }

@@ -156,12 +156,13 @@ async fn respond(
     let ServerConfig {
         hostname, version, ..
     } = &server.config;
-    Ok(match fails {
-        true => text(StatusCode::INTERNAL_SERVER_ERROR, "Internal server error\n"),
-        false => text(
+    Ok(if fails {
+        text(StatusCode::INTERNAL_SERVER_ERROR, "Internal server error\n")
+    } else {
+        text(
             StatusCode::OK,
             format!("Hello from the http-server service! Hostname: {hostname} Version: {version}"),
-        ),
+        )
     })
 }
 

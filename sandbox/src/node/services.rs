@@ -27,9 +27,10 @@ impl ClusterIps {
     pub(super) fn assign(&mut self, spec: &mut Value, previous: Option<&Value>, ipv6: bool) {
         if spec["ipFamilies"].is_null() {
             let is_dual = ipv6 && text(&spec["ipFamilyPolicy"]).ends_with("DualStack");
-            spec["ipFamilies"] = match is_dual {
-                true => json!(["IPv4", "IPv6"]),
-                false => json!(["IPv4"]),
+            spec["ipFamilies"] = if is_dual {
+                json!(["IPv4", "IPv6"])
+            } else {
+                json!(["IPv4"])
             };
         }
         if spec["clusterIPs"].is_null() && spec["clusterIP"].is_string() {
@@ -80,9 +81,10 @@ pub(super) fn rules(services: &[&Value], slices: &[Value], ipv6: bool) -> String
             for (number, (address, port)) in targets.iter().enumerate() {
                 // Each of the remaining targets gets the same share.
                 let probability = 1.0 / (targets.len() - number) as f64;
-                let target = match ipv6 {
-                    true => format!("[{address}]:{port}"),
-                    false => format!("{address}:{port}"),
+                let target = if ipv6 {
+                    format!("[{address}]:{port}")
+                } else {
+                    format!("{address}:{port}")
                 };
                 // Writing to a String does not fail.
                 let _ = writeln!(

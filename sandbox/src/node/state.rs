@@ -332,9 +332,10 @@ impl PodRecord {
 
 fn rules(services: &[&Value], slices: &[Value], ipv6: bool) -> Rules {
     let rules = |ipv6| services::rules(services, slices, ipv6);
-    match ipv6 {
-        true => [rules(false), rules(true)],
-        false => [rules(false), String::new()],
+    if ipv6 {
+        [rules(false), rules(true)]
+    } else {
+        [rules(false), String::new()]
     }
 }
 

@@ -104,10 +104,11 @@ impl Workload {
             active.partition(|(hash, _)| *hash == self.hash);
         current.sort_by_key(|(_, pod)| !pod.ready);
         delete.extend(current.iter().skip(self.replicas));
-        let create = match self.is_single_pod {
+        let create = if self.is_single_pod {
             // The replacement has the same name.
-            true => usize::from(pods.is_empty()),
-            false => self.replicas.saturating_sub(current.len()),
+            usize::from(pods.is_empty())
+        } else {
+            self.replicas.saturating_sub(current.len())
         };
         let names = delete.iter().map(|(_, pod)| pod.name.clone());
         Plan {

@@ -27,10 +27,7 @@ async fn start(kinds: impl IntoIterator<Item = Kind>) -> Server {
 fn definition(kind: Kind, versions: &[(&str, bool)], is_established: bool) -> Value {
     let ApiResource { plural, group, .. } = resource(kind);
     let version = |(name, served): &(&str, bool)| json!({"name": name, "served": served});
-    let status = match is_established {
-        true => "True",
-        false => "False",
-    };
+    let status = if is_established { "True" } else { "False" };
     json!({
         "metadata": {"name": format!("{plural}.{group}"), "resourceVersion": "8"},
         "spec": {"versions": versions.iter().map(version).collect::<Vec<_>>()},

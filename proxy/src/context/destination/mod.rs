@@ -67,9 +67,10 @@ impl Destinations {
     /// The backend of the original destination `address`. For a new one, subscribes to it and waits
     /// for the first response of discovery, which is limited in time.
     pub async fn get_or_watch(&self, address: SocketAddr) -> Rc<Backend> {
-        match self.discovery.is_off() {
-            true => self.fixed(address),
-            false => self.watched(address.into()).await,
+        if self.discovery.is_off() {
+            self.fixed(address)
+        } else {
+            self.watched(address.into()).await
         }
     }
 
@@ -90,9 +91,10 @@ impl Destinations {
             // The table of discovery is full, and others may be given up. One that is refused for what
             // its own namespace takes is watched: to give up others would not help it.
             let is_full = backend.is_refused() && backend.is_unwatched();
-            match is_full && self.release_unused() {
-                true => watch().await,
-                false => backend,
+            if is_full && self.release_unused() {
+                watch().await
+            } else {
+                backend
             }
         };
         let Some(entry) = self.entry(resource.clone()) else {
@@ -101,9 +103,10 @@ impl Destinations {
         entry.used.set(true);
         let resolve = async || {
             let backend = resolve().await;
-            match backend.is_refused() {
-                true => Err(backend),
-                false => Ok(backend),
+            if backend.is_refused() {
+                Err(backend)
+            } else {
+                Ok(backend)
             }
         };
         let backend = entry.backend.get_or_try_init(resolve).await;

@@ -141,9 +141,10 @@ impl Record {
             b"" => authority,
             target => target,
         };
-        let version = match self.is_http2() {
-            true => "HTTP/2".to_owned(),
-            false => format!("{:?}", request.version),
+        let version = if self.is_http2() {
+            "HTTP/2".to_owned()
+        } else {
+            format!("{:?}", request.version)
         };
         let line = [request.method, b" ", target, b" ", version.as_bytes()].concat();
         let mut fields = pairs(request.head);
@@ -162,9 +163,10 @@ impl Record {
         edits: Edits<'_>,
     ) {
         let status = status.as_str().as_bytes();
-        let line = match self.is_http2() {
-            true => [b"HTTP/2 ", status].concat(),
-            false => [b"HTTP/1.1 ", status, b" ", reason].concat(),
+        let line = if self.is_http2() {
+            [b"HTTP/2 ", status].concat()
+        } else {
+            [b"HTTP/1.1 ", status, b" ", reason].concat()
         };
         let fields = edits.fields(pairs(fields).into_iter());
         self.response.head(&line, fields);

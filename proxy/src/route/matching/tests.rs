@@ -87,9 +87,10 @@ fn expressions_judge_at_most_one_mebibyte_of_any_request() {
                     limits.iter().map(|limit| limit.holds(&input)).collect();
                 assert!(input.judged.get() <= MAX_JUDGED);
                 let size = size.max(usize::from(part == RequestPart::Target));
-                match size * expressions * limits.len() <= MAX_JUDGED {
-                    true => assert_eq!(judged, Ok(vec![false; limits.len()])),
-                    false => assert_eq!(judged, Err(part), "{size} {expressions}"),
+                if size * expressions * limits.len() <= MAX_JUDGED {
+                    assert_eq!(judged, Ok(vec![false; limits.len()]))
+                } else {
+                    assert_eq!(judged, Err(part), "{size} {expressions}")
                 }
             }
         }

@@ -134,9 +134,10 @@ impl State {
         let (now, before) = (Instant::now(), self.overlap_end.take());
         if let Some(known) = self.roots.take().filter(|_| !overlap.is_zero()) {
             let is_former = |anchor: &&_| !known.store.roots.contains(anchor);
-            let former: Vec<_> = match known.overlaps(&roots) {
-                true => known.trusted.roots.iter().filter(is_former).collect(),
-                false => known.trusted.roots.iter().collect(),
+            let former: Vec<_> = if known.overlaps(&roots) {
+                known.trusted.roots.iter().filter(is_former).collect()
+            } else {
+                known.trusted.roots.iter().collect()
             };
             if !former.is_empty() {
                 let end = before.filter(|_| known.overlaps(&roots));

@@ -105,9 +105,12 @@ impl Exchange<'_> {
                     // A pooled connection may be closed just when it is used.
                     let is_stale = upstream.reused && upstream.io.unread().is_empty();
                     let is_safe = is_stale && (is_idempotent || is_untouched);
-                    let closed = || match is_untouched && !upstream.reused {
-                        true => AttemptError::connect(Failure::UpstreamClosed { address, reason }),
-                        false => AttemptError::closed(address, reason, is_safe),
+                    let closed = || {
+                        if is_untouched && !upstream.reused {
+                            AttemptError::connect(Failure::UpstreamClosed { address, reason })
+                        } else {
+                            AttemptError::closed(address, reason, is_safe)
+                        }
                     };
                     return Err(rejected.unwrap_or_else(closed));
                 }
@@ -166,10 +169,11 @@ impl Exchange<'_> {
             let _ = self.poll_client_end(cx, upstream)?;
         }
         self.charge(upstream, 0).map_err(|failure| {
-            Ended::Failed(match self.upload.is_written() {
+            Ended::Failed(if self.upload.is_written() {
                 // Another attempt would not be safe, as it is after [`Failure::Overloaded`].
-                true => Failure::MemoryExhausted,
-                false => failure,
+                Failure::MemoryExhausted
+            } else {
+                failure
             })
         })?;
         Poll::Pending

@@ -418,9 +418,10 @@ fn take_trailers(
     search: &mut LineSearch,
 ) -> Result<Option<BytesMut>, &'static str> {
     let end = search.next_empty(from)?;
-    match end.unwrap_or(from.len()) > MAX_TRAILERS {
-        true => Err("the trailer section is over 16384 bytes"),
-        false => Ok(end.map(|end| from.split_to(end))),
+    if end.unwrap_or(from.len()) > MAX_TRAILERS {
+        Err("the trailer section is over 16384 bytes")
+    } else {
+        Ok(end.map(|end| from.split_to(end)))
     }
 }
 
@@ -531,9 +532,10 @@ mod tests {
             let mut read = 0;
             poll_fn(|cx| {
                 let done = relay.poll(cx, from, &mut to, &mut |data| read += data.len());
-                match read < wanted {
-                    true => Poll::Pending,
-                    false => Poll::Ready(done.is_ready()),
+                if read < wanted {
+                    Poll::Pending
+                } else {
+                    Poll::Ready(done.is_ready())
                 }
             })
             .await

@@ -160,9 +160,10 @@ impl HeadSearch {
             self.lines.searched = self.blank;
         }
         let end = self.lines.next_empty(bytes).map_err(Refused::Malformed)?;
-        match end.unwrap_or(bytes.len()) > MAX_HEAD {
-            true => Err(Refused::TooLarge),
-            false => Ok(end),
+        if end.unwrap_or(bytes.len()) > MAX_HEAD {
+            Err(Refused::TooLarge)
+        } else {
+            Ok(end)
         }
     }
 

@@ -82,9 +82,10 @@ async fn carry(
         record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
         is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
-        interim_left: match parts.headers.contains_key(EXPECT) {
-            true => MAX_INTERIM,
-            false => 0,
+        interim_left: if parts.headers.contains_key(EXPECT) {
+            MAX_INTERIM
+        } else {
+            0
         },
         client,
         _place: place,

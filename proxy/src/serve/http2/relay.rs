@@ -239,9 +239,10 @@ impl Relay {
     /// Sends the end of the stream, with the trailers.
     fn finish(&mut self, to: &mut SendStream<Queued>, io: &Batched) -> Result<(), RelayError> {
         self.complete = true;
-        let trailers = match self.replay.is_available() {
-            true => self.trailers.clone(),
-            false => self.trailers.take(),
+        let trailers = if self.replay.is_available() {
+            self.trailers.clone()
+        } else {
+            self.trailers.take()
         };
         match trailers {
             Some(trailers) => to.send_trailers(trailers),

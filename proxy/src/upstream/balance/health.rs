@@ -63,15 +63,14 @@ impl Health {
 
     /// Fails while the circuit is open.
     pub fn check_circuit(&self, now: Instant) -> Result<(), Failure> {
-        match self.detector.is_open(now) {
-            false => Ok(()),
-            true => {
-                let labels = self.labels.borrow();
-                Err(Failure::CircuitOpen {
-                    service: labels.destination.to_string(),
-                    policy: labels.policy.name.clone(),
-                })
-            }
+        if self.detector.is_open(now) {
+            let labels = self.labels.borrow();
+            Err(Failure::CircuitOpen {
+                service: labels.destination.to_string(),
+                policy: labels.policy.name.clone(),
+            })
+        } else {
+            Ok(())
         }
     }
 

@@ -388,9 +388,10 @@ impl State {
         pools: &Pools,
         health: &Rc<Health>,
     ) -> Self {
-        let name = match target.name.is_empty() {
-            false => format!("{}/{}", target.namespace, target.name),
-            true => resource.to_string(),
+        let name = if target.name.is_empty() {
+            resource.to_string()
+        } else {
+            format!("{}/{}", target.namespace, target.name)
         };
         let endpoints = match (&target.kind, resource) {
             (TargetKind::Unknown, Resource::Destination(address)) => {

@@ -159,9 +159,10 @@ impl Circuit {
 
     /// The probing request is a connection that is open, or has no result: then another one decides.
     fn defer(&self, is_connection: bool, now: Instant) {
-        let (probe, until) = match is_connection {
-            true => (Probe::Connected, now + PROBE_TIMEOUT),
-            false => (Probe::None, now),
+        let (probe, until) = if is_connection {
+            (Probe::Connected, now + PROBE_TIMEOUT)
+        } else {
+            (Probe::None, now)
         };
         if let Some(open) = self.0.get().filter(|open| open.probe != Probe::None) {
             self.0.set(Some(Open {
@@ -403,9 +404,10 @@ impl Judgement {
             return;
         }
         let detector = &self.detector;
-        detector.failures.set(match is_failure {
-            true => detector.failures.get().saturating_add(1),
-            false => 0,
+        detector.failures.set(if is_failure {
+            detector.failures.get().saturating_add(1)
+        } else {
+            0
         });
         let number = detector.half(now);
         self.results.record(number, is_failure);
@@ -443,9 +445,10 @@ impl Judgement {
         let number = detector.half(now);
         let own = self.results.counts(number);
         let others = detector.results.counts(number).without(own);
-        let min_requests = match self.has_returned(now) {
-            true => settings.min_requests.div_ceil(RETURNED_FRACTION),
-            false => settings.min_requests,
+        let min_requests = if self.has_returned(now) {
+            settings.min_requests.div_ceil(RETURNED_FRACTION)
+        } else {
+            settings.min_requests
         };
         let exceeds = own.exceed(settings.failure_percent, min_requests);
         (exceeds && own.stand_out(others)).then_some(Cause::Percent)

@@ -91,9 +91,10 @@ impl ZonePreference {
         if elapsed >= STEP_INTERVAL {
             self.stepped_at.set(Some(now));
             self.capacity.set((healthy() * OVERPROVISIONING).min(1.0));
-            let share = match self.own.exceeds(&self.others, MAX_RATIO, now) {
-                true => self.share.get() + STEP_UP,
-                false => self.share.get() - STEP_DOWN * elapsed.div_duration_f64(STEP_INTERVAL),
+            let share = if self.own.exceeds(&self.others, MAX_RATIO, now) {
+                self.share.get() + STEP_UP
+            } else {
+                self.share.get() - STEP_DOWN * elapsed.div_duration_f64(STEP_INTERVAL)
             };
             self.share.set(share.clamp(MIN_SHARE, MAX_SHARE));
         }

@@ -235,9 +235,10 @@ impl Pool {
     /// A new connection for opaque bytes, which may become an HTTP/1 one. Waits while the endpoint
     /// has all connections that it may have.
     pub async fn opaque(&self, dialer: Dialer<'_>, alpn: Alpn) -> Result<Upstream, Failure> {
-        let connection = match self.limiter.limits.opaque {
-            true => Some(self.acquire(LimitKind::Connections, dialer).await?),
-            false => None,
+        let connection = if self.limiter.limits.opaque {
+            Some(self.acquire(LimitKind::Connections, dialer).await?)
+        } else {
+            None
         };
         if connection.is_some() {
             // Idle HTTP/1 connections make space.
@@ -294,9 +295,10 @@ impl Pool {
         let (limits, metrics) = (self.limiter.limits, self.limiter.metrics.clone());
         let limiter = Limiter::new(limits, metrics);
         let connections = Rc::new(Connections::new(limiter, Direction::Inbound));
-        match self.closed.get() {
-            true => connections.close(),
-            false => drop(callers.insert(caller, connections.clone())),
+        if self.closed.get() {
+            connections.close()
+        } else {
+            drop(callers.insert(caller, connections.clone()))
         }
         connections
     }

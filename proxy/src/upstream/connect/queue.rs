@@ -110,9 +110,10 @@ impl Limiter {
         endpoint: SocketAddr,
         deadline: Instant,
     ) -> Result<Slot, Failure> {
-        let free = match self.has_queue(kind) {
-            true => None,
-            false => self.try_acquire(kind),
+        let free = if self.has_queue(kind) {
+            None
+        } else {
+            self.try_acquire(kind)
         };
         match free {
             Some(slot) => Ok(slot),

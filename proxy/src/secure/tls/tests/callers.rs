@@ -178,10 +178,7 @@ pub(super) async fn wait_until_unchanged(value: impl Fn() -> usize) {
     let (mut last, mut unchanged) = (value(), 0);
     while unchanged < 500 {
         tokio::task::yield_now().await;
-        unchanged = match value() == last {
-            true => unchanged + 1,
-            false => 0,
-        };
+        unchanged = if value() == last { unchanged + 1 } else { 0 };
         last = value();
     }
 }

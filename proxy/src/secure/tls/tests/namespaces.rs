@@ -59,9 +59,10 @@ async fn flood(slots: &Slots, seen: &Seen, caller: &Rc<Worker>, max: usize) -> F
             };
             is_rejected = poll_fn(|cx| {
                 cx.waker().wake_by_ref();
-                match seen.hanging.get() > before {
-                    true => Poll::Ready(false),
-                    false => Pin::new(&mut response).poll(cx).map(|_| true),
+                if seen.hanging.get() > before {
+                    Poll::Ready(false)
+                } else {
+                    Pin::new(&mut response).poll(cx).map(|_| true)
                 }
             })
             .await;

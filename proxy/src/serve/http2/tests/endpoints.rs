@@ -303,9 +303,10 @@ fn response_in_whose_place_another_attempt_follows_is_not_reset() {
                 assert_eq!(response.status(), 429);
             }
             assert_eq!(requests.get(), 20);
-            match is_reset {
-                true => until(|| resets.get() == 10).await,
-                false => assert!(resets.get() < 5, "{}", resets.get()),
+            if is_reset {
+                until(|| resets.get() == 10).await
+            } else {
+                assert!(resets.get() < 5, "{}", resets.get())
             }
         }
     });

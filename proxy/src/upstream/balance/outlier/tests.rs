@@ -138,14 +138,16 @@ fn share_of_failures_starts_it_if_the_others_work() {
         for number in 1..=100 {
             let fails = number % 2 == 0;
             for other in &endpoints[1..] {
-                match others_fail && fails {
-                    true => assert_eq!(other.record_failure(false, now), None),
-                    false => other.record_success(now, now),
+                if others_fail && fails {
+                    assert_eq!(other.record_failure(false, now), None)
+                } else {
+                    other.record_success(now, now)
                 }
             }
-            match fails {
-                true => ejected = endpoints[0].record_failure(false, now),
-                false => endpoints[0].record_success(now, now),
+            if fails {
+                ejected = endpoints[0].record_failure(false, now)
+            } else {
+                endpoints[0].record_success(now, now)
             }
             ejected_after = number;
             if ejected.is_some() {

@@ -195,14 +195,16 @@ fn response_in_whose_place_another_attempt_follows_costs_no_connection() {
                 let mut client = service.caller.connect(&service.destination).await;
                 client.write_all(GET.as_bytes()).await.expect("it is open");
                 client.read_exact(&mut [0; 12]).await.expect("a status");
-                match length == sent {
-                    true => drop(client.read_to_end(&mut Vec::new()).await),
-                    false => drop(client),
+                if length == sent {
+                    drop(client.read_to_end(&mut Vec::new()).await)
+                } else {
+                    drop(client)
                 }
             }
-            match is_kept {
-                true => assert!(connections.get() < 6, "{length}: {}", connections.get()),
-                false => assert!(connections.get() >= 11, "{length}: {}", connections.get()),
+            if is_kept {
+                assert!(connections.get() < 6, "{length}: {}", connections.get())
+            } else {
+                assert!(connections.get() >= 11, "{length}: {}", connections.get())
             }
         }
     });
