@@ -5,7 +5,6 @@
 //! its defaults vary, so that an injected pod that is reviewed again compares equal.
 
 use std::collections::BTreeSet;
-use std::fmt::Display;
 
 use diy_mesh_model::ports::PortSet;
 use serde_json::{Value, json};
@@ -113,16 +112,7 @@ pub fn proxy(
     probes: Vec<String>,
 ) -> Value {
     let mut args = port_args(ports);
-    args.push(format!("--log={}", own.log));
-    // Earlier proxies, which a pinned image may contain, do not know this flag.
-    args.extend((own.log_format != "text").then(|| format!("--log-format={}", own.log_format)));
-    args.push(format!("--drain-seconds={}", own.drain));
-    args.push(format!("--dump={}", own.dump));
-    args.extend(arg("--dump-format", &own.dump_format));
-    args.extend(arg("--inbound", &own.inbound));
-    args.extend(ports_arg("--opaque-ports", &own.opaque_ports));
-    args.extend(own.allow_connect.then(|| "--allow-connect".to_owned()));
-    args.extend(arg("--max-connection-age", &own.max_connection_age));
+    args.push(own.proxy.argument());
     args.extend(probes);
     json!({
         "name": PROXY,
@@ -167,10 +157,6 @@ fn port_args(ports: Ports) -> Vec<String> {
         format!("--outbound-port={}", ports.outbound),
         format!("{ADMIN_PORT_FLAG}={}", ports.admin),
     ]
-}
-
-fn arg(flag: &str, value: &Option<impl Display>) -> Option<String> {
-    value.as_ref().map(|value| format!("{flag}={value}"))
 }
 
 fn ports_arg(flag: &str, ports: &PortSet) -> Option<String> {

@@ -14,7 +14,7 @@ use crate::containers::{
 use crate::diff;
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
-use crate::settings::{DRAIN, STRICT, SidecarSettings};
+use crate::settings::{DRAIN, SidecarSettings};
 
 /// A pod that is about to be created.
 #[derive(Clone, Copy, Debug)]
@@ -141,7 +141,7 @@ fn inject(
     let view = PodView::new(pod)?;
     let mut problems = conflicts(pod, &view);
     let mut own = settings.proxy.clone();
-    own.inbound = labels.strict.then_some(STRICT);
+    own.proxy.strict = labels.strict;
     let own = own.for_pod(pod, &mut problems);
     let ports = Ports::avoiding(declared_ports(&view)).unwrap_or_else(|| {
         problems.push("the containers of the pod declare all ports from 4000 to 65535, which leaves none for the proxy".into());
@@ -222,7 +222,7 @@ fn drain_warning(pod: &Value, own: &SidecarSettings) -> Option<String> {
         .pointer("/spec/terminationGracePeriodSeconds")
         .and_then(Value::as_u64)
         .unwrap_or(DEFAULT_GRACE_PERIOD);
-    (own.drain > grace_period).then(|| {
+    (own.proxy.drain > grace_period).then(|| {
         format!(
             "annotation {} is longer than terminationGracePeriodSeconds of the pod, {grace_period}: set a longer one",
             DRAIN

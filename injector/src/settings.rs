@@ -8,6 +8,7 @@ use std::str::FromStr;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_model::sidecar::Settings;
 use serde_json::{Map, Value, json};
 
 use crate::annotations::{INBOUND, quoted};
@@ -34,32 +35,16 @@ const MIN_MEMORY_LIMIT: u128 = 32 * 1024 * 1024 * 1000;
 /// The settings of a sidecar, checked.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SidecarSettings {
-    /// [`STRICT`] or [`PERMISSIVE`], which is the default.
-    pub inbound: Option<&'static str>,
+    /// Those of the proxy.
+    pub proxy: Settings,
     /// Inbound ports that bypass the proxy.
     pub skip_inbound_ports: PortSet,
     /// Outbound ports that bypass the proxy.
     pub skip_outbound_ports: PortSet,
-    /// Inbound ports without protocol detection.
-    pub opaque_ports: PortSet,
-    /// Whether the proxy forwards CONNECT requests to the containers of the pod.
-    pub allow_connect: bool,
-    /// Maximum age of connections between proxies, in seconds.
-    pub max_connection_age: Option<u64>,
-    /// Detail of the traffic that the proxy prints.
-    pub dump: &'static str,
-    /// Format of the printed traffic; text by default.
-    pub dump_format: Option<&'static str>,
     /// CPU time.
     pub cpu: Resource,
     /// Memory.
     pub memory: Resource,
-    /// Log filter.
-    pub log: String,
-    /// Format of the log.
-    pub log_format: &'static str,
-    /// Drain period in seconds.
-    pub drain: u64,
 }
 
 /// What a container requests of a resource, and at most gets.
@@ -108,7 +93,10 @@ pub static SETTINGS: [Setting; 15] = [
         values: "`permissive` (default), `strict`",
         description: "`strict`: reject callers without mesh TLS",
         flag: None,
-        read: |settings, value| set(&mut settings.inbound, one_of(&MODES, value).map(Some)),
+        read: |settings, value| {
+            let mode = one_of(&MODES, value);
+            set(&mut settings.proxy.strict, mode.map(|mode| mode == STRICT))
+        },
     },
     Setting {
         annotation: "diy-service-mesh/skip-inbound-ports",
@@ -129,7 +117,7 @@ pub static SETTINGS: [Setting; 15] = [
         values: PORTS,
         description: "connections to these ports of the pod are opaque: the proxy forwards bytes, without detection and without `X-Called-By`",
         flag: None,
-        read: |settings, value| set(&mut settings.opaque_ports, ports(value)),
+        read: |settings, value| set(&mut settings.proxy.opaque_ports, ports(value)),
     },
     Setting {
         annotation: "diy-service-mesh/allow-connect",
@@ -139,7 +127,7 @@ pub static SETTINGS: [Setting; 15] = [
         read: |settings, value| {
             let value = one_of(&["true", "false"], value);
             set(
-                &mut settings.allow_connect,
+                &mut settings.proxy.allow_connect,
                 value.map(|value| value == "true"),
             )
         },
@@ -153,7 +141,10 @@ pub static SETTINGS: [Setting; 15] = [
             let age = seconds(value, MAX_AGE_SECONDS).map(Some);
             let expected =
                 "expected a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
-            set(&mut settings.max_connection_age, age.ok_or(expected.into()))
+            set(
+                &mut settings.proxy.max_connection_age,
+                age.ok_or(expected.into()),
+            )
         },
     },
     Setting {
@@ -161,14 +152,14 @@ pub static SETTINGS: [Setting; 15] = [
         values: "`full`, `headers` (default), `off`",
         description: "[what the proxy prints](#dumps) of requests and responses",
         flag: flag("proxy-dump", "PROXY_DUMP", "headers"),
-        read: |settings, value| set(&mut settings.dump, one_of(&DUMPS, value)),
+        read: |settings, value| set(&mut settings.proxy.dump, owned(&DUMPS, value)),
     },
     Setting {
         annotation: "diy-service-mesh/dump-format",
         values: "`text` (default), `json`",
         description: "the format of this output",
         flag: None,
-        read: |settings, value| set(&mut settings.dump_format, one_of(&FORMATS, value).map(Some)),
+        read: |settings, value| set(&mut settings.proxy.dump_format, owned(&FORMATS, value)),
     },
     Setting {
         annotation: "diy-service-mesh/proxy-cpu-request",
@@ -213,14 +204,14 @@ pub static SETTINGS: [Setting; 15] = [
         values: "a level (`error`, `warn`, `info`, `debug`, `off`, and `trace` in debug builds), or levels by module: `info,diy_mesh_proxy::discovery=debug`",
         description: "log filter of the proxy",
         flag: flag("proxy-log", "PROXY_LOG", "info"),
-        read: |settings, value| set(&mut settings.log, log(value)),
+        read: |settings, value| set(&mut settings.proxy.log, log(value)),
     },
     Setting {
         annotation: "diy-service-mesh/proxy-log-format",
         values: "`text` (default), `json`",
         description: "format of the proxy's log",
         flag: flag("proxy-log-format", "PROXY_LOG_FORMAT", "text"),
-        read: |settings, value| set(&mut settings.log_format, one_of(&FORMATS, value)),
+        read: |settings, value| set(&mut settings.proxy.log_format, owned(&FORMATS, value)),
     },
     Setting {
         annotation: DRAIN,
@@ -230,7 +221,7 @@ pub static SETTINGS: [Setting; 15] = [
         read: |settings, value| {
             let expected = "expected a duration from 1s to 1h in one unit (s, m or h), such as 30s";
             set(
-                &mut settings.drain,
+                &mut settings.proxy.drain,
                 seconds(value, MAX_DRAIN_SECONDS).ok_or(expected.into()),
             )
         },
@@ -347,6 +338,10 @@ fn one_of(known: &[&'static str], text: &str) -> Result<&'static str, String> {
     let mut all = known.iter().copied();
     let found = all.find(|known| text.eq_ignore_ascii_case(known));
     found.ok_or_else(|| format!("expected one of {}", known.join(", ")))
+}
+
+fn owned(known: &[&'static str], text: &str) -> Result<String, String> {
+    one_of(known, text).map(str::to_owned)
 }
 
 /// A duration in seconds, from 1 to `max`, in one unit.
@@ -468,17 +463,19 @@ mod tests {
         );
         let ports = |text: &str| text.parse::<PortSet>().expect("valid");
         let expected = SidecarSettings {
-            inbound: Some(STRICT),
+            proxy: Settings {
+                strict: true,
+                opaque_ports: ports("5432"),
+                allow_connect: true,
+                max_connection_age: Some(1800),
+                dump: "full".into(),
+                dump_format: "json".into(),
+                log: "warn,diy_mesh_proxy::discovery=DEBUG".into(),
+                log_format: "json".into(),
+                drain: 120,
+            },
             skip_inbound_ports: ports("25,9000-9100"),
             skip_outbound_ports: ports("3306"),
-            opaque_ports: ports("5432"),
-            allow_connect: true,
-            max_connection_age: Some(1800),
-            dump: "full",
-            dump_format: Some("json"),
-            log: "warn,diy_mesh_proxy::discovery=DEBUG".into(),
-            log_format: "json",
-            drain: 120,
             cpu: settings.cpu.clone(),
             memory: settings.memory.clone(),
         };

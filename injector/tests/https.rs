@@ -12,6 +12,7 @@ use bytes::Bytes;
 use clap::Parser;
 use diy_mesh_injector::config::{Config, Flags, ServingCertificate};
 use diy_mesh_injector::{Error, Injector};
+use diy_mesh_model::sidecar::Settings;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::{http1, http2};
@@ -276,7 +277,8 @@ async fn namespace_labels_are_defaults() {
     let unannotated = json!({"metadata": {"name": "a"}, "spec": {"containers": []}});
     let inbound = |pod: &Value| {
         let args = pod["spec"]["initContainers"][1]["args"].as_array();
-        args.map(|args| args.contains(&json!("--inbound=strict")))
+        let settings = args.map(|args| args.iter().filter_map(Value::as_str));
+        settings.map(|args| Settings::of_arguments(args).strict)
     };
     for (labels, pod, expected) in [
         (json!({}), unannotated.clone(), None),

@@ -4,6 +4,7 @@
 use clap::Parser;
 use diy_mesh_injector::config::{Config, Flags, Settings};
 use diy_mesh_injector::patch::{Candidate, Injection, NamespaceLabels, Verdict, decide};
+use diy_mesh_model::sidecar;
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 
@@ -122,10 +123,8 @@ fn strict_namespace_is_the_default_of_its_pods() {
             .iter()
             .filter_map(Value::as_str)
             .collect();
-        assert!(
-            args.contains(&format!("--inbound={mode}").as_str()),
-            "{pod}"
-        );
+        let settings = sidecar::Settings::of_arguments(args.iter().copied());
+        assert_eq!(settings.strict, mode == "strict", "{pod}");
         // The proxy performs the probes, whether the pod is strict or not.
         let has_probes = args.iter().any(|arg| arg.starts_with("--kubelet-probe="));
         let has_http_probe = pod["spec"]["containers"][0]["livenessProbe"]

@@ -7,3 +7,4 @@ pub mod escape;
 pub mod exchange;
 pub mod identity;
 pub mod ports;
+pub mod sidecar;

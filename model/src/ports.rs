@@ -5,8 +5,11 @@ use std::fmt;
 use std::ops::{BitOr, RangeInclusive};
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// A set of ports: ascending ranges, neither overlapping nor adjacent.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct PortSet(Vec<RangeInclusive<u16>>);
 
 /// What a list of ports is.
@@ -71,6 +74,20 @@ impl FromStr for PortSet {
             range.ok_or_else(|| InvalidPorts(item.trim().chars().take(MAX_SHOWN).collect()))
         });
         Ok(Self(ranges.collect::<Result<_, _>>()?).merged())
+    }
+}
+
+impl TryFrom<String> for PortSet {
+    type Error = InvalidPorts;
+
+    fn try_from(text: String) -> Result<Self, InvalidPorts> {
+        text.parse()
+    }
+}
+
+impl From<PortSet> for String {
+    fn from(ports: PortSet) -> Self {
+        ports.to_string()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Configuration: flags and environment variables, parsed and validated by clap. The injector passes
 //! the ports, because proxy-init needs the same ones: they have no defaults here.
 
+use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum, value_parser};
 use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_model::sidecar::Settings;
 use diy_mesh_runtime::LogFormat;
 use http::Uri;
 use tracing_subscriber::filter::Targets;
@@ -161,7 +163,16 @@ impl Config {
     /// Reads flags and environment. Exits the process on `--help`, `--version` and invalid values
     /// (code 2).
     pub fn load() -> Self {
-        Self::parse().check().unwrap_or_else(|error| error.exit())
+        Self::read(std::env::args_os()).unwrap_or_else(|error| error.exit())
+    }
+
+    /// Reads arguments, among which settings of the injector stand for flags.
+    fn read(arguments: impl Iterator<Item = OsString>) -> Result<Self, clap::Error> {
+        let arguments = Settings::expand(arguments).map_err(|error| {
+            let report = format!("invalid settings in --settings: {error}");
+            Self::command().error(ErrorKind::ValueValidation, report)
+        })?;
+        Self::try_parse_from(arguments)?.check()
     }
 
     /// Checks values against each other: ports differ, and a controller over TLS has an identity
@@ -259,9 +270,8 @@ mod tests {
     use super::*;
 
     fn config(args: &[&str]) -> Result<Config, String> {
-        Config::try_parse_from([&["proxy"], args].concat())
-            .and_then(Config::check)
-            .map_err(|error| error.to_string())
+        let args = [&["proxy"], args].concat().into_iter();
+        Config::read(args.map(OsString::from)).map_err(|error| error.to_string())
     }
 
     const VALID: [&str; 7] = [
@@ -300,6 +310,28 @@ mod tests {
             (proof.identity.namespace(), proof.roots_file),
             ("service-mesh", PathBuf::from("/roots"))
         );
+    }
+
+    #[test]
+    fn settings_of_the_injector_stand_for_the_flags_of_earlier_ones() {
+        let settings = r#"--settings={"strict":true,"opaquePorts":"25","allowConnect":true,"maxConnectionAge":60,"dump":"off","log":"warn","logFormat":"json","drain":7,"later":{}}"#;
+        let flags = "--inbound=strict --opaque-ports=25 --allow-connect --max-connection-age=60 \
+                     --dump=off --log=warn --log-format=json --drain-seconds=7";
+        let flags: Vec<&str> = flags.split(' ').collect();
+        let [now, earlier] = [&[settings][..], &flags].map(|more| {
+            let config = config(&[&VALID, more].concat()).unwrap();
+            format!("{config:?}")
+        });
+        assert_eq!(now, earlier);
+        assert!(now.contains("strict: true"), "{now}");
+        for (twice, expected) in [
+            (&[settings, "--inbound=permissive"], "--inbound"),
+            (&[settings, settings], "--inbound"),
+            (&[settings, "--settings={\"strict\":\"no\"}"], "--settings"),
+        ] {
+            let report = config(&[&VALID[..], twice].concat()).unwrap_err();
+            assert!(report.contains(expected), "{report}");
+        }
     }
 
     #[test]

@@ -102,6 +102,24 @@ impl Default for Timing {
     }
 }
 
+/// What the proxy itself allows.
+pub struct OwnProxy {
+    /// The inbound policy of its arguments, which no controller weakens.
+    pub arguments: Policy,
+    /// The number of endpoints that all destinations together have, about.
+    pub max_endpoints: Box<dyn Fn() -> usize + Send>,
+}
+
+/// Everything.
+impl Default for OwnProxy {
+    fn default() -> Self {
+        Self {
+            arguments: Policy::default(),
+            max_endpoints: Box::new(|| usize::MAX),
+        }
+    }
+}
+
 /// A worker's request for the target of a resource.
 #[derive(Debug)]
 struct WatchRequest {
@@ -111,27 +129,18 @@ struct WatchRequest {
 
 /// Returns the handle for the workers and the task that the main thread runs. The task ends when
 /// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials`
-/// and `exceptions` are reported to the controller. All destinations together have about
-/// `max_endpoints` endpoints.
+/// and `exceptions` are reported to the controller.
 pub fn start(
     control: Control,
     trust: Trust,
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
     exceptions: Arc<Exceptions>,
-    max_endpoints: impl Fn() -> usize + Send + 'static,
+    own: OwnProxy,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
     let reported = Reported::new(exceptions);
     let timing = Timing::default();
-    start_with(
-        control,
-        trust,
-        credentials,
-        metrics,
-        reported,
-        timing,
-        max_endpoints,
-    )
+    start_with(control, trust, credentials, metrics, reported, timing, own)
 }
 
 fn start_with(
@@ -141,7 +150,7 @@ fn start_with(
     metrics: DiscoveryMetrics,
     exceptions: Reported,
     timing: Timing,
-    max_endpoints: impl Fn() -> usize + Send + 'static,
+    own: OwnProxy,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
     let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);
     let (set_unready, unready) = watch::channel(Some(NOT_CONNECTED.to_owned()));
@@ -156,13 +165,13 @@ fn start_with(
         let mut sweep = interval(timing.sweep_interval);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let driver = Driver {
-            table: Table::new(timing.max_destinations, max_endpoints()),
-            max_endpoints: Box::new(max_endpoints),
+            table: Table::new(timing.max_destinations, (own.max_endpoints)()),
+            max_endpoints: own.max_endpoints,
             requests,
             stream: None,
             controller_unavailable: false,
             unready: set_unready,
-            own_pod: OwnPod::new(set_policy),
+            own_pod: OwnPod::new(own.arguments, set_policy),
             metrics,
             exceptions,
             sweep,

@@ -42,7 +42,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
-use crate::discovery::Discovery;
+use crate::discovery::{Discovery, OwnProxy};
 use crate::limits::memory::Memory;
 use crate::observe::dump::{DumpConfig, Dumps};
 use crate::observe::metrics::Metrics;
@@ -200,7 +200,10 @@ fn start_control(
         credentials.clone(),
         metrics.discovery.clone(),
         metrics.exceptions.clone(),
-        move || memory.max_endpoints(workers),
+        OwnProxy {
+            arguments: config.policy.clone(),
+            max_endpoints: Box::new(move || memory.max_endpoints(workers)),
+        },
     );
     tokio::spawn(driver);
     (discovery, credentials)

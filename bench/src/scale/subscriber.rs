@@ -16,7 +16,7 @@ use diy_mesh_proto::mesh::v1::{
     Delta, DiscoverRequest, ProxyStatus, ResourceType, Snapshot, Subscribe,
     discover_request::Action,
 };
-use diy_mesh_proxy::discovery::{self, TargetKind};
+use diy_mesh_proxy::discovery::{self, OwnProxy, TargetKind};
 use diy_mesh_proxy::observe::exceptions::Exceptions;
 use diy_mesh_proxy::observe::metrics::DiscoveryMetrics;
 use diy_mesh_proxy::secure::control::Control;
@@ -193,7 +193,7 @@ impl Subscriber {
             identity::none(),
             DiscoveryMetrics::default(),
             Arc::new(Exceptions::new(Instant::now())),
-            || usize::MAX,
+            OwnProxy::default(),
         );
         let driver = tokio::spawn(driver);
         let mut targets = Vec::new();

@@ -1,10 +1,11 @@
-//! What the injector wrote into the spec of a pod: the arguments of the proxy and of proxy-init.
-//! Pure.
+//! What the injector wrote into the spec of a pod: the settings and further arguments of the proxy,
+//! and the arguments of proxy-init. Pure.
 //!
 //! The spec is immutable, except for images. Annotations and labels are not: they say nothing about
 //! the pod that runs.
 
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_model::sidecar::Settings;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
@@ -47,15 +48,16 @@ impl<'a> Injected<'a> {
 
     /// The inbound configuration of the proxy, and the ports that the application declares.
     pub fn inbound(&self) -> Inbound {
-        let has = |flag: &str| self.proxy.args.iter().flatten().any(|other| other == flag);
+        let arguments = self.proxy.args.iter().flatten();
+        let settings = Settings::of_arguments(arguments.map(String::as_str));
         let containers = self.pod.init_containers.iter().flatten();
         let containers = containers.chain(&self.pod.containers);
         let applications = containers.filter(|container| container.name != PROXY);
         let declared = applications.flat_map(|container| container.ports.iter().flatten());
         Inbound {
-            strict: has("--inbound=strict"),
-            allow_connect: has("--allow-connect"),
-            opaque_ports: ports(self.proxy, "--opaque-ports="),
+            strict: settings.strict,
+            allow_connect: settings.allow_connect,
+            opaque_ports: settings.opaque_ports,
             ports: declared.filter_map(container_port).collect(),
         }
     }
@@ -91,7 +93,13 @@ mod tests {
 
     /// The pods of the injector's golden files: before and after injection.
     fn goldens() -> Vec<(String, Pod, Pod)> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../injector/tests/golden");
+        let pods = goldens_in("../injector/tests/golden");
+        assert!(pods.len() > 5);
+        pods
+    }
+
+    fn goldens_in(folder: &str) -> Vec<(String, Pod, Pod)> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
         let mut pods = Vec::new();
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -104,8 +112,20 @@ mod tests {
                 pods.push((name, pod(input.unwrap()), pod(patched)));
             }
         }
-        assert!(pods.len() > 5);
         pods
+    }
+
+    #[test]
+    fn reads_pods_of_the_previous_injector_as_those_of_this_one() {
+        let now = goldens();
+        let previous = goldens_in("tests/previous-injector");
+        assert!(previous.len() > 2);
+        for (name, _, before) in previous {
+            let (_, _, now) = now.iter().find(|(other, ..)| *other == name).unwrap();
+            let [before, now] = [&before, now].map(|pod| Injected::of(pod).unwrap());
+            assert_eq!(before.inbound(), now.inbound(), "{name}");
+            assert_eq!(before.bypassed(), now.bypassed(), "{name}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! strict pods. Pure.
 
 use diy_mesh_injector::annotations::{self, INBOUND, INJECT, PREFIX, STATUS};
-use diy_mesh_injector::settings::STRICT;
+use diy_mesh_model::sidecar::Settings;
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::ResourceExt;
 
@@ -129,7 +129,10 @@ pub(super) fn strict(facts: &Facts) -> Findings<'_> {
 }
 
 fn is_strict(pod: &Pod) -> bool {
-    proxy(pod).and_then(|proxy| argument(proxy, "--inbound")) == Some(STRICT)
+    let arguments = proxy(pod)
+        .into_iter()
+        .flat_map(|proxy| proxy.args.iter().flatten());
+    Settings::of_arguments(arguments.map(String::as_str)).strict
 }
 
 /// The ports of a strict pod that bypass its proxy, and the probes and hooks that every caller of
@@ -229,7 +232,7 @@ mod tests {
             pod(
                 "p",
                 json!([
-                    "--inbound=strict",
+                    "--settings={\"strict\":true}",
                     "--kubelet-probe={}",
                     "--kubelet-probe={}"
                 ]),

@@ -1,6 +1,6 @@
 //! The inbound configuration of the proxy's own pod, as the controller sends it: validated,
 //! acknowledged or rejected. Until the first one arrives, and with controllers that do not send it,
-//! the arguments of the proxy apply, which contain the same values.
+//! the arguments of the proxy apply, which contain the same values. No configuration weakens these.
 
 use std::sync::Arc;
 
@@ -19,6 +19,8 @@ use crate::inbound::policy::Policy;
 /// The subscription to the own pod's configuration.
 #[derive(Debug)]
 pub(super) struct OwnPod {
+    /// The policy of the proxy's arguments.
+    arguments: Policy,
     policy: watch::Sender<Option<Arc<Policy>>>,
     /// What was logged of it.
     logged: String,
@@ -38,8 +40,9 @@ pub(super) struct Received {
 }
 
 impl OwnPod {
-    pub fn new(policy: watch::Sender<Option<Arc<Policy>>>) -> Self {
+    pub fn new(arguments: Policy, policy: watch::Sender<Option<Arc<Policy>>>) -> Self {
         Self {
+            arguments,
             policy,
             logged: String::new(),
             version: String::new(),
@@ -116,6 +119,7 @@ impl OwnPod {
         let earlier = self.policy.borrow().clone().unwrap_or_default();
         let rejection = match policy(&workload, &earlier, now.into_std()) {
             Ok(policy) => {
+                let policy = policy.from_controller(&self.arguments);
                 self.log(&policy);
                 self.policy.send_replace(Some(Arc::new(policy)));
                 self.version = version.clone();
@@ -203,7 +207,7 @@ mod tests {
     #[test]
     fn rejected_configuration_leaves_the_previous_one_in_force() {
         let (sender, receiver) = watch::channel(None);
-        let mut own = OwnPod::new(sender);
+        let mut own = OwnPod::new(Policy::default(), sender);
         let mut apply = |workload, version: &str| {
             let acknowledgement = own
                 .receive(received(workload, version, 0), Instant::now())
@@ -240,7 +244,7 @@ mod tests {
     #[test]
     fn lagging_replica_restores_an_older_configuration_only_if_no_newer_one_arrives() {
         let (sender, receiver) = watch::channel(None);
-        let (mut own, start) = (OwnPod::new(sender), Instant::now());
+        let (mut own, start) = (OwnPod::new(Policy::default(), sender), Instant::now());
         let is_strict = || receiver.borrow().as_ref().is_some_and(|one| one.strict);
         let [strict, permissive] = [2, 1].map(|mode| workload(mode, (25, 25)));
         let newer = received(strict, "newer", 20);

@@ -91,7 +91,14 @@ impl Mesh {
         let (trust, none) = (Trust::default(), crate::secure::identity::none());
         let exceptions = Arc::new(Exceptions::new(std::time::Instant::now()));
         let metrics = DiscoveryMetrics::default();
-        let (discovery, driver) = start(control, trust, none, metrics, exceptions, || usize::MAX);
+        let (discovery, driver) = start(
+            control,
+            trust,
+            none,
+            metrics,
+            exceptions,
+            OwnProxy::default(),
+        );
         tokio::spawn(driver);
         let stream = fake.stream().await;
         let backends = backends.iter();

@@ -42,7 +42,7 @@ impl Running {
             metrics.clone(),
             Reported::new(exceptions.clone()),
             timing,
-            || usize::MAX,
+            OwnProxy::default(),
         );
         let mut tasks = JoinSet::new();
         tasks.spawn(driver);
@@ -541,7 +541,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
         DiscoveryMetrics::default(),
         Reported::new(Arc::new(Exceptions::new(std::time::Instant::now()))),
         timing(),
-        || usize::MAX,
+        OwnProxy::default(),
     );
     let driver = tokio::spawn(driver);
     drop(discovery);

@@ -53,6 +53,17 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// The policy that a controller sends, which weakens none of the settings of the pod itself:
+    /// controllers of earlier releases cannot read them.
+    pub fn from_controller(self, own: &Self) -> Self {
+        Self {
+            strict: self.strict || own.strict,
+            opaque_ports: own.opaque_ports.clone(),
+            allow_connect: own.allow_connect,
+            ..self
+        }
+    }
+
     /// Whether the caller may have a connection to the application, whatever it carries.
     pub fn authorize_connection(&self, caller: &Caller) -> Result<Permit, Failure> {
         if self.strict && *caller == Caller::Unauthenticated {
@@ -85,6 +96,26 @@ mod tests {
         Caller::Peer(Rc::new(
             Identity::new("cluster.local", "shop", "web").expect("an identity"),
         ))
+    }
+
+    #[test]
+    fn controller_weakens_no_settings_of_the_pod() {
+        let policy = |strict, ports: &str, allow_connect, zone: &str| Policy {
+            strict,
+            opaque_ports: ports.parse().expect("ports"),
+            allow_connect,
+            zone: zone.to_owned(),
+            ..Policy::default()
+        };
+        let own = policy(true, "25", false, "");
+        let sent = policy(false, "80", true, "eu-1a");
+        assert_eq!(
+            sent.from_controller(&own),
+            policy(true, "25", false, "eu-1a")
+        );
+        let stricter = policy(true, "", false, "");
+        let own = policy(false, "25", true, "");
+        assert_eq!(stricter.from_controller(&own), policy(true, "25", true, ""));
     }
 
     #[test]

@@ -93,9 +93,9 @@ pub struct UpstreamMetrics {
     pub connections: Gauge,
     /// Requests that wait while a limit is reached.
     pub waiting: Gauge,
-    /// Requests rejected because a limit was reached, by [`LimitKind`].
+    /// Requests rejected because a limit was reached, by `LimitKind`.
     pub limited: [Counter; LimitKind::NAMES.len()],
-    /// Quarantines that started, by [`Cause`].
+    /// Quarantines that started, by `Cause`.
     pub ejections: [Counter; Cause::NAMES.len()],
     /// Circuits that are open or half-open. Each worker has its own circuit for a destination.
     pub circuits_open: Gauge,

@@ -251,7 +251,7 @@ impl Detector {
 
     /// The protocol of an incomplete first line after which the client pauses. A method with the
     /// start of a target is HTTP/1: the HTTP parser replies to the incomplete request. All other
-    /// bytes are opaque and are forwarded, while a [`RequestDetector`] inspects the rest of the line.
+    /// bytes are opaque and are forwarded, while a `RequestDetector` inspects the rest of the line.
     pub fn guess(&mut self, bytes: &[u8]) -> Protocol {
         match self.inspect(bytes) {
             _ if self.rules == Rules::InboundOpaque => Protocol::Opaque,

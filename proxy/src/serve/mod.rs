@@ -1,5 +1,5 @@
-//! Steps 4 to 8: carries out the plan of each request, one protocol a file or folder. [`filters`] stands
-//! between the plan and the first attempt, [`attempts`] decides on another one.
+//! Steps 4 to 8: carries out the plan of each request, one protocol a file or folder. `filters.rs` stands
+//! between the plan and the first attempt, `attempts.rs` decides on another one.
 
 pub(crate) mod attempts;
 pub mod copy;

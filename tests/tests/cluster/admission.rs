@@ -40,7 +40,7 @@ fn label_of_a_namespace_decides_about_the_next_pod() -> Result<()> {
                 arguments,
             ];
             let proxy = namespace.kubectl(&[&run[..], &injected].concat())?;
-            let is_strict = proxy.contains("--inbound=strict");
+            let is_strict = proxy.contains(r#"\"strict\":true"#);
             ensure!(is_strict == (mode == "strict"), "{mode}: {proxy}");
         }
         Ok(())

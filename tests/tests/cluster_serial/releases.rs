@@ -26,10 +26,14 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
     );
     in_namespace("releases", |namespace| {
         let _restore = Restore;
-        // Proxies of the previous release, with the controller and the injector of this one.
+        // Proxies and injector of the previous release, with the controller of this one.
+        install_previous("injector", &tag)?;
         inject_proxies(&tag)?;
+        install_previous("webhook", &tag)?;
         let old = Pair::start(namespace, "old", "old-server")?;
         old.run_proxies(namespace, &tag)?;
+        kubectl(&["apply", "-k", &format!("{ROOT}/manifests")])?;
+        wait_for_mesh()?;
         route_names_proxies_that_do_not_apply_it(namespace)?;
         // Proxies of this release call them, and are called by them.
         inject_proxies("dev")?;

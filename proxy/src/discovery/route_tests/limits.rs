@@ -10,6 +10,7 @@ use super::super::own_pod::{OwnPod, Received};
 use super::super::position::Position;
 use super::*;
 use crate::inbound::limit::RateLimits;
+use crate::inbound::policy::Policy;
 use crate::route::matching::MatchInput;
 
 /// The pod of an application, to which callers have connections.
@@ -39,7 +40,7 @@ impl Pod {
             discovery: Discovery::with_policy(policy),
             ..WorkerContext::for_a_test("")
         });
-        let own = OwnPod::new(sender);
+        let own = OwnPod::new(Policy::default(), sender);
         let maintained = worker.clone();
         tokio::task::spawn_local(async move { maintained.maintain_until_drained().await });
         Self { worker, own, app }

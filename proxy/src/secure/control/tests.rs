@@ -12,7 +12,7 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 
 use super::testing::{CONTROLLER, FakeController, Mounted, Signing, soon};
 use super::*;
-use crate::discovery::{self, Discovery};
+use crate::discovery::{self, Discovery, OwnProxy};
 use crate::observe::metrics::{DiscoveryMetrics, IdentityMetrics, Metrics};
 use crate::secure::identity::testing::{Authority, WEB, token};
 use crate::secure::identity::{self, CurrentCredentials, Trust};
@@ -217,7 +217,7 @@ impl Proxy {
             credentials.clone(),
             DiscoveryMetrics::default(),
             Metrics::new().exceptions.clone(),
-            || usize::MAX,
+            OwnProxy::default(),
         );
         let mut tasks = JoinSet::new();
         tasks.spawn(renewal);

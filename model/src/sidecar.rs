@@ -1,0 +1,202 @@
+//! The settings of a sidecar in the spec of its pod, as the injector writes and proxy and controller
+//! read them: one JSON argument of the proxy. The spec is immutable, annotations are not.
+//!
+//! Pods of earlier releases have a flag of the proxy for each setting. The proxy knows these flags
+//! still, and reads the settings as the flags that they stand for.
+
+use std::ffi::OsString;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ports::PortSet;
+
+/// The settings of a sidecar. Fields that a reader does not know are of a later injector.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Settings {
+    /// Whether unauthenticated connections are rejected.
+    pub strict: bool,
+    /// Inbound ports without protocol detection.
+    pub opaque_ports: PortSet,
+    /// Whether the proxy forwards CONNECT requests to the containers of the pod.
+    pub allow_connect: bool,
+    /// Maximum age of connections between proxies, in seconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_connection_age: Option<u64>,
+    /// Detail of the traffic that the proxy prints: `full`, `headers` or `off`.
+    pub dump: String,
+    /// Format of the printed traffic: `text` or `json`.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub dump_format: String,
+    /// Log filter.
+    pub log: String,
+    /// Format of the log: `text` or `json`.
+    pub log_format: String,
+    /// Drain period in seconds.
+    pub drain: u64,
+}
+
+impl Settings {
+    /// The argument of the proxy.
+    pub fn argument(&self) -> String {
+        let json = serde_json::to_string(self).expect("all keys are strings");
+        format!("{FLAG}{json}")
+    }
+
+    /// The settings in the arguments of a proxy. The default, if they are invalid: then the proxy
+    /// does not start.
+    pub fn of_arguments<'a>(arguments: impl Iterator<Item = &'a str> + Clone) -> Self {
+        let value = |flag: &str| arguments.clone().find_map(|one| one.strip_prefix(flag));
+        if let Some(json) = value(FLAG) {
+            return json.parse().unwrap_or_default();
+        }
+        let opaque_ports = value("--opaque-ports=").map(PortSet::from_str);
+        Self {
+            strict: value("--inbound=") == Some("strict"),
+            opaque_ports: opaque_ports.and_then(Result::ok).unwrap_or_default(),
+            allow_connect: value("--allow-connect") == Some(""),
+            ..Self::default()
+        }
+    }
+
+    /// The arguments of a proxy with the flags that its settings stand for. Fails if the settings
+    /// are invalid.
+    pub fn expand(
+        arguments: impl Iterator<Item = OsString>,
+    ) -> Result<Vec<OsString>, serde_json::Error> {
+        let mut expanded = Vec::new();
+        for argument in arguments {
+            let text = argument.to_str();
+            match text.and_then(|text| text.strip_prefix(FLAG)) {
+                Some(json) => {
+                    let settings: Self = json.parse()?;
+                    expanded.extend(settings.flags().map(OsString::from));
+                }
+                None => expanded.push(argument),
+            }
+        }
+        Ok(expanded)
+    }
+
+    /// A flag for each setting, except for those without a value.
+    fn flags(&self) -> impl Iterator<Item = String> {
+        let number = |number: Option<u64>| number.map_or(String::new(), |one| one.to_string());
+        let inbound = if self.strict { "strict" } else { "permissive" };
+        let values = [
+            ("inbound", inbound.to_owned()),
+            ("opaque-ports", self.opaque_ports.to_string()),
+            ("max-connection-age", number(self.max_connection_age)),
+            ("dump", self.dump.clone()),
+            ("dump-format", self.dump_format.clone()),
+            ("log", self.log.clone()),
+            ("log-format", self.log_format.clone()),
+            (
+                "drain-seconds",
+                number(Some(self.drain).filter(|drain| *drain > 0)),
+            ),
+        ];
+        let values = values.into_iter().filter(|(_, value)| !value.is_empty());
+        let flags = values.map(|(name, value)| format!("--{name}={value}"));
+        flags.chain(self.allow_connect.then(|| "--allow-connect".to_owned()))
+    }
+}
+
+impl FromStr for Settings {
+    type Err = serde_json::Error;
+
+    fn from_str(json: &str) -> Result<Self, serde_json::Error> {
+        serde_json::from_str(json)
+    }
+}
+
+/// The flag of the proxy, before its value.
+const FLAG: &str = "--settings=";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings() -> Settings {
+        Settings {
+            strict: true,
+            opaque_ports: "25,9000-9100".parse().unwrap(),
+            allow_connect: true,
+            max_connection_age: Some(1800),
+            dump: "full".into(),
+            dump_format: "json".into(),
+            log: "info,a=debug".into(),
+            log_format: "text".into(),
+            drain: 20,
+        }
+    }
+
+    #[test]
+    fn round_trip_of_the_argument() {
+        let argument = settings().argument();
+        let arguments = ["--admin-port=4001", &argument];
+        assert_eq!(Settings::of_arguments(arguments.into_iter()), settings());
+        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,";
+        assert!(
+            argument.starts_with(&format!("--settings={json}")),
+            "{argument}"
+        );
+    }
+
+    #[test]
+    fn reads_the_flags_of_earlier_releases() {
+        let flags: Vec<String> = settings().flags().collect();
+        let read = Settings::of_arguments(flags.iter().map(String::as_str));
+        let expected = Settings {
+            strict: true,
+            opaque_ports: "25,9000-9100".parse().unwrap(),
+            allow_connect: true,
+            ..Settings::default()
+        };
+        assert_eq!(read, expected);
+        let none = ["--inbound=permissive", "--allow-connections", "--dump=off"];
+        assert_eq!(
+            Settings::of_arguments(none.into_iter()),
+            Settings::default()
+        );
+    }
+
+    #[test]
+    fn settings_stand_for_flags() {
+        let arguments = ["proxy", &settings().argument(), "--workers=2"].map(OsString::from);
+        let expected = [
+            "proxy",
+            "--inbound=strict",
+            "--opaque-ports=25,9000-9100",
+            "--max-connection-age=1800",
+            "--dump=full",
+            "--dump-format=json",
+            "--log=info,a=debug",
+            "--log-format=text",
+            "--drain-seconds=20",
+            "--allow-connect",
+            "--workers=2",
+        ];
+        assert_eq!(Settings::expand(arguments.into_iter()).unwrap(), expected);
+        let later = "--settings={\"strict\":true,\"ofALaterRelease\":[1]}";
+        let expanded = Settings::expand([later.into()].into_iter()).unwrap();
+        assert_eq!(expanded, ["--inbound=strict"]);
+    }
+
+    #[test]
+    fn invalid_settings_do_not_count() {
+        for json in [
+            "",
+            "{",
+            "{\"strict\":1}",
+            "{\"opaquePorts\":\"0\"}",
+            "{\"strict\":true,\"strict\":false}",
+        ] {
+            let argument = format!("--settings={json}");
+            let arguments = ["--inbound=strict", &argument].into_iter();
+            assert_eq!(Settings::of_arguments(arguments), Settings::default());
+            let arguments = [argument.into()].into_iter();
+            assert!(Settings::expand(arguments).is_err(), "{json}");
+        }
+    }
+}
