@@ -207,7 +207,11 @@ mod tests {
     #[test]
     fn rejected_configuration_leaves_the_previous_one_in_force() {
         let (sender, receiver) = watch::channel(None);
-        let mut own = OwnPod::new(Policy::default(), sender);
+        let arguments = Policy {
+            opaque_ports: "25-26".parse().expect("ports"),
+            ..Policy::default()
+        };
+        let mut own = OwnPod::new(arguments, sender);
         let mut apply = |workload, version: &str| {
             let acknowledgement = own
                 .receive(received(workload, version, 0), Instant::now())
