@@ -125,6 +125,10 @@ fn demo_prints_exchanges_as_lines_after_the_first() {
         let Some(rest) = line.strip_prefix("http-client -> ") else {
             continue;
         };
+        // On a busy machine, the client may start more than a second before the servers.
+        if line.contains("  no-endpoint: ") && seen.is_empty() {
+            continue;
+        }
         assert!(
             line.contains(" GET /hello ") && line.ends_with(" ms  mTLS"),
             "{line}"
