@@ -62,7 +62,7 @@ pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<GetRou
     let ports = tcp_ports(&index, service).into_iter();
     Some(GetRoutesResponse {
         ports: ports
-            .map(|one| port(&index, service, one, clients))
+            .map(|one| port(&index, service, one, clients)())
             .collect(),
         problems,
         ..explained
@@ -123,19 +123,24 @@ pub fn tcp_ports(index: &Index, service: &Key) -> Vec<u16> {
     ports.map(|port| port.port).collect()
 }
 
-/// The requests to a port of a Service.
-pub fn port(index: &Index, service: &Key, port: u16, clients: &str) -> Port {
-    let is_headless = index
-        .service_object(service)
-        .is_some_and(|one| one.is_headless);
+/// The requests to a port of a Service. The result describes them: that takes time for a large table,
+/// and needs the index no more.
+pub fn port(
+    index: &Index,
+    service: &Key,
+    port: u16,
+    clients: &str,
+) -> impl FnOnce() -> Port + use<> {
+    let service_object = index.service_object(service);
+    let is_headless = service_object.is_some_and(|one| one.is_headless);
     let name = format!("{service}:{port}");
-    let rules = match index.table(service, port, clients) {
-        Some(table) => rows(table, &name, is_headless),
-        None => vec![unrouted(&name)],
-    };
-    Port {
+    let table = index.table(service, port, clients).cloned();
+    move || Port {
         port: port.into(),
-        rules,
+        rules: match table {
+            Some(table) => rows(&table, &name, is_headless),
+            None => vec![unrouted(&name)],
+        },
     }
 }
 
@@ -159,17 +164,18 @@ fn of_service(service: &str) -> Backend {
 fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
     let row = |rule: &Rule| row(&rule.message(), service, is_headless);
     let faults = table.faults().iter().map(fault);
+    let rules: Vec<Row> = table.rules.iter().map(|rule| row(rule)).collect();
     let matches = table.matches.iter().map(|(position, one)| {
         let rule = usize::try_from(*position).ok();
-        let rule = rule.and_then(|position| table.rules.get(position));
-        let row = rule.map(|rule| row(rule)).unwrap_or_default();
+        let rule = rule.and_then(|position| rules.get(position).cloned());
         let requests = conditions(one);
-        Row { requests, ..row }
+        Row {
+            requests,
+            ..rule.unwrap_or_default()
+        }
     });
-    let is_complete = table
-        .matches
-        .iter()
-        .any(|(_, one)| conditions(one) == "all");
+    let matches: Vec<Row> = matches.collect();
+    let is_complete = matches.iter().any(|row| row.requests == "all");
     let others = match (table.matches.is_empty(), table.grpc) {
         (true, _) => unrouted(service),
         (false, grpc) => Row {

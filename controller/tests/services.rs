@@ -229,6 +229,106 @@ async fn services_come_in_pages() {
     assert_eq!(status.code(), Code::InvalidArgument);
 }
 
+/// A consumer's route has the names of another namespace in it.
+#[tokio::test]
+async fn routes_come_in_pages_to_callers_of_both_namespaces() {
+    let ports: String = (1..=200)
+        .map(|port| format!("{{name: p{port}, port: {port}}}, "))
+        .collect();
+    let matches = (0..64).map(|one| {
+        format!(
+            "{{path: {{type: Exact, value: /{one}{}}}}}, ",
+            "x".repeat(400)
+        )
+    });
+    let matches: String = matches.collect();
+    let route = |namespace: &str| {
+        format!(
+            "apiVersion: gateway.networking.k8s.io/v1
+kind: HTTPRoute
+metadata: {{name: of-{namespace}, namespace: {namespace}}}
+spec:
+  parentRefs: [{{group: '', kind: Service, name: web, namespace: shop}}]
+  rules: [{{matches: [{matches}], backendRefs: [{{name: web, namespace: shop, port: 1}}]}}]
+"
+        )
+    };
+    let service = format!(
+        "apiVersion: v1
+kind: Service
+metadata: {{name: web, namespace: shop}}
+spec: {{clusterIP: 10.96.0.7, clusterIPs: [10.96.0.7], ports: [{ports}]}}
+"
+    );
+    let files = [
+        ("web.yaml", service),
+        ("own.yaml", route("shop")),
+        ("consumer.yaml", route("secret")),
+    ];
+    let sandbox = Sandbox::start(&files).await;
+    let (mut shop, mut viewer) = (sandbox.client().await, sandbox.account(VIEWER).await);
+    let request = |service: &str, clients: &str, page_token: &str| proto::GetRoutesRequest {
+        service: service.into(),
+        clients: clients.into(),
+        page_token: page_token.into(),
+    };
+    for (service, clients, token, expected) in [
+        ("shop/web", "secret", "", Code::PermissionDenied),
+        ("secret/web", "", "", Code::PermissionDenied),
+        ("secret/web", "shop", "", Code::PermissionDenied),
+        ("shop/nobody", "", "", Code::NotFound),
+        ("web", "", "", Code::InvalidArgument),
+        ("shop/web", "", "-1", Code::InvalidArgument),
+        (
+            "shop/web",
+            "",
+            "99999999999999999999",
+            Code::InvalidArgument,
+        ),
+    ] {
+        let request = shop.request(request(service, clients, token));
+        let denied = shop.client.get_routes(request).await.unwrap_err();
+        assert_eq!(
+            denied.code(),
+            expected,
+            "{service} {clients} {token}: {denied:?}"
+        );
+        assert!(!denied.message().contains("of-secret"), "{denied:?}");
+    }
+    let beyond = shop.request(request("shop/web", "", "5000"));
+    let beyond = shop.client.get_routes(beyond).await.unwrap().into_inner();
+    assert_eq!(
+        (beyond.ports.len(), beyond.next_page_token.as_str()),
+        (0, "")
+    );
+
+    let (mut ports, mut pages, mut token) = (Vec::new(), 0, String::new());
+    loop {
+        let request = shop.request(request("shop/web", "", &token));
+        let page = shop.client.get_routes(request).await.unwrap().into_inner();
+        assert!(prost::Message::encoded_len(&page) < 2 * 1024 * 1024);
+        assert!(
+            !format!("{page:?}").contains("of-secret"),
+            "that of another namespace"
+        );
+        ports.extend(page.ports.iter().map(|one| one.port));
+        (pages, token) = (pages + 1, page.next_page_token);
+        if token.is_empty() {
+            break;
+        }
+    }
+    assert!(pages > 3, "{pages} pages");
+    assert_eq!(ports, (1..=200).collect::<Vec<_>>());
+    let request = viewer.request(request("shop/web", "secret", ""));
+    let page = viewer
+        .client
+        .get_routes(request)
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(format!("{page:?}").contains("of-secret"));
+}
+
 async fn next(stream: &mut Streaming<proto::WatchServicesResponse>) -> String {
     let response = tokio::time::timeout(DEADLINE, stream.message())
         .await

@@ -171,7 +171,8 @@ impl Mesh {
                 page.next_page_token = position.to_string();
                 break;
             }
-            let port = hub.read(|index| explain::port(index, &key, *port, clients));
+            let describe = hub.read(|index| explain::port(index, &key, *port, clients));
+            let port = describe();
             let length = port.encoded_len();
             viewer.charge.add(length)?;
             bytes += length;
