@@ -44,19 +44,25 @@ impl Settings {
         format!("{FLAG}{json}")
     }
 
-    /// The settings in the arguments of a proxy. The default, if they are invalid: then the proxy
-    /// does not start.
-    pub fn of_arguments<'a>(arguments: impl Iterator<Item = &'a str> + Clone) -> Self {
-        let value = |flag: &str| arguments.clone().find_map(|one| one.strip_prefix(flag));
-        if let Some(json) = value(FLAG) {
-            return json.parse().unwrap_or_default();
-        }
+    /// The settings in the arguments of a proxy, read as the proxy reads them. The default, if they are
+    /// invalid: then the proxy does not start.
+    pub fn of_arguments<'a>(arguments: impl Iterator<Item = &'a str>) -> Self {
+        let flags = Self::expand(arguments.map(OsString::from)).unwrap_or_default();
+        let mut flags = flags.iter().filter_map(|flag| flag.to_str());
+        let value = |name: &str| flags.clone().find_map(|flag| flag.strip_prefix(name));
+        let text = |name: &str| value(name).unwrap_or_default().to_owned();
+        let number = |name: &str| value(name).and_then(|number| number.parse().ok());
         let opaque_ports = value("--opaque-ports=").map(PortSet::from_str);
         Self {
             strict: value("--inbound=") == Some("strict"),
             opaque_ports: opaque_ports.and_then(Result::ok).unwrap_or_default(),
-            allow_connect: value("--allow-connect") == Some(""),
-            ..Self::default()
+            max_connection_age: number("--max-connection-age="),
+            dump: text("--dump="),
+            dump_format: text("--dump-format="),
+            log: text("--log="),
+            log_format: text("--log-format="),
+            drain: number("--drain-seconds=").unwrap_or_default(),
+            allow_connect: flags.any(|flag| flag == "--allow-connect"),
         }
     }
 
@@ -147,18 +153,21 @@ mod tests {
     fn reads_the_flags_of_earlier_releases() {
         let flags: Vec<String> = settings().flags().collect();
         let read = Settings::of_arguments(flags.iter().map(String::as_str));
-        let expected = Settings {
-            strict: true,
-            opaque_ports: "25,9000-9100".parse().unwrap(),
-            allow_connect: true,
-            ..Settings::default()
-        };
-        assert_eq!(read, expected);
-        let none = ["--inbound=permissive", "--allow-connections", "--dump=off"];
+        assert_eq!(read, settings());
+        let none = ["--inbound=permissive", "--allow-connections"];
         assert_eq!(
             Settings::of_arguments(none.into_iter()),
             Settings::default()
         );
+    }
+
+    /// Arguments that no injector writes. What the controller reads is what the proxy runs.
+    #[test]
+    fn flags_beside_the_settings_are_read_as_the_proxy_reads_them() {
+        let empty = Settings::default().argument();
+        let arguments = [&*empty, "--opaque-ports=25", "--allow-connect"];
+        let read = Settings::of_arguments(arguments.into_iter());
+        assert!(read.opaque_ports.contains(25) && read.allow_connect && !read.strict);
     }
 
     #[test]
