@@ -564,6 +564,75 @@ fn redirects_are_answered_by_the_proxy() {
     });
 }
 
+/// A body in which a hostile client hides a request. The connection carries a next request only if the
+/// whole body has arrived.
+#[test]
+fn body_of_an_answered_request_is_never_the_next_request() {
+    on_worker(async {
+        let (app, requests) = app("v1").await;
+        let redirect = proto::Redirect {
+            status: 302,
+            ..proto::Redirect::default()
+        };
+        let rule = proto::RouteRule {
+            filters: vec![filter(route_filter::Kind::Redirect(redirect))],
+            ..to(&[])
+        };
+        let all = routes(
+            vec![prefix("/old", 0), prefix("/", 1)],
+            vec![rule, to(&[(V1, 1)])],
+        );
+        let mesh = Mesh::new(all, &[(V1, app)]).await;
+        let hidden = "GET /hidden HTTP/1.1\r\nHost: web\r\n\r\n";
+        let next = "GET /next HTTP/1.1\r\nHost: web\r\nConnection: close\r\n\r\n";
+        let length = hidden.len();
+        let plain = format!("POST /old HTTP/1.1\r\nHost: web\r\nContent-Length: {length}\r\n\r\n");
+        let chunked = "POST /old HTTP/1.1\r\nHost: web\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let whole = [
+            format!("{plain}{hidden}"),
+            format!("{chunked}{length:x}\r\n{hidden}\r\n0\r\n\r\n"),
+            format!("{chunked}{length:x}\r\n{hidden}\r\n0\r\nX: y\r\n\r\n"),
+        ];
+        for (at, first) in whole.iter().enumerate() {
+            let mut client = mesh.connect().await;
+            client
+                .write_all(format!("{first}{next}").as_bytes())
+                .await
+                .unwrap();
+            let mut responses = String::new();
+            client.read_to_string(&mut responses).await.unwrap();
+            assert_eq!(
+                responses.matches("HTTP/1.1 302 Found").count(),
+                1,
+                "{responses}"
+            );
+            assert_eq!(
+                responses.matches("HTTP/1.1 200 OK").count(),
+                1,
+                "{responses}"
+            );
+            assert_eq!(requests.borrow().len(), at + 1, "{first}");
+        }
+        let seen = requests.borrow().len();
+        for first in [plain, format!("{chunked}{length:x}\r\n")] {
+            let mut client = mesh.connect().await;
+            client.write_all(first.as_bytes()).await.unwrap();
+            let mut head = [0; 12];
+            client.read_exact(&mut head).await.unwrap();
+            assert_eq!(&head, b"HTTP/1.1 302");
+            client
+                .write_all(format!("{hidden}{next}").as_bytes())
+                .await
+                .unwrap();
+            let mut rest = String::new();
+            client.read_to_string(&mut rest).await.unwrap();
+            assert!(rest.to_lowercase().contains("connection: close"), "{rest}");
+            assert!(!rest.contains("HTTP/1.1"), "{rest}");
+        }
+        assert_eq!(requests.borrow().len(), seen, "no hidden request arrived");
+    });
+}
+
 #[test]
 fn rewrites_host_and_path_in_place() {
     on_worker(async {
