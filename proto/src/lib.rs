@@ -16,6 +16,7 @@ pub mod echo {
     }
 }
 
+pub mod authorization;
 pub mod field;
 pub mod pattern;
 pub mod policy;

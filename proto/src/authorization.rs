@@ -1,0 +1,68 @@
+//! Authorization: the AuthorizationPolicies that select a pod, compiled, and the verdict on a call.
+//! The proxy of the pod judges with it, and tools predict what it would judge. Pure.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use diy_mesh_model::identity::Identity;
+
+use crate::mesh::v1 as proto;
+
+/// What a verdict is about: a request, or a connection that carries no HTTP.
+#[derive(Clone, Copy)]
+pub struct Call<'a> {
+    /// The identity of the client, if it has authenticated.
+    pub identity: Option<&'a Identity>,
+    /// The address of the client.
+    pub address: IpAddr,
+    /// The port of the pod.
+    pub port: u16,
+    /// The request. Absent: the connection carries no HTTP.
+    pub request: Option<&'a dyn Request>,
+}
+
+/// A request's head as it is forwarded, with all that a server may read from it.
+pub trait Request {
+    /// The method as it was sent.
+    fn method(&self) -> &[u8];
+    /// The path as it was sent, without the query.
+    fn path(&self) -> &[u8];
+    /// Calls `each` with every host that a server may use: of the target or of `:authority`, and of
+    /// each field Host.
+    fn hosts(&self, each: &mut dyn FnMut(&[u8]));
+    /// Calls `each` with the name and value of every field, in order.
+    fn fields(&self, each: &mut dyn FnMut(&[u8], &[u8]));
+}
+
+/// The compiled policies of a pod.
+#[derive(Debug, Default)]
+pub struct Authorization {}
+
+/// Why a call is denied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Denial {
+    /// The policy: that of the rule, the one that sets the default, or, where no rule matches, the
+    /// first one that covers the port. For example "AuthorizationPolicy shop/web".
+    pub policy: Arc<str>,
+    /// The index of the DENY rule that matches. Absent: no ALLOW rule matches, or the default is to
+    /// deny.
+    pub rule: Option<usize>,
+}
+
+impl Authorization {
+    /// Compiles the policies. What this release does not know is a condition that is unknown.
+    pub fn compile(_message: &proto::Authorization) -> Authorization {
+        Authorization {}
+    }
+
+    /// Whether the call is allowed.
+    pub fn judge(&self, _call: &Call<'_>) -> Result<(), Denial> {
+        Ok(())
+    }
+
+    /// The denial of a call that [`judge`](Self::judge) allows, if the policies under audit were in
+    /// force too.
+    pub fn audit(&self, _call: &Call<'_>) -> Option<Denial> {
+        None
+    }
+}
