@@ -304,11 +304,16 @@ pub fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
 
 /// A metric of the proxy of a pod with the container `shell`.
 pub fn metric(sandbox: &Sandbox, pod: &PodView, name: &str) -> u64 {
+    metric_of(sandbox, pod, pod, name)
+}
+
+/// A metric of the proxy of a pod, which `client` reads.
+pub fn metric_of(sandbox: &Sandbox, client: &PodView, pod: &PodView, name: &str) -> u64 {
     let ip = pod.ip.as_deref().expect("the pod has an address");
     let script = format!(
         "exec 3<>/dev/tcp/{ip}/4001 && printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3"
     );
-    let metrics = run(sandbox, pod, &script);
+    let metrics = run(sandbox, client, &script);
     let prefix = format!("diy_mesh_proxy_{name} ");
     let line = metrics.lines().find_map(|line| line.strip_prefix(&prefix));
     let line = line.unwrap_or_else(|| panic!("{name}: {metrics}"));

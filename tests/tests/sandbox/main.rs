@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod authorization;
 mod basics;
 mod cleanup;
 mod commands;
