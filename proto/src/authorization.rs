@@ -1,12 +1,26 @@
 //! Authorization: the AuthorizationPolicies that select a pod, compiled, and the verdict on a call.
 //! The proxy of the pod judges with it, and tools predict what it would judge. Pure.
 
+mod check;
+mod fields;
+mod index;
+mod paths;
+mod readings;
+mod rule;
+mod sources;
+#[cfg(test)]
+mod tests;
+mod truth;
+
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use diy_mesh_model::identity::Identity;
 
 use crate::mesh::v1 as proto;
+pub use check::check;
+use index::Rules;
+pub use rule::{Condition, REVISION};
 
 /// What a verdict is about: a request, or a connection that carries no HTTP.
 #[derive(Clone, Copy)]
@@ -36,33 +50,55 @@ pub trait Request {
 
 /// The compiled policies of a pod.
 #[derive(Debug, Default)]
-pub struct Authorization {}
+pub struct Authorization {
+    enforced: Rules,
+    /// With those under audit, if there are any.
+    audited: Option<Rules>,
+}
 
 /// Why a call is denied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Denial {
-    /// The policy: that of the rule, the one that sets the default, or, where no rule matches, the
-    /// first one that covers the port. For example "AuthorizationPolicy shop/web".
+    /// The policy: that of the rule, the one that sets the default (it may be empty), or, where no
+    /// rule matches, that of the nearest rule or else the first one that covers the port. For
+    /// example "AuthorizationPolicy shop/web".
     pub policy: Arc<str>,
     /// The index of the DENY rule that matches. Absent: no ALLOW rule matches, or the default is to
     /// deny.
     pub rule: Option<usize>,
+    /// The ALLOW rule that is nearest to a match. Absent: there is none at this port, a DENY rule
+    /// matches, or the default is to deny.
+    pub nearest: Option<Nearest>,
+}
+
+/// An ALLOW rule that does not match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nearest {
+    /// Its index in the policy.
+    pub rule: usize,
+    /// Its first condition that is not true.
+    pub failed: Condition,
 }
 
 impl Authorization {
     /// Compiles the policies. What this release does not know is a condition that is unknown.
-    pub fn compile(_message: &proto::Authorization) -> Authorization {
-        Authorization {}
+    pub fn compile(message: &proto::Authorization) -> Authorization {
+        let has_audit = message.policies.iter().any(|policy| policy.audit);
+        Authorization {
+            enforced: Rules::compile(message, false),
+            audited: has_audit.then(|| Rules::compile(message, true)),
+        }
     }
 
     /// Whether the call is allowed.
-    pub fn judge(&self, _call: &Call<'_>) -> Result<(), Denial> {
-        Ok(())
+    pub fn judge(&self, call: &Call<'_>) -> Result<(), Denial> {
+        self.enforced.judge(call)
     }
 
     /// The denial of a call that [`judge`](Self::judge) allows, if the policies under audit were in
     /// force too.
-    pub fn audit(&self, _call: &Call<'_>) -> Option<Denial> {
-        None
+    pub fn audit(&self, call: &Call<'_>) -> Option<Denial> {
+        let denial = self.audited.as_ref()?.judge(call).err()?;
+        self.judge(call).is_ok().then_some(denial)
     }
 }

@@ -42,7 +42,7 @@ pub struct Violation {
     pub expected: String,
 }
 
-fn violation(field: &'static str, value: impl Display, expected: &str) -> Violation {
+pub(crate) fn violation(field: &'static str, value: impl Display, expected: &str) -> Violation {
     Violation {
         field,
         value: value.to_string(),
@@ -120,7 +120,7 @@ fn check_hash_key(key: &HashKey) -> Result<(), Violation> {
 }
 
 /// The name of a header field or of a cookie: a token of RFC 9110.
-fn check_name(field: &'static str, name: &str) -> Result<(), Violation> {
+pub(crate) fn check_name(field: &'static str, name: &str) -> Result<(), Violation> {
     let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     if (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(is_valid) {
         Ok(())

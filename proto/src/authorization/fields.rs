@@ -1,0 +1,250 @@
+//! Conditions on the method, the host and the header fields of a request.
+
+use super::Request;
+use super::paths::check_length;
+use super::truth::{Tally, Truth};
+use crate::field;
+use crate::mesh::v1 as proto;
+use crate::mesh::v1::authorized_field::Kind;
+use crate::policy::{Violation, check_name, violation};
+
+/// Fields of requests that are lists (RFC 9110 and the registry of fields), and `X-Forwarded-For`.
+const LISTS: [&str; 18] = [
+    "accept",
+    "accept-charset",
+    "accept-encoding",
+    "accept-language",
+    "access-control-request-headers",
+    "cache-control",
+    "cdn-loop",
+    "content-encoding",
+    "content-language",
+    "forwarded",
+    "if-match",
+    "if-none-match",
+    "link",
+    "pragma",
+    "prefer",
+    "via",
+    "warning",
+    "x-forwarded-for",
+];
+/// How servers join several lines of a field.
+const SEPARATORS: [&[u8]; 3] = [b",", b", ", b"; "];
+
+/// A host: a name, or with "*." a name after one label or more.
+#[derive(Debug)]
+pub(super) struct HostPattern {
+    name: Box<[u8]>,
+    is_wildcard: bool,
+}
+
+/// A condition on a header field.
+#[derive(Debug)]
+pub(super) struct FieldCondition {
+    name: Box<str>,
+    value: Value,
+    /// The value has no comma: members of lists may match it.
+    has_members: bool,
+}
+
+#[derive(Debug)]
+enum Value {
+    Present,
+    Exact(Box<[u8]>),
+    Prefix(Box<[u8]>),
+    Suffix(Box<[u8]>),
+}
+
+/// The truth of a list of methods, for the method as it is sent and in upper case.
+pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
+    let upper = || method.iter().map(u8::to_ascii_uppercase);
+    let mut tally = Tally::default();
+    tally.add(methods.iter().any(|one| **one == *method));
+    tally.add(methods.iter().any(|one| one.iter().copied().eq(upper())));
+    tally.truth()
+}
+
+/// The truth of a list of hosts, for each host of the request. A host that is not known is None.
+pub(super) fn judge_hosts(hosts: &[Option<HostPattern>], request: &dyn Request) -> Truth {
+    let mut tally = Tally::default();
+    request.hosts(&mut |host| match host_name(host) {
+        Some(name) => {
+            let mut known = hosts.iter().flatten();
+            tally.add(known.any(|host| host.matches(name)));
+        }
+        // Servers may read any name.
+        None => tally = Tally::UNKNOWN,
+    });
+    tally.matched |= tally.missed && hosts.iter().any(Option::is_none);
+    tally.truth()
+}
+
+/// The name in a host with an optional port, without a dot at its end.
+fn host_name(host: &[u8]) -> Option<&[u8]> {
+    let colon = host.iter().rposition(|byte| *byte == b':');
+    let is_port = |port: &[u8]| port.iter().all(u8::is_ascii_digit);
+    let name = match (colon, host.last()) {
+        (Some(colon), last) if last != Some(&b']') => {
+            if !is_port(&host[colon + 1..]) {
+                return None;
+            }
+            &host[..colon]
+        }
+        _ => host,
+    };
+    let address = name
+        .strip_prefix(b"[")
+        .and_then(|rest| rest.strip_suffix(b"]"));
+    if let Some(address) = address {
+        let is_address = |byte: &u8| byte.is_ascii_hexdigit() || b":.".contains(byte);
+        return address.iter().all(is_address).then_some(name);
+    }
+    let name = name.strip_suffix(b".").unwrap_or(name);
+    is_name(name).then_some(name)
+}
+
+fn is_name(name: &[u8]) -> bool {
+    let is_character = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
+    let mut labels = name.split(|byte| *byte == b'.');
+    labels.all(|label| !label.is_empty() && label.iter().all(is_character))
+}
+
+impl HostPattern {
+    pub(super) fn parse(text: &str) -> Result<HostPattern, Violation> {
+        let field = "rules.hosts";
+        let rest = text.strip_prefix("*.");
+        let name = rest.unwrap_or(text);
+        if !is_name(name.as_bytes()) {
+            let expected = "a name such as api.example.com or *.example.com, without port";
+            return Err(violation(field, text, expected));
+        }
+        check_length(field, text)?;
+        Ok(HostPattern {
+            name: name.as_bytes().into(),
+            is_wildcard: rest.is_some(),
+        })
+    }
+
+    fn matches(&self, host: &[u8]) -> bool {
+        let Some(start) = host.len().checked_sub(self.name.len()) else {
+            return false;
+        };
+        let (labels, name) = host.split_at(start);
+        let is_before = if self.is_wildcard {
+            labels.ends_with(b".")
+        } else {
+            labels.is_empty()
+        };
+        is_before && name.eq_ignore_ascii_case(&self.name)
+    }
+}
+
+impl FieldCondition {
+    pub(super) fn parse(message: &proto::AuthorizedField) -> Result<FieldCondition, Violation> {
+        let name = &*message.name;
+        if field::is_reserved(name) {
+            let expected = "a header that clients set";
+            return Err(violation("rules.headers.name", name, expected));
+        }
+        check_name("rules.headers.name", name)?;
+        let bytes = |field, text: &str| {
+            check_length(field, text)?;
+            let is_invalid = |character: char| character.is_ascii_control();
+            if text.trim() != text || text.contains(is_invalid) {
+                let expected = "without control characters, and spaces around it";
+                return Err(violation(field, text, expected));
+            }
+            Ok(text.as_bytes().into())
+        };
+        let value = match &message.kind {
+            Some(Kind::Exact(text)) => Value::Exact(bytes("rules.headers.exact", text)?),
+            Some(Kind::Prefix(text)) => Value::Prefix(bytes("rules.headers.prefix", text)?),
+            Some(Kind::Suffix(text)) => Value::Suffix(bytes("rules.headers.suffix", text)?),
+            Some(Kind::Present(_)) => Value::Present,
+            None => {
+                let expected = "one of exact, prefix, suffix and present";
+                return Err(violation("rules.headers", name, expected));
+            }
+        };
+        Ok(FieldCondition {
+            name: name.into(),
+            has_members: !value.has_comma(),
+            value,
+        })
+    }
+
+    /// The truth for each line, for all joined, and for their members. A field with another spelling
+    /// of the name may also be none.
+    pub(super) fn truth(&self, request: &dyn Request) -> Truth {
+        let is_list = LISTS.iter().any(|list| self.is_name(list.as_bytes()));
+        let (mut lines, mut has_spelling) = (0, false);
+        let mut tally = Tally::default();
+        request.fields(&mut |name, value| {
+            if self.is_name(name) {
+                lines += 1;
+                has_spelling |= name.eq_ignore_ascii_case(self.name.as_bytes());
+                self.tally_line(value.trim_ascii(), is_list, &mut tally);
+            }
+        });
+        if lines > 1 {
+            for separator in SEPARATORS {
+                tally.add(self.value.matches(&self.joined(request, separator)));
+            }
+        }
+        if !has_spelling {
+            tally.add(false);
+        }
+        tally.truth()
+    }
+
+    fn is_name(&self, name: &[u8]) -> bool {
+        field::is_same_name(name, self.name.as_bytes())
+    }
+
+    fn tally_line(&self, line: &[u8], is_list: bool, tally: &mut Tally) {
+        tally.add(self.value.matches(line));
+        if self.has_members && line.contains(&b',') {
+            let members = line.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+            for member in members.filter(|member| !member.is_empty()) {
+                let matches = self.value.matches(member);
+                // Servers divide other fields as well, but none has to.
+                tally.matched |= matches;
+                tally.missed |= is_list && !matches;
+            }
+        }
+    }
+
+    fn joined(&self, request: &dyn Request, separator: &[u8]) -> Vec<u8> {
+        let mut joined = vec![];
+        let mut is_first = true;
+        request.fields(&mut |name, value| {
+            if self.is_name(name) {
+                if !is_first {
+                    joined.extend_from_slice(separator);
+                }
+                is_first = false;
+                joined.extend_from_slice(value.trim_ascii());
+            }
+        });
+        joined
+    }
+}
+
+impl Value {
+    fn has_comma(&self) -> bool {
+        match self {
+            Value::Present => true,
+            Value::Exact(text) | Value::Prefix(text) | Value::Suffix(text) => text.contains(&b','),
+        }
+    }
+
+    fn matches(&self, value: &[u8]) -> bool {
+        match self {
+            Value::Present => true,
+            Value::Exact(exact) => value == &**exact,
+            Value::Prefix(prefix) => value.starts_with(prefix),
+            Value::Suffix(suffix) => value.ends_with(suffix),
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The rules of a pod's policies by port and by client: a call is judged by the rules that concern
+//! it, however many there are.
+
+use std::cmp::Reverse;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use diy_mesh_model::identity::Identity;
+
+use super::rule::{Condition, Facts, Rule};
+use super::sources::Source;
+use super::truth::Truth;
+use super::{Call, Denial, Nearest};
+use crate::mesh::v1 as proto;
+use crate::mesh::v1::authorization_policy::Action;
+
+/// Every port, and every client.
+const ANY_PORT: u16 = 0;
+const ANY_CLIENT: u64 = 0;
+
+/// Policies, as if all of them were in force.
+#[derive(Debug, Default)]
+pub(super) struct Rules {
+    allow: Index,
+    deny: Index,
+    /// The ports that ALLOW policies cover, in ascending order, with the first policy of each.
+    covered: Vec<(u16, usize)>,
+    /// The names of the policies.
+    names: Vec<Arc<str>>,
+    /// The policy that sets the default to deny.
+    denies_by_default: Option<Arc<str>>,
+}
+
+/// The rules of one action.
+#[derive(Debug, Default)]
+struct Index {
+    /// In the order of the policies.
+    rules: Vec<Rule>,
+    /// Port, client and rule, in ascending order.
+    entries: Vec<(u16, u64, usize)>,
+}
+
+impl Rules {
+    pub(super) fn compile(message: &proto::Authorization, with_audit: bool) -> Rules {
+        let default_name = || message.default_name.as_str().into();
+        let mut rules = Rules {
+            denies_by_default: message.deny_by_default.then(default_name),
+            ..Rules::default()
+        };
+        let policies = message.policies.iter();
+        for policy in policies.filter(|policy| with_audit || !policy.audit) {
+            rules.add(policy);
+        }
+        rules.allow.entries.sort_unstable();
+        rules.deny.entries.sort_unstable();
+        rules.covered.sort_unstable();
+        rules.covered.dedup_by_key(|(port, _)| *port);
+        rules
+    }
+
+    fn add(&mut self, policy: &proto::AuthorizationPolicy) {
+        let name: Arc<str> = policy.name.as_str().into();
+        // Invalid ports: the policy covers all.
+        let ports = ports(&policy.ports).unwrap_or_else(|| vec![ANY_PORT]);
+        match Action::try_from(policy.action) {
+            Ok(Action::Allow) => {
+                let position = self.names.len();
+                self.covered
+                    .extend(ports.iter().map(|port| (*port, position)));
+                self.allow.add(&name, &ports, &policy.rules);
+            }
+            Ok(Action::Deny) => self.deny.add(&name, &ports, &policy.rules),
+            // One of a later release may deny everything.
+            _ => self
+                .deny
+                .add(&name, &ports, &[proto::AuthorizationRule::default()]),
+        }
+        self.names.push(name);
+    }
+
+    pub(super) fn judge(&self, call: &Call<'_>) -> Result<(), Denial> {
+        let facts = Facts::new(call);
+        if let Some(rule) = self.deny.first_match(&facts) {
+            return Err(Denial {
+                policy: rule.policy.clone(),
+                rule: Some(rule.position),
+                nearest: None,
+            });
+        }
+        let Some(policy) = self.covering(call.port) else {
+            return self.denies_by_default.as_ref().map_or(Ok(()), |policy| {
+                Err(Denial {
+                    policy: policy.clone(),
+                    rule: None,
+                    nearest: None,
+                })
+            });
+        };
+        self.allow.any_match(&facts).map_err(|nearest| Denial {
+            policy: nearest.map_or(policy, |(rule, _)| &rule.policy).clone(),
+            rule: None,
+            nearest: nearest.map(|(rule, failed)| Nearest {
+                rule: rule.position,
+                failed,
+            }),
+        })
+    }
+
+    /// The first ALLOW policy that covers the port.
+    fn covering(&self, port: u16) -> Option<&Arc<str>> {
+        let first = |port| {
+            let position = self.covered.binary_search_by_key(&port, |(port, _)| *port);
+            position.ok().map(|position| self.covered[position].1)
+        };
+        let policies = [first(ANY_PORT), first(port)];
+        let policy = policies.into_iter().flatten().min()?;
+        Some(&self.names[policy])
+    }
+}
+
+impl Index {
+    fn add(&mut self, policy: &Arc<str>, ports: &[u16], rules: &[proto::AuthorizationRule]) {
+        for (position, message) in rules.iter().enumerate() {
+            let of_rule = self::ports(&message.ports);
+            let is_known = of_rule.is_some();
+            let rule = Rule::compile(policy, position, message, is_known);
+            let clients = clients(&rule);
+            for port in both(ports, &of_rule.unwrap_or_else(|| vec![ANY_PORT])) {
+                let entry = |client: &u64| (port, *client, self.rules.len());
+                self.entries.extend(clients.iter().map(entry));
+            }
+            self.rules.push(rule);
+        }
+    }
+
+    /// The first DENY rule that is not false.
+    fn first_match(&self, facts: &Facts<'_>) -> Option<&Rule> {
+        let matches = |rule: &usize| self.rules[*rule].judge(facts).truth != Truth::False;
+        let first = self.candidates(facts.call).filter(matches).min()?;
+        Some(&self.rules[first])
+    }
+
+    /// Whether an ALLOW rule is true. If not, the nearest one and its first condition that is not.
+    fn any_match(&self, facts: &Facts<'_>) -> Result<(), Option<(&Rule, Condition)>> {
+        let mut nearest = None;
+        for rule in self.candidates(facts.call) {
+            let Some(failed) = self.rules[rule].judge(facts).failed else {
+                return Ok(());
+            };
+            nearest = nearest.max(Some((failed, Reverse(rule))));
+        }
+        let of_others = || {
+            let rule = self.at_port(facts.call.port).min()?;
+            Some((Condition::Sources, Reverse(rule)))
+        };
+        let nearest = nearest.or_else(of_others);
+        Err(nearest.map(|(failed, Reverse(rule))| (&self.rules[rule], failed)))
+    }
+
+    /// The rules that may match a call.
+    fn candidates(&self, call: &Call<'_>) -> impl Iterator<Item = usize> {
+        let one = |client: u64| Some((client, client));
+        // Rules about identities are unknown, not false, without one.
+        let clients = call
+            .identity
+            .map_or([Some((0, u64::MAX)), None, None], |identity| {
+                [
+                    one(ANY_CLIENT),
+                    one(namespace(identity)),
+                    one(account(identity)),
+                ]
+            });
+        let ports = [ANY_PORT, call.port].into_iter();
+        ports.flat_map(move |port| {
+            let ranges = clients.into_iter().flatten();
+            ranges.flat_map(move |(first, last)| self.range((port, first), (port, last)))
+        })
+    }
+
+    /// The rules at a port, for any client.
+    fn at_port(&self, port: u16) -> impl Iterator<Item = usize> {
+        let ports = [ANY_PORT, port].into_iter();
+        ports.flat_map(|port| self.range((port, 0), (port, u64::MAX)))
+    }
+
+    fn range(&self, first: (u16, u64), last: (u16, u64)) -> impl Iterator<Item = usize> {
+        let entries = &self.entries;
+        let start = entries.partition_point(|(port, client, _)| (*port, *client) < first);
+        let rest = &entries[start..];
+        let length = rest.partition_point(|(port, client, _)| (*port, *client) <= last);
+        rest[..length].iter().map(|(_, _, rule)| *rule)
+    }
+}
+
+/// The ports of a list. None if one of them is not a port.
+fn ports(list: &[u32]) -> Option<Vec<u16>> {
+    if list.is_empty() {
+        return Some(vec![ANY_PORT]);
+    }
+    let port = |port: &u32| u16::try_from(*port).ok().filter(|port| *port != ANY_PORT);
+    list.iter().map(port).collect()
+}
+
+/// The ports in both lists.
+fn both(ports: &[u16], others: &[u16]) -> Vec<u16> {
+    match (ports, others) {
+        ([ANY_PORT], ports) | (ports, [ANY_PORT]) => ports.to_vec(),
+        _ => ports
+            .iter()
+            .copied()
+            .filter(|port| others.contains(port))
+            .collect(),
+    }
+}
+
+/// The clients that a rule concerns.
+fn clients(rule: &Rule) -> Vec<u64> {
+    let Some(sources) = rule.sources.as_ref() else {
+        return vec![ANY_CLIENT];
+    };
+    let mut clients: Vec<u64> = sources
+        .iter()
+        .map(|source| client(source.as_ref()))
+        .collect();
+    clients.sort_unstable();
+    clients.dedup();
+    clients
+}
+
+fn client(source: Option<&Source>) -> u64 {
+    match source {
+        Some(Source::Identity { namespace, .. }) if namespace.is_empty() => ANY_CLIENT,
+        Some(Source::Identity {
+            namespace,
+            service_account,
+            ..
+        }) => {
+            if service_account.is_empty() {
+                hash(namespace)
+            } else {
+                hash((namespace, service_account))
+            }
+        }
+        _ => ANY_CLIENT,
+    }
+}
+
+fn namespace(identity: &Identity) -> u64 {
+    hash(identity.namespace())
+}
+
+fn account(identity: &Identity) -> u64 {
+    hash((identity.namespace(), identity.service_account()))
+}
+
+/// Rules of different clients may have the same hash: a rule judges its sources itself.
+fn hash(client: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    client.hash(&mut hasher);
+    hasher.finish() | 1
+}

@@ -1,0 +1,181 @@
+//! Patterns of paths.
+
+use super::readings::{self, MAX_ELEMENTS, Reading, Readings};
+use super::truth::{Tally, Truth};
+use crate::mesh::v1 as proto;
+use crate::mesh::v1::authorized_path::Kind;
+use crate::policy::{Violation, violation};
+
+/// The length of a value in a rule.
+pub(super) const MAX_VALUE_BYTES: usize = 1024;
+
+/// A pattern of paths.
+#[derive(Debug)]
+pub(super) enum PathPattern {
+    Exact(Box<[u8]>),
+    /// Without slashes at the end.
+    Prefix(Box<[u8]>),
+    Suffix(Box<[u8]>),
+    Template {
+        /// None: any one that is not empty.
+        elements: Vec<Option<Box<[u8]>>>,
+        /// Any further elements may follow.
+        has_rest: bool,
+    },
+}
+
+/// The truth of a list of patterns: each reading matches one of them. A pattern that is not known is
+/// None.
+///
+/// It is unknown rather than false if a server that ignores ASCII case, or slashes at the end, may
+/// read a path that matches.
+pub(super) fn judge(patterns: &[Option<PathPattern>], readings: &Readings<'_>) -> Truth {
+    let Some(readings) = readings.known() else {
+        return Truth::Unknown;
+    };
+    let matches = |reading: &Reading<'_>, is_exact: bool| {
+        let mut known = patterns.iter().flatten();
+        known.any(|pattern| pattern.matches(reading, is_exact))
+    };
+    let mut tally = Tally::default();
+    for reading in readings.clone() {
+        tally.add(matches(reading, true));
+    }
+    if !tally.matched {
+        let may_match = |reading| matches(reading, false);
+        tally.matched = patterns.iter().any(Option::is_none) || readings.into_iter().any(may_match);
+    }
+    tally.truth()
+}
+
+impl PathPattern {
+    pub(super) fn parse(message: &proto::AuthorizedPath) -> Result<PathPattern, Violation> {
+        let bytes = |text: &str| text.as_bytes().into();
+        match &message.kind {
+            Some(Kind::Exact(text)) => {
+                check_path("rules.paths.exact", text)?;
+                Ok(PathPattern::Exact(bytes(text)))
+            }
+            Some(Kind::Prefix(text)) => {
+                check_path("rules.paths.prefix", text)?;
+                Ok(PathPattern::Prefix(bytes(text.trim_end_matches('/'))))
+            }
+            Some(Kind::Suffix(text)) => {
+                check_characters("rules.paths.suffix", text)?;
+                Ok(PathPattern::Suffix(bytes(text)))
+            }
+            Some(Kind::Template(text)) => parse_template(text),
+            None => {
+                let expected = "one of exact, prefix, suffix and template";
+                Err(violation("rules.paths", "", expected))
+            }
+        }
+    }
+
+    /// Whether the pattern matches a reading: exactly, or without ASCII case and without slashes at
+    /// the end.
+    fn matches(&self, reading: &Reading<'_>, is_exact: bool) -> bool {
+        let path = &*reading.path;
+        let is_same = |one: &[u8], other: &[u8]| {
+            if is_exact {
+                one == other
+            } else {
+                one.eq_ignore_ascii_case(other)
+            }
+        };
+        let ends_with = |path: &[u8], suffix: &[u8]| {
+            let start = path.len().checked_sub(suffix.len());
+            start.is_some_and(|start| is_same(&path[start..], suffix))
+        };
+        match self {
+            PathPattern::Exact(exact) if is_exact => path == &**exact,
+            PathPattern::Exact(exact) => is_same(trimmed(path), trimmed(exact)),
+            PathPattern::Prefix(prefix) => {
+                path.split_at_checked(prefix.len())
+                    .is_some_and(|(start, rest)| {
+                        matches!(rest, [] | [b'/', ..]) && is_same(start, prefix)
+                    })
+            }
+            PathPattern::Suffix(suffix) => {
+                ends_with(path, suffix) || !is_exact && ends_with(trimmed(path), suffix)
+            }
+            PathPattern::Template { elements, has_rest } => {
+                let count = reading.count(!is_exact);
+                let is_length = if *has_rest {
+                    count >= elements.len()
+                } else {
+                    count == elements.len()
+                };
+                is_length
+                    && elements.iter().enumerate().all(|(position, expected)| {
+                        let element = reading.element(position);
+                        expected
+                            .as_ref()
+                            .map_or(!element.is_empty(), |expected| is_same(element, expected))
+                    })
+            }
+        }
+    }
+}
+
+fn trimmed(path: &[u8]) -> &[u8] {
+    let end = path.iter().rposition(|byte| *byte != b'/');
+    &path[..end.map_or(0, |end| end + 1)]
+}
+
+fn parse_template(text: &str) -> Result<PathPattern, Violation> {
+    let field = "rules.paths.template";
+    let invalid = || {
+        let expected = "a path in which {*} is an element and {**} the last one, of at most 32 elements, none of which is empty";
+        violation(field, text, expected)
+    };
+    let path = text.strip_suffix("/{**}");
+    let has_rest = path.is_some();
+    let path = path.unwrap_or(text);
+    let mut elements = vec![];
+    for element in path.split('/').skip(1) {
+        if element == "{*}" {
+            elements.push(None);
+        } else if element.is_empty() {
+            return Err(invalid());
+        } else {
+            elements.push(Some(element.as_bytes().into()));
+        }
+    }
+    if elements.len() > MAX_ELEMENTS {
+        return Err(invalid());
+    }
+    check_path(field, &text.replace("{*}", "a").replace("/{**}", "/a"))?;
+    Ok(PathPattern::Template { elements, has_rest })
+}
+
+/// Checks a path in a pattern: one that begins with a slash, without dot segments.
+fn check_path(field: &'static str, path: &str) -> Result<(), Violation> {
+    let has_dots = path.split('/').any(|element| matches!(element, "." | ".."));
+    if !path.starts_with('/') || has_dots {
+        let expected = "a path that begins with / and has neither . nor .. as an element";
+        return Err(violation(field, path, expected));
+    }
+    check_characters(field, path)
+}
+
+/// Checks that a reading can have these characters.
+fn check_characters(field: &'static str, text: &str) -> Result<(), Violation> {
+    let is_invalid = |character: char| character.is_ascii_control() || "?#\\{}".contains(character);
+    if text.is_empty() || text.contains(is_invalid) || !readings::is_encoded(text.as_bytes()) {
+        let expected =
+            "a part of a path without query, fragment, backslashes, braces and control characters";
+        return Err(violation(field, text, expected));
+    }
+    check_length(field, text)
+}
+
+/// Checks the length of a value.
+pub(super) fn check_length(field: &'static str, value: &str) -> Result<(), Violation> {
+    if (1..=MAX_VALUE_BYTES).contains(&value.len()) {
+        Ok(())
+    } else {
+        let value: String = value.chars().take(64).collect();
+        Err(violation(field, value, "of 1 to 1024 bytes"))
+    }
+}

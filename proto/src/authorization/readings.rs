@@ -1,0 +1,239 @@
+//! What servers may read from the path of a request. Each server decodes and normalises it in its
+//! own way; the readings are the results of all combinations of the steps that servers take.
+
+use std::borrow::Cow;
+
+/// The length of a path that is read. Most servers reject longer ones.
+pub(super) const MAX_PATH_BYTES: usize = 8 * 1024;
+/// The readings of one path, and the length of all of them.
+const MAX_READINGS: usize = 64;
+const MAX_READINGS_BYTES: usize = 64 * 1024;
+/// The elements of a template.
+pub(super) const MAX_ELEMENTS: usize = 32;
+
+/// What a step makes of a path. None: no change.
+type Step = fn(&[u8]) -> Option<Vec<u8>>;
+
+/// The steps in their order. A server takes at most one of each row.
+const STEPS: [&[Step]; 12] = [
+    &[replace_backslashes],
+    &[remove_authority],
+    &[remove_parameters, cut_parameters],
+    &[remove_dot_segments],
+    &[merge_slashes],
+    &[remove_dot_segments],
+    &[decode, decode_elements],
+    &[replace_backslashes],
+    &[remove_parameters, cut_parameters],
+    &[remove_dot_segments],
+    &[merge_slashes],
+    &[remove_dot_segments],
+];
+
+/// The readings of a path: the path itself, and the others, of which a plain path has none. None:
+/// servers may read anything.
+#[derive(Debug)]
+pub(super) struct Readings<'a>(Option<(Reading<'a>, Vec<Reading<'a>>)>);
+
+/// A path that begins with a slash, as a server reads it.
+#[derive(Debug)]
+pub(super) struct Reading<'a> {
+    pub(super) path: Cow<'a, [u8]>,
+    /// The ends of the first elements.
+    ends: [u16; MAX_ELEMENTS + 1],
+    /// The number of elements, or `MAX_ELEMENTS + 2` if there are more than fit in `ends`.
+    count: usize,
+}
+
+impl<'a> Readings<'a> {
+    pub(super) fn of(path: &'a [u8]) -> Self {
+        if !is_readable(path) {
+            return Self(None);
+        }
+        let others = if is_plain(path) {
+            Some(vec![])
+        } else {
+            others(path)
+        };
+        let others = others.map(|paths| paths.into_iter().map(Cow::from).map(Reading::new));
+        Self(others.map(|others| (Reading::new(path.into()), others.collect())))
+    }
+
+    /// The readings, unless servers may read anything.
+    pub(super) fn known(&self) -> Option<impl Iterator<Item = &Reading<'a>> + Clone> {
+        let (path, others) = self.0.as_ref()?;
+        Some(std::iter::once(path).chain(others))
+    }
+}
+
+/// Whether no step changes the path.
+fn is_plain(path: &[u8]) -> bool {
+    let is_special = |pair: &[u8]| matches!(pair, [b'/', b'/' | b'.']);
+    !path.iter().any(|byte| b"%;\\".contains(byte)) && !path.windows(2).any(is_special)
+}
+
+/// Whether servers agree on the characters of the path: it begins with a slash, is encoded as RFC
+/// 3986 has it, and is UTF-8 without control characters when it is decoded. A query or a fragment
+/// is not part of it.
+fn is_readable(path: &[u8]) -> bool {
+    let is_text = |text: &[u8]| {
+        !text.iter().any(u8::is_ascii_control) && (text.is_ascii() || str::from_utf8(text).is_ok())
+    };
+    path.len() <= MAX_PATH_BYTES
+        && path.first() == Some(&b'/')
+        && !path.iter().any(|byte| b"?#".contains(byte))
+        && is_text(path)
+        && (!path.contains(&b'%') || is_encoded(path) && is_text(&decoded(path, false)))
+}
+
+/// Whether each percent sign begins an encoded byte.
+pub(super) fn is_encoded(path: &[u8]) -> bool {
+    let mut parts = path.split(|byte| *byte == b'%').skip(1);
+    parts.all(|part| part.len() >= 2 && part[..2].iter().all(u8::is_ascii_hexdigit))
+}
+
+/// The readings other than the path itself. None if they are too many.
+fn others(path: &[u8]) -> Option<Vec<Vec<u8>>> {
+    let mut readings = vec![path.to_vec()];
+    let mut bytes = path.len();
+    for steps in STEPS {
+        for position in 0..readings.len() {
+            for step in steps {
+                let reading = step(&readings[position]);
+                let Some(reading) = reading.filter(|reading| !readings.contains(reading)) else {
+                    continue;
+                };
+                bytes += reading.len();
+                readings.push(reading);
+                if readings.len() > MAX_READINGS || bytes > MAX_READINGS_BYTES {
+                    return None;
+                }
+            }
+        }
+    }
+    readings.swap_remove(0);
+    Some(readings)
+}
+
+fn replace_backslashes(path: &[u8]) -> Option<Vec<u8>> {
+    let replace = |byte: &u8| if *byte == b'\\' { b'/' } else { *byte };
+    path.contains(&b'\\')
+        .then(|| path.iter().map(replace).collect())
+}
+
+/// The path of a reference without scheme (RFC 3986, section 4.2): "//host/path".
+fn remove_authority(path: &[u8]) -> Option<Vec<u8>> {
+    let rest = path.strip_prefix(b"//")?;
+    let slash = rest.iter().position(|byte| *byte == b'/');
+    Some(slash.map_or(b"/".to_vec(), |slash| rest[slash..].to_vec()))
+}
+
+/// Without ";..." in each element.
+fn remove_parameters(path: &[u8]) -> Option<Vec<u8>> {
+    let mut is_parameter = false;
+    let is_kept = |byte: &u8| {
+        is_parameter = *byte == b';' || is_parameter && *byte != b'/';
+        !is_parameter
+    };
+    path.contains(&b';')
+        .then(|| path.iter().copied().filter(is_kept).collect())
+}
+
+/// Without all that follows the first semicolon.
+fn cut_parameters(path: &[u8]) -> Option<Vec<u8>> {
+    let semicolon = path.iter().position(|byte| *byte == b';')?;
+    Some(path[..semicolon].to_vec())
+}
+
+fn merge_slashes(path: &[u8]) -> Option<Vec<u8>> {
+    let mut merged = path.to_vec();
+    merged.dedup_by(|byte, previous| *byte == b'/' && *previous == b'/');
+    (merged.len() < path.len()).then_some(merged)
+}
+
+/// RFC 3986, section 5.2.4.
+fn remove_dot_segments(path: &[u8]) -> Option<Vec<u8>> {
+    let mut output = Vec::with_capacity(path.len());
+    let mut is_dots = false;
+    for segment in path[1..].split(|byte| *byte == b'/') {
+        is_dots = matches!(segment, b"." | b"..");
+        if segment == b".." {
+            let slash = output.iter().rposition(|byte| *byte == b'/');
+            output.truncate(slash.unwrap_or(0));
+        } else if segment != b"." {
+            output.push(b'/');
+            output.extend_from_slice(segment);
+        }
+    }
+    if is_dots {
+        output.push(b'/');
+    }
+    (output != path).then_some(output)
+}
+
+fn decode(path: &[u8]) -> Option<Vec<u8>> {
+    path.contains(&b'%').then(|| decoded(path, false))
+}
+
+/// As servers do that divide the path into elements first: an encoded slash does not separate them.
+fn decode_elements(path: &[u8]) -> Option<Vec<u8>> {
+    path.contains(&b'%').then(|| decoded(path, true))
+}
+
+fn decoded(path: &[u8], keeps_slashes: bool) -> Vec<u8> {
+    let digit = |digit: u8| char::from(digit).to_digit(16).unwrap_or(0) as u8;
+    let mut output = Vec::with_capacity(path.len());
+    let mut rest = path;
+    while let [byte, tail @ ..] = rest {
+        rest = tail;
+        match tail {
+            [high, low, tail @ ..] if *byte == b'%' => {
+                let byte = digit(*high) << 4 | digit(*low);
+                if keeps_slashes && byte == b'/' {
+                    output.push(b'%');
+                } else {
+                    output.push(byte);
+                    rest = tail;
+                }
+            }
+            _ => output.push(*byte),
+        }
+    }
+    output
+}
+
+impl<'a> Reading<'a> {
+    fn new(path: Cow<'a, [u8]>) -> Self {
+        let mut ends = [0; MAX_ELEMENTS + 1];
+        let mut count = 0;
+        let slashes = (1..path.len()).filter(|position| path[*position] == b'/');
+        for end in slashes.chain([path.len()]).take(ends.len() + 1) {
+            if let Some(place) = ends.get_mut(count) {
+                *place = end as u16;
+            }
+            count += 1;
+        }
+        Self { path, ends, count }
+    }
+
+    /// The number of elements: of "/a/", two, or one without the slash at its end. All numbers above
+    /// `MAX_ELEMENTS` + 1 are `MAX_ELEMENTS` + 2.
+    pub(super) fn count(&self, is_trimmed: bool) -> usize {
+        let mut count = self.count;
+        while is_trimmed
+            && (1..=self.ends.len()).contains(&count)
+            && self.element(count - 1).is_empty()
+        {
+            count -= 1;
+        }
+        count
+    }
+
+    /// One of the first `MAX_ELEMENTS` + 1 elements.
+    pub(super) fn element(&self, position: usize) -> &[u8] {
+        let start = position
+            .checked_sub(1)
+            .map_or(0, |before| self.ends[before]);
+        &self.path[usize::from(start) + 1..usize::from(self.ends[position])]
+    }
+}

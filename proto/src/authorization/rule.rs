@@ -1,0 +1,233 @@
+//! A rule, and the verdict of its conditions on a call. The same for ALLOW and DENY.
+
+use std::cell::OnceCell;
+use std::sync::Arc;
+
+use super::fields::{self, FieldCondition, HostPattern};
+use super::paths::{self, PathPattern};
+use super::readings::Readings;
+use super::sources::Source;
+use super::truth::Truth;
+use super::{Call, Request};
+use crate::mesh::v1 as proto;
+
+/// The latest revision of rules that this release knows.
+pub const REVISION: u32 = 1;
+
+/// The conditions of a rule, in the order in which they are judged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Condition {
+    /// The rule is of a release with other conditions.
+    Revision,
+    /// The client is not among the sources.
+    Sources,
+    /// The client is among those that are excluded.
+    NotSources,
+    /// The connection carries no HTTP.
+    Requests,
+    /// The method.
+    Methods,
+    /// The path.
+    Paths,
+    /// The host.
+    Hosts,
+    /// A header field.
+    Headers,
+}
+
+impl Condition {
+    /// The name of the field.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Condition::Revision => "revision",
+            Condition::Sources => "sources",
+            Condition::NotSources => "notSources",
+            Condition::Requests => "requests",
+            Condition::Methods => "methods",
+            Condition::Paths => "paths",
+            Condition::Hosts => "hosts",
+            Condition::Headers => "headers",
+        }
+    }
+}
+
+/// A call, and what is derived from it once for all rules.
+pub(super) struct Facts<'a> {
+    pub(super) call: &'a Call<'a>,
+    readings: OnceCell<Readings<'a>>,
+}
+
+impl<'a> Facts<'a> {
+    pub(super) fn new(call: &'a Call<'a>) -> Self {
+        Self {
+            call,
+            readings: OnceCell::new(),
+        }
+    }
+}
+
+/// The truth of conditions, and the first of them that is not true.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Verdict {
+    pub(super) truth: Truth,
+    pub(super) failed: Option<Condition>,
+}
+
+impl Verdict {
+    fn of(condition: Condition, truth: Truth) -> Verdict {
+        Verdict {
+            truth,
+            failed: (truth != Truth::True).then_some(condition),
+        }
+    }
+
+    /// The conjunction with a further condition, which is judged only if it matters.
+    fn and(self, condition: Condition, truth: impl FnOnce() -> Truth) -> Verdict {
+        if self.truth == Truth::False {
+            return self;
+        }
+        let next = Verdict::of(condition, truth());
+        Verdict {
+            truth: self.truth.min(next.truth),
+            failed: self.failed.or(next.failed),
+        }
+    }
+}
+
+/// A compiled rule. A source that is not known is None.
+#[derive(Debug)]
+pub(super) struct Rule {
+    pub(super) policy: Arc<str>,
+    /// The index of the rule in the policy.
+    pub(super) position: usize,
+    is_known: bool,
+    pub(super) sources: Option<Vec<Option<Source>>>,
+    not_sources: Vec<Option<Source>>,
+    requests: Vec<RequestCondition>,
+}
+
+/// Conditions on a request, all of which hold. What is not known is None.
+#[derive(Debug)]
+struct RequestCondition {
+    methods: Vec<Box<[u8]>>,
+    paths: Vec<Option<PathPattern>>,
+    hosts: Vec<Option<HostPattern>>,
+    headers: Vec<Option<FieldCondition>>,
+}
+
+impl Rule {
+    /// Compiles a rule. If it is not known, or of another revision, its conditions do not matter.
+    pub(super) fn compile(
+        policy: &Arc<str>,
+        position: usize,
+        message: &proto::AuthorizationRule,
+        is_known: bool,
+    ) -> Rule {
+        let mut rule = Rule {
+            policy: policy.clone(),
+            position,
+            is_known: is_known && message.revision == REVISION,
+            sources: None,
+            not_sources: vec![],
+            requests: vec![],
+        };
+        if rule.is_known {
+            let sources = message.sources.as_ref();
+            rule.sources = sources.map(|list| known(&list.sources, Source::parse));
+            rule.not_sources = known(&message.not_sources, Source::parse);
+            rule.requests = message
+                .requests
+                .iter()
+                .map(RequestCondition::compile)
+                .collect();
+        }
+        rule
+    }
+
+    /// The verdict on a call at a port of the rule.
+    pub(super) fn judge(&self, facts: &Facts<'_>) -> Verdict {
+        let is_any = |sources: &[Option<Source>]| {
+            let truth = |source: &Option<Source>| {
+                source
+                    .as_ref()
+                    .map_or(Truth::Unknown, |source| source.truth(facts.call))
+            };
+            Truth::any(sources.iter().map(truth))
+        };
+        if !self.is_known {
+            return Verdict::of(Condition::Revision, Truth::Unknown);
+        }
+        let sources = self.sources.as_deref().map_or(Truth::True, is_any);
+        let client = Verdict::of(Condition::Sources, sources)
+            .and(Condition::NotSources, || !is_any(&self.not_sources));
+        if client.truth == Truth::False || self.requests.is_empty() {
+            return client;
+        }
+        let request = self.judge_request(facts);
+        Verdict {
+            truth: client.truth.min(request.truth),
+            failed: client.failed.or(request.failed),
+        }
+    }
+
+    fn judge_request(&self, facts: &Facts<'_>) -> Verdict {
+        let Some(request) = facts.call.request else {
+            return Verdict::of(Condition::Requests, Truth::Unknown);
+        };
+        let mut result = Verdict::of(Condition::Methods, Truth::False);
+        for condition in &self.requests {
+            let verdict = condition.judge(request, facts);
+            if verdict.failed.is_none() {
+                return verdict;
+            }
+            result.truth = result.truth.max(verdict.truth);
+            result.failed = result.failed.max(verdict.failed);
+        }
+        result
+    }
+}
+
+impl RequestCondition {
+    fn compile(message: &proto::RequestMatch) -> RequestCondition {
+        let methods = message.methods.iter();
+        RequestCondition {
+            methods: methods.map(|method| method.as_bytes().into()).collect(),
+            paths: known(&message.paths, PathPattern::parse),
+            hosts: known(&message.hosts, |host| HostPattern::parse(host)),
+            headers: known(&message.headers, FieldCondition::parse),
+        }
+    }
+
+    fn judge<'a>(&self, request: &'a dyn Request, facts: &Facts<'a>) -> Verdict {
+        let truth_if = |is_set: bool, truth: &dyn Fn() -> Truth| {
+            if is_set { truth() } else { Truth::True }
+        };
+        let methods = truth_if(!self.methods.is_empty(), &|| {
+            fields::judge_method(&self.methods, request.method())
+        });
+        Verdict::of(Condition::Methods, methods)
+            .and(Condition::Paths, || {
+                truth_if(!self.paths.is_empty(), &|| {
+                    let readings = facts.readings.get_or_init(|| Readings::of(request.path()));
+                    paths::judge(&self.paths, readings)
+                })
+            })
+            .and(Condition::Hosts, || {
+                truth_if(!self.hosts.is_empty(), &|| {
+                    fields::judge_hosts(&self.hosts, request)
+                })
+            })
+            .and(Condition::Headers, || {
+                Truth::all(self.headers.iter().map(|header| {
+                    header
+                        .as_ref()
+                        .map_or(Truth::Unknown, |header| header.truth(request))
+                }))
+            })
+    }
+}
+
+/// Compiles each item. One that is not known is None.
+fn known<M, T, E>(messages: &[M], parse: impl Fn(&M) -> Result<T, E>) -> Vec<Option<T>> {
+    messages.iter().map(|message| parse(message).ok()).collect()
+}

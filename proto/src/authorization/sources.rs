@@ -1,0 +1,134 @@
+//! Conditions on the client of a call: its identity and its address.
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use diy_mesh_model::identity::Identity;
+
+use super::Call;
+use super::truth::Truth;
+use crate::mesh::v1 as proto;
+use crate::mesh::v1::authorization_source::Kind;
+use crate::policy::{Violation, violation};
+
+/// A condition on the client.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// The parts of the identity. Empty: each one.
+    Identity {
+        trust_domain: Box<str>,
+        namespace: Box<str>,
+        service_account: Box<str>,
+    },
+    Block(Block),
+    Unauthenticated,
+}
+
+/// Addresses with a common prefix. Those of IPv4 are mapped to IPv6.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Block {
+    prefix: u128,
+    mask: u128,
+}
+
+impl Source {
+    pub(super) fn parse(message: &proto::AuthorizationSource) -> Result<Source, Violation> {
+        match &message.kind {
+            Some(Kind::Identity(identity)) => parse_identity(identity),
+            Some(Kind::IpBlock(text)) => {
+                let expected = "a block of addresses in CIDR notation, such as 10.0.0.0/8";
+                let block = Block::parse(text)
+                    .ok_or_else(|| violation("rules.sources.ipBlock", text, expected))?;
+                Ok(Source::Block(block))
+            }
+            Some(Kind::Unauthenticated(_)) => Ok(Source::Unauthenticated),
+            None => {
+                let expected = "one of identity, ipBlock and unauthenticated";
+                Err(violation("rules.sources", "", expected))
+            }
+        }
+    }
+
+    pub(super) fn truth(&self, call: &Call<'_>) -> Truth {
+        let is_part = |expected: &str, part: &str| expected.is_empty() || expected == part;
+        match (self, call.identity) {
+            (Source::Identity { .. }, None) => Truth::Unknown,
+            (
+                Source::Identity {
+                    trust_domain,
+                    namespace,
+                    service_account,
+                },
+                Some(identity),
+            ) => Truth::from(
+                is_part(namespace, identity.namespace())
+                    && is_part(service_account, identity.service_account())
+                    && is_part(trust_domain, identity.trust_domain()),
+            ),
+            (Source::Block(block), _) => block.contains(call.address).into(),
+            (Source::Unauthenticated, identity) => identity.is_none().into(),
+        }
+    }
+}
+
+fn parse_identity(message: &proto::IdentityMatch) -> Result<Source, Violation> {
+    let (trust_domain, namespace) = (&message.trust_domain, &message.namespace);
+    let service_account = &message.service_account;
+    let part = |part: &'_ String| {
+        if part.is_empty() {
+            "any".to_owned()
+        } else {
+            part.clone()
+        }
+    };
+    Identity::new(
+        &part(trust_domain),
+        &part(namespace),
+        &part(service_account),
+    )
+    .map_err(|_| {
+        let value = format!("{trust_domain}/{namespace}/{service_account}");
+        let expected = "a trust domain, a namespace and a service account";
+        violation("rules.sources.identity", value, expected)
+    })?;
+    Ok(Source::Identity {
+        trust_domain: trust_domain.as_str().into(),
+        namespace: namespace.as_str().into(),
+        service_account: service_account.as_str().into(),
+    })
+}
+
+impl Block {
+    /// Parses CIDR notation. The bits after the prefix are 0.
+    fn parse(text: &str) -> Option<Block> {
+        let (address, length) = text.split_once('/')?;
+        let address: IpAddr = address.parse().ok()?;
+        let is_number = length.len() <= 3 && length.bytes().all(|byte| byte.is_ascii_digit());
+        let length: u32 = length.parse().ok().filter(|_| is_number)?;
+        let (most, mapped) = if address.is_ipv4() {
+            (32, 96)
+        } else {
+            (128, 0)
+        };
+        if length > most {
+            return None;
+        }
+        let mask = u128::MAX.checked_shl(128 - length - mapped).unwrap_or(0);
+        let prefix = mapped_bits(address);
+        (prefix & !mask == 0).then_some(Block { prefix, mask })
+    }
+
+    /// A block of IPv6 that contains all mapped addresses of IPv4, such as `::/0`, contains none.
+    fn contains(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        let is_of_ipv4 = |bits: u128| Ipv6Addr::from_bits(bits).to_ipv4_mapped().is_some();
+        let is_family = address.is_ipv4() == is_of_ipv4(self.prefix);
+        is_family && mapped_bits(address) & self.mask == self.prefix
+    }
+}
+
+fn mapped_bits(address: IpAddr) -> u128 {
+    match address {
+        IpAddr::V4(address) => address.to_ipv6_mapped().to_bits(),
+        IpAddr::V6(address) => address.to_bits(),
+    }
+}
