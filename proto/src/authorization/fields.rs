@@ -9,26 +9,9 @@ use crate::mesh::v1::authorized_field::Kind;
 use crate::policy::{Violation, check_name, violation};
 
 /// Fields of requests that are lists (RFC 9110 and the registry of fields), and `X-Forwarded-For`.
-const LISTS: [&str; 18] = [
-    "accept",
-    "accept-charset",
-    "accept-encoding",
-    "accept-language",
-    "access-control-request-headers",
-    "cache-control",
-    "cdn-loop",
-    "content-encoding",
-    "content-language",
-    "forwarded",
-    "if-match",
-    "if-none-match",
-    "link",
-    "pragma",
-    "prefer",
-    "via",
-    "warning",
-    "x-forwarded-for",
-];
+const LISTS: &str = "accept accept-charset accept-encoding accept-language \
+    access-control-request-headers cache-control cdn-loop content-encoding content-language \
+    forwarded if-match if-none-match link pragma prefer via warning x-forwarded-for";
 /// How servers join several lines of a field.
 const SEPARATORS: [&[u8]; 3] = [b",", b", ", b"; "];
 
@@ -44,8 +27,7 @@ pub(super) struct HostPattern {
 pub(super) struct FieldCondition {
     name: Box<str>,
     value: Value,
-    /// The value has no comma: members of lists may match it.
-    has_members: bool,
+    is_list: bool,
 }
 
 #[derive(Debug)]
@@ -58,6 +40,9 @@ enum Value {
 
 /// The truth of a list of methods, for the method as it is sent and in upper case.
 pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
+    if methods.is_empty() {
+        return Truth::True;
+    }
     let upper = || method.iter().map(u8::to_ascii_uppercase);
     let mut tally = Tally::default();
     tally.add(methods.iter().any(|one| **one == *method));
@@ -67,6 +52,9 @@ pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
 
 /// The truth of a list of hosts, for each host of the request. A host that is not known is None.
 pub(super) fn judge_hosts(hosts: &[Option<HostPattern>], request: &dyn Request) -> Truth {
+    if hosts.is_empty() {
+        return Truth::True;
+    }
     let mut tally = Tally::default();
     request.hosts(&mut |host| match host_name(host) {
         Some(name) => {
@@ -78,6 +66,11 @@ pub(super) fn judge_hosts(hosts: &[Option<HostPattern>], request: &dyn Request) 
     });
     tally.matched |= tally.missed && hosts.iter().any(Option::is_none);
     tally.truth()
+}
+
+/// The truth of all conditions on fields.
+pub(super) fn judge_fields(fields: &[Option<FieldCondition>], request: &dyn Request) -> Truth {
+    !Truth::any_known(fields, |field| !field.truth(request))
 }
 
 /// The name in a host with an optional port, without a dot at its end.
@@ -169,22 +162,21 @@ impl FieldCondition {
         };
         Ok(FieldCondition {
             name: name.into(),
-            has_members: !value.has_comma(),
+            is_list: LISTS.split(' ').any(|list| list.eq_ignore_ascii_case(name)),
             value,
         })
     }
 
     /// The truth for each line, for all joined, and for their members. A field with another spelling
     /// of the name may also be none.
-    pub(super) fn truth(&self, request: &dyn Request) -> Truth {
-        let is_list = LISTS.iter().any(|list| self.is_name(list.as_bytes()));
+    fn truth(&self, request: &dyn Request) -> Truth {
         let (mut lines, mut has_spelling) = (0, false);
         let mut tally = Tally::default();
         request.fields(&mut |name, value| {
             if self.is_name(name) {
                 lines += 1;
                 has_spelling |= name.eq_ignore_ascii_case(self.name.as_bytes());
-                self.tally_line(value.trim_ascii(), is_list, &mut tally);
+                self.tally_line(value.trim_ascii(), &mut tally);
             }
         });
         if lines > 1 {
@@ -202,15 +194,15 @@ impl FieldCondition {
         field::is_same_name(name, self.name.as_bytes())
     }
 
-    fn tally_line(&self, line: &[u8], is_list: bool, tally: &mut Tally) {
+    fn tally_line(&self, line: &[u8], tally: &mut Tally) {
         tally.add(self.value.matches(line));
-        if self.has_members && line.contains(&b',') {
+        if !self.value.has_comma() && line.contains(&b',') {
             let members = line.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
             for member in members.filter(|member| !member.is_empty()) {
                 let matches = self.value.matches(member);
                 // Servers divide other fields as well, but none has to.
                 tally.matched |= matches;
-                tally.missed |= is_list && !matches;
+                tally.missed |= self.is_list && !matches;
             }
         }
     }
@@ -232,6 +224,7 @@ impl FieldCondition {
 }
 
 impl Value {
+    /// Whether no member of a list may have the value.
     fn has_comma(&self) -> bool {
         match self {
             Value::Present => true,

@@ -5,9 +5,7 @@ use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use diy_mesh_model::identity::Identity;
-
-use super::rule::{Condition, Facts, Rule};
+use super::rule::{Condition, Facts, REVISION, Rule};
 use super::sources::Source;
 use super::truth::Truth;
 use super::{Call, Denial, Nearest};
@@ -121,7 +119,8 @@ impl Rules {
 impl Index {
     fn add(&mut self, policy: &Arc<str>, ports: &[u16], rules: &[proto::AuthorizationRule]) {
         for (position, message) in rules.iter().enumerate() {
-            let of_rule = self::ports(&message.ports);
+            // The ports of a rule of another revision are unknown too.
+            let of_rule = self::ports(&message.ports).filter(|_| message.revision == REVISION);
             let is_known = of_rule.is_some();
             let rule = Rule::compile(policy, position, message, is_known);
             let clients = clients(&rule);
@@ -164,10 +163,11 @@ impl Index {
         let clients = call
             .identity
             .map_or([Some((0, u64::MAX)), None, None], |identity| {
+                let (namespace, account) = (identity.namespace(), identity.service_account());
                 [
                     one(ANY_CLIENT),
-                    one(namespace(identity)),
-                    one(account(identity)),
+                    one(hash(namespace)),
+                    one(hash((namespace, account))),
                 ]
             });
         let ports = [ANY_PORT, call.port].into_iter();
@@ -215,42 +215,26 @@ fn both(ports: &[u16], others: &[u16]) -> Vec<u16> {
 
 /// The clients that a rule concerns.
 fn clients(rule: &Rule) -> Vec<u64> {
-    let Some(sources) = rule.sources.as_ref() else {
-        return vec![ANY_CLIENT];
-    };
-    let mut clients: Vec<u64> = sources
-        .iter()
-        .map(|source| client(source.as_ref()))
-        .collect();
+    let any = vec![ANY_CLIENT];
+    let sources = rule.sources.as_deref();
+    let mut clients = sources.map_or(any, |sources| sources.iter().map(client).collect());
     clients.sort_unstable();
     clients.dedup();
     clients
 }
 
-fn client(source: Option<&Source>) -> u64 {
+fn client(source: &Option<Source>) -> u64 {
     match source {
-        Some(Source::Identity { namespace, .. }) if namespace.is_empty() => ANY_CLIENT,
-        Some(Source::Identity {
-            namespace,
-            service_account,
-            ..
-        }) => {
-            if service_account.is_empty() {
+        Some(Source::Identity(identity)) if !identity.namespace.is_empty() => {
+            let (namespace, account) = (&identity.namespace, &identity.service_account);
+            if account.is_empty() {
                 hash(namespace)
             } else {
-                hash((namespace, service_account))
+                hash((namespace, account))
             }
         }
         _ => ANY_CLIENT,
     }
-}
-
-fn namespace(identity: &Identity) -> u64 {
-    hash(identity.namespace())
-}
-
-fn account(identity: &Identity) -> u64 {
-    hash((identity.namespace(), identity.service_account()))
 }
 
 /// Rules of different clients may have the same hash: a rule judges its sources itself.

@@ -125,28 +125,26 @@ fn trimmed(path: &[u8]) -> &[u8] {
 
 fn parse_template(text: &str) -> Result<PathPattern, Violation> {
     let field = "rules.paths.template";
-    let invalid = || {
-        let expected = "a path in which {*} is an element and {**} the last one, of at most 32 elements, none of which is empty";
-        violation(field, text, expected)
-    };
+    check_length(field, text)?;
     let path = text.strip_suffix("/{**}");
-    let has_rest = path.is_some();
-    let path = path.unwrap_or(text);
     let mut elements = vec![];
-    for element in path.split('/').skip(1) {
-        if element == "{*}" {
-            elements.push(None);
-        } else if element.is_empty() {
-            return Err(invalid());
-        } else {
-            elements.push(Some(element.as_bytes().into()));
+    for element in path.unwrap_or(text).split('/').skip(1) {
+        let literal = Some(element).filter(|element| *element != "{*}");
+        if let Some(literal) = literal {
+            check_path(field, &format!("/{literal}"))?;
         }
+        elements.push(literal.map(|literal| literal.as_bytes().into()));
     }
-    if elements.len() > MAX_ELEMENTS {
-        return Err(invalid());
+    let is_empty = |element: &Option<Box<[u8]>>| element.as_deref() == Some(b"");
+    if !text.starts_with('/') || elements.len() > MAX_ELEMENTS || elements.iter().any(is_empty) {
+        let expected = "a path of at most 32 elements, none of which is empty: {*} is any one, \
+            {**} at the end any number of them";
+        return Err(violation(field, text, expected));
     }
-    check_path(field, &text.replace("{*}", "a").replace("/{**}", "/a"))?;
-    Ok(PathPattern::Template { elements, has_rest })
+    Ok(PathPattern::Template {
+        elements,
+        has_rest: path.is_some(),
+    })
 }
 
 /// Checks a path in a pattern: one that begins with a slash, without dot segments.

@@ -64,10 +64,18 @@ impl<'a> Facts<'a> {
             readings: OnceCell::new(),
         }
     }
+
+    fn judge_paths(&self, patterns: &[Option<PathPattern>], request: &'a dyn Request) -> Truth {
+        if patterns.is_empty() {
+            return Truth::True;
+        }
+        let readings = self.readings.get_or_init(|| Readings::of(request.path()));
+        paths::judge(patterns, readings)
+    }
 }
 
 /// The truth of conditions, and the first of them that is not true.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub(super) struct Verdict {
     pub(super) truth: Truth,
     pub(super) failed: Option<Condition>,
@@ -81,12 +89,12 @@ impl Verdict {
         }
     }
 
-    /// The conjunction with a further condition, which is judged only if it matters.
-    fn and(self, condition: Condition, truth: impl FnOnce() -> Truth) -> Verdict {
+    /// The conjunction with further conditions, which are judged only if they matter.
+    fn and(self, next: impl FnOnce() -> Verdict) -> Verdict {
         if self.truth == Truth::False {
             return self;
         }
-        let next = Verdict::of(condition, truth());
+        let next = next();
         Verdict {
             truth: self.truth.min(next.truth),
             failed: self.failed.or(next.failed),
@@ -116,7 +124,7 @@ struct RequestCondition {
 }
 
 impl Rule {
-    /// Compiles a rule. If it is not known, or of another revision, its conditions do not matter.
+    /// Compiles a rule. If it is not known, its conditions do not matter.
     pub(super) fn compile(
         policy: &Arc<str>,
         position: usize,
@@ -126,7 +134,7 @@ impl Rule {
         let mut rule = Rule {
             policy: policy.clone(),
             position,
-            is_known: is_known && message.revision == REVISION,
+            is_known,
             sources: None,
             not_sources: vec![],
             requests: vec![],
@@ -146,35 +154,26 @@ impl Rule {
 
     /// The verdict on a call at a port of the rule.
     pub(super) fn judge(&self, facts: &Facts<'_>) -> Verdict {
-        let is_any = |sources: &[Option<Source>]| {
-            let truth = |source: &Option<Source>| {
-                source
-                    .as_ref()
-                    .map_or(Truth::Unknown, |source| source.truth(facts.call))
-            };
-            Truth::any(sources.iter().map(truth))
-        };
         if !self.is_known {
             return Verdict::of(Condition::Revision, Truth::Unknown);
         }
+        let is_any = |sources: &[Option<Source>]| {
+            Truth::any_known(sources, |source| source.truth(facts.call))
+        };
         let sources = self.sources.as_deref().map_or(Truth::True, is_any);
-        let client = Verdict::of(Condition::Sources, sources)
-            .and(Condition::NotSources, || !is_any(&self.not_sources));
-        if client.truth == Truth::False || self.requests.is_empty() {
-            return client;
-        }
-        let request = self.judge_request(facts);
-        Verdict {
-            truth: client.truth.min(request.truth),
-            failed: client.failed.or(request.failed),
-        }
+        Verdict::of(Condition::Sources, sources)
+            .and(|| Verdict::of(Condition::NotSources, !is_any(&self.not_sources)))
+            .and(|| self.judge_request(facts))
     }
 
     fn judge_request(&self, facts: &Facts<'_>) -> Verdict {
+        if self.requests.is_empty() {
+            return Verdict::of(Condition::Requests, Truth::True);
+        }
         let Some(request) = facts.call.request else {
             return Verdict::of(Condition::Requests, Truth::Unknown);
         };
-        let mut result = Verdict::of(Condition::Methods, Truth::False);
+        let mut result = Verdict::of(Condition::Requests, Truth::False);
         for condition in &self.requests {
             let verdict = condition.judge(request, facts);
             if verdict.failed.is_none() {
@@ -199,30 +198,15 @@ impl RequestCondition {
     }
 
     fn judge<'a>(&self, request: &'a dyn Request, facts: &Facts<'a>) -> Verdict {
-        let truth_if = |is_set: bool, truth: &dyn Fn() -> Truth| {
-            if is_set { truth() } else { Truth::True }
-        };
-        let methods = truth_if(!self.methods.is_empty(), &|| {
-            fields::judge_method(&self.methods, request.method())
-        });
+        let methods = fields::judge_method(&self.methods, request.method());
         Verdict::of(Condition::Methods, methods)
-            .and(Condition::Paths, || {
-                truth_if(!self.paths.is_empty(), &|| {
-                    let readings = facts.readings.get_or_init(|| Readings::of(request.path()));
-                    paths::judge(&self.paths, readings)
-                })
-            })
-            .and(Condition::Hosts, || {
-                truth_if(!self.hosts.is_empty(), &|| {
-                    fields::judge_hosts(&self.hosts, request)
-                })
-            })
-            .and(Condition::Headers, || {
-                Truth::all(self.headers.iter().map(|header| {
-                    header
-                        .as_ref()
-                        .map_or(Truth::Unknown, |header| header.truth(request))
-                }))
+            .and(|| Verdict::of(Condition::Paths, facts.judge_paths(&self.paths, request)))
+            .and(|| Verdict::of(Condition::Hosts, fields::judge_hosts(&self.hosts, request)))
+            .and(|| {
+                Verdict::of(
+                    Condition::Headers,
+                    fields::judge_fields(&self.headers, request),
+                )
             })
     }
 }

@@ -13,12 +13,7 @@ use crate::policy::{Violation, violation};
 /// A condition on the client.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// The parts of the identity. Empty: each one.
-    Identity {
-        trust_domain: Box<str>,
-        namespace: Box<str>,
-        service_account: Box<str>,
-    },
+    Identity(proto::IdentityMatch),
     Block(Block),
     Unauthenticated,
 }
@@ -33,13 +28,14 @@ pub(super) struct Block {
 impl Source {
     pub(super) fn parse(message: &proto::AuthorizationSource) -> Result<Source, Violation> {
         match &message.kind {
-            Some(Kind::Identity(identity)) => parse_identity(identity),
-            Some(Kind::IpBlock(text)) => {
-                let expected = "a block of addresses in CIDR notation, such as 10.0.0.0/8";
-                let block = Block::parse(text)
-                    .ok_or_else(|| violation("rules.sources.ipBlock", text, expected))?;
-                Ok(Source::Block(block))
+            Some(Kind::Identity(identity)) => {
+                check_identity(identity)?;
+                Ok(Source::Identity(identity.clone()))
             }
+            Some(Kind::IpBlock(text)) => Block::parse(text).map(Source::Block).ok_or_else(|| {
+                let expected = "a block of addresses, such as 10.0.0.0/8";
+                violation("rules.sources.ipBlock", text, expected)
+            }),
             Some(Kind::Unauthenticated(_)) => Ok(Source::Unauthenticated),
             None => {
                 let expected = "one of identity, ipBlock and unauthenticated";
@@ -49,51 +45,31 @@ impl Source {
     }
 
     pub(super) fn truth(&self, call: &Call<'_>) -> Truth {
-        let is_part = |expected: &str, part: &str| expected.is_empty() || expected == part;
         match (self, call.identity) {
-            (Source::Identity { .. }, None) => Truth::Unknown,
-            (
-                Source::Identity {
-                    trust_domain,
-                    namespace,
-                    service_account,
-                },
-                Some(identity),
-            ) => Truth::from(
-                is_part(namespace, identity.namespace())
-                    && is_part(service_account, identity.service_account())
-                    && is_part(trust_domain, identity.trust_domain()),
-            ),
+            (Source::Identity(expected), Some(identity)) => is_identity(expected, identity).into(),
+            (Source::Identity(_), None) => Truth::Unknown,
             (Source::Block(block), _) => block.contains(call.address).into(),
             (Source::Unauthenticated, identity) => identity.is_none().into(),
         }
     }
 }
 
-fn parse_identity(message: &proto::IdentityMatch) -> Result<Source, Violation> {
-    let (trust_domain, namespace) = (&message.trust_domain, &message.namespace);
-    let service_account = &message.service_account;
-    let part = |part: &'_ String| {
-        if part.is_empty() {
-            "any".to_owned()
-        } else {
-            part.clone()
-        }
-    };
-    Identity::new(
-        &part(trust_domain),
-        &part(namespace),
-        &part(service_account),
-    )
-    .map_err(|_| {
-        let value = format!("{trust_domain}/{namespace}/{service_account}");
+fn is_identity(expected: &proto::IdentityMatch, identity: &Identity) -> bool {
+    let is_part = |expected: &str, part: &str| expected.is_empty() || expected == part;
+    is_part(&expected.namespace, identity.namespace())
+        && is_part(&expected.service_account, identity.service_account())
+        && is_part(&expected.trust_domain, identity.trust_domain())
+}
+
+fn check_identity(message: &proto::IdentityMatch) -> Result<(), Violation> {
+    let (domain, namespace) = (&*message.trust_domain, &*message.namespace);
+    let account = &*message.service_account;
+    let part = |part: &str| if part.is_empty() { "any" } else { part }.to_owned();
+    let identity = Identity::new(&part(domain), &part(namespace), &part(account));
+    identity.map(|_| ()).map_err(|_| {
+        let value = format!("{domain}/{namespace}/{account}");
         let expected = "a trust domain, a namespace and a service account";
         violation("rules.sources.identity", value, expected)
-    })?;
-    Ok(Source::Identity {
-        trust_domain: trust_domain.as_str().into(),
-        namespace: namespace.as_str().into(),
-        service_account: service_account.as_str().into(),
     })
 }
 

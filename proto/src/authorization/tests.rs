@@ -11,7 +11,9 @@ use crate::mesh::v1::{
     authorization_source, authorized_field,
 };
 
+mod checks;
 mod confusion;
+mod naive;
 mod policies;
 
 /// A request.

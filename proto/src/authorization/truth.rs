@@ -9,21 +9,16 @@ pub(super) enum Truth {
 }
 
 impl Truth {
-    /// The disjunction. Of none: false.
-    pub(super) fn any(truths: impl IntoIterator<Item = Truth>) -> Truth {
+    /// The disjunction of conditions, of which those that are not known are None. Of none: false.
+    pub(super) fn any_known<T>(conditions: &[Option<T>], truth: impl Fn(&T) -> Truth) -> Truth {
         let mut result = Truth::False;
-        for truth in truths {
-            result = result.max(truth);
+        for condition in conditions {
+            result = result.max(condition.as_ref().map_or(Truth::Unknown, &truth));
             if result == Truth::True {
                 break;
             }
         }
         result
-    }
-
-    /// The conjunction. Of none: true.
-    pub(super) fn all(truths: impl IntoIterator<Item = Truth>) -> Truth {
-        !Self::any(truths.into_iter().map(|truth| !truth))
     }
 }
 

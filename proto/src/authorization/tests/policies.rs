@@ -57,3 +57,226 @@ fn omitted_sources_are_all_clients_and_an_empty_list_is_none() {
     assert!(!judge(&[policy("p", Action::Allow, vec![])], &call));
     assert!(judge(&[policy("p", Action::Deny, vec![])], &call));
 }
+
+/// 1.
+#[test]
+fn a_deny_rule_about_requests_leaves_other_ports_open() {
+    let deny = AuthorizationPolicy {
+        ports: vec![80],
+        ..policy("p", Action::Deny, vec![about(paths(&["prefix:/admin"]))])
+    };
+    let caller = identity("shop/web");
+    let opaque = call(Some(&caller), None);
+    assert!(!judge(std::slice::from_ref(&deny), &opaque));
+    assert!(judge(
+        &[deny],
+        &Call {
+            port: 5432,
+            ..opaque
+        }
+    ));
+}
+
+#[test]
+fn opaque_traffic_matches_no_allow_rule_about_requests() {
+    let caller = identity("shop/web");
+    let rules = vec![about(RequestMatch::default())];
+    let allow = policy("p", Action::Allow, rules);
+    assert!(judge(
+        std::slice::from_ref(&allow),
+        &call(Some(&caller), Some(&get("/")))
+    ));
+    let denial = compile(vec![allow])
+        .judge(&call(Some(&caller), None))
+        .unwrap_err();
+    assert_eq!(denial.nearest.unwrap().failed, Condition::Requests);
+}
+
+/// 7.
+#[test]
+fn what_a_later_release_adds_matches_every_deny_and_no_allow() {
+    let caller = identity("shop/web");
+    let head = get("/");
+    let unknown_source = AuthorizationSource { kind: None };
+    let request = |request: RequestMatch| about(request);
+    let later = AuthorizationRule {
+        revision: REVISION + 1,
+        ports: vec![81],
+        ..from(&[client("bank/")])
+    };
+    let rules = [
+        from(std::slice::from_ref(&unknown_source)),
+        AuthorizationRule {
+            not_sources: vec![unknown_source],
+            ..rule()
+        },
+        request(RequestMatch {
+            paths: vec![AuthorizedPath { kind: None }],
+            ..RequestMatch::default()
+        }),
+        request(RequestMatch {
+            headers: vec![AuthorizedField {
+                name: "x-role".into(),
+                kind: None,
+            }],
+            ..RequestMatch::default()
+        }),
+        request(paths(&["template:/{**}/a"])),
+        request(paths(&["template:/{name}"])),
+        request(hosts(&["a*.example.com"])),
+        later,
+        AuthorizationRule::default(),
+        AuthorizationRule {
+            ports: vec![70_000],
+            ..rule()
+        },
+    ];
+    for rule in rules {
+        let call = call(Some(&caller), Some(&head));
+        for action in [Action::Allow, Action::Deny] {
+            assert!(
+                !judge(&[policy("p", action, vec![rule.clone()])], &call),
+                "{action:?} {rule:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn an_action_of_a_later_release_denies_at_its_ports() {
+    let later = AuthorizationPolicy {
+        action: 77,
+        ports: vec![80],
+        ..policy("p", Action::Deny, vec![])
+    };
+    let call = call(None, None);
+    assert!(!judge(std::slice::from_ref(&later), &call));
+    assert!(judge(&[later], &Call { port: 81, ..call }));
+}
+
+#[test]
+fn an_unknown_condition_does_not_hide_one_that_is_false() {
+    let rule = AuthorizationRule {
+        sources: Some(AuthorizationSources {
+            sources: vec![AuthorizationSource { kind: None }],
+        }),
+        not_sources: vec![client("shop/")],
+        ..rule()
+    };
+    let deny = [policy("p", Action::Deny, vec![rule])];
+    let (web, bank) = (identity("shop/web"), identity("bank/web"));
+    assert!(judge(&deny, &call(Some(&web), None)));
+    assert!(!judge(&deny, &call(Some(&bank), None)));
+}
+
+#[test]
+fn policies_and_rules_concern_their_ports_only() {
+    let caller = identity("shop/web");
+    let at = |port| Call {
+        port,
+        ..call(Some(&caller), None)
+    };
+    let ports = |list: &[u32], of_rule: &[u32], action| {
+        let rule = AuthorizationRule {
+            ports: of_rule.to_vec(),
+            ..rule()
+        };
+        let policy = AuthorizationPolicy {
+            ports: list.to_vec(),
+            ..policy("p", action, vec![rule])
+        };
+        [80, 81, 82].map(|port| judge(std::slice::from_ref(&policy), &at(port)))
+    };
+    assert_eq!(ports(&[], &[], Action::Allow), [true, true, true]);
+    assert_eq!(ports(&[80], &[], Action::Allow), [true, true, true]);
+    assert_eq!(ports(&[], &[80], Action::Allow), [true, false, false]);
+    assert_eq!(
+        ports(&[80, 81], &[81, 82], Action::Allow),
+        [false, true, true]
+    );
+    assert_eq!(
+        ports(&[80, 81], &[81, 82], Action::Deny),
+        [true, false, true]
+    );
+    assert_eq!(ports(&[80], &[], Action::Deny), [false, true, true]);
+}
+
+#[test]
+fn a_denial_names_the_nearest_rule_and_its_first_condition_that_failed() {
+    let caller = identity("shop/web");
+    let with_method = |method: &str, pattern: &str| RequestMatch {
+        methods: vec![method.into()],
+        ..paths(&[pattern])
+    };
+    let rules = vec![
+        about(with_method("POST", "prefix:/a")),
+        AuthorizationRule {
+            requests: vec![with_method("GET", "prefix:/b")],
+            ..from(&[client("shop/")])
+        },
+        about(with_method("GET", "prefix:/c")),
+        from(&[client("bank/")]),
+    ];
+    let authorization = compile(vec![
+        policy("first", Action::Allow, vec![]),
+        policy("p", Action::Allow, rules),
+    ]);
+    let denial = authorization
+        .judge(&call(Some(&caller), Some(&get("/x"))))
+        .unwrap_err();
+    let nearest = Nearest {
+        rule: 1,
+        failed: Condition::Paths,
+    };
+    assert_eq!(
+        denial,
+        Denial {
+            policy: "p".into(),
+            rule: None,
+            nearest: Some(nearest),
+        }
+    );
+    let denial = compile(vec![policy("first", Action::Allow, vec![])]);
+    let denial = denial.judge(&call(Some(&caller), None)).unwrap_err();
+    assert_eq!((&*denial.policy, denial.nearest), ("first", None));
+}
+
+#[test]
+fn policies_under_audit_decide_nothing_and_give_one_verdict_with_those_in_force() {
+    let (web, api) = (identity("shop/web"), identity("shop/api"));
+    let audited = |policy| AuthorizationPolicy {
+        audit: true,
+        ..policy
+    };
+    let allow_web = policy("web", Action::Allow, vec![from(&[client("shop/web")])]);
+    let allow_api = policy("api", Action::Allow, vec![from(&[client("shop/api")])]);
+    let deny_web = policy("deny", Action::Deny, vec![from(&[client("shop/web")])]);
+    let verdicts = |policies: &[AuthorizationPolicy]| {
+        let authorization = compile(policies.to_vec());
+        [&web, &api].map(|caller| {
+            let call = call(Some(caller), None);
+            let audit = authorization
+                .audit(&call)
+                .map(|denial| denial.policy.to_string());
+            (authorization.judge(&call).is_ok(), audit)
+        })
+    };
+    let would_deny = |policy: &str| (true, Some(policy.to_owned()));
+    assert_eq!(
+        verdicts(&[audited(allow_web.clone())]),
+        [(true, None), would_deny("web")]
+    );
+    assert_eq!(
+        verdicts(&[audited(deny_web.clone())]),
+        [would_deny("deny"), (true, None)]
+    );
+    // One under audit allows nothing, and another one that allows the call counts.
+    assert_eq!(
+        verdicts(&[allow_web.clone(), audited(allow_api.clone())]),
+        [(true, None), (false, None)]
+    );
+    assert_eq!(
+        verdicts(&[audited(allow_web), audited(allow_api), deny_web]),
+        [(false, None), (true, None)]
+    );
+}

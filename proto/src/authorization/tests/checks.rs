@@ -1,0 +1,152 @@
+//! What a policy may contain.
+
+use super::*;
+use crate::authorization::check;
+
+fn checked(action: Action, rule: AuthorizationRule) -> String {
+    let result = check(&policy("p", action, vec![rule]));
+    result.map_or_else(|error| error.to_string(), |()| "valid".into())
+}
+
+#[test]
+fn accepts_what_a_proxy_knows() {
+    for rule in [
+        rule(),
+        from(&[]),
+        from(&[
+            client("shop/"),
+            client("/"),
+            block("10.0.0.0/8"),
+            block("fd00::/8"),
+            unauthenticated(),
+        ]),
+        about(paths(&[
+            "exact:/",
+            "exact:/a%2Fb//c",
+            "exact:/a;v=1",
+            "prefix:/a/",
+            "prefix:/pkg.Service",
+            "suffix:.html",
+            "template:/a/{*}/b/{**}",
+            "template:/{**}",
+            "exact:/caf\u{e9}",
+        ])),
+        about(hosts(&["api.example.com", "*.example.com", "web"])),
+        about(header("x-role", "exact:a, b")),
+        about(header("accept", "present:")),
+    ] {
+        assert_eq!(checked(Action::Allow, rule.clone()), "valid", "{rule:?}");
+    }
+}
+
+#[test]
+fn rejects_what_no_proxy_could_match_and_names_the_field() {
+    let method = |method: &str| {
+        about(RequestMatch {
+            methods: vec![method.into()],
+            ..RequestMatch::default()
+        })
+    };
+    let ports = |port| AuthorizationRule {
+        ports: vec![port],
+        ..rule()
+    };
+    let of_revision = |revision| AuthorizationRule { revision, ..rule() };
+    let long = format!("prefix:/{}", "a".repeat(1024));
+    let deep = format!("template:{}", "/{*}".repeat(33));
+    for (rule, field) in [
+        (of_revision(0), "rules.revision"),
+        (of_revision(REVISION + 1), "rules.revision"),
+        (ports(0), "rules.ports"),
+        (ports(65_536), "rules.ports"),
+        (from(&[AuthorizationSource { kind: None }]), "rules.sources"),
+        (from(&[client("Shop/web")]), "rules.sources.identity"),
+        (from(&[client("*/web")]), "rules.sources.identity"),
+        (from(&[block("10.0.0.0")]), "rules.sources.ipBlock"),
+        (from(&[block("10.0.0.0/33")]), "rules.sources.ipBlock"),
+        (from(&[block("10.0.0.0/+8")]), "rules.sources.ipBlock"),
+        (from(&[block("10.0.0.1/8")]), "rules.sources.ipBlock"),
+        (from(&[block("fd00::/129")]), "rules.sources.ipBlock"),
+        (from(&vec![client("shop/"); 65]), "rules.sources"),
+        (method(""), "rules.methods"),
+        (method("get"), "rules.methods"),
+        (method("A B"), "rules.methods"),
+        (
+            about(RequestMatch {
+                paths: vec![AuthorizedPath { kind: None }],
+                ..RequestMatch::default()
+            }),
+            "rules.paths",
+        ),
+        (about(paths(&["exact:a"])), "rules.paths.exact"),
+        (about(paths(&["exact:"])), "rules.paths.exact"),
+        (about(paths(&["exact:/a?b"])), "rules.paths.exact"),
+        (about(paths(&["exact:/a#b"])), "rules.paths.exact"),
+        (about(paths(&["exact:/a/../b"])), "rules.paths.exact"),
+        (about(paths(&["exact:/a/{*}"])), "rules.paths.exact"),
+        (about(paths(&["prefix:/a\\b"])), "rules.paths.prefix"),
+        (about(paths(&["prefix:/a%2"])), "rules.paths.prefix"),
+        (about(paths(&[&long])), "rules.paths.prefix"),
+        (about(paths(&["suffix:"])), "rules.paths.suffix"),
+        (about(paths(&["suffix:\n"])), "rules.paths.suffix"),
+        (about(paths(&["template:/{**}/a"])), "rules.paths.template"),
+        (about(paths(&["template:/a{*}"])), "rules.paths.template"),
+        (about(paths(&["template:/{a}"])), "rules.paths.template"),
+        (about(paths(&["template:{**}"])), "rules.paths.template"),
+        (about(paths(&["template:/a//{*}"])), "rules.paths.template"),
+        (about(paths(&["template:/a/{*}/"])), "rules.paths.template"),
+        (about(paths(&[&deep])), "rules.paths.template"),
+        (about(hosts(&[""])), "rules.hosts"),
+        (about(hosts(&["*"])), "rules.hosts"),
+        (about(hosts(&["a.example.com:80"])), "rules.hosts"),
+        (about(hosts(&["a.*.example.com"])), "rules.hosts"),
+        (about(header("", "present:")), "rules.headers.name"),
+        (about(header("a b", "present:")), "rules.headers.name"),
+        (about(header("host", "present:")), "rules.headers.name"),
+        (
+            about(header("X_Called_By", "present:")),
+            "rules.headers.name",
+        ),
+        (about(header("x-role", "exact:")), "rules.headers.exact"),
+        (about(header("x-role", "prefix: a")), "rules.headers.prefix"),
+    ] {
+        let error = checked(Action::Allow, rule.clone());
+        assert!(
+            error.starts_with(&format!("{field}: ")),
+            "{rule:?}: {error}"
+        );
+    }
+}
+
+#[test]
+fn rejects_unknown_actions_and_too_many_rules() {
+    let check = |policy| check(&policy).map_err(|violation| violation.field);
+    assert_eq!(check(AuthorizationPolicy::default()), Err("action"));
+    assert_eq!(
+        check(policy("p", Action::Allow, vec![rule(); 129])),
+        Err("rules")
+    );
+    let ports = AuthorizationPolicy {
+        ports: vec![0],
+        ..policy("p", Action::Allow, vec![])
+    };
+    assert_eq!(check(ports), Err("ports"));
+}
+
+/// 1.
+#[test]
+fn a_deny_rule_about_requests_requires_ports() {
+    let about_paths = about(paths(&["prefix:/admin"]));
+    assert!(checked(Action::Deny, about_paths.clone()).starts_with("rules.ports: "));
+    assert_eq!(checked(Action::Allow, about_paths.clone()), "valid");
+    let with_ports = AuthorizationRule {
+        ports: vec![80],
+        ..about_paths.clone()
+    };
+    assert_eq!(checked(Action::Deny, with_ports), "valid");
+    let policy = AuthorizationPolicy {
+        ports: vec![80],
+        ..policy("p", Action::Deny, vec![about_paths])
+    };
+    assert_eq!(check(&policy), Ok(()));
+}
