@@ -70,7 +70,7 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@kubectl rollout restart -n service-mesh deployment 2>/dev/null || true # the images may have changed under the same tag
 	@kubectl apply -k manifests/crds >/dev/null
 	@# kubectl wait fails at once if the definition has no status yet.
-	@timeout 60 sh -c 'until kubectl wait --for=condition=Established --timeout=60s crd/trafficpolicies.diy-service-mesh.dev; do sleep 0.3; done'
+	@timeout 60 sh -c 'until kubectl wait --for=condition=Established --timeout=60s crd/trafficpolicies.diy-service-mesh.dev crd/authorizationpolicies.diy-service-mesh.dev; do sleep 0.3; done'
 	@cargo build --workspace --bins # the command line tests run these programs
 	@.ci/totals cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@E2E=1 .ci/totals cargo test --workspace --test cluster -- --test-threads=4

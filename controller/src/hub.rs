@@ -33,7 +33,8 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::{Namespaces, PodRef};
-use crate::index::dependencies::DESTINATION;
+use crate::authorization;
+use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Resource};
 use crate::index::position::Requests;
@@ -89,6 +90,8 @@ pub struct Hub {
     /// The kinds that were not listed yet, and whether calls wait for them.
     unlisted: watch::Sender<Unlisted>,
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
+    /// The invalid AuthorizationPolicies of the mesh, which the log names once.
+    invalid: watch::Sender<BTreeSet<Key>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
     /// The objects whose status may have changed since they were last taken.
@@ -119,12 +122,13 @@ pub struct Counts {
 impl Default for Hub {
     /// An empty catalog that is synced when each kind was listed.
     fn default() -> Hub {
-        let unlisted = DESTINATION.iter().map(|kind| (*kind, true));
+        let unlisted = CONFIGURATION.iter().map(|kind| (*kind, true));
         Hub {
             index: Arc::default(),
             subscribers: Arc::default(),
             unlisted: watch::Sender::new(unlisted.collect()),
             meshed: watch::Sender::default(),
+            invalid: watch::Sender::default(),
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
             reports: Arc::default(),
@@ -136,6 +140,14 @@ impl Default for Hub {
 }
 
 impl Hub {
+    /// The hub of a mesh whose controller is in this namespace.
+    pub fn of_mesh(namespace: &str) -> Hub {
+        Hub {
+            index: Arc::new(RwLock::new(Index::of_mesh(namespace))),
+            ..Hub::default()
+        }
+    }
+
     /// Applies the changes of a catalog until it ends. Subscribers are notified of a change at
     /// once, and of the changes that follow it within an interval together.
     pub async fn follow(&self, mut changes: mpsc::Receiver<Event>) {
@@ -219,6 +231,17 @@ impl Hub {
                 *meshed = index.meshed_namespaces().cloned().collect();
             }
             is_changed
+        });
+        self.invalid.send_if_modified(|invalid| {
+            let current = index.invalid_policies_of_mesh();
+            for key in current.difference(invalid) {
+                tracing::error!(
+                    "{} of the namespace of the mesh is invalid: running proxies keep their \
+                     policies, and pods that start wait; its status has the reason",
+                    authorization::name(key)
+                );
+            }
+            std::mem::replace(invalid, current.clone()) != *current
         });
         self.unlisted.send_if_modified(|unlisted| {
             let mut is_changed = false;

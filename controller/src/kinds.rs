@@ -112,6 +112,9 @@ kinds! {
         Custom, Events, [];
     /// An HTTPRouteGroup of SMI.
     RouteGroup: "HTTPRouteGroup", SPECS, "httproutegroups", ["v1alpha4"], Custom, Silent, [];
+    /// An AuthorizationPolicy.
+    Authorization: "AuthorizationPolicy", policy::GROUP, "authorizationpolicies",
+        [policy::VERSION], Custom, Status, [];
     /// An XMesh.
     Mesh: "XMesh", EXPERIMENTAL, "xmeshes", ["v1alpha1"], Custom, Status, [];
 }

@@ -12,6 +12,7 @@
 mod api;
 pub mod authenticate;
 pub mod authority;
+pub mod authorization;
 pub mod catalog;
 pub mod checked;
 pub mod config;
@@ -151,7 +152,7 @@ impl Controller {
                 config::Storage::Files(folder) => authority::Storage::Files(folder.clone()),
             },
         };
-        let (hub, proxies) = (Hub::default(), Proxies::default());
+        let (hub, proxies) = (Hub::of_mesh(&config.pod_namespace), Proxies::default());
         let (authority, run_authority) = authority::start(options, &hub, proxies.clone());
         Ok(Controller {
             names: Names::new(&config.trust_domain, &config.pod_namespace)?,

@@ -30,12 +30,13 @@ const UNUSED: [&str; 2] = [
 ];
 
 /// The custom kinds that are installed, and their versions.
-const DEFINITIONS: [(&str, &str); 8] = [
+const DEFINITIONS: [(&str, &str); 9] = [
     ("httproutes.gateway.networking.k8s.io", "v1"),
     ("grpcroutes.gateway.networking.k8s.io", "v1"),
     ("tcproutes.gateway.networking.k8s.io", "v1"),
     ("referencegrants.gateway.networking.k8s.io", "v1"),
     ("trafficpolicies.diy-service-mesh.dev", "v1alpha1"),
+    ("authorizationpolicies.diy-service-mesh.dev", "v1alpha1"),
     ("trafficsplits.split.smi-spec.io", "v1alpha4"),
     ("httproutegroups.specs.smi-spec.io", "v1alpha4"),
     ("xmeshes.gateway.networking.x-k8s.io", "v1alpha1"),
@@ -109,10 +110,12 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
         // The GRPCRoute excludes the HTTPRoute, whose backends exist all the same.
         assert_eq!(entry["conditions"][1]["status"], "True", "{entry:#}");
     }
-    let policy = objects.get("diy-service-mesh.dev", "trafficpolicies", "web");
-    let entry = &policy.unwrap()["status"]["ancestors"][0];
-    assert_eq!(entry["ancestorRef"]["name"], "web");
-    assert_eq!(entry["conditions"][0]["status"], "True", "{entry:#}");
+    for resource in ["trafficpolicies", "authorizationpolicies"] {
+        let policy = objects.get("diy-service-mesh.dev", resource, "web");
+        let entry = &policy.unwrap()["status"]["ancestors"][0];
+        assert_eq!(entry["ancestorRef"]["name"], "web");
+        assert_eq!(entry["conditions"][0]["status"], "True", "{entry:#}");
+    }
     assert_eq!(lease.unwrap()["spec"]["holderIdentity"], "", "released");
 }
 
@@ -305,6 +308,17 @@ impl Api {
             "spec": {
                 "targetRefs": [{"group": "", "kind": "Service", "name": "web"}],
                 "connections": {"maxRequests": 100},
+            },
+        });
+        state.store(key, policy);
+        let group = "diy-service-mesh.dev";
+        let key = [group, "authorizationpolicies", "shop", "web"].map(String::from);
+        let policy = json!({
+            "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "AuthorizationPolicy",
+            "metadata": {"generation": 1},
+            "spec": {
+                "targetRefs": [{"group": "", "kind": "ServiceAccount", "name": "web"}],
+                "action": "ALLOW", "rules": [{}],
             },
         });
         state.store(key, policy);

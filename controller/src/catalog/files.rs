@@ -258,6 +258,7 @@ mod tests {
                 "reset TrafficPolicy 0",
                 "reset TrafficSplit 0",
                 "reset HTTPRouteGroup 0",
+                "reset AuthorizationPolicy 0",
                 "reset XMesh 0",
             ]
         );

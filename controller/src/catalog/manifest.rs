@@ -339,6 +339,12 @@ mod tests {
                 "spec.loadBalancing.algoritm",
             ),
             (
+                "AuthorizationPolicy",
+                "diy-service-mesh.dev/v1alpha1",
+                "{rules: [{sources: [{type: SPIFFE, spifee: a}]}]}",
+                "spec.rules[0].sources[0].spifee",
+            ),
+            (
                 "TrafficSplit",
                 "split.smi-spec.io/v1alpha4",
                 "{service: a, backends: [{service: b, weight: 1, x: 1}]}",

@@ -13,6 +13,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::convert::{CatalogObject, ConvertError, created, key};
+use crate::authorization;
+use crate::authorization::spec::AuthorizationPolicySpec;
 use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
 use crate::policy;
@@ -39,7 +41,7 @@ pub(crate) fn resource(kind: Kind) -> ApiResource {
 }
 
 impl CatalogObject for DynamicObject {
-    fn convert(&self, kind: Kind, _: &str) -> Result<Object, ConvertError> {
+    fn convert(&self, kind: Kind, trust_domain: &str) -> Result<Object, ConvertError> {
         let (metadata, spec) = (&self.metadata, &self.data["spec"]);
         let uid = metadata.uid.as_deref().unwrap_or_default();
         let state = (uid, metadata.generation.unwrap_or_default());
@@ -47,6 +49,11 @@ impl CatalogObject for DynamicObject {
         let object = match kind {
             Kind::Grant => grant(meta.key, spec).map(Object::Grant),
             Kind::TrafficPolicy => policy::parse::policy(meta, spec).map(Object::Policy),
+            Kind::Authorization => Ok(Object::Authorization(authorization::parse::policy(
+                meta,
+                spec,
+                trust_domain,
+            ))),
             Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
             Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
             Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
@@ -63,6 +70,7 @@ impl CatalogObject for DynamicObject {
             Kind::TcpRoute => unknown::<RouteSpec<Rule<TcpMatch>>>(spec),
             Kind::Grant => unknown::<GrantSpec>(spec),
             Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
+            Kind::Authorization => unknown::<AuthorizationPolicySpec>(spec),
             Kind::TrafficSplit => unknown::<SplitSpec>(spec),
             Kind::RouteGroup => unknown::<GroupSpec>(spec),
             Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Mesh => Vec::new(),

@@ -126,7 +126,7 @@ pub(super) fn workload(workload: &Workload) -> proto::Workload {
             .collect(),
         zone: workload.zone.to_string(),
         rate_limits: workload.rate_limits.clone(),
-        authorization: None,
+        authorization: workload.authorization.message(),
     }
 }
 

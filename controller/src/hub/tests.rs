@@ -33,7 +33,7 @@ async fn is_synced_when_each_kind_is_listed_or_not_installed_or_cannot_be_read()
     let hub = Hub::default();
     let listed = |kind| Change::Reset(kind, vec![]);
     hub.apply([Kind::Service, Kind::Pod].map(listed));
-    let optional = DESTINATION.iter().filter(|kind| kind.is_optional());
+    let optional = CONFIGURATION.iter().filter(|kind| kind.is_optional());
     let optional = optional.copied();
     assert_eq!(hub.missing().len(), 1 + optional.clone().count());
     let mut unlisted = optional.clone();

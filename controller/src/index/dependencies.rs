@@ -24,12 +24,24 @@ const BACKEND: &[Kind] = &[
     Kind::TrafficPolicy,
 ];
 /// A Service selects the pod, and a TrafficPolicy limits the Service or the namespace.
-const WORKLOAD: &[Kind] = &[Kind::Service, Kind::Pod, Kind::Node, Kind::TrafficPolicy];
+/// AuthorizationPolicies select the pod.
+const WORKLOAD: &[Kind] = &[
+    Kind::Service,
+    Kind::Pod,
+    Kind::Node,
+    Kind::TrafficPolicy,
+    Kind::Authorization,
+];
 
 /// All kinds that configure something. Nothing waits for XMeshes, or is withheld without them.
-pub const DESTINATION: &[Kind] = match Kind::ALL.split_last() {
+pub const CONFIGURATION: &[Kind] = match Kind::ALL.split_last() {
     Some((Kind::Mesh, others)) => others,
     _ => panic!("XMesh is the last kind"),
+};
+/// The called pods enforce AuthorizationPolicies, whatever their clients know.
+const DESTINATION: &[Kind] = match CONFIGURATION.split_last() {
+    Some((Kind::Authorization, others)) => others,
+    _ => panic!("AuthorizationPolicy is the last kind but XMesh"),
 };
 
 /// The kinds whose objects the state of a resource with this target depends on.
@@ -46,6 +58,10 @@ pub fn kinds(resource: &Resource, target: Option<&Target>) -> &'static [Kind] {
 impl Index {
     /// Whether the state of a resource may be another one with the objects that cannot be read.
     pub(super) fn is_withheld(&self, resource: &Resource, target: Option<&Target>) -> bool {
+        let is_workload = matches!(resource, Resource::Workload(..));
+        if is_workload && !self.invalid_policies_of_mesh().is_empty() {
+            return true;
+        }
         let mut unreadable = kinds(resource, target).iter();
         unreadable.any(|kind| {
             let service = target.and_then(|target| target.service.as_ref());
@@ -67,7 +83,7 @@ impl Index {
         let mut unreadable = self.unreadable.iter();
         unreadable.any(|other| {
             let mut parents = match kind {
-                Kind::TrafficPolicy | Kind::Mesh => &[],
+                Kind::TrafficPolicy | Kind::Authorization | Kind::Mesh => &[],
                 Kind::Service => self.canary_parents(key),
                 _ => self.routes.get(id).map_or(&[][..], |route| &route.parents),
             }
@@ -90,6 +106,8 @@ impl Index {
         match kind {
             // The zone is a preference.
             Kind::Node => false,
+            // The called pods enforce them.
+            Kind::Authorization => false,
             Kind::Grant => self.needs_grants(service),
             Kind::RouteGroup => self.needs_groups(service),
             _ => true,
@@ -160,7 +178,7 @@ mod tests {
 "#;
 
     fn optional() -> impl Iterator<Item = Kind> {
-        let kinds = DESTINATION.iter().copied();
+        let kinds = CONFIGURATION.iter().copied();
         kinds.filter(|kind| kind.is_optional())
     }
 
@@ -231,7 +249,7 @@ mod tests {
                 ids.partition(|id| index.status(id).is_err());
             let withheld = BTreeSet::from_iter(withheld.iter().map(|id| &*id.1.name));
             let expected = match kind {
-                Kind::Node => [].into(),
+                Kind::Node | Kind::Authorization => [].into(),
                 Kind::Grant => ["other"].into(),
                 Kind::RouteGroup => ["split"].into(),
                 Kind::TrafficPolicy => all.clone(),
@@ -259,6 +277,7 @@ mod tests {
         for kind in optional() {
             let expected: Vec<&str> = match kind {
                 Kind::Node => vec!["node port"],
+                Kind::Authorization => vec![],
                 Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute | Kind::TrafficSplit => {
                     services.to_vec()
                 }

@@ -180,7 +180,7 @@ impl Index {
 }
 
 /// The ports of a pod that a Service leads to. Named ports are those that the pod declares.
-fn target_ports(service: &Service, pod: &Pod) -> Vec<u32> {
+pub(super) fn target_ports(service: &Service, pod: &Pod) -> Vec<u32> {
     let targets = service.tcp_ports().filter_map(|port| match &port.target {
         TargetPort::Number(number) => Some(*number),
         TargetPort::Name(name) => {

@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::object::{Key, Node, Pod, Service, Slice};
+use crate::authorization::{self, AuthorizationPolicy};
 use crate::policy::{Policy, Target};
 use crate::routes::attach::RouteId;
 use crate::routes::mesh::Mesh;
@@ -51,6 +52,10 @@ pub(super) enum Link {
     GrantIn(Arc<str>),
     /// A TrafficPolicy: its target.
     Target(Target),
+    /// An AuthorizationPolicy: its namespace.
+    AuthorizationIn(Arc<str>),
+    /// An AuthorizationPolicy: the Service whose pods are a target.
+    AuthorizationOf(Key),
 }
 
 /// What is to be computed again, in this order: nothing depends on what comes after it.
@@ -70,6 +75,8 @@ pub(super) enum Dirty {
     Headless(Key),
     /// The room of the endpoints of a Service.
     Room(Key),
+    /// The authorization of the pods of a namespace.
+    Authorization(Arc<str>),
 }
 
 /// The objects with each link. In many maps: one that grows moves all that it holds at once, and the
@@ -225,6 +232,18 @@ impl Linked for Policy {
     fn links(&self) -> Vec<Link> {
         let targets = self.targets().filter_map(|(_, target)| target);
         targets.map(Link::Target).collect()
+    }
+}
+
+impl Linked for AuthorizationPolicy {
+    fn links(&self) -> Vec<Link> {
+        let targets = self.applied().targets.iter();
+        let services = targets.filter_map(|target| match target {
+            authorization::Target::Service(key) => Some(Link::AuthorizationOf(key.clone())),
+            _ => None,
+        });
+        let own = Link::AuthorizationIn(self.key.namespace.clone());
+        services.chain([own]).collect()
     }
 }
 

@@ -4,6 +4,7 @@
 //! Pure. Equal objects result in equal states and versions, in any order of events. The cost of a
 //! change depends on the affected objects, not on the size of the cluster.
 
+pub mod authorization;
 pub mod dependencies;
 pub mod endpoints;
 pub mod excess;
@@ -27,6 +28,7 @@ use std::net::IpAddr;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use authorization::Authorizations;
 use excess::ExcessServices;
 use headless::Headless;
 use limits::Limits;
@@ -55,6 +57,7 @@ pub struct Index {
     nodes: Store<Node>,
     routes: Routes,
     policies: Policies,
+    authorizations: Authorizations,
     meshes: Store<Mesh>,
     limits: Limits,
     headless: Headless,
@@ -104,6 +107,14 @@ pub struct Touched {
 }
 
 impl Index {
+    /// The index of a mesh whose controller is in this namespace.
+    pub fn of_mesh(namespace: &str) -> Index {
+        Index {
+            authorizations: Authorizations::of_mesh(namespace),
+            ..Index::default()
+        }
+    }
+
     /// The steps of an event: a list of all objects is as many as there are objects.
     pub fn steps(&self, Event { change, version }: Event) -> Vec<Step> {
         let record = |kind, progress| Step::Record(kind, progress, version);
@@ -200,6 +211,10 @@ impl Index {
             }
             Dirty::Headless(pod) => self.settle_headless(&pod),
             Dirty::Room(service) => self.settle_room(&service, touched),
+            Dirty::Authorization(namespace) => {
+                let pods = self.meshed.get(&namespace).into_iter().flatten();
+                touched.pods.extend(pods.cloned());
+            }
         }
         false
     }
@@ -255,6 +270,7 @@ impl Index {
         }
         let mut status = match id {
             (Kind::TrafficPolicy, key) => self.policies.status(key, &self.services),
+            (Kind::Authorization, key) => self.authorizations.status(key, &self.services),
             (Kind::Service, key) => self.service_status(key),
             (Kind::Mesh, key) => self.meshes.get(key).and_then(|mesh| mesh.status.clone()),
             _ => self.routes.route_status(id),
@@ -283,6 +299,9 @@ impl Index {
     pub fn with_status(&self) -> BTreeSet<RouteId> {
         let policies = self.policies.objects.keys();
         let policies = policies.map(|key| (Kind::TrafficPolicy, key.clone()));
+        let authorizations = self.authorizations.objects.keys();
+        let authorizations = authorizations.map(|key| (Kind::Authorization, key.clone()));
+        let policies = policies.chain(authorizations);
         let services = self.services.values().filter(|service| {
             let has_excess = service.excess.is_some() || self.excess.room(&service.key).is_some();
             has_excess || service.canary.is_some()
@@ -330,6 +349,7 @@ impl Index {
     pub fn generation(&self, (kind, key): &RouteId) -> Option<i64> {
         match kind {
             Kind::TrafficPolicy => Some(self.policies.objects.get(key)?.generation),
+            Kind::Authorization => Some(self.authorizations.objects.get(key)?.generation),
             _ => Some(self.routes.get(&(*kind, key.clone()))?.generation),
         }
     }
@@ -389,6 +409,7 @@ impl Index {
             Kind::TrafficSplit => Box::new(self.routes.traffic_splits.keys()),
             Kind::RouteGroup => Box::new(self.routes.route_groups.keys()),
             Kind::TrafficPolicy => Box::new(self.policies.objects.keys()),
+            Kind::Authorization => Box::new(self.authorizations.objects.keys()),
             Kind::Mesh => Box::new(self.meshes.keys()),
         }
     }
@@ -420,6 +441,7 @@ impl Index {
             Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
             Kind::RouteGroup => self.routes.set_group(links, key, typed!(RouteGroup)),
             Kind::TrafficPolicy => self.policies.set(links, key, typed!(Policy)),
+            Kind::Authorization => self.set_authorization(key, typed!(Authorization)),
             Kind::Mesh => drop(self.meshes.replace(links, kind, key, typed!(Mesh))),
         }
     }
@@ -441,6 +463,7 @@ impl Index {
         }
         self.routes.set_service(links, key, old.as_ref(), new);
         self.policies.set_service(links, key);
+        self.authorizations.mark_service(links, key);
         let of_service = [Dirty::Limits(key.clone()), Dirty::Room(key.clone())];
         links.dirty.extend(of_service);
         if let Some(old) = &old
@@ -449,6 +472,11 @@ impl Index {
             touched
                 .pods
                 .extend(self.selected(old).map(|pod| pod.key.clone()));
+        }
+        if self.links.contains(&Link::AuthorizationOf(key.clone())) {
+            let selected = old.iter().chain(self.services.get(key));
+            let selected = selected.flat_map(|service| self.selected(service));
+            touched.pods.extend(selected.map(|pod| pod.key.clone()));
         }
         if both().any(|service| service.is_headless) {
             self.routes.mark(key, &mut self.links.statuses);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use diy_mesh_model::ports::PortSet;
 
 use super::excess::Excess;
+use crate::authorization::AuthorizationPolicy;
 use crate::checked::Checked;
 pub use crate::kinds::Kind;
 use crate::policy::Policy;
@@ -112,6 +113,8 @@ pub enum Object {
     RouteGroup(RouteGroup),
     /// A TrafficPolicy.
     Policy(Policy),
+    /// An AuthorizationPolicy.
+    Authorization(AuthorizationPolicy),
     /// An XMesh.
     Mesh(Mesh),
 }
@@ -129,6 +132,7 @@ impl Object {
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
+            Object::Authorization(_) => Kind::Authorization,
             Object::Mesh(_) => Kind::Mesh,
         }
     }
@@ -145,6 +149,7 @@ impl Object {
             Object::Split(split) => &split.key,
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
+            Object::Authorization(policy) => &policy.key,
             Object::Mesh(mesh) => &mesh.key,
         }
     }
@@ -406,6 +411,12 @@ impl Pod {
         self.identity
             .clone()
             .filter(|_| !self.bypassed.contains(port))
+    }
+
+    /// The service account of a meshed pod.
+    pub fn service_account(&self) -> Option<&str> {
+        let (_, account) = self.identity.as_ref()?.rsplit_once('/')?;
+        Some(account)
     }
 
     /// Whether the pod declares a port opaque.

@@ -226,6 +226,7 @@ impl Index {
             zone: client.zone.clone(),
             rate_limits,
             limiting,
+            authorization: self.authorization(pod),
         };
         let target = Target::new(TargetKind::Workload(Box::new(workload)), pod.key.clone());
         (pod.identity.is_some() && *pod.uid == *uid).then_some((scope, target))

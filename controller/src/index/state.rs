@@ -5,6 +5,7 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1::{BackendPolicy, RateLimit};
 use prost::Message;
 
+use super::authorization::Authorization;
 #[cfg(test)]
 use super::endpoints::Delta;
 use super::endpoints::Endpoints;
@@ -75,6 +76,8 @@ pub struct Workload {
     pub rate_limits: Vec<RateLimit>,
     /// The Services that they are of, and those whose limits are surplus.
     pub limiting: Vec<(Key, bool)>,
+    /// Who may call it.
+    pub authorization: Authorization,
 }
 
 /// The update for a subscriber.
@@ -184,6 +187,7 @@ fn digest_of_rest(target: Option<&Target>) -> Version {
             digest.text(&service.name);
             digest.number((*is_surplus).into());
         }
+        workload.authorization.digest(&mut digest);
     }
     if let TargetKind::UnknownPort(ports) = &target.kind {
         digest.number(ports.len() as u64);

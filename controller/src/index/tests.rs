@@ -14,6 +14,7 @@ use super::object::{
 };
 use super::state::{State, Update};
 use super::*;
+use crate::authorization::{self, AuthorizationPolicy};
 use crate::policy::{self, Policy};
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Rejection, Route};
@@ -1007,6 +1008,7 @@ impl Chance {
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
             Kind::TrafficPolicy => Object::Policy(self.policy()),
+            Kind::Authorization => Object::Authorization(self.authorization()),
             Kind::Mesh => {
                 let controller = self.one(&["diy-service-mesh.dev/controller", "example.net/x"]);
                 let spec = json!({"controllerName": controller});
@@ -1042,6 +1044,20 @@ impl Chance {
         let key = Key::new(namespace, self.one(&["p1", "p2"]));
         let meta = self.meta(Kind::TrafficPolicy, &spec);
         policy::parse::policy(Meta { key, ..meta }, &spec).unwrap()
+    }
+
+    /// An AuthorizationPolicy of either namespace, some of them invalid.
+    fn authorization(&mut self) -> AuthorizationPolicy {
+        let target = match self.0.u8(..3) {
+            0 => json!({"kind": "Pod", "selector": {"matchLabels": {"app": "web"}}}),
+            1 => json!({"kind": "Service", "name": self.one(&Self::SERVICES)}),
+            _ => json!({"kind": "ServiceAccount", "name": "web"}),
+        };
+        let action = self.one(&["ALLOW", "DENY", "NONE"]);
+        let spec = json!({"targetRefs": [target], "action": action, "rules": [{}]});
+        let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["p1", "p2"]));
+        let meta = self.meta(Kind::Authorization, &spec);
+        authorization::parse::policy(Meta { key, ..meta }, &spec, "cluster.local")
     }
 
     fn meta(&mut self, kind: Kind, spec: &Value) -> Meta {

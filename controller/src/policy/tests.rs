@@ -1,6 +1,6 @@
 //! Tables of policies: parsing, defaults of fields, merging of sections and of rules.
 
-pub(super) mod crd;
+pub(crate) mod crd;
 mod rejections;
 
 use serde_json::{Value, json};

@@ -54,7 +54,7 @@ pub fn merge(
 ) -> Option<Value> {
     let fields = match kind {
         Kind::Mesh => return merge_mesh(object, desired?, now),
-        Kind::TrafficPolicy => POLICY,
+        Kind::TrafficPolicy | Kind::Authorization => POLICY,
         _ => ROUTE,
     };
     let namespace = object.metadata.namespace.as_deref().unwrap_or_default();

@@ -21,7 +21,7 @@ use super::{services::ClusterIps, workloads::Workload};
 pub(super) type Key = (String, String);
 
 /// The kinds that the controller reads, too.
-pub(super) const CATALOG_KINDS: [&str; 10] = [
+pub(super) const CATALOG_KINDS: [&str; 11] = [
     "Node",
     "Service",
     "EndpointSlice",
@@ -30,6 +30,7 @@ pub(super) const CATALOG_KINDS: [&str; 10] = [
     "TCPRoute",
     "ReferenceGrant",
     "TrafficPolicy",
+    "AuthorizationPolicy",
     "TrafficSplit",
     "HTTPRouteGroup",
 ];

@@ -87,7 +87,7 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             });
             parents.collect()
         }
-        Object::Mesh(_) => BTreeSet::new(),
+        Object::Mesh(_) | Object::Authorization(_) => BTreeSet::new(),
         Object::Policy(policy) => {
             let targets = policy.targets().filter_map(|(_, target)| target);
             let services = all.iter().filter(|one| one.kind() == Kind::Service);

@@ -1,15 +1,18 @@
-//! The definition of TrafficPolicy, from the types of its fields. A test compares it with
-//! `manifests/crds/trafficpolicies.yaml`; `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd`
-//! rewrites that file.
+//! The definitions of the custom resources of the mesh, from the types of their fields, and that of
+//! TrafficPolicy. Tests compare them with the files of `manifests/crds`;
+//! `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd` rewrites these files.
 //!
 //! The types here are those of the Gateway API, with schemas of their own.
 
 #![allow(dead_code)]
 
+use std::path::Path;
+
 use diy_mesh_proto::field;
 use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
-use serde_json::{Value, json};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
 
 use crate::policy::parse::MAX_MATCHES;
 use crate::policy::spec::TrafficPolicySpec;
@@ -60,7 +63,7 @@ pub(crate) struct UpToADay(Duration);
 struct UpToAYear(Duration);
 
 /// One validation, an expression of the Common Expression Language.
-fn rule(rule: &str, message: &str) -> Value {
+pub(crate) fn rule(rule: &str, message: &str) -> Value {
     json!([{"rule": rule, "message": message}])
 }
 
@@ -247,45 +250,91 @@ struct ValueMatch {
     value: String,
 }
 
+/// A custom resource.
+pub(crate) struct Resource {
+    pub(crate) kind: &'static str,
+    pub(crate) plural: &'static str,
+    pub(crate) description: &'static str,
+    pub(crate) labels: Value,
+    pub(crate) columns: Vec<Value>,
+}
+
+impl Resource {
+    /// The definition, with the fields of a type.
+    pub(crate) fn definition<T: JsonSchema>(self) -> Value {
+        let settings = SchemaSettings::draft07().with(|one| one.inline_subschemas = true);
+        let schema = settings.into_generator().into_root_schema_for::<T>();
+        let mut spec = schema.to_value();
+        simplify(&mut spec);
+        let Resource {
+            kind,
+            plural,
+            description,
+            labels,
+            mut columns,
+        } = self;
+        columns.extend([
+            json!({"name": "Accepted", "type": "string", "jsonPath":
+                ".status.ancestors[*].conditions[?(@.type==\"Accepted\")].status"}),
+            json!({"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}),
+        ]);
+        json!({
+            "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+            "metadata": {"name": format!("{plural}.{GROUP}"), "labels": labels},
+            "spec": {
+                "group": GROUP, "scope": "Namespaced",
+                "names": {"kind": kind, "listKind": format!("{kind}List"), "plural": plural,
+                    "singular": kind.to_lowercase(), "categories": ["diy-service-mesh"]},
+                "versions": [{
+                    "name": VERSION, "served": true, "storage": true,
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": columns,
+                    "schema": {"openAPIV3Schema": {
+                        "description": description, "type": "object", "required": ["spec"],
+                        "properties": {
+                            "apiVersion": {"type": "string"}, "kind": {"type": "string"},
+                            "metadata": {"type": "object"}, "spec": spec, "status": status(),
+                        },
+                    }},
+                }],
+            },
+        })
+    }
+}
+
+/// The file of a definition in the manifests has this content. Rewrites it on request.
+pub(crate) fn assert_installed(definition: &Value, source: &str) {
+    let plural = definition["spec"]["names"]["plural"].as_str().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let path = root.join(format!("../manifests/crds/{plural}.yaml"));
+    if std::env::var_os("UPDATE_CRDS").is_some() {
+        let comment = format!(
+            "# Generated from controller/src/{source}/spec.rs by `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd`.\n"
+        );
+        let text = serde_yaml_ng::to_string(definition).unwrap();
+        std::fs::write(&path, comment + &text).unwrap();
+    }
+    let text = std::fs::read_to_string(&path).unwrap_or_default();
+    let document = serde_yaml_ng::Deserializer::from_str(&text);
+    let installed: Option<Value> = Option::deserialize(document).unwrap();
+    assert!(
+        installed.as_ref() == Some(definition),
+        "manifests/crds is not up to date: run UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd"
+    );
+}
+
 fn definition() -> Value {
-    let settings = SchemaSettings::draft07().with(|one| one.inline_subschemas = true);
-    let schema = settings
-        .into_generator()
-        .into_root_schema_for::<TrafficPolicySpec>();
-    let mut spec = schema.to_value();
-    simplify(&mut spec);
-    json!({
-        "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": format!("trafficpolicies.{GROUP}"),
-            // GEP-713.
-            "labels": {"gateway.networking.k8s.io/policy": "Inherited"},
-        },
-        "spec": {
-            "group": GROUP, "scope": "Namespaced",
-            "names": {"kind": "TrafficPolicy", "listKind": "TrafficPolicyList",
-                "plural": "trafficpolicies", "singular": "trafficpolicy",
-                "categories": ["diy-service-mesh"]},
-            "versions": [{
-                "name": VERSION, "served": true, "storage": true,
-                "subresources": {"status": {}},
-                "additionalPrinterColumns": [
-                    {"name": "Targets", "type": "string", "jsonPath": ".spec.targetRefs[*].name"},
-                    {"name": "Accepted", "type": "string", "jsonPath":
-                        ".status.ancestors[*].conditions[?(@.type==\"Accepted\")].status"},
-                    {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
-                ],
-                "schema": {"openAPIV3Schema": {
-                    "description": "The traffic of the requests to Services of a namespace.",
-                    "type": "object", "required": ["spec"],
-                    "properties": {
-                        "apiVersion": {"type": "string"}, "kind": {"type": "string"},
-                        "metadata": {"type": "object"}, "spec": spec, "status": status(),
-                    },
-                }},
-            }],
-        },
-    })
+    let targets =
+        json!({"name": "Targets", "type": "string", "jsonPath": ".spec.targetRefs[*].name"});
+    let resource = Resource {
+        kind: "TrafficPolicy",
+        plural: "trafficpolicies",
+        description: "The traffic of the requests to Services of a namespace.",
+        // GEP-713.
+        labels: json!({"gateway.networking.k8s.io/policy": "Inherited"}),
+        columns: vec![targets],
+    };
+    resource.definition::<TrafficPolicySpec>()
 }
 
 /// PolicyStatus of GEP-713.
@@ -335,8 +384,14 @@ fn simplify(schema: &mut Value) {
     match schema {
         Value::Object(fields) => {
             // API servers prune unknown fields.
-            for name in ["$schema", "title", "additionalProperties", "format"] {
+            for name in ["$schema", "title", "format"] {
                 fields.remove(name);
+            }
+            if fields
+                .get("additionalProperties")
+                .is_some_and(Value::is_boolean)
+            {
+                fields.remove("additionalProperties");
             }
             // Those of the Rust types are no values of the API.
             if fields
@@ -364,104 +419,86 @@ fn simplify(schema: &mut Value) {
     }
 }
 
+/// Each schema, with its path.
+pub(crate) fn walk(schema: &Value, path: &str, visit: &mut impl FnMut(&str, &Map<String, Value>)) {
+    let fields = schema.as_object().expect("a schema");
+    visit(path, fields);
+    for (name, property) in schema["properties"].as_object().into_iter().flatten() {
+        walk(property, &format!("{path}.{name}"), visit);
+    }
+    if let Some(items) = fields.get("items") {
+        walk(items, &format!("{path}[]"), visit);
+    }
+}
+
+/// The schema is structural, and describes every field. Returns the number of fields.
+pub(crate) fn assert_structural(definition: &Value) -> usize {
+    let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let mut count = 0;
+    walk(
+        &schema["properties"]["spec"],
+        "spec",
+        &mut |path, fields| {
+            count += 1;
+            let known = [
+                "description",
+                "type",
+                "properties",
+                "required",
+                "items",
+                "enum",
+                "default",
+                "minimum",
+                "maximum",
+                "minLength",
+                "maxLength",
+                "minItems",
+                "maxItems",
+                "pattern",
+                "minProperties",
+                "maxProperties",
+                "additionalProperties",
+                "x-kubernetes-list-type",
+                "x-kubernetes-list-map-keys",
+                "x-kubernetes-validations",
+            ];
+            let unknown: Vec<&String> = fields
+                .keys()
+                .filter(|name| !known.contains(&name.as_str()))
+                .collect();
+            assert!(unknown.is_empty(), "{path}: {unknown:?}");
+            assert!(fields["type"].is_string(), "{path}");
+            let default = fields.get("default");
+            assert!(
+                default.is_none_or(|default| fields["enum"][0] == *default),
+                "{path}"
+            );
+            assert!(
+                path.ends_with("[]") || fields.contains_key("description"),
+                "{path}"
+            );
+            assert!(
+                fields["type"] != "array" || fields.contains_key("maxItems"),
+                "{path}"
+            );
+        },
+    );
+    count
+}
+
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use serde::Deserialize;
-    use serde_json::Map;
-
     use super::*;
     use crate::policy::tests::policy;
 
-    const PATH: &str = "../manifests/crds/trafficpolicies.yaml";
-
-    fn installed() -> Value {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(PATH);
-        let text = std::fs::read_to_string(&path).unwrap_or_default();
-        let document = serde_yaml_ng::Deserializer::from_str(&text);
-        Option::deserialize(document).unwrap().unwrap_or_default()
-    }
-
     #[test]
     fn crd_of_the_manifests_is_that_of_the_types() {
-        let definition = definition();
-        if std::env::var_os("UPDATE_CRDS").is_some() {
-            let comment = "# Generated from controller/src/policy/spec.rs by `UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd`.\n";
-            let text = serde_yaml_ng::to_string(&definition).unwrap();
-            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(PATH);
-            std::fs::write(path, comment.to_owned() + &text).unwrap();
-        }
-        assert!(
-            installed() == definition,
-            "manifests/crds is not up to date: run UPDATE_CRDS=1 cargo test -p diy-mesh-controller crd"
-        );
-    }
-
-    /// Each schema, with its path.
-    fn walk(schema: &Value, path: &str, visit: &mut impl FnMut(&str, &Map<String, Value>)) {
-        let fields = schema.as_object().expect("a schema");
-        visit(path, fields);
-        for (name, property) in schema["properties"].as_object().into_iter().flatten() {
-            walk(property, &format!("{path}.{name}"), visit);
-        }
-        if let Some(items) = fields.get("items") {
-            walk(items, &format!("{path}[]"), visit);
-        }
+        assert_installed(&definition(), "policy");
     }
 
     #[test]
     fn schema_is_structural_and_describes_every_field() {
-        let definition = definition();
-        let schema = &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
-        let mut count = 0;
-        walk(
-            &schema["properties"]["spec"],
-            "spec",
-            &mut |path, fields| {
-                count += 1;
-                let known = [
-                    "description",
-                    "type",
-                    "properties",
-                    "required",
-                    "items",
-                    "enum",
-                    "default",
-                    "minimum",
-                    "maximum",
-                    "minLength",
-                    "maxLength",
-                    "minItems",
-                    "maxItems",
-                    "pattern",
-                    "minProperties",
-                    "maxProperties",
-                    "x-kubernetes-list-type",
-                    "x-kubernetes-list-map-keys",
-                    "x-kubernetes-validations",
-                ];
-                let unknown: Vec<&String> = fields
-                    .keys()
-                    .filter(|name| !known.contains(&name.as_str()))
-                    .collect();
-                assert!(unknown.is_empty(), "{path}: {unknown:?}");
-                assert!(fields["type"].is_string(), "{path}");
-                let default = fields.get("default");
-                assert!(
-                    default.is_none_or(|default| fields["enum"][0] == *default),
-                    "{path}"
-                );
-                assert!(
-                    path.ends_with("[]") || fields.contains_key("description"),
-                    "{path}"
-                );
-                assert!(
-                    fields["type"] != "array" || fields.contains_key("maxItems"),
-                    "{path}"
-                );
-            },
-        );
+        let count = assert_structural(&definition());
         assert!(count > 80, "{count} fields");
     }
 

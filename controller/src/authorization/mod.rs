@@ -1,0 +1,258 @@
+//! AuthorizationPolicies: who may call which pods. Pure.
+//!
+//! `parse.rs` reads objects, and `crate::index::authorization` selects the policies of each pod, whose
+//! proxy enforces them. A policy that is invalid denies the calls that it could be about.
+
+pub mod parse;
+pub mod spec;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use diy_mesh_proto::mesh::v1 as proto;
+use prost::Message;
+use proto::authorization_policy::Action;
+
+use crate::checked::Checked;
+use crate::index::object::Key;
+use crate::index::version::{self, Version};
+use crate::routes::model::Rejection;
+use crate::routes::parse::Meta;
+use crate::routes::{Condition, ParentReference};
+use spec::{Requirement, Selector};
+
+/// The length of the policies of a pod in a message. Each pod has a copy.
+pub(crate) const MAX_BYTES: usize = 256 * 1024;
+/// Policies of a pod.
+pub(crate) const MAX_POLICIES: usize = 1000;
+
+/// The reasons of conditions that do not hold.
+const INVALID: &str = "Invalid";
+const TARGET_NOT_FOUND: &str = "TargetNotFound";
+/// See [`INVALID`].
+pub(crate) const TOO_LARGE: &str = "TooLarge";
+
+/// An AuthorizationPolicy. Its parents are the targets. One that is invalid has a content too, which
+/// denies.
+pub type AuthorizationPolicy = Checked<Arc<Content>>;
+
+/// What applies to which pods.
+#[derive(Debug, PartialEq)]
+pub struct Content {
+    /// In the order of the parents.
+    pub targets: Arc<[Target]>,
+    /// What applies to them.
+    pub effect: Effect,
+}
+
+/// Pods.
+#[derive(Debug, PartialEq)]
+pub enum Target {
+    /// By their labels.
+    Pods(Selector),
+    /// That a Service selects, at its target ports.
+    Service(Key),
+    /// That run under a service account of the namespace.
+    ServiceAccount(String),
+}
+
+/// What a policy does.
+#[derive(Debug, PartialEq)]
+pub enum Effect {
+    /// Its rules match calls.
+    Rules(Arc<Rules>),
+    /// It sets the default: whether calls are denied that no policy is about.
+    Default {
+        /// Whether they are.
+        deny: bool,
+    },
+}
+
+/// Whether a policy refuses calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Mode {
+    /// It does.
+    Enforce,
+    /// What it would refuse is counted.
+    Audit,
+}
+
+/// The rules of a policy. All pods that it selects share them.
+#[derive(Debug)]
+pub struct Rules {
+    /// Its ports are those of its scope.
+    pub message: proto::AuthorizationPolicy,
+    /// The digest.
+    pub version: Version,
+    /// The length of the message.
+    pub bytes: usize,
+}
+
+impl Rules {
+    /// The rules of this message.
+    pub fn new(message: proto::AuthorizationPolicy) -> Rules {
+        let encoded = message.encode_to_vec();
+        Rules {
+            message,
+            version: version::of("authorization policy", &encoded),
+            bytes: encoded.len(),
+        }
+    }
+
+    /// The mode.
+    pub fn mode(&self) -> Mode {
+        if self.message.audit {
+            Mode::Audit
+        } else {
+            Mode::Enforce
+        }
+    }
+}
+
+impl PartialEq for Rules {
+    fn eq(&self, other: &Rules) -> bool {
+        self.version == other.version
+    }
+}
+
+impl Effect {
+    /// Denies every call.
+    pub fn denying(key: &Key, mode: Mode) -> Effect {
+        Effect::Rules(Arc::new(Rules::new(denying(key, mode))))
+    }
+}
+
+/// "AuthorizationPolicy NAMESPACE/NAME", for logs and responses.
+pub fn name(key: &Key) -> String {
+    format!("AuthorizationPolicy {key}")
+}
+
+/// A policy that denies every call: no proxy knows the revision of its rule.
+pub fn denying(key: &Key, mode: Mode) -> proto::AuthorizationPolicy {
+    proto::AuthorizationPolicy {
+        name: name(key),
+        action: Action::Deny.into(),
+        audit: mode == Mode::Audit,
+        ports: vec![],
+        rules: vec![proto::AuthorizationRule {
+            revision: u32::MAX,
+            ..proto::AuthorizationRule::default()
+        }],
+    }
+}
+
+impl AuthorizationPolicy {
+    /// A policy. With a rejection, it denies the calls of its targets.
+    pub fn with(
+        meta: Meta,
+        parents: Vec<ParentReference>,
+        targets: Arc<[Target]>,
+        effect: Result<Effect, (Rejection, Mode)>,
+    ) -> AuthorizationPolicy {
+        let (effect, invalid) = match effect {
+            Ok(effect) => (effect, None),
+            Err((rejection, mode)) => (Effect::denying(&meta.key, mode), Some(rejection)),
+        };
+        let content = Arc::new(Content { targets, effect });
+        let mut policy = Checked::new(meta, parents, Ok(content));
+        policy.invalid = invalid;
+        policy
+    }
+
+    /// The targets and what applies to them.
+    pub fn applied(&self) -> &Content {
+        self.content.as_ref().expect("an invalid policy denies")
+    }
+
+    /// The policy as one of the namespace of the mesh: an ALLOW there covers only ports that it names.
+    pub fn of_mesh(mut self) -> AuthorizationPolicy {
+        if let Effect::Rules(rules) = &self.applied().effect
+            && rules.message.action() == Action::Allow
+            && rules.message.ports.is_empty()
+        {
+            let effect = Effect::denying(&self.key, rules.mode());
+            let targets = self.applied().targets.clone();
+            self.content = Ok(Arc::new(Content { targets, effect }));
+            let message = "spec.scope: an ALLOW in the namespace of the mesh requires Ports";
+            self.invalid = Some(Rejection::new(INVALID, message.to_owned()));
+        }
+        self
+    }
+
+    /// The condition at a target. `effect`: that of an invalid policy.
+    pub fn accepted(&self, target: &Target, exists: bool, effect: &str) -> Condition {
+        let (reason, message) = match self.rejection() {
+            Some(Rejection {
+                reason, message, ..
+            }) => (*reason, format!("{message}; {effect}")),
+            None if !exists => (
+                TARGET_NOT_FOUND,
+                format!("the {target} does not exist, is an ExternalName, or has no selector"),
+            ),
+            None => ("Accepted", format!("the policy applies to the {target}")),
+        };
+        Condition::new("Accepted", reason == "Accepted", reason, message)
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Target::Pods(selector) => write!(f, "pods with the labels {selector}"),
+            Target::Service(key) => write!(f, "Service {key}"),
+            Target::ServiceAccount(name) => write!(f, "service account {name}"),
+        }
+    }
+}
+
+impl Selector {
+    /// Whether it selects pods with these labels.
+    pub fn selects(&self, labels: &BTreeMap<String, String>) -> bool {
+        let mut equal = self.match_labels.iter();
+        let mut expressions = self.match_expressions.iter();
+        equal.all(|(name, value)| labels.get(name) == Some(value))
+            && expressions.all(|one| one.holds(labels))
+    }
+}
+
+impl Requirement {
+    fn holds(&self, labels: &BTreeMap<String, String>) -> bool {
+        let label = labels.get(&self.key);
+        let is_listed = || {
+            let mut values = self.values.iter().flatten();
+            values.any(|value| Some(value) == label)
+        };
+        match &*self.operator {
+            "In" => is_listed(),
+            "NotIn" => !is_listed(),
+            "Exists" => label.is_some(),
+            _ => label.is_none(),
+        }
+    }
+}
+
+/// As kubectl has it. `*`: all pods.
+impl fmt::Display for Selector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let equal = self.match_labels.iter();
+        let equal = equal.map(|(name, value)| format!("{name}={value}"));
+        let expressions = self.match_expressions.iter().map(|one| {
+            let (key, values) = (&one.key, one.values.as_deref().unwrap_or_default());
+            match &*one.operator {
+                "In" => format!("{key} in ({})", values.join(",")),
+                "NotIn" => format!("{key} notin ({})", values.join(",")),
+                "Exists" => key.clone(),
+                _ => format!("!{key}"),
+            }
+        });
+        let all: Vec<String> = equal.chain(expressions).collect();
+        if all.is_empty() {
+            return f.write_str("*");
+        }
+        f.write_str(&all.join(","))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,540 @@
+//! AuthorizationPolicies from the content of their objects. Pure.
+//!
+//! Nothing relies on the validation of the API server: objects from files have none. Each invalid
+//! field is named, with its value and the expected value. An invalid policy denies the calls of its
+//! targets, or, if these cannot be read, of all pods of its namespace.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::authorization_policy::Action;
+use proto::authorization_source::Kind as SourceKind;
+use proto::authorized_field::Kind as FieldKind;
+use proto::authorized_path::Kind as PathKind;
+use serde_json::Value;
+
+use super::spec::{
+    AuthorizationPolicySpec, GrpcMatch, HeaderMatch, PathMatch, RequestMatch, Requirement, Rule,
+    Selector, Source, TargetRef,
+};
+use super::{
+    AuthorizationPolicy, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target, name,
+};
+use crate::fields::with_unknown_fields;
+use crate::index::object::Key;
+use crate::routes::filters::{is_hostname, is_token};
+use crate::routes::model::Rejection;
+use crate::routes::parse::{Meta, bounded, shortened, unsupported};
+use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
+
+const MAX_TARGETS: usize = 16;
+const MAX_RULES: usize = 128;
+const MAX_SOURCES: usize = 64;
+const MAX_PORTS: usize = 64;
+const MAX_REQUESTS: usize = 16;
+/// Of each list of conditions on requests.
+const MAX_CONDITIONS: usize = 32;
+/// Of a selector.
+const MAX_LABELS: usize = 32;
+const MAX_LABEL_VALUES: usize = 64;
+/// The length of the name of a target in the status.
+const MAX_NAME_CHARS: usize = 253;
+/// The meaning of rules of this release.
+const REVISION: u32 = 1;
+
+/// Parses a policy. Service accounts are of the trust domain.
+pub fn policy(meta: Meta, spec: &Value, trust_domain: &str) -> AuthorizationPolicy {
+    let targets = targets(&meta.key, &spec["targetRefs"]);
+    let reader = Reader {
+        key: &meta.key,
+        trust_domain,
+    };
+    let effect = match &targets {
+        Ok(targets) => read(spec).and_then(|spec| reader.effect(spec, targets)),
+        Err(rejection) => Err(rejection.clone()),
+    };
+    let mode = if spec["mode"] == "Audit" {
+        Mode::Audit
+    } else {
+        Mode::Enforce
+    };
+    let effect = effect.map_err(|rejection| {
+        let reason = match rejection.reason {
+            TOO_LARGE => TOO_LARGE,
+            _ => INVALID,
+        };
+        (Rejection::new(reason, shortened(&rejection.message)), mode)
+    });
+    let targets = targets.unwrap_or_else(|_| vec![Target::Pods(Selector::default())]);
+    let parents = targets.iter().map(reference).collect();
+    AuthorizationPolicy::with(meta, parents, targets.into(), effect)
+}
+
+/// A target in the status. Pods have the selector as the name.
+fn reference(target: &Target) -> ParentReference {
+    let (kind, name) = match target {
+        Target::Pods(selector) => ("Pod", selector.to_string()),
+        Target::Service(key) => ("Service", key.name.to_string()),
+        Target::ServiceAccount(name) => ("ServiceAccount", name.clone()),
+    };
+    ParentReference {
+        group: Some(String::new()),
+        kind: Some(kind.to_owned()),
+        name: name.chars().take(MAX_NAME_CHARS).collect(),
+        ..ParentReference::default()
+    }
+}
+
+fn targets(key: &Key, value: &Value) -> Result<Vec<Target>, Rejection> {
+    let field = "spec.targetRefs";
+    let (targets, unknown) = with_unknown_fields::<Vec<TargetRef>, _>(value);
+    if let Some(unknown) = unknown.first() {
+        return Err(invalid(format!("{field}{unknown}: unknown field")));
+    }
+    let targets = targets.map_err(|error| invalid(format!("{field}: {error}")))?;
+    listed(field, &targets, MAX_TARGETS)?;
+    let targets = targets.into_iter().enumerate();
+    let targets = targets.map(|(at, target)| self::target(key, target, &format!("{field}[{at}]")));
+    targets.collect()
+}
+
+fn target(key: &Key, target: TargetRef, field: &str) -> Result<Target, Rejection> {
+    if !target.group.is_empty() {
+        let expected = "empty, the core group";
+        return Err(unsupported(
+            &format!("{field}.group"),
+            &target.group,
+            expected,
+        ));
+    }
+    match (&*target.kind, target.name, target.selector) {
+        ("Pod", None, Some(selector)) => {
+            check_selector(&selector, &format!("{field}.selector"))?;
+            Ok(Target::Pods(selector))
+        }
+        ("Service", Some(name), None) if !name.is_empty() => Ok(Target::Service(Key {
+            namespace: key.namespace.clone(),
+            name: name.into(),
+        })),
+        ("ServiceAccount", Some(name), None) if !name.is_empty() => {
+            Ok(Target::ServiceAccount(name))
+        }
+        (kind, ..) => {
+            let expected = "Pod with selector, or Service or ServiceAccount with name";
+            Err(unsupported(&format!("{field}.kind"), kind, expected))
+        }
+    }
+}
+
+fn check_selector(selector: &Selector, field: &str) -> Result<(), Rejection> {
+    let labels: Vec<_> = selector.match_labels.keys().collect();
+    bounded(&format!("{field}.matchLabels"), &labels, MAX_LABELS)?;
+    let field = format!("{field}.matchExpressions");
+    bounded(&field, &selector.match_expressions, MAX_LABELS)?;
+    for (at, one) in selector.match_expressions.iter().enumerate() {
+        let Requirement {
+            operator, values, ..
+        } = one;
+        let field = format!("{field}[{at}]");
+        match (&**operator, values) {
+            ("In" | "NotIn", Some(values)) => {
+                listed(&format!("{field}.values"), values, MAX_LABEL_VALUES)?;
+            }
+            ("Exists" | "DoesNotExist", None) => {}
+            _ => {
+                let expected = "In or NotIn with values, or Exists or DoesNotExist without";
+                return Err(unsupported(
+                    &format!("{field}.operator"),
+                    operator,
+                    expected,
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Reads a spec. What it does not have differs from what is empty, and `null` is neither.
+fn read(spec: &Value) -> Result<AuthorizationPolicySpec, Rejection> {
+    if let Some(field) = null(spec, "spec") {
+        return Err(invalid(format!("{field}: null is no value")));
+    }
+    let (read, unknown) = with_unknown_fields::<AuthorizationPolicySpec, _>(spec);
+    match unknown.first() {
+        Some(field) => Err(invalid(format!("spec.{field}: unknown field"))),
+        None => read.map_err(|error| invalid(format!("spec: {error}"))),
+    }
+}
+
+/// The path of a null value.
+fn null(value: &Value, path: &str) -> Option<String> {
+    match value {
+        Value::Null => Some(path.to_owned()),
+        Value::Array(items) => {
+            let mut items = items.iter().enumerate();
+            items.find_map(|(at, item)| null(item, &format!("{path}[{at}]")))
+        }
+        Value::Object(fields) => {
+            let mut fields = fields.iter();
+            fields.find_map(|(name, field)| null(field, &format!("{path}.{name}")))
+        }
+        _ => None,
+    }
+}
+
+fn invalid(message: String) -> Rejection {
+    Rejection::new(UNSUPPORTED_VALUE, message)
+}
+
+/// Rejects lists that are empty, or too long.
+fn listed<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
+    if list.is_empty() {
+        return Err(invalid(format!("{field}: expected 1 to {max} entries")));
+    }
+    bounded(field, list, max)
+}
+
+/// The entries of a list that may be absent, but not empty, each converted.
+fn each<S, T>(
+    field: &str,
+    list: Option<Vec<S>>,
+    max: usize,
+    convert: impl Fn(S, &str) -> Result<T, Rejection>,
+) -> Result<Vec<T>, Rejection> {
+    let Some(list) = list else {
+        return Ok(Vec::new());
+    };
+    listed(field, &list, max)?;
+    let list = list.into_iter().enumerate();
+    list.map(|(at, one)| convert(one, &format!("{field}[{at}]")))
+        .collect()
+}
+
+/// What sources depend on.
+struct Reader<'a> {
+    key: &'a Key,
+    trust_domain: &'a str,
+}
+
+impl Reader<'_> {
+    fn effect(
+        &self,
+        spec: AuthorizationPolicySpec,
+        targets: &[Target],
+    ) -> Result<Effect, Rejection> {
+        if let Some(default) = &spec.default {
+            return self::default(default, &spec, targets);
+        }
+        let action = match spec.action.as_deref() {
+            Some("ALLOW") => Action::Allow,
+            Some("DENY") => Action::Deny,
+            other => {
+                let expected = "ALLOW or DENY; it is required without default";
+                return Err(unsupported(
+                    "spec.action",
+                    other.unwrap_or_default(),
+                    expected,
+                ));
+            }
+        };
+        let audit = match spec.mode.as_deref() {
+            None | Some("Enforce") => false,
+            Some("Audit") => true,
+            Some(other) => return Err(unsupported("spec.mode", other, "Enforce or Audit")),
+        };
+        let specs = spec.rules.unwrap_or_default();
+        bounded("spec.rules", &specs, MAX_RULES)?;
+        let specs = specs.into_iter().enumerate();
+        let rules = specs.map(|(at, rule)| self.rule(rule, action, &format!("spec.rules[{at}]")));
+        let rules = rules.collect::<Result<Vec<_>, _>>()?;
+        let rules = Rules::new(proto::AuthorizationPolicy {
+            name: name(self.key),
+            action: action.into(),
+            audit,
+            ports: scope(spec.scope.as_deref(), action, &rules)?,
+            rules,
+        });
+        if rules.bytes > MAX_BYTES {
+            let message = format!("spec: {} bytes are more than {MAX_BYTES}", rules.bytes);
+            return Err(Rejection::new(TOO_LARGE, message));
+        }
+        Ok(Effect::Rules(Arc::new(rules)))
+    }
+
+    fn rule(
+        &self,
+        spec: Rule,
+        action: Action,
+        field: &str,
+    ) -> Result<proto::AuthorizationRule, Rejection> {
+        let sources = match spec.sources {
+            Some(sources) if sources.is_empty() => Some(vec![]),
+            Some(sources) => Some(self.sources(&format!("{field}.sources"), Some(sources))?),
+            None => None,
+        };
+        let at = format!("{field}.networkAttributes.ports");
+        let ports = spec.network_attributes.map(|one| one.ports);
+        let ports = each(&at, ports, MAX_PORTS, |port, at| match port {
+            0 => Err(unsupported(at, "0", "a port")),
+            port => Ok(port.into()),
+        })?;
+        let at = format!("{field}.requests");
+        if action == Action::Deny && spec.requests.is_some() && ports.is_empty() {
+            let message = "a DENY about requests requires networkAttributes.ports: it denies \
+                           connections there that carry no HTTP";
+            return Err(invalid(format!("{at}: {message}")));
+        }
+        Ok(proto::AuthorizationRule {
+            revision: REVISION,
+            sources: sources.map(|sources| proto::AuthorizationSources { sources }),
+            not_sources: self.sources(&format!("{field}.notSources"), spec.not_sources)?,
+            ports,
+            requests: each(&at, spec.requests, MAX_REQUESTS, request)?,
+        })
+    }
+
+    fn sources(
+        &self,
+        field: &str,
+        specs: Option<Vec<Source>>,
+    ) -> Result<Vec<proto::AuthorizationSource>, Rejection> {
+        each(field, specs, MAX_SOURCES, |source, field| {
+            self.source(source, field)
+        })
+    }
+
+    fn source(&self, spec: Source, field: &str) -> Result<proto::AuthorizationSource, Rejection> {
+        let fields = (
+            spec.service_account,
+            spec.spiffe,
+            spec.namespace,
+            spec.ip_block,
+        );
+        let kind = match (&*spec.kind, fields) {
+            ("ServiceAccount", (Some(account), None, None, None)) => {
+                let own = &self.key.namespace;
+                let namespace = account.namespace.as_deref().unwrap_or(own);
+                self.account(namespace, &account.name, field)?
+            }
+            ("Namespace", (None, None, Some(namespace), None)) => {
+                self.account(&namespace, "*", field)?
+            }
+            ("SPIFFE", (None, Some(id), None, None)) => {
+                let expected = "spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT";
+                let invalid = || unsupported(&format!("{field}.spiffe"), &id, expected);
+                let parts = id.strip_prefix("spiffe://").ok_or_else(invalid)?;
+                let parts: Vec<&str> = parts.split('/').collect();
+                let [trust_domain, "ns", namespace, "sa", account] = parts[..] else {
+                    return Err(invalid());
+                };
+                identity(trust_domain, namespace, account).ok_or_else(invalid)?
+            }
+            ("IPBlock", (None, None, None, Some(block))) => {
+                if !is_block(&block) {
+                    let expected = "a range of addresses, for example 10.0.0.0/8";
+                    return Err(unsupported(&format!("{field}.ipBlock"), &block, expected));
+                }
+                SourceKind::IpBlock(block)
+            }
+            ("Unauthenticated", (None, None, None, None)) => {
+                SourceKind::Unauthenticated(proto::Unauthenticated {})
+            }
+            (kind, _) => {
+                let expected = "ServiceAccount, SPIFFE, Namespace, IPBlock or Unauthenticated, \
+                                with its field and no other";
+                return Err(unsupported(&format!("{field}.type"), kind, expected));
+            }
+        };
+        Ok(proto::AuthorizationSource { kind: Some(kind) })
+    }
+
+    /// A service account of the own trust domain.
+    fn account(&self, namespace: &str, name: &str, field: &str) -> Result<SourceKind, Rejection> {
+        let matches = identity(TRUST_DOMAIN, namespace, name).filter(|_| namespace != "*");
+        let Some(SourceKind::Identity(matches)) = matches else {
+            let shown = format!("{namespace}/{name}");
+            let expected = "the name of a namespace and of a service account, or * for all of them";
+            return Err(unsupported(field, &shown, expected));
+        };
+        Ok(SourceKind::Identity(proto::IdentityMatch {
+            trust_domain: self.trust_domain.to_owned(),
+            ..matches
+        }))
+    }
+}
+
+/// An identity, of which each part may be `*`.
+fn identity(trust_domain: &str, namespace: &str, account: &str) -> Option<SourceKind> {
+    let [known, parts] = ["any", ""].map(|all| {
+        [trust_domain, namespace, account].map(|part| if part == "*" { all } else { part })
+    });
+    Identity::new(known[0], known[1], known[2]).ok()?;
+    let [trust_domain, namespace, service_account] = parts.map(str::to_owned);
+    Some(SourceKind::Identity(proto::IdentityMatch {
+        trust_domain,
+        namespace,
+        service_account,
+    }))
+}
+
+fn is_block(text: &str) -> bool {
+    let parsed = text.split_once('/').and_then(|(address, length)| {
+        let address: IpAddr = address.parse().ok()?;
+        let max = if address.is_ipv4() { 32 } else { 128 };
+        let is_number = length.bytes().all(|byte| byte.is_ascii_digit());
+        length
+            .parse()
+            .ok()
+            .filter(|length: &u8| is_number && *length <= max)
+    });
+    parsed.is_some()
+}
+
+/// A policy that sets the default has nothing else.
+fn default(
+    text: &str,
+    spec: &AuthorizationPolicySpec,
+    targets: &[Target],
+) -> Result<Effect, Rejection> {
+    let others = [&spec.action, &spec.mode, &spec.scope];
+    if others.iter().any(|other| other.is_some()) || spec.rules.is_some() {
+        let message = "spec.default: excludes action, mode, scope and rules";
+        return Err(invalid(message.to_owned()));
+    }
+    if *targets != [Target::Pods(Selector::default())] {
+        let message = "spec.default: requires the targetRefs [{kind: Pod, selector: {}}]";
+        return Err(invalid(message.to_owned()));
+    }
+    match text {
+        "Allow" => Ok(Effect::Default { deny: false }),
+        "Deny" => Ok(Effect::Default { deny: true }),
+        other => Err(unsupported("spec.default", other, "Allow or Deny")),
+    }
+}
+
+/// The ports that a policy covers at most. Empty: all.
+fn scope(
+    scope: Option<&str>,
+    action: Action,
+    rules: &[proto::AuthorizationRule],
+) -> Result<Vec<u32>, Rejection> {
+    let has_ports = || !rules.is_empty() && rules.iter().all(|rule| !rule.ports.is_empty());
+    match scope {
+        None => Ok(vec![]),
+        Some("Workload") if action == Action::Allow => Ok(vec![]),
+        Some("Ports") if action == Action::Allow && has_ports() => {
+            let ports = rules.iter().flat_map(|rule| rule.ports.iter().copied());
+            let ports: BTreeSet<u32> = ports.collect();
+            Ok(ports.into_iter().collect())
+        }
+        Some(other) => {
+            let expected =
+                "Workload, or Ports with ports in each of one or more rules; only for ALLOW";
+            Err(unsupported("spec.scope", other, expected))
+        }
+    }
+}
+
+fn request(spec: RequestMatch, field: &str) -> Result<proto::RequestMatch, Rejection> {
+    if spec.grpc.is_some() && spec.paths.is_some() {
+        return Err(invalid(format!(
+            "{field}: grpc and paths exclude each other"
+        )));
+    }
+    let conditions = |name: &str| format!("{field}.{name}");
+    let mut paths = each(&conditions("paths"), spec.paths, MAX_CONDITIONS, path)?;
+    paths.extend(each(&conditions("grpc"), spec.grpc, MAX_CONDITIONS, grpc)?);
+    let message = proto::RequestMatch {
+        methods: each(&conditions("methods"), spec.methods, MAX_CONDITIONS, method)?,
+        paths,
+        hosts: each(&conditions("hosts"), spec.hosts, MAX_CONDITIONS, host)?,
+        headers: each(&conditions("headers"), spec.headers, MAX_CONDITIONS, header)?,
+    };
+    if message == proto::RequestMatch::default() {
+        return Err(invalid(format!("{field}: expected a condition")));
+    }
+    Ok(message)
+}
+
+fn method(text: String, field: &str) -> Result<String, Rejection> {
+    if is_token(&text) {
+        Ok(text)
+    } else {
+        Err(unsupported(field, &text, "a method, for example GET"))
+    }
+}
+
+fn path(spec: PathMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {
+    let value = spec.value;
+    let has_others = value.contains(['?', '#']);
+    if value.is_empty() || has_others || (spec.kind != "Suffix" && !value.starts_with('/')) {
+        let expected = "a path without query and fragment";
+        return Err(unsupported(&format!("{field}.value"), &value, expected));
+    }
+    let kind = match &*spec.kind {
+        "Exact" => PathKind::Exact(value),
+        "PathPrefix" => PathKind::Prefix(value),
+        "Suffix" => PathKind::Suffix(value),
+        "Template" => PathKind::Template(value),
+        other => {
+            let expected = "Exact, PathPrefix, Suffix or Template";
+            return Err(unsupported(&format!("{field}.type"), other, expected));
+        }
+    };
+    Ok(proto::AuthorizedPath { kind: Some(kind) })
+}
+
+fn grpc(spec: GrpcMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {
+    let is_valid = |name: &str| {
+        let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"._".contains(&byte);
+        !name.is_empty() && name.bytes().all(is_valid)
+    };
+    let GrpcMatch { service, method } = spec;
+    let path = match method {
+        Some(method) if is_valid(&service) && is_valid(&method) => {
+            PathKind::Exact(format!("/{service}/{method}"))
+        }
+        None if is_valid(&service) => PathKind::Prefix(format!("/{service}")),
+        method => {
+            let shown = format!("{service}/{}", method.unwrap_or_default());
+            let expected = "a gRPC service with its package, and a method";
+            return Err(unsupported(field, &shown, expected));
+        }
+    };
+    Ok(proto::AuthorizedPath { kind: Some(path) })
+}
+
+fn host(text: String, field: &str) -> Result<String, Rejection> {
+    let host = text.to_ascii_lowercase();
+    if is_hostname(host.strip_prefix("*.").unwrap_or(&host)) {
+        Ok(host)
+    } else {
+        let expected = "a host without a port, or *. and a domain";
+        Err(unsupported(field, &text, expected))
+    }
+}
+
+fn header(spec: HeaderMatch, field: &str) -> Result<proto::AuthorizedField, Rejection> {
+    if !is_token(&spec.name) {
+        let expected = "the name of a header";
+        return Err(unsupported(&format!("{field}.name"), &spec.name, expected));
+    }
+    let value = spec.value.filter(|value| !value.is_empty());
+    let kind = match (&*spec.kind, value) {
+        ("Exact", Some(value)) => FieldKind::Exact(value),
+        ("Prefix", Some(value)) => FieldKind::Prefix(value),
+        ("Suffix", Some(value)) => FieldKind::Suffix(value),
+        ("Present", None) => FieldKind::Present(proto::Present {}),
+        (other, _) => {
+            let expected = "Exact, Prefix or Suffix with value, or Present without";
+            return Err(unsupported(&format!("{field}.type"), other, expected));
+        }
+    };
+    Ok(proto::AuthorizedField {
+        name: spec.name.to_ascii_lowercase(),
+        kind: Some(kind),
+    })
+}

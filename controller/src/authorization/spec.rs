@@ -1,0 +1,259 @@
+//! The fields of an AuthorizationPolicy: those of GEP-3779, and conditions on requests.
+//!
+//! A field that this release does not know makes the policy invalid: without it, the rest could
+//! mean something else. Omitted and empty lists differ. Values of enumerations are texts, which
+//! `parse.rs` checks. `tests/crd.rs` makes the definition of the custom resource from these types,
+//! with these comments as descriptions.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+#[cfg(test)]
+use super::tests::crd;
+
+/// Who may call pods. A call that a rule of a DENY policy matches is denied. Else, where ALLOW
+/// policies cover its port, a rule of one of them has to match. Else the default decides.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend(
+    "required" = ["targetRefs"], "x-kubernetes-validations" = crd::policies(),
+)))]
+#[serde(default, rename_all = "camelCase")]
+pub struct AuthorizationPolicySpec {
+    /// Pods of the namespace of the policy. In the namespace of the mesh, kind Pod selects pods of
+    /// all namespaces.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
+    pub target_refs: Vec<TargetRef>,
+    /// ALLOW: calls are allowed if a rule matches. DENY: calls are denied if a rule matches.
+    #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY"])))]
+    pub action: Option<String>,
+    /// Enforce (default), or Audit: nothing is refused, and what would be is counted.
+    #[cfg_attr(test, schemars(extend("enum" = ["Enforce", "Audit"])))]
+    pub mode: Option<String>,
+    /// The ports that ALLOW covers. Workload (default): all. Ports: those that the rules name.
+    #[cfg_attr(test, schemars(extend("enum" = ["Workload", "Ports"])))]
+    pub scope: Option<String>,
+    /// Of several rules, one has to match. Without rules, nothing matches.
+    #[cfg_attr(test, schemars(length(max = 128), extend("x-kubernetes-list-type" = "atomic")))]
+    pub rules: Option<Vec<Rule>>,
+    /// In place of action and rules: whether calls are allowed that no policy is about. Its target
+    /// is all pods.
+    #[cfg_attr(test, schemars(extend("enum" = ["Allow", "Deny"])))]
+    pub default: Option<String>,
+}
+
+/// Pods by their labels, by a Service or by their service account.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["kind"], "x-kubernetes-validations" = crd::rule(
+    "has(self.selector) == (self.kind == 'Pod') && has(self.name) == (self.kind != 'Pod')",
+    "kind Pod requires selector, other kinds require name",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct TargetRef {
+    /// The core group: empty.
+    #[cfg_attr(test, schemars(extend("enum" = [""], "default" = "")))]
+    pub group: String,
+    /// Pod: by selector. Service: the pods that it selects, at its target ports. ServiceAccount: the
+    /// pods that run under it.
+    #[cfg_attr(test, schemars(extend("enum" = ["Pod", "Service", "ServiceAccount"])))]
+    pub kind: String,
+    /// The name of the Service or of the service account.
+    #[cfg_attr(test, schemars(length(min = 1, max = 253)))]
+    pub name: Option<String>,
+    /// The labels of the pods. {}: all pods.
+    pub selector: Option<Selector>,
+}
+
+/// Labels of pods, all of which match.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[serde(default, rename_all = "camelCase")]
+pub struct Selector {
+    /// Labels with these values.
+    #[cfg_attr(test, schemars(extend("maxProperties" = 32)))]
+    pub match_labels: BTreeMap<String, String>,
+    /// Conditions on labels.
+    #[cfg_attr(test, schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic")))]
+    pub match_expressions: Vec<Requirement>,
+}
+
+/// A condition on a label.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["key", "operator"], "x-kubernetes-validations" = crd::rule(
+    "has(self.values) == (self.operator in ['In', 'NotIn'])",
+    "In and NotIn require values, Exists and DoesNotExist have none",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct Requirement {
+    /// The name of the label.
+    #[cfg_attr(test, schemars(length(min = 1, max = 317)))]
+    pub key: String,
+    /// In, NotIn, Exists or DoesNotExist. NotIn holds without the label, too.
+    #[cfg_attr(test, schemars(extend("enum" = ["In", "NotIn", "Exists", "DoesNotExist"])))]
+    pub operator: String,
+    /// The values.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(length(max = 63)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub values: Option<Vec<String>>,
+}
+
+/// Conditions on a call, all of which hold.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[serde(default, rename_all = "camelCase")]
+pub struct Rule {
+    /// The callers. Omitted: everybody. []: nobody.
+    #[cfg_attr(test, schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic")))]
+    pub sources: Option<Vec<Source>>,
+    /// Callers that do not match.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), extend("x-kubernetes-list-type" = "atomic")))]
+    pub not_sources: Option<Vec<Source>>,
+    /// The ports. Omitted: all.
+    pub network_attributes: Option<NetworkAttributes>,
+    /// Of several conditions on the request, one holds. Omitted: every request, and every connection.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
+    pub requests: Option<Vec<RequestMatch>>,
+}
+
+/// A caller.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["type"], "x-kubernetes-validations" = crd::rule(
+    "has(self.serviceAccount) == (self.type == 'ServiceAccount') && \
+     has(self.spiffe) == (self.type == 'SPIFFE') && \
+     has(self.namespace) == (self.type == 'Namespace') && \
+     has(self.ipBlock) == (self.type == 'IPBlock')",
+    "expected the field of the type, and no other",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct Source {
+    /// ServiceAccount, SPIFFE, Namespace, IPBlock, or Unauthenticated: without an identity.
+    #[serde(rename = "type")]
+    #[cfg_attr(test, schemars(extend("enum" = [
+        "ServiceAccount", "SPIFFE", "Namespace", "IPBlock", "Unauthenticated",
+    ])))]
+    pub kind: String,
+    /// A service account of the trust domain of the mesh.
+    pub service_account: Option<ServiceAccount>,
+    /// spiffe://TRUST-DOMAIN/ns/NAMESPACE/sa/SERVICE-ACCOUNT. Each part may be *.
+    #[cfg_attr(test, schemars(regex(pattern = crd::SPIFFE), length(max = 2048)))]
+    pub spiffe: Option<String>,
+    /// All service accounts of a namespace, of the trust domain of the mesh.
+    #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
+    pub namespace: Option<String>,
+    /// Addresses of clients: 10.0.0.0/8 or fd00::/8.
+    #[cfg_attr(test, schemars(regex(pattern = crd::IP_BLOCK), length(max = 43)))]
+    pub ip_block: Option<String>,
+}
+
+/// A service account.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["name"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct ServiceAccount {
+    /// The namespace. Default: that of the policy.
+    #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
+    pub namespace: Option<String>,
+    /// The name. *: every one of the namespace.
+    #[cfg_attr(test, schemars(regex(pattern = crd::NAME_OR_ALL), length(max = 253)))]
+    pub name: String,
+}
+
+/// Where the call arrives.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["ports"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct NetworkAttributes {
+    /// Ports of the pod.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(range(min = 1, max = 65_535)), extend(
+        "x-kubernetes-list-type" = "set",
+    )))]
+    pub ports: Vec<u16>,
+}
+
+/// Conditions on a request, all of which hold. Of each list but headers, one entry matches.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("minProperties" = 1, "x-kubernetes-validations" = crd::rule(
+    "!has(self.grpc) || !has(self.paths)", "grpc and paths exclude each other",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct RequestMatch {
+    /// The methods.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), inner(regex(pattern = crd::TOKEN), length(max = 64)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub methods: Option<Vec<String>>,
+    /// The paths, without the query.
+    #[cfg_attr(test, schemars(length(min = 1, max = 32), extend("x-kubernetes-list-type" = "atomic")))]
+    pub paths: Option<Vec<PathMatch>>,
+    /// The hosts: api.example.com, or *.example.com.
+    #[cfg_attr(test, schemars(length(min = 1, max = 32), inner(regex(pattern = crd::HOST), length(max = 253)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub hosts: Option<Vec<String>>,
+    /// The headers, all of which match.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
+    pub headers: Option<Vec<HeaderMatch>>,
+    /// The gRPC methods.
+    #[cfg_attr(test, schemars(length(min = 1, max = 32), extend("x-kubernetes-list-type" = "atomic")))]
+    pub grpc: Option<Vec<GrpcMatch>>,
+}
+
+/// A condition on the path.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["type", "value"], "x-kubernetes-validations" = crd::rule(
+    "self.type == 'Suffix' || self.value.startsWith('/')", "a path begins with /",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct PathMatch {
+    /// Exact. PathPrefix: by elements. Suffix: by characters. Template: by elements, where {*} is
+    /// one, and {**} at the end is any number of them.
+    #[serde(rename = "type")]
+    #[cfg_attr(test, schemars(extend("enum" = ["Exact", "PathPrefix", "Suffix", "Template"])))]
+    pub kind: String,
+    /// The path, or the part of it.
+    #[cfg_attr(test, schemars(regex(pattern = crd::PATH), length(max = 1024)))]
+    pub value: String,
+}
+
+/// A condition on a header field.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["name", "type"], "x-kubernetes-validations" = crd::rule(
+    "has(self.value) == (self.type != 'Present')", "all types but Present require value",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct HeaderMatch {
+    /// The name.
+    #[cfg_attr(test, schemars(regex(pattern = crd::TOKEN), length(max = 256)))]
+    pub name: String,
+    /// Exact, Prefix, Suffix, or Present: any value.
+    #[serde(rename = "type")]
+    #[cfg_attr(test, schemars(extend("enum" = ["Exact", "Prefix", "Suffix", "Present"])))]
+    pub kind: String,
+    /// The value, or the part of it.
+    #[cfg_attr(test, schemars(length(min = 1, max = 1024)))]
+    pub value: Option<String>,
+}
+
+/// A gRPC service, or one of its methods.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["service"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrpcMatch {
+    /// The service with its package: echo.v1.Echo.
+    #[cfg_attr(test, schemars(regex(pattern = crd::GRPC), length(max = 512)))]
+    pub service: String,
+    /// The method. Default: all of the service.
+    #[cfg_attr(test, schemars(regex(pattern = crd::GRPC), length(max = 256)))]
+    pub method: Option<String>,
+}

@@ -1,0 +1,84 @@
+//! The definition of AuthorizationPolicy, from the types of its fields.
+
+use serde_json::{Value, json};
+
+pub(crate) use crate::policy::tests::crd::{NAME as TOKEN, rule};
+use crate::policy::tests::crd::{Resource, assert_installed, assert_structural};
+
+use crate::authorization::spec::AuthorizationPolicySpec;
+
+/// The name of a namespace.
+pub(crate) const LABEL: &str = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$";
+/// The name of a service account, or `*`.
+pub(crate) const NAME_OR_ALL: &str = "^([*]|[a-z0-9]([-.a-z0-9]*[a-z0-9])?)$";
+pub(crate) const SPIFFE: &str =
+    "^spiffe://([*]|[-._a-z0-9]+)/ns/([*]|[-a-z0-9]+)/sa/([*]|[-.a-z0-9]+)$";
+pub(crate) const IP_BLOCK: &str = "^[0-9a-fA-F.:]+/[0-9]{1,3}$";
+pub(crate) const HOST: &str =
+    "^([*][.])?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?([.][A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*$";
+pub(crate) const PATH: &str = "^[^?#]+$";
+pub(crate) const GRPC: &str = "^[A-Za-z0-9_.]+$";
+
+/// What the fields of a policy require of each other.
+pub(crate) fn policies() -> Value {
+    let all = [
+        (
+            "has(self.action) != has(self.default)",
+            "expected action with rules, or default",
+        ),
+        (
+            "!has(self.default) || !(has(self.rules) || has(self.mode) || has(self.scope))",
+            "default excludes rules, mode and scope",
+        ),
+        (
+            "!has(self.default) || (size(self.targetRefs) == 1 && \
+             has(self.targetRefs[0].selector) && \
+             !has(self.targetRefs[0].selector.matchLabels) && \
+             !has(self.targetRefs[0].selector.matchExpressions))",
+            "default requires the targetRefs [{kind: Pod, selector: {}}]",
+        ),
+        (
+            "!has(self.scope) || (has(self.action) && self.action == 'ALLOW')",
+            "scope is for ALLOW",
+        ),
+        (
+            "!has(self.scope) || self.scope != 'Ports' || (has(self.rules) && \
+             size(self.rules) > 0 && self.rules.all(one, has(one.networkAttributes)))",
+            "scope Ports requires ports in each of one or more rules",
+        ),
+        (
+            "!has(self.action) || self.action != 'DENY' || !has(self.rules) || \
+             self.rules.all(one, !has(one.requests) || has(one.networkAttributes))",
+            "a DENY about requests requires ports: it denies connections there that carry no HTTP",
+        ),
+    ];
+    let all = all.map(|(rule, message)| json!({"rule": rule, "message": message}));
+    Value::from(all.to_vec())
+}
+
+fn definition() -> Value {
+    let column = |name: &str, path: &str| json!({"name": name, "type": "string", "jsonPath": path});
+    let resource = Resource {
+        kind: "AuthorizationPolicy",
+        plural: "authorizationpolicies",
+        description: "Who may call pods of a namespace.",
+        // GEP-713.
+        labels: json!({"gateway.networking.k8s.io/policy": "Direct"}),
+        columns: vec![
+            column("Action", ".spec.action"),
+            column("Mode", ".spec.mode"),
+        ],
+    };
+    resource.definition::<AuthorizationPolicySpec>()
+}
+
+#[test]
+fn crd_of_the_manifests_is_that_of_the_types() {
+    assert_installed(&definition(), "authorization");
+}
+
+#[test]
+fn schema_is_structural_and_describes_every_field() {
+    let count = assert_structural(&definition());
+    assert!(count > 40, "{count} fields");
+}

@@ -1,0 +1,328 @@
+//! The AuthorizationPolicies of pods: those of their own namespace, and those of the namespace of the
+//! mesh, that select them. All of them apply. Pure.
+//!
+//! A policy that is invalid denies the calls of its targets, as one over the bound does. An invalid
+//! one of the mesh changes nothing: pods keep what they have, and new ones wait.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use diy_mesh_proto::mesh::v1 as proto;
+
+use super::Index;
+use super::limits::target_ports;
+use super::links::{Dirty, Link, Links};
+use super::object::{Key, Kind, Pod, Service};
+use super::store::Store;
+use super::version::Digest;
+use crate::authorization::{
+    AuthorizationPolicy, Content, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target, denying,
+    name,
+};
+use crate::routes::{ParentStatus, RouteStatus};
+
+/// At least the length of a port in a message, and of the rest of a policy.
+const PORT_BYTES: usize = 3;
+const POLICY_BYTES: usize = 16;
+/// At least the length of the name of a policy.
+const MAX_NAME_BYTES: usize = 512;
+/// Ports that a policy over the bound has at most. With more, it denies at all of them.
+const MAX_PORTS: usize = 1000;
+/// Policies that a state remembers without their rules.
+const MAX_REMEMBERED: usize = 100;
+
+/// The policies of the catalog.
+#[derive(Debug, Default)]
+pub(super) struct Authorizations {
+    pub(super) objects: Store<AuthorizationPolicy>,
+    /// The namespace of the mesh. Empty: none.
+    mesh: Arc<str>,
+    /// The invalid policies of the mesh.
+    invalid: BTreeSet<Key>,
+}
+
+/// Who may call a pod.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Authorization {
+    /// The policies that select it, in the order of their names.
+    pub policies: Vec<Applied>,
+    /// In place of those over the bound.
+    pub excess: Vec<proto::AuthorizationPolicy>,
+    /// Some of those over the bound.
+    pub too_large: Vec<Key>,
+    /// Some of the policies about the default.
+    pub defaults: Vec<Key>,
+    /// The policy that sets the default, and whether it is to deny.
+    pub default: Option<(Key, bool)>,
+}
+
+/// A policy that selects a pod.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Applied {
+    /// Namespace and name.
+    pub key: Key,
+    /// The rules.
+    pub rules: Arc<Rules>,
+    /// The ports that it covers. Empty: all.
+    pub ports: Vec<u32>,
+}
+
+impl Authorization {
+    /// The message. `None`: everybody may call the pod.
+    pub fn message(&self) -> Option<proto::Authorization> {
+        let policies = self.policies.iter().map(|one| proto::AuthorizationPolicy {
+            ports: one.ports.clone(),
+            ..one.rules.message.clone()
+        });
+        let policies = policies.chain(self.excess.iter().cloned());
+        let message = proto::Authorization {
+            policies: policies.collect(),
+            deny_by_default: self.default.as_ref().is_some_and(|(_, deny)| *deny),
+            default_name: self
+                .default
+                .as_ref()
+                .map(|(key, _)| name(key))
+                .unwrap_or_default(),
+        };
+        (message != proto::Authorization::default()).then_some(message)
+    }
+
+    /// The policies that select the pod, and whether each is over the bound.
+    pub fn keys(&self) -> impl Iterator<Item = (&Key, bool)> {
+        let policies = self.policies.iter().map(|one| &one.key);
+        let complete = policies.chain(&self.defaults).map(|key| (key, false));
+        complete.chain(self.too_large.iter().map(|key| (key, true)))
+    }
+
+    /// Adds what differs between states.
+    pub(super) fn digest(&self, digest: &mut Digest) {
+        digest.number(self.policies.len() as u64);
+        for Applied { key, rules, ports } in &self.policies {
+            digest_key(digest, key);
+            digest.text(&rules.version.to_string());
+            digest.number(ports.len() as u64);
+            ports.iter().for_each(|port| digest.number((*port).into()));
+        }
+        for one in &self.excess {
+            digest.text(&Rules::new(one.clone()).version.to_string());
+        }
+        // Reviews read them from the state.
+        for (keys, what) in [(&self.too_large, "too large"), (&self.defaults, "defaults")] {
+            digest.text(what);
+            keys.iter().for_each(|key| digest_key(digest, key));
+        }
+        if let Some((key, deny)) = &self.default {
+            digest_key(digest, key);
+            digest.number((*deny).into());
+        }
+    }
+
+    /// Adds a policy without its rules: it denies every call at these ports.
+    fn add_excess(&mut self, key: &Key, mode: Mode, ports: Vec<u32>) {
+        if self.too_large.len() < MAX_REMEMBERED {
+            self.too_large.push(key.clone());
+        }
+        let is_audit = mode == Mode::Audit;
+        match self.excess.iter_mut().find(|one| one.audit == is_audit) {
+            None => self.excess.push(proto::AuthorizationPolicy {
+                ports,
+                ..denying(key, mode)
+            }),
+            Some(before) => {
+                let covers_all = before.ports.is_empty() || ports.is_empty();
+                let union: BTreeSet<u32> = before.ports.drain(..).chain(ports).collect();
+                if !covers_all && union.len() <= MAX_PORTS {
+                    before.ports.extend(union);
+                }
+            }
+        }
+    }
+}
+
+fn digest_key(digest: &mut Digest, key: &Key) {
+    digest.text(&key.namespace);
+    digest.text(&key.name);
+}
+
+impl Authorizations {
+    /// Those of a mesh whose controller is in this namespace.
+    pub(super) fn of_mesh(namespace: &str) -> Authorizations {
+        Authorizations {
+            mesh: namespace.into(),
+            ..Authorizations::default()
+        }
+    }
+
+    fn is_of_mesh(&self, key: &Key) -> bool {
+        !self.mesh.is_empty() && key.namespace == self.mesh
+    }
+
+    /// A Service has changed.
+    pub(super) fn mark_service(&self, links: &mut Links, key: &Key) {
+        let policies = links.ids(&Link::AuthorizationOf(key.clone())).cloned();
+        let policies: Vec<_> = policies.collect();
+        links.statuses.extend(policies);
+    }
+
+    /// The status of a policy.
+    pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<RouteStatus> {
+        let policy = self.objects.get(key)?;
+        let effect = if self.is_of_mesh(key) {
+            "pods keep the policies that they have, and pods that start wait"
+        } else {
+            "calls of its targets are denied"
+        };
+        let targets = policy.parents.iter().zip(&*policy.applied().targets);
+        let parents = targets.map(|(reference, target)| {
+            let exists = match target {
+                Target::Service(key) => services.get(key).is_some_and(has_pods),
+                _ => true,
+            };
+            let accepted = policy.accepted(target, exists, effect);
+            ParentStatus {
+                parent: reference.clone(),
+                conditions: vec![accepted],
+            }
+        });
+        let (kind, generation) = (Kind::Authorization, policy.generation);
+        Some(RouteStatus::new(
+            kind,
+            key.clone(),
+            generation,
+            parents.collect(),
+        ))
+    }
+}
+
+/// Whether a Service can select pods.
+fn has_pods(service: &Service) -> bool {
+    service.external_name.is_empty() && !service.selector.is_empty()
+}
+
+impl Index {
+    /// Replaces a policy. It concerns the pods of its namespace, and one of the mesh all pods.
+    pub(super) fn set_authorization(&mut self, key: &Key, new: Option<AuthorizationPolicy>) {
+        let is_of_mesh = self.authorizations.is_of_mesh(key);
+        let new = new.map(|policy| if is_of_mesh { policy.of_mesh() } else { policy });
+        let is_invalid = new
+            .as_ref()
+            .is_some_and(|policy| policy.rejection().is_some());
+        let (links, all) = (&mut self.links, &mut self.authorizations);
+        let replaced = all.objects.replace(links, Kind::Authorization, key, new);
+        if replaced.is_none() {
+            return;
+        }
+        if is_of_mesh && is_invalid {
+            all.invalid.insert(key.clone());
+        } else {
+            all.invalid.remove(key);
+        }
+        if is_of_mesh {
+            let namespaces = self.meshed.keys().cloned();
+            links.dirty.extend(namespaces.map(Dirty::Authorization));
+        } else {
+            let namespace = key.namespace.clone();
+            links.dirty.insert(Dirty::Authorization(namespace));
+        }
+    }
+
+    /// The invalid policies of the namespace of the mesh.
+    pub fn invalid_policies_of_mesh(&self) -> &BTreeSet<Key> {
+        &self.authorizations.invalid
+    }
+
+    /// The policies that select a pod, with the ports that they cover: those of the mesh first.
+    fn authorizing<'a>(
+        &'a self,
+        pod: &'a Pod,
+    ) -> impl Iterator<Item = (&'a AuthorizationPolicy, Vec<u32>)> {
+        let (own, mesh) = (&pod.key.namespace, &self.authorizations.mesh);
+        let is_other = !mesh.is_empty() && mesh != own;
+        let namespaces = [mesh].into_iter().filter(move |_| is_other).chain([own]);
+        let keys = namespaces.flat_map(|name| {
+            let link = Link::AuthorizationIn(name.clone());
+            self.links.keys(&link)
+        });
+        let policies = keys.map(|key| &self.authorizations.objects[key]);
+        policies.filter_map(|policy| Some((policy, self.ports(policy, pod)?)))
+    }
+
+    /// The ports of a pod that a policy covers. Empty: all. `None`: it does not select the pod.
+    fn ports(&self, policy: &AuthorizationPolicy, pod: &Pod) -> Option<Vec<u32>> {
+        let Content { targets, effect } = policy.applied();
+        let is_own = policy.key.namespace == pod.key.namespace;
+        let mut ports = BTreeSet::new();
+        let mut covers_all = false;
+        for target in &**targets {
+            match target {
+                Target::Pods(selector) => covers_all |= selector.selects(&pod.labels),
+                Target::ServiceAccount(name) => {
+                    covers_all |= is_own && pod.service_account() == Some(name);
+                }
+                Target::Service(key) => {
+                    let service = self.services.get(key).filter(|service| has_pods(service));
+                    if let Some(service) = service.filter(|service| service.selects(pod)) {
+                        // Those over the limit are not known.
+                        covers_all |= service.excess.is_some();
+                        ports.extend(target_ports(service, pod));
+                    }
+                }
+            }
+        }
+        let scope = match effect {
+            Effect::Rules(rules) => &*rules.message.ports,
+            Effect::Default { .. } => &[],
+        };
+        if covers_all {
+            return Some(scope.to_vec());
+        }
+        ports.retain(|port| scope.is_empty() || scope.contains(port));
+        (!ports.is_empty()).then(|| ports.into_iter().collect())
+    }
+
+    /// Who may call a pod.
+    pub(super) fn authorization(&self, pod: &Pod) -> Authorization {
+        let mut all = Authorization::default();
+        let mut bytes = 2 * (MAX_PORTS * PORT_BYTES + MAX_NAME_BYTES);
+        for (policy, ports) in self.authorizing(pod) {
+            let key = &policy.key;
+            match &policy.applied().effect {
+                Effect::Default { deny } => {
+                    if all.defaults.len() < MAX_REMEMBERED {
+                        all.defaults.push(key.clone());
+                    }
+                    // That of the mesh comes first. Each one can deny.
+                    if all
+                        .default
+                        .as_ref()
+                        .is_none_or(|(_, denies)| *deny && !denies)
+                    {
+                        all.default = Some((key.clone(), *deny));
+                    }
+                }
+                Effect::Rules(rules) => {
+                    let length = rules.bytes + ports.len() * PORT_BYTES + POLICY_BYTES;
+                    if all.policies.len() < MAX_POLICIES && bytes + length <= MAX_BYTES {
+                        bytes += length;
+                        let (key, rules) = (key.clone(), rules.clone());
+                        all.policies.push(Applied { key, rules, ports });
+                    } else {
+                        all.add_excess(key, rules.mode(), ports);
+                    }
+                }
+            }
+        }
+        all.policies.sort_by(|one, other| one.key.cmp(&other.key));
+        all
+    }
+
+    /// The policies that select a pod.
+    pub fn authorizations_of(&self, pod: &Key) -> impl Iterator<Item = &Key> {
+        let pod = self.pods.get(pod).into_iter();
+        let policies = pod.flat_map(|pod| self.authorizing(pod));
+        policies.map(|(policy, _)| &policy.key)
+    }
+}
+
+#[cfg(test)]
+mod tests;

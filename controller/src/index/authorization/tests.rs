@@ -1,0 +1,479 @@
+//! The policies of pods: which ones select them, what applies together, and the effect of changes.
+
+use diy_mesh_proto::mesh::v1::authorization_policy::Action;
+use prost::Message;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::authorization::tests::policy;
+use crate::index::Touched;
+use crate::index::object::{Change, Object, Resource, TargetPort};
+use crate::index::state::{State, TargetKind};
+use crate::index::tests::{key, pod, service};
+use crate::routes::Condition;
+
+/// The namespace of the mesh.
+const MESH: &str = "service-mesh";
+
+fn index(objects: impl IntoIterator<Item = Object>) -> Index {
+    let mut index = Index::of_mesh(MESH);
+    for object in objects {
+        apply(&mut index, object);
+    }
+    index
+}
+
+fn apply(index: &mut Index, object: Object) -> Touched {
+    let mut touched = Touched::default();
+    index.apply(Change::Apply(object), &mut touched);
+    touched
+}
+
+fn object(namespace: &str, name: &str, spec: Value) -> Object {
+    Object::Authorization(policy(namespace, name, &spec))
+}
+
+/// A policy for pods with a selector.
+fn of_pods(namespace: &str, name: &str, selector: Value, others: Value) -> Object {
+    of(
+        namespace,
+        name,
+        json!({"kind": "Pod", "selector": selector}),
+        others,
+    )
+}
+
+fn of(namespace: &str, name: &str, target: Value, others: Value) -> Object {
+    let mut spec = json!({"targetRefs": [target]});
+    let others = others.as_object().unwrap().clone();
+    spec.as_object_mut().unwrap().extend(others);
+    object(namespace, name, spec)
+}
+
+fn deny() -> Value {
+    json!({"action": "DENY", "rules": [{}]})
+}
+
+/// A meshed pod.
+fn pod_in(namespace: &str, name: &str) -> Pod {
+    Pod {
+        key: Key::new(namespace, name),
+        ..pod(name, &[])
+    }
+}
+
+fn state(index: &Index, pod: &Key) -> State {
+    let location = index.location(pod, "");
+    let resource = Resource::Workload(pod.clone(), "".into());
+    index.resolve(&resource, &location).1
+}
+
+fn authorization(index: &Index, pod: &Key) -> Authorization {
+    match state(index, pod).target.unwrap().kind {
+        TargetKind::Workload(workload) => workload.authorization,
+        kind => panic!("{kind:?}"),
+    }
+}
+
+fn message(index: &Index, pod: &Key) -> proto::Authorization {
+    authorization(index, pod).message().unwrap_or_default()
+}
+
+/// The policies of a pod with their ports.
+fn policies(index: &Index, pod: &Key) -> Vec<(String, Vec<u32>)> {
+    let policies = message(index, pod).policies.into_iter();
+    let names = policies.map(|one| {
+        let name = one.name.strip_prefix("AuthorizationPolicy ").unwrap();
+        (name.to_owned(), one.ports)
+    });
+    names.collect()
+}
+
+fn names(index: &Index, pod: &Key) -> Vec<String> {
+    let policies = policies(index, pod).into_iter();
+    policies.map(|(name, _)| name).collect()
+}
+
+/// The policies that deny everything, and whether each is under audit.
+fn denying_policies(index: &Index, pod: &Key) -> Vec<(String, bool)> {
+    let policies = message(index, pod).policies.into_iter();
+    let denying = policies.filter(|one| {
+        let is_unknown = |rule: &proto::AuthorizationRule| rule.revision == u32::MAX;
+        one.action() == Action::Deny && one.rules.iter().any(is_unknown)
+    });
+    denying.map(|one| (one.name, one.audit)).collect()
+}
+
+fn condition(index: &Index, key: &Key) -> Condition {
+    let status = index.status(&(Kind::Authorization, key.clone()));
+    let mut parents = status.unwrap().unwrap().parents.into_iter();
+    parents.next().unwrap().conditions.remove(0)
+}
+
+#[test]
+fn selectors_select_pods_of_the_own_namespace_by_all_their_conditions() {
+    let expression = |operator: &str, values: Value| {
+        let mut one = json!({"key": "app", "operator": operator});
+        if !values.is_null() {
+            one["values"] = values;
+        }
+        json!({"matchExpressions": [one]})
+    };
+    let unlabelled = Pod {
+        labels: Default::default(),
+        ..pod_in("shop", "bare")
+    };
+    for (selector, web, bare) in [
+        (json!({}), true, true),
+        (json!({"matchLabels": {"app": "web"}}), true, false),
+        (
+            json!({"matchLabels": {"app": "web", "tier": "a"}}),
+            false,
+            false,
+        ),
+        (expression("In", json!(["api", "web"])), true, false),
+        (expression("NotIn", json!(["web"])), false, true),
+        (expression("NotIn", json!(["api"])), true, true),
+        (expression("Exists", Value::Null), true, false),
+        (expression("DoesNotExist", Value::Null), false, true),
+    ] {
+        let index = index([
+            Object::Pod(pod_in("shop", "web")),
+            Object::Pod(unlabelled.clone()),
+            Object::Pod(pod_in("bank", "web")),
+            of_pods("shop", "p", selector.clone(), deny()),
+        ]);
+        let selects = |name| !policies(&index, &key(name)).is_empty();
+        assert_eq!([selects("web"), selects("bare")], [web, bare], "{selector}");
+        assert_eq!(names(&index, &Key::new("bank", "web")), [""; 0]);
+    }
+}
+
+#[test]
+fn service_account_selects_the_pods_that_run_under_it() {
+    let with_account = |name: &str, account: &str| {
+        Object::Pod(Pod {
+            identity: Some(format!("spiffe://cluster.local/ns/shop/sa/{account}").into()),
+            ..pod_in("shop", name)
+        })
+    };
+    let target = json!({"kind": "ServiceAccount", "name": "web"});
+    let index = index([
+        with_account("a", "web"),
+        with_account("b", "web-2"),
+        of("shop", "p", target, deny()),
+    ]);
+    assert_eq!(names(&index, &key("a")), ["shop/p"]);
+    assert_eq!(names(&index, &key("b")), [""; 0]);
+}
+
+/// Service `web` with this target port.
+fn web(port: u16) -> Service {
+    let mut web = service("web", &["10.96.0.7"]);
+    web.ports.truncate(1);
+    web.ports[0].target = TargetPort::Number(port);
+    web
+}
+
+#[test]
+fn service_covers_its_target_ports_at_the_pods_that_it_selects() {
+    let target = || json!({"kind": "Service", "name": "web"});
+    let mut index = index([
+        Object::Service(web(8080)),
+        Object::Pod(pod_in("shop", "a")),
+        of("shop", "p", target(), deny()),
+    ]);
+    let all = |ports: &[u32]| vec![("shop/p".to_owned(), ports.to_vec())];
+    assert_eq!(policies(&index, &key("a")), all(&[8080]));
+    // Another port, another selector, and none: each concerns the pod.
+    let other = Service {
+        selector: [("app".to_owned(), "other".to_owned())].into(),
+        ..web(9090)
+    };
+    for (service, expected) in [
+        (web(9090), all(&[9090])),
+        (other, vec![]),
+        (web(80), all(&[80])),
+    ] {
+        let touched = apply(&mut index, Object::Service(service));
+        assert_eq!(touched.pods, [key("a")].into());
+        assert_eq!(policies(&index, &key("a")), expected);
+    }
+    assert_eq!(condition(&index, &key("p")).reason, "Accepted");
+    index.take_changed_statuses();
+    let mut touched = Touched::default();
+    index.apply(Change::Delete(Kind::Service, key("web")), &mut touched);
+    assert_eq!(touched.pods, [key("a")].into());
+    assert_eq!(policies(&index, &key("a")), []);
+    let changed = index.take_changed_statuses();
+    assert!(changed.contains(&(Kind::Authorization, key("p"))));
+    assert_eq!(condition(&index, &key("p")).reason, "TargetNotFound");
+}
+
+#[test]
+fn named_target_port_that_a_pod_does_not_declare_is_not_covered() {
+    let target = json!({"kind": "Service", "name": "web"});
+    let index = index([
+        Object::Service(service("web", &["10.96.0.7"])),
+        Object::Pod(pod_in("shop", "a")),
+        of("shop", "p", target, deny()),
+    ]);
+    assert_eq!(policies(&index, &key("a")), []);
+}
+
+#[test]
+fn scope_ports_covers_the_ports_of_the_rules_that_the_target_has() {
+    let rules = json!([{"networkAttributes": {"ports": [8080, 9090]}}]);
+    let ports = || json!({"action": "ALLOW", "scope": "Ports", "rules": rules});
+    let target = || json!({"kind": "Service", "name": "web"});
+    let index = index([
+        Object::Service(web(8080)),
+        Object::Service(Service {
+            key: key("other"),
+            ..web(80)
+        }),
+        Object::Pod(pod_in("shop", "a")),
+        of("shop", "p1", target(), ports()),
+        of_pods("shop", "p2", json!({}), ports()),
+        of(
+            "shop",
+            "p3",
+            json!({"kind": "Service", "name": "other"}),
+            ports(),
+        ),
+    ]);
+    let expected = [
+        ("shop/p1".into(), vec![8080]),
+        ("shop/p2".into(), vec![8080, 9090]),
+    ];
+    assert_eq!(policies(&index, &key("a")), expected);
+}
+
+#[test]
+fn policies_of_the_namespace_and_of_the_mesh_apply_together() {
+    let by_name = json!({"kind": "ServiceAccount", "name": "web"});
+    let index = index([
+        Object::Pod(pod_in("shop", "a")),
+        Object::Pod(pod_in(MESH, "a")),
+        of_pods("shop", "one", json!({}), deny()),
+        of_pods("shop", "another", json!({}), deny()),
+        of_pods("bank", "foreign", json!({}), deny()),
+        of_pods(MESH, "all", json!({"matchLabels": {"app": "web"}}), deny()),
+        of(MESH, "own", by_name, deny()),
+    ]);
+    let all = ["service-mesh/all", "shop/another", "shop/one"];
+    assert_eq!(names(&index, &key("a")), all);
+    assert_eq!(names(&index, &Key::new(MESH, "a"))[0], "service-mesh/all");
+}
+
+#[test]
+fn default_of_the_mesh_to_deny_is_not_loosened_and_deny_wins_within_a_namespace() {
+    let default = |namespace: &str, name: &str, default: &str| {
+        of_pods(namespace, name, json!({}), json!({"default": default}))
+    };
+    let found = |objects: Vec<Object>| {
+        let pod = Object::Pod(pod_in("shop", "a"));
+        let message = message(&index(objects.into_iter().chain([pod])), &key("a"));
+        assert_eq!(message.policies, []);
+        (message.deny_by_default, message.default_name)
+    };
+    let named = |deny, name: &str| (deny, format!("AuthorizationPolicy {name}"));
+    assert_eq!(found(vec![]), (false, String::new()));
+    assert_eq!(
+        found(vec![default("bank", "d", "Deny")]),
+        (false, String::new())
+    );
+    let strict = || default(MESH, "d", "Deny");
+    let loose = || default("shop", "b", "Allow");
+    assert_eq!(
+        found(vec![strict(), loose()]),
+        named(true, "service-mesh/d")
+    );
+    let loose_mesh = default(MESH, "d", "Allow");
+    let own = || default("shop", "c", "Deny");
+    assert_eq!(found(vec![loose_mesh, own()]), named(true, "shop/c"));
+    assert_eq!(found(vec![loose(), own()]), named(true, "shop/c"));
+    assert_eq!(found(vec![loose()]), named(false, "shop/b"));
+}
+
+#[test]
+fn invalid_policy_denies_its_targets_and_without_them_its_namespace() {
+    let labelled = json!({"matchLabels": {"app": "web"}});
+    let bare = Pod {
+        labels: Default::default(),
+        ..pod_in("shop", "bare")
+    };
+    let unknown = json!({"action": "ALLOW", "rules": [{"fromTheFuture": 1}]});
+    let audited = json!({"action": "NONE", "mode": "Audit"});
+    let mode = json!({"action": "DENY", "mode": "Later"});
+    for (policy, of_web, of_bare) in [
+        (
+            of_pods("shop", "p", labelled.clone(), unknown),
+            Some(false),
+            None,
+        ),
+        (
+            of_pods("shop", "p", labelled.clone(), audited),
+            Some(true),
+            None,
+        ),
+        (of_pods("shop", "p", labelled, mode), Some(false), None),
+        (
+            of("shop", "p", json!({"kind": "Node"}), deny()),
+            Some(false),
+            Some(false),
+        ),
+        (object("shop", "p", Value::Null), Some(false), Some(false)),
+    ] {
+        let index = index([
+            Object::Pod(pod_in("shop", "web")),
+            Object::Pod(bare.clone()),
+            Object::Pod(pod_in("bank", "web")),
+            policy,
+        ]);
+        let denied = |audit: bool| vec![("AuthorizationPolicy shop/p".to_owned(), audit)];
+        let expected = [of_web, of_bare, None].map(|audit| audit.map_or(vec![], denied));
+        let pods = [key("web"), key("bare"), Key::new("bank", "web")];
+        assert_eq!(pods.map(|pod| denying_policies(&index, &pod)), expected);
+        let Condition {
+            reason, message, ..
+        } = condition(&index, &key("p"));
+        assert_eq!(reason, "Invalid");
+        assert!(
+            message.contains("calls of its targets are denied"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn invalid_policy_of_the_mesh_withholds_the_state_of_all_pods() {
+    let mut index = index([
+        Object::Pod(pod_in("shop", "a")),
+        Object::Pod(pod_in(MESH, "a")),
+    ]);
+    // An ALLOW of the mesh covers the ports that it names.
+    let allow = json!({"action": "ALLOW", "rules": [{}]});
+    let touched = apply(&mut index, of_pods(MESH, "p", json!({}), allow));
+    let pods = [key("a"), Key::new(MESH, "a")];
+    assert_eq!(touched.pods, pods.clone().into());
+    assert!(pods.iter().all(|pod| state(&index, pod).is_withheld));
+    assert_eq!(
+        *index.invalid_policies_of_mesh(),
+        [Key::new(MESH, "p")].into()
+    );
+    let condition = condition(&index, &Key::new(MESH, "p"));
+    assert!(
+        condition.message.contains("pods that start wait"),
+        "{condition:?}"
+    );
+    let mut touched = Touched::default();
+    index.apply(
+        Change::Delete(Kind::Authorization, Key::new(MESH, "p")),
+        &mut touched,
+    );
+    assert_eq!(touched.pods, pods.clone().into());
+    assert!(pods.iter().all(|pod| !state(&index, pod).is_withheld));
+}
+
+#[test]
+fn unreadable_kind_withholds_the_state_of_pods() {
+    let mut index = index([Object::Pod(pod_in("shop", "a"))]);
+    let mut touched = Touched::default();
+    index.set_readable(Kind::Authorization, false, &mut touched);
+    assert!(touched.all && state(&index, &key("a")).is_withheld);
+    index.set_readable(Kind::Authorization, true, &mut touched);
+    assert!(!state(&index, &key("a")).is_withheld);
+}
+
+#[test]
+fn policies_over_the_bound_deny_without_their_rules() {
+    let header = json!({"name": "h", "type": "Exact", "value": "v".repeat(1000)});
+    let requests = json!([{"headers": vec![header; 16]}]);
+    let large = || json!({"action": "ALLOW", "rules": vec![json!({"requests": requests}); 8]});
+    let audited = json!({"action": "ALLOW", "mode": "Audit", "rules": vec![json!({"requests": requests}); 8]});
+    let service = || json!({"kind": "Service", "name": "web"});
+    let mut index = index([
+        Object::Service(web(8080)),
+        Object::Pod(pod_in("shop", "a")),
+        of_pods("shop", "p1", json!({}), large()),
+        of("shop", "p2", service(), large()),
+        of_pods("shop", "p3", json!({}), audited),
+        of_pods(MESH, "q", json!({}), deny()),
+    ]);
+    let all = authorization(&index, &key("a"));
+    let denied = denying_policies(&index, &key("a"));
+    let expected = [("shop/p2", false), ("shop/p3", true)];
+    assert_eq!(
+        denied,
+        expected.map(|(name, audit)| (format!("AuthorizationPolicy {name}"), audit))
+    );
+    let ports = policies(&index, &key("a"));
+    assert_eq!(ports[2], ("shop/p2".to_owned(), vec![8080]));
+    let too_large: Vec<&Key> = all
+        .keys()
+        .filter(|(_, is)| *is)
+        .map(|(key, _)| key)
+        .collect();
+    assert_eq!(too_large, [&key("p2"), &key("p3")]);
+    assert!(all.message().unwrap().encoded_len() <= MAX_BYTES);
+    for name in 0..MAX_POLICIES {
+        apply(
+            &mut index,
+            of_pods("shop", &format!("n{name:04}"), json!({}), deny()),
+        );
+    }
+    let message = message(&index, &key("a"));
+    assert_eq!(message.policies.len(), MAX_POLICIES + 2);
+    // It covers all ports, as its policies do together.
+    assert_eq!(message.policies[MAX_POLICIES].ports, [0; 0]);
+}
+
+#[test]
+fn state_differs_with_each_policy_and_not_with_the_order_of_events() {
+    let objects = || {
+        vec![
+            Object::Pod(pod_in("shop", "a")),
+            of_pods("shop", "one", json!({}), deny()),
+            of_pods(MESH, "two", json!({}), deny()),
+            of_pods("shop", "default", json!({}), json!({"default": "Deny"})),
+        ]
+    };
+    let version = |objects: Vec<Object>| state(&index(objects), &key("a")).version;
+    let all = version(objects());
+    let reversed = objects().into_iter().rev().collect();
+    assert_eq!(version(reversed), all);
+    for position in 1..4 {
+        let mut fewer = objects();
+        fewer.remove(position);
+        assert_ne!(version(fewer), all);
+    }
+    let mut changed = objects();
+    let allow = json!({"action": "ALLOW", "rules": [{}]});
+    changed[1] = of_pods("shop", "one", json!({}), allow);
+    assert_ne!(version(changed), all);
+}
+
+#[test]
+fn changes_touch_the_pods_that_they_concern() {
+    let mut index = index([
+        Object::Pod(pod_in("shop", "a")),
+        Object::Pod(pod_in("bank", "b")),
+        Object::Pod(Pod {
+            identity: None,
+            ..pod_in("shop", "unmeshed")
+        }),
+    ]);
+    let own = of_pods("shop", "p", json!({}), deny());
+    assert_eq!(apply(&mut index, own.clone()).pods, [key("a")].into());
+    assert_eq!(apply(&mut index, own).pods, [].into(), "no change");
+    let all = [key("a"), Key::new("bank", "b")];
+    let of_mesh = of_pods(MESH, "p", json!({}), deny());
+    assert_eq!(apply(&mut index, of_mesh).pods, all.into());
+    let unlabelled = Pod {
+        labels: Default::default(),
+        ..pod_in("shop", "a")
+    };
+    let touched = apply(&mut index, Object::Pod(unlabelled));
+    assert_eq!(touched.pods, [key("a")].into());
+}
