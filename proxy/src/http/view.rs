@@ -3,6 +3,8 @@
 #[cfg(test)]
 pub(crate) mod testing;
 
+use diy_mesh_proto::authorization;
+use diy_mesh_proto::field::{CALLED_BY, PREVIOUS_ATTEMPTS, is_same_name};
 use http::header::HOST;
 use http::request::Parts;
 use http::{HeaderMap, Version};
@@ -29,6 +31,11 @@ pub trait Head: Fields {
     /// The host that the request names, and the port if there is one: of the target, of
     /// `:authority`, or of Host.
     fn authority(&self) -> Option<&[u8]>;
+
+    /// Calls `each` with the name and value of every field that goes to the next hop.
+    fn visit_forwarded<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.visit(each);
+    }
 }
 
 impl Fields for HeaderMap {
@@ -140,10 +147,40 @@ impl<'a> RequestView<'a> {
     }
 }
 
+/// Without the fields of the mesh: the application does not get those of the client.
+impl authorization::Request for RequestView<'_> {
+    fn method(&self) -> &[u8] {
+        self.method
+    }
+
+    fn path(&self) -> &[u8] {
+        RequestView::path(self)
+    }
+
+    fn hosts(&self, each: &mut dyn FnMut(&[u8])) {
+        self.authority().into_iter().for_each(&mut *each);
+        self.head.visit(&mut |name, value| {
+            if name.eq_ignore_ascii_case(b"host") {
+                each(value);
+            }
+        });
+    }
+
+    fn fields(&self, each: &mut dyn FnMut(&[u8], &[u8])) {
+        self.head.visit_forwarded(&mut |name, value| {
+            let is_same = |own: &str| is_same_name(name, own.as_bytes());
+            if ![CALLED_BY, PREVIOUS_ATTEMPTS].into_iter().any(is_same) {
+                each(name, value);
+            }
+        });
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::testing::request;
     use super::*;
+    use crate::serve::http1::head::RequestHead;
 
     #[test]
     fn path_and_query_are_found_in_every_form_of_a_target() {
@@ -185,6 +222,25 @@ mod tests {
             ..view
         };
         assert_eq!(view.authority(), Some(&b"target:1"[..]));
+    }
+
+    #[test]
+    fn policies_see_all_hosts_and_no_field_that_the_application_does_not_get() {
+        use diy_mesh_proto::authorization::Request as _;
+        let raw = "GET http://a/b?c HTTP/1.1\r\nHost: A\r\nX_Called_By: forged\r\nX-One: 1\r\n\
+             X-Two: 2\r\nConnection: x-two\r\nx-one: 3\r\n\r\n";
+        let head = RequestHead::parse(raw.into()).expect("a request");
+        let view = head.view();
+        let mut seen = Vec::new();
+        let mut see = |bytes: &[u8]| seen.push(String::from_utf8_lossy(bytes).into_owned());
+        view.hosts(&mut see);
+        see(authorization::Request::path(&view));
+        view.fields(&mut |name, value| {
+            see(name);
+            see(value);
+        });
+        let expected = ["a", "A", "/b", "Host", "A", "X-One", "1", "x-one", "3"];
+        assert_eq!(seen, expected);
     }
 
     #[test]

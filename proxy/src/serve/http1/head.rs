@@ -397,6 +397,12 @@ impl Head for RequestHead {
             None => self.field("host"),
         }
     }
+
+    fn visit_forwarded<'a>(&'a self, each: &mut dyn FnMut(&'a [u8], &'a [u8])) {
+        self.fields
+            .forwarded()
+            .for_each(|(name, value)| each(name, value));
+    }
 }
 
 /// The scheme and the authority of a target that is a URL.

@@ -124,6 +124,12 @@ impl Fields {
             .map(|field| (self.slice(&field.name), self.slice(&field.value)))
     }
 
+    /// Those that go to the next hop.
+    pub(super) fn forwarded(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        let spans = self.spans.iter().filter(|field| !field.hop_by_hop);
+        spans.map(|field| (self.slice(&field.name), self.slice(&field.value)))
+    }
+
     /// Does not forward the fields with this name.
     pub(super) fn remove(&mut self, name: &[u8]) {
         for at in 0..self.spans.len() {
