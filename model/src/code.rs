@@ -155,6 +155,9 @@ codes! {
     MtlsRequired: "mtls-required", &[403], Some(Grpc::PermissionDenied),
         "the workload is strict, and the caller did not use mutual TLS",
         "add the caller to the mesh, or set the workload to `permissive`";
+    Denied: "denied", &[403], Some(Grpc::PermissionDenied),
+        "the AuthorizationPolicies of the pod do not allow the call",
+        "the body: it names policy and rule to callers of the same namespace; to others it tells an identifier, which the log of the callee's proxy has with them";
     ConnectNotAllowed: "connect-not-allowed", &[405], Some(Grpc::Unimplemented),
         "a CONNECT request to a pod that does not allow it; the proxy cannot inspect the tunnel",
         "the annotation `diy-service-mesh/allow-connect` of the pod, if its application is a forward proxy";

@@ -47,6 +47,9 @@ pub struct Exchange {
     /// The injected fault.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault: Option<Fault>,
+    /// The AuthorizationPolicy under audit that would deny the request, and its rule.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub would_deny: Option<String>,
     /// The caller or the endpoint, if mutual TLS has verified it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
@@ -184,6 +187,9 @@ impl Exchange {
         }
         if let Some(fault) = &self.fault {
             push_line(&fault.text(), &mut out);
+        }
+        if let Some(reason) = &self.would_deny {
+            push_line(&format!("[would be denied by {reason}]"), &mut out);
         }
         if let Some(Failure { code, message }) = &self.failure {
             push_line(

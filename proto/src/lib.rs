@@ -48,3 +48,5 @@ pub const CAPABILITY_CHUNKS: &str = "chunks";
 pub const CAPABILITY_ROUTES: &str = "routes";
 /// The proxy applies policies, faults and rate limits.
 pub const CAPABILITY_POLICY: &str = "policy";
+/// The proxy applies AuthorizationPolicies.
+pub const CAPABILITY_AUTHORIZATION: &str = "authorization";

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_model::code::Code;
+use diy_mesh_proto::authorization::{Denial, Nearest};
 use http::StatusCode;
 use thiserror::Error;
 
@@ -166,6 +167,14 @@ pub enum Failure {
     /// The workload accepts only mutual TLS, and the client did not use it.
     #[error("this workload requires mutual TLS: its callers must be in the mesh")]
     MtlsRequired,
+    /// The AuthorizationPolicies of the pod do not allow the call.
+    #[error("{}", denied_message(.denial, *.id))]
+    Denied {
+        /// The policy and its rule.
+        denial: Denial,
+        /// What a caller of another namespace is told in place of them.
+        id: Option<u32>,
+    },
     /// A CONNECT request for an application that does not declare that it accepts them.
     #[error(
         "CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\""
@@ -257,6 +266,16 @@ impl Failure {
         own.unwrap_or_else(|| grpc_status(self.status()))
     }
 
+    /// The text for the client. Only callers of the pod's namespace are told its policies.
+    pub fn client_message(&self) -> String {
+        match self {
+            Self::Denied { id: Some(id), .. } => {
+                format!("denied; the log of the callee's proxy has the reason under {id:08x}")
+            }
+            failure => failure.to_string(),
+        }
+    }
+
     /// The value of the Allow field that goes with the status (RFC 9110, section 15.5.6).
     pub fn allow(&self) -> Option<&'static str> {
         matches!(self, Self::ConnectNotAllowed)
@@ -327,6 +346,7 @@ impl Failure {
             Self::NoCertificate(_) => Code::NoCertificate,
             Self::Handshake { .. } => Code::HandshakeFailed,
             Self::MtlsRequired => Code::MtlsRequired,
+            Self::Denied { .. } => Code::Denied,
             Self::ConnectNotAllowed => Code::ConnectNotAllowed,
             Self::Timeout(_) => Code::Timeout,
         }
@@ -346,6 +366,29 @@ pub fn policy_or_defaults(policy: &str) -> &str {
     match policy {
         "" => "the proxy's defaults",
         policy => policy,
+    }
+}
+
+fn denied_message(denial: &Denial, id: Option<u32>) -> String {
+    let reason = denial_reason(denial);
+    match id {
+        Some(id) => format!("denied by {reason} ({id:08x})"),
+        None => format!("denied by {reason}"),
+    }
+}
+
+/// What denies a call, in a message.
+pub fn denial_reason(denial: &Denial) -> String {
+    match (&*denial.policy, denial.rule) {
+        (policy, Some(rule)) => format!("{policy}, rule {rule}"),
+        ("", None) => "the default".to_owned(),
+        (policy, None) => match denial.nearest {
+            Some(Nearest { rule, failed }) => format!(
+                "{policy}: no rule matches, the nearest is rule {rule} but for its {}",
+                failed.as_str()
+            ),
+            None => format!("{policy}: no rule matches"),
+        },
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::SystemTime;
 
 use diy_mesh_model::exchange::Direction;
 use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::authorization::Denial;
 use diy_mesh_runtime::admission::network;
 use http::HeaderValue;
 
@@ -18,7 +19,7 @@ use crate::context::worker::Worker;
 use crate::error::Failure;
 use crate::http::edits::MeshField;
 use crate::http::view::{Fields, RequestView};
-use crate::inbound::policy::{Caller, PREVIOUS_ATTEMPTS, Permit};
+use crate::inbound::policy::{Caller, Client, PREVIOUS_ATTEMPTS, Permit};
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot, Holder};
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
@@ -89,9 +90,78 @@ impl Flow {
         Charge::new(self.slot.clone())
     }
 
-    /// Whether the client may have a connection to the application, whatever it carries.
+    /// The client, as policies see it.
+    fn client(&self) -> Client<'_> {
+        Client {
+            caller: &self.caller,
+            address: self.peer.ip(),
+            port: self.original.port(),
+        }
+    }
+
+    /// Whether the client may have a connection to the application that carries no HTTP.
     pub fn authorize_connection(&self) -> Result<Permit, Failure> {
-        self.worker.policy().authorize_connection(&self.caller)
+        let permit = self.worker.policy().authorize_connection(self.client());
+        permit.map_err(|failure| self.conceal(failure))
+    }
+
+    /// Whether the request may be forwarded to the application.
+    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<Permit, Failure> {
+        let permit = self
+            .worker
+            .policy()
+            .authorize_request(self.client(), request);
+        permit.map_err(|failure| self.conceal(failure))
+    }
+
+    /// The version of the policy, for [`Flow::judge_again`].
+    pub fn policy_version(&self) -> u64 {
+        self.worker.policy_version()
+    }
+
+    /// Judges an allowed request again, or a connection that carries no HTTP, if the policy is no
+    /// longer that of `version`.
+    pub fn judge_again<'a>(
+        &self,
+        version: &mut u64,
+        request: impl FnOnce() -> Option<RequestView<'a>>,
+    ) -> Result<(), Failure> {
+        let current = self.worker.policy_version();
+        if std::mem::replace(version, current) == current {
+            return Ok(());
+        }
+        self.judge(request().as_ref())
+    }
+
+    /// Whether the AuthorizationPolicies allow a request, or a connection that carries no HTTP.
+    pub fn judge(&self, request: Option<&RequestView<'_>>) -> Result<(), Failure> {
+        let verdict = self.worker.policy().judge(self.client(), request);
+        verdict.map_err(|failure| self.conceal(failure))
+    }
+
+    /// Counts an allowed request, or a connection that carries no HTTP, that the policies under audit
+    /// would deny. Returns the denial.
+    pub fn audit(&self, request: Option<&RequestView<'_>>) -> Option<Denial> {
+        let denial = self.worker.policy().audit(self.client(), request)?;
+        self.worker.metrics.would_deny.inc();
+        Some(denial)
+    }
+
+    /// Gives a denial an identifier, which callers of other namespaces are told in place of the policy.
+    fn conceal(&self, mut failure: Failure) -> Failure {
+        if let Failure::Denied { id, .. } = &mut failure {
+            let own = self.worker.tls.identity();
+            let is_neighbor = own
+                .zip(self.caller.identity())
+                .is_some_and(|(own, caller)| {
+                    own.trust_domain() == caller.trust_domain()
+                        && own.namespace() == caller.namespace()
+                });
+            if !is_neighbor {
+                *id = Some(self.worker.rng.borrow_mut().u32(..));
+            }
+        }
+        failure
     }
 
     /// Step 5: the plan of a request.
@@ -143,17 +213,24 @@ impl Flow {
     }
 
     /// The end of this connection while its bytes are copied to `upstream` and back: its expiry, the
-    /// idle timeout, or the end of its slot. To be polled after each transfer.
+    /// idle timeout, the end of its slot, or a policy later than `version` that does not allow it: as
+    /// the `request` that began a tunnel, or as a connection that carries no HTTP. To be polled after
+    /// each transfer.
     pub fn copy_end<'a>(
         &'a self,
         client: &Io,
         upstream: &Io,
+        mut version: u64,
+        request: Option<RequestView<'a>>,
     ) -> impl Future<Output = ()> + Unpin + use<'a> {
         let mut expiry = self.expiry(client, upstream);
         let mut idle = IdleTimer::new(self.worker.config.timeouts.opaque_idle);
         poll_fn(move |cx| {
             self.slot.touch();
             if self.slot.is_ended() {
+                return Poll::Ready(());
+            }
+            if self.judge_again(&mut version, || request).is_err() {
                 return Poll::Ready(());
             }
             if idle.poll_active(cx).is_ready() {

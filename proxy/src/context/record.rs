@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::{self, Direction, Fault, Transfer};
 use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::authorization::Denial;
 use http::StatusCode;
 
 use crate::context::flow::Flow;
-use crate::error::Failure;
+use crate::error::{Failure, denial_reason};
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
@@ -78,6 +79,12 @@ impl ExchangeRecord {
     pub fn fault(&mut self, name: &Arc<str>, delay: Option<Duration>) {
         self.fault = Some(name.clone());
         self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
+    }
+
+    /// The policies under audit would deny the request.
+    pub fn would_deny(&mut self, denial: &Denial) {
+        let reason = denial_reason(denial);
+        self.dump(|dump| dump.exchange.would_deny = Some(reason));
     }
 
     /// An attempt begins.
@@ -347,8 +354,14 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     flow.worker.metrics.failure(flow.direction, failure);
     let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code().label());
     let destination = flow.destination.name();
-    if is_warning && flow.worker.should_log(Instant::now()) {
-        tracing::warn!(path, %peer, %destination, code, "{failure}");
+    let (worker, now) = (&flow.worker, Instant::now());
+    let should_log = match failure {
+        Failure::Denied { .. } => worker.should_log_denial(now),
+        _ => is_warning && worker.should_log(now),
+    };
+    if should_log {
+        let caller = flow.called_by();
+        tracing::warn!(path, %peer, caller, %destination, code, "{failure}");
     } else {
         tracing::debug!(path, %peer, %destination, code, "{failure}");
     }

@@ -2,6 +2,7 @@
 //! the dump queue, and what discovery knows.
 
 use std::cell::{Cell, Ref, RefCell};
+use std::future::{Future, poll_fn};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -37,6 +38,11 @@ const MAX_MIRRORS: usize = 100;
 
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
+
+/// At most this many denied calls are logged in [`DENIALS_INTERVAL`]; the metrics count them all.
+const MAX_LOGGED_DENIALS: u32 = 60;
+/// See [`MAX_LOGGED_DENIALS`].
+const DENIALS_INTERVAL: Duration = Duration::from_secs(60);
 
 /// At most one warning about a peer is logged in this time; the metrics count them all.
 const PEER_WARNING_INTERVAL: Duration = Duration::from_secs(10);
@@ -102,6 +108,9 @@ pub struct Worker {
     /// The inbound policy, and its updates.
     policy: RefCell<Arc<Policy>>,
     policy_updates: watch::Receiver<Option<Arc<Policy>>>,
+    /// The number of its changes, each of which is notified.
+    policy_version: Cell<u64>,
+    policy_changed: Notify,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
     /// Makes the choices for a connection repeatable, and those of other workers others.
@@ -119,6 +128,8 @@ pub struct Worker {
     memory: Memory,
     /// When a peer was last warned about.
     warned_at: Cell<Option<Instant>>,
+    /// The number of denied calls that were logged since this time.
+    denials_logged: Cell<(Option<Instant>, u32)>,
     /// Notified when the last connection closes.
     idle: Notify,
 }
@@ -140,6 +151,8 @@ impl Worker {
         let worker = Self {
             policy: RefCell::new(Arc::new(context.config.policy.clone())),
             policy_updates: context.discovery.policy(),
+            policy_version: Cell::new(0),
+            policy_changed: Notify::new(),
             config: context.config,
             dumps: context.dumps,
             metrics: context.metrics,
@@ -155,6 +168,7 @@ impl Worker {
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             memory: context.memory,
             warned_at: Cell::new(None),
+            denials_logged: Cell::new((None, 0)),
             idle: Notify::new(),
         };
         worker.follow_memory_limit();
@@ -193,6 +207,8 @@ impl Worker {
                 Ok(()) = policy_updates.changed() => {
                     if let Some(policy) = &*policy_updates.borrow_and_update() {
                         *self.policy.borrow_mut() = policy.clone();
+                        self.policy_version.set(self.policy_version.get() + 1);
+                        self.policy_changed.notify_waiters();
                     }
                 }
                 _ = eviction.tick() => {
@@ -257,6 +273,38 @@ impl Worker {
     /// The inbound policy of the pod.
     pub fn policy(&self) -> Ref<'_, Policy> {
         Ref::map(self.policy.borrow(), |policy| &**policy)
+    }
+
+    /// The number of changes of the policy.
+    pub fn policy_version(&self) -> u64 {
+        self.policy_version.get()
+    }
+
+    /// Runs the work of a task, and polls it after each change of the policy: what it does may no
+    /// longer be allowed.
+    pub async fn run_under_policy<T>(&self, mut work: Pin<&mut impl Future<Output = T>>) -> T {
+        let mut changed = pin!(self.policy_changed.notified());
+        let mut version = None;
+        poll_fn(|cx| {
+            let current = self.policy_version.get();
+            if version.replace(current) != Some(current) {
+                changed.set(self.policy_changed.notified());
+                // Registers the task.
+                let _ = changed.as_mut().poll(cx);
+            }
+            work.as_mut().poll(cx)
+        })
+        .await
+    }
+
+    /// Whether to log a denied call. Limits their rate.
+    pub fn should_log_denial(&self, now: Instant) -> bool {
+        let (since, logged) = match self.denials_logged.get() {
+            (Some(since), logged) if now < since + DENIALS_INTERVAL => (since, logged),
+            _ => (now, 0),
+        };
+        self.denials_logged.set((Some(since), logged + 1));
+        logged < MAX_LOGGED_DENIALS
     }
 
     /// Whether to log a warning about a peer. Limits the rate of these warnings.
@@ -385,6 +433,18 @@ mod tests {
         worker.follow_memory_limit();
         open.push(worker.admit(Direction::Outbound, [127, 0, 0, 1].into()));
         assert_eq!(worker.admission.used(&[]), 1024);
+    }
+
+    #[tokio::test]
+    async fn denials_are_logged_at_a_bounded_rate() {
+        let worker = Worker::new(WorkerContext::for_a_test(""));
+        let now = Instant::now();
+        for start in [now, now + DENIALS_INTERVAL] {
+            let logged = (0..1000)
+                .filter(|_| worker.should_log_denial(start))
+                .count();
+            assert_eq!(logged, MAX_LOGGED_DENIALS as usize);
+        }
     }
 
     #[tokio::test]

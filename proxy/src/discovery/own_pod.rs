@@ -14,7 +14,7 @@ use tracing::info;
 
 use super::limits;
 use super::position::{Order, Position};
-use crate::inbound::policy::Policy;
+use crate::inbound::policy::{Policies, Policy};
 
 /// The subscription to the own pod's configuration.
 #[derive(Debug)]
@@ -163,6 +163,7 @@ fn policy(
         allow_connect: workload.allow_connect,
         zone: workload.zone.clone(),
         rate_limits: limits::parse(&workload.rate_limits, &earlier.rate_limits, now)?,
+        authorization: workload.authorization.as_ref().map(Policies::compile),
     })
 }
 

@@ -1,8 +1,10 @@
 //! Tests of routes from the controller's message to the response: a fake controller, a worker, and
 //! clients and applications over sockets, in both versions of HTTP.
 
+mod authorization;
 mod faults;
 mod limits;
+mod pod;
 mod sessions;
 
 use std::cell::RefCell;

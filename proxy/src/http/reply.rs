@@ -53,7 +53,7 @@ impl From<&Failure> for LocalReply {
                 .chain(retry_after)
                 .collect(),
             grpc_pushback: failure.retry_after(),
-            message: failure.to_string().into(),
+            message: failure.client_message().into(),
             grpc_status: failure.grpc_status(),
         }
     }

@@ -1,11 +1,16 @@
-//! Step 4: authorization of a connection, and of each request. A strict workload accepts only
-//! authenticated peers. Pure: all inputs are arguments.
+//! Step 4: authorization of a connection that carries no HTTP, and of each request. A strict workload
+//! accepts only authenticated peers, and AuthorizationPolicies decide who of the accepted clients may
+//! call. Pure: all inputs are arguments.
 
+use std::net::IpAddr;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request};
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
+use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::error::Failure;
 use crate::http::view::RequestView;
@@ -32,6 +37,29 @@ impl Caller {
     }
 }
 
+/// The client of a connection, and the port of the application that it leads to.
+#[derive(Clone, Copy, Debug)]
+pub struct Client<'a> {
+    /// As far as it has authenticated.
+    pub caller: &'a Caller,
+    /// Its address.
+    pub address: IpAddr,
+    /// The port of the application.
+    pub port: u16,
+}
+
+impl<'a> Client<'a> {
+    /// A request of the client, or its connection that carries no HTTP.
+    fn call(self, request: Option<&'a RequestView<'_>>) -> Call<'a> {
+        Call {
+            identity: self.caller.identity(),
+            address: self.address.to_canonical(),
+            port: self.port,
+            request: request.map(|request| request as &dyn Request),
+        }
+    }
+}
+
 /// The proof that a policy allows a request or a connection. Without it, there is no attempt to send
 /// it: no protocol can forget authorization.
 #[derive(Debug)]
@@ -50,7 +78,29 @@ pub struct Policy {
     pub zone: String,
     /// The limits of its requests.
     pub rate_limits: RateLimits,
+    /// Who may call the application. None: everyone.
+    pub authorization: Option<Policies>,
 }
+
+/// The AuthorizationPolicies of the pod.
+#[derive(Clone, Debug)]
+pub struct Policies(Arc<Authorization>);
+
+impl Policies {
+    /// Compiles the message of the controller.
+    pub fn compile(message: &proto::Authorization) -> Self {
+        Self(Arc::new(Authorization::compile(message)))
+    }
+}
+
+/// Only the same policies are equal.
+impl PartialEq for Policies {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Policies {}
 
 impl Policy {
     /// The policy that a controller sends, which weakens none of the settings of the pod itself:
@@ -64,26 +114,60 @@ impl Policy {
         }
     }
 
-    /// Whether the caller may have a connection to the application, whatever it carries.
-    pub fn authorize_connection(&self, caller: &Caller) -> Result<Permit, Failure> {
-        if self.strict && *caller == Caller::Unauthenticated {
-            Err(Failure::MtlsRequired)
-        } else {
-            Ok(Permit(()))
-        }
+    /// Whether the client may have a connection to the application that carries no HTTP.
+    pub fn authorize_connection(&self, client: Client<'_>) -> Result<Permit, Failure> {
+        self.accept(client)?;
+        self.judge(client, None)?;
+        Ok(Permit(()))
     }
 
     /// Whether the request may be forwarded to the application.
     pub fn authorize_request(
         &self,
-        caller: &Caller,
+        client: Client<'_>,
         request: &RequestView<'_>,
     ) -> Result<Permit, Failure> {
-        let permit = self.authorize_connection(caller)?;
-        if *caller != Caller::App && !self.allow_connect && request.is_connect() {
+        self.accept(client)?;
+        if *client.caller != Caller::App && !self.allow_connect && request.is_connect() {
             return Err(Failure::ConnectNotAllowed);
         }
-        Ok(permit)
+        self.judge(client, Some(request))?;
+        Ok(Permit(()))
+    }
+
+    /// A strict workload refuses clients that have not authenticated.
+    fn accept(&self, client: Client<'_>) -> Result<(), Failure> {
+        if self.strict && *client.caller == Caller::Unauthenticated {
+            Err(Failure::MtlsRequired)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether the AuthorizationPolicies allow a request, or a connection that carries no HTTP.
+    pub fn judge(
+        &self,
+        client: Client<'_>,
+        request: Option<&RequestView<'_>>,
+    ) -> Result<(), Failure> {
+        let Some(Policies(policies)) = self.policies_for(client) else {
+            return Ok(());
+        };
+        let verdict = policies.judge(&client.call(request));
+        verdict.map_err(|denial| Failure::Denied { denial, id: None })
+    }
+
+    /// The denial of an allowed call, if the policies under audit were in force too.
+    pub fn audit(&self, client: Client<'_>, request: Option<&RequestView<'_>>) -> Option<Denial> {
+        let Policies(policies) = self.policies_for(client)?;
+        policies.audit(&client.call(request))
+    }
+
+    /// The policies that the client is subject to. The pod's own application is subject to those of
+    /// the pods that it calls.
+    fn policies_for(&self, client: Client<'_>) -> Option<&Policies> {
+        let policies = self.authorization.as_ref();
+        policies.filter(|_| *client.caller != Caller::App)
     }
 }
 
@@ -96,6 +180,56 @@ mod tests {
         Caller::Peer(Rc::new(
             Identity::new("cluster.local", "shop", "web").expect("an identity"),
         ))
+    }
+
+    fn client(caller: &Caller) -> Client<'_> {
+        Client {
+            caller,
+            address: [10, 0, 0, 7].into(),
+            port: 8080,
+        }
+    }
+
+    /// Denies everything.
+    fn deny_all(policy: Policy) -> Policy {
+        let all = proto::Authorization {
+            deny_by_default: true,
+            default_name: "AuthorizationPolicy shop/none".to_owned(),
+            ..proto::Authorization::default()
+        };
+        Policy {
+            authorization: Some(Policies::compile(&all)),
+            ..policy
+        }
+    }
+
+    #[test]
+    fn own_application_is_not_judged() {
+        let policy = deny_all(Policy::default());
+        let health = request("GET", "/healthz");
+        let authorize = |caller: &Caller| {
+            let request = policy.authorize_request(client(caller), &health);
+            let connection = policy.authorize_connection(client(caller));
+            (request.is_ok(), connection.is_ok())
+        };
+        assert_eq!(authorize(&Caller::App), (true, true));
+        assert_eq!(authorize(&peer()), (false, false));
+        assert_eq!(authorize(&Caller::Unauthenticated), (false, false));
+    }
+
+    #[test]
+    fn strict_mode_and_connect_are_checked_before_the_policies() {
+        let policy = deny_all(Policy::default());
+        let tunnel = policy.authorize_request(client(&peer()), &request("CONNECT", "a:1"));
+        assert!(matches!(tunnel, Err(Failure::ConnectNotAllowed)));
+        let strict = Policy {
+            strict: true,
+            ..policy
+        };
+        let plain = strict.authorize_connection(client(&Caller::Unauthenticated));
+        assert!(matches!(plain, Err(Failure::MtlsRequired)));
+        let denied = strict.authorize_connection(client(&peer()));
+        assert!(matches!(denied, Err(Failure::Denied { .. })));
     }
 
     #[test]
@@ -126,15 +260,19 @@ mod tests {
         };
         let health = request("GET", "/healthz");
         for caller in [peer(), Caller::App] {
-            assert!(policy.authorize_request(&caller, &health).is_ok());
-            assert!(policy.authorize_connection(&caller).is_ok());
+            assert!(policy.authorize_request(client(&caller), &health).is_ok());
+            assert!(policy.authorize_connection(client(&caller)).is_ok());
         }
         let unauthenticated = Caller::Unauthenticated;
         assert!(matches!(
-            policy.authorize_request(&unauthenticated, &health),
+            policy.authorize_request(client(&unauthenticated), &health),
             Err(Failure::MtlsRequired)
         ));
-        assert!(policy.authorize_connection(&unauthenticated).is_err());
+        assert!(
+            policy
+                .authorize_connection(client(&unauthenticated))
+                .is_err()
+        );
     }
 
     #[test]
@@ -142,12 +280,12 @@ mod tests {
         let policy = Policy::default();
         assert!(
             policy
-                .authorize_request(&Caller::Unauthenticated, &request("GET", "/"))
+                .authorize_request(client(&Caller::Unauthenticated), &request("GET", "/"))
                 .is_ok()
         );
         assert!(
             policy
-                .authorize_connection(&Caller::Unauthenticated)
+                .authorize_connection(client(&Caller::Unauthenticated))
                 .is_ok()
         );
     }
@@ -165,13 +303,15 @@ mod tests {
             let tunnel = request(method, "a:1");
             for caller in [Caller::Unauthenticated, peer()] {
                 assert!(matches!(
-                    closed.authorize_request(&caller, &tunnel),
+                    closed.authorize_request(client(&caller), &tunnel),
                     Err(Failure::ConnectNotAllowed)
                 ));
-                assert!(open.authorize_request(&caller, &tunnel).is_ok());
+                assert!(open.authorize_request(client(&caller), &tunnel).is_ok());
             }
             assert!(
-                closed.authorize_request(&Caller::App, &tunnel).is_ok(),
+                closed
+                    .authorize_request(client(&Caller::App), &tunnel)
+                    .is_ok(),
                 "the app may ask others for one"
             );
         }

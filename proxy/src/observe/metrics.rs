@@ -55,6 +55,8 @@ pub struct Metrics {
     mirrors: [Counter; MirrorResult::NAMES.len()],
     faults: NamedCounters,
     rate_limited: NamedCounters,
+    /// Allowed requests and connections that the policies under audit would deny.
+    pub would_deny: Counter,
     /// Exchanges not dumped because the budget was exhausted.
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
@@ -167,6 +169,11 @@ impl Metrics {
             "rate_limited",
             "Requests that exceeded a rate limit, by its scope and policy",
         );
+        let would_deny = register(
+            r,
+            "would_deny",
+            "Allowed requests and connections that the AuthorizationPolicies under audit would deny",
+        );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
@@ -192,6 +199,7 @@ impl Metrics {
             zones,
             faults,
             rate_limited,
+            would_deny,
             dumps_suppressed,
             dumps_dropped,
             discovery,

@@ -123,7 +123,14 @@ async fn redirected(
 }
 
 /// Carries a connection from step 3 on until it ends.
-pub async fn carry(mut client: Io, mut flow: Flow) {
+pub async fn carry(client: Io, flow: Flow) {
+    let worker = flow.worker.clone();
+    worker
+        .run_under_policy(pin!(carry_steps(client, flow)))
+        .await;
+}
+
+async fn carry_steps(mut client: Io, mut flow: Flow) {
     // The state of a TLS handshake, until the protocol is known.
     let mut pending = flow.charge();
     if let Err(failure) = pending.begin(PENDING_COST) {

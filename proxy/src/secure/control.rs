@@ -15,8 +15,8 @@ use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_CHUNKS, CAPABILITY_POLICY, CAPABILITY_ROUTES,
-    CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_POLICY,
+    CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -171,7 +171,13 @@ impl Control {
     /// A request that opens a discovery stream, with the token and the capabilities of this release.
     pub async fn discovery_request<T>(&self, requests: T) -> Result<Request<T>, ControlError> {
         let mut request = Request::new(requests);
-        let capabilities = [CAPABILITY_CHUNKS, CAPABILITY_ROUTES, CAPABILITY_POLICY].join(", ");
+        let capabilities = [
+            CAPABILITY_CHUNKS,
+            CAPABILITY_ROUTES,
+            CAPABILITY_POLICY,
+            CAPABILITY_AUTHORIZATION,
+        ]
+        .join(", ");
         let capabilities = capabilities.parse().expect("the names are words");
         let metadata = request.metadata_mut();
         metadata.insert(CAPABILITIES_METADATA, capabilities);

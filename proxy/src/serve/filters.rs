@@ -7,7 +7,6 @@ use std::pin::pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use crate::context::flow::Flow;
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
 use crate::http::view::RequestView;
@@ -27,7 +26,7 @@ pub async fn apply(
     record: &mut ExchangeRecord,
     poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
 ) -> Option<Result<Permit, Answer>> {
-    let permit = match authorize(&record.flow, request) {
+    let permit = match authorize(record, request) {
         Ok(permit) => permit,
         Err(failure) => return Some(Err(failure.into())),
     };
@@ -43,9 +42,13 @@ pub async fn apply(
 }
 
 /// Authorizes the request, and takes a token of each rate limit that counts it.
-fn authorize(flow: &Flow, request: &RequestView<'_>) -> Result<Permit, Failure> {
+fn authorize(record: &mut ExchangeRecord, request: &RequestView<'_>) -> Result<Permit, Failure> {
+    let permit = record.flow.authorize_request(request)?;
+    if let Some(denial) = record.flow.audit(Some(request)) {
+        record.would_deny(&denial);
+    }
+    let flow = &record.flow;
     let policy = flow.worker.policy();
-    let permit = policy.authorize_request(&flow.caller, request)?;
     if flow.direction == Direction::Outbound || policy.rate_limits.0.is_empty() {
         return Ok(permit);
     }

@@ -40,10 +40,16 @@ pub async fn serve(
 ) {
     let mut record = ConnectionRecord::new(&flow);
     let mut memory = flow.charge();
+    let mut version = flow.policy_version();
     let dialed = match dialed {
         Some(dialed) => flow.authorize_connection().map(|_| dialed),
         None => dial(&flow, Alpn::Opaque).await,
     };
+    // The policy may have changed in the meantime.
+    let dialed = dialed.and_then(|dialed| {
+        let verdict = flow.judge_again(&mut version, || None);
+        verdict.map(|()| dialed)
+    });
     let Dialed {
         mut upstream,
         slot: _slot,
@@ -56,7 +62,8 @@ pub async fn serve(
             return client.reset();
         }
     };
-    let mut end = flow.copy_end(&client, &upstream);
+    flow.audit(None);
+    let mut end = flow.copy_end(&client, &upstream, version, None);
     let charge = &mut |bytes| memory.hold(bytes).is_ok();
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
     in_flight.closed(copied.received > 0, copied.upstream_ended_first);
@@ -66,7 +73,11 @@ pub async fn serve(
             "the client paused in the first line of an HTTP request",
         )),
         End::Overloaded => record.fail(&EXHAUSTED),
-        End::Complete | End::Failed | End::Expired => {}
+        End::Expired => {
+            let denied = flow.judge(None).err();
+            denied.iter().for_each(|failure| record.fail(failure));
+        }
+        End::Complete | End::Failed => {}
     }
 }
 

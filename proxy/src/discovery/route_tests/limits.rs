@@ -2,23 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::identity::Identity;
 use proto::rate_limit::Scope;
-use proto::workload::InboundMode;
 
-use super::super::own_pod::{OwnPod, Received};
-use super::super::position::Position;
+use super::pod::Pod;
 use super::*;
 use crate::inbound::limit::RateLimits;
-use crate::inbound::policy::Policy;
 use crate::route::matching::MatchInput;
-
-/// The pod of an application, to which callers have connections.
-struct Pod {
-    worker: Rc<Worker>,
-    own: OwnPod,
-    app: SocketAddr,
-}
 
 fn limit(name: &str, scope: Scope, requests: u64, port: u16) -> proto::RateLimit {
     proto::RateLimit {
@@ -34,80 +23,13 @@ fn limit(name: &str, scope: Scope, requests: u64, port: u16) -> proto::RateLimit
 }
 
 impl Pod {
-    fn new(app: SocketAddr) -> Self {
-        let (sender, policy) = watch::channel(None);
-        let worker = Worker::new(WorkerContext {
-            discovery: Discovery::with_policy(policy),
-            ..WorkerContext::for_a_test("")
-        });
-        let own = OwnPod::new(Policy::default(), sender);
-        let maintained = worker.clone();
-        tokio::task::spawn_local(async move { maintained.maintain_until_drained().await });
-        Self { worker, own, app }
-    }
-
     /// Applies a message of the controller. Returns the rejection.
     async fn apply(&mut self, rate_limits: Vec<proto::RateLimit>) -> String {
-        let count = rate_limits.len();
-        let workload = proto::Workload {
-            inbound_mode: InboundMode::Permissive.into(),
+        self.configure(proto::Workload {
             rate_limits,
             ..proto::Workload::default()
-        };
-        let received = Received {
-            workload,
-            version: "1".to_owned(),
-            position: Position::default(),
-        };
-        let acknowledgement = self
-            .own
-            .receive(received, tokio::time::Instant::now())
-            .unwrap();
-        let rejection = acknowledgement.rejection;
-        if rejection.is_empty() {
-            until(|| self.worker.policy().rate_limits.0.len() == count).await;
-        }
-        rejection
-    }
-
-    async fn connect(&self, account: Option<&str>) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connecting, listener.accept());
-        let (stream, peer) = accepted.unwrap();
-        let identity = |account| Identity::new("cluster.local", "shop", account).unwrap();
-        let flow = Flow {
-            called_by: Default::default(),
-            slot: self.worker.slot(),
-            worker: self.worker.clone(),
-            direction: Direction::Inbound,
-            peer,
-            original: self.app,
-            destination: Backend::alone(self.app),
-            caller: account.map_or(Caller::Unauthenticated, |account| {
-                Caller::Peer(Rc::new(identity(account)))
-            }),
-        };
-        tokio::task::spawn_local(carry(Io::new(stream), flow));
-        client.unwrap()
-    }
-
-    /// Sends a request on a connection of its own.
-    async fn http1(&self, account: Option<&str>, path: &str) -> String {
-        let mut client = self.connect(account).await;
-        let request = format!("GET {path} HTTP/1.1\r\nHost: web\r\nConnection: close\r\n\r\n");
-        client.write_all(request.as_bytes()).await.unwrap();
-        let mut response = String::new();
-        client.read_to_string(&mut response).await.unwrap();
-        response
-    }
-
-    async fn http2(&self, account: Option<&str>, request: Request<()>) -> http::HeaderMap {
-        let connection = self.connect(account).await;
-        let (mut client, connection) = h2::client::handshake(connection).await.unwrap();
-        tokio::task::spawn_local(connection);
-        let (response, _) = client.send_request(request, true).unwrap();
-        response.await.unwrap().into_parts().0.headers
+        })
+        .await
     }
 }
 

@@ -113,6 +113,7 @@ impl ConnectionInfo {
             route: None,
             backend: None,
             fault: None,
+            would_deny: None,
             identity: None,
             protocol,
             duration_ms: 0.0,

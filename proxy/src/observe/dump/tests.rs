@@ -284,6 +284,21 @@ fn names_the_policy_of_a_fault() {
 }
 
 #[test]
+fn names_the_policy_under_audit_that_would_deny() {
+    let reason = "AuthorizationPolicy shop/web, rule 0";
+    let audited = |dump: &mut ExchangeDump| {
+        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        dump.fill(|record| record.exchange.would_deny = Some(reason.to_owned()));
+    };
+    let text = written(Mode::Full, Format::Text, Direction::Inbound, audited);
+    let line = format!("[would be denied by {reason}]\n");
+    assert!(text.contains(&line), "{text}");
+    let json = written(Mode::Full, Format::Json, Direction::Inbound, audited);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["would_deny"], reason);
+}
+
+#[test]
 fn truncates_large_headers() {
     let text = written(Mode::Full, Format::Text, Direction::Inbound, |dump| {
         let value = "v".repeat(1000);

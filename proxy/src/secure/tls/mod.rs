@@ -122,6 +122,12 @@ impl Tls {
         }
     }
 
+    /// The identity of the own workload, while it has a certificate.
+    pub fn identity(&self) -> Option<Identity> {
+        let credentials = self.credentials.borrow();
+        credentials.as_ref().map(|own| own.identity.clone())
+    }
+
     /// The timeouts of the sockets and handshakes of new connections.
     pub fn timeouts(&self) -> &Timeouts {
         &self.timeouts

@@ -50,6 +50,7 @@ impl Exchange<'_> {
             attempt.check_endpoint()?;
             attempt.in_flight.connected();
         }
+        self.judge_again().map_err(AttemptError::last)?;
         if let Some(previous) = attempt.announced(upstream.io.is_secured()) {
             self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
         }
@@ -145,6 +146,7 @@ impl Exchange<'_> {
         upstream: &mut Io,
         search: &mut HeadSearch,
     ) -> Poll<Result<ResponseHead, Ended>> {
+        self.judge_again().map_err(Ended::Failed)?;
         let uploading = self.poll_upload(cx, upstream)?;
         loop {
             if let Some(end) = search.find_end(upstream.unread())? {
@@ -312,6 +314,10 @@ impl Exchange<'_> {
         upstream: &mut Io,
         download: &mut Relay,
     ) -> Poll<Result<(), BodyError>> {
+        if let Err(failure) = self.judge_again() {
+            self.record.fail(&failure);
+            return Poll::Ready(Err(BodyError::Denied(failure.to_string())));
+        }
         let uploading = match self.poll_upload(cx, upstream) {
             Err(Ended::Client) => return Poll::Ready(Err(BodyError::ClientClosed)),
             uploading => uploading.unwrap_or(Poll::Pending),

@@ -39,6 +39,9 @@ pub enum BodyError {
     /// No memory is left to the caller.
     #[error("the proxy is overloaded")]
     Overloaded,
+    /// The policy has changed, and does not allow the request.
+    #[error("{0}")]
+    Denied(String),
     /// A connection reached its maximum age.
     #[error("the connection reached its maximum age")]
     Expired,

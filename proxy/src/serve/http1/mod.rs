@@ -34,8 +34,9 @@ use crate::observe::metrics::HttpVersion;
 use crate::route::{Answer, AttemptSettings, Plan};
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempts, Step, pause};
+use crate::serve::copy::{self, End};
+use crate::serve::filters;
 use crate::serve::mirror::CopiedHead;
-use crate::serve::{copy, filters};
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
 /// step would leave gaps in the heap.
@@ -177,6 +178,8 @@ struct Exchange<'a> {
     client_ended: bool,
     /// Its half-close was passed on.
     end_passed_on: bool,
+    /// The version of the policy that allows the request.
+    policy_version: u64,
 }
 
 impl<'a> Exchange<'a> {
@@ -198,6 +201,7 @@ impl<'a> Exchange<'a> {
             in_interim: false,
             client_ended: false,
             end_passed_on: false,
+            policy_version: flow.policy_version(),
         }
     }
 
@@ -290,13 +294,27 @@ impl<'a> Exchange<'a> {
         taken.map_err(|broken| request_failure(&broken))
     }
 
+    /// Judges the request again if the policy has changed.
+    fn judge_again(&mut self) -> Result<(), Failure> {
+        let flow = &self.record.flow;
+        flow.judge_again(&mut self.policy_version, || Some(self.request.view()))
+    }
+
     /// Copies the bytes of another protocol both ways.
     async fn tunnel(&mut self, mut upstream: Io) -> After {
         let flow = self.record.flow.clone();
-        let mut end = flow.copy_end(self.client, &upstream);
+        let request = self.request.view();
+        let version = self.policy_version;
+        let mut end = flow.copy_end(self.client, &upstream, version, Some(request));
         let charge = &mut |bytes| self.memory.hold(bytes).is_ok();
         let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end, charge).await;
         self.record.tunnel(copied.sent, copied.received);
+        if copied.end == End::Expired
+            && let Err(failure) = flow.judge(Some(&request))
+        {
+            self.record.fail(&failure);
+            self.record.cut_off(&failure.to_string());
+        }
         After::Closed
     }
 

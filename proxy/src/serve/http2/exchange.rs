@@ -87,13 +87,18 @@ async fn carry(
         } else {
             0
         },
+        policy_version: client.flow.policy_version(),
         client,
         _place: place,
         parts,
         cost: memory.amount(),
         memory,
     };
-    let ended = exchange.run(deadline, refused).await;
+    let worker = exchange.client.flow.worker.clone();
+    let ended = {
+        let run = pin!(exchange.run(deadline, refused));
+        worker.run_under_policy(run).await
+    };
     exchange.end(ended);
 }
 
@@ -116,6 +121,8 @@ struct Exchange {
     memory: Charge,
     /// The memory of the stream and the heads.
     cost: usize,
+    /// The version of the policy that allows the request.
+    policy_version: u64,
 }
 
 /// The result of an attempt that is not followed by another one.
@@ -144,6 +151,8 @@ enum Ended {
     Upstream(h2::Error),
     /// No memory is left for what waits.
     Overloaded,
+    /// The policy has changed, and does not allow the request.
+    Denied(Failure),
 }
 
 impl Exchange {
@@ -268,6 +277,7 @@ impl Exchange {
         }
         // 8. Serve.
         attempt.in_flight.connected();
+        self.judge_again().map_err(AttemptError::last)?;
         let mut parts = self.parts.clone();
         if let Some(previous) = attempt.announced(lease.is_secured()) {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
@@ -295,6 +305,10 @@ impl Exchange {
             Err(Ended::Overloaded) => {
                 upstream.to_upstream.send_reset(Reason::CANCEL);
                 return Err(AttemptError::last(Failure::MemoryExhausted));
+            }
+            Err(Ended::Denied(failure)) => {
+                upstream.to_upstream.send_reset(Reason::CANCEL);
+                return Err(AttemptError::last(failure));
             }
             Err(Ended::Upstream(error)) => {
                 upstream.lease.record_end();
@@ -368,6 +382,12 @@ impl Exchange {
         .await
     }
 
+    /// Judges the request again if the policy has changed.
+    fn judge_again(&mut self) -> Result<(), Failure> {
+        let request = || Some(head::view(&self.parts));
+        (self.client.flow).judge_again(&mut self.policy_version, request)
+    }
+
     /// Sends the request's body until the response's head has arrived.
     fn poll_response(
         &mut self,
@@ -375,6 +395,7 @@ impl Exchange {
         upstream: &mut Upstream,
     ) -> Poll<Result<Response<RecvStream>, Ended>> {
         self.client.record_progress();
+        self.judge_again().map_err(Ended::Denied)?;
         if let Err(code) = self.poll_upload(cx, upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
@@ -469,6 +490,11 @@ impl Exchange {
                 self.fail_response(&Failure::MemoryExhausted, cut_off);
                 Outcome::Ended
             }
+            Err(Ended::Denied(failure)) => {
+                upstream.to_upstream.send_reset(Reason::CANCEL);
+                self.fail_response(&failure, &failure.to_string());
+                Outcome::Ended
+            }
             Err(Ended::Upstream(error)) => {
                 upstream.lease.record_end();
                 self.break_off(&error, endpoint.address);
@@ -485,6 +511,7 @@ impl Exchange {
         download: &mut Relay,
     ) -> Poll<Result<(), Ended>> {
         self.client.record_progress();
+        self.judge_again().map_err(Ended::Denied)?;
         if let Err(code) = self.poll_upload(cx, upstream) {
             return Poll::Ready(Err(Ended::Client(code)));
         }
