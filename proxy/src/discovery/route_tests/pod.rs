@@ -63,25 +63,31 @@ impl Pod {
 
     /// A connection of a service account, of the namespace `shop` unless it is NAMESPACE/ACCOUNT.
     pub(super) async fn connect(&self, account: Option<&str>) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connecting, listener.accept());
-        let (stream, peer) = accepted.unwrap();
         let identity = |account: &str| {
             let (namespace, account) = account.split_once('/').unwrap_or(("shop", account));
             Identity::new("cluster.local", namespace, account).unwrap()
         };
+        let caller = account.map_or(Caller::Unauthenticated, |account| {
+            Caller::Peer(Rc::new(identity(account)))
+        });
+        self.connect_as(Direction::Inbound, caller).await
+    }
+
+    /// A connection to the application of the test.
+    pub(super) async fn connect_as(&self, direction: Direction, caller: Caller) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connecting = TcpStream::connect(listener.local_addr().unwrap());
+        let (client, accepted) = tokio::join!(connecting, listener.accept());
+        let (stream, peer) = accepted.unwrap();
         let flow = Flow {
             called_by: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
-            direction: Direction::Inbound,
+            direction,
             peer,
             original: self.app,
             destination: Backend::alone(self.app),
-            caller: account.map_or(Caller::Unauthenticated, |account| {
-                Caller::Peer(Rc::new(identity(account)))
-            }),
+            caller,
         };
         tokio::task::spawn_local(carry(Io::new(stream), flow));
         client.unwrap()
