@@ -3,6 +3,7 @@
 
 mod check;
 mod fields;
+mod hash;
 mod index;
 mod paths;
 mod readings;

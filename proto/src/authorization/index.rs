@@ -2,9 +2,9 @@
 //! it, however many there are.
 
 use std::cmp::Reverse;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use super::hash::hash;
 use super::rule::{Condition, Facts, REVISION, Rule};
 use super::sources::Source;
 use super::truth::Truth;
@@ -34,6 +34,8 @@ pub(super) struct Rules {
 struct Index {
     /// In the order of the policies.
     rules: Vec<Rule>,
+    /// Of each rule, a set of which each path that matches has an element.
+    elements: Vec<u64>,
     /// Port, client and rule, in ascending order.
     entries: Vec<(u16, u64, usize)>,
 }
@@ -128,13 +130,17 @@ impl Index {
                 let entry = |client: &u64| (port, *client, self.rules.len());
                 self.entries.extend(clients.iter().map(entry));
             }
+            self.elements.push(rule.elements());
             self.rules.push(rule);
         }
     }
 
     /// The first DENY rule that is not false.
     fn first_match(&self, facts: &Facts<'_>) -> Option<&Rule> {
-        let matches = |rule: &usize| self.rules[*rule].judge(facts).truth != Truth::False;
+        let matches = |rule: &usize| {
+            facts.may_have(self.elements[*rule])
+                && self.rules[*rule].judge(facts).truth != Truth::False
+        };
         let first = self.candidates(facts.call).filter(matches).min()?;
         Some(&self.rules[first])
     }
@@ -143,33 +149,37 @@ impl Index {
     fn any_match(&self, facts: &Facts<'_>) -> Result<(), Option<(&Rule, Condition)>> {
         let mut nearest = None;
         for rule in self.candidates(facts.call) {
-            let Some(failed) = self.rules[rule].judge(facts).failed else {
+            let failed = if facts.may_have(self.elements[rule]) {
+                self.rules[rule].judge(facts).failed
+            } else {
+                Some(Condition::Paths)
+            };
+            let Some(failed) = failed else {
                 return Ok(());
             };
             nearest = nearest.max(Some((failed, Reverse(rule))));
         }
-        let of_others = || {
-            let rule = self.at_port(facts.call.port).min()?;
-            Some((Condition::Sources, Reverse(rule)))
-        };
-        let nearest = nearest.or_else(of_others);
-        Err(nearest.map(|(failed, Reverse(rule))| (&self.rules[rule], failed)))
+        let nearest = nearest.map(|(_, Reverse(rule))| rule);
+        let nearest = nearest.or_else(|| self.at_port(facts.call.port).min());
+        let nearest = nearest.map(|rule| &self.rules[rule]);
+        Err(nearest.and_then(|rule| Some((rule, rule.judge(facts).failed?))))
     }
 
     /// The rules that may match a call.
     fn candidates(&self, call: &Call<'_>) -> impl Iterator<Item = usize> {
         let one = |client: u64| Some((client, client));
         // Rules about identities are unknown, not false, without one.
-        let clients = call
-            .identity
-            .map_or([Some((0, u64::MAX)), None, None], |identity| {
-                let (namespace, account) = (identity.namespace(), identity.service_account());
-                [
-                    one(ANY_CLIENT),
-                    one(hash(namespace)),
-                    one(hash((namespace, account))),
-                ]
-            });
+        let all = [Some((0, u64::MAX)), None, None];
+        let identity = call.identity.filter(|_| !self.entries.is_empty());
+        let clients = identity.map_or(all, |identity| {
+            let (namespace, account) = (identity.namespace(), identity.service_account());
+            [
+                ANY_CLIENT,
+                client(namespace, ""),
+                client(namespace, account),
+            ]
+            .map(one)
+        });
         let ports = [ANY_PORT, call.port].into_iter();
         ports.flat_map(move |port| {
             let ranges = clients.into_iter().flatten();
@@ -215,31 +225,23 @@ fn both(ports: &[u16], others: &[u16]) -> Vec<u16> {
 
 /// The clients that a rule concerns.
 fn clients(rule: &Rule) -> Vec<u64> {
-    let any = vec![ANY_CLIENT];
+    let of_source = |source: &Option<Source>| match source {
+        Some(Source::Identity(identity)) if !identity.namespace.is_empty() => {
+            client(&identity.namespace, &identity.service_account)
+        }
+        _ => ANY_CLIENT,
+    };
+    let any = || vec![ANY_CLIENT];
     let sources = rule.sources.as_deref();
-    let mut clients = sources.map_or(any, |sources| sources.iter().map(client).collect());
+    let mut clients = sources.map_or_else(any, |list| list.iter().map(of_source).collect());
     clients.sort_unstable();
     clients.dedup();
     clients
 }
 
-fn client(source: &Option<Source>) -> u64 {
-    match source {
-        Some(Source::Identity(identity)) if !identity.namespace.is_empty() => {
-            let (namespace, account) = (&identity.namespace, &identity.service_account);
-            if account.is_empty() {
-                hash(namespace)
-            } else {
-                hash((namespace, account))
-            }
-        }
-        _ => ANY_CLIENT,
-    }
-}
-
-/// Rules of different clients may have the same hash: a rule judges its sources itself.
-fn hash(client: impl Hash) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    client.hash(&mut hasher);
-    hasher.finish() | 1
+/// A service account, or, without one, all of a namespace. Others may have the same number: a rule
+/// judges its sources itself.
+fn client(namespace: &str, account: &str) -> u64 {
+    let separator = std::iter::once(b'/');
+    hash(namespace.bytes().chain(separator).chain(account.bytes())) | 1
 }

@@ -1,6 +1,6 @@
 //! Patterns of paths.
 
-use super::readings::{self, MAX_ELEMENTS, Reading, Readings};
+use super::readings::{self, ANY_ELEMENT, MAX_ELEMENTS, Reading, Readings, element_set};
 use super::truth::{Tally, Truth};
 use crate::mesh::v1 as proto;
 use crate::mesh::v1::authorized_path::Kind;
@@ -24,28 +24,61 @@ pub(super) enum PathPattern {
     },
 }
 
-/// The truth of a list of patterns: each reading matches one of them. A pattern that is not known is
-/// None.
-///
-/// It is unknown rather than false if a server that ignores ASCII case, or slashes at the end, may
-/// read a path that matches.
-pub(super) fn judge(patterns: &[Option<PathPattern>], readings: &Readings<'_>) -> Truth {
-    let Some(readings) = readings.known() else {
-        return Truth::Unknown;
-    };
-    let matches = |reading: &Reading<'_>, is_exact: bool| {
-        let mut known = patterns.iter().flatten();
-        known.any(|pattern| pattern.matches(reading, is_exact))
-    };
-    let mut tally = Tally::default();
-    for reading in readings.clone() {
-        tally.add(matches(reading, true));
+/// Patterns, of which a reading of the path matches one. Those that are not known are None.
+#[derive(Debug)]
+pub(super) struct Paths {
+    /// Each with an element that all matches have.
+    patterns: Vec<(u64, Option<PathPattern>)>,
+}
+
+impl Paths {
+    pub(super) fn compile(messages: &[proto::AuthorizedPath]) -> Paths {
+        let patterns = messages.iter().map(|message| {
+            let pattern = PathPattern::parse(message).ok();
+            let element = pattern.as_ref().map_or(ANY_ELEMENT, PathPattern::element);
+            (element, pattern)
+        });
+        Paths {
+            patterns: patterns.collect(),
+        }
     }
-    if !tally.matched {
-        let may_match = |reading| matches(reading, false);
-        tally.matched = patterns.iter().any(Option::is_none) || readings.into_iter().any(may_match);
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.patterns.is_empty()
     }
-    tally.truth()
+
+    /// A set of which each match has an element.
+    pub(super) fn elements(&self) -> u64 {
+        let elements = self.patterns.iter().map(|(element, _)| element);
+        let all = elements.fold(0, |all, element| all | element);
+        if self.is_empty() { ANY_ELEMENT } else { all }
+    }
+
+    /// Whether each reading matches. It is unknown rather than false if a server that ignores ASCII
+    /// case, or slashes at the end, may read a path that matches.
+    pub(super) fn truth(&self, readings: &Readings<'_>) -> Truth {
+        let Some(known) = readings.known() else {
+            return Truth::Unknown;
+        };
+        let matches = |reading: &Reading<'_>, is_exact: bool| {
+            let mut patterns = self.patterns.iter();
+            patterns.any(|(element, pattern)| {
+                readings.may_have(*element)
+                    && pattern
+                        .as_ref()
+                        .is_some_and(|pattern| pattern.matches(reading, is_exact))
+            })
+        };
+        let mut tally = Tally::default();
+        for reading in known.clone() {
+            tally.add(matches(reading, true));
+        }
+        if !tally.matched {
+            let is_unknown = self.patterns.iter().any(|(_, pattern)| pattern.is_none());
+            tally.matched = is_unknown || known.into_iter().any(|reading| matches(reading, false));
+        }
+        tally.truth()
+    }
 }
 
 impl PathPattern {
@@ -70,6 +103,27 @@ impl PathPattern {
                 Err(violation("rules.paths", "", expected))
             }
         }
+    }
+
+    /// An element that all matches have, as a set.
+    fn element(&self) -> u64 {
+        let last = match self {
+            PathPattern::Exact(path) | PathPattern::Prefix(path) => {
+                let elements = path.split(|byte| *byte == b'/').skip(1).enumerate();
+                elements.filter(|(_, element)| !element.is_empty()).last()
+            }
+            PathPattern::Suffix(_) => None,
+            PathPattern::Template { elements, .. } => {
+                let elements = elements.iter().map(Option::as_deref).enumerate();
+                elements
+                    .filter_map(|(at, element)| Some((at, element?)))
+                    .next_back()
+            }
+        };
+        let last = last.filter(|(position, _)| *position < MAX_ELEMENTS);
+        last.map_or(ANY_ELEMENT, |(position, element)| {
+            element_set(position, element)
+        })
     }
 
     /// Whether the pattern matches a reading: exactly, or without ASCII case and without slashes at

@@ -3,6 +3,8 @@
 
 use std::borrow::Cow;
 
+use super::hash::hash;
+
 /// The length of a path that is read. Most servers reject longer ones.
 pub(super) const MAX_PATH_BYTES: usize = 8 * 1024;
 /// The readings of one path, and the length of all of them.
@@ -30,10 +32,18 @@ const STEPS: [&[Step]; 12] = [
     &[remove_dot_segments],
 ];
 
-/// The readings of a path: the path itself, and the others, of which a plain path has none. None:
-/// servers may read anything.
+/// A set of elements that matches every other one.
+pub(super) const ANY_ELEMENT: u64 = u64::MAX;
+
+/// The readings of a path.
 #[derive(Debug)]
-pub(super) struct Readings<'a>(Option<(Reading<'a>, Vec<Reading<'a>>)>);
+pub(super) struct Readings<'a> {
+    /// The path itself, and the others, of which a plain path has none. None: servers may read
+    /// anything.
+    known: Option<(Reading<'a>, Vec<Reading<'a>>)>,
+    /// The first elements of all readings.
+    elements: u64,
+}
 
 /// A path that begins with a slash, as a server reads it.
 #[derive(Debug)]
@@ -47,23 +57,40 @@ pub(super) struct Reading<'a> {
 
 impl<'a> Readings<'a> {
     pub(super) fn of(path: &'a [u8]) -> Self {
-        if !is_readable(path) {
-            return Self(None);
-        }
-        let others = if is_plain(path) {
+        let others = if !is_readable(path) {
+            None
+        } else if is_plain(path) {
             Some(vec![])
         } else {
             others(path)
         };
         let others = others.map(|paths| paths.into_iter().map(Cow::from).map(Reading::new));
-        Self(others.map(|others| (Reading::new(path.into()), others.collect())))
+        let known = others.map(|others| (Reading::new(path.into()), others.collect()));
+        let mut readings = Self {
+            known,
+            elements: ANY_ELEMENT,
+        };
+        let elements = readings.known().map(|known| known.map(Reading::elements));
+        readings.elements = elements.map_or(ANY_ELEMENT, |sets| sets.fold(0, |all, one| all | one));
+        readings
     }
 
     /// The readings, unless servers may read anything.
     pub(super) fn known(&self) -> Option<impl Iterator<Item = &Reading<'a>> + Clone> {
-        let (path, others) = self.0.as_ref()?;
+        let (path, others) = self.known.as_ref()?;
         Some(std::iter::once(path).chain(others))
     }
+
+    /// Whether a reading may have one of these elements.
+    pub(super) fn may_have(&self, elements: u64) -> bool {
+        elements == ANY_ELEMENT || self.elements & elements != 0
+    }
+}
+
+/// The set with an element at its position, whatever its ASCII case.
+pub(super) fn element_set(position: usize, element: &[u8]) -> u64 {
+    let bytes = element.iter().map(u8::to_ascii_lowercase);
+    1 << (hash(bytes.chain([position as u8])) >> 58)
 }
 
 /// Whether no step changes the path.
@@ -235,5 +262,11 @@ impl<'a> Reading<'a> {
             .checked_sub(1)
             .map_or(0, |before| self.ends[before]);
         &self.path[usize::from(start) + 1..usize::from(self.ends[position])]
+    }
+
+    fn elements(&self) -> u64 {
+        let positions = 0..self.count.min(self.ends.len());
+        let sets = positions.map(|position| element_set(position, self.element(position)));
+        sets.fold(0, |all, one| all | one)
     }
 }

@@ -4,8 +4,8 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 
 use super::fields::{self, FieldCondition, HostPattern};
-use super::paths::{self, PathPattern};
-use super::readings::Readings;
+use super::paths::Paths;
+use super::readings::{ANY_ELEMENT, Readings};
 use super::sources::Source;
 use super::truth::Truth;
 use super::{Call, Request};
@@ -25,10 +25,10 @@ pub enum Condition {
     NotSources,
     /// The connection carries no HTTP.
     Requests,
-    /// The method.
-    Methods,
     /// The path.
     Paths,
+    /// The method.
+    Methods,
     /// The host.
     Hosts,
     /// A header field.
@@ -43,8 +43,8 @@ impl Condition {
             Condition::Sources => "sources",
             Condition::NotSources => "notSources",
             Condition::Requests => "requests",
-            Condition::Methods => "methods",
             Condition::Paths => "paths",
+            Condition::Methods => "methods",
             Condition::Hosts => "hosts",
             Condition::Headers => "headers",
         }
@@ -65,12 +65,18 @@ impl<'a> Facts<'a> {
         }
     }
 
-    fn judge_paths(&self, patterns: &[Option<PathPattern>], request: &'a dyn Request) -> Truth {
-        if patterns.is_empty() {
-            return Truth::True;
-        }
-        let readings = self.readings.get_or_init(|| Readings::of(request.path()));
-        paths::judge(patterns, readings)
+    /// The readings of the path. None: the connection carries no HTTP.
+    fn readings(&self) -> Option<&Readings<'a>> {
+        let request = self.call.request?;
+        Some(self.readings.get_or_init(|| Readings::of(request.path())))
+    }
+
+    /// Whether the path may have one of these elements.
+    pub(super) fn may_have(&self, elements: u64) -> bool {
+        elements == ANY_ELEMENT
+            || self
+                .readings()
+                .is_none_or(|readings| readings.may_have(elements))
     }
 }
 
@@ -118,7 +124,7 @@ pub(super) struct Rule {
 #[derive(Debug)]
 struct RequestCondition {
     methods: Vec<Box<[u8]>>,
-    paths: Vec<Option<PathPattern>>,
+    paths: Paths,
     hosts: Vec<Option<HostPattern>>,
     headers: Vec<Option<FieldCondition>>,
 }
@@ -150,6 +156,19 @@ impl Rule {
                 .collect();
         }
         rule
+    }
+
+    /// A set of which each path that matches has an element.
+    pub(super) fn elements(&self) -> u64 {
+        let all = self
+            .requests
+            .iter()
+            .fold(0, |all, request| all | request.paths.elements());
+        if self.requests.is_empty() {
+            ANY_ELEMENT
+        } else {
+            all
+        }
     }
 
     /// The verdict on a call at a port of the rule.
@@ -191,16 +210,18 @@ impl RequestCondition {
         let methods = message.methods.iter();
         RequestCondition {
             methods: methods.map(|method| method.as_bytes().into()).collect(),
-            paths: known(&message.paths, PathPattern::parse),
+            paths: Paths::compile(&message.paths),
             hosts: known(&message.hosts, |host| HostPattern::parse(host)),
             headers: known(&message.headers, FieldCondition::parse),
         }
     }
 
-    fn judge<'a>(&self, request: &'a dyn Request, facts: &Facts<'a>) -> Verdict {
-        let methods = fields::judge_method(&self.methods, request.method());
-        Verdict::of(Condition::Methods, methods)
-            .and(|| Verdict::of(Condition::Paths, facts.judge_paths(&self.paths, request)))
+    fn judge(&self, request: &dyn Request, facts: &Facts<'_>) -> Verdict {
+        Verdict::of(Condition::Paths, self.judge_path(facts))
+            .and(|| {
+                let methods = fields::judge_method(&self.methods, request.method());
+                Verdict::of(Condition::Methods, methods)
+            })
             .and(|| Verdict::of(Condition::Hosts, fields::judge_hosts(&self.hosts, request)))
             .and(|| {
                 Verdict::of(
@@ -208,6 +229,13 @@ impl RequestCondition {
                     fields::judge_fields(&self.headers, request),
                 )
             })
+    }
+
+    fn judge_path(&self, facts: &Facts<'_>) -> Truth {
+        match facts.readings() {
+            Some(readings) if !self.paths.is_empty() => self.paths.truth(readings),
+            _ => Truth::True,
+        }
     }
 }
 

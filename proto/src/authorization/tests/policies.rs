@@ -211,7 +211,7 @@ fn a_denial_names_the_nearest_rule_and_its_first_condition_that_failed() {
     let rules = vec![
         about(with_method("POST", "prefix:/a")),
         AuthorizationRule {
-            requests: vec![with_method("GET", "prefix:/b")],
+            requests: vec![with_method("POST", "prefix:/x")],
             ..from(&[client("shop/")])
         },
         about(with_method("GET", "prefix:/c")),
@@ -226,7 +226,7 @@ fn a_denial_names_the_nearest_rule_and_its_first_condition_that_failed() {
         .unwrap_err();
     let nearest = Nearest {
         rule: 1,
-        failed: Condition::Paths,
+        failed: Condition::Methods,
     };
     assert_eq!(
         denial,
