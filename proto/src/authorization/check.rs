@@ -20,6 +20,7 @@ pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
     if action == Action::Unspecified {
         return Err(violation("action", policy.action, "ALLOW or DENY"));
     }
+    // The ports of all rules, at most.
     check_ports("ports", &policy.ports)?;
     check_count("rules", &policy.rules, MAX_RULES)?;
     for rule in &policy.rules {
@@ -41,6 +42,7 @@ fn check_rule(rule: &proto::AuthorizationRule) -> Result<(), Violation> {
     let sources = rule.sources.as_ref().map_or(&[][..], |list| &list.sources);
     each("rules.sources", sources, Source::parse)?;
     each("rules.notSources", &rule.not_sources, Source::parse)?;
+    check_count("rules.ports", &rule.ports, MAX_ITEMS)?;
     check_ports("rules.ports", &rule.ports)?;
     check_count("rules.requests", &rule.requests, MAX_ITEMS)?;
     for request in &rule.requests {
@@ -57,12 +59,11 @@ fn check_rule(rule: &proto::AuthorizationRule) -> Result<(), Violation> {
 }
 
 fn check_ports(field: &'static str, ports: &[u32]) -> Result<(), Violation> {
-    each(field, ports, |port| {
-        if (1..=u32::from(u16::MAX)).contains(port) {
-            Ok(())
-        } else {
-            Err(violation(field, port, "from 1 to 65535"))
-        }
+    let invalid = ports
+        .iter()
+        .find(|port| !(1..=u32::from(u16::MAX)).contains(*port));
+    invalid.map_or(Ok(()), |port| {
+        Err(violation(field, port, "from 1 to 65535"))
     })
 }
 

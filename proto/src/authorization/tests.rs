@@ -15,6 +15,8 @@ mod checks;
 mod confusion;
 mod naive;
 mod policies;
+mod random;
+mod spellings;
 
 /// A request.
 #[derive(Clone, Default)]
