@@ -3,6 +3,7 @@
 //! `tests/corpus.rs` with the seeds in `corpus/` and with what chance makes of them. A target
 //! panics where the proxy breaks its word, so each goes beyond "no panic". Never part of an image.
 
+mod authorization;
 mod detect;
 mod hello;
 mod http1;
@@ -13,6 +14,7 @@ mod rustls_peer;
 mod session;
 mod values;
 
+pub use authorization::authorization;
 pub use detect::detect;
 pub use hello::hello;
 pub use http1::{body, head};
@@ -27,7 +29,8 @@ pub use values::values;
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 11] = [
+    ("authorization", authorization),
     ("body", body),
     ("detect", detect),
     ("head", head),
