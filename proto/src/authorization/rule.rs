@@ -149,21 +149,16 @@ impl Rule {
             let sources = message.sources.as_ref();
             rule.sources = sources.map(|list| known(&list.sources, Source::parse));
             rule.not_sources = known(&message.not_sources, Source::parse);
-            rule.requests = message
-                .requests
-                .iter()
-                .map(RequestCondition::compile)
-                .collect();
+            let requests = message.requests.iter();
+            rule.requests = requests.map(RequestCondition::compile).collect();
         }
         rule
     }
 
     /// A set of which each path that matches has an element.
     pub(super) fn elements(&self) -> u64 {
-        let all = self
-            .requests
-            .iter()
-            .fold(0, |all, request| all | request.paths.elements());
+        let sets = self.requests.iter().map(|request| request.paths.elements());
+        let all = sets.fold(0, |all, set| all | set);
         if self.requests.is_empty() {
             ANY_ELEMENT
         } else {
@@ -224,18 +219,17 @@ impl RequestCondition {
             })
             .and(|| Verdict::of(Condition::Hosts, fields::judge_hosts(&self.hosts, request)))
             .and(|| {
-                Verdict::of(
-                    Condition::Headers,
-                    fields::judge_fields(&self.headers, request),
-                )
+                let headers = fields::judge_fields(&self.headers, request);
+                Verdict::of(Condition::Headers, headers)
             })
     }
 
     fn judge_path(&self, facts: &Facts<'_>) -> Truth {
-        match facts.readings() {
-            Some(readings) if !self.paths.is_empty() => self.paths.truth(readings),
-            _ => Truth::True,
+        if self.paths.is_empty() {
+            return Truth::True;
         }
+        let readings = facts.readings();
+        readings.map_or(Truth::Unknown, |readings| self.paths.truth(readings))
     }
 }
 

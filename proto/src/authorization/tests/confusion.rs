@@ -122,6 +122,7 @@ fn no_spelling_of_a_denied_path_passes() {
             "exact:/bucket//key",
             &["/bucket//key", "/bucket//key/", "/bucket/%2Fkey"],
         ),
+        ("exact:/x;y", &["/x;y", "/x%3By", "/x%3By;z/w"]),
         (
             "prefix:/a/b/c",
             &["/a//../b//../a//b/c", "/a/b//c", "/x//../a/b//c"],
