@@ -48,6 +48,7 @@ pub use acknowledgements::Rejection;
 use history::History;
 pub use resources::{Notifications, Resources};
 pub use services::Services;
+pub use subscribers::Lacking;
 use subscribers::Subscribers;
 use timed::{Longest, Timed};
 use turns::Turns;
@@ -117,6 +118,8 @@ pub struct Counts {
     pub subscriptions: usize,
     /// Streams of proxies of an earlier release, without routes and policies.
     pub earlier: usize,
+    /// Those without AuthorizationPolicies.
+    pub unauthorizing: usize,
 }
 
 impl Default for Hub {
@@ -422,7 +425,8 @@ impl Hub {
         let subscribers = self.subscribers();
         let (resources, subscriptions) = subscribers.counts();
         Counts {
-            earlier: subscribers.count_earlier(),
+            earlier: subscribers.count_lacking(|lacking| lacking.policies),
+            unauthorizing: subscribers.count_lacking(|lacking| lacking.authorization),
             objects: Kind::ALL.map(|kind| (kind, index.count(kind))).into(),
             resources,
             subscriptions,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use diy_mesh_proto::{CAPABILITY_POLICY, CAPABILITY_ROUTES};
+use diy_mesh_proto::{CAPABILITY_AUTHORIZATION, CAPABILITY_POLICY, CAPABILITY_ROUTES};
 use diy_mesh_runtime::metrics::{on_scrape, register_family, register_process, render};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
@@ -192,6 +192,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         resources,
         subscriptions,
         earlier,
+        unauthorizing,
     } = hub.counts();
     let objects = objects
         .into_iter()
@@ -225,6 +226,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         [
             (CAPABILITY_ROUTES, earlier as i64),
             (CAPABILITY_POLICY, earlier as i64),
+            (CAPABILITY_AUTHORIZATION, unauthorizing as i64),
         ],
     )
 }

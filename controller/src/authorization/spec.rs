@@ -106,7 +106,7 @@ pub struct Requirement {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
 pub struct Rule {
-    /// The callers. Omitted: everybody. []: nobody.
+    /// The callers. Omitted: every client. []: none.
     #[cfg_attr(test, schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic")))]
     pub sources: Option<Vec<Source>>,
     /// Callers that do not match.

@@ -66,7 +66,7 @@ fn action_mode_and_name_are_those_of_the_policy() {
 }
 
 #[test]
-fn omitted_sources_are_everybody_and_empty_ones_nobody() {
+fn omitted_sources_are_every_client_and_empty_ones_none() {
     assert_eq!(rule(json!({})).sources, None);
     let nobody = proto::AuthorizationSources { sources: vec![] };
     assert_eq!(rule(json!({"sources": []})).sources, Some(nobody));

@@ -22,7 +22,8 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_BACKEND, CAPABILITY_POLICY, CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_POLICY,
+    CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -40,7 +41,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::{AuthorityHandle, TrustReceiver};
-use crate::hub::{CatalogError, Hub};
+use crate::hub::{CatalogError, Hub, Lacking};
 use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::proxies::Proxies;
@@ -255,13 +256,15 @@ impl Mesh {
         let announced = request.metadata().get(CAPABILITIES_METADATA);
         let announced = announced.and_then(|words| words.to_str().ok());
         // Those before announce nothing.
-        let is_earlier = !announces(announced, CAPABILITY_POLICY);
+        let lacking = Lacking {
+            policies: !announces(announced, CAPABILITY_POLICY),
+            authorization: !announces(announced, CAPABILITY_AUTHORIZATION),
+        };
         let mut subscriber = hub.watch_resources(caller.pod.clone());
-        if is_earlier {
-            subscriber.set_earlier();
-        }
+        subscriber.set_lacking(lacking);
         let charge = call.peer.charge();
-        let subscriptions = SharedSubscriptions::new(subscriber, caller.pod, charge, is_earlier);
+        let subscriptions =
+            SharedSubscriptions::new(subscriber, caller.pod, charge, lacking.policies);
         let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
         // Dropped with the responses.
         let (mut reading, read) = oneshot::channel::<Infallible>();

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
+use super::Lacking;
 use super::watched::Subscriber;
 use super::{Hub, Resources};
 use crate::index::object::{Key, Kind, Resource};
@@ -39,9 +40,9 @@ pub struct Rejection {
 pub(super) type Acknowledged = (Version, Option<Box<Rejection>>);
 
 impl Resources {
-    /// Records that the client is the proxy of an earlier release, without routes and policies.
-    pub fn set_earlier(&mut self) {
-        self.hub.subscribers().set_earlier(self.id);
+    /// Records what the client, the proxy of an earlier release, does not apply.
+    pub fn set_lacking(&mut self, lacking: Lacking) {
+        self.hub.subscribers().set_lacking(self.id, lacking);
     }
 
     /// Records that the client applies the state of a resource with this digest, or rejects it.
@@ -54,13 +55,15 @@ impl Resources {
 }
 
 impl Subscriber {
-    /// What the proxy does with a part of the current state, which has this digest.
-    fn outcome(&self, side: Side, current: Version, is_earlier: bool) -> Outcome {
+    /// What the proxy does with the current state, which has this digest: with a part of it, or with
+    /// its authorization.
+    fn outcome(&self, side: Option<Side>, current: Version, is_incapable: bool) -> Outcome {
         match &self.acknowledged {
-            _ if is_earlier => Outcome::Incapable,
+            _ if is_incapable => Outcome::Incapable,
             Some((rest, rejection)) if *rest == current => {
                 let rejection = rejection.as_deref();
-                let rejection = rejection.filter(|one| one.part.is_none_or(|part| part == side));
+                let rejection =
+                    rejection.filter(|one| one.part.is_none_or(|part| Some(part) == side));
                 rejection.map_or(Outcome::Applied, |one| {
                     Outcome::Rejected(one.reason.clone())
                 })
@@ -75,14 +78,18 @@ impl Subscriber {
 pub(super) struct Review {
     /// The pods with connected proxies, in order.
     pods: Vec<Key>,
-    /// The positions of their pods, and whether they are of an earlier release, by the number of the
-    /// client.
-    proxies: HashMap<u64, (usize, bool)>,
+    /// The positions of their pods, and what they lack, by the number of the client.
+    proxies: HashMap<u64, (usize, Lacking)>,
     parts: HashMap<PartId, Part>,
 }
 
-/// A Service, who applies the part, and the address of the table in it.
-type PartId = (Key, Side, usize);
+#[derive(PartialEq, Eq, Hash)]
+enum PartId {
+    /// Of a Service: who applies the part, and the address of the table in it.
+    Service(Key, Side, usize),
+    /// An AuthorizationPolicy.
+    Authorization(Key),
+}
 
 /// A part of states that proxies apply as a whole.
 #[derive(Default)]
@@ -95,11 +102,11 @@ struct Part {
 impl Review {
     /// Adds what a subscriber does with its state.
     pub(super) fn add(&mut self, id: u64, subscriber: &Subscriber, state: &State) {
-        let (Some((pod, is_earlier)), Some(target)) = (self.proxies.get(&id), &state.target) else {
+        let (Some((pod, lacking)), Some(target)) = (self.proxies.get(&id), &state.target) else {
             return;
         };
-        let (pod, is_earlier) = (*pod, *is_earlier);
-        let outcome = |side| subscriber.outcome(side, state.rest, is_earlier);
+        let (pod, lacking) = (*pod, *lacking);
+        let outcome = |side| subscriber.outcome(Some(side), state.rest, lacking.policies);
         if let TargetKind::Workload(workload) = &target.kind {
             for (service, is_surplus) in &workload.limiting {
                 let outcome = if *is_surplus {
@@ -108,6 +115,15 @@ impl Review {
                     outcome(Side::Pods)
                 };
                 self.add_part(service, Side::Pods, None, (pod, outcome));
+            }
+            let outcome = subscriber.outcome(None, state.rest, lacking.authorization);
+            for (policy, is_too_large) in workload.authorization.keys() {
+                let outcome = if is_too_large {
+                    outcome.clone().min(Outcome::TooLarge)
+                } else {
+                    outcome.clone()
+                };
+                self.add_authorization(policy, (pod, outcome));
             }
         }
         let Some(service) = &target.service else {
@@ -131,13 +147,16 @@ impl Review {
         outcome: (usize, Outcome),
     ) {
         let address = table.map_or(0, |table| Arc::as_ptr(table).addr());
-        let part = self
-            .parts
-            .entry((service.clone(), side, address))
-            .or_default();
+        let id = PartId::Service(service.clone(), side, address);
+        let part = self.parts.entry(id).or_default();
         // It keeps the address.
         part.table = table.cloned();
         part.outcomes.push(outcome);
+    }
+
+    fn add_authorization(&mut self, policy: &Key, outcome: (usize, Outcome)) {
+        let id = PartId::Authorization(policy.clone());
+        self.parts.entry(id).or_default().outcomes.push(outcome);
     }
 
     /// What the proxies do with an object, which has these parts.
@@ -157,7 +176,10 @@ impl Review {
 pub(super) fn is_reviewed(state: &State) -> bool {
     state.target.as_ref().is_some_and(|target| {
         let is_limited = match &target.kind {
-            TargetKind::Workload(workload) => !workload.limiting.is_empty(),
+            TargetKind::Workload(workload) => {
+                let has_policies = workload.authorization.keys().next().is_some();
+                has_policies || !workload.limiting.is_empty()
+            }
             _ => false,
         };
         is_limited || target.routes.is_some() || target.policy.is_some()
@@ -209,20 +231,30 @@ impl Hub {
         for key in pods {
             let latest = subscribers.latest_in(key);
             let latest = latest.filter(|(_, pod, _)| index.has_proxy(pod));
-            let Some((id, _, is_earlier)) = latest else {
+            let Some((id, _, lacking)) = latest else {
                 continue;
             };
             let pod = review.pods.len();
             review.pods.push(key.clone());
-            review.proxies.insert(id, (pod, is_earlier));
-            // Of a proxy that does not ask for its limits, or whose subscription is refused.
-            let outcome = match is_earlier {
-                true => Outcome::Incapable,
-                false if subscribers.has_own_state(id) => continue,
-                false => Outcome::Waiting,
+            review.proxies.insert(id, (pod, lacking));
+            // Of a proxy that does not ask for its own state, or whose subscription is refused.
+            let has_own_state = subscribers.has_own_state(id);
+            let outcome = |is_incapable| {
+                if is_incapable {
+                    Some(Outcome::Incapable)
+                } else {
+                    (!has_own_state).then_some(Outcome::Waiting)
+                }
             };
-            for service in index.limiting_services(key) {
-                review.add_part(service, Side::Pods, None, (pod, outcome.clone()));
+            if let Some(outcome) = outcome(lacking.policies) {
+                for service in index.limiting_services(key) {
+                    review.add_part(service, Side::Pods, None, (pod, outcome.clone()));
+                }
+            }
+            if let Some(outcome) = outcome(lacking.authorization) {
+                for policy in index.authorizations_of(key) {
+                    review.add_authorization(policy, (pod, outcome.clone()));
+                }
             }
         }
     }
@@ -234,7 +266,19 @@ impl Hub {
             part.outcomes.sort_unstable();
         }
         let mut subjects: BTreeMap<Subject, Vec<&Part>> = BTreeMap::new();
-        for ((service, side, _), part) in &parts {
+        for (id, part) in &parts {
+            let (service, side) = match id {
+                PartId::Service(service, side, _) => (service, side),
+                PartId::Authorization(key) => {
+                    let subject = Subject {
+                        kind: Kind::Authorization,
+                        key: key.clone(),
+                        target: Target::Namespace(key.namespace.clone()),
+                    };
+                    subjects.entry(subject).or_default().push(part);
+                    continue;
+                }
+            };
             let routes = part.table.iter().flat_map(|table| table.routes.clone());
             let target = Target::Service(service.clone());
             let routes = routes.map(|(kind, key)| (kind, key, target.clone()));

@@ -48,8 +48,16 @@ pub(super) struct Client {
     /// The location of its pod. Unknown until the pod is in the catalog.
     location: Location,
     subscribed: HashSet<Arc<Resource>>,
-    /// It is the proxy of an earlier release, without routes and policies.
-    is_earlier: bool,
+    lacking: Lacking,
+}
+
+/// What the proxy of an earlier release does not apply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lacking {
+    /// Routes and policies.
+    pub policies: bool,
+    /// AuthorizationPolicies.
+    pub authorization: bool,
 }
 
 /// The location of a pod, if a token is bound to one.
@@ -75,7 +83,7 @@ impl Subscribers {
             pod,
             location,
             subscribed: HashSet::new(),
-            is_earlier: false,
+            lacking: Lacking::default(),
         };
         self.clients.insert(id, client);
         (id, queue)
@@ -93,17 +101,17 @@ impl Subscribers {
         }
     }
 
-    pub(super) fn set_earlier(&mut self, id: u64) {
+    pub(super) fn set_lacking(&mut self, id: u64, lacking: Lacking) {
         if let Some(client) = self.clients.get_mut(&id) {
-            client.is_earlier = true;
+            client.lacking = lacking;
         }
     }
 
-    /// The clients in pods that are of an earlier release.
-    pub(super) fn count_earlier(&self) -> usize {
+    /// The clients in pods that lack something.
+    pub(super) fn count_lacking(&self, lacks: impl Fn(Lacking) -> bool) -> usize {
         let clients = self.clients.values();
         clients
-            .filter(|one| one.pod.is_some() && one.is_earlier)
+            .filter(|one| one.pod.is_some() && lacks(one.lacking))
             .count()
     }
 
@@ -112,12 +120,11 @@ impl Subscribers {
         self.clients_of_pod.keys().cloned().collect()
     }
 
-    /// The latest client in a pod of this name: its number, its pod, and whether it is of an
-    /// earlier release.
-    pub(super) fn latest_in(&self, pod: &Key) -> Option<(u64, &PodRef, bool)> {
+    /// The latest client in a pod of this name: its number, its pod, and what it lacks.
+    pub(super) fn latest_in(&self, pod: &Key) -> Option<(u64, &PodRef, Lacking)> {
         let id = *self.clients_of_pod.get(pod)?.last()?;
         let client = self.client(id);
-        Some((id, client.pod.as_ref()?, client.is_earlier))
+        Some((id, client.pod.as_ref()?, client.lacking))
     }
 
     /// Whether a client has subscribed to the state of its pod.

@@ -68,7 +68,7 @@ pub struct Applied {
 }
 
 impl Authorization {
-    /// The message. `None`: everybody may call the pod.
+    /// The message. `None`: every client may call the pod.
     pub fn message(&self) -> Option<proto::Authorization> {
         let policies = self.policies.iter().map(|one| proto::AuthorizationPolicy {
             ports: one.ports.clone(),

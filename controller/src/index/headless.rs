@@ -121,8 +121,12 @@ impl Index {
         }
     }
 
-    /// Not a policy with nothing but rate limits, which every Service of a pod has there.
+    /// Not a policy with nothing but rate limits, which every Service of a pod has there, and no
+    /// AuthorizationPolicy.
     fn concerns_clients(&self, kind: Kind, key: &Key) -> bool {
+        if kind == Kind::Authorization {
+            return false;
+        }
         let policy = self.policies.objects.get(key);
         let policy = policy.filter(|_| kind == Kind::TrafficPolicy);
         policy.is_none_or(|policy| {

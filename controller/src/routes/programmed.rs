@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use super::attach::RouteId;
 use super::{Condition, RouteStatus};
+use crate::authorization;
 use crate::index::limits::{MAX_BYTES, MAX_SERVICES};
 use crate::index::object::{Key, Kind};
 use crate::policy::Target;
@@ -57,6 +58,8 @@ pub enum Outcome {
     Incapable,
     /// Its pod has as many rate limits as it can have.
     Surplus,
+    /// Its pod has as many AuthorizationPolicies as it can have.
+    TooLarge,
     /// It has not acknowledged the current state yet.
     Waiting,
     /// It applies it.
@@ -70,6 +73,7 @@ impl Outcome {
             Outcome::Rejected(_) => "Rejected",
             Outcome::Incapable => "ProxyLacksCapability",
             Outcome::Surplus => "TooManyRateLimits",
+            Outcome::TooLarge => authorization::TOO_LARGE,
             Outcome::Waiting => "Pending",
             Outcome::Applied => "Programmed",
         }
@@ -95,6 +99,13 @@ impl fmt::Display for Outcome {
                 "a pod has the rate limits of the {MAX_SERVICES} oldest Services that select it, \
                  at most {} KiB",
                 MAX_BYTES / 1024
+            ),
+            Outcome::TooLarge => write!(
+                f,
+                "a pod has at most {} AuthorizationPolicies of {} KiB in all: this one denies the \
+                 calls of its targets",
+                authorization::MAX_POLICIES,
+                authorization::MAX_BYTES / 1024
             ),
             Outcome::Waiting => f.write_str("not acknowledged yet"),
             Outcome::Applied => f.write_str("applied"),
@@ -267,8 +278,11 @@ impl Reports {
             if !conditions.any(|one| one.kind == "Accepted" && one.holds) {
                 continue;
             }
+            let own = || Target::Namespace(status.key.namespace.clone());
             let target = match parent.parent.kind.as_deref() {
-                Some("Namespace") => Target::Namespace(status.key.namespace.clone()),
+                // Its targets have one condition.
+                _ if status.kind == Kind::Authorization => own(),
+                Some("Namespace") => own(),
                 _ => Target::Service(parent.parent.key(&status.key)),
             };
             let subject = Subject {

@@ -1,6 +1,8 @@
 //! The condition as authors see it: the proxies that cause it, what it reveals, and how often it
 //! changes. With the hub that Discover streams use.
 
+mod authorization;
+
 use diy_mesh_control_plane::events::{Events, Queue};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
@@ -9,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::authenticate::PodRef;
-use crate::hub::{Hub, Rejection, Resources};
+use crate::hub::{Hub, Lacking, Rejection, Resources};
 use crate::index::object::{Change, Object, Pod, Resource, Service};
 use crate::index::tests::{endpoint, pod, service, slice};
 use crate::metrics::Metrics;
@@ -74,9 +76,10 @@ fn stream(hub: &Hub, pod: &Key, is_earlier: bool, subscriptions: &[&str]) -> Res
         uid: "".into(),
     };
     let mut stream = hub.watch_resources(Some(pod));
-    if is_earlier {
-        stream.set_earlier();
-    }
+    stream.set_lacking(Lacking {
+        policies: is_earlier,
+        authorization: is_earlier,
+    });
     for address in subscriptions {
         stream.subscribe(&Resource::Destination(address.parse().unwrap()));
     }
@@ -158,7 +161,10 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     );
     // A tool.
     let mut tool = hub.watch_resources(None);
-    tool.set_earlier();
+    tool.set_lacking(Lacking {
+        policies: true,
+        authorization: true,
+    });
     tool.subscribe(&Resource::Destination(WEB.parse().unwrap()));
     let (shop, bank) = (Key::new("shop", "client"), Key::new("bank", "client"));
     assert_eq!(objects(&hub).await, [""; 0]);
