@@ -5,10 +5,10 @@
 //! targets, or, if these cannot be read, of all pods of its namespace.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
+use diy_mesh_proto::authorization::{REVISION, check};
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
@@ -25,7 +25,6 @@ use super::{
 };
 use crate::fields::with_unknown_fields;
 use crate::index::object::Key;
-use crate::routes::filters::{is_hostname, is_token};
 use crate::routes::model::Rejection;
 use crate::routes::parse::{Meta, bounded, shortened, unsupported};
 use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
@@ -42,8 +41,6 @@ const MAX_LABELS: usize = 32;
 const MAX_LABEL_VALUES: usize = 64;
 /// The length of the name of a target in the status.
 const MAX_NAME_CHARS: usize = 253;
-/// The meaning of rules of this release.
-const REVISION: u32 = 1;
 
 /// Parses a policy. Service accounts are of the trust domain.
 pub fn policy(meta: Meta, spec: &Value, trust_domain: &str) -> AuthorizationPolicy {
@@ -277,23 +274,29 @@ impl Reader<'_> {
         };
         let at = format!("{field}.networkAttributes.ports");
         let ports = spec.network_attributes.map(|one| one.ports);
-        let ports = each(&at, ports, MAX_PORTS, |port, at| match port {
-            0 => Err(unsupported(at, "0", "a port")),
-            port => Ok(port.into()),
-        })?;
+        let ports = each(&at, ports, MAX_PORTS, |port, _| Ok(port.into()))?;
         let at = format!("{field}.requests");
-        if action == Action::Deny && spec.requests.is_some() && ports.is_empty() {
-            let message = "a DENY about requests requires networkAttributes.ports: it denies \
-                           connections there that carry no HTTP";
-            return Err(invalid(format!("{at}: {message}")));
-        }
-        Ok(proto::AuthorizationRule {
+        let rule = proto::AuthorizationRule {
             revision: REVISION,
             sources: sources.map(|sources| proto::AuthorizationSources { sources }),
             not_sources: self.sources(&format!("{field}.notSources"), spec.not_sources)?,
             ports,
             requests: each(&at, spec.requests, MAX_REQUESTS, request)?,
-        })
+        };
+        let mut policy = proto::AuthorizationPolicy {
+            action: action.into(),
+            rules: vec![rule],
+            ..proto::AuthorizationPolicy::default()
+        };
+        check(&policy).map_err(|violation| {
+            let at = violation.field.trim_start_matches("rules.");
+            unsupported(
+                &format!("{field}.{at}"),
+                &violation.value,
+                &violation.expected,
+            )
+        })?;
+        Ok(policy.rules.swap_remove(0))
     }
 
     fn sources(
@@ -332,13 +335,7 @@ impl Reader<'_> {
                 };
                 identity(trust_domain, namespace, account).ok_or_else(invalid)?
             }
-            ("IPBlock", (None, None, None, Some(block))) => {
-                if !is_block(&block) {
-                    let expected = "a range of addresses, for example 10.0.0.0/8";
-                    return Err(unsupported(&format!("{field}.ipBlock"), &block, expected));
-                }
-                SourceKind::IpBlock(block)
-            }
+            ("IPBlock", (None, None, None, Some(block))) => SourceKind::IpBlock(block),
             ("Unauthenticated", (None, None, None, None)) => {
                 SourceKind::Unauthenticated(proto::Unauthenticated {})
             }
@@ -378,19 +375,6 @@ fn identity(trust_domain: &str, namespace: &str, account: &str) -> Option<Source
         namespace,
         service_account,
     }))
-}
-
-fn is_block(text: &str) -> bool {
-    let parsed = text.split_once('/').and_then(|(address, length)| {
-        let address: IpAddr = address.parse().ok()?;
-        let max = if address.is_ipv4() { 32 } else { 128 };
-        let is_number = length.bytes().all(|byte| byte.is_ascii_digit());
-        length
-            .parse()
-            .ok()
-            .filter(|length: &u8| is_number && *length <= max)
-    });
-    parsed.is_some()
 }
 
 /// A policy that sets the default has nothing else.
@@ -448,9 +432,9 @@ fn request(spec: RequestMatch, field: &str) -> Result<proto::RequestMatch, Rejec
     let mut paths = each(&conditions("paths"), spec.paths, MAX_CONDITIONS, path)?;
     paths.extend(each(&conditions("grpc"), spec.grpc, MAX_CONDITIONS, grpc)?);
     let message = proto::RequestMatch {
-        methods: each(&conditions("methods"), spec.methods, MAX_CONDITIONS, method)?,
+        methods: each(&conditions("methods"), spec.methods, MAX_CONDITIONS, same)?,
         paths,
-        hosts: each(&conditions("hosts"), spec.hosts, MAX_CONDITIONS, host)?,
+        hosts: each(&conditions("hosts"), spec.hosts, MAX_CONDITIONS, same)?,
         headers: each(&conditions("headers"), spec.headers, MAX_CONDITIONS, header)?,
     };
     if message == proto::RequestMatch::default() {
@@ -459,21 +443,12 @@ fn request(spec: RequestMatch, field: &str) -> Result<proto::RequestMatch, Rejec
     Ok(message)
 }
 
-fn method(text: String, field: &str) -> Result<String, Rejection> {
-    if is_token(&text) {
-        Ok(text)
-    } else {
-        Err(unsupported(field, &text, "a method, for example GET"))
-    }
+fn same(text: String, _: &str) -> Result<String, Rejection> {
+    Ok(text)
 }
 
 fn path(spec: PathMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {
     let value = spec.value;
-    let has_others = value.contains(['?', '#']);
-    if value.is_empty() || has_others || (spec.kind != "Suffix" && !value.starts_with('/')) {
-        let expected = "a path without query and fragment";
-        return Err(unsupported(&format!("{field}.value"), &value, expected));
-    }
     let kind = match &*spec.kind {
         "Exact" => PathKind::Exact(value),
         "PathPrefix" => PathKind::Prefix(value),
@@ -507,21 +482,7 @@ fn grpc(spec: GrpcMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection
     Ok(proto::AuthorizedPath { kind: Some(path) })
 }
 
-fn host(text: String, field: &str) -> Result<String, Rejection> {
-    let host = text.to_ascii_lowercase();
-    if is_hostname(host.strip_prefix("*.").unwrap_or(&host)) {
-        Ok(host)
-    } else {
-        let expected = "a host without a port, or *. and a domain";
-        Err(unsupported(field, &text, expected))
-    }
-}
-
 fn header(spec: HeaderMatch, field: &str) -> Result<proto::AuthorizedField, Rejection> {
-    if !is_token(&spec.name) {
-        let expected = "the name of a header";
-        return Err(unsupported(&format!("{field}.name"), &spec.name, expected));
-    }
     let value = spec.value.filter(|value| !value.is_empty());
     let kind = match (&*spec.kind, value) {
         ("Exact", Some(value)) => FieldKind::Exact(value),

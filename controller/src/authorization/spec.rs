@@ -185,8 +185,8 @@ pub struct NetworkAttributes {
 ))))]
 #[serde(default, rename_all = "camelCase")]
 pub struct RequestMatch {
-    /// The methods.
-    #[cfg_attr(test, schemars(length(min = 1, max = 16), inner(regex(pattern = crd::TOKEN), length(max = 64)), extend(
+    /// The methods, in upper case.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), inner(regex(pattern = crd::METHOD), length(max = 64)), extend(
         "x-kubernetes-list-type" = "atomic",
     )))]
     pub methods: Option<Vec<String>>,

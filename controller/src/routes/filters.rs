@@ -358,7 +358,7 @@ pub(crate) fn is_hostname(name: &str) -> bool {
 }
 
 /// A token of RFC 9110, such as the name of a header.
-pub(crate) fn is_token(text: &str) -> bool {
+pub(super) fn is_token(text: &str) -> bool {
     let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     (1..=MAX_HEADER_NAME_BYTES).contains(&text.len()) && text.bytes().all(is_valid)
 }

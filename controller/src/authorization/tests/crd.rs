@@ -16,7 +16,8 @@ pub(crate) const SPIFFE: &str =
 pub(crate) const IP_BLOCK: &str = "^[0-9a-fA-F.:]+/[0-9]{1,3}$";
 pub(crate) const HOST: &str =
     "^([*][.])?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?([.][A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*$";
-pub(crate) const PATH: &str = "^[^?#]+$";
+pub(crate) const METHOD: &str = "^[A-Z0-9!#$%&'*+\\-.^_\\x60|~]+$";
+pub(crate) const PATH: &str = "^[^?#\\\\]+$";
 pub(crate) const GRPC: &str = "^[A-Za-z0-9_.]+$";
 
 /// What the fields of a policy require of each other.
