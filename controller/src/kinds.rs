@@ -130,6 +130,12 @@ impl Kind {
         matches!(self.row().presence, Presence::Custom | Presence::Route)
     }
 
+    /// Whether objects stay in force when their definition is deleted, and they with it: without
+    /// them, everyone could call everything.
+    pub fn outlives_definition(self) -> bool {
+        self == Kind::Authorization
+    }
+
     /// The kinds of routes of the Gateway API.
     pub fn routes() -> impl Iterator<Item = Kind> {
         let is_route = |kind: &Kind| kind.row().presence == Presence::Route;

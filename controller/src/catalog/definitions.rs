@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1 as apiextensions;
+use kube::api::ListParams;
 use kube::core::{ApiResource, DynamicObject, Object};
 use kube::{Api, Client};
 use serde::Deserialize;
@@ -19,6 +20,7 @@ use super::convert::ConvertError;
 use super::objects::{Context, Objects};
 use super::resources::{resource, resources};
 use super::watch::{ALL, Selector, Sink, Target, Update, watch};
+use crate::api::{API_TIMEOUT, ApiError, request};
 use crate::index::object::Kind;
 
 /// The optional fields of a kind that its definition lacks in the version that the mesh reads.
@@ -39,12 +41,32 @@ pub fn unsupported(kind: Kind, definition: &Value) -> Option<String> {
     }
 }
 
+/// Whether the definition of a kind exists, and is not being deleted. Reads it now: its watch may be
+/// late.
+pub(super) async fn is_kept(client: &Client, kind: Kind) -> Result<bool, ApiError> {
+    let definitions = Api::<DynamicObject>::all_with(client.clone(), &definitions());
+    let named = ListParams::default().fields(&selector(kind));
+    let listed = request(API_TIMEOUT, definitions.list_metadata(&named)).await?;
+    let mut listed = listed.items.iter();
+    Ok(listed.any(|one| one.metadata.deletion_timestamp.is_none()))
+}
+
+/// The resource of definitions.
+fn definitions() -> ApiResource {
+    ApiResource::erase::<apiextensions::CustomResourceDefinition>(&())
+}
+
+/// Selects the definition of a kind.
+fn selector(kind: Kind) -> String {
+    let ApiResource { plural, group, .. } = resource(kind);
+    format!("metadata.name={plural}.{group}")
+}
+
 /// Sends all objects of a custom kind, then changes, whenever the kind is installed. Never ends.
 pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'_>) {
     let ApiResource { plural, group, .. } = resource(kind);
     let name = format!("{plural}.{group}");
-    let definitions = ApiResource::erase::<apiextensions::CustomResourceDefinition>(&());
-    let selector = format!("metadata.name={name}");
+    let (definitions, selector) = (definitions(), selector(kind));
     let target = Target {
         name: format!("{} {name}", definitions.kind),
         apis: vec![Api::all_with(client.clone(), &definitions)],
@@ -76,7 +98,7 @@ type Versions = Option<Vec<ApiResource>>;
 /// Watches the objects in the known versions. Never ends.
 async fn follow(client: &Client, kind: Kind, mut known: Receiver<Versions>, context: Context<'_>) {
     let api = |version: &ApiResource| Api::all_with(client.clone(), version);
-    let mut objects = Objects::<DynamicObject>::new(kind, context);
+    let mut objects = Objects::<DynamicObject>::custom(kind, client, context);
     loop {
         let versions = known.borrow_and_update().clone();
         let until_they_change = async {

@@ -4,12 +4,13 @@ use std::fmt::Debug;
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use kube::{Api, Resource};
+use kube::{Api, Client, Resource};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep;
 
 use super::convert::{CatalogObject, ConvertError};
+use super::definitions;
 use super::freshness::Freshness;
 use super::resources::resource;
 use super::watch::{Selector, Sink, Target, Timing, Update, watch as follow};
@@ -18,6 +19,9 @@ use crate::index::position::Requests;
 
 /// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.
 const EPOCH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time between two requests for a definition.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What the watches of a cluster share.
 #[derive(Clone, Copy)]
@@ -38,6 +42,8 @@ pub(super) struct Objects<'a, K> {
     latest: Option<Option<u64>>,
     /// The requests for later events before the latest LIST.
     answered: u64,
+    /// To read the definition of a kind whose objects stay in force without it.
+    definitions: Option<Client>,
     object: PhantomData<fn() -> K>,
 }
 
@@ -51,7 +57,16 @@ where
             context,
             latest: None,
             answered: 0,
+            definitions: None,
             object: PhantomData,
+        }
+    }
+
+    /// Objects of a custom kind.
+    pub fn custom(kind: Kind, client: &Client, context: Context<'a>) -> Self {
+        Self {
+            definitions: kind.outlives_definition().then(|| client.clone()),
+            ..Self::new(kind, context)
         }
     }
 
@@ -81,6 +96,12 @@ where
     /// The kind is not installed: it has no objects.
     pub async fn remove(&mut self) {
         self.context.freshness.remove(self.kind);
+        if self.definitions.is_some() && self.latest.is_some() {
+            let kind = self.kind;
+            return tracing::error!(
+                "{kind} is not installed any longer, and its objects stay in force: install it again"
+            );
+        }
         let change = match self.latest {
             Some(_) => Change::Reset(self.kind, Vec::new()),
             None => Change::NotInstalled(self.kind),
@@ -88,6 +109,22 @@ where
         // Versions of definitions are of another kind: the position of the catalog stays.
         let version = self.latest.flatten();
         self.queue(Event { change, version }).await;
+    }
+
+    /// Waits while the definition of the kind is being deleted, which deletes all objects first.
+    async fn wait_for_definition(&self) {
+        let Some(client) = &self.definitions else {
+            return;
+        };
+        loop {
+            match definitions::is_kept(client, self.kind).await {
+                Ok(true) => return,
+                // What follows depends on the definition, whose own watch ends this one.
+                Ok(false) => std::future::pending().await,
+                Err(error) => self.context.freshness.fail(self.kind, error.to_string()),
+            }
+            sleep(RETRY_INTERVAL).await;
+        }
     }
 
     async fn queue(&self, event: Event) {
@@ -112,6 +149,9 @@ where
     }
 
     async fn send(&mut self, update: Update<Object>, version: Option<u64>) {
+        if matches!(update, Update::Reset(_) | Update::Delete(_)) {
+            self.wait_for_definition().await;
+        }
         let is_earlier = version.is_some() && version < self.latest.flatten();
         if matches!(update, Update::Reset(_)) && is_earlier {
             // A new epoch ends this watch.

@@ -282,3 +282,46 @@ fn names_optional_fields_that_a_definition_lacks() {
     let all = ["retry", "sessionPersistence"];
     assert_eq!(lacking_fields(Kind::HttpRoute, &odd), all);
 }
+
+#[tokio::test]
+async fn policies_are_deleted_one_by_one_and_outlive_their_definition() {
+    const DEFINITION: &str = "metadata.name%3Dauthorizationpolicies.diy-service-mesh.dev";
+    const POLICIES: &str = "/v1alpha1/authorizationpolicies?";
+    let policy = |name: &str| {
+        json!({"metadata": {"name": name, "namespace": "shop", "resourceVersion": "5"}, "spec": {
+            "targetRefs": [{"kind": "Pod", "selector": {}}], "action": "ALLOW", "rules": []}})
+    };
+    let mut server = start([Kind::Authorization]).await;
+    let kept = definition(Kind::Authorization, &[("v1alpha1", true)], true);
+    let mut terminating = kept.clone();
+    terminating["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+    let one = |definition: &Value| list("7", "", std::slice::from_ref(definition));
+    server.respond_at(DEFINITION, 200, one(&kept)).await;
+    let (watch, _) = server.events_at(DEFINITION, &[]).await;
+    let listed = list("9", "", &[policy("a"), policy("b")]);
+    server.respond_at(POLICIES, 200, listed).await;
+    server.respond_at(DEFINITION, 500, failure(500)).await;
+    server.respond_at(DEFINITION, 200, one(&kept)).await;
+    let listed = "reset AuthorizationPolicy [shop/a shop/b]";
+    assert_eq!(server.change().await, listed);
+
+    let (policies, _) = server.events_at(POLICIES, &[]).await;
+    let deleted = event("DELETED", policy("a"));
+    server.more_events(policies, &[deleted]).await;
+    server.respond_at(DEFINITION, 200, one(&kept)).await;
+    assert_eq!(server.change().await, "delete AuthorizationPolicy shop/a");
+
+    // The API server deletes all objects of a definition before it.
+    let deleted = event("DELETED", policy("b"));
+    server.more_events(policies, &[deleted]).await;
+    server.respond_at(DEFINITION, 200, one(&terminating)).await;
+    let deleted = event("DELETED", terminating);
+    server.more_events(watch, &[deleted]).await;
+    // The next change is the list of a new definition.
+    let added = event("ADDED", kept.clone());
+    server.more_events(watch, &[added]).await;
+    let listed = list("12", "", &[policy("c")]);
+    server.respond_at(POLICIES, 200, listed).await;
+    server.respond_at(DEFINITION, 200, one(&kept)).await;
+    assert_eq!(server.change().await, "reset AuthorizationPolicy [shop/c]");
+}
