@@ -7,13 +7,14 @@ use std::sync::Arc;
 use diy_mesh_model::ports::{EXPECTED, PortSet};
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
-use diy_mesh_proto::mesh::v1::{Acknowledgement, ResourceType, Subscribe, Workload};
+use diy_mesh_proto::mesh::v1::{Acknowledgement, Authorization, ResourceType, Subscribe, Workload};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::info;
 
 use super::limits;
 use super::position::{Order, Position};
+use crate::inbound::limit::RateLimits;
 use crate::inbound::policy::{Policies, Policy};
 
 /// The subscription to the own pod's configuration.
@@ -24,9 +25,14 @@ pub(super) struct OwnPod {
     policy: watch::Sender<Option<Arc<Policy>>>,
     /// What was logged of it.
     logged: String,
-    /// Version of the policy; empty if there is none.
+    /// Whether a valid configuration has arrived.
+    is_configured: bool,
+    /// Version of the policy; empty if it has parts of several ones.
     version: String,
     order: Order,
+    /// The authorization in force, and the order of its states: it never goes back.
+    authorization: Option<Authorization>,
+    authorized: Order,
     /// A configuration that is older than the policy: that of a replica that lags behind.
     refused: Option<Received>,
 }
@@ -45,15 +51,18 @@ impl OwnPod {
             arguments,
             policy,
             logged: String::new(),
+            is_configured: false,
             version: String::new(),
             order: Order::default(),
+            authorization: None,
+            authorized: Order::default(),
             refused: None,
         }
     }
 
     /// Whether a valid configuration has arrived.
     pub fn is_configured(&self) -> bool {
-        !self.version.is_empty()
+        self.is_configured
     }
 
     /// The subscription on a new stream.
@@ -89,12 +98,14 @@ impl OwnPod {
     /// The version is current.
     pub fn confirm(&mut self, position: Position) {
         self.refused = None;
+        self.authorized.advance(&position);
         self.order.confirm(position);
     }
 
     /// Applies a configuration, unless it is older than the policy. Returns its acknowledgement.
     pub fn receive(&mut self, received: Received, now: Instant) -> Option<Acknowledgement> {
-        if self.is_configured() && !self.order.accepts(&received.position, now) {
+        let is_accepted = self.order.accepts(&received.position, now);
+        if self.is_configured() && !(is_accepted && self.keeps_authorization(&received)) {
             self.refused = Some(received);
             return None;
         }
@@ -104,30 +115,64 @@ impl OwnPod {
 
     /// Applies the configuration that was refused for long enough: no replica sends a newer one.
     pub fn accept_refused(&mut self, now: Instant) -> Option<Acknowledgement> {
-        let refused = self.refused.take_if(|_| self.order.is_due(now))?;
-        Some(self.apply(refused, now))
+        let is_due = self.order.is_due(now);
+        let refused = self.refused.take_if(|_| is_due)?;
+        if self.keeps_authorization(&refused) {
+            return Some(self.apply(refused, now));
+        }
+        self.refused = Some(refused);
+        None
     }
 
-    /// Applies a valid configuration; an invalid one leaves the previous one in force. The
-    /// acknowledgement contains why it is rejected.
+    /// Whether the authorization of a configuration is that in force, or no older one.
+    fn keeps_authorization(&self, received: &Received) -> bool {
+        !self.authorized.is_older(&received.position)
+            || received.workload.authorization == self.authorization
+    }
+
+    /// Applies a valid configuration; an invalid one leaves the previous one in force, except for the
+    /// authorization, of which every part is valid. The acknowledgement contains why it is rejected.
     fn apply(&mut self, received: Received, now: Instant) -> Acknowledgement {
         let Received {
             workload,
             version,
             position,
         } = received;
-        let earlier = self.policy.borrow().clone().unwrap_or_default();
-        let rejection = match policy(&workload, &earlier, now.into_std()) {
+        let earlier = self.policy.borrow().clone();
+        let authorization = if workload.authorization == self.authorization {
+            earlier
+                .as_ref()
+                .and_then(|policy| policy.authorization.clone())
+        } else {
+            workload.authorization.as_ref().map(Policies::compile)
+        };
+        self.authorized.advance(&position);
+        let limits = earlier.as_ref().map(|policy| &policy.rate_limits);
+        let (policy, rejection) = match policy(&workload, limits, now.into_std()) {
             Ok(policy) => {
-                let policy = policy.from_controller(&self.arguments);
-                self.log(&policy);
-                self.policy.send_replace(Some(Arc::new(policy)));
+                self.is_configured = true;
                 self.version = version.clone();
                 self.order.apply(position);
-                String::new()
+                (policy.from_controller(&self.arguments), String::new())
             }
-            Err(reason) => reason,
+            Err(reason) => {
+                let earlier = earlier.as_deref().unwrap_or(&self.arguments);
+                (earlier.clone(), reason)
+            }
         };
+        let is_authorization_new = workload.authorization != self.authorization;
+        self.authorization = workload.authorization;
+        if is_authorization_new && !rejection.is_empty() {
+            self.version.clear();
+        }
+        if is_authorization_new || rejection.is_empty() {
+            let policy = Policy {
+                authorization,
+                ..policy
+            };
+            self.log(&policy);
+            self.policy.send_replace(Some(Arc::new(policy)));
+        }
         Acknowledgement {
             r#type: ResourceType::Self_.into(),
             version,
@@ -137,11 +182,11 @@ impl OwnPod {
     }
 }
 
-/// Converts a configuration. Fails if a part is unknown to this proxy: it cannot enforce it. The
-/// rate limits keep the fill of `earlier` ones.
+/// Converts a configuration without its authorization. Fails if a part is unknown to this proxy: it
+/// cannot enforce it. The rate limits keep the fill of `earlier` ones.
 fn policy(
     workload: &Workload,
-    earlier: &Policy,
+    earlier: Option<&RateLimits>,
     now: std::time::Instant,
 ) -> Result<Policy, String> {
     let strict = match InboundMode::try_from(workload.inbound_mode) {
@@ -162,8 +207,11 @@ fn policy(
             .map_err(|(first, last)| format!("opaque ports {first}-{last}: {EXPECTED}"))?,
         allow_connect: workload.allow_connect,
         zone: workload.zone.clone(),
-        rate_limits: limits::parse(&workload.rate_limits, &earlier.rate_limits, now)?,
-        authorization: workload.authorization.as_ref().map(Policies::compile),
+        rate_limits: match earlier {
+            Some(earlier) => limits::parse(&workload.rate_limits, earlier, now)?,
+            None => limits::parse(&workload.rate_limits, &RateLimits::default(), now)?,
+        },
+        authorization: None,
     })
 }
 
@@ -244,6 +292,81 @@ mod tests {
             panic!("expected a subscription");
         };
         assert_eq!(subscribe.known_version, "2");
+    }
+
+    /// Denies every call.
+    fn denial() -> Option<proto::Authorization> {
+        Some(proto::Authorization {
+            deny_by_default: true,
+            ..proto::Authorization::default()
+        })
+    }
+
+    #[test]
+    fn authorization_applies_also_with_a_part_that_is_rejected() {
+        let (sender, receiver) = watch::channel(None);
+        let (mut own, now) = (OwnPod::new(Policy::default(), sender), Instant::now());
+        let denies = || {
+            let policy = receiver.borrow().clone();
+            policy.is_some_and(|policy| policy.authorization.is_some())
+        };
+        let version = |own: &mut OwnPod| match own.subscribe(now) {
+            Action::Subscribe(subscribe) => subscribe.known_version,
+            other => panic!("{other:?}"),
+        };
+        own.receive(received(workload(1, (25, 25)), "1", 1), now);
+        assert!(own.is_configured() && !denies());
+        let rejected = Workload {
+            authorization: denial(),
+            ..workload(7, (25, 25))
+        };
+        let answer = own.receive(received(rejected.clone(), "2", 2), now);
+        assert!(answer.is_some_and(|one| one.rejection.contains("inbound mode 7")));
+        assert!(own.is_configured() && denies());
+        // The first version would be without the policies.
+        assert_eq!(version(&mut own), "");
+        own.receive(received(workload(1, (25, 25)), "1", 3), now);
+        assert!(!denies());
+        assert_eq!(version(&mut own), "1");
+        let (sender, receiver) = watch::channel(None);
+        let mut own = OwnPod::new(Policy::default(), sender);
+        own.receive(received(rejected, "2", 2), now);
+        let policy = receiver.borrow().clone();
+        assert!(policy.is_some_and(|policy| policy.authorization.is_some()));
+        assert!(!own.is_configured());
+    }
+
+    #[test]
+    fn authorization_never_goes_back_but_for_another_epoch() {
+        let (sender, receiver) = watch::channel(None);
+        let (mut own, start) = (OwnPod::new(Policy::default(), sender), Instant::now());
+        let denies = || receiver.borrow().as_ref().unwrap().authorization.is_some();
+        let state = |mode, authorization| Workload {
+            authorization,
+            ..workload(mode, (25, 25))
+        };
+        own.receive(received(state(1, denial()), "20", 20), start);
+        own.pause(start);
+        own.subscribe(start);
+        let due = start + MAX_REFUSAL;
+        // The rest goes back with the same authorization, and no further.
+        let same = received(state(2, denial()), "10", 10);
+        assert!(own.receive(same, start).is_none());
+        assert!(own.accept_refused(due).is_some() && denies());
+        assert!(receiver.borrow().as_ref().unwrap().strict);
+        for (version, pods) in [("9", 9), ("15", 15)] {
+            let older = received(state(1, None), version, pods);
+            assert!(own.receive(older, due).is_none());
+            let later = due + 2 * MAX_REFUSAL;
+            assert!(own.accept_refused(later).is_none() && denies());
+        }
+        let mut other_epoch = received(state(1, None), "1", 1);
+        let epoch = proto::Position {
+            epoch: "b".to_owned(),
+            ..proto::Position::default()
+        };
+        other_epoch.position = Some(epoch).into();
+        assert!(own.receive(other_epoch, due).is_some() && !denies());
     }
 
     #[test]

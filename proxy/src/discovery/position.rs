@@ -100,6 +100,18 @@ impl Order {
         }
     }
 
+    /// Whether a state at this position is older than those that were applied.
+    pub fn is_older(&self, position: &Position) -> bool {
+        position.is_older_than(&self.known)
+    }
+
+    /// The state that applies is also that at this position, unless it is older.
+    pub fn advance(&mut self, position: &Position) {
+        if !self.is_older(position) {
+            self.apply(position.clone());
+        }
+    }
+
     /// Whether a state at this position applies: it is not older, or none that is not older has
     /// arrived for [`MAX_REFUSAL`].
     pub fn accepts(&mut self, position: &Position, now: Instant) -> bool {
