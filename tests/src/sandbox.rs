@@ -239,6 +239,8 @@ pub fn request_until(
     fields: &str,
     is_expected: impl Fn(&str) -> bool,
 ) -> Output {
+    // It is the format of printf.
+    let what = what.replace('%', "%%");
     let request =
         format!("{what} HTTP/1.1\\r\\nHost: {host}\\r\\n{fields}Connection: close\\r\\n\\r\\n");
     let script = format!("exec 3<>/dev/tcp/{host}/{port} && printf '{request}' >&3 && cat <&3");
