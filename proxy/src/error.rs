@@ -380,13 +380,15 @@ fn denied_message(denial: &Denial, id: Option<u32>) -> String {
 /// What denies a call, in a message.
 pub fn denial_reason(denial: &Denial) -> String {
     match (&*denial.policy, denial.rule) {
-        (policy, Some(rule)) => format!("{policy}, rule {rule}"),
+        (policy, Some(rule)) => format!("{policy}, rules[{rule}]"),
         ("", None) => "the default".to_owned(),
         (policy, None) => match denial.nearest {
-            Some(Nearest { rule, failed }) => format!(
-                "{policy}: no rule matches, the nearest is rule {rule} but for its {}",
-                failed.as_str()
-            ),
+            Some(Nearest { rule, failed }) => {
+                let failed = failed.as_str();
+                format!(
+                    "{policy}: no rule matches, the nearest is rules[{rule}] but for its {failed}"
+                )
+            }
             None => format!("{policy}: no rule matches"),
         },
     }

@@ -31,10 +31,8 @@ fn a_deny_rule_wins_and_one_of_all_allow_policies_must_match() {
     assert_eq!(authorization.judge(&call(Some(&web), None)), Ok(()));
     let denial = authorization.judge(&call(Some(&api), None)).unwrap_err();
     assert_eq!((&*denial.policy, denial.rule), ("deny", Some(0)));
-    let stranger = identity("stranger/web");
-    let denial = authorization
-        .judge(&call(Some(&stranger), None))
-        .unwrap_err();
+    let other = identity("other/web");
+    let denial = authorization.judge(&call(Some(&other), None)).unwrap_err();
     let nearest = Nearest {
         rule: 0,
         failed: Condition::Sources,

@@ -206,13 +206,13 @@ fn only_callers_of_the_own_namespace_are_told_the_policy() {
         let mut pod = Pod::new(app);
         pod.authorize(on_path(Action::Deny, "/")).await;
         let told = pod.http1(Some("shop/a"), "/").await;
-        assert_eq!(body(&told), format!("denied by {POLICY}, rule 0\n"));
+        assert_eq!(body(&told), format!("denied by {POLICY}, rules[0]\n"));
         pod.authorize(allow_namespace("none")).await;
         let told = pod.http1(Some("shop/a"), "/").await;
         assert_eq!(
             body(&told),
             format!(
-                "denied by {POLICY}: no rule matches, the nearest is rule 0 but for its sources\n"
+                "denied by {POLICY}: no rule matches, the nearest is rules[0] but for its sources\n"
             )
         );
         for other in [Some("other/a"), None] {

@@ -285,7 +285,7 @@ fn names_the_policy_of_a_fault() {
 
 #[test]
 fn names_the_policy_under_audit_that_would_deny() {
-    let reason = "AuthorizationPolicy shop/web, rule 0";
+    let reason = "AuthorizationPolicy shop/web, rules[0]";
     let audited = |dump: &mut ExchangeDump| {
         request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         dump.fill(|record| record.exchange.would_deny = Some(reason.to_owned()));
