@@ -4,6 +4,9 @@
 //! field is named, with its value and the expected value. An invalid policy denies the calls of its
 //! targets, or, if these cannot be read, of all pods of its namespace.
 
+mod requests;
+mod targets;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -12,35 +15,24 @@ use diy_mesh_proto::authorization::{REVISION, check};
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
-use proto::authorized_field::Kind as FieldKind;
-use proto::authorized_path::Kind as PathKind;
 use serde_json::Value;
 
-use super::spec::{
-    AuthorizationPolicySpec, GrpcMatch, HeaderMatch, PathMatch, RequestMatch, Requirement, Rule,
-    Selector, Source, TargetRef,
-};
+use super::spec::{AuthorizationPolicySpec, Rule, Selector, Source};
 use super::{
     AuthorizationPolicy, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target, name,
 };
 use crate::fields::with_unknown_fields;
 use crate::index::object::Key;
+use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{Meta, bounded, shortened, unsupported};
-use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
+use requests::request;
+use targets::{reference, targets};
 
-const MAX_TARGETS: usize = 16;
 const MAX_RULES: usize = 128;
 const MAX_SOURCES: usize = 64;
 const MAX_PORTS: usize = 64;
 const MAX_REQUESTS: usize = 16;
-/// Of each list of conditions on requests.
-const MAX_CONDITIONS: usize = 32;
-/// Of a selector.
-const MAX_LABELS: usize = 32;
-const MAX_LABEL_VALUES: usize = 64;
-/// The length of the name of a target in the status.
-const MAX_NAME_CHARS: usize = 253;
 
 /// Parses a policy. Service accounts are of the trust domain.
 pub fn policy(meta: Meta, spec: &Value, trust_domain: &str) -> AuthorizationPolicy {
@@ -68,90 +60,6 @@ pub fn policy(meta: Meta, spec: &Value, trust_domain: &str) -> AuthorizationPoli
     let targets = targets.unwrap_or_else(|_| vec![Target::Pods(Selector::default())]);
     let parents = targets.iter().map(reference).collect();
     AuthorizationPolicy::with(meta, parents, targets.into(), effect)
-}
-
-/// A target in the status. Pods have the selector as the name.
-fn reference(target: &Target) -> ParentReference {
-    let (kind, name) = match target {
-        Target::Pods(selector) => ("Pod", selector.to_string()),
-        Target::Service(key) => ("Service", key.name.to_string()),
-        Target::ServiceAccount(name) => ("ServiceAccount", name.clone()),
-    };
-    ParentReference {
-        group: Some(String::new()),
-        kind: Some(kind.to_owned()),
-        name: name.chars().take(MAX_NAME_CHARS).collect(),
-        ..ParentReference::default()
-    }
-}
-
-fn targets(key: &Key, value: &Value) -> Result<Vec<Target>, Rejection> {
-    let field = "spec.targetRefs";
-    let (targets, unknown) = with_unknown_fields::<Vec<TargetRef>, _>(value);
-    if let Some(unknown) = unknown.first() {
-        return Err(invalid(format!("{field}{unknown}: unknown field")));
-    }
-    let targets = targets.map_err(|error| invalid(format!("{field}: {error}")))?;
-    listed(field, &targets, MAX_TARGETS)?;
-    let targets = targets.into_iter().enumerate();
-    let targets = targets.map(|(at, target)| self::target(key, target, &format!("{field}[{at}]")));
-    targets.collect()
-}
-
-fn target(key: &Key, target: TargetRef, field: &str) -> Result<Target, Rejection> {
-    if !target.group.is_empty() {
-        let expected = "empty, the core group";
-        return Err(unsupported(
-            &format!("{field}.group"),
-            &target.group,
-            expected,
-        ));
-    }
-    match (&*target.kind, target.name, target.selector) {
-        ("Pod", None, Some(selector)) => {
-            check_selector(&selector, &format!("{field}.selector"))?;
-            Ok(Target::Pods(selector))
-        }
-        ("Service", Some(name), None) if !name.is_empty() => Ok(Target::Service(Key {
-            namespace: key.namespace.clone(),
-            name: name.into(),
-        })),
-        ("ServiceAccount", Some(name), None) if !name.is_empty() => {
-            Ok(Target::ServiceAccount(name))
-        }
-        (kind, ..) => {
-            let expected = "Pod with selector, or Service or ServiceAccount with name";
-            Err(unsupported(&format!("{field}.kind"), kind, expected))
-        }
-    }
-}
-
-fn check_selector(selector: &Selector, field: &str) -> Result<(), Rejection> {
-    let labels: Vec<_> = selector.match_labels.keys().collect();
-    bounded(&format!("{field}.matchLabels"), &labels, MAX_LABELS)?;
-    let field = format!("{field}.matchExpressions");
-    bounded(&field, &selector.match_expressions, MAX_LABELS)?;
-    for (at, one) in selector.match_expressions.iter().enumerate() {
-        let Requirement {
-            operator, values, ..
-        } = one;
-        let field = format!("{field}[{at}]");
-        match (&**operator, values) {
-            ("In" | "NotIn", Some(values)) => {
-                listed(&format!("{field}.values"), values, MAX_LABEL_VALUES)?;
-            }
-            ("Exists" | "DoesNotExist", None) => {}
-            _ => {
-                let expected = "In or NotIn with values, or Exists or DoesNotExist without";
-                return Err(unsupported(
-                    &format!("{field}.operator"),
-                    operator,
-                    expected,
-                ));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Reads a spec. What it does not have differs from what is empty, and `null` is neither.
@@ -420,82 +328,4 @@ fn scope(
             Err(unsupported("spec.scope", other, expected))
         }
     }
-}
-
-fn request(spec: RequestMatch, field: &str) -> Result<proto::RequestMatch, Rejection> {
-    if spec.grpc.is_some() && spec.paths.is_some() {
-        return Err(invalid(format!(
-            "{field}: grpc and paths exclude each other"
-        )));
-    }
-    let conditions = |name: &str| format!("{field}.{name}");
-    let mut paths = each(&conditions("paths"), spec.paths, MAX_CONDITIONS, path)?;
-    paths.extend(each(&conditions("grpc"), spec.grpc, MAX_CONDITIONS, grpc)?);
-    let message = proto::RequestMatch {
-        methods: each(&conditions("methods"), spec.methods, MAX_CONDITIONS, same)?,
-        paths,
-        hosts: each(&conditions("hosts"), spec.hosts, MAX_CONDITIONS, same)?,
-        headers: each(&conditions("headers"), spec.headers, MAX_CONDITIONS, header)?,
-    };
-    if message == proto::RequestMatch::default() {
-        return Err(invalid(format!("{field}: expected a condition")));
-    }
-    Ok(message)
-}
-
-fn same(text: String, _: &str) -> Result<String, Rejection> {
-    Ok(text)
-}
-
-fn path(spec: PathMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {
-    let value = spec.value;
-    let kind = match &*spec.kind {
-        "Exact" => PathKind::Exact(value),
-        "PathPrefix" => PathKind::Prefix(value),
-        "Suffix" => PathKind::Suffix(value),
-        "Template" => PathKind::Template(value),
-        other => {
-            let expected = "Exact, PathPrefix, Suffix or Template";
-            return Err(unsupported(&format!("{field}.type"), other, expected));
-        }
-    };
-    Ok(proto::AuthorizedPath { kind: Some(kind) })
-}
-
-fn grpc(spec: GrpcMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {
-    let is_valid = |name: &str| {
-        let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"._".contains(&byte);
-        !name.is_empty() && name.bytes().all(is_valid)
-    };
-    let GrpcMatch { service, method } = spec;
-    let path = match method {
-        Some(method) if is_valid(&service) && is_valid(&method) => {
-            PathKind::Exact(format!("/{service}/{method}"))
-        }
-        None if is_valid(&service) => PathKind::Prefix(format!("/{service}")),
-        method => {
-            let shown = format!("{service}/{}", method.unwrap_or_default());
-            let expected = "a gRPC service with its package, and a method";
-            return Err(unsupported(field, &shown, expected));
-        }
-    };
-    Ok(proto::AuthorizedPath { kind: Some(path) })
-}
-
-fn header(spec: HeaderMatch, field: &str) -> Result<proto::AuthorizedField, Rejection> {
-    let value = spec.value.filter(|value| !value.is_empty());
-    let kind = match (&*spec.kind, value) {
-        ("Exact", Some(value)) => FieldKind::Exact(value),
-        ("Prefix", Some(value)) => FieldKind::Prefix(value),
-        ("Suffix", Some(value)) => FieldKind::Suffix(value),
-        ("Present", None) => FieldKind::Present(proto::Present {}),
-        (other, _) => {
-            let expected = "Exact, Prefix or Suffix with value, or Present without";
-            return Err(unsupported(&format!("{field}.type"), other, expected));
-        }
-    };
-    Ok(proto::AuthorizedField {
-        name: spec.name.to_ascii_lowercase(),
-        kind: Some(kind),
-    })
 }

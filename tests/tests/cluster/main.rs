@@ -2,6 +2,7 @@
 //! each in its own namespace.
 
 mod admission;
+mod authorization;
 mod invalid_routes;
 mod policies;
 mod probes;

@@ -1,0 +1,103 @@
+//! The targets of a policy. Pure.
+
+use serde_json::Value;
+
+use super::{invalid, listed};
+use crate::authorization::Target;
+use crate::authorization::spec::{Requirement, Selector, TargetRef};
+use crate::fields::with_unknown_fields;
+use crate::index::object::Key;
+use crate::routes::ParentReference;
+use crate::routes::model::Rejection;
+use crate::routes::parse::{bounded, unsupported};
+
+const MAX_TARGETS: usize = 16;
+/// Of a selector.
+const MAX_LABELS: usize = 32;
+const MAX_LABEL_VALUES: usize = 64;
+/// The length of the name of a target in the status.
+const MAX_NAME_CHARS: usize = 253;
+
+/// A target in the status. Pods have the selector as the name.
+pub(super) fn reference(target: &Target) -> ParentReference {
+    let (kind, name) = match target {
+        Target::Pods(selector) => ("Pod", selector.to_string()),
+        Target::Service(key) => ("Service", key.name.to_string()),
+        Target::ServiceAccount(name) => ("ServiceAccount", name.clone()),
+    };
+    ParentReference {
+        group: Some(String::new()),
+        kind: Some(kind.to_owned()),
+        name: name.chars().take(MAX_NAME_CHARS).collect(),
+        ..ParentReference::default()
+    }
+}
+
+pub(super) fn targets(key: &Key, value: &Value) -> Result<Vec<Target>, Rejection> {
+    let field = "spec.targetRefs";
+    let (targets, unknown) = with_unknown_fields::<Vec<TargetRef>, _>(value);
+    if let Some(unknown) = unknown.first() {
+        return Err(invalid(format!("{field}{unknown}: unknown field")));
+    }
+    let targets = targets.map_err(|error| invalid(format!("{field}: {error}")))?;
+    listed(field, &targets, MAX_TARGETS)?;
+    let targets = targets.into_iter().enumerate();
+    let targets = targets.map(|(at, target)| self::target(key, target, &format!("{field}[{at}]")));
+    targets.collect()
+}
+
+fn target(key: &Key, target: TargetRef, field: &str) -> Result<Target, Rejection> {
+    if !target.group.is_empty() {
+        let expected = "empty, the core group";
+        return Err(unsupported(
+            &format!("{field}.group"),
+            &target.group,
+            expected,
+        ));
+    }
+    match (&*target.kind, target.name, target.selector) {
+        ("Pod", None, Some(selector)) => {
+            check_selector(&selector, &format!("{field}.selector"))?;
+            Ok(Target::Pods(selector))
+        }
+        ("Service", Some(name), None) if !name.is_empty() => Ok(Target::Service(Key {
+            namespace: key.namespace.clone(),
+            name: name.into(),
+        })),
+        ("ServiceAccount", Some(name), None) if !name.is_empty() => {
+            Ok(Target::ServiceAccount(name))
+        }
+        (kind, ..) => {
+            let expected = "Pod with selector, or Service or ServiceAccount with name";
+            Err(unsupported(&format!("{field}.kind"), kind, expected))
+        }
+    }
+}
+
+fn check_selector(selector: &Selector, field: &str) -> Result<(), Rejection> {
+    let labels: Vec<_> = selector.match_labels.keys().collect();
+    bounded(&format!("{field}.matchLabels"), &labels, MAX_LABELS)?;
+    let field = format!("{field}.matchExpressions");
+    bounded(&field, &selector.match_expressions, MAX_LABELS)?;
+    for (at, one) in selector.match_expressions.iter().enumerate() {
+        let Requirement {
+            operator, values, ..
+        } = one;
+        let field = format!("{field}[{at}]");
+        match (&**operator, values) {
+            ("In" | "NotIn", Some(values)) => {
+                listed(&format!("{field}.values"), values, MAX_LABEL_VALUES)?;
+            }
+            ("Exists" | "DoesNotExist", None) => {}
+            _ => {
+                let expected = "In or NotIn with values, or Exists or DoesNotExist without";
+                return Err(unsupported(
+                    &format!("{field}.operator"),
+                    operator,
+                    expected,
+                ));
+            }
+        }
+    }
+    Ok(())
+}
