@@ -130,7 +130,7 @@ impl Reader<'_> {
         spec: AuthorizationPolicySpec,
         targets: &[Target],
     ) -> Result<Effect, Rejection> {
-        if let Some(default) = &spec.default {
+        if let Some(default) = &spec.default_action {
             return self::default(default, &spec, targets);
         }
         let action = match spec.action.as_deref() {
@@ -293,17 +293,17 @@ fn default(
 ) -> Result<Effect, Rejection> {
     let others = [&spec.action, &spec.mode, &spec.scope];
     if others.iter().any(|other| other.is_some()) || spec.rules.is_some() {
-        let message = "spec.default: excludes action, mode, scope and rules";
+        let message = "spec.defaultAction: excludes action, mode, scope and rules";
         return Err(invalid(message.to_owned()));
     }
     if *targets != [Target::Pods(Selector::default())] {
-        let message = "spec.default: requires the targetRefs [{kind: Pod, selector: {}}]";
+        let message = "spec.defaultAction: requires the targetRefs [{kind: Pod, selector: {}}]";
         return Err(invalid(message.to_owned()));
     }
     match text {
-        "Allow" => Ok(Effect::Default { deny: false }),
-        "Deny" => Ok(Effect::Default { deny: true }),
-        other => Err(unsupported("spec.default", other, "Allow or Deny")),
+        "ALLOW" => Ok(Effect::Default { deny: false }),
+        "DENY" => Ok(Effect::Default { deny: true }),
+        other => Err(unsupported("spec.defaultAction", other, "ALLOW or DENY")),
     }
 }
 

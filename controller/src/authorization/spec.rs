@@ -39,8 +39,8 @@ pub struct AuthorizationPolicySpec {
     pub rules: Option<Vec<Rule>>,
     /// In place of action and rules: whether calls are allowed that no policy is about. Its target
     /// is all pods.
-    #[cfg_attr(test, schemars(extend("enum" = ["Allow", "Deny"])))]
-    pub default: Option<String>,
+    #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY"])))]
+    pub default_action: Option<String>,
 }
 
 /// Pods by their labels, by a Service or by their service account.

@@ -302,14 +302,17 @@ fn invalid_field_is_named_and_makes_the_policy_deny() {
             scope("DENY", json!([{"networkAttributes": {"ports": [80]}}])),
             "spec.scope",
         ),
-        (all_pods(json!({"default": "Maybe"})), "spec.default"),
         (
-            all_pods(json!({"default": "Deny", "mode": "Audit"})),
-            "spec.default: excludes",
+            all_pods(json!({"defaultAction": "AUDIT"})),
+            "spec.defaultAction",
         ),
         (
-            json!({"targetRefs": [{"kind": "Service", "name": "a"}], "default": "Deny"}),
-            "spec.default: requires",
+            all_pods(json!({"defaultAction": "DENY", "mode": "Audit"})),
+            "spec.defaultAction: excludes",
+        ),
+        (
+            json!({"targetRefs": [{"kind": "Service", "name": "a"}], "defaultAction": "DENY"}),
+            "spec.defaultAction: requires",
         ),
     ] {
         let policy = policy("shop", "p", &spec);

@@ -40,15 +40,15 @@ fn refused() -> Vec<(Value, &'static str)> {
         ),
         (
             all_pods(json!({})),
-            "expected action with rules, or default",
+            "expected action with rules, or defaultAction",
         ),
         (
-            all_pods(json!({"default": "Deny", "mode": "Audit"})),
-            "default excludes",
+            all_pods(json!({"defaultAction": "DENY", "mode": "Audit"})),
+            "defaultAction excludes",
         ),
         (
-            json!({"targetRefs": [{"kind": "Service", "name": "a"}], "default": "Deny"}),
-            "default requires",
+            json!({"targetRefs": [{"kind": "Service", "name": "a"}], "defaultAction": "DENY"}),
+            "defaultAction requires",
         ),
         (scope(json!([])), "scope Ports requires"),
         (scope(json!([{}])), "scope Ports requires"),
@@ -99,7 +99,7 @@ fn accepted() -> Vec<Value> {
     let port = json!({"ports": [8080]});
     vec![
         all_pods(json!({"action": "ALLOW"})),
-        all_pods(json!({"default": "Deny"})),
+        all_pods(json!({"defaultAction": "DENY"})),
         allow(json!({"sources": []})),
         allow(json!({"sources": [
             {"type": "ServiceAccount", "serviceAccount": {"name": "*"}},

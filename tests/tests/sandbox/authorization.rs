@@ -184,7 +184,11 @@ fn default_of_a_namespace_closes_it_and_fails_no_probe() {
     let Some((sandbox, [clients, shop, outside])) = mesh() else {
         return;
     };
-    let default = policy("shop", "closed", &format!("{ALL_PODS}, default: Deny"));
+    let default = policy(
+        "shop",
+        "closed",
+        &format!("{ALL_PODS}, defaultAction: DENY"),
+    );
     sandbox.apply(&default).unwrap();
     for pod in [&clients, &shop, &outside] {
         until(&sandbox, pod, "GET /hello", "403");

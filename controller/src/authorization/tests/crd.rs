@@ -24,19 +24,19 @@ pub(crate) const GRPC: &str = "^[A-Za-z0-9_.]+$";
 pub(crate) fn policies() -> Value {
     let all = [
         (
-            "has(self.action) != has(self.default)",
-            "expected action with rules, or default",
+            "has(self.action) != has(self.defaultAction)",
+            "expected action with rules, or defaultAction",
         ),
         (
-            "!has(self.default) || !(has(self.rules) || has(self.mode) || has(self.scope))",
-            "default excludes rules, mode and scope",
+            "!has(self.defaultAction) || !(has(self.rules) || has(self.mode) || has(self.scope))",
+            "defaultAction excludes rules, mode and scope",
         ),
         (
-            "!has(self.default) || (size(self.targetRefs) == 1 && \
+            "!has(self.defaultAction) || (size(self.targetRefs) == 1 && \
              has(self.targetRefs[0].selector) && \
              !has(self.targetRefs[0].selector.matchLabels) && \
              !has(self.targetRefs[0].selector.matchExpressions))",
-            "default requires the targetRefs [{kind: Pod, selector: {}}]",
+            "defaultAction requires the targetRefs [{kind: Pod, selector: {}}]",
         ),
         (
             "!has(self.scope) || (has(self.action) && self.action == 'ALLOW')",

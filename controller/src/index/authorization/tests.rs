@@ -269,7 +269,12 @@ fn policies_of_the_namespace_and_of_the_mesh_apply_together() {
 #[test]
 fn default_of_the_mesh_to_deny_is_not_loosened_and_deny_wins_within_a_namespace() {
     let default = |namespace: &str, name: &str, default: &str| {
-        of_pods(namespace, name, json!({}), json!({"default": default}))
+        of_pods(
+            namespace,
+            name,
+            json!({}),
+            json!({"defaultAction": default}),
+        )
     };
     let found = |objects: Vec<Object>| {
         let pod = Object::Pod(pod_in("shop", "a"));
@@ -280,17 +285,17 @@ fn default_of_the_mesh_to_deny_is_not_loosened_and_deny_wins_within_a_namespace(
     let named = |deny, name: &str| (deny, format!("AuthorizationPolicy {name}"));
     assert_eq!(found(vec![]), (false, String::new()));
     assert_eq!(
-        found(vec![default("bank", "d", "Deny")]),
+        found(vec![default("bank", "d", "DENY")]),
         (false, String::new())
     );
-    let strict = || default(MESH, "d", "Deny");
-    let loose = || default("shop", "b", "Allow");
+    let strict = || default(MESH, "d", "DENY");
+    let loose = || default("shop", "b", "ALLOW");
     assert_eq!(
         found(vec![strict(), loose()]),
         named(true, "service-mesh/d")
     );
-    let loose_mesh = default(MESH, "d", "Allow");
-    let own = || default("shop", "c", "Deny");
+    let loose_mesh = default(MESH, "d", "ALLOW");
+    let own = || default("shop", "c", "DENY");
     assert_eq!(found(vec![loose_mesh, own()]), named(true, "shop/c"));
     assert_eq!(found(vec![loose(), own()]), named(true, "shop/c"));
     assert_eq!(found(vec![loose()]), named(false, "shop/b"));
@@ -436,7 +441,12 @@ fn state_differs_with_each_policy_and_not_with_the_order_of_events() {
             Object::Pod(pod_in("shop", "a")),
             of_pods("shop", "one", json!({}), deny()),
             of_pods(MESH, "two", json!({}), deny()),
-            of_pods("shop", "default", json!({}), json!({"default": "Deny"})),
+            of_pods(
+                "shop",
+                "default",
+                json!({}),
+                json!({"defaultAction": "DENY"}),
+            ),
         ]
     };
     let version = |objects: Vec<Object>| state(&index(objects), &key("a")).version;
