@@ -5,12 +5,12 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::gateway_api::{install, wait_for_condition};
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
     MESH, Namespace, in_namespace, kubectl, kubectl_with_input, rolled_out, runs_long_tests,
     wait_for, wait_for_mesh,
 };
+use serde_json::Value;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
 
@@ -34,7 +34,7 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         old.run_proxies(namespace, &tag)?;
         kubectl(&["apply", "-k", &format!("{ROOT}/manifests")])?;
         wait_for_mesh()?;
-        route_names_proxies_that_do_not_apply_it(namespace)?;
+        policy_names_proxies_that_do_not_enforce_it(namespace)?;
         // Proxies of this release call them, and are called by them.
         inject_proxies("dev")?;
         let new = Pair::start(namespace, "new", "old-server")?;
@@ -66,10 +66,9 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
     })
 }
 
-/// Fails unless a route says that the proxy of the client of the previous release does not apply
-/// it. Replicas know their own streams only, so there is one for this time.
-fn route_names_proxies_that_do_not_apply_it(namespace: &Namespace) -> Result<()> {
-    install()?;
+/// Fails unless an AuthorizationPolicy says that the proxy of the server of the previous release
+/// does not enforce it. Replicas know their own streams only, so there is one for this time.
+fn policy_names_proxies_that_do_not_enforce_it(namespace: &Namespace) -> Result<()> {
     let scale = |replicas: &str| {
         kubectl(&[
             "scale",
@@ -83,23 +82,27 @@ fn route_names_proxies_that_do_not_apply_it(namespace: &Namespace) -> Result<()>
     scale("1")?;
     namespace.apply(
         "
-apiVersion: gateway.networking.k8s.io/v1
-kind: HTTPRoute
-metadata: {name: old-server}
+apiVersion: diy-service-mesh.dev/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: all}
 spec:
-  parentRefs: [{group: '', kind: Service, name: old-server}]
-  rules: [{timeouts: {request: 5s}, backendRefs: [{name: old-server, port: 80}]}]
+  targetRefs: [{group: '', kind: Service, name: old-server}]
+  action: ALLOW
+  rules: [{}]
 ",
     )?;
-    let condition = [
-        "diy-service-mesh.dev/Programmed",
-        "False",
-        "ProxyLacksCapability",
-    ];
-    let route = wait_for_condition(namespace, "httproute", "old-server", condition)?;
-    let status = route["status"].to_string();
-    ensure!(status.contains("; not: old-client-"), "{status}");
-    namespace.kubectl(&["delete", "httproute", "old-server"])?;
+    wait_for("the policy names the proxy", || {
+        let json = namespace.kubectl(&["get", "authorizationpolicy", "all", "-o", "json"])?;
+        let policy: Value = serde_json::from_str(&json)?;
+        let conditions = policy["status"]["ancestors"][0]["conditions"].as_array();
+        let mut reasons = conditions.into_iter().flatten();
+        let found = reasons.find(|one| one["reason"] == "ProxyLacksCapability");
+        let message = found.and_then(|one| one["message"].as_str());
+        let message = message.with_context(|| format!("{:#}", policy["status"]))?;
+        ensure!(message.contains("; not: old-server-"), "{message}");
+        Ok(Some(()))
+    })?;
+    namespace.kubectl(&["delete", "authorizationpolicy", "all"])?;
     scale("2")
 }
 
