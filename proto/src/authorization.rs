@@ -19,7 +19,7 @@ use std::sync::Arc;
 use diy_mesh_model::identity::Identity;
 
 use crate::mesh::v1 as proto;
-pub use check::check;
+pub use check::{MAX_ITEMS, MAX_RULES, check};
 use index::Rules;
 pub use rule::{Condition, REVISION};
 

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
-use diy_mesh_proto::authorization::{REVISION, check};
+use diy_mesh_proto::authorization::{MAX_ITEMS, MAX_RULES, REVISION, check};
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
@@ -29,9 +29,6 @@ use crate::routes::parse::{Meta, bounded, shortened, unsupported};
 use requests::request;
 use targets::{reference, targets};
 
-const MAX_RULES: usize = 128;
-const MAX_SOURCES: usize = 64;
-const MAX_PORTS: usize = 64;
 const MAX_REQUESTS: usize = 16;
 
 /// Parses a policy. Service accounts are of the trust domain.
@@ -137,7 +134,7 @@ impl Reader<'_> {
             Some("ALLOW") => Action::Allow,
             Some("DENY") => Action::Deny,
             other => {
-                let expected = "ALLOW or DENY; it is required without default";
+                let expected = "ALLOW or DENY; it is required without defaultAction";
                 return Err(unsupported(
                     "spec.action",
                     other.unwrap_or_default(),
@@ -182,7 +179,7 @@ impl Reader<'_> {
         };
         let at = format!("{field}.networkAttributes.ports");
         let ports = spec.network_attributes.map(|one| one.ports);
-        let ports = each(&at, ports, MAX_PORTS, |port, _| Ok(port.into()))?;
+        let ports = each(&at, ports, MAX_ITEMS, |port, _| Ok(port.into()))?;
         let at = format!("{field}.requests");
         let rule = proto::AuthorizationRule {
             revision: REVISION,
@@ -212,7 +209,7 @@ impl Reader<'_> {
         field: &str,
         specs: Option<Vec<Source>>,
     ) -> Result<Vec<proto::AuthorizationSource>, Rejection> {
-        each(field, specs, MAX_SOURCES, |source, field| {
+        each(field, specs, MAX_ITEMS, |source, field| {
             self.source(source, field)
         })
     }

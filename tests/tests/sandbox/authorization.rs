@@ -170,6 +170,11 @@ fn deny_policy_wins_over_allow_and_no_spelling_of_a_path_passes() {
         "/hello%2f..%2fadmin",
         "/admin%2fusers",
         "/admin%00",
+        "/hello/..%5cadmin",
+        "//hello/admin",
+        "http://web.shop/admin",
+        "http://web.shop//hello/../admin",
+        "web.shop/admin",
     ] {
         let request = format!("GET {spelling}");
         for pod in [&clients, &outside] {
