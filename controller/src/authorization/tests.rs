@@ -366,3 +366,22 @@ fn targets_have_names_for_the_status() {
     ];
     assert_eq!(names.collect::<Vec<_>>(), expected);
 }
+
+#[test]
+fn selectors_of_a_policy_cost_little_in_all() {
+    let values: Vec<String> = (0..63).map(|number| format!("v{number}")).collect();
+    let expression = json!({"key": "a", "operator": "NotIn", "values": values});
+    let target = json!({"kind": "Pod", "selector": {"matchExpressions": [expression, expression]}});
+    let policy = |targets: usize| {
+        let targets = vec![target.clone(); targets];
+        self::policy(
+            "shop",
+            "p",
+            &json!({"targetRefs": targets, "action": "ALLOW"}),
+        )
+    };
+    assert_eq!(policy(2).invalid, None);
+    let rejection = policy(3).invalid.unwrap();
+    let expected = "spec.targetRefs: expected at most 256 labels and values in all selectors";
+    assert_eq!(rejection.message, expected);
+}

@@ -15,6 +15,9 @@ const MAX_TARGETS: usize = 16;
 /// Of a selector.
 const MAX_LABELS: usize = 32;
 const MAX_LABEL_VALUES: usize = 64;
+/// Labels and values in the selectors of all targets: each change judges them under the lock of the
+/// index, for each pod of the namespace.
+const MAX_SELECTED: usize = 256;
 /// The length of the name of a target in the status.
 const MAX_NAME_CHARS: usize = 253;
 
@@ -43,7 +46,22 @@ pub(super) fn targets(key: &Key, value: &Value) -> Result<Vec<Target>, Rejection
     listed(field, &targets, MAX_TARGETS)?;
     let targets = targets.into_iter().enumerate();
     let targets = targets.map(|(at, target)| self::target(key, target, &format!("{field}[{at}]")));
-    targets.collect()
+    let targets = targets.collect::<Result<Vec<_>, _>>()?;
+    if targets.iter().map(labels_and_values).sum::<usize>() > MAX_SELECTED {
+        return Err(invalid(format!(
+            "{field}: expected at most {MAX_SELECTED} labels and values in all selectors"
+        )));
+    }
+    Ok(targets)
+}
+
+fn labels_and_values(target: &Target) -> usize {
+    let Target::Pods(selector) = target else {
+        return 0;
+    };
+    let values = selector.match_expressions.iter();
+    let values = values.map(|one| 1 + one.values.iter().flatten().count());
+    selector.match_labels.len() + values.sum::<usize>()
 }
 
 fn target(key: &Key, target: TargetRef, field: &str) -> Result<Target, Rejection> {
