@@ -81,7 +81,9 @@ pub(super) async fn read(
             Some(Action::Exceptions(exceptions)) => {
                 set_exceptions(&exceptions, &mut has_exceeded, proxy);
             }
-            None => tracing::debug!("ignoring a request with an action of a later release"),
+            Some(Action::Edges(_)) | None => {
+                tracing::debug!("ignoring a request with an action of a later release");
+            }
         }
     }
 }
