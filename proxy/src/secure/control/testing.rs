@@ -172,6 +172,7 @@ impl FakeStream {
             ),
             Action::Status(status) => format!("={}", status.roots_version),
             Action::Exceptions(exceptions) => format!("{exceptions:?}"),
+            Action::Edges(edges) => format!("{edges:?}"),
         }
     }
 
