@@ -155,6 +155,9 @@ codes! {
     MtlsRequired: "mtls-required", &[403], Some(Grpc::PermissionDenied),
         "the workload is strict, and the caller did not use mutual TLS",
         "add the caller to the mesh, or set the workload to `permissive`";
+    NotReady: "not-ready", &[503], Some(Grpc::Unavailable),
+        "the pod has just started: its proxy has no policies from the controller yet",
+        "the log and `/ready` of the callee's proxy; the controller";
     Denied: "denied", &[403], Some(Grpc::PermissionDenied),
         "the AuthorizationPolicies of the pod do not allow the call",
         "the body: it names policy and rule to callers of the same namespace; to others it tells an identifier, which the log of the callee's proxy has with them";

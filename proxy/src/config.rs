@@ -172,7 +172,9 @@ impl Config {
             let report = format!("invalid settings in --settings: {error}");
             Self::command().error(ErrorKind::ValueValidation, report)
         })?;
-        Self::try_parse_from(arguments)?.check()
+        let mut config = Self::try_parse_from(arguments)?.check()?;
+        config.policy.pending = true;
+        Ok(config)
     }
 
     /// Checks values against each other: ports differ, and a controller over TLS has an identity
@@ -432,13 +434,17 @@ mod tests {
     #[test]
     fn absent_and_empty_settings_are_off() {
         let given = |args: &[&'static str]| with("none", args).unwrap();
+        let pending = Policy {
+            pending: true,
+            ..Policy::default()
+        };
         for config in [
             given(&[]),
             given(&["--opaque-ports=", "--max-connection-age="]),
         ] {
             assert_eq!(
                 (config.policy, config.max_connection_age),
-                (Policy::default(), None)
+                (pending.clone(), None)
             );
         }
         let config = given(&[

@@ -323,6 +323,8 @@ impl Driver {
         if sends_own_pod {
             let subscription = self.own_pod.subscribe(Instant::now());
             self.send([subscription]);
+        } else {
+            self.own_pod.apply_arguments();
         }
         // Without it, the arguments of the proxy count.
         if !sends_own_pod || self.own_pod.is_configured() {

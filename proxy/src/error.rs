@@ -167,6 +167,9 @@ pub enum Failure {
     /// The workload accepts only mutual TLS, and the client did not use it.
     #[error("this workload requires mutual TLS: its callers must be in the mesh")]
     MtlsRequired,
+    /// The controller has not sent the policies of the pod yet.
+    #[error("this workload has just started: its proxy has no policies yet")]
+    NotReady,
     /// The AuthorizationPolicies of the pod do not allow the call.
     #[error("{}", denied_message(.denial, *.id))]
     Denied {
@@ -346,6 +349,7 @@ impl Failure {
             Self::NoCertificate(_) => Code::NoCertificate,
             Self::Handshake { .. } => Code::HandshakeFailed,
             Self::MtlsRequired => Code::MtlsRequired,
+            Self::NotReady => Code::NotReady,
             Self::Denied { .. } => Code::Denied,
             Self::ConnectNotAllowed => Code::ConnectNotAllowed,
             Self::Timeout(_) => Code::Timeout,

@@ -1,6 +1,7 @@
 //! The inbound configuration of the proxy's own pod, as the controller sends it: validated,
-//! acknowledged or rejected. Until the first one arrives, and with controllers that do not send it,
-//! the arguments of the proxy apply, which contain the same values. No configuration weakens these.
+//! acknowledged or rejected. Until the first one arrives, no client may call. With controllers that do
+//! not send it, the arguments of the proxy apply, which contain the same values, except for the
+//! policies. No configuration weakens these.
 
 use std::sync::Arc;
 
@@ -63,6 +64,14 @@ impl OwnPod {
     /// Whether a valid configuration has arrived.
     pub fn is_configured(&self) -> bool {
         self.is_configured
+    }
+
+    /// The controller sends no configuration: unless an earlier one did, the arguments apply.
+    pub fn apply_arguments(&mut self) {
+        if !self.is_configured {
+            let policy = self.arguments.clone().from_controller(&self.arguments);
+            self.policy.send_replace(Some(Arc::new(policy)));
+        }
     }
 
     /// The subscription on a new stream.
@@ -202,6 +211,7 @@ fn policy(
     let ranges = workload.opaque_ports.iter();
     let opaque_ports = PortSet::from_ranges(ranges.map(|range| (range.first, range.last)));
     Ok(Policy {
+        pending: false,
         strict,
         opaque_ports: opaque_ports
             .map_err(|(first, last)| format!("opaque ports {first}-{last}: {EXPECTED}"))?,

@@ -444,7 +444,8 @@ async fn is_ready_without_configuration_if_the_controller_sends_none() {
     let mut stream = controller.stream().await;
     unready(&proxy, "").await;
     assert_eq!(stream.request().await, format!("+{CART}@"));
-    assert_eq!(*proxy.discovery.policy().borrow(), None);
+    let policy = proxy.discovery.policy().borrow().clone();
+    assert_eq!(policy.as_deref(), Some(&Policy::default()));
 }
 
 #[tokio::test]

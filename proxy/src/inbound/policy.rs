@@ -68,6 +68,8 @@ pub struct Permit(());
 /// The inbound policy of the pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
+    /// Nothing has arrived from the controller yet: no client may call.
+    pub pending: bool,
     /// Only authenticated peers are accepted.
     pub strict: bool,
     /// The ports of the application whose connections are copied without detection.
@@ -107,6 +109,7 @@ impl Policy {
     /// controllers of earlier releases cannot read them.
     pub fn from_controller(self, own: &Self) -> Self {
         Self {
+            pending: false,
             strict: self.strict || own.strict,
             opaque_ports: own.opaque_ports.clone(),
             allow_connect: own.allow_connect,
@@ -135,12 +138,12 @@ impl Policy {
         Ok(Permit(()))
     }
 
-    /// A strict workload refuses clients that have not authenticated.
+    /// A strict workload refuses clients that have not authenticated, and one without policies all.
     fn accept(&self, client: Client<'_>) -> Result<(), Failure> {
-        if self.strict && *client.caller == Caller::Unauthenticated {
-            Err(Failure::MtlsRequired)
-        } else {
-            Ok(())
+        match client.caller {
+            Caller::Unauthenticated if self.strict => Err(Failure::MtlsRequired),
+            Caller::Unauthenticated | Caller::Peer(_) if self.pending => Err(Failure::NotReady),
+            _ => Ok(()),
         }
     }
 
@@ -215,6 +218,24 @@ mod tests {
         assert_eq!(authorize(&Caller::App), (true, true));
         assert_eq!(authorize(&peer()), (false, false));
         assert_eq!(authorize(&Caller::Unauthenticated), (false, false));
+    }
+
+    #[test]
+    fn no_client_may_call_before_the_policies_arrive() {
+        let policy = Policy {
+            pending: true,
+            ..Policy::default()
+        };
+        let health = request("GET", "/healthz");
+        for caller in [peer(), Caller::Unauthenticated] {
+            let request = policy.authorize_request(client(&caller), &health);
+            assert!(matches!(request, Err(Failure::NotReady)));
+            let connection = policy.authorize_connection(client(&caller));
+            assert!(matches!(connection, Err(Failure::NotReady)));
+        }
+        assert!(policy.authorize_connection(client(&Caller::App)).is_ok());
+        let configured = Policy::default().from_controller(&policy);
+        assert!(configured.authorize_connection(client(&peer())).is_ok());
     }
 
     #[test]

@@ -199,7 +199,7 @@ async fn answer_subscriptions(mut stream: FakeStream, answer: impl Fn(&str) -> U
 
 /// Starts a controller, and the endpoint of [`SERVICE`]. Returns the arguments of the proxy, and the
 /// files that they name.
-fn start_controller() -> (Vec<String>, Mounted) {
+pub fn start_controller() -> (Vec<String>, Mounted) {
     let authority = Arc::new(Authority::new("root"));
     let (certificate, key) = authority.leaf_and_key(WEB, |_| {});
     let listener = TcpListener::bind(SocketAddr::from(ENDPOINT)).unwrap();
@@ -270,7 +270,7 @@ const FLOODS: [fn() -> Held; 7] = [
 ];
 
 /// Whether the proxy has its certificate.
-fn is_ready() -> bool {
+pub fn is_ready() -> bool {
     let Ok(mut client) = connect_to(7000, 4001) else {
         return false;
     };

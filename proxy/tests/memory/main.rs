@@ -29,8 +29,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use floods::{is_ready, start_controller};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use secure::control::testing::Mounted;
 
 const MIB: u64 = 1024 * 1024;
 /// The memory limit of the proxy.
@@ -80,16 +82,20 @@ fn enter_namespace() -> Result<(), String> {
     Ok(())
 }
 
-struct Proxy(Child);
+/// A proxy, and the files that its arguments name.
+struct Proxy(Child, Option<Mounted>);
 
 impl Proxy {
     fn start() -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_proxy"));
         command.env_clear();
         let limit = format!("--memory-limit={}", LIMIT / MIB);
-        let control = ["--controller=http://127.0.0.1:1", "--token-file=/dev/null"];
         command.arg(limit);
-        Self::spawn(command, &control)
+        let (control, mounted) = start_controller();
+        let mut proxy = Self::spawn(command, &control);
+        proxy.1 = Some(mounted);
+        proxy.wait("it is ready", is_ready);
+        proxy
     }
 
     /// Starts the proxy by this command, with more arguments.
@@ -108,7 +114,7 @@ impl Proxy {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let proxy = Self(child);
+        let proxy = Self(child, None);
         proxy.wait("it listens", || connect(1).is_ok());
         proxy
     }
