@@ -356,8 +356,8 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     let destination = flow.destination.name();
     let (worker, now) = (&flow.worker, Instant::now());
     let should_log = match failure {
-        Failure::Denied { .. } => worker.should_log_denial(now),
-        _ => is_warning && worker.should_log(now),
+        Failure::Denied { .. } => worker.denials.should_log(now),
+        _ => is_warning && worker.warnings.should_log(now),
     };
     if should_log {
         let caller = flow.called_by();

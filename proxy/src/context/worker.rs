@@ -39,13 +39,10 @@ const MAX_MIRRORS: usize = 100;
 /// How often idle destinations and connections are evicted.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(5);
 
-/// At most this many denied calls are logged in [`DENIALS_INTERVAL`]; the metrics count them all.
-const MAX_LOGGED_DENIALS: u32 = 60;
-/// See [`MAX_LOGGED_DENIALS`].
-const DENIALS_INTERVAL: Duration = Duration::from_secs(60);
-
-/// At most one warning about a peer is logged in this time; the metrics count them all.
-const PEER_WARNING_INTERVAL: Duration = Duration::from_secs(10);
+/// Denied calls that are logged.
+const DENIALS: (u32, Duration) = (60, Duration::from_secs(60));
+/// Warnings about peers.
+const PEER_WARNINGS: (u32, Duration) = (1, Duration::from_secs(10));
 
 const NO_SLOT: Failure =
     Failure::Overloaded("the connections or the memory are in use, and its holder has its share");
@@ -91,6 +88,36 @@ pub fn spawn<F: Future<Output = ()>>(
     Ok(drained)
 }
 
+/// A limit of log lines.
+pub struct LogLimit {
+    /// The maximum number of lines in an interval.
+    max: u32,
+    interval: Duration,
+    /// The start of the current interval, and its lines.
+    logged: Cell<(Option<Instant>, u32)>,
+}
+
+impl LogLimit {
+    fn new((max, interval): (u32, Duration)) -> Self {
+        let logged = Cell::default();
+        Self {
+            max,
+            interval,
+            logged,
+        }
+    }
+
+    /// Whether to log a line.
+    pub fn should_log(&self, now: Instant) -> bool {
+        let (since, lines) = match self.logged.get() {
+            (Some(since), lines) if now < since + self.interval => (since, lines),
+            _ => (now, 0),
+        };
+        self.logged.set((Some(since), lines.saturating_add(1)));
+        lines < self.max
+    }
+}
+
 /// What the connections of one worker thread share.
 pub struct Worker {
     /// The configuration of the proxy.
@@ -126,10 +153,10 @@ pub struct Worker {
     /// Requests whose copies are collected or sent.
     pub mirrors: Arc<Semaphore>,
     memory: Memory,
-    /// When a peer was last warned about.
-    warned_at: Cell<Option<Instant>>,
-    /// The number of denied calls that were logged since this time.
-    denials_logged: Cell<(Option<Instant>, u32)>,
+    /// The log lines about denied calls. The metrics count them all.
+    pub denials: LogLimit,
+    /// The warnings about peers. The metrics count their causes.
+    pub warnings: LogLimit,
     /// Notified when the last connection closes.
     idle: Notify,
 }
@@ -167,8 +194,8 @@ impl Worker {
             open: Cell::new(0),
             mirrors: Arc::new(Semaphore::new(MAX_MIRRORS)),
             memory: context.memory,
-            warned_at: Cell::new(None),
-            denials_logged: Cell::new((None, 0)),
+            denials: LogLimit::new(DENIALS),
+            warnings: LogLimit::new(PEER_WARNINGS),
             idle: Notify::new(),
         };
         worker.follow_memory_limit();
@@ -280,9 +307,16 @@ impl Worker {
         self.policy_version.get()
     }
 
-    /// Runs the work of a task, and polls it after each change of the policy: what it does may no
-    /// longer be allowed.
-    pub async fn run_under_policy<T>(&self, mut work: Pin<&mut impl Future<Output = T>>) -> T {
+    /// Runs the work of a task. If it is inbound, polls it after each change of the policy: what it
+    /// does may no longer be allowed.
+    pub async fn run_under_policy<T>(
+        &self,
+        direction: Direction,
+        mut work: Pin<&mut impl Future<Output = T>>,
+    ) -> T {
+        if direction == Direction::Outbound {
+            return work.await;
+        }
         let mut changed = pin!(self.policy_changed.notified());
         let mut version = None;
         poll_fn(|cx| {
@@ -295,28 +329,6 @@ impl Worker {
             work.as_mut().poll(cx)
         })
         .await
-    }
-
-    /// Whether to log a denied call. Limits their rate.
-    pub fn should_log_denial(&self, now: Instant) -> bool {
-        let (since, logged) = match self.denials_logged.get() {
-            (Some(since), logged) if now < since + DENIALS_INTERVAL => (since, logged),
-            _ => (now, 0),
-        };
-        self.denials_logged.set((Some(since), logged + 1));
-        logged < MAX_LOGGED_DENIALS
-    }
-
-    /// Whether to log a warning about a peer. Limits the rate of these warnings.
-    pub fn should_log(&self, now: Instant) -> bool {
-        let due = self
-            .warned_at
-            .get()
-            .is_none_or(|last| now.saturating_duration_since(last) >= PEER_WARNING_INTERVAL);
-        if due {
-            self.warned_at.set(Some(now));
-        }
-        due
     }
 
     /// The expiry of a connection in use, which counts the connection from the end of the peer's
@@ -332,7 +344,7 @@ impl Worker {
         let (worker, path) = (self.clone(), direction.name());
         Expiry(Some(Box::pin(async move {
             let outlived = || {
-                if worker.should_log(Instant::now()) {
+                if worker.warnings.should_log(Instant::now()) {
                     tracing::warn!(path, %peer, "the peer's certificate has expired; its connection stays open");
                 }
                 worker.metrics.certificate_expired(direction)
@@ -437,13 +449,11 @@ mod tests {
 
     #[tokio::test]
     async fn denials_are_logged_at_a_bounded_rate() {
-        let worker = Worker::new(WorkerContext::for_a_test(""));
+        let limit = LogLimit::new(DENIALS);
         let now = Instant::now();
-        for start in [now, now + DENIALS_INTERVAL] {
-            let logged = (0..1000)
-                .filter(|_| worker.should_log_denial(start))
-                .count();
-            assert_eq!(logged, MAX_LOGGED_DENIALS as usize);
+        for start in [now, now + DENIALS.1] {
+            let logged = (0..1000).filter(|_| limit.should_log(start)).count();
+            assert_eq!(logged, DENIALS.0 as usize);
         }
     }
 

@@ -124,10 +124,9 @@ async fn redirected(
 
 /// Carries a connection from step 3 on until it ends.
 pub async fn carry(client: Io, flow: Flow) {
-    let worker = flow.worker.clone();
-    worker
-        .run_under_policy(pin!(carry_steps(client, flow)))
-        .await;
+    let (worker, direction) = (flow.worker.clone(), flow.direction);
+    let steps = pin!(carry_steps(client, flow));
+    worker.run_under_policy(direction, steps).await;
 }
 
 async fn carry_steps(mut client: Io, mut flow: Flow) {

@@ -94,10 +94,11 @@ async fn carry(
         cost: memory.amount(),
         memory,
     };
-    let worker = exchange.client.flow.worker.clone();
+    let flow = &exchange.client.flow;
+    let (worker, direction) = (flow.worker.clone(), flow.direction);
     let ended = {
         let run = pin!(exchange.run(deadline, refused));
-        worker.run_under_policy(run).await
+        worker.run_under_policy(direction, run).await
     };
     exchange.end(ended);
 }
