@@ -58,7 +58,7 @@ fn shell_examples_are_commands() {
     ];
     let mut invalid = Vec::new();
     for document in documents() {
-        for (line, script) in shell_blocks(&read(&document)) {
+        for (line, script) in blocks(&read(&document), "sh") {
             let place = format!("{}:{line}", document.display());
             let parsed = Command::new("bash").args(["-n", "-c", &script]).output();
             let parsed = parsed.expect("bash runs");
@@ -81,8 +81,9 @@ fn shell_examples_are_commands() {
     assert_none("shell examples cannot be run", invalid);
 }
 
-/// The blocks of shell commands in a document, with the numbers of their first lines.
-fn shell_blocks(text: &str) -> Vec<(usize, String)> {
+/// The blocks of a language in a document, with the numbers of their first lines.
+fn blocks(text: &str, language: &str) -> Vec<(usize, String)> {
+    let begin = format!("```{language}");
     let mut blocks: Vec<(usize, String)> = Vec::new();
     let mut is_inside = false;
     for (number, line) in text.lines().enumerate() {
@@ -92,7 +93,7 @@ fn shell_blocks(text: &str) -> Vec<(usize, String)> {
                 let (_, script) = blocks.last_mut().expect("the block that is open");
                 *script += &format!("{line}\n");
             }
-            false if line.starts_with("```sh") => {
+            false if line.starts_with(&begin) => {
                 is_inside = true;
                 blocks.push((number + 2, String::new()));
             }
@@ -119,6 +120,30 @@ fn commands(script: &str) -> impl Iterator<Item = &str> {
         is_complete = parsed.status.success() && parsed.stderr.is_empty() && !ends_open;
         is_first && !line.starts_with('#') && !line.is_empty()
     })
+}
+
+/// Each policy that a document shows is valid.
+#[test]
+fn policies_in_documents_are_valid() {
+    let mut found = 0;
+    let mut invalid = Vec::new();
+    for document in documents() {
+        let blocks = blocks(&read(&document), "yaml");
+        let objects = |(_, text): &(_, String)| text.starts_with("apiVersion:");
+        for (line, text) in blocks.into_iter().filter(objects) {
+            let objects = diy_mesh_sandbox::manifest::parse(&text).expect("YAML");
+            for status in diy_mesh_controller::explain::statuses(&objects) {
+                found += 1;
+                let conditions = status.parents.into_iter().flat_map(|one| one.conditions);
+                // Targets and parents are not in the document.
+                let problems = conditions.filter(|one| one.reason == "Invalid");
+                let place = format!("{}:{line}", document.display());
+                invalid.extend(problems.map(|one| format!("{place}: {}", one.message)));
+            }
+        }
+    }
+    assert!(found > 1, "{found} policies");
+    assert_none("policies in documents are invalid", invalid);
 }
 
 /// A block `rust FILE` shows consecutive lines of that file, without their common indentation.
