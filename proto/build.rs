@@ -18,6 +18,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute(".mesh.v1.GetRoutesResponse", SERIALIZE)
         .field_attribute("GetRoutesResponse.next_page_token", "#[serde(skip)]")
         .message_attribute(".mesh.v1.Exceptions", SERIALIZE)
+        // In a certain order: equal groups are equal bytes.
+        .btree_map("GetEdgesResponse.Group.labels")
         .compile_fds(descriptors)?;
     for file in files {
         println!("cargo:rerun-if-changed={file}");

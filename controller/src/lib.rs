@@ -16,6 +16,7 @@ pub mod authorization;
 pub mod catalog;
 pub mod checked;
 pub mod config;
+pub mod edges;
 pub mod events;
 pub mod explain;
 mod fields;
@@ -50,6 +51,7 @@ use authority::{AuthorityHandle, TrustReceiver};
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
+use edges::Edges;
 use hub::Hub;
 use index::object::Event;
 use kinds::{Kind, Report};
@@ -189,7 +191,7 @@ impl Controller {
         let (stopping, readiness) = (CancellationToken::new(), Readiness::default());
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
-        let quotas = Quotas::default();
+        let (quotas, edges) = (Quotas::default(), Edges::default());
         let metrics = metrics(&hub, &freshness, &self.authority, &quotas);
         add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
         let page = metrics.clone();
@@ -205,6 +207,7 @@ impl Controller {
             trust,
             authority: self.authority.clone(),
             proxies: self.proxies,
+            edges: edges.clone(),
             quotas,
             trust_domain: trust_domain.clone(),
             certificate_life: config.certificate_life,

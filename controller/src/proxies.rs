@@ -146,6 +146,11 @@ impl ConnectedGuard {
         }
     }
 
+    /// The pod, if the token is bound to one.
+    pub fn pod(&self) -> Option<PodRef> {
+        self.proxies.lock().connected.get(&self.id)?.pod.clone()
+    }
+
     /// Replaces the exceptions of the proxy, whose length the caller has checked.
     pub fn set_exceptions(&self, exceptions: Bytes) {
         if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {

@@ -1,11 +1,12 @@
-//! GetServices, WatchServices and GetIdentity over loopback, for people and tools: what they
+//! GetServices, WatchServices, GetIdentity and GetEdges over loopback, for people and tools: what they
 //! contain, their pages, and the namespaces that a caller gets.
 #![allow(clippy::unwrap_used)]
 
 mod support;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use support::{DEADLINE, Sandbox, web};
+use proto::discover_request::Action;
+use support::{Client, DEADLINE, Sandbox, pod_manifest, web};
 use tonic::{Code, Streaming};
 
 const OTHERS: &str = "apiVersion: v1
@@ -185,6 +186,66 @@ async fn callers_get_their_own_namespace_and_the_viewer_all() {
     for path in ["/identity", "/services"] {
         assert_eq!(sandbox.admin(path).await.0, 404);
     }
+}
+
+/// A proxy reports about the group of its own pod, whatever it sends.
+#[tokio::test]
+async fn edges_are_those_of_the_pod_of_the_token_and_are_told_to_its_namespace() {
+    let pod = |name: &str, uid: &str| {
+        let pod = pod_manifest(name, "10.0.0.1");
+        pod.replace(
+            "namespace: shop",
+            &format!("namespace: shop, uid: '{uid}', labels: {{a: b}}"),
+        )
+    };
+    let sandbox = Sandbox::start(&[("web.yaml", pod("web-1", "1") + &pod("web-2", "9"))]).await;
+    let edge = |port| proto::Edge {
+        port,
+        ..proto::Edge::default()
+    };
+    let edges = |ports: &[u32]| {
+        Action::Edges(proto::Edges {
+            edges: ports.iter().copied().map(edge).collect(),
+            incomplete: false,
+        })
+    };
+    // The second pod is the successor of the one that the token is bound to.
+    for (uid, ports) in [(2, &[9090][..]), (1, &[8080, 0, 8080])] {
+        let mut proxy = sandbox.pod(uid).await.discover().await;
+        let announced = proxy.capabilities.split(',').any(|word| word == "edges");
+        assert!(announced, "{}", proxy.capabilities);
+        proxy.send(edges(ports)).await;
+        // Requests are read in their order.
+        proxy.subscribe("10.9.9.9:80", "").await;
+        assert_eq!(proxy.said().await, "10.9.9.9:80: unknown");
+    }
+    let get = async |mut client: Client, namespace: &str| {
+        let request = client.request(proto::GetEdgesRequest {
+            namespace: namespace.into(),
+            page_token: String::new(),
+        });
+        let page = client.client.get_edges(request).await?.into_inner();
+        assert_eq!(page.next_page_token, "");
+        Ok::<_, tonic::Status>(page.groups)
+    };
+    let groups = get(sandbox.client().await, "").await.unwrap();
+    let [group] = &groups[..] else {
+        panic!("expected one group: {groups:?}");
+    };
+    assert_eq!(
+        (&*group.namespace, &*group.service_account),
+        ("shop", "web")
+    );
+    assert_eq!(group.labels["a"], "b");
+    let seen: Vec<_> = group.edges.iter().map(|seen| seen.edge.clone()).collect();
+    assert_eq!((seen, group.incomplete), (vec![Some(edge(8080))], true));
+    let viewer = || sandbox.account(VIEWER);
+    assert_eq!(get(viewer().await, "shop").await.unwrap(), groups);
+    assert_eq!(get(viewer().await, "other").await.unwrap(), []);
+    let other = || sandbox.account("system:serviceaccount:other:web");
+    assert_eq!(get(other().await, "").await.unwrap(), []);
+    let denied = get(other().await, "shop").await.unwrap_err();
+    assert_eq!(denied.code(), Code::PermissionDenied);
 }
 
 #[tokio::test]

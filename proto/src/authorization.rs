@@ -2,6 +2,7 @@
 //! The proxy of the pod judges with it, and tools predict what it would judge. Pure.
 
 mod check;
+pub mod edge;
 mod fields;
 mod hash;
 mod index;
@@ -20,6 +21,7 @@ use diy_mesh_model::identity::Identity;
 
 use crate::mesh::v1 as proto;
 pub use check::{MAX_ITEMS, MAX_RULES, check};
+use edge::Patterns;
 use index::Rules;
 pub use rule::{Condition, REVISION};
 
@@ -55,6 +57,8 @@ pub struct Authorization {
     enforced: Rules,
     /// With those under audit, if there are any.
     audited: Option<Rules>,
+    /// Of both.
+    patterns: Patterns,
 }
 
 /// Why a call is denied.
@@ -88,6 +92,7 @@ impl Authorization {
         Authorization {
             enforced: Rules::compile(message, false),
             audited: has_audit.then(|| Rules::compile(message, true)),
+            patterns: Patterns::compile(message),
         }
     }
 
@@ -101,5 +106,11 @@ impl Authorization {
     pub fn audit(&self, call: &Call<'_>) -> Option<Denial> {
         let denial = self.audited.as_ref()?.judge(call).err()?;
         self.judge(call).is_ok().then_some(denial)
+    }
+
+    /// The most specific pattern of the policies, enforced or under audit, that the path of a request
+    /// matches, whatever the other conditions of its rule. None if every path matches it.
+    pub fn pattern(&self, port: u16, path: &[u8]) -> Option<&proto::AuthorizedPath> {
+        self.patterns.find(port, path)
     }
 }

@@ -29,6 +29,11 @@ pub const MAX_EXCEPTIONS_BYTES: usize = 1024;
 /// See [`MAX_EXCEPTIONS_BYTES`].
 pub const MAX_EXCEPTIONS: usize = 64;
 
+/// The length of an encoded `Edges` message, and the number of its edges.
+pub const MAX_EDGES_BYTES: usize = 64 * 1024;
+/// See [`MAX_EDGES_BYTES`].
+pub const MAX_EDGES: usize = 512;
+
 /// Metadata of a Discover call and of its response: what the sender understands, words separated by
 /// commas.
 pub const CAPABILITIES_METADATA: &str = "diy-mesh-capabilities";
@@ -50,3 +55,5 @@ pub const CAPABILITY_ROUTES: &str = "routes";
 pub const CAPABILITY_POLICY: &str = "policy";
 /// The proxy applies AuthorizationPolicies.
 pub const CAPABILITY_AUTHORIZATION: &str = "authorization";
+/// The controller keeps the edges that proxies report.
+pub const CAPABILITY_EDGES: &str = "edges";

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_proto::{MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
+use diy_mesh_proto::{MAX_EDGES, MAX_EDGES_BYTES, MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
 use futures::{Stream, stream};
 use prost::Message as _;
 use proto::ResourceType;
@@ -20,10 +20,11 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::{Status, Streaming};
 
-use super::frames;
 use super::subscriptions::Subscriptions;
+use super::{Context, frames};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
+use crate::edges::group;
 use crate::hub::{Notifications, Resources};
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
@@ -43,8 +44,9 @@ pub(super) async fn read(
     mut requests: Streaming<proto::DiscoverRequest>,
     subscriptions: &SharedSubscriptions,
     proxy: &ConnectedGuard,
-    metrics: &Metrics,
+    context: &Context,
 ) -> Result<Infallible, Status> {
+    let metrics = &context.metrics;
     let (mut has_rejected, mut has_exceeded) = (false, false);
     let mut published = subscriptions.lock().published();
     let refusals = subscriptions.lock().refusals();
@@ -81,9 +83,10 @@ pub(super) async fn read(
             Some(Action::Exceptions(exceptions)) => {
                 set_exceptions(&exceptions, &mut has_exceeded, proxy);
             }
-            Some(Action::Edges(_)) | None => {
-                tracing::debug!("ignoring a request with an action of a later release");
+            Some(Action::Edges(edges)) => {
+                add_edges(edges, &mut has_exceeded, proxy, context);
             }
+            None => tracing::debug!("ignoring a request with an action of a later release"),
         }
     }
 }
@@ -193,20 +196,65 @@ fn log_rejection(
     }
 }
 
-/// Stores the exceptions of a proxy while it is connected. Too large ones count as none, which is
-/// logged once for a stream.
+/// Stores the exceptions of a proxy while it is connected. Too large ones count as none.
 fn set_exceptions(exceptions: &proto::Exceptions, has_exceeded: &mut bool, proxy: &ConnectedGuard) {
-    let (bytes, count) = (exceptions.encoded_len(), exceptions.exceptions.len());
-    if bytes <= MAX_EXCEPTIONS_BYTES && count <= MAX_EXCEPTIONS {
-        return proxy.set_exceptions(exceptions.encode_to_vec().into());
+    let size = (exceptions.exceptions.len(), exceptions.encoded_len());
+    let max = (MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES);
+    proxy.set_exceptions(if is_within("exceptions", size, max, has_exceeded, proxy) {
+        exceptions.encode_to_vec().into()
+    } else {
+        Bytes::new()
+    });
+}
+
+/// Adds what a proxy reports about its own pod, which the token of the stream is bound to.
+fn add_edges(
+    mut edges: proto::Edges,
+    has_exceeded: &mut bool,
+    proxy: &ConnectedGuard,
+    context: &Context,
+) {
+    let size = (edges.edges.len(), edges.encoded_len());
+    if !is_within(
+        "edges",
+        size,
+        (MAX_EDGES, MAX_EDGES_BYTES),
+        has_exceeded,
+        proxy,
+    ) {
+        edges = proto::Edges {
+            incomplete: true,
+            ..proto::Edges::default()
+        };
     }
-    proxy.set_exceptions(Bytes::new());
-    if !std::mem::replace(has_exceeded, true) {
+    let group = proxy.pod().and_then(|pod| {
+        context.hub.read(|index| {
+            let known = index.pod(&pod.key()).filter(|known| known.uid == pod.uid);
+            known.filter(|known| known.identity.is_some()).map(group)
+        })
+    });
+    if let Some(group) = group {
+        context.edges.report(group, edges, SystemTime::now());
+    }
+}
+
+/// Whether the number of items in a message, and their bytes, are within a maximum. If not, that is
+/// logged once for a stream.
+fn is_within(
+    items: &str,
+    (count, bytes): (usize, usize),
+    (max_count, max_bytes): (usize, usize),
+    has_exceeded: &mut bool,
+    proxy: &ConnectedGuard,
+) -> bool {
+    let is_within = count <= max_count && bytes <= max_bytes;
+    if !is_within && !std::mem::replace(has_exceeded, true) {
         tracing::warn!(
-            "{proxy}: ignoring {count} exceptions of {bytes} bytes, expected at most \
-             {MAX_EXCEPTIONS} of {MAX_EXCEPTIONS_BYTES} bytes"
+            "{proxy}: ignoring {count} {items} of {bytes} bytes, expected at most {max_count} of \
+             {max_bytes} bytes"
         );
     }
+    is_within
 }
 
 /// Checks the status of a proxy. Its texts stay in memory while the proxy is connected, so their

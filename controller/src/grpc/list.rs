@@ -1,5 +1,5 @@
-//! The calls for people and tools: GetServices, WatchServices, GetRoutes and GetIdentity. A caller
-//! gets what is in the namespaces whose pods it may list. Answers come in pages and are
+//! The calls for people and tools: GetServices, WatchServices, GetRoutes, GetIdentity and GetEdges. A
+//! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are
 //! charged to the caller until they have been sent.
 
 use std::collections::BTreeSet;
@@ -209,6 +209,44 @@ impl Mesh {
             .map(|(_, proxy)| status::workload(proxy, trust_domain, Some(&trust)))
             .collect();
         viewer.charge.add(page.encoded_len())?;
+        Ok(viewer.respond(page))
+    }
+
+    /// A page of what pods were called by: whole namespaces, each of which is bounded.
+    pub(super) async fn list_edges(
+        &self,
+        request: Request<proto::GetEdgesRequest>,
+    ) -> Result<Response<proto::GetEdgesResponse>, Status> {
+        let mut viewer = self.viewer(&request).await?;
+        let proto::GetEdgesRequest {
+            namespace,
+            page_token,
+        } = request.into_inner();
+        let is_wanted = |name: &String| match namespace.as_str() {
+            "" => viewer.namespaces.contains(name),
+            namespace => name == namespace,
+        };
+        if !namespace.is_empty() && !viewer.namespaces.contains(&namespace) {
+            return Err(denied("namespace", &namespace));
+        }
+        let (mut page, mut bytes) = (proto::GetEdgesResponse::default(), 0);
+        let mut names = self.context.edges.namespaces();
+        names.retain(|name| is_wanted(name) && *name > page_token);
+        for name in names {
+            if bytes >= MAX_PAGE_BYTES {
+                break;
+            }
+            let groups = self.context.edges.groups(&name);
+            let length: usize = groups.iter().map(prost::Message::encoded_len).sum();
+            viewer.charge.add(length)?;
+            bytes += length;
+            page.groups.extend(groups);
+            page.next_page_token = name;
+            tokio::task::yield_now().await;
+        }
+        if bytes < MAX_PAGE_BYTES {
+            page.next_page_token.clear();
+        }
         Ok(viewer.respond(page))
     }
 }

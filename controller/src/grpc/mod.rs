@@ -22,8 +22,8 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_POLICY,
-    CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_EDGES,
+    CAPABILITY_POLICY, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -41,6 +41,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::authenticate::{Authenticator, Caller, PodRef};
 use crate::authority::{AuthorityHandle, TrustReceiver};
+use crate::edges::Edges;
 use crate::hub::{CatalogError, Hub, Lacking};
 use crate::index::Index;
 use crate::metrics::Metrics;
@@ -71,6 +72,8 @@ pub struct Context {
     pub authority: AuthorityHandle,
     /// The registry of connected proxies.
     pub proxies: Proxies,
+    /// What pods were called by.
+    pub edges: Edges,
     /// The limits of each caller.
     pub quotas: Quotas,
     /// The trust domain of all identities.
@@ -198,6 +201,13 @@ impl ServiceMeshService for Mesh {
         self.list_workloads(request).await
     }
 
+    async fn get_edges(
+        &self,
+        request: Request<proto::GetEdgesRequest>,
+    ) -> Result<Response<proto::GetEdgesResponse>, Status> {
+        self.list_edges(request).await
+    }
+
     type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
 
     /// [`MeshServer`] calls [`Mesh::serve_discover`] instead.
@@ -215,7 +225,7 @@ fn stream_age() -> Duration {
     MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
 }
 
-/// The capabilities that a client is announced: `self` only if its pod has an injected proxy, or is
+/// The capabilities that a client is announced: `self` and `edges` only if its pod has an injected proxy, or is
 /// not in the catalog yet.
 fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
     let is_injected = |pod: &&PodRef| {
@@ -223,8 +233,12 @@ fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
         known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
     };
     let of_pod = caller.pod.as_ref().filter(is_injected);
-    let of_pod = of_pod.map(|_| CAPABILITY_SELF).into_iter();
-    let all: Vec<&str> = of_pod.chain([CAPABILITY_BACKEND]).collect();
+    let of_pod = of_pod.map(|_| [CAPABILITY_SELF, CAPABILITY_EDGES]);
+    let all: Vec<&str> = of_pod
+        .into_iter()
+        .flatten()
+        .chain([CAPABILITY_BACKEND])
+        .collect();
     HeaderValue::try_from(all.join(",")).expect("capabilities are ASCII words")
 }
 
@@ -265,19 +279,19 @@ impl Mesh {
         let charge = call.peer.charge();
         let subscriptions =
             SharedSubscriptions::new(subscriber, caller.pod, charge, lacking.policies);
-        let responses = discover::responses(subscriptions.clone(), trust, metrics.clone());
+        let responses = discover::responses(subscriptions.clone(), trust, metrics);
         // Dropped with the responses.
         let (mut reading, read) = oneshot::channel::<Infallible>();
         let responses = responses.inspect(move |_| {
             let _ = &read;
         });
-        let (requests, stopping) = (request.into_inner(), self.context.stopping.clone());
+        let (requests, context) = (request.into_inner(), self.context.clone());
         tokio::spawn(async move {
             let _open = open;
             let status = tokio::select! {
-                Err(status) = discover::read(requests, &subscriptions, &proxy, &metrics) => status,
+                Err(status) = discover::read(requests, &subscriptions, &proxy, &context) => status,
                 () = reading.closed() => return,
-                () = stopping.cancelled() => CatalogError::Stopping.into(),
+                () = context.stopping.cancelled() => CatalogError::Stopping.into(),
                 () = tokio::time::sleep(stream_age()) => Status::new(Code::Ok, ""),
             };
             // A client that reads no more does not receive this: the drain closes its connection.

@@ -106,7 +106,7 @@ impl PathPattern {
     }
 
     /// An element that all matches have, as a set.
-    fn element(&self) -> u64 {
+    pub(super) fn element(&self) -> u64 {
         let last = match self {
             PathPattern::Exact(path) | PathPattern::Prefix(path) => {
                 let elements = path.split(|byte| *byte == b'/').skip(1).enumerate();
@@ -128,7 +128,7 @@ impl PathPattern {
 
     /// Whether the pattern matches a reading: exactly, or without ASCII case and without slashes at
     /// the end.
-    fn matches(&self, reading: &Reading<'_>, is_exact: bool) -> bool {
+    pub(super) fn matches(&self, reading: &Reading<'_>, is_exact: bool) -> bool {
         let path = &*reading.path;
         let is_same = |one: &[u8], other: &[u8]| {
             if is_exact {

@@ -274,6 +274,13 @@ impl ServiceMeshService for FakeService {
         Err(Status::unimplemented("not called by proxies"))
     }
 
+    async fn get_edges(
+        &self,
+        _: Request<proto::GetEdgesRequest>,
+    ) -> Result<Response<proto::GetEdgesResponse>, Status> {
+        Err(Status::unimplemented("not called by proxies"))
+    }
+
     async fn sign_certificate(
         &self,
         request: Request<SignCertificateRequest>,

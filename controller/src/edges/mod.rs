@@ -1,0 +1,334 @@
+//! The edges of the last days: what pods were called by, as their proxies report it. Pods that are
+//! alike form a group. Bounded, and never pushed out by others: what has no room is cut, and its
+//! group is incomplete. Pure: the caller passes the time. `store` keeps them in ConfigMaps.
+//!
+//! A proxy, or whoever has the token of its pod, reports about the group of this pod only. What is
+//! stored is read as a report too: replicas unite what they know.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use diy_mesh_proto::authorization::edge::is_valid;
+use diy_mesh_proto::mesh::v1 as proto;
+use prost::Message as _;
+use proto::get_edges_response::{Group as Message, Seen};
+
+use crate::index::object::Pod;
+
+/// Days for which an edge is kept, that of its last report included.
+const MAX_DAYS: i64 = 7;
+const SECONDS_PER_DAY: u64 = 24 * 3600;
+/// The bytes of the edges of a group, of a namespace, and of all.
+const MAX_GROUP_BYTES: usize = 64 * 1024;
+const MAX_NAMESPACE_BYTES: usize = 256 * 1024;
+const MAX_BYTES: usize = 16 * 1024 * 1024;
+/// The bytes of the labels and ports of a group.
+const MAX_HEADER_BYTES: usize = 4 * 1024;
+/// The bytes of an entry besides its text.
+const ENTRY_BYTES: usize = 16;
+/// Labels that controllers and nodes set for each pod.
+const POD_LABELS: [&str; 9] = [
+    "pod-template-hash",
+    "pod-template-generation",
+    "controller-revision-hash",
+    "controller-uid",
+    "batch.kubernetes.io/controller-uid",
+    "batch.kubernetes.io/job-completion-index",
+    "statefulset.kubernetes.io/pod-name",
+    "apps.kubernetes.io/pod-index",
+    "topology.kubernetes.io/zone",
+];
+
+/// What pods were called by. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Edges(Arc<Mutex<Inner>>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    namespaces: BTreeMap<String, Namespace>,
+    bytes: usize,
+    /// The number of reported edges that were cut.
+    cut: u64,
+    /// The namespaces with something new that is not stored yet.
+    unstored: BTreeSet<String>,
+}
+
+#[derive(Debug, Default)]
+struct Namespace {
+    /// By the encoded header. That of the empty header stands for groups that were cut.
+    groups: BTreeMap<Vec<u8>, Group>,
+    bytes: usize,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    since: i64,
+    last_day: i64,
+    /// The last days of encoded edges. That of the empty edge is the day on which others were cut.
+    edges: BTreeMap<Vec<u8>, i64>,
+    bytes: usize,
+}
+
+/// Days since 1970.
+pub fn day(now: SystemTime) -> i64 {
+    (seconds(now) / SECONDS_PER_DAY) as i64
+}
+
+fn seconds(now: SystemTime) -> u64 {
+    now.duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs())
+}
+
+/// The group of a meshed pod, without edges.
+pub fn group(pod: &Pod) -> Message {
+    let is_shared = |name: &str| !POD_LABELS.contains(&name);
+    let labels = pod.labels.iter().filter(|(name, _)| is_shared(name));
+    let ports = pod.inbound.ports.iter().map(|port| proto::workload::Port {
+        name: port.name.to_string(),
+        port: port.port.into(),
+        protocol: port.protocol.name().to_owned(),
+    });
+    Message {
+        namespace: pod.key.namespace.to_string(),
+        service_account: pod.service_account().unwrap_or_default().to_owned(),
+        labels: labels
+            .map(|(name, value)| (name.clone(), value.clone()))
+            .collect(),
+        ports: ports.collect(),
+        ..Message::default()
+    }
+}
+
+impl Edges {
+    /// Adds the report of a proxy about the group of its pod.
+    pub fn report(&self, group: Message, report: proto::Edges, now: SystemTime) {
+        let last_day = day(now);
+        let cut = report.incomplete.then_some(None);
+        let edges = report.edges.into_iter().map(Some).chain(cut);
+        let group = Message {
+            edges: edges.map(|edge| Seen { edge, last_day }).collect(),
+            since: seconds(now) as i64,
+            last_day,
+            ..group
+        };
+        let mut inner = self.lock();
+        let namespace = group.namespace.clone();
+        if inner.merge(group, last_day) {
+            inner.unstored.insert(namespace);
+        }
+    }
+
+    /// Whether a namespace has had something new since the last time.
+    pub fn take_unstored(&self, namespace: &str) -> bool {
+        self.lock().unstored.remove(namespace)
+    }
+
+    /// Adds what is stored of a namespace. Returns all of it, as it is to be stored.
+    pub fn unite(&self, namespace: &str, stored: Vec<Message>, now: SystemTime) -> Vec<Message> {
+        let mut inner = self.lock();
+        for group in stored {
+            let namespace = namespace.to_owned();
+            inner.merge(Message { namespace, ..group }, day(now));
+        }
+        inner.groups(namespace)
+    }
+
+    /// Forgets what was not seen for [`MAX_DAYS`].
+    pub fn expire(&self, now: SystemTime) {
+        self.lock().expire(day(now));
+    }
+
+    /// The namespaces with groups.
+    pub fn namespaces(&self) -> BTreeSet<String> {
+        self.lock().namespaces.keys().cloned().collect()
+    }
+
+    /// The groups of a namespace.
+    pub fn groups(&self, namespace: &str) -> Vec<Message> {
+        let mut groups = self.lock().groups(namespace);
+        for group in &mut groups {
+            let count = group.edges.len();
+            group.edges.retain(|seen| seen.edge.is_some());
+            group.incomplete = group.edges.len() < count;
+        }
+        groups
+    }
+
+    /// The number of reported edges that were cut, and the bytes of those that are kept.
+    pub fn counts(&self) -> (u64, usize) {
+        let inner = self.lock();
+        (inner.cut, inner.bytes)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    /// Returns whether something is new.
+    fn merge(&mut self, group: Message, today: i64) -> bool {
+        if !is_kept(group.last_day, today) {
+            return false;
+        }
+        let namespace = self.namespaces.entry(group.namespace.clone()).or_default();
+        let free = MAX_NAMESPACE_BYTES.saturating_sub(namespace.bytes);
+        let mut room = Room {
+            free: free.min(MAX_BYTES.saturating_sub(self.bytes)),
+            used: 0,
+            cut: 0,
+        };
+        let is_new = namespace.merge(group, today, &mut room);
+        namespace.bytes += room.used;
+        self.bytes += room.used;
+        self.cut += room.cut;
+        is_new
+    }
+
+    fn expire(&mut self, today: i64) {
+        self.bytes = 0;
+        for namespace in self.namespaces.values_mut() {
+            namespace.bytes = 0;
+            namespace.groups.retain(|header, group| {
+                group.edges.retain(|_, last| is_kept(*last, today));
+                group.bytes = group.edges.keys().map(|edge| cost(edge)).sum();
+                let is_kept = is_kept(group.last_day, today);
+                if is_kept {
+                    namespace.bytes += group.bytes + cost(header);
+                }
+                is_kept
+            });
+            self.bytes += namespace.bytes;
+        }
+        self.namespaces
+            .retain(|_, namespace| !namespace.groups.is_empty());
+    }
+
+    /// As they are stored, in the order of their headers.
+    fn groups(&self, name: &str) -> Vec<Message> {
+        let namespace = self.namespaces.get(name).into_iter();
+        let groups = namespace.flat_map(|namespace| &namespace.groups);
+        groups
+            .map(|(header, group)| group.message(name, header))
+            .collect()
+    }
+}
+
+/// Whether what was seen last on this day is kept. The clock of another replica may be ahead.
+fn is_kept(last_day: i64, today: i64) -> bool {
+    (today - MAX_DAYS + 1..=today + 1).contains(&last_day)
+}
+
+/// The bytes of an entry. The one that stands for what was cut always has room.
+fn cost(key: &[u8]) -> usize {
+    if key.is_empty() {
+        0
+    } else {
+        key.len() + ENTRY_BYTES
+    }
+}
+
+/// What a report may add.
+struct Room {
+    free: usize,
+    used: usize,
+    cut: u64,
+}
+
+impl Room {
+    /// Takes the bytes of an entry. `None`: it is cut.
+    fn take(&mut self, key: Vec<u8>, is_valid: bool) -> Option<Vec<u8>> {
+        let cost = cost(&key);
+        if !is_valid || self.used + cost > self.free {
+            self.cut += 1;
+            return None;
+        }
+        self.used += cost;
+        Some(key)
+    }
+}
+
+impl Namespace {
+    fn merge(&mut self, group: Message, today: i64, room: &mut Room) -> bool {
+        let Message {
+            edges,
+            since,
+            last_day,
+            ..
+        } = group;
+        let header = Message {
+            service_account: group.service_account,
+            labels: group.labels,
+            ports: group.ports,
+            ..Message::default()
+        };
+        let header = header.encode_to_vec();
+        let is_known = self.groups.contains_key(&header);
+        let is_small = header.len() <= MAX_HEADER_BYTES;
+        let taken = if is_known {
+            Some(header)
+        } else {
+            room.take(header, is_small)
+        };
+        let (header, edges) = match taken {
+            Some(header) => (header, edges),
+            None => (
+                vec![],
+                vec![Seen {
+                    edge: None,
+                    last_day,
+                }],
+            ),
+        };
+        let known = self.groups.entry(header).or_insert_with(|| Group {
+            since,
+            ..Group::default()
+        });
+        known.since = known.since.min(since);
+        known.last_day = known.last_day.max(last_day);
+        let edges = edges
+            .into_iter()
+            .filter(|seen| is_kept(seen.last_day, today));
+        // All of them are added.
+        edges.fold(!is_known, |is_new, seen| known.add(seen, room) || is_new)
+    }
+}
+
+impl Group {
+    /// Returns whether the edge is new.
+    fn add(&mut self, Seen { edge, last_day }: Seen, room: &mut Room) -> bool {
+        let mut key = edge
+            .as_ref()
+            .map(prost::Message::encode_to_vec)
+            .unwrap_or_default();
+        if !self.edges.contains_key(&key) {
+            let is_small = self.bytes + cost(&key) <= MAX_GROUP_BYTES;
+            let is_valid = is_small && edge.as_ref().is_none_or(is_valid);
+            key = room.take(key, is_valid).unwrap_or_default();
+            self.bytes += cost(&key);
+        }
+        let before = self.edges.get(&key).copied();
+        self.edges
+            .insert(key, before.unwrap_or(last_day).max(last_day));
+        before.is_none()
+    }
+
+    fn message(&self, namespace: &str, header: &[u8]) -> Message {
+        let edge = |key: &[u8]| proto::Edge::decode(key).ok().filter(|_| !key.is_empty());
+        let edges = self.edges.iter().map(|(key, last_day)| Seen {
+            edge: edge(key),
+            last_day: *last_day,
+        });
+        Message {
+            namespace: namespace.to_owned(),
+            edges: edges.collect(),
+            since: self.since,
+            last_day: self.last_day,
+            ..Message::decode(header).unwrap_or_default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

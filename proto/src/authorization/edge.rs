@@ -1,0 +1,275 @@
+//! Edges: kinds of calls to a pod, as its proxy reports them. Pure.
+
+use std::cmp::Reverse;
+use std::str::FromStr as _;
+
+use diy_mesh_model::identity::Identity;
+
+use super::paths::PathPattern;
+use super::readings::{Reading, Readings};
+use crate::mesh::v1 as proto;
+use proto::authorized_path::Kind;
+use proto::edge::Path;
+
+/// The length of the identity of a caller, and of a path.
+const MAX_CALLER_BYTES: usize = 512;
+const MAX_PATH_BYTES: usize = 256;
+/// The methods of RFC 9110 and RFC 5789.
+const METHODS: [&str; 9] = [
+    "GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH",
+];
+/// All other methods.
+const OTHER_METHOD: &str = "OTHER";
+
+/// The method of an edge.
+pub fn method(sent: &[u8]) -> &'static str {
+    let known = METHODS.iter().find(|method| method.as_bytes() == sent);
+    known.unwrap_or(&OTHER_METHOD)
+}
+
+/// The path of a request up to the end of its first element. None if servers may read another one.
+pub fn segment(path: &[u8]) -> Option<&str> {
+    if path == b"*" {
+        return Some("*");
+    }
+    let first = first_element(path)?;
+    let readings = Readings::of(path);
+    let mut others = readings.known()?;
+    others
+        .all(|reading| first_element(&reading.path) == Some(first))
+        .then_some(first)
+}
+
+fn first_element(path: &[u8]) -> Option<&str> {
+    let rest = path.strip_prefix(b"/")?;
+    let end = rest.iter().position(|byte| *byte == b'/');
+    str::from_utf8(&path[..=end.unwrap_or(rest.len())]).ok()
+}
+
+/// The path of a gRPC call. None if it does not consist of a service and a method.
+pub fn grpc_path(path: &[u8]) -> Option<&str> {
+    let path = str::from_utf8(path).ok()?;
+    is_grpc_path(path).then_some(path)
+}
+
+fn is_grpc_path(path: &str) -> bool {
+    let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let mut elements = path.split('/');
+    let is_element = |element: Option<&str>| {
+        element.is_some_and(|name| !name.is_empty() && name.bytes().all(is_name))
+    };
+    path.len() <= MAX_PATH_BYTES
+        && elements.next() == Some("")
+        && is_element(elements.next())
+        && is_element(elements.next())
+        && elements.next().is_none()
+}
+
+/// Whether an edge is one that a proxy of this release reports.
+pub fn is_valid(edge: &proto::Edge) -> bool {
+    let is_http = METHODS.contains(&&*edge.method) || edge.method == OTHER_METHOD;
+    let is_caller = edge.caller.len() <= MAX_CALLER_BYTES
+        && (edge.caller.is_empty() || Identity::from_str(&edge.caller).is_ok());
+    let is_path = match &edge.path {
+        None => is_http || edge.method.is_empty(),
+        Some(Path::Pattern(pattern)) => is_http && PathPattern::parse(pattern).is_ok(),
+        Some(Path::Segment(text)) => {
+            is_http && text.len() <= MAX_PATH_BYTES && segment(text.as_bytes()) == Some(text)
+        }
+        Some(Path::Grpc(path)) => is_http && is_grpc_path(path),
+    };
+    (1..=u32::from(u16::MAX)).contains(&edge.port) && is_caller && is_path
+}
+
+/// The patterns of paths in policies, the most specific ones first.
+#[derive(Debug, Default)]
+pub(super) struct Patterns(Vec<Pattern>);
+
+#[derive(Debug)]
+struct Pattern {
+    /// Empty: all.
+    ports: [Vec<u32>; 2],
+    element: u64,
+    pattern: PathPattern,
+    message: proto::AuthorizedPath,
+}
+
+impl Patterns {
+    pub(super) fn compile(message: &proto::Authorization) -> Patterns {
+        let mut all = Vec::new();
+        for policy in &message.policies {
+            for rule in &policy.rules {
+                let ports = [policy.ports.clone(), rule.ports.clone()];
+                let paths = rule.requests.iter().flat_map(|request| &request.paths);
+                let paths = paths.filter(|path| !is_any(path));
+                all.extend(paths.filter_map(|path| Pattern::parse(path, ports.clone())));
+            }
+        }
+        all.sort_by_cached_key(|one| one.precedence());
+        Patterns(all)
+    }
+
+    /// The first pattern that all readings of the path match.
+    pub(super) fn find(&self, port: u16, path: &[u8]) -> Option<&proto::AuthorizedPath> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let readings = Readings::of(path);
+        let known = readings.known()?;
+        let matches = |one: &&Pattern| {
+            let is_match = |reading: &Reading<'_>| one.pattern.matches(reading, true);
+            readings.may_have(one.element) && one.is_at(port) && known.clone().all(is_match)
+        };
+        self.0.iter().find(matches).map(|one| &one.message)
+    }
+}
+
+/// Whether every path matches: the pattern tells nothing.
+fn is_any(path: &proto::AuthorizedPath) -> bool {
+    matches!(&path.kind, Some(Kind::Prefix(prefix)) if prefix.bytes().all(|byte| byte == b'/'))
+}
+
+impl Pattern {
+    fn parse(message: &proto::AuthorizedPath, ports: [Vec<u32>; 2]) -> Option<Pattern> {
+        let pattern = PathPattern::parse(message).ok()?;
+        Some(Pattern {
+            ports,
+            element: pattern.element(),
+            pattern,
+            message: message.clone(),
+        })
+    }
+
+    fn is_at(&self, port: u16) -> bool {
+        let mut ports = self.ports.iter();
+        ports.all(|list| list.is_empty() || list.contains(&port.into()))
+    }
+
+    /// Ascending for less specific patterns.
+    fn precedence(&self) -> (u8, Reverse<usize>, String) {
+        let (rank, text) = match &self.message.kind {
+            Some(Kind::Exact(text)) => (0, text),
+            Some(Kind::Template(text)) if !text.ends_with("{**}") => (1, text),
+            Some(Kind::Template(text) | Kind::Prefix(text)) => (2, text),
+            Some(Kind::Suffix(text)) => (3, text),
+            None => return (4, Reverse(0), String::new()),
+        };
+        (rank, Reverse(text.len()), text.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authorization::Authorization;
+
+    #[test]
+    fn segment_is_one_that_every_server_reads() {
+        for (path, expected) in [
+            ("/", Some("/")),
+            ("/shop", Some("/shop")),
+            ("/shop/", Some("/shop")),
+            ("/shop/../admin", None),
+            ("/shop/%2e%2e/admin", None),
+            ("/shop/..;/admin", None),
+            ("//shop/a", None),
+            ("/sh%6fp/a", None),
+            ("/api/v4/projects/a%2Fb", Some("/api")),
+            ("/shop//a", Some("/shop")),
+            ("*", Some("*")),
+            ("", None),
+            ("shop", None),
+        ] {
+            assert_eq!(segment(path.as_bytes()), expected, "{path}");
+        }
+        assert_eq!(segment(b"/\xff/a"), None);
+    }
+
+    #[test]
+    fn methods_of_the_registry_are_told_apart() {
+        assert_eq!((method(b"GET"), method(b"PATCH")), ("GET", "PATCH"));
+        assert_eq!((method(b"get"), method(b"BREW")), ("OTHER", "OTHER"));
+    }
+
+    fn path(kind: Kind) -> proto::AuthorizedPath {
+        proto::AuthorizedPath { kind: Some(kind) }
+    }
+
+    #[test]
+    fn invalid_edges_are_recognized() {
+        let valid = proto::Edge {
+            caller: "spiffe://cluster.local/ns/shop/sa/web".into(),
+            port: 8080,
+            method: "GET".into(),
+            path: Some(Path::Segment("/shop".into())),
+        };
+        assert!(is_valid(&valid));
+        assert!(is_valid(&proto::Edge {
+            port: 6379,
+            ..proto::Edge::default()
+        }));
+        let invalid: [fn(&mut proto::Edge); 10] = [
+            |edge| edge.port = 0,
+            |edge| edge.port = 70_000,
+            |edge| edge.caller = "web".into(),
+            |edge| edge.caller = format!("spiffe://cluster.local/ns/shop/sa/{}", "x".repeat(500)),
+            |edge| edge.method = "get".into(),
+            |edge| edge.method = String::new(),
+            |edge| edge.path = Some(Path::Segment("/shop/a".into())),
+            |edge| edge.path = Some(Path::Segment(format!("/{}", "x".repeat(256)))),
+            |edge| edge.path = Some(Path::Grpc("/echo.Echo/a/b".into())),
+            |edge| edge.path = Some(Path::Pattern(path(Kind::Exact("a".into())))),
+        ];
+        for (number, change) in invalid.into_iter().enumerate() {
+            let mut edge = valid.clone();
+            change(&mut edge);
+            assert!(!is_valid(&edge), "{number}: {edge:?}");
+        }
+        assert_eq!(grpc_path(b"/echo.Echo/Say"), Some("/echo.Echo/Say"));
+        for other in ["/echo.Echo", "/echo.Echo/", "/a b/c", "/a/b?c", "a/b"] {
+            assert_eq!(grpc_path(other.as_bytes()), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn most_specific_pattern_of_the_port_is_found() {
+        let kinds = [
+            Kind::Suffix(".html".into()),
+            Kind::Prefix("/".into()),
+            Kind::Prefix("/shop".into()),
+            Kind::Template("/shop/{*}".into()),
+            Kind::Exact("/shop/cart".into()),
+        ];
+        let request = proto::RequestMatch {
+            paths: kinds.map(path).into(),
+            ..proto::RequestMatch::default()
+        };
+        let rule = proto::AuthorizationRule {
+            revision: 1,
+            ports: vec![8080],
+            requests: vec![request],
+            ..proto::AuthorizationRule::default()
+        };
+        let policy = proto::AuthorizationPolicy {
+            audit: true,
+            rules: vec![rule],
+            ..proto::AuthorizationPolicy::default()
+        };
+        let policies = Authorization::compile(&proto::Authorization {
+            policies: vec![policy],
+            ..proto::Authorization::default()
+        });
+        let find = |port, path: &str| policies.pattern(port, path.as_bytes())?.kind.clone();
+        for (path, expected) in [
+            ("/shop/cart", Some(Kind::Exact("/shop/cart".into()))),
+            ("/shop/item", Some(Kind::Template("/shop/{*}".into()))),
+            ("/shop/a/b", Some(Kind::Prefix("/shop".into()))),
+            ("/index.html", Some(Kind::Suffix(".html".into()))),
+            ("/shop/../admin", None),
+            ("/admin", None),
+        ] {
+            assert_eq!(find(8080, path), expected, "{path}");
+        }
+        assert_eq!(find(9090, "/shop/cart"), None);
+    }
+}
