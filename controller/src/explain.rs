@@ -11,6 +11,7 @@ use proto::path_match::Kind as PathKind;
 use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
+use crate::authorization;
 use crate::catalog;
 use crate::index::object::{Change, Key};
 use crate::index::{Index, Touched};
@@ -18,10 +19,22 @@ use crate::routes::RouteStatus;
 use crate::routes::attach::{RouteId, Table};
 use crate::routes::filters::is_redirect;
 use crate::routes::model::{Match, Rule};
+use crate::routes::programmed::shown;
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
     index(objects).0.route_statuses()
+}
+
+/// The pods among these objects that may be open by mistake: a line for each ALLOW policy with a
+/// Service without pods.
+pub fn opened(objects: &[Value]) -> Vec<String> {
+    let (index, _) = index(objects);
+    let describe = |(policy, service, pods): (&Key, String, Vec<&Key>)| {
+        let (policy, pods) = (authorization::name(policy), shown(pods.iter()));
+        format!("{policy}: the {service} leads to no pod with a proxy; no ALLOW covers {pods}")
+    };
+    index.opened().into_iter().map(describe).collect()
 }
 
 /// An index of these objects, and what of them cannot be read.

@@ -43,6 +43,7 @@ use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
 use crate::routes::programmed::Reports;
+use crate::routes::programmed::exchange::Page;
 use crate::routes::statuses::{Statuses, Withheld};
 pub use acknowledgements::Rejection;
 use history::History;
@@ -498,6 +499,16 @@ impl Hub {
 
     fn history(&self) -> MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A page of what the proxies of this replica do with routes and policies, for the other replicas.
+    pub fn page(&self) -> Page {
+        self.reports().exchange.page()
+    }
+
+    /// Records the pages of all other live replicas.
+    pub fn receive_pages(&self, pages: BTreeMap<String, Page>) {
+        self.reports().exchange.receive(pages);
     }
 
     fn reports(&self) -> MutexGuard<'_, Reports> {

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use Report::{Events, Silent, Status};
+use serde::{Deserialize, Serialize};
 
 use crate::policy;
 
@@ -54,7 +55,7 @@ macro_rules! kinds {
     ($($(#[$doc:meta])* $kind:ident: $name:literal, $group:expr, $plural:literal,
         $versions:expr, $presence:ident, $report:ident, $fields:expr;)*) => {
         /// The kinds of objects in the catalog, in the order of the table.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         pub enum Kind { $($(#[$doc])* $kind,)* }
 
         impl Kind {

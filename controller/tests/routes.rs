@@ -507,7 +507,7 @@ async fn conditions_tell_which_proxies_reject_routes_or_do_not_announce_that_the
     let line = log.line("Programmed=False").await;
     let expected = "HTTPRoute shop/programmed, parent Service shop/web:80: Accepted=True; \
         ResolvedRefs=True; diy-service-mesh.dev/Programmed=False, Rejected: \
-        0 of 2 pods connected to the writing replica have generation 0; not: \
+        0 of 2 pods have generation 0; not: \
         web-1 (the proxy is of an older release: restart the pod), \
         web-2 (rejected: rule 0 (HTTPRoute shop/programmed): unknown)";
     assert!(line.contains(expected), "{line}");

@@ -13,6 +13,8 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_runtime::{Backoff, error_chain};
 use futures::StreamExt;
+use serde::Deserialize;
+use serde_json::json;
 use tokio::sync::watch;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
@@ -29,6 +31,7 @@ use super::{Roots, Trust, TrustSender};
 use crate::hub::Hub;
 use crate::index::object::Kind;
 use crate::proxies::Proxies;
+use crate::routes::programmed::exchange::Page;
 
 /// Interval of reports during a rotation.
 const ROTATION_REPORT_INTERVAL: Duration = Duration::from_secs(2);
@@ -320,6 +323,10 @@ impl<S: Store> Reconciler<S> {
             ..self.report(loaded, memory.from).await
         };
         let reports = self.exchange_reports(&mut memory.liveness, report).await?;
+        let others = reports.iter().filter(|(name, _)| **name != self.replica);
+        let page = |report: &Report| Page::deserialize(&report.programmed).unwrap_or_default();
+        let pages = others.map(|(name, report)| (name.clone(), page(report)));
+        self.hub.receive_pages(pages.collect());
         let observed = Observation {
             state: loaded.digest.clone(),
             reports,
@@ -388,6 +395,7 @@ impl<S: Store> Reconciler<S> {
             roots: trust.roots.version.clone(),
             issuer: trust.issuer.id().to_owned(),
             namespaces: self.unpublished(&trust.roots.version),
+            programmed: json!(self.hub.page()),
             ..Report::default()
         };
         // An incomplete catalog excludes nothing.

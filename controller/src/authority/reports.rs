@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tokio::time::Instant;
 
 /// The maximum number of names in a list.
@@ -51,6 +52,9 @@ pub struct Report {
     pub confirmed: u64,
     /// A part of the connected pods; only during a rotation.
     pub pods: Pods,
+    /// What its proxies do with routes and policies: a [`Page`](crate::routes::programmed::exchange::Page),
+    /// which replicas of other releases may not understand.
+    pub programmed: Value,
 }
 
 /// The connected pods of a replica in a range of digests.

@@ -1036,10 +1036,7 @@ mod tests {
         let status = hub.get(id).unwrap().unwrap();
         let conditions = status.parents[0].conditions.clone();
         let last = conditions.into_iter().next_back().unwrap();
-        last.message.replace(
-            "pods connected to the writing replica have generation 7",
-            "have it",
-        )
+        last.message.replace("pods have generation 7", "have it")
     }
 
     #[tokio::test(start_paused = true)]

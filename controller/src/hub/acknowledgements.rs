@@ -15,12 +15,13 @@ use tokio::time::{Instant, sleep};
 use super::Lacking;
 use super::watched::Subscriber;
 use super::{Hub, Resources};
+use crate::index::authorization::Covering;
 use crate::index::object::{Key, Kind, Resource};
 use crate::index::state::{State, TargetKind};
 use crate::index::version::Version;
 use crate::policy::{Side, Target};
 use crate::routes::attach::Table;
-use crate::routes::programmed::{Outcome, Progress, REVIEW_INTERVAL, Subject};
+use crate::routes::programmed::{Coverage, Outcome, Progress, REVIEW_INTERVAL, Subject};
 
 /// The time between two reviews is this multiple of the time that a review takes, at least.
 const PAUSE: u32 = 20;
@@ -65,7 +66,7 @@ impl Subscriber {
                 let rejection =
                     rejection.filter(|one| one.part.is_none_or(|part| Some(part) == side));
                 rejection.map_or(Outcome::Applied, |one| {
-                    Outcome::Rejected(one.reason.clone())
+                    Outcome::Rejected(one.reason.to_string())
                 })
             }
             _ => Outcome::Waiting,
@@ -208,8 +209,8 @@ impl Hub {
             // Streams and changes of the catalog come first.
             yield_now().await;
         }
-        let found = self.progress(review).await;
-        let changed = self.reports().update(Instant::now(), found);
+        let (found, covered) = (self.progress(review).await, self.coverage().await);
+        let changed = self.reports().update(Instant::now(), found, covered);
         self.mark_statuses(changed);
     }
 
@@ -270,11 +271,7 @@ impl Hub {
             let (service, side) = match id {
                 PartId::Service(service, side, _) => (service, side),
                 PartId::Authorization(key) => {
-                    let subject = Subject {
-                        kind: Kind::Authorization,
-                        key: key.clone(),
-                        target: Target::Namespace(key.namespace.clone()),
-                    };
+                    let subject = of_authorization(key.clone());
                     subjects.entry(subject).or_default().push(part);
                     continue;
                 }
@@ -303,4 +300,27 @@ impl Hub {
         }
         found
     }
+
+    /// The pods that AuthorizationPolicies select.
+    async fn coverage(&self) -> BTreeMap<Subject, (i64, Coverage)> {
+        let policies = self.index().authorizations();
+        let mut covered = BTreeMap::new();
+        for key in policies {
+            let mut covering = Covering::default();
+            let namespaces = self.index().namespaces_of_authorization(&key);
+            for namespace in namespaces {
+                self.index().cover(&key, &namespace, &mut covering);
+                yield_now().await;
+            }
+            let found = self.index().covered(&key, covering);
+            covered.extend(found.map(|found| (of_authorization(key), found)));
+        }
+        covered
+    }
+}
+
+fn of_authorization(key: Key) -> Subject {
+    let target = Target::Namespace(key.namespace.clone());
+    let kind = Kind::Authorization;
+    Subject { kind, key, target }
 }

@@ -4,9 +4,12 @@
 //! A policy that is invalid denies the calls of its targets, as one over the bound does. An invalid
 //! one of the mesh changes nothing: pods keep what they have, and new ones wait.
 
+mod coverage;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+pub use coverage::Covering;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use super::Index;

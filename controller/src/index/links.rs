@@ -38,6 +38,8 @@ pub(super) enum Link {
     EndpointAt(IpAddr),
     /// A pod: its address.
     PodAt(IpAddr),
+    /// A pod: its namespace.
+    PodIn(Arc<str>),
     /// A node: its address.
     NodeAt(IpAddr),
     /// A route: a Service that is its parent, and the namespace of the route.
@@ -188,7 +190,9 @@ impl Linked for Slice {
 
 impl Linked for Pod {
     fn links(&self) -> Vec<Link> {
-        self.addresses.iter().copied().map(Link::PodAt).collect()
+        let addresses = self.addresses.iter().copied().map(Link::PodAt);
+        let own = Link::PodIn(self.key.namespace.clone());
+        addresses.chain([own]).collect()
     }
 }
 

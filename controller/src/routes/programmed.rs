@@ -1,17 +1,21 @@
-//! The condition `Programmed` of routes and policies: what the connected proxies of the pods that
-//! they concern do with them. Pure.
+//! The condition `Programmed` of routes and policies: what the proxies of the pods that they concern
+//! do with them, whatever replica they are connected to. Pure.
 //!
 //! Any meshed pod can connect, disconnect, acknowledge and reject as it likes. Therefore a condition
 //! changes once per review at most, only a limited number of them does, and while proxies are still
 //! to acknowledge an object, other counts alone are no change. The names of pods, and the reasons
 //! that they give, are for authors of their own namespace only.
 
+pub mod exchange;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
+
+use exchange::{Exchange, Id};
 
 use super::attach::RouteId;
 use super::{Condition, RouteStatus};
@@ -39,7 +43,8 @@ const MAX_NAMES: usize = 10;
 const MAX_REASONS: usize = 3;
 
 /// A route or a policy at one of its targets.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(from = "Id", into = "Id")]
 pub struct Subject {
     /// The kind of the object.
     pub kind: Kind,
@@ -50,18 +55,24 @@ pub struct Subject {
 }
 
 /// What a proxy does with an object. The worst comes first.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Outcome {
     /// It rejects it, for this reason.
-    Rejected(Arc<str>),
+    Rejected(String),
     /// It is of an older release, and lacks the capability.
     Incapable,
+    /// The pod has none.
+    NoProxy,
     /// Its pod has as many rate limits as it can have.
     Surplus,
     /// Its pod has as many AuthorizationPolicies as it can have.
     TooLarge,
     /// It has not acknowledged the current state yet.
     Waiting,
+    /// These ports of its pod bypass it.
+    Bypassed(String),
+    /// It does not read requests at these ports of its pod.
+    Opaque(String),
     /// It applies it.
     Applied,
 }
@@ -72,17 +83,20 @@ impl Outcome {
         match self {
             Outcome::Rejected(_) => "Rejected",
             Outcome::Incapable => "ProxyLacksCapability",
+            Outcome::NoProxy => "NoProxy",
             Outcome::Surplus => "TooManyRateLimits",
             Outcome::TooLarge => authorization::TOO_LARGE,
             Outcome::Waiting => "Pending",
-            Outcome::Applied => "Programmed",
+            Outcome::Bypassed(_) | Outcome::Opaque(_) | Outcome::Applied => "Programmed",
         }
     }
 
-    /// Without what a proxy says.
+    /// Without what a proxy says, and without ports.
     fn without_text(&self) -> Outcome {
         match self {
             Outcome::Rejected(_) => Outcome::Rejected("".into()),
+            Outcome::Bypassed(_) => Outcome::Bypassed("".into()),
+            Outcome::Opaque(_) => Outcome::Opaque("".into()),
             other => other.clone(),
         }
     }
@@ -107,28 +121,85 @@ impl fmt::Display for Outcome {
                 authorization::MAX_POLICIES,
                 authorization::MAX_BYTES / 1024
             ),
+            Outcome::NoProxy => f.write_str("no proxy: nothing is enforced"),
             Outcome::Waiting => f.write_str("not acknowledged yet"),
+            Outcome::Bypassed(ports) => write!(f, "ports {ports} bypass the proxy"),
+            Outcome::Opaque(ports) => write!(f, "ports {ports} are opaque: no request is matched"),
             Outcome::Applied => f.write_str("applied"),
         }
     }
 }
 
 /// What the connected proxies do with an object.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Progress {
     pods: usize,
     applied: usize,
+    #[serde(skip_serializing_if = "Exceptions::is_empty")]
     exceptions: Exceptions,
+    #[serde(skip_serializing_if = "Exceptions::is_empty")]
     waiting: Exceptions,
+    /// Each replica computes it.
+    #[serde(skip)]
+    coverage: Coverage,
+}
+
+/// The pods that an AuthorizationPolicy selects, whatever they are connected to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Coverage {
+    /// Those with a proxy.
+    pods: usize,
+    /// Those without one.
+    unproxied: usize,
+    without_proxy: Exceptions,
+    /// Ports at which the policy, or its rules about requests, have no effect.
+    notes: Exceptions,
+    /// The ports that the rules name and no pod declares.
+    absent: BTreeSet<u32>,
+}
+
+impl Coverage {
+    /// Adds a pod that a policy of a namespace selects.
+    pub fn add(&mut self, namespace: &str, pod: &Key, outcome: &Outcome) {
+        match outcome {
+            Outcome::NoProxy => {
+                self.unproxied += 1;
+                self.without_proxy.add(namespace, pod, outcome);
+            }
+            Outcome::Bypassed(_) | Outcome::Opaque(_) => self.notes.add(namespace, pod, outcome),
+            _ => self.pods += 1,
+        }
+    }
+
+    /// Sets the ports that no pod declares.
+    pub fn set_absent(&mut self, ports: BTreeSet<u32>) {
+        self.absent = ports;
+    }
+
+    /// Whether a policy selects no pod.
+    pub fn is_empty(&self) -> bool {
+        self.pods + self.unproxied == 0
+    }
+}
+
+/// Some ports, for a message.
+pub fn shown<T: fmt::Display>(ports: impl Iterator<Item = T>) -> String {
+    let mut ports: Vec<String> = ports.map(|port| port.to_string()).collect();
+    if ports.len() > MAX_NAMES {
+        ports.truncate(MAX_NAMES);
+        ports.push("...".into());
+    }
+    ports.join(", ")
 }
 
 /// Proxies that do not apply an object.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Exceptions {
     /// Some of the namespace of the object.
-    named: Vec<(Outcome, Vec<Arc<str>>)>,
-    /// The numbers of the others: of this namespace, and of other ones.
-    more: BTreeMap<Outcome, [usize; 2]>,
+    named: Vec<(Outcome, Vec<String>)>,
+    /// The numbers of the others, in order: of this namespace, and of other ones.
+    more: Vec<(Outcome, [usize; 2])>,
 }
 
 impl Progress {
@@ -147,31 +218,84 @@ impl Progress {
     }
 
     fn is_waiting(&self) -> bool {
-        self.waiting != Exceptions::default()
+        !self.waiting.is_empty()
+    }
+
+    /// Adds what other pods do with the object.
+    fn merge(&mut self, namespace: &str, other: &Progress) {
+        self.pods += other.pods;
+        self.applied += other.applied;
+        self.exceptions.merge(namespace, &other.exceptions);
+        self.waiting.merge(namespace, &other.waiting);
+    }
+
+    /// Adds the pods that are connected to no replica, and those without a proxy.
+    fn cover(&mut self, coverage: Coverage) {
+        let absent = coverage.pods.saturating_sub(self.pods);
+        if absent > 0 {
+            self.waiting.count(&Outcome::Waiting, [absent, 0]);
+        }
+        self.pods += absent + coverage.unproxied;
+        self.exceptions.merge("", &coverage.without_proxy);
+        self.coverage = coverage;
+    }
+
+    /// The same pods, none of which has acknowledged the current generation.
+    fn outdated(&self) -> Progress {
+        let mut outdated = Progress {
+            pods: self.pods,
+            ..Progress::default()
+        };
+        outdated.waiting.count(&Outcome::Waiting, [self.pods, 0]);
+        outdated
     }
 }
 
 impl Exceptions {
+    fn is_empty(&self) -> bool {
+        self.named.is_empty() && self.more.is_empty()
+    }
+
+    fn merge(&mut self, namespace: &str, other: &Exceptions) {
+        for (outcome, names) in &other.named {
+            let pods = names.iter().map(|name| Key::new(namespace, name));
+            pods.for_each(|pod| self.add(namespace, &pod, outcome));
+        }
+        let more = other.more.iter();
+        more.for_each(|(outcome, counts)| self.count(outcome, *counts));
+    }
+
+    fn count(&mut self, outcome: &Outcome, [own, others]: [usize; 2]) {
+        let at = self.more.partition_point(|(one, _)| one < outcome);
+        if self.more.get(at).is_none_or(|(one, _)| one != outcome) {
+            self.more.insert(at, (outcome.clone(), [0; 2]));
+        }
+        let counts = &mut self.more[at].1;
+        *counts = [counts[0] + own, counts[1] + others];
+    }
+
     fn add(&mut self, namespace: &str, pod: &Key, outcome: &Outcome) {
         let is_own = *pod.namespace == *namespace;
         let (reasons, named) = (self.named.len(), self.named.iter());
         let names: usize = named.map(|(_, names)| names.len()).sum();
         let is_named = is_own && names < MAX_NAMES;
         match self.named.iter_mut().find(|(one, _)| one == outcome) {
-            Some((_, names)) if is_named => names.push(pod.name.clone()),
+            Some((_, names)) if is_named => names.push(pod.name.to_string()),
             None if is_named && reasons < MAX_REASONS => {
-                self.named.push((outcome.clone(), vec![pod.name.clone()]));
+                let names = vec![pod.name.to_string()];
+                self.named.push((outcome.clone(), names));
             }
             _ => {
-                let [own, others] = self.more.entry(outcome.without_text()).or_default();
-                *(if is_own { own } else { others }) += 1;
+                let counts = [is_own, !is_own].map(usize::from);
+                self.count(&outcome.without_text(), counts);
             }
         }
     }
 
     fn worst(&self) -> Option<&Outcome> {
         let named = self.named.iter().map(|(outcome, _)| outcome);
-        named.chain(self.more.keys()).min()
+        let more = self.more.iter().map(|(outcome, _)| outcome);
+        named.chain(more).min()
     }
 
     /// Whether it differs by more than the numbers of pods without a name.
@@ -206,6 +330,8 @@ pub struct Reports {
     reports: BTreeMap<Subject, Report>,
     /// The first review.
     started: Option<Instant>,
+    /// What the other replicas have found.
+    pub exchange: Exchange,
     /// What this replica does not know of concerns no proxy.
     is_complete: bool,
 }
@@ -228,15 +354,22 @@ struct ReportState {
 }
 
 impl Reports {
-    /// Updates the conditions to what a review has found, with the generations of the objects.
-    /// Returns the objects whose conditions change.
+    /// Updates the conditions to what a review has found, with the generations of the objects, and to
+    /// what other replicas have. `covered` are AuthorizationPolicies that select pods. Returns the objects
+    /// whose conditions change.
     pub fn update(
         &mut self,
         now: Instant,
         found: BTreeMap<Subject, (i64, Progress)>,
+        covered: BTreeMap<Subject, (i64, Coverage)>,
     ) -> BTreeSet<RouteId> {
         let started = *self.started.get_or_insert(now);
         self.is_complete = now.duration_since(started) >= HOLD_TIME;
+        let mut found = self.exchange.merge(found);
+        for (subject, (generation, coverage)) in covered {
+            let new = (generation, Progress::default());
+            found.entry(subject).or_insert(new).1.cover(coverage);
+        }
         for (subject, (generation, progress)) in found {
             let state = ReportState {
                 generation,
@@ -311,10 +444,14 @@ impl ReportState {
             format!("; not: {}", described.join(", "))
         };
         let (applied, pods) = (progress.applied, progress.pods);
-        let message = format!(
-            "{applied} of {pods} pods connected to the writing replica have generation \
-                 {generation}{exceptions}"
-        );
+        let notes = progress.coverage.notes.describe(&subject.key.namespace);
+        let absent = &progress.coverage.absent;
+        let absent = (!absent.is_empty())
+            .then(|| format!("no pod declares the ports {}", shown(absent.iter())));
+        let notes = notes.into_iter().chain(absent);
+        let notes: String = notes.map(|note| format!("; {note}")).collect();
+        let message =
+            format!("{applied} of {pods} pods have generation {generation}{exceptions}{notes}");
         let holds = *worst == Outcome::Applied;
         Condition {
             generation: Some(generation),
@@ -359,6 +496,8 @@ impl Report {
         let before = &written.unwrap_or(&none).progress;
         let is_still = now.duration_since(self.since) >= STILL_TIME;
         current.exceptions.differs(&before.exceptions)
+            || current.coverage.notes.differs(&before.coverage.notes)
+            || current.coverage.absent != before.coverage.absent
             || (!current.is_waiting() && (is_new || before.is_waiting()))
             || (is_new && age >= STILL_TIME)
             || (is_still && current != before)

@@ -2,7 +2,7 @@
 //! dry run of the injection. They are read concurrently. A fact that cannot be read is stored as
 //! the error message.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use diy_mesh_controller::{kinds::Kind, policy};
 use diy_mesh_injector::containers::{ADMIN_PORT_FLAG, ROOTS_CONFIG_MAP};
@@ -16,7 +16,7 @@ use k8s_openapi::{
     apimachinery::pkg::version::Info,
 };
 use kube::{
-    Api, ResourceExt,
+    Api, Client, ResourceExt,
     api::{ListParams, PostParams},
 };
 use serde::de::DeserializeOwned;
@@ -79,9 +79,9 @@ pub struct Facts {
     pub gateway_api: Fact<Vec<Value>>,
     /// The routes with Services as parents.
     pub routes: Fact<Vec<Route>>,
-    /// The definition of TrafficPolicies, if it is installed.
-    pub policy_definition: Fact<Option<Value>>,
-    /// The TrafficPolicies of all namespaces.
+    /// The definitions of TrafficPolicies and AuthorizationPolicies, if they are installed.
+    pub policy_definitions: Fact<[Option<Value>; 2]>,
+    /// The TrafficPolicies and AuthorizationPolicies of all namespaces.
     pub policies: Fact<Vec<Value>>,
     /// What this release says about routes and policies.
     pub judgement: Fact<upgrade::Judgement>,
@@ -135,7 +135,7 @@ impl Facts {
             dry_run,
             workloads,
             gateway_api,
-            policy_definition,
+            policy_definitions,
             routes,
             policies,
             others,
@@ -153,14 +153,18 @@ impl Facts {
             dry_run(cluster),
             workloads::list(cluster),
             routes::definitions(client),
-            routes::definition(client, "trafficpolicies", policy::GROUP),
+            policy_definitions(client),
             routes::fetch(client, None, Kind::routes()),
-            routes::fetch(client, None, [Kind::TrafficPolicy]),
+            routes::fetch(client, None, [Kind::TrafficPolicy, Kind::Authorization]),
             routes::fetch(client, None, OTHER_KINDS),
         );
         let objects = [&routes, &policies, &others].map(Clone::clone);
         let objects = objects.into_iter().collect::<Fact<Vec<_>>>();
-        let judgement = objects.map(|objects| upgrade::judge(&objects.concat()));
+        let judgement = objects.map(|objects| {
+            let mut objects = objects.concat();
+            objects.extend(pods_with_policies(&pods, &policies));
+            upgrade::judge(&objects)
+        });
         let routes = routes.map(|all| all.iter().filter_map(Route::read).collect());
         let now = now();
         let identity = identity.map(Mesh::merge).map_err(|error| error.to_string());
@@ -190,13 +194,34 @@ impl Facts {
             permissions,
             gateway_api,
             routes,
-            policy_definition,
+            policy_definitions,
             policies,
             judgement,
             traffic,
             dry_run,
         }
     }
+}
+
+async fn policy_definitions(client: &Client) -> Fact<[Option<Value>; 2]> {
+    let read = |plural| routes::definition(client, plural, policy::GROUP);
+    let (traffic, authorization) = join!(read("trafficpolicies"), read("authorizationpolicies"));
+    Ok([traffic?, authorization?])
+}
+
+/// The pods of the namespaces with policies.
+fn pods_with_policies(pods: &Fact<Vec<Pod>>, policies: &Fact<Vec<Value>>) -> Vec<Value> {
+    let policies = policies.iter().flatten();
+    let namespaces = policies.filter_map(|one| one["metadata"]["namespace"].as_str());
+    let namespaces: BTreeSet<&str> = namespaces.collect();
+    let pods = pods.iter().flatten();
+    let pods = pods.filter(|pod| namespaces.contains(&*pod.namespace().unwrap_or_default()));
+    let typed = |pod: &Pod| {
+        let mut pod = json!(pod);
+        (pod["kind"], pod["apiVersion"]) = ("Pod".into(), "v1".into());
+        pod
+    };
+    pods.map(typed).collect()
 }
 
 /// Reads `/ready` of the proxies that are not ready. The text of an error is the page: a proxy that is

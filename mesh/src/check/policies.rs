@@ -1,4 +1,4 @@
-//! Checks of TrafficPolicies: the installed definition, and the policies.
+//! Checks of TrafficPolicies and AuthorizationPolicies: the installed definitions, and the policies.
 
 use std::collections::BTreeSet;
 
@@ -10,30 +10,52 @@ use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, Findings, count, or_ok};
 use crate::routes::CONTROLLER_NAME;
 
-/// The definition of this version.
-const DEFINITION: &str = include_str!(concat!(
-    env!("CARGO_MANIFEST_DIR"),
-    "/../manifests/crds/trafficpolicies.yaml"
-));
+/// The definitions of this version.
+const DEFINITIONS: [(&str, &str); 2] = [
+    (
+        "TrafficPolicies",
+        include_str!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../manifests/crds/trafficpolicies.yaml"
+        )),
+    ),
+    (
+        "AuthorizationPolicies",
+        include_str!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../manifests/crds/authorizationpolicies.yaml"
+        )),
+    ),
+];
 const ADVICE: &str = "kubectl apply -k manifests/crds";
 
-/// The definition is installed, and has the fields of this version.
+/// The definitions are installed, and have the fields of this version.
 pub(super) fn definition(facts: &Facts) -> Findings<'_> {
-    let Some(installed) = facts.policy_definition.as_ref()? else {
-        let text = "not installed: the cluster has no TrafficPolicies";
-        return Ok(vec![Finding::warning(text, ADVICE)]);
+    let installed = facts.policy_definitions.as_ref()?;
+    let all = DEFINITIONS.iter().zip(installed);
+    Ok(all
+        .map(|(own, installed)| compared(own, installed))
+        .collect())
+}
+
+fn compared((name, own): &(&str, &str), installed: &Option<Value>) -> Finding {
+    let Some(installed) = installed else {
+        let text = format!("not installed: the cluster has no {name}");
+        return Finding::warning(text, ADVICE);
     };
-    let own = serde_yaml_ng::from_str(DEFINITION).expect("a test compares the embedded definition");
+    let own = serde_yaml_ng::from_str(own).expect("a test compares the embedded definition");
     let missing: Vec<String> = fields(&own)
         .difference(&fields(installed))
         .cloned()
         .collect();
     if missing.is_empty() {
-        let text = "installed, with all fields of this version";
-        return Ok(vec![Finding::ok(text)]);
+        let text = format!("{name} are installed, with all fields of this version");
+        return Finding::ok(text);
     }
-    let text = "the installed definition lacks fields of this version, which the API server drops";
-    Ok(vec![Finding::warning(text, ADVICE).with_details(missing)])
+    let text = format!(
+        "the installed definition of {name} lacks fields of this version, which the API server drops"
+    );
+    Finding::warning(text, ADVICE).with_details(missing)
 }
 
 /// The paths of all fields of this version.
@@ -80,12 +102,16 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
     let rejected = Finding::warning(text, advice).if_any(rejected.concat());
     let text = "policies that do not apply everywhere";
     let partial = Finding::warning(text, PARTIAL_ADVICE).if_any(partial.concat());
+    let opened = facts.judgement.iter().flat_map(|one| one.opened.clone());
+    let text = "pods that everyone may call, while an ALLOW policy of their namespace selects none";
+    let advice = "correct the Service or targetRefs of the policy, or delete it";
+    let opened = Finding::warning(text, advice).if_any(opened);
     let text = count(
         policies.len(),
         "policy is accepted",
         "policies are accepted",
     );
-    Ok(or_ok([rejected, partial], text))
+    Ok(or_ok([rejected, partial, opened], text))
 }
 
 /// What the mesh says about the targets of a policy that it does not accept, and about those where
@@ -94,7 +120,8 @@ fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let metadata = &policy["metadata"];
     let title = format!(
-        "{}/{}",
+        "{} {}/{}",
+        text(&policy["kind"]),
         text(&metadata["namespace"]),
         text(&metadata["name"])
     );
@@ -141,12 +168,12 @@ mod tests {
     use super::*;
 
     fn own_definition() -> Value {
-        serde_yaml_ng::from_str(DEFINITION).unwrap()
+        serde_yaml_ng::from_str(DEFINITIONS[0].1).unwrap()
     }
 
     fn check(installed: Option<Value>) -> Finding {
         let facts = Facts {
-            policy_definition: Ok(installed),
+            policy_definitions: Ok([installed, None]),
             ..unknown_facts()
         };
         definition(&facts).unwrap().remove(0)
@@ -180,6 +207,7 @@ mod tests {
     fn reports_policies_that_are_not_accepted() {
         let find = |status: Value| {
             let policy = json!({
+                "kind": "TrafficPolicy",
                 "metadata": {"namespace": "shop", "name": "web", "generation": 2},
                 "status": {"ancestors": [{
                     "ancestorRef": {"group": "", "kind": "Service", "name": "web"},
@@ -205,10 +233,13 @@ mod tests {
         );
         let rejected = find(condition(2, "False"));
         assert_eq!(rejected.level, Level::Warning);
-        assert_eq!(rejected.details, ["shop/web, Service web: Conflicted: why"]);
+        assert_eq!(
+            rejected.details,
+            ["TrafficPolicy shop/web, Service web: Conflicted: why"]
+        );
         assert_eq!(
             find(condition(1, "True")).details,
-            ["shop/web: no condition yet"]
+            ["TrafficPolicy shop/web: no condition yet"]
         );
         // An earlier release writes `Enforced`.
         for kind in ["Programmed", "Enforced"] {
@@ -216,7 +247,10 @@ mod tests {
             let partial = find(json!([typed("Accepted", 2, "True"), programmed]));
             assert_eq!(partial.level, Level::Warning);
             assert_eq!(partial.text, "policies that do not apply everywhere");
-            assert_eq!(partial.details, ["shop/web, Service web: Conflicted: why"]);
+            assert_eq!(
+                partial.details,
+                ["TrafficPolicy shop/web, Service web: Conflicted: why"]
+            );
         }
         // About a generation that is no longer the current one.
         let earlier = typed("diy-service-mesh.dev/Programmed", 1, "False");

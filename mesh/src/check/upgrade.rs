@@ -26,6 +26,8 @@ pub struct Judgement {
     /// The errors of TrafficSplits and of the canary annotations and ports of Services, which have
     /// no conditions.
     pub errors: Vec<String>,
+    /// The pods that may be open because an AuthorizationPolicy selects none any longer.
+    pub opened: Vec<String>,
 }
 
 /// Controllers of this release leave the conditions as they are.
@@ -45,6 +47,7 @@ pub fn judge(objects: &[Value]) -> Judgement {
     Judgement {
         differences: differences(objects, &statuses),
         errors: statuses.iter().flat_map(errors).collect(),
+        opened: explain::opened(objects),
     }
 }
 

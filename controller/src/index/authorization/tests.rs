@@ -487,3 +487,49 @@ fn changes_touch_the_pods_that_they_concern() {
     let touched = apply(&mut index, Object::Pod(unlabelled));
     assert_eq!(touched.pods, [key("a")].into());
 }
+
+#[test]
+fn pods_are_open_where_the_last_allow_lost_its_service() {
+    let allow = |name: &str, service: &str| {
+        let target = json!({"kind": "Service", "name": service});
+        of(
+            "shop",
+            name,
+            target,
+            json!({"action": "ALLOW", "rules": [{}]}),
+        )
+    };
+    let pods = ["a", "b"].map(|name| Object::Pod(pod_in("shop", name)));
+    let objects = [allow("p", "web"), Object::Service(service("web", &[]))];
+    let mut index = index(pods.into_iter().chain(objects));
+    let opened = |index: &Index| {
+        let opened = index.opened().into_iter();
+        let text = |(policy, service, pods): (&Key, String, Vec<&Key>)| {
+            let pods = pods.iter().map(|pod| pod.to_string());
+            format!(
+                "{policy}, {service}: {}",
+                pods.collect::<Vec<_>>().join(" ")
+            )
+        };
+        opened.map(text).collect::<Vec<_>>()
+    };
+    assert_eq!(opened(&index), [""; 0]);
+    let mut other = service("web", &[]);
+    other.selector = [("app".to_owned(), "other".to_owned())].into();
+    apply(&mut index, Object::Service(other));
+    let expected = ["shop/p, Service shop/web: shop/a shop/b"];
+    assert_eq!(opened(&index), expected, "another selector");
+    let change = Change::Delete(Kind::Service, key("web"));
+    index.apply(change, &mut Touched::default());
+    assert_eq!(opened(&index), expected, "no Service");
+    let of_b = json!({"matchLabels": {"name": "b"}});
+    let rules = || json!({"action": "ALLOW", "rules": [{}]});
+    let mut b = pod_in("shop", "b");
+    b.labels.insert("name".to_owned(), "b".to_owned());
+    apply(&mut index, Object::Pod(b));
+    apply(&mut index, of_pods("shop", "of-b", of_b, rules()));
+    assert_eq!(opened(&index), ["shop/p, Service shop/web: shop/a"]);
+    let default = json!({"defaultAction": "DENY"});
+    apply(&mut index, of_pods("shop", "default", json!({}), default));
+    assert_eq!(opened(&index), [""; 0]);
+}

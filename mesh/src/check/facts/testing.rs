@@ -33,7 +33,7 @@ pub(crate) fn unknown_facts() -> Facts {
         permissions: unknown(),
         gateway_api: unknown(),
         routes: unknown(),
-        policy_definition: unknown(),
+        policy_definitions: unknown(),
         policies: unknown(),
         judgement: unknown(),
         traffic: unknown(),

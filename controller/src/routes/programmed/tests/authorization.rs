@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::authorization::tests::policy as authorization;
+use crate::index::object::{ContainerPort, Transport};
 
 /// A policy for all pods of `shop`.
 fn of_shop(name: &str, rules: Value) -> Object {
@@ -33,7 +34,7 @@ async fn policy_names_the_proxies_that_do_not_enforce_it() {
         answer(stream, None);
     }
     review(&hub).await;
-    let message = "1 of 2 pods connected to the writing replica have generation 1; not: client \
+    let message = "1 of 2 pods have generation 1; not: client \
                    (the proxy is of an older release: restart the pod)";
     let policy = || "AuthorizationPolicy shop/p at *".to_owned();
     assert_eq!(conditions(&hub), [(policy(), message.to_owned())]);
@@ -71,5 +72,116 @@ async fn policy_over_the_bound_of_a_pod_says_so() {
         condition
             .message
             .contains("denies the calls of its targets")
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn pods_that_are_connected_to_another_replica_count() {
+    let [writer, other] = [catalog(), catalog()];
+    for hub in [&writer, &other] {
+        apply(hub, [of_shop("p", json!([{}]))]);
+    }
+    let exchange = || writer.receive_pages([("other".to_owned(), other.page())].into());
+    let replica = with_state(&other, "replica", Lacking::default());
+    review(&other).await;
+    exchange();
+    review(&writer).await;
+    assert_eq!(
+        all_conditions(&writer).len(),
+        0,
+        "it has not acknowledged it"
+    );
+    let rest = replica.next().map(|(resource, state)| {
+        replica.acknowledge(&resource, state.rest, None);
+        state.rest
+    });
+    review(&other).await;
+    exchange();
+    review(&writer).await;
+    let all = all_conditions(&writer);
+    assert_eq!(all[0].1.message, "1 of 1 pods have generation 1");
+    let rest = rest.expect("the state of the pod");
+    let own = Resource::Workload(Key::new("shop", "replica"), "".into());
+    replica.acknowledge(&own, rest, Some(rejection("why", None)));
+    for hub in [&writer, &other] {
+        let labels = Default::default();
+        let client = pod("client", &["10.0.0.2"]);
+        apply(hub, [Object::Pod(Pod { labels, ..client })]);
+    }
+    let client = with_state(&writer, "client", Lacking::default());
+    answer(&client, None);
+    review(&other).await;
+    exchange();
+    review(&writer).await;
+    let expected = "1 of 2 pods have generation 1; not: replica (rejected: why)";
+    assert_eq!(conditions(&writer)[0].1, expected);
+    // It has stopped, and its pods are connected to no replica for a minute.
+    writer.receive_pages(BTreeMap::new());
+    review(&writer).await;
+    for _ in 0..8 {
+        review(&writer).await;
+    }
+    let expected = "1 of 2 pods have generation 1; not: 1 pod of namespace shop \
+                    (not acknowledged yet)";
+    assert_eq!(conditions(&writer)[0].1, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn pods_and_ports_without_enforcement_are_named() {
+    let hub = catalog();
+    let rule = json!({
+        "networkAttributes": {"ports": [5432, 9999]}, "requests": [{"methods": ["GET"]}],
+    });
+    apply(&hub, [of_shop("p", json!([rule]))]);
+    let ports = |declared: &[u16], bypassed: &str, opaque: &str| {
+        let mut one = pod("replica", &["10.0.0.1"]);
+        one.bypassed = bypassed.parse().unwrap();
+        one.inbound.opaque_ports = opaque.parse().unwrap();
+        let declared = declared.iter().map(|port| ContainerPort {
+            name: "".into(),
+            port: *port,
+            protocol: Transport::Tcp,
+        });
+        one.inbound.ports = declared.collect();
+        Object::Pod(one)
+    };
+    let unproxied = |namespace: &str| {
+        Object::Pod(Pod {
+            key: Key::new(namespace, "job"),
+            identity: None,
+            ..pod("job", &["10.0.0.9"])
+        })
+    };
+    let replica = ports(&[5432, 8080], "4001,8080", "5432");
+    apply(&hub, [replica, unproxied("shop"), unproxied("bank")]);
+    let [one, two] = ["replica", "client"].map(|name| {
+        let stream = with_state(&hub, name, Lacking::default());
+        answer(&stream, None);
+        stream
+    });
+    review(&hub).await;
+    let all = all_conditions(&hub);
+    // The client declares no port.
+    let expected = "2 of 3 pods have generation 1; not: job (no proxy: nothing is enforced); replica \
+                    (ports 8080 bypass the proxy); replica (ports 5432 are opaque: no request is \
+                    matched)";
+    assert_eq!(all[0].1.message, expected);
+    assert_eq!((all[0].1.holds, all[0].1.reason), (false, "NoProxy"));
+    drop((one, two));
+    apply(&hub, [client("bank", "other")]);
+    hub.apply([
+        Change::Delete(Kind::Pod, Key::new("shop", "client")),
+        Change::Delete(Kind::Pod, Key::new("shop", "job")),
+    ]);
+    let replica = with_state(&hub, "replica", Lacking::default());
+    answer(&replica, None);
+    review(&hub).await;
+    let (_, condition) = &all_conditions(&hub)[0];
+    assert!(
+        condition.holds
+            && condition
+                .message
+                .ends_with("; no pod declares the ports 9999"),
+        "{condition:?}"
     );
 }
