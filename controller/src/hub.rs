@@ -94,6 +94,8 @@ pub struct Hub {
     meshed: watch::Sender<BTreeSet<Arc<str>>>,
     /// The invalid AuthorizationPolicies of the mesh, which the log names once.
     invalid: watch::Sender<BTreeSet<Key>>,
+    /// The namespaces that lack their AuthorizationPolicies, which the log names once.
+    lost: watch::Sender<BTreeSet<Arc<str>>>,
     /// Notified after each change.
     changed: watch::Sender<()>,
     /// The objects whose status may have changed since they were last taken.
@@ -133,6 +135,7 @@ impl Default for Hub {
             unlisted: watch::Sender::new(unlisted.collect()),
             meshed: watch::Sender::default(),
             invalid: watch::Sender::default(),
+            lost: watch::Sender::default(),
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
             reports: Arc::default(),
@@ -246,6 +249,17 @@ impl Hub {
                 );
             }
             std::mem::replace(invalid, current.clone()) != *current
+        });
+        self.lost.send_if_modified(|lost| {
+            let current = index.lost_policies();
+            for namespace in current.difference(lost) {
+                tracing::error!(
+                    "the AuthorizationPolicies of namespace {namespace} were deleted with their \
+                     definition: its pods that start wait (of the namespace of the mesh: all pods); \
+                     install both again, or run: mesh authz forget {namespace}"
+                );
+            }
+            std::mem::replace(lost, current.clone()) != *current
         });
         self.unlisted.send_if_modified(|unlisted| {
             let mut is_changed = false;

@@ -173,7 +173,7 @@ async fn scenario(cluster: Cluster) {
         .await;
 }
 
-/// The rules of the manifests for custom kinds, their definitions and the epoch. A kind that is
+/// The rules of the manifests for custom kinds, their definitions, the epoch and the marker. A kind that is
 /// installed and cannot be read would delay the controller for a minute.
 fn rules_of_custom_kinds() -> Vec<Value> {
     let manifest = include_str!("../../manifests/controller.yaml");
@@ -184,9 +184,12 @@ fn rules_of_custom_kinds() -> Vec<Value> {
     });
     let is_custom = |rule: &Value| {
         let group = rule["apiGroups"][0].as_str().unwrap();
-        let is_epoch = rule["resourceNames"] == json!(["diy-service-mesh-epoch"]);
+        let config_maps = ["diy-service-mesh-epoch", "diy-service-mesh-authorization"];
+        let is_stored = config_maps
+            .iter()
+            .any(|name| rule["resourceNames"] == json!([name]));
         let is_read = rule["verbs"].as_array().unwrap().contains(&json!("watch"));
-        is_epoch || is_read && group.contains('.') && !group.ends_with("discovery.k8s.io")
+        is_stored || is_read && group.contains('.') && !group.ends_with("discovery.k8s.io")
     };
     let rules = Vec::from_iter(rules.filter(is_custom));
     assert!(rules.len() > 5, "{rules:?}");

@@ -52,7 +52,8 @@ pub(crate) use testing::Questions;
 
 /// Why the proxy is not ready at first.
 const NOT_CONNECTED: &str = "no response from the controller yet";
-const NOT_CONFIGURED: &str = "no inbound configuration of this pod from the controller yet";
+const NOT_CONFIGURED: &str = "no inbound configuration of this pod from the controller yet; if it \
+                              lasts, the log of the controller and `mesh check` have the cause";
 /// Maximum number of subscribed destinations of all workers. Further ones are refused while all of
 /// them are in use.
 const MAX_DESTINATIONS: usize = 10_000;

@@ -44,6 +44,7 @@ pub async fn run(
     epoch.read().await;
     let context = Context {
         trust_domain: &config.trust_domain,
+        namespace,
         freshness,
         changes: &changes,
         requests: &requests,
@@ -122,6 +123,7 @@ mod tests {
         let (freshness, reports) = (Freshness::default(), RefCell::<Vec<String>>::default());
         let context = Context {
             trust_domain: "cluster.local",
+            namespace: "mesh",
             freshness: &freshness,
             changes: &sender,
             requests: &watch::channel(Requests::default()).1,

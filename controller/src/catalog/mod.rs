@@ -11,6 +11,7 @@ pub mod freshness;
 mod injected;
 pub mod kubernetes;
 mod manifest;
+pub mod marker;
 mod objects;
 mod resources;
 #[cfg(test)]

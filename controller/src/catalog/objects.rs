@@ -12,6 +12,7 @@ use tokio::time::sleep;
 use super::convert::{CatalogObject, ConvertError};
 use super::definitions;
 use super::freshness::Freshness;
+use super::marker::{self, Marker};
 use super::resources::resource;
 use super::watch::{Selector, Sink, Target, Timing, Update, watch as follow};
 use crate::index::object::{Change, Event, Kind, Object};
@@ -20,6 +21,8 @@ use crate::index::position::Requests;
 /// Time for a new epoch. Without one, proxies refuse the states of this replica for a while.
 const EPOCH_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Time between two reads of the namespaces that had objects.
+const MARKER_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between two requests for a definition.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -27,6 +30,8 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub trust_domain: &'a str,
+    /// The namespace of the mesh.
+    pub namespace: &'a str,
     pub freshness: &'a Freshness,
     pub changes: &'a mpsc::Sender<Event>,
     pub requests: &'a watch::Receiver<Requests>,
@@ -95,13 +100,17 @@ where
 
     /// The kind is not installed: it has no objects.
     pub async fn remove(&mut self) {
-        self.context.freshness.remove(self.kind);
-        if self.definitions.is_some() && self.latest.is_some() {
+        if let Some(client) = &self.definitions {
+            if self.latest.is_none() {
+                return self.wait_for_lost(client).await;
+            }
+            self.context.freshness.remove(self.kind);
             let kind = self.kind;
             return tracing::error!(
                 "{kind} is not installed any longer, and its objects stay in force: install it again"
             );
         }
+        self.context.freshness.remove(self.kind);
         let change = match self.latest {
             Some(_) => Change::Reset(self.kind, Vec::new()),
             None => Change::NotInstalled(self.kind),
@@ -109,6 +118,35 @@ where
         // Versions of definitions are of another kind: the position of the catalog stays.
         let version = self.latest.flatten();
         self.queue(Event { change, version }).await;
+    }
+
+    /// The objects of the kind may have been deleted with their definition: sends the namespaces that
+    /// had some, again and again. Never ends.
+    async fn wait_for_lost(&self, client: &Client) {
+        let (marker, kind) = (Marker::new(client, self.context.namespace), self.kind);
+        let mut known = None;
+        loop {
+            match marker.read().await {
+                Ok(lost) if known.as_ref() == Some(&lost) => {}
+                Ok(lost) => {
+                    self.context.freshness.remove(kind);
+                    self.queue(Change::Lost(lost.clone()).into()).await;
+                    self.queue(Change::NotInstalled(kind).into()).await;
+                    known = Some(lost);
+                }
+                Err(error) if known.is_some() => {
+                    tracing::warn!(
+                        "cannot read ConfigMap {}, retrying: {error}",
+                        marker::CONFIG_MAP
+                    );
+                }
+                Err(error) => {
+                    let error = format!("cannot read ConfigMap {}: {error}", marker::CONFIG_MAP);
+                    self.context.freshness.fail(kind, error);
+                }
+            }
+            sleep(MARKER_INTERVAL).await;
+        }
     }
 
     /// Waits while the definition of the kind is being deleted, which deletes all objects first.

@@ -32,6 +32,7 @@ impl Cluster {
     pub fn context(&self) -> Context<'_> {
         Context {
             trust_domain: "cluster.local",
+            namespace: "mesh",
             freshness: &self.freshness,
             changes: &self.changes,
             requests: &self.known,
@@ -190,6 +191,7 @@ impl Server {
             }
             Change::NotInstalled(kind) => format!("not installed {kind}"),
             Change::Unreadable(kind) => format!("unreadable {kind}"),
+            Change::Lost(namespaces) => format!("lost {namespaces:?}"),
             Change::Bookmark(kind) => format!("bookmark {kind}"),
             Change::Epoch(epoch) => format!("epoch {epoch}"),
         };

@@ -41,7 +41,7 @@ impl Update {
                     self.readable.insert(kind, false);
                 }
                 Change::Apply(..) | Change::Delete(..) => {}
-                Change::Bookmark(..) | Change::Epoch(_) => {}
+                Change::Bookmark(..) | Change::Epoch(_) | Change::Lost(_) => {}
             }
             self.steps.extend(index.steps(event));
             if is_list {

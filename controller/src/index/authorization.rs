@@ -42,6 +42,8 @@ pub(super) struct Authorizations {
     mesh: Arc<str>,
     /// The invalid policies of the mesh.
     invalid: BTreeSet<Key>,
+    /// The namespaces whose policies were deleted with their definition.
+    lost: BTreeSet<Arc<str>>,
 }
 
 /// Who may call a pod.
@@ -160,6 +162,12 @@ impl Authorizations {
         !self.mesh.is_empty() && key.namespace == self.mesh
     }
 
+    /// Sets the namespaces whose policies are lost. Returns whether they are others than before.
+    pub(super) fn set_lost(&mut self, namespaces: BTreeSet<Arc<str>>) -> bool {
+        let before = std::mem::replace(&mut self.lost, namespaces);
+        before != self.lost
+    }
+
     /// A Service has changed.
     pub(super) fn mark_service(&self, links: &mut Links, key: &Key) {
         let policies = links.ids(&Link::AuthorizationOf(key.clone())).cloned();
@@ -232,6 +240,22 @@ impl Index {
     /// The invalid policies of the namespace of the mesh.
     pub fn invalid_policies_of_mesh(&self) -> &BTreeSet<Key> {
         &self.authorizations.invalid
+    }
+
+    /// The namespaces whose policies were deleted with their definition.
+    pub fn lost_policies(&self) -> &BTreeSet<Arc<str>> {
+        &self.authorizations.lost
+    }
+
+    /// Whether policies of the pods of a namespace are not known.
+    pub(super) fn lacks_policies(&self, namespace: &Arc<str>) -> bool {
+        let Authorizations {
+            invalid,
+            lost,
+            mesh,
+            ..
+        } = &self.authorizations;
+        !invalid.is_empty() || lost.contains(namespace) || lost.contains(mesh)
     }
 
     /// The policies that select a pod, with the ports that they cover: those of the mesh first.

@@ -58,8 +58,9 @@ pub fn kinds(resource: &Resource, target: Option<&Target>) -> &'static [Kind] {
 impl Index {
     /// Whether the state of a resource may be another one with the objects that cannot be read.
     pub(super) fn is_withheld(&self, resource: &Resource, target: Option<&Target>) -> bool {
-        let is_workload = matches!(resource, Resource::Workload(..));
-        if is_workload && !self.invalid_policies_of_mesh().is_empty() {
+        if let Resource::Workload(pod, _) = resource
+            && self.lacks_policies(&pod.namespace)
+        {
             return true;
         }
         let mut unreadable = kinds(resource, target).iter();

@@ -85,6 +85,8 @@ pub enum Step {
     Record(Kind, Progress, Option<u64>),
     /// The epoch of the resource versions.
     SetEpoch(u64),
+    /// The namespaces that lack their AuthorizationPolicies.
+    SetLost(BTreeSet<Arc<str>>),
 }
 
 /// The topics that changes may affect.
@@ -133,7 +135,8 @@ impl Index {
                 let deleted = deleted.into_iter().map(|key| Step::Remove(kind, key));
                 let set = objects.into_iter().map(Step::Set);
                 let record = record(kind, Progress::List);
-                deleted.chain(set).chain([record]).collect()
+                let found = (kind == Kind::Authorization).then(|| Step::SetLost(BTreeSet::new()));
+                deleted.chain(set).chain(found).chain([record]).collect()
             }
             Change::NotInstalled(kind) => {
                 let removed = self.keys(kind);
@@ -143,6 +146,7 @@ impl Index {
                     .collect()
             }
             Change::Unreadable(..) => vec![],
+            Change::Lost(namespaces) => vec![Step::SetLost(namespaces)],
             Change::Bookmark(kind) => vec![record(kind, Progress::Bookmark)],
             Change::Epoch(epoch) => vec![Step::SetEpoch(epoch)],
         }
@@ -160,6 +164,9 @@ impl Index {
             Step::Record(kind, progress, version) => {
                 self.history.record(kind, progress, version);
                 self.is_position_current = false;
+            }
+            Step::SetLost(namespaces) => {
+                touched.all |= self.authorizations.set_lost(namespaces);
             }
             Step::SetEpoch(epoch) => {
                 self.history.set_epoch(epoch);

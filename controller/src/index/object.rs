@@ -1,7 +1,7 @@
 //! The objects of the catalog, with the fields that determine destinations. Plain values without
 //! types of Kubernetes or gRPC.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -56,6 +56,9 @@ pub enum Change {
     /// The source could not list an optional kind so far, and nothing waits for it any longer. What
     /// depends on it is withheld until it is listed.
     Unreadable(Kind),
+    /// The AuthorizationPolicies of these namespaces were deleted with their definition. The pods wait
+    /// for others, until these are listed.
+    Lost(BTreeSet<Arc<str>>),
     /// The source has no other changes of a kind up to a resource version.
     Bookmark(Kind),
     /// The epoch of the resource versions of the Kubernetes API.

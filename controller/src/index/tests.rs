@@ -1169,7 +1169,7 @@ fn remember(objects: &mut BTreeMap<(Kind, Key), Object>, change: &Change) {
             objects.extend(all.iter().map(|object| (id(object), object.clone())));
         }
         Change::NotInstalled(..) | Change::Unreadable(..) => {}
-        Change::Bookmark(..) | Change::Epoch(_) => {}
+        Change::Bookmark(..) | Change::Epoch(_) | Change::Lost(_) => {}
     }
 }
 

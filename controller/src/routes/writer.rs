@@ -18,7 +18,7 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::core::{ApiResource, DynamicObject};
 use kube::{Api, Client, Resource, ResourceExt};
-use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 mod progress;
@@ -31,6 +31,7 @@ use super::lease::{Election, LEASE};
 use super::statuses::{Statuses, Withheld, take_changed, wait_changed};
 use super::{Condition, RouteStatus, report, status};
 use crate::api::{self, API_TIMEOUT, ApiError};
+use crate::catalog::marker::{self, Marker};
 use crate::catalog::resources;
 use crate::index::object::{Key, Kind};
 use crate::metrics::Metrics;
@@ -41,6 +42,9 @@ const STORED_STATE_LABEL: &str = "diy-service-mesh.dev/last-valid";
 const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
 /// Time between two writes, each of which needs a read. Limits the load of the API server.
 const WRITE_INTERVAL: Duration = Duration::from_millis(20);
+/// Time between two updates of the marker.
+const MIN_MARKER_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_MARKER_INTERVAL: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Objects in one response to a LIST, which is in memory as a whole. A route may have 1 MiB.
@@ -68,6 +72,7 @@ pub async fn run(
             () = stopping.cancelled() => {}
             never = writer.run(statuses) => match never {},
             never = writer.delete_stored_states() => match never {},
+            never = writer.keep_marker(statuses) => match never {},
         }
         leader.set(0);
         if stopping.is_cancelled() {
@@ -204,6 +209,23 @@ impl Writer {
         std::future::pending().await
     }
 
+    /// Keeps the namespaces with AuthorizationPolicies in the marker. Never returns.
+    async fn keep_marker(&self, statuses: &impl Statuses) -> Infallible {
+        let marker = Marker::new(&self.client, &self.namespace);
+        let mut changed = statuses.changed().subscribe();
+        loop {
+            // Withheld while the policies cannot be read.
+            let is_known = statuses
+                .get(&(Kind::Authorization, Key::new("", "")))
+                .is_ok();
+            if is_known && let Err(error) = marker.update(&authorized(statuses)).await {
+                tracing::warn!("cannot update ConfigMap {}: {error}", marker::CONFIG_MAP);
+            }
+            sleep(MIN_MARKER_INTERVAL).await;
+            let _ = timeout(MAX_MARKER_INTERVAL, changed.changed()).await;
+        }
+    }
+
     /// Compares all routes of a kind with the cluster, and writes none. One that is not installed has
     /// none. They are listed in the first of its versions that the cluster serves.
     async fn resync(
@@ -322,6 +344,13 @@ impl Writer {
             }
         }
     }
+}
+
+/// The namespaces with AuthorizationPolicies.
+fn authorized(statuses: &impl Statuses) -> marker::Namespaces {
+    let all = statuses.with_status().into_iter();
+    let policies = all.filter(|(kind, _)| *kind == Kind::Authorization);
+    policies.map(|(_, key)| key.namespace).collect()
 }
 
 /// The time of a transition.

@@ -284,6 +284,34 @@ fn names_optional_fields_that_a_definition_lacks() {
 }
 
 #[tokio::test]
+async fn policies_that_were_deleted_with_their_definition_are_missed_until_they_are_forgotten() {
+    const DEFINITION: &str = "metadata.name%3Dauthorizationpolicies.diy-service-mesh.dev";
+    const MARKER: &str = "/namespaces/mesh/configmaps/diy-service-mesh-authorization";
+    let marker = |data: Value| json!({"metadata": {"name": "m"}, "data": data});
+    let mut server = start([Kind::Authorization]).await;
+    server.respond_at(DEFINITION, 200, list("7", "", &[])).await;
+    let (watch, _) = server.events_at(DEFINITION, &[]).await;
+    server.respond_at(MARKER, 500, failure(500)).await;
+    let shop = marker(json!({"shop": ""}));
+    server.respond_at(MARKER, 200, shop).await;
+    assert_eq!(server.change().await, r#"lost {"shop"}"#);
+    assert_eq!(server.change().await, "not installed AuthorizationPolicy");
+    server.respond_at(MARKER, 200, marker(json!({}))).await;
+    assert_eq!(server.change().await, "lost {}");
+    assert_eq!(server.change().await, "not installed AuthorizationPolicy");
+    let kept = definition(Kind::Authorization, &[("v1alpha1", true)], true);
+    let added = event("ADDED", kept.clone());
+    server.more_events(watch, &[added]).await;
+    let listed = list("12", "", &[]);
+    server
+        .respond_at("/v1alpha1/authorizationpolicies?", 200, listed)
+        .await;
+    let one = list("7", "", std::slice::from_ref(&kept));
+    server.respond_at(DEFINITION, 200, one).await;
+    assert_eq!(server.change().await, "reset AuthorizationPolicy []");
+}
+
+#[tokio::test]
 async fn policies_are_deleted_one_by_one_and_outlive_their_definition() {
     const DEFINITION: &str = "metadata.name%3Dauthorizationpolicies.diy-service-mesh.dev";
     const POLICIES: &str = "/v1alpha1/authorizationpolicies?";

@@ -392,6 +392,29 @@ fn unreadable_kind_withholds_the_state_of_pods() {
 }
 
 #[test]
+fn pods_wait_for_policies_that_were_deleted_with_their_definition() {
+    let pods = ["shop", "bank"].map(|namespace| Object::Pod(pod_in(namespace, "a")));
+    let mut index = index(pods);
+    let mut lose = |namespaces: &[&str]| {
+        let lost = namespaces.iter().map(|name| Arc::from(*name)).collect();
+        let mut touched = Touched::default();
+        index.apply(Change::Lost(lost), &mut touched);
+        index.apply(Change::NotInstalled(Kind::Authorization), &mut touched);
+        let is_withheld = |namespace| state(&index, &Key::new(namespace, "a")).is_withheld;
+        (touched.all, ["shop", "bank"].map(is_withheld))
+    };
+    assert_eq!(lose(&[]), (false, [false, false]));
+    assert_eq!(lose(&["shop"]), (true, [true, false]));
+    assert_eq!(lose(&[MESH]), (true, [true, true]), "all");
+    assert_eq!(lose(&[]), (true, [false, false]), "forgotten");
+    assert_eq!(lose(&["shop", "bank"]), (true, [true, true]));
+    let listed = Change::Reset(Kind::Authorization, vec![]);
+    let mut touched = Touched::default();
+    index.apply(listed, &mut touched);
+    assert!(touched.all && !state(&index, &key("a")).is_withheld);
+}
+
+#[test]
 fn policies_over_the_bound_deny_without_their_rules() {
     let header = json!({"name": "h", "type": "Exact", "value": "v".repeat(1000)});
     let requests = json!([{"headers": vec![header; 16]}]);

@@ -700,7 +700,7 @@ fn number_of_changes_is_limited_and_the_oldest_come_first() {
     let mut written = Vec::new();
     for tick in 0..5 {
         // What is written differs again at once.
-        let outcome = Outcome::Rejected(tick.to_string().into());
+        let outcome = Outcome::Rejected(tick.to_string());
         let now = start + REVIEW_INTERVAL * tick;
         let changed = reports.update(now, found(&names, 1, &outcome), BTreeMap::new());
         written.extend(changed.into_iter().map(|(_, key)| key.name.to_string()));

@@ -661,3 +661,37 @@ async fn deleted_routes_and_missing_kinds_are_no_errors() {
     fixture.set(vec![desired(1, true)]);
     fixture.until("is written", is_written(1)).await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn marker_follows_the_policies_only_while_their_definition_is_kept() {
+    const DEFINITIONS: &str = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions";
+    const MARKER: &str = "/api/v1/namespaces/mesh/configmaps/diy-service-mesh-authorization";
+    let server = ApiServer::default();
+    server.install(DEFINITIONS);
+    let marker = Marker::new(&server.client(), "mesh");
+    let set = |names: &[&str]| names.iter().map(|name| Arc::from(*name)).collect();
+    let update = async |names: &[&str]| {
+        marker.update(&set(names)).await.unwrap();
+        marker.read().await.unwrap()
+    };
+    assert_eq!(update(&["shop"]).await, set(&[]), "no definition");
+    let definition = format!("{DEFINITIONS}/authorizationpolicies.diy-service-mesh.dev");
+    let kept = json!({"metadata": {"name": "authorizationpolicies.diy-service-mesh.dev"}});
+    server.put(&definition, kept.clone());
+    assert_eq!(update(&["shop"]).await, set(&["shop"]));
+    assert_eq!(update(&["bank", "shop"]).await, set(&["bank", "shop"]));
+    let mut terminating = kept.clone();
+    terminating["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+    server.put(&definition, terminating);
+    assert_eq!(update(&[]).await, set(&["bank", "shop"]));
+    assert!(marker.forget("bank").await.unwrap());
+    assert!(!marker.forget("bank").await.unwrap());
+    assert_eq!(update(&[]).await, set(&["shop"]));
+    server.put(&definition, kept);
+    server.conflict_once(MARKER, |map| map["data"] = json!({"till": ""}));
+    assert!(
+        marker.update(&set(&[])).await.is_err(),
+        "another has written"
+    );
+    assert_eq!(update(&[]).await, set(&[]));
+}
