@@ -1,8 +1,12 @@
-//! The routes of a Service that are in force, for people: of the controller's index, or of one that
-//! is made of objects in files. Pure: the index decides, as in discovery.
+//! What is in force, for people: the routes of a Service, and who may call pods. It is read from the
+//! controller's index, or from one that is made of objects in files. Pure: the index decides, as in
+//! discovery.
+
+pub mod authorization;
 
 use std::collections::BTreeSet;
 
+use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::GetRoutesResponse;
 use proto::field_match::Kind as FieldKind;
@@ -11,7 +15,6 @@ use proto::path_match::Kind as PathKind;
 use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
-use crate::authorization;
 use crate::catalog;
 use crate::index::object::{Change, Key};
 use crate::index::{Index, Touched};
@@ -23,26 +26,27 @@ use crate::routes::programmed::shown;
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
-    index(objects).0.route_statuses()
+    index(objects, "").0.route_statuses()
 }
 
 /// The pods among these objects that may be open by mistake: a line for each ALLOW policy with a
 /// Service without pods.
 pub fn opened(objects: &[Value]) -> Vec<String> {
-    let (index, _) = index(objects);
+    let (index, _) = index(objects, "");
     let describe = |(policy, service, pods): (&Key, String, Vec<&Key>)| {
-        let (policy, pods) = (authorization::name(policy), shown(pods.iter()));
+        let (policy, pods) = (crate::authorization::name(policy), shown(pods.iter()));
         format!("{policy}: the {service} leads to no pod with a proxy; no ALLOW covers {pods}")
     };
     index.opened().into_iter().map(describe).collect()
 }
 
-/// An index of these objects, and what of them cannot be read.
-fn index(objects: &[Value]) -> (Index, Vec<String>) {
-    let (mut index, mut touched) = (Index::default(), Touched::default());
+/// An index of these objects, and what of them cannot be read. Of several with a name, the last one
+/// counts. `mesh`: the namespace of the mesh.
+pub fn index(objects: &[Value], mesh: &str) -> (Index, Vec<String>) {
+    let (mut index, mut touched) = (Index::of_mesh(mesh), Touched::default());
     let mut problems = Vec::new();
     for object in objects {
-        match catalog::parse(&object.to_string(), "") {
+        match catalog::parse(&object.to_string(), TRUST_DOMAIN) {
             Ok(mut parsed) => {
                 for object in parsed.objects {
                     // Others are not written by hand, and a cluster may be of a later release.
@@ -67,7 +71,7 @@ fn index(objects: &[Value]) -> (Index, Vec<String>) {
 /// Explains the requests of the clients of a namespace to a Service, as these objects say. `None`:
 /// it is not among them.
 pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<GetRoutesResponse> {
-    let (index, mut problems) = index(objects);
+    let (index, mut problems) = index(objects, "");
     let explained = summary(&index, service, clients)?;
     for id in deciding(&index, service, clients) {
         problems.append(&mut problems_of(&index, service, &id));

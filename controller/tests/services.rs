@@ -491,3 +491,65 @@ async fn invalid_file_keeps_its_previous_content() {
         1
     );
 }
+
+#[tokio::test]
+async fn authorization_of_pods_comes_in_pages_for_callers_of_their_namespace() {
+    let hosts: Vec<String> = (0..32)
+        .map(|at| format!("{}.h{at}", "a".repeat(200)))
+        .collect();
+    let hosts = hosts.join(", ");
+    let rules = format!("{{requests: [{{hosts: [{hosts}]}}]}}, ").repeat(35);
+    let policy = format!(
+        "apiVersion: diy-service-mesh.dev/v1alpha1
+kind: AuthorizationPolicy
+metadata: {{name: hosts, namespace: shop}}
+spec: {{targetRefs: [{{kind: Pod, selector: {{}}}}], action: ALLOW, rules: [{rules}]}}
+"
+    );
+    let ips: Vec<String> = (1..7).map(|at| format!("10.0.0.{at}")).collect();
+    let ips: Vec<&str> = ips.iter().map(String::as_str).collect();
+    let pods = web(&ips).replace("shop}\nspec: {s", "shop, labels: {app: web}}\nspec: {s");
+    let pods = pods.replace("{clusterIP", "{selector: {app: web}, clusterIP");
+    assert_eq!(pods.matches("app: web").count(), 7);
+    let sandbox = Sandbox::start(&[("policy.yaml", policy), ("web.yaml", pods)]).await;
+    let (mut shop, mut viewer) = (sandbox.client().await, sandbox.account(VIEWER).await);
+    let ask = |target: &str, page_token: String| proto::GetAuthorizationRequest {
+        target: target.to_owned(),
+        port: 80,
+        page_token,
+    };
+    let (mut names, mut pages, mut token) = (vec![], 0, String::new());
+    loop {
+        let request = shop.request(ask("shop/web", token));
+        let page = shop
+            .client
+            .get_authorization(request)
+            .await
+            .unwrap()
+            .into_inner();
+        pages += 1;
+        for pod in page.pods {
+            let policies = pod.workload.unwrap().authorization.unwrap().policies;
+            assert_eq!((policies[0].rules.len(), pod.ports), (35, vec![8080]));
+            names.push(pod.name);
+        }
+        token = page.next_page_token;
+        if token.is_empty() {
+            break;
+        }
+    }
+    let expected: Vec<String> = (1..7).map(|at| format!("web-10-0-0-{at}")).collect();
+    assert_eq!((names, pages), (expected, 2));
+    for (target, code) in [
+        ("other/web", Code::PermissionDenied),
+        ("shop/none", Code::NotFound),
+        ("shop", Code::InvalidArgument),
+    ] {
+        let request = shop.request(ask(target, String::new()));
+        let status = shop.client.get_authorization(request).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status:?}");
+    }
+    let request = viewer.request(ask("other/web", String::new()));
+    let status = viewer.client.get_authorization(request).await.unwrap_err();
+    assert_eq!(status.code(), Code::NotFound);
+}

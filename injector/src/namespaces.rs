@@ -13,12 +13,10 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
 use tokio::time::timeout;
 
-use crate::annotations::{INBOUND, INJECT};
 use crate::config;
 use crate::kubernetes;
 use crate::patch::NamespaceLabels;
 use crate::publish;
-use crate::settings::STRICT;
 
 /// Timeout of a read, well below the timeout of a review.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
@@ -73,11 +71,9 @@ impl Namespaces {
             format!("cannot read the labels of namespace {name:?}, which decide about injection and strictness: {reason}; create the pod again, as its controller does, and run `mesh check` if it fails again")
         })?;
         let labels = metadata.labels.unwrap_or_default();
-        let has = |label: &str, value| labels.get(label).is_some_and(|other| other == value);
-        Ok(NamespaceLabels {
-            enabled: has(INJECT, "enabled"),
-            strict: has(INBOUND, STRICT),
-        })
+        Ok(NamespaceLabels::of(|label| {
+            labels.get(label).map(String::as_str)
+        }))
     }
 
     async fn read(&self, name: &str) -> Result<ObjectMeta, String> {
@@ -105,6 +101,7 @@ impl Namespaces {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::annotations::{INBOUND, INJECT};
 
     use std::future::pending;
 

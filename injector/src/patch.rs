@@ -14,7 +14,7 @@ use crate::containers::{
 use crate::diff;
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
-use crate::settings::{DRAIN, SidecarSettings};
+use crate::settings::{DRAIN, STRICT, SidecarSettings};
 
 /// A pod that is about to be created.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +35,16 @@ pub struct NamespaceLabels {
     pub enabled: bool,
     /// Injected pods reject unauthenticated connections.
     pub strict: bool,
+}
+
+impl NamespaceLabels {
+    /// Those of a namespace with these labels.
+    pub fn of<'a>(label: impl Fn(&str) -> Option<&'a str>) -> Self {
+        Self {
+            enabled: label(annotations::INJECT) == Some("enabled"),
+            strict: label(annotations::INBOUND) == Some(STRICT),
+        }
+    }
 }
 
 /// The decision about a pod.

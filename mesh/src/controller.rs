@@ -16,8 +16,9 @@ use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use diy_mesh_proto::{
     TOKEN_AUDIENCE,
     mesh::v1::{
-        GetIdentityRequest, GetIdentityResponse, GetRoutesRequest, GetRoutesResponse,
-        GetServicesRequest, Service, WatchServicesRequest, WatchServicesResponse,
+        GetAuthorizationRequest, GetIdentityRequest, GetIdentityResponse, GetRoutesRequest,
+        GetRoutesResponse, GetServicesRequest, Service, WatchServicesRequest,
+        WatchServicesResponse, get_authorization_response,
         service_mesh_service_client::ServiceMeshServiceClient,
     },
 };
@@ -504,6 +505,28 @@ impl Controller {
             }
             if page_token.is_empty() {
                 return Ok(all.unwrap_or_default());
+            }
+        }
+    }
+
+    /// The pods of a target ("namespace/name") with who may call them.
+    pub async fn authorization(
+        &mut self,
+        target: String,
+        port: u32,
+    ) -> Result<Vec<get_authorization_response::Pod>, Error> {
+        let (mut pods, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = self.authorize(GetAuthorizationRequest {
+                target: target.clone(),
+                port,
+                page_token,
+            });
+            let page = self.client.get_authorization(request).await?.into_inner();
+            pods.extend(page.pods);
+            page_token = page.next_page_token;
+            if page_token.is_empty() {
+                return Ok(pods);
             }
         }
     }

@@ -1,9 +1,11 @@
 //! The command line `mesh`. A cluster does not need this crate.
 
+pub mod authorization;
 pub mod check;
 pub mod cluster;
 pub mod commands;
 pub mod controller;
+pub mod files;
 pub mod identity;
 pub mod routes;
 mod time;

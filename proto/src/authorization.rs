@@ -14,6 +14,7 @@ mod sources;
 mod tests;
 mod truth;
 
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -83,6 +84,24 @@ pub struct Nearest {
     pub rule: usize,
     /// Its first condition that is not true.
     pub failed: Condition,
+}
+
+/// For messages: the policy, and what of it decides.
+impl fmt::Display for Denial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&*self.policy, self.rule) {
+            (policy, Some(rule)) => write!(f, "{policy}, rules[{rule}]"),
+            ("", None) => f.write_str("the default"),
+            (policy, None) => {
+                write!(f, "{policy}: no rule matches")?;
+                let Some(Nearest { rule, failed }) = self.nearest else {
+                    return Ok(());
+                };
+                let failed = failed.as_str();
+                write!(f, ", the nearest is rules[{rule}] but for its {failed}")
+            }
+        }
+    }
 }
 
 impl Authorization {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_model::code::Code;
-use diy_mesh_proto::authorization::{Denial, Nearest};
+use diy_mesh_proto::authorization::Denial;
 use http::StatusCode;
 use thiserror::Error;
 
@@ -374,27 +374,9 @@ pub fn policy_or_defaults(policy: &str) -> &str {
 }
 
 fn denied_message(denial: &Denial, id: Option<u32>) -> String {
-    let reason = denial_reason(denial);
     match id {
-        Some(id) => format!("denied by {reason} ({id:08x})"),
-        None => format!("denied by {reason}"),
-    }
-}
-
-/// What denies a call, in a message.
-pub fn denial_reason(denial: &Denial) -> String {
-    match (&*denial.policy, denial.rule) {
-        (policy, Some(rule)) => format!("{policy}, rules[{rule}]"),
-        ("", None) => "the default".to_owned(),
-        (policy, None) => match denial.nearest {
-            Some(Nearest { rule, failed }) => {
-                let failed = failed.as_str();
-                format!(
-                    "{policy}: no rule matches, the nearest is rules[{rule}] but for its {failed}"
-                )
-            }
-            None => format!("{policy}: no rule matches"),
-        },
+        Some(id) => format!("denied by {denial} ({id:08x})"),
+        None => format!("denied by {denial}"),
     }
 }
 

@@ -375,6 +375,7 @@ fn reference_lists_all_flags() {
         ("http-client and grpc-client", &["http-client", "--help"]),
         ("http-client and grpc-client", &["grpc-client", "--help"]),
         ("mesh demo", &["mesh", "demo", "--help"]),
+        ("mesh authz", &["mesh", "authz", "--help"]),
         ("mesh check", &["mesh", "check", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),

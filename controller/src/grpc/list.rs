@@ -1,6 +1,6 @@
-//! The calls for people and tools: GetServices, WatchServices, GetRoutes, GetIdentity and GetEdges. A
-//! caller gets what is in the namespaces whose pods it may list. Answers come in pages and are
-//! charged to the caller until they have been sent.
+//! The calls for people and tools, whose names begin with Get or Watch. A caller gets what is in the
+//! namespaces whose pods it may list. Answers come in pages and are charged to the caller until they
+//! have been sent.
 
 use std::collections::BTreeSet;
 use std::ops::Bound;
@@ -16,7 +16,7 @@ use super::name::parse_key;
 use super::{Call, Mesh, ResponseStream, message, stream_age, watch};
 use crate::authenticate::Namespaces;
 use crate::authority::status;
-use crate::explain;
+use crate::explain::{self, authorization};
 use crate::index::object::Key;
 use crate::quota::{Charge, SUBSCRIPTION_BYTES};
 
@@ -182,6 +182,38 @@ impl Mesh {
         Ok(viewer.respond(page))
     }
 
+    /// A page of the pods of a target, with who may call them.
+    pub(super) async fn list_authorization(
+        &self,
+        request: Request<proto::GetAuthorizationRequest>,
+    ) -> Result<Response<proto::GetAuthorizationResponse>, Status> {
+        let mut viewer = self.viewer(&request).await?;
+        let request = request.into_inner();
+        let target = named_key("target", &request.target, &viewer.namespaces)?;
+        let hub = &self.context.hub;
+        let pods = hub.read(|index| authorization::pods(index, &target));
+        let missing = || Status::not_found(format!("there is no Service or pod {target}"));
+        let after = Key::new(&target.namespace, &request.page_token);
+        let pods = pods.ok_or_else(missing)?;
+        let mut pods = pods
+            .range((Bound::Excluded(after), Bound::Unbounded))
+            .peekable();
+        let (mut page, mut bytes) = (proto::GetAuthorizationResponse::default(), 0);
+        while let Some(key) = pods.next() {
+            let pod = hub.read(|index| authorization::pod(index, &target, request.port, key));
+            let length = pod.as_ref().map_or(0, prost::Message::encoded_len);
+            viewer.charge.add(length)?;
+            bytes += length;
+            page.pods.extend(pod);
+            if bytes >= MAX_PAGE_BYTES && pods.peek().is_some() {
+                page.next_page_token = key.name.to_string();
+                break;
+            }
+            tokio::task::yield_now().await;
+        }
+        Ok(viewer.respond(page))
+    }
+
     /// A page of the workloads that are connected to this replica, with the state of the CA.
     pub(super) async fn list_workloads(
         &self,
@@ -264,12 +296,17 @@ fn service_keys(names: &[String], namespaces: &Namespaces) -> Result<BTreeSet<Ke
 }
 
 fn service_key(name: &str, namespaces: &Namespaces) -> Result<Key, Status> {
-    let invalid = || format!("services: {name:?} is not NAMESPACE/NAME");
+    named_key("services", name, namespaces)
+}
+
+/// A name in one of these namespaces.
+fn named_key(field: &str, name: &str, namespaces: &Namespaces) -> Result<Key, Status> {
+    let invalid = || format!("{field}: {name:?} is not NAMESPACE/NAME");
     let key = parse_key(name).ok_or_else(|| Status::invalid_argument(invalid()))?;
     if namespaces.contains(&key.namespace) {
         Ok(key)
     } else {
-        Err(denied("services", name))
+        Err(denied(field, name))
     }
 }
 

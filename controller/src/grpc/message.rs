@@ -99,7 +99,7 @@ pub(super) fn endpoints(endpoints: &Endpoints) -> &[Bytes] {
 }
 
 /// The inbound configuration of a pod.
-pub(super) fn workload(workload: &Workload) -> proto::Workload {
+pub(crate) fn workload(workload: &Workload) -> proto::Workload {
     let inbound = &workload.inbound;
     let mode = if inbound.strict {
         proto::workload::InboundMode::Strict

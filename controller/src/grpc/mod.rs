@@ -7,7 +7,7 @@
 mod discover;
 mod frames;
 mod list;
-mod message;
+pub(crate) mod message;
 mod name;
 pub(crate) mod server;
 mod sign;
@@ -183,6 +183,13 @@ impl ServiceMeshService for Mesh {
         request: Request<proto::GetRoutesRequest>,
     ) -> Result<Response<proto::GetRoutesResponse>, Status> {
         self.list_routes(request).await
+    }
+
+    async fn get_authorization(
+        &self,
+        request: Request<proto::GetAuthorizationRequest>,
+    ) -> Result<Response<proto::GetAuthorizationResponse>, Status> {
+        self.list_authorization(request).await
     }
 
     type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;

@@ -291,7 +291,7 @@ impl Index {
                     if let Some(service) = service.filter(|service| service.selects(pod)) {
                         // Those over the limit are not known.
                         covers_all |= service.excess.is_some();
-                        ports.extend(target_ports(service, pod));
+                        ports.extend(target_ports(service.tcp_ports(), pod));
                     }
                 }
             }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message;
 
-use super::object::{Key, Pod, Service, TargetPort, Transport};
+use super::object::{Key, Pod, Service, ServicePort, TargetPort, Transport};
 use super::store::Store;
 use super::{Index, Touched};
 use crate::policy::{Side, Target};
@@ -149,7 +149,7 @@ impl Index {
         {
             let limits = self.policies.rate_limits(&service.key).into_iter();
             let limits = limits.flat_map(|limits| limits.iter());
-            let ports = target_ports(service, pod);
+            let ports = target_ports(service.tcp_ports(), pod);
             let of_pod = |limit: &proto::RateLimit| proto::RateLimit {
                 ports: ports.clone(),
                 replicas,
@@ -179,9 +179,12 @@ impl Index {
     }
 }
 
-/// The ports of a pod that a Service leads to. Named ports are those that the pod declares.
-pub(super) fn target_ports(service: &Service, pod: &Pod) -> Vec<u32> {
-    let targets = service.tcp_ports().filter_map(|port| match &port.target {
+/// The ports of a pod that ports of a Service lead to. Named ones are those that the pod declares.
+pub(crate) fn target_ports<'a>(
+    ports: impl Iterator<Item = &'a ServicePort>,
+    pod: &Pod,
+) -> Vec<u32> {
+    let targets = ports.filter_map(|port| match &port.target {
         TargetPort::Number(number) => Some(*number),
         TargetPort::Name(name) => {
             let mut declared = pod.inbound.ports.iter();

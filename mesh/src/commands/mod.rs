@@ -1,5 +1,6 @@
 //! The commands of `mesh`.
 
+pub mod authz;
 pub mod check;
 pub mod demo;
 pub mod identity;
@@ -14,6 +15,8 @@ use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use diy_mesh_sandbox::internal::Internal;
+
+use crate::authorization::Outcome;
 
 /// Runs the command of this process's arguments. Exits if they are invalid.
 pub fn run() -> Result<ExitCode> {
@@ -37,6 +40,8 @@ struct Mesh {
 enum Command {
     /// Run the demo on this machine, without a cluster or Docker
     Demo(demo::Arguments),
+    /// Tell whether a call is allowed, by which policy and rule, and why
+    Authz(authz::Arguments),
     /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
@@ -61,6 +66,7 @@ impl Command {
     fn run(self) -> Result<ExitCode> {
         match self {
             Self::Demo(arguments) => demo::run(&arguments),
+            Self::Authz(arguments) => Ok(authz::run(&arguments)),
             Self::Check(arguments) => check::run(&arguments),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
@@ -83,6 +89,20 @@ fn completions(shell: Shell) -> Result<ExitCode> {
     clap_complete::generate(shell, &mut Mesh::command(), "mesh", &mut script);
     terminal::print(&String::from_utf8_lossy(&script))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The exit code of a verdict: 0 if the call is allowed, 1 if it is denied, 3 if that depends on what
+/// is not known. An error is printed, and its exit code is 2.
+fn exit(outcome: Result<Outcome>) -> ExitCode {
+    match outcome {
+        Ok(Outcome::Allowed) => ExitCode::SUCCESS,
+        Ok(Outcome::Denied) => ExitCode::FAILURE,
+        Ok(Outcome::Unknown) => ExitCode::from(3),
+        Err(error) => {
+            eprintln!("mesh: {error:#}");
+            ExitCode::from(2)
+        }
+    }
 }
 
 /// Runs a future on a new single-threaded runtime.

@@ -2,7 +2,7 @@
 //! prints what happens with the requests to a Service, as the controller or files say. Changes
 //! nothing.
 
-use std::{fs, io, path::PathBuf, process::ExitCode};
+use std::{io, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -10,15 +10,15 @@ use diy_mesh_controller::explain::explain;
 use diy_mesh_controller::index::object::Key;
 use diy_mesh_controller::kinds::Kind;
 use diy_mesh_proto::mesh::v1::{GetRoutesResponse as Explanation, get_routes_response::Rule};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
     cluster::{self, Cluster},
     controller::{self, Access, Controllers},
+    files,
     routes::{self, Condition, Route},
 };
-use diy_mesh_sandbox::manifest;
 
 /// The arguments of `mesh routes`.
 #[derive(Args, Debug)]
@@ -46,7 +46,7 @@ pub struct Arguments {
     /// Namespace of the routes [default: all]
     #[arg(short, long, value_name = "NAME", conflicts_with = "services")]
     namespace: Option<String>,
-    /// File with objects to read in place of a cluster, which have no conditions; repeatable
+    /// File or folder with objects to read in place of a cluster, which have no conditions; repeatable
     #[arg(short, long, value_name = "FILE", conflicts_with_all = ["context", "controller"])]
     filename: Vec<PathBuf>,
     /// Output format
@@ -110,7 +110,7 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
             objects.map_err(|error| anyhow!("failed to list routes: {error}"))
         })??
     } else {
-        from_files(&arguments.filename)?
+        files::read(&arguments.filename)?
     };
     let mut routes: Vec<Route> = objects.iter().filter_map(Route::read).collect();
     let namespace = arguments.namespace.as_ref();
@@ -124,7 +124,7 @@ fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
     if arguments.filename.is_empty() {
         return super::block_on(ask(arguments))?;
     }
-    let objects = from_files(&arguments.filename)?;
+    let objects = files::read(&arguments.filename)?;
     let explained = arguments.services.iter().map(|service| {
         let clients = arguments.clients.as_deref().unwrap_or(&service.namespace);
         explain(&objects, service, clients).with_context(|| {
@@ -148,17 +148,6 @@ async fn ask(arguments: &Arguments) -> Result<Vec<Explanation>> {
         explained.push(controller.routes(service.to_string(), clients).await?);
     }
     Ok(explained)
-}
-
-fn from_files(files: &[PathBuf]) -> Result<Vec<Value>> {
-    let mut all = Vec::new();
-    for path in files {
-        let text = fs::read_to_string(path);
-        let text = text.with_context(|| format!("failed to read {}", path.display()))?;
-        let objects = manifest::parse(&text);
-        all.extend(objects.with_context(|| format!("failed to parse {}", path.display()))?);
-    }
-    Ok(all)
 }
 
 /// The rules of each port in order, a row per backend, then policies and problems.
@@ -329,7 +318,7 @@ problem: HTTPRoute shop/canary, parent shop/web:80: diy-service-mesh.dev/Applies
             let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
             folder.join("../docs/tutorial").join(name)
         });
-        let mut objects = from_files(&files).unwrap();
+        let mut objects = files::read(&files).unwrap();
         objects.push(json!({"apiVersion": "v1", "kind": "Service",
             "metadata": {"name": "http-server", "namespace": "http-server"},
             "spec": {"clusterIP": "10.0.0.1", "ports": [{"port": 80}]}}));

@@ -12,7 +12,7 @@ use diy_mesh_proto::authorization::Denial;
 use http::StatusCode;
 
 use crate::context::flow::Flow;
-use crate::error::{Failure, denial_reason};
+use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
@@ -83,8 +83,7 @@ impl ExchangeRecord {
 
     /// The policies under audit would deny the request.
     pub fn would_deny(&mut self, denial: &Denial) {
-        let reason = denial_reason(denial);
-        self.dump(|dump| dump.exchange.would_deny = Some(reason));
+        self.dump(|dump| dump.exchange.would_deny = Some(denial.to_string()));
     }
 
     /// An attempt begins.

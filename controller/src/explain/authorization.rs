@@ -1,0 +1,134 @@
+//! Who may call a pod, or the pods of a Service, as their proxies are told. Pure.
+
+use std::collections::BTreeSet;
+
+use diy_mesh_proto::mesh::v1::get_authorization_response::Pod as Row;
+
+use crate::grpc::message;
+use crate::index::Index;
+use crate::index::limits::target_ports;
+use crate::index::object::{Key, Pod, Resource, Transport};
+use crate::index::state::{Target, TargetKind};
+
+/// The pods that a name is about: those with a proxy that the Service selects, or else the pod.
+/// `None`: there is neither.
+pub fn pods(index: &Index, target: &Key) -> Option<BTreeSet<Key>> {
+    let Some(service) = index.service_object(target) else {
+        return index.pod(target).map(|pod| [pod.key.clone()].into());
+    };
+    let first = Key::new(&target.namespace, "");
+    let pods = index.meshed_pods_after(&first);
+    let pods = pods.take_while(|pod| pod.key.namespace == target.namespace);
+    let selected = pods.filter(|pod| service.selects(pod));
+    Some(selected.map(|pod| pod.key.clone()).collect())
+}
+
+/// A pod of the target. `None`: it does not exist any more.
+pub fn pod(index: &Index, target: &Key, port: u32, key: &Key) -> Option<Row> {
+    let pod = index.pod(key)?;
+    let resource = Resource::Workload(key.clone(), pod.uid.clone());
+    let (_, state) = index.resolve(&resource, &index.location(key, &pod.uid));
+    let workload = match &state.target {
+        Some(Target {
+            kind: TargetKind::Workload(workload),
+            ..
+        }) => Some(message::workload(workload)),
+        _ => None,
+    };
+    let ports = ports(index, target, port, pod);
+    let is_bypassed =
+        |port: &u32| u16::try_from(*port).is_ok_and(|port| pod.bypassed.contains(port));
+    Some(Row {
+        namespace: key.namespace.to_string(),
+        name: key.name.to_string(),
+        identity: pod.identity.as_deref().unwrap_or_default().to_owned(),
+        bypassed: ports.iter().copied().filter(is_bypassed).collect(),
+        ports,
+        workload,
+    })
+}
+
+/// The ports of a pod behind a port of the target, or behind all of them.
+fn ports(index: &Index, target: &Key, port: u32, pod: &Pod) -> Vec<u32> {
+    if let Some(service) = index.service_object(target) {
+        let ports = service.tcp_ports();
+        return target_ports(
+            ports.filter(|one| [0, one.port.into()].contains(&port)),
+            pod,
+        );
+    }
+    let declared = pod.inbound.ports.iter();
+    let tcp = declared.filter(|one| port == 0 && one.protocol == Transport::Tcp);
+    let named = (port > 0).then_some(port);
+    tcp.map(|one| one.port.into()).chain(named).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn objects() -> Vec<Value> {
+        let pod = |name: &str, proxy: Value| {
+            json!({"apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": name, "namespace": "shop", "labels": {"app": "web"}},
+            "spec": {"serviceAccountName": "web", "initContainers": proxy, "containers": [{
+                "name": "app",
+                "ports": [{"name": "http", "containerPort": 8080}, {"containerPort": 53, "protocol": "UDP"}],
+            }]}})
+        };
+        let proxy = json!([
+            {"name": "proxy", "env": [{"name": "SERVICE_MESH_TOKEN_FILE"}]},
+            {"name": "proxy-init", "args": ["--skip-inbound-ports=9090"]},
+        ]);
+        let policy = json!({"apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "AuthorizationPolicy",
+            "metadata": {"name": "nobody", "namespace": "shop"},
+            "spec": {"targetRefs": [{"kind": "Pod", "selector": {}}], "action": "ALLOW"}});
+        let service = json!({"apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": "web", "namespace": "shop"},
+        "spec": {"selector": {"app": "web"}, "clusterIP": "10.0.0.1", "ports": [
+            {"name": "http", "port": 80, "targetPort": "http"}, {"name": "m", "port": 9090},
+        ]}});
+        vec![
+            pod("web-1", proxy.clone()),
+            pod("web-2", proxy),
+            pod("plain", json!([])),
+            policy,
+            service,
+        ]
+    }
+
+    #[test]
+    fn service_is_about_its_pods_with_a_proxy_at_its_target_ports() {
+        let (index, problems) = super::super::index(&objects(), "");
+        assert_eq!(problems, [""; 0]);
+        let web = Key::new("shop", "web");
+        let pods = pods(&index, &web).unwrap();
+        let names: Vec<String> = pods.iter().map(Key::to_string).collect();
+        assert_eq!(names, ["shop/web-1", "shop/web-2"]);
+        let of = |port| pod(&index, &web, port, &Key::new("shop", "web-1")).unwrap();
+        assert_eq!(
+            (of(0).ports, of(0).bypassed),
+            (vec![8080, 9090], vec![9090])
+        );
+        assert_eq!((of(80).ports, of(81).ports), (vec![8080], vec![]));
+        let row = of(80);
+        assert_eq!(row.identity, "spiffe://cluster.local/ns/shop/sa/web");
+        let policies = row.workload.unwrap().authorization.unwrap().policies;
+        assert_eq!(policies[0].name, "AuthorizationPolicy shop/nobody");
+    }
+
+    #[test]
+    fn pod_is_about_a_port_or_those_that_it_declares() {
+        let (index, _) = super::super::index(&objects(), "");
+        let key = Key::new("shop", "web-1");
+        assert_eq!(pods(&index, &key).unwrap().len(), 1);
+        assert_eq!(pod(&index, &key, 0, &key).unwrap().ports, [8080]);
+        assert_eq!(pod(&index, &key, 1, &key).unwrap().ports, [1]);
+        let plain = Key::new("shop", "plain");
+        let row = pod(&index, &plain, 80, &plain).unwrap();
+        assert_eq!((&*row.identity, row.workload), ("", None));
+        assert_eq!(pods(&index, &Key::new("shop", "none")), None);
+    }
+}

@@ -1,0 +1,331 @@
+//! Who may call pods: calls, and the verdict on them of what the proxies of the pods are told, with
+//! the evaluator that they run. Of a call, not everything may be known. Pure.
+
+mod assume;
+
+use std::{collections::BTreeMap, fmt, net::IpAddr, net::Ipv4Addr, str::FromStr};
+
+use diy_mesh_controller::{
+    explain::authorization,
+    index::{Index, object::Key},
+};
+use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
+use diy_mesh_proto::{
+    authorization::{Authorization, Call as Judged, Denial, Request},
+    mesh::v1::{
+        self as proto, AuthorizedPath, authorization_policy::Action,
+        get_authorization_response::Pod, workload::InboundMode,
+    },
+};
+use serde::Serialize;
+
+/// The client of a call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Caller {
+    /// Without an identity.
+    Unauthenticated,
+    /// Namespace and name of a service account of the trust domain of the mesh.
+    Account(String, String),
+    /// A SPIFFE ID.
+    Spiffe(Identity),
+}
+
+impl Caller {
+    /// The identity, in the trust domain of the called pod.
+    fn identity(&self, pod: &Pod) -> Option<Identity> {
+        match self {
+            Self::Unauthenticated => None,
+            Self::Spiffe(identity) => Some(identity.clone()),
+            Self::Account(namespace, name) => {
+                let pod: Option<Identity> = pod.identity.parse().ok();
+                let domain = pod.as_ref().map_or(TRUST_DOMAIN, Identity::trust_domain);
+                Identity::new(domain, namespace, name).ok()
+            }
+        }
+    }
+}
+
+impl FromStr for Caller {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "unauthenticated" {
+            return Ok(Self::Unauthenticated);
+        }
+        if text.starts_with("spiffe:") {
+            let identity = text.parse().map(Self::Spiffe);
+            return identity.map_err(|error| format!("{error}"));
+        }
+        let expected = "expected NAMESPACE/SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated";
+        let (namespace, name) = text.split_once('/').ok_or(expected)?;
+        Identity::new(TRUST_DOMAIN, namespace, name).map_err(|error| error.to_string())?;
+        Ok(Self::Account(namespace.to_owned(), name.to_owned()))
+    }
+}
+
+impl fmt::Display for Caller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unauthenticated => f.write_str("unauthenticated"),
+            Self::Account(namespace, name) => write!(f, "{namespace}/{name}"),
+            Self::Spiffe(identity) => f.write_str(identity.as_str()),
+        }
+    }
+}
+
+/// A Service or a pod, and one of its ports, or 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Namespace and name.
+    pub key: Key,
+    /// A port of the Service or of the pod. 0: all of them.
+    pub port: u32,
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, port) = text.split_once(':').unwrap_or((text, "0"));
+        let port = port.parse::<u16>().ok();
+        let parts: Vec<&str> = name.split('/').collect();
+        match (&parts[..], port) {
+            ([namespace, name], Some(port)) if !namespace.is_empty() && !name.is_empty() => {
+                let (key, port) = (Key::new(namespace, name), port.into());
+                Ok(Self { key, port })
+            }
+            _ => Err("expected NAMESPACE/NAME or NAMESPACE/NAME:PORT of a Service or a pod".into()),
+        }
+    }
+}
+
+/// A call. What is absent is not known.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// The client.
+    pub caller: Caller,
+    /// The address of the client.
+    pub address: Option<IpAddr>,
+    /// The request, unless the connection carries no HTTP.
+    pub request: Option<Head>,
+}
+
+/// The head of a request. What is absent is not known.
+#[derive(Clone, Debug)]
+pub struct Head {
+    /// The method.
+    pub method: String,
+    /// The path, without the query.
+    pub path: Path,
+    /// The host.
+    pub host: Option<String>,
+    /// The header fields.
+    pub fields: Option<Vec<(String, String)>>,
+}
+
+/// What is known of a path.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Path {
+    /// All of it.
+    Known(String),
+    /// A pattern that it matches.
+    Like(AuthorizedPath),
+    /// Nothing.
+    Unknown,
+}
+
+impl Request for Head {
+    fn method(&self) -> &[u8] {
+        self.method.as_bytes()
+    }
+
+    fn path(&self) -> &[u8] {
+        match &self.path {
+            Path::Known(path) => path.as_bytes(),
+            // Conditions that it decides are replaced.
+            _ => assume::SOME_PATH,
+        }
+    }
+
+    fn hosts(&self, each: &mut dyn FnMut(&[u8])) {
+        // No condition matches an address.
+        each(self.host.as_deref().unwrap_or("[::]").as_bytes());
+    }
+
+    fn fields(&self, each: &mut dyn FnMut(&[u8], &[u8])) {
+        for (name, value) in self.fields.iter().flatten() {
+            each(name.as_bytes(), value.as_bytes());
+        }
+    }
+}
+
+/// Whether a call is allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// It is.
+    Allowed,
+    /// It depends on what is not known.
+    Unknown,
+    /// It is not.
+    Denied,
+}
+
+/// The verdict on a call at a port of a pod.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Verdict {
+    /// Whether it is allowed.
+    pub verdict: Outcome,
+    /// Why, for people.
+    pub reason: String,
+    /// The policy that decides.
+    pub policy: Option<String>,
+    /// Its rule: the one that matches, or the nearest one.
+    pub rule: Option<usize>,
+    /// The first field of the nearest rule that does not match.
+    pub field: Option<&'static str>,
+    /// What the policies under audit would deny in addition.
+    pub audit: Option<String>,
+}
+
+impl Verdict {
+    fn new(verdict: Outcome, reason: impl Into<String>) -> Self {
+        Self {
+            verdict,
+            reason: reason.into(),
+            policy: None,
+            rule: None,
+            field: None,
+            audit: None,
+        }
+    }
+
+    fn denial(verdict: Outcome, denial: &Denial) -> Self {
+        let nearest = denial.nearest;
+        Self {
+            policy: Some(denial.policy.to_string()).filter(|policy| !policy.is_empty()),
+            rule: denial.rule.or(nearest.map(|nearest| nearest.rule)),
+            field: nearest.map(|nearest| nearest.failed.as_str()),
+            ..Self::new(verdict, denial.to_string())
+        }
+    }
+}
+
+/// The pods that a target is about, of an index. `None`: it is not there.
+pub fn pods(index: &Index, target: &Target) -> Option<Vec<Pod>> {
+    let pods = authorization::pods(index, &target.key)?;
+    let pod = |key: &Key| authorization::pod(index, &target.key, target.port, key);
+    Some(pods.iter().filter_map(pod).collect())
+}
+
+/// The verdicts at all ports of the pods, each with the pods that have it.
+pub fn verdicts(pods: &[Pod], call: &Call) -> Vec<(u32, Verdict, Vec<String>)> {
+    let mut all: BTreeMap<_, Vec<String>> = BTreeMap::new();
+    for pod in pods {
+        for port in &pod.ports {
+            let name = format!("{}/{}", pod.namespace, pod.name);
+            all.entry((*port, judge(pod, *port, call)))
+                .or_default()
+                .push(name);
+        }
+    }
+    let all = all.into_iter();
+    all.map(|((port, verdict), pods)| (port, verdict, pods))
+        .collect()
+}
+
+/// The verdict on a call at a port of a pod.
+pub fn judge(pod: &Pod, port: u32, call: &Call) -> Verdict {
+    if pod.identity.is_empty() {
+        return Verdict::new(Outcome::Allowed, "the pod has no proxy");
+    }
+    if pod.bypassed.contains(&port) {
+        return Verdict::new(Outcome::Allowed, "the port bypasses the proxy");
+    }
+    let Some(workload) = &pod.workload else {
+        let reason = "a policy of the mesh is invalid, or policies cannot be read: the proxy keeps \
+                      those that it has";
+        return Verdict::new(Outcome::Unknown, reason);
+    };
+    let is_strict = workload.inbound_mode() == InboundMode::Strict;
+    if is_strict && call.caller == Caller::Unauthenticated {
+        return Verdict::new(Outcome::Denied, "the pod is strict: mutual TLS is required");
+    }
+    let mut opaque = workload.opaque_ports.iter();
+    let is_opaque = opaque.any(|range| (range.first..=range.last).contains(&port));
+    let request = call.request.clone().filter(|_| !is_opaque);
+    let method = request.as_ref().map(|head| &*head.method);
+    if method.is_some_and(|method| method.eq_ignore_ascii_case("CONNECT"))
+        && !workload.allow_connect
+    {
+        return Verdict::new(Outcome::Denied, "the pod does not allow CONNECT");
+    }
+    let call = Call {
+        request,
+        ..call.clone()
+    };
+    let none = proto::Authorization::default();
+    let message = workload.authorization.as_ref().unwrap_or(&none);
+    judge_policies(message, call.caller.identity(pod).as_ref(), port, &call)
+}
+
+/// The verdict of policies, with what is not known assumed against the call, and for it.
+fn judge_policies(
+    message: &proto::Authorization,
+    identity: Option<&Identity>,
+    port: u32,
+    call: &Call,
+) -> Verdict {
+    let judged = Judged {
+        identity,
+        address: call.address.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
+        port: port.try_into().unwrap_or_default(),
+        request: call.request.as_ref().map(|request| request as &dyn Request),
+    };
+    let [worst, best] = [false, true].map(|is_allowed| assume::assume(message, call, is_allowed));
+    let [pessimist, optimist] = [&worst, &best].map(Authorization::compile);
+    let verdict = match (pessimist.judge(&judged), optimist.judge(&judged)) {
+        (_, Err(denial)) => return Verdict::denial(Outcome::Denied, &denial),
+        (Err(denial), Ok(())) => Verdict::denial(Outcome::Unknown, &denial),
+        (Ok(()), Ok(())) => allowed(&worst, &judged),
+    };
+    let would_be = optimist.audit(&judged).map(|denial| denial.to_string());
+    let may_be = || Some(format!("cannot tell: {}", pessimist.audit(&judged)?));
+    Verdict {
+        audit: would_be.or_else(may_be),
+        ..verdict
+    }
+}
+
+/// Why a call is allowed: the first rule that allows it on its own.
+fn allowed(message: &proto::Authorization, call: &Judged<'_>) -> Verdict {
+    let policies = message.policies.iter();
+    let allowing = policies.filter(|policy| !policy.audit && policy.action() == Action::Allow);
+    for policy in allowing {
+        for (position, rule) in policy.rules.iter().enumerate() {
+            let alone = proto::Authorization {
+                policies: vec![proto::AuthorizationPolicy {
+                    rules: vec![rule.clone()],
+                    ..policy.clone()
+                }],
+                deny_by_default: true,
+                ..proto::Authorization::default()
+            };
+            if Authorization::compile(&alone).judge(call).is_ok() {
+                let reason = format!("{}, rules[{position}]", policy.name);
+                return Verdict {
+                    policy: Some(policy.name.clone()),
+                    rule: Some(position),
+                    ..Verdict::new(Outcome::Allowed, reason)
+                };
+            }
+        }
+    }
+    Verdict::new(
+        Outcome::Allowed,
+        "no ALLOW policy covers the port, and no DENY rule matches",
+    )
+}
+
+#[cfg(test)]
+mod tests;

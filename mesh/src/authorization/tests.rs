@@ -1,0 +1,213 @@
+//! Verdicts on calls, of policies and pods in files.
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::files;
+
+/// A Deployment whose pods have a proxy, a Service for it, and policies.
+fn objects(annotations: Value, policies: &[Value]) -> Vec<Value> {
+    let mut annotations = annotations;
+    annotations["diy-service-mesh/inject"] = "true".into();
+    let template = json!({
+        "metadata": {"labels": {"app": "web"}, "annotations": annotations},
+        "spec": {"serviceAccountName": "web", "containers": [
+            {"name": "app", "ports": [{"name": "http", "containerPort": 8080}]},
+        ]},
+    });
+    let policy = |(at, spec): (usize, &Value)| {
+        json!({"apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "AuthorizationPolicy",
+            "metadata": {"name": format!("p{at}"), "namespace": "shop"}, "spec": spec})
+    };
+    let mut objects = vec![
+        json!({"apiVersion": "apps/v1", "kind": "Deployment",
+            "metadata": {"name": "web-v1", "namespace": "shop"}, "spec": {"template": template}}),
+        json!({"apiVersion": "v1", "kind": "Service",
+            "metadata": {"name": "web", "namespace": "shop"},
+            "spec": {"selector": {"app": "web"}, "clusterIP": "10.0.0.1",
+                "ports": [{"port": 80, "targetPort": "http"}]}}),
+    ];
+    objects.extend(policies.iter().enumerate().map(policy));
+    objects
+}
+
+/// Who may call the pods of the Service.
+pub(crate) fn web(annotations: Value, policies: &[Value]) -> Vec<Pod> {
+    let mut objects = objects(annotations, policies);
+    assert_eq!(files::inject(&mut objects, "service-mesh"), [""; 0]);
+    let (index, problems) = diy_mesh_controller::explain::index(&objects, "service-mesh");
+    assert_eq!(problems, [""; 0]);
+    pods(&index, &"shop/web".parse().unwrap()).unwrap()
+}
+
+/// A policy for all pods of the namespace.
+fn policy(action: &str, rules: Value) -> Value {
+    json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "action": action, "rules": rules})
+}
+
+fn call(from: &str, path: &str) -> Call {
+    let head = Head {
+        method: "GET".to_owned(),
+        path: Path::Known(path.to_owned()),
+        host: Some("web".to_owned()),
+        fields: Some(vec![]),
+    };
+    Call {
+        caller: from.parse().unwrap(),
+        address: Some([10, 1, 0, 1].into()),
+        request: Some(head).filter(|_| !path.is_empty()),
+    }
+}
+
+/// The verdict and the reason, with what the policies under audit would do.
+fn told(pods: &[Pod], call: &Call) -> String {
+    let [(8080, verdict, names)] = &verdicts(pods, call)[..] else {
+        panic!("one port of one kind of pods")
+    };
+    assert_eq!(names, &["shop/web-v1"]);
+    let audit = verdict.audit.as_deref();
+    let audit = audit.map_or(String::new(), |audit| format!("; audit: {audit}"));
+    format!("{:?}: {}{audit}", verdict.verdict, verdict.reason)
+}
+
+const NO_POLICY: &str = "Allowed: no ALLOW policy covers the port, and no DENY rule matches";
+
+#[test]
+fn tells_the_policy_the_rule_and_the_field() {
+    let accounts = json!([{"type": "ServiceAccount", "serviceAccount": {"name": "cart"}}]);
+    let allow = policy(
+        "ALLOW",
+        json!([{"sources": accounts, "requests": [{"paths": [{"type": "PathPrefix", "value": "/items"}]}]}]),
+    );
+    let pods = web(json!({}), &[allow]);
+    let name = "AuthorizationPolicy shop/p0";
+    let nearest = format!("Denied: {name}: no rule matches, the nearest is rules[0] but for its");
+    for (from, path, expected) in [
+        (
+            "shop/cart",
+            "/items/1?x",
+            format!("Allowed: {name}, rules[0]"),
+        ),
+        ("shop/cart", "/admin", format!("{nearest} paths")),
+        ("shop/other", "/items", format!("{nearest} sources")),
+        (
+            "spiffe://other/ns/shop/sa/cart",
+            "/items",
+            format!("{nearest} sources"),
+        ),
+        ("unauthenticated", "/items", format!("{nearest} sources")),
+        ("shop/cart", "", format!("{nearest} requests")),
+    ] {
+        let path = path.split('?').next().unwrap();
+        assert_eq!(told(&pods, &call(from, path)), expected, "{from} {path}");
+    }
+    let denied = &verdicts(&pods, &call("shop/cart", "/admin"))[0].1;
+    let (policy, rule, field) = (denied.policy.as_deref(), denied.rule, denied.field);
+    assert_eq!((policy, rule, field), (Some(name), Some(0), Some("paths")));
+}
+
+#[test]
+fn settings_of_the_pod_count_as_the_injector_reads_them() {
+    let deny = policy(
+        "DENY",
+        json!([{"networkAttributes": {"ports": [8080]},
+        "requests": [{"paths": [{"type": "Exact", "value": "/admin"}]}]}]),
+    );
+    let told = |annotations: Value, from: &str, path: &str| {
+        told(
+            &web(annotations, std::slice::from_ref(&deny)),
+            &call(from, path),
+        )
+    };
+    let denied = "Denied: AuthorizationPolicy shop/p0, rules[0]";
+    assert_eq!(told(json!({}), "shop/cart", "/"), NO_POLICY);
+    assert_eq!(told(json!({}), "shop/cart", "/x/..//ADMIN/"), denied);
+    // Bytes may be a request for any path.
+    let opaque = json!({"diy-service-mesh/opaque-ports": "8080"});
+    assert_eq!(told(opaque, "shop/cart", "/"), denied);
+    let strict = json!({"diy-service-mesh/inbound": "strict"});
+    assert_eq!(
+        told(strict, "unauthenticated", "/"),
+        "Denied: the pod is strict: mutual TLS is required"
+    );
+    let bypassed = json!({"diy-service-mesh/skip-inbound-ports": "8080"});
+    assert_eq!(
+        told(bypassed, "shop/cart", "/admin"),
+        "Allowed: the port bypasses the proxy"
+    );
+}
+
+#[test]
+fn policies_under_audit_deny_nothing_and_are_told() {
+    let mut nobody = policy("ALLOW", json!([]));
+    nobody["mode"] = "Audit".into();
+    let pods = web(json!({}), &[nobody]);
+    let expected = format!("{NO_POLICY}; audit: AuthorizationPolicy shop/p0: no rule matches");
+    assert_eq!(told(&pods, &call("shop/cart", "/")), expected);
+}
+
+#[test]
+fn verdict_that_depends_on_what_is_not_known_is_no_verdict() {
+    let block = json!([{"type": "IPBlock", "ipBlock": "10.0.0.0/8"}]);
+    let inside = json!([{"sources": block}]);
+    let outside = json!([{"notSources": block}]);
+    let mut unknown = call("shop/cart", "/");
+    unknown.address = None;
+    for (action, rules, known) in [
+        ("ALLOW", &inside, Outcome::Allowed),
+        ("ALLOW", &outside, Outcome::Denied),
+        ("DENY", &inside, Outcome::Denied),
+        ("DENY", &outside, Outcome::Allowed),
+    ] {
+        let pods = web(json!({}), &[policy(action, rules.clone())]);
+        let verdict = |call: &Call| judge(&pods[0], 8080, call).verdict;
+        assert_eq!(verdict(&call("shop/cart", "/")), known, "{action} {rules}");
+        assert_eq!(verdict(&unknown), Outcome::Unknown, "{action} {rules}");
+    }
+    let requests =
+        |request: Value| json!([{"networkAttributes": {"ports": [8080]}, "requests": [request]}]);
+    for condition in [
+        json!({"hosts": ["web"]}),
+        json!({"headers": [{"name": "x-role", "type": "Present"}]}),
+        json!({"paths": [{"type": "Exact", "value": "/"}]}),
+    ] {
+        for action in ["ALLOW", "DENY"] {
+            let pods = web(json!({}), &[policy(action, requests(condition.clone()))]);
+            let mut call = call("shop/cart", "/");
+            let head = call.request.as_mut().unwrap();
+            (head.host, head.fields, head.path) = (None, None, Path::Unknown);
+            let verdict = judge(&pods[0], 8080, &call).verdict;
+            assert_eq!(verdict, Outcome::Unknown, "{action} {condition}");
+        }
+    }
+    // Another condition decides.
+    let other = json!({"hosts": ["web"], "methods": ["POST"]});
+    let pods = web(json!({}), &[policy("ALLOW", requests(other))]);
+    let mut call = call("shop/cart", "/");
+    call.request.as_mut().unwrap().host = None;
+    assert_eq!(judge(&pods[0], 8080, &call).verdict, Outcome::Denied);
+}
+
+#[test]
+fn callers_and_targets_are_parsed() {
+    for text in [
+        "",
+        "shop",
+        "shop/",
+        "/web",
+        "a/b/c",
+        "shop/web:0x50",
+        "shop/web:65536",
+        "shop/web:",
+    ] {
+        assert!(text.parse::<Target>().is_err(), "{text}");
+    }
+    let target: Target = "shop/web:80".parse().unwrap();
+    assert_eq!((target.key, target.port), (Key::new("shop", "web"), 80));
+    for text in ["", "shop", "Shop/web", "a/b/c", "spiffe://x"] {
+        assert!(text.parse::<Caller>().is_err(), "{text}");
+    }
+    for text in ["shop/web", "unauthenticated", "spiffe://a/ns/shop/sa/web"] {
+        assert_eq!(text.parse::<Caller>().unwrap().to_string(), text);
+    }
+}

@@ -1,0 +1,251 @@
+//! `mesh authz`: tells whether a call is allowed, by which policy and rule, and why, as the controller
+//! or files say. Changes nothing.
+
+use std::{io, net::IpAddr, path::PathBuf, process::ExitCode};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use diy_mesh_controller::explain;
+use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
+use serde_json::{Value, json};
+
+use super::terminal::{self, Colors, Output, TextStyle};
+use crate::{
+    authorization::{self, Call, Caller, Head, Outcome, Path, Target, Verdict},
+    controller::{self, Controllers},
+    files,
+};
+
+/// The arguments of `mesh authz`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Exit codes: 0 allowed, 1 denied, 2 error, 3 it depends on what is not known.\n\n\
+    Examples:\n  mesh authz shop/web shop/cart GET /items      a request to the pods of a Service\n  \
+    mesh authz shop/web shop/db-0:5432            a connection to a pod that carries no HTTP\n  \
+    mesh authz unauthenticated shop/cart GET /    a client without mutual TLS\n  \
+    mesh authz shop/web shop/greeter POST /hello.Greeter/SayHello   a gRPC call\n  \
+    mesh authz shop/web shop/cart GET /items -f manifests/          without a cluster"
+)]
+pub struct Arguments {
+    /// Client: NAMESPACE/SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated
+    from: Caller,
+    /// Service or pod: NAMESPACE/NAME or NAMESPACE/NAME:PORT; without PORT, all TCP ports of the
+    /// Service, or all that the pod declares
+    to: Target,
+    /// Method of the request; without it, a connection that carries no HTTP
+    #[arg(requires = "path")]
+    method: Option<String>,
+    /// Path of the request
+    #[arg(value_parser = path)]
+    path: Option<String>,
+    /// Host of the request [default: not known]
+    #[arg(long, value_name = "HOST", requires = "method")]
+    host: Option<String>,
+    /// Header field of the request; repeatable
+    #[arg(long, value_name = "NAME=VALUE", value_parser = field, requires = "method")]
+    header: Vec<(String, String)>,
+    /// Address of the client [default: not known]
+    #[arg(long, value_name = "IP")]
+    address: Option<IpAddr>,
+    #[command(flatten)]
+    source: Source,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// Where policies and pods are read.
+#[derive(Args, Debug)]
+pub(super) struct Source {
+    #[command(flatten)]
+    controller: controller::Arguments,
+    /// File or folder with objects to read in place of a cluster; repeatable
+    #[arg(short, long, value_name = "FILE", conflicts_with_all = ["context", "controller"])]
+    filename: Vec<PathBuf>,
+}
+
+impl Source {
+    /// The pods of a target.
+    fn pods(&self, target: &Target) -> Result<Vec<Pod>> {
+        if self.filename.is_empty() {
+            return super::block_on(async {
+                let controllers = Controllers::new(&self.controller).await?;
+                let mut controller = controllers.connect().await?;
+                let pods = controller.authorization(target.key.to_string(), target.port);
+                Ok(pods.await?)
+            })?;
+        }
+        let mut objects = files::read(&self.filename)?;
+        let mesh = &self.controller.cluster.namespace;
+        let mut problems = files::inject(&mut objects, mesh);
+        let (index, invalid) = explain::index(&objects, mesh);
+        problems.extend(invalid);
+        for problem in problems {
+            eprintln!("problem: {}", terminal::printable(&problem));
+        }
+        let pods = authorization::pods(&index, target);
+        pods.with_context(|| format!("the files contain no Service or pod {}", target.key))
+    }
+}
+
+/// Parses a path. The query does not count.
+pub(super) fn path(text: &str) -> Result<String, String> {
+    let path = text.split('?').next().unwrap_or_default();
+    if path.starts_with('/') || path == "*" {
+        Ok(path.to_owned())
+    } else {
+        Err("a path begins with /".to_owned())
+    }
+}
+
+fn field(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("expected NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+/// Judges a call and prints the verdict.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    super::exit(judge(arguments))
+}
+
+fn judge(arguments: &Arguments) -> Result<Outcome> {
+    let target = &arguments.to;
+    let pods = arguments.source.pods(target)?;
+    ensure!(
+        !pods.is_empty(),
+        "no pod of the Service {} has a proxy",
+        target.key
+    );
+    let verdicts = authorization::verdicts(&pods, &call(arguments));
+    let Some(outcome) = verdicts.iter().map(|(_, verdict, _)| verdict.verdict).max() else {
+        bail!(
+            "{0} has no such TCP port, or declares none; name one, as {0}:8080",
+            target.key
+        );
+    };
+    terminal::print(&match arguments.output {
+        Output::Json => format!(
+            "{:#}\n",
+            json!(verdicts.iter().map(row).collect::<Vec<_>>())
+        ),
+        Output::Text => table(&verdicts, Colors::of(&io::stdout())),
+    })?;
+    Ok(outcome)
+}
+
+fn call(arguments: &Arguments) -> Call {
+    let head = |(method, path): (&String, &String)| Head {
+        method: method.clone(),
+        path: Path::Known(path.clone()),
+        host: arguments.host.clone(),
+        fields: Some(arguments.header.clone()),
+    };
+    let request = arguments.method.as_ref().zip(arguments.path.as_ref());
+    Call {
+        caller: arguments.from.clone(),
+        address: arguments.address,
+        request: request.map(head),
+    }
+}
+
+type Row = (u32, Verdict, Vec<String>);
+
+fn row((port, verdict, pods): &Row) -> Value {
+    let mut row = json!(verdict);
+    row["port"] = (*port).into();
+    row["pods"] = json!(pods);
+    row
+}
+
+fn table(rows: &[Row], colors: Colors) -> String {
+    let headings = ["VERDICT", "POD", "PORT", "REASON", "AUDIT"];
+    let mut table = vec![terminal::headings(headings)];
+    for (port, verdict, pods) in rows {
+        let plain = |text: &str| (TextStyle::Ok, text.to_owned());
+        let others = match pods.len() {
+            0 | 1 => String::new(),
+            number => format!(" and {} more", number - 1),
+        };
+        let pod = pods.first().map_or("", |pod| pod);
+        table.push(vec![
+            outcome(verdict.verdict),
+            plain(&format!("{pod}{others}")),
+            plain(&port.to_string()),
+            plain(&verdict.reason),
+            plain(verdict.audit.as_deref().unwrap_or("-")),
+        ]);
+    }
+    colors.table(&table)
+}
+
+fn outcome(outcome: Outcome) -> terminal::Cell {
+    let (style, text) = match outcome {
+        Outcome::Allowed => (TextStyle::Ok, "allowed"),
+        Outcome::Unknown => (TextStyle::Warning, "cannot tell"),
+        Outcome::Denied => (TextStyle::Error, "denied"),
+    };
+    (style, text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn parsed(line: &str) -> Result<Arguments, clap::Error> {
+        let matches = Line::command().try_get_matches_from(line.split(' '))?;
+        Ok(Line::from_arg_matches(&matches)?.arguments)
+    }
+
+    /// What is printed of the files of the tutorial, and the exit code.
+    fn told(line: &str) -> (String, ExitCode) {
+        let file = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../docs/tutorial/authorization.yaml"
+        );
+        let samples = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests/sample-apps");
+        let arguments = parsed(&format!("authz {line} -f {file} -f {samples}")).unwrap();
+        let pods = arguments.source.pods(&arguments.to).unwrap();
+        let verdicts = authorization::verdicts(&pods, &call(&arguments));
+        (table(&verdicts, Colors::DISABLED), run(&arguments))
+    }
+
+    #[test]
+    fn verdicts_on_the_pods_of_a_service() {
+        let client = "http-client/http-client http-server/http-server";
+        let expected = "\
+VERDICT  POD                                    PORT  REASON                                             AUDIT
+allowed  http-server/http-server-v1 and 1 more  8080  AuthorizationPolicy http-server/readers, rules[0]  -
+";
+        assert_eq!(
+            told(&format!("{client} GET /hello")),
+            (expected.to_owned(), ExitCode::SUCCESS)
+        );
+        let (text, code) = told(&format!("{client} POST /hello"));
+        let reason = "no rule matches, the nearest is rules[0] but for its methods";
+        assert!(text.contains(reason) && code == ExitCode::FAILURE, "{text}");
+    }
+
+    #[test]
+    fn arguments_are_checked() {
+        for line in [
+            "authz shop/web",
+            "authz shop/web shop/cart GET",
+            "authz shop/web shop/cart GET items",
+            "authz shop/web shop/cart --host a",
+            "authz shop/web shop/cart GET / --header a",
+        ] {
+            assert!(parsed(line).is_err(), "{line}");
+        }
+        let arguments = parsed("authz a/b shop/cart GET /items?x=1 --header a=b=c").unwrap();
+        assert_eq!(arguments.path.as_deref(), Some("/items"));
+        assert_eq!(arguments.header, [("a".to_owned(), "b=c".to_owned())]);
+    }
+}

@@ -1,0 +1,94 @@
+//! Objects in files, in place of those of a cluster.
+
+use std::{fs, path::PathBuf};
+
+use anyhow::{Context, Result};
+use diy_mesh_injector::{
+    config::{ImagePullPolicy, Settings},
+    patch::{Candidate, NamespaceLabels, Verdict, decide},
+    settings::SidecarSettings,
+};
+use diy_mesh_sandbox::manifest::{self, Files};
+use serde_json::{Value, json};
+
+/// The objects of files with any number of them, and of folders, with their kustomizations.
+pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
+    let mut all = Vec::new();
+    for path in files {
+        if path.is_dir() {
+            all.extend(Files::read(path)?.objects()?);
+            continue;
+        }
+        let text = fs::read_to_string(path);
+        let text = text.with_context(|| format!("failed to read {}", path.display()))?;
+        let objects = manifest::parse(&text);
+        all.extend(objects.with_context(|| format!("failed to parse {}", path.display()))?);
+    }
+    Ok(all)
+}
+
+/// Adds a pod for each workload, with the name of it, and the proxies of pods as the injector would.
+/// Returns what it would reject.
+pub fn inject(objects: &mut Vec<Value>, mesh: &str) -> Vec<String> {
+    let settings = Settings {
+        proxy_image: String::new(),
+        proxy_init_image: String::new(),
+        image_pull_policy: ImagePullPolicy::IfNotPresent,
+        controller_address: String::new(),
+        controller_identity: String::new(),
+        mesh_namespace: mesh.to_owned(),
+        proxy: SidecarSettings::default(),
+    };
+    let (mut pods, mut problems) = (Vec::new(), Vec::new());
+    for pod in objects.iter().filter_map(pod) {
+        let namespace = namespace(&pod).to_owned();
+        let labels = NamespaceLabels::of(|label| labels(objects, &namespace)?[label].as_str());
+        let candidate = Candidate {
+            pod: &pod,
+            namespace: &namespace,
+            labels: Ok(labels),
+        };
+        let injected = match decide(&settings, candidate) {
+            Verdict::Injected(injection) => injection.pod,
+            Verdict::NotRequested => pod,
+            Verdict::Skipped(problem) | Verdict::Denied(problem) | Verdict::Unknown(problem) => {
+                let name = pod["metadata"]["name"].as_str().unwrap_or_default();
+                problems.push(format!("Pod {namespace}/{name}: {problem}"));
+                pod
+            }
+        };
+        pods.push(injected);
+    }
+    objects.append(&mut pods);
+    problems
+}
+
+fn namespace(object: &Value) -> &str {
+    object["metadata"]["namespace"]
+        .as_str()
+        .unwrap_or("default")
+}
+
+/// The labels of a namespace that is among the objects.
+fn labels<'a>(objects: &'a [Value], name: &str) -> Option<&'a Value> {
+    let mut namespaces = objects
+        .iter()
+        .filter(|object| object["kind"] == "Namespace");
+    let namespace = namespaces.find(|object| object["metadata"]["name"] == name)?;
+    Some(&namespace["metadata"]["labels"])
+}
+
+/// A pod, or that of a workload.
+fn pod(object: &Value) -> Option<Value> {
+    let template = match object["kind"].as_str()? {
+        "Pod" => object,
+        "Deployment" | "StatefulSet" | "DaemonSet" | "Job" => &object["spec"]["template"],
+        "CronJob" => &object["spec"]["jobTemplate"]["spec"]["template"],
+        _ => return None,
+    };
+    let (metadata, spec) = (&template["metadata"], &template["spec"]);
+    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec});
+    pod["metadata"]["name"] = object["metadata"]["name"].clone();
+    pod["metadata"]["namespace"] = namespace(object).into();
+    Some(pod)
+}
