@@ -16,13 +16,13 @@ use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
 use crate::catalog;
-use crate::index::object::{Change, Key};
+use crate::index::object::{Change, Key, Kind};
 use crate::index::{Index, Touched};
-use crate::routes::RouteStatus;
 use crate::routes::attach::{RouteId, Table};
 use crate::routes::filters::is_redirect;
 use crate::routes::model::{Match, Rule};
 use crate::routes::programmed::shown;
+use crate::routes::{ParentReference, RouteStatus};
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
@@ -116,21 +116,36 @@ pub fn deciding(index: &Index, service: &Key, clients: &str) -> Vec<RouteId> {
 /// The conditions of an object for the Service that do not hold.
 pub fn problems_of(index: &Index, service: &Key, id: &RouteId) -> Vec<String> {
     let status = index.status(id).ok().flatten();
-    let of_status = status.iter().flat_map(|status| {
-        let own = status.parents.iter();
-        let own = own.filter(|parent| parent.parent.key(&status.key) == *service);
-        let conditions = own.flat_map(|parent| &parent.conditions);
-        let conditions = conditions.filter(|one| one.is_problem());
-        conditions.map(|one| {
-            let (kind, key) = (status.kind, &status.key);
-            let value = if one.holds { "True" } else { "False" };
-            format!(
-                "{kind} {key}: {} is {value}, {}: {}",
-                one.kind, one.reason, one.message
-            )
-        })
-    });
+    let of_status = status
+        .iter()
+        .flat_map(|status| problems(status, |parent| parent.key(&status.key) == *service));
     of_status.collect()
+}
+
+/// The conditions of an object for some of its parents that do not hold.
+fn problems(status: &RouteStatus, is_parent: impl Fn(&ParentReference) -> bool) -> Vec<String> {
+    let parents = status.parents.iter();
+    let parents = parents.filter(|parent| is_parent(&parent.parent));
+    let conditions = parents.flat_map(|parent| &parent.conditions);
+    let conditions = conditions.filter(|one| one.is_problem());
+    let text = conditions.map(|one| {
+        let (kind, key) = (status.kind, &status.key);
+        let value = if one.holds { "True" } else { "False" };
+        format!(
+            "{kind} {key}: {} is {value}, {}: {}",
+            one.kind, one.reason, one.message
+        )
+    });
+    text.collect()
+}
+
+/// The conditions of AuthorizationPolicies that do not hold.
+pub fn problems_of_authorization(index: &Index) -> Vec<String> {
+    let statuses = index.route_statuses().into_iter();
+    let policies = statuses.filter(|status| status.kind == Kind::Authorization);
+    policies
+        .flat_map(|status| problems(&status, |_| true))
+        .collect()
 }
 
 /// The TCP ports of a Service.

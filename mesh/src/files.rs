@@ -3,6 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use anyhow::{Context, Result};
+use diy_mesh_controller::{explain, index::Index};
 use diy_mesh_injector::{
     config::{ImagePullPolicy, Settings},
     patch::{Candidate, NamespaceLabels, Verdict, decide},
@@ -10,6 +11,8 @@ use diy_mesh_injector::{
 };
 use diy_mesh_sandbox::manifest::{self, Files};
 use serde_json::{Value, json};
+
+use crate::commands::terminal::printable;
 
 /// The objects of files with any number of them, and of folders, with their kustomizations.
 pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
@@ -25,6 +28,24 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
         all.extend(objects.with_context(|| format!("failed to parse {}", path.display()))?);
     }
     Ok(all)
+}
+
+/// An index of the objects of files. What is wrong with them is printed.
+pub fn index(files: &[PathBuf], mesh: &str) -> Result<Index> {
+    let mut objects = read(files)?;
+    let mut problems = inject(&mut objects, mesh);
+    let (index, invalid) = explain::index(&objects, mesh);
+    problems.extend(invalid);
+    problems.extend(explain::problems_of_authorization(&index));
+    print(&problems);
+    Ok(index)
+}
+
+/// Prints problems to standard error.
+pub(crate) fn print(problems: &[String]) {
+    for problem in problems {
+        eprintln!("problem: {}", printable(problem));
+    }
 }
 
 /// Adds a pod for each workload, with the name of it, and the proxies of pods as the injector would.

@@ -381,6 +381,7 @@ fn reference_lists_all_flags() {
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
         ("mesh routes", &["mesh", "routes", "--help"]),
         ("mesh services", &["mesh", "services", "--help"]),
+        ("mesh test", &["mesh", "test", "--help"]),
     ] {
         let section = reference
             .split(&format!("\n### {heading}\n"))

@@ -5,7 +5,6 @@ use std::{io, net::IpAddr, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use diy_mesh_controller::explain;
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
 use serde_json::{Value, json};
 
@@ -75,14 +74,7 @@ impl Source {
                 Ok(pods.await?)
             })?;
         }
-        let mut objects = files::read(&self.filename)?;
-        let mesh = &self.controller.cluster.namespace;
-        let mut problems = files::inject(&mut objects, mesh);
-        let (index, invalid) = explain::index(&objects, mesh);
-        problems.extend(invalid);
-        for problem in problems {
-            eprintln!("problem: {}", terminal::printable(&problem));
-        }
+        let index = files::index(&self.filename, &self.controller.cluster.namespace)?;
         let pods = authorization::pods(&index, target);
         pods.with_context(|| format!("the files contain no Service or pod {}", target.key))
     }
@@ -178,7 +170,7 @@ fn table(rows: &[Row], colors: Colors) -> String {
     colors.table(&table)
 }
 
-fn outcome(outcome: Outcome) -> terminal::Cell {
+pub(super) fn outcome(outcome: Outcome) -> terminal::Cell {
     let (style, text) = match outcome {
         Outcome::Allowed => (TextStyle::Ok, "allowed"),
         Outcome::Unknown => (TextStyle::Warning, "cannot tell"),

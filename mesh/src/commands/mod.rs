@@ -8,6 +8,7 @@ pub mod rotate_root;
 pub mod routes;
 pub mod services;
 pub(crate) mod terminal;
+pub mod test;
 
 use std::{env, process::ExitCode};
 
@@ -52,6 +53,8 @@ enum Command {
     Routes(routes::Arguments),
     /// List the Services that the controller knows, with endpoints and identities
     Services(services::Arguments),
+    /// Run expectations about calls against manifests, without a cluster
+    Test(test::Arguments),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -72,6 +75,7 @@ impl Command {
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::Routes(arguments) => routes::run(&arguments),
             Self::Services(arguments) => services::run(arguments),
+            Self::Test(arguments) => Ok(test::run(&arguments)),
             Self::Completions { shell } => completions(shell),
             Self::Version => {
                 terminal::print(&format!("mesh {VERSION}\n"))?;
