@@ -320,9 +320,12 @@ impl Driver {
         let DiscoveryStream {
             mut responses,
             sends_own_pod,
+            sends_authorization: receives_authorization,
         } = stream;
         if sends_own_pod {
-            let subscription = self.own_pod.subscribe(Instant::now());
+            let subscription = self
+                .own_pod
+                .subscribe(receives_authorization, Instant::now());
             self.send([subscription]);
         } else {
             self.own_pod.apply_arguments();

@@ -232,15 +232,15 @@ fn stream_age() -> Duration {
     MIN_STREAM_AGE.mul_f64(1.0 + fastrand::f64())
 }
 
-/// The capabilities that a client is announced: `self` and `edges` only if its pod has an injected proxy, or is
-/// not in the catalog yet.
+/// The capabilities that a client is announced: those about its pod only if that has an injected
+/// proxy, or is not in the catalog yet.
 fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
     let is_injected = |pod: &&PodRef| {
         let known = index.pod(&pod.key());
         known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
     };
     let of_pod = caller.pod.as_ref().filter(is_injected);
-    let of_pod = of_pod.map(|_| [CAPABILITY_SELF, CAPABILITY_EDGES]);
+    let of_pod = of_pod.map(|_| [CAPABILITY_SELF, CAPABILITY_EDGES, CAPABILITY_AUTHORIZATION]);
     let all: Vec<&str> = of_pod
         .into_iter()
         .flatten()

@@ -34,6 +34,9 @@ pub(super) struct OwnPod {
     /// The authorization in force, and the order of its states: it never goes back.
     authorization: Option<Authorization>,
     authorized: Order,
+    /// Whether the controller of the stream sends the authorization. What others send says nothing
+    /// about it.
+    receives_authorization: bool,
     /// A configuration that is older than the policy: that of a replica that lags behind.
     refused: Option<Received>,
 }
@@ -57,6 +60,7 @@ impl OwnPod {
             order: Order::default(),
             authorization: None,
             authorized: Order::default(),
+            receives_authorization: true,
             refused: None,
         }
     }
@@ -75,7 +79,8 @@ impl OwnPod {
     }
 
     /// The subscription on a new stream.
-    pub fn subscribe(&mut self, now: Instant) -> Action {
+    pub fn subscribe(&mut self, receives_authorization: bool, now: Instant) -> Action {
+        self.receives_authorization = receives_authorization;
         self.refused = None;
         self.order.resume(now);
         Action::Subscribe(Subscribe {
@@ -112,7 +117,10 @@ impl OwnPod {
     }
 
     /// Applies a configuration, unless it is older than the policy. Returns its acknowledgement.
-    pub fn receive(&mut self, received: Received, now: Instant) -> Option<Acknowledgement> {
+    pub fn receive(&mut self, mut received: Received, now: Instant) -> Option<Acknowledgement> {
+        if !self.receives_authorization {
+            received.workload.authorization = self.authorization.clone();
+        }
         let is_accepted = self.order.accepts(&received.position, now);
         if self.is_configured() && !(is_accepted && self.keeps_authorization(&received)) {
             self.refused = Some(received);
@@ -298,7 +306,7 @@ mod tests {
         let policy = receiver.borrow().clone().unwrap();
         assert!(policy.strict && policy.opaque_ports.contains(26) && !policy.allow_connect);
         assert_eq!(policy.zone, "eu-1a");
-        let Action::Subscribe(subscribe) = own.subscribe(Instant::now()) else {
+        let Action::Subscribe(subscribe) = own.subscribe(true, Instant::now()) else {
             panic!("expected a subscription");
         };
         assert_eq!(subscribe.known_version, "2");
@@ -320,7 +328,7 @@ mod tests {
             let policy = receiver.borrow().clone();
             policy.is_some_and(|policy| policy.authorization.is_some())
         };
-        let version = |own: &mut OwnPod| match own.subscribe(now) {
+        let version = |own: &mut OwnPod| match own.subscribe(true, now) {
             Action::Subscribe(subscribe) => subscribe.known_version,
             other => panic!("{other:?}"),
         };
@@ -357,7 +365,7 @@ mod tests {
         };
         own.receive(received(state(1, denial()), "20", 20), start);
         own.pause(start);
-        own.subscribe(start);
+        own.subscribe(true, start);
         let due = start + MAX_REFUSAL;
         // The rest goes back with the same authorization, and no further.
         let same = received(state(2, denial()), "10", 10);
@@ -380,6 +388,27 @@ mod tests {
     }
 
     #[test]
+    fn controller_that_knows_no_policies_lifts_none() {
+        let (sender, receiver) = watch::channel(None);
+        let (mut own, now) = (OwnPod::new(Policy::default(), sender), Instant::now());
+        let denies = || receiver.borrow().as_ref().unwrap().authorization.is_some();
+        let denying = Workload {
+            authorization: denial(),
+            ..workload(1, (25, 25))
+        };
+        own.receive(received(denying, "20", 20), now);
+        own.pause(now);
+        own.subscribe(false, now);
+        let of_earlier_release = received(workload(2, (25, 25)), "30", 30);
+        assert!(own.receive(of_earlier_release, now).is_some() && denies());
+        assert!(receiver.borrow().as_ref().unwrap().strict);
+        own.pause(now);
+        own.subscribe(true, now);
+        let without = received(workload(2, (25, 25)), "40", 40);
+        assert!(own.receive(without, now).is_some() && !denies());
+    }
+
+    #[test]
     fn lagging_replica_restores_an_older_configuration_only_if_no_newer_one_arrives() {
         let (sender, receiver) = watch::channel(None);
         let (mut own, start) = (OwnPod::new(Policy::default(), sender), Instant::now());
@@ -388,7 +417,7 @@ mod tests {
         let newer = received(strict, "newer", 20);
         assert!(own.receive(newer, start).is_some() && is_strict());
         own.pause(start);
-        let Action::Subscribe(subscribe) = own.subscribe(start) else {
+        let Action::Subscribe(subscribe) = own.subscribe(true, start) else {
             panic!("expected a subscription");
         };
         let known = subscribe.known_position.unwrap();

@@ -107,6 +107,8 @@ pub struct DiscoveryStream {
     pub responses: Streaming<DiscoverResponse>,
     /// The controller announces the inbound configuration of the proxy's own pod.
     pub sends_own_pod: bool,
+    /// With the AuthorizationPolicies.
+    pub sends_authorization: bool,
 }
 
 /// Client of the controller. Cheap to clone; holds no connection.
@@ -162,6 +164,7 @@ impl Control {
             let capabilities = capabilities.and_then(|text| text.to_str().ok());
             Ok(DiscoveryStream {
                 sends_own_pod: announces(capabilities, CAPABILITY_SELF),
+                sends_authorization: announces(capabilities, CAPABILITY_AUTHORIZATION),
                 responses: response.into_inner(),
             })
         })

@@ -239,7 +239,7 @@ impl ServiceMeshService for FakeService {
             .map_err(|_| Status::unavailable("the test has ended"))?;
         let mut response = Response::new(ReceiverStream::new(outgoing));
         if self.announces_self.load(Ordering::SeqCst) {
-            let capabilities = MetadataValue::from_static("later, self");
+            let capabilities = MetadataValue::from_static("later, self, authorization");
             let metadata = response.metadata_mut();
             metadata.insert(CAPABILITIES_METADATA, capabilities);
         }
