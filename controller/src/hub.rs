@@ -310,7 +310,7 @@ impl Hub {
             () = tokio::time::sleep(SYNC_TIMEOUT) => {
                 let missing = self.missing();
                 let missing = missing.iter().filter(|kind| kinds.contains(kind));
-                let missing: Vec<&str> = missing.map(|kind| kind.name()).collect();
+                let missing: Vec<&str> = missing.map(|kind| kind.unique_name()).collect();
                 Err(CatalogError::NotSynced(missing.join(", ")))
             }
         }

@@ -86,6 +86,7 @@ pub const GATEWAY: &str = "gateway.networking.k8s.io";
 const EXPERIMENTAL: &str = "gateway.networking.x-k8s.io";
 const SPLIT: &str = "split.smi-spec.io";
 const SPECS: &str = "specs.smi-spec.io";
+const ACCESS: &str = "access.smi-spec.io";
 
 kinds! {
     /// A Service.
@@ -116,6 +117,10 @@ kinds! {
     /// An AuthorizationPolicy.
     Authorization: "AuthorizationPolicy", policy::GROUP, "authorizationpolicies",
         [policy::VERSION], Custom, Status, [];
+    /// A TrafficTarget of SMI.
+    TrafficTarget: "TrafficTarget", ACCESS, "traffictargets", ["v1alpha3"], Custom, Events, [];
+    /// A TCPRoute of SMI.
+    TcpGroup: "TCPRoute", SPECS, "tcproutes", ["v1alpha4"], Custom, Silent, [];
     /// An XMesh.
     Mesh: "XMesh", EXPERIMENTAL, "xmeshes", ["v1alpha1"], Custom, Status, [];
 }
@@ -134,7 +139,7 @@ impl Kind {
     /// Whether objects stay in force when their definition is deleted, and they with it: without
     /// them, everyone could call everything.
     pub fn outlives_definition(self) -> bool {
-        self == Kind::Authorization
+        matches!(self, Kind::Authorization | Kind::TrafficTarget)
     }
 
     /// The kinds of routes of the Gateway API.
@@ -147,10 +152,18 @@ impl Kind {
     pub fn name(self) -> &'static str {
         self.row().name
     }
+
+    /// The name, with the group if another kind has the same name.
+    pub fn unique_name(self) -> &'static str {
+        match self {
+            Kind::TcpGroup => "TCPRoute.specs.smi-spec.io",
+            other => other.name(),
+        }
+    }
 }
 
 impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(self.unique_name())
     }
 }

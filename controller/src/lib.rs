@@ -270,7 +270,11 @@ fn add_conditions(
 ) {
     readiness.check(AUTHORITY_CONDITION, move || authority.unavailable());
     readiness.check("catalog", move || {
-        let missing: Vec<&str> = hub.missing().iter().map(|kind| kind.name()).collect();
+        let missing: Vec<&str> = hub
+            .missing()
+            .iter()
+            .map(|kind| kind.unique_name())
+            .collect();
         (!missing.is_empty()).then(|| format!("not synced: waiting for {}", missing.join(", ")))
     });
     let freshness = freshness.clone();

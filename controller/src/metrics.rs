@@ -196,7 +196,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     } = hub.counts();
     let objects = objects
         .into_iter()
-        .map(|(kind, count)| (kind.name(), count as i64));
+        .map(|(kind, count)| (kind.unique_name(), count as i64));
     let name = "catalog_objects";
     encode_gauges(encoder, name, "Objects in the catalog", "kind", objects)?;
     encode_gauges(
@@ -234,15 +234,16 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
 /// Encodes the age of the catalog, and the number of its invalid objects.
 pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let ages = freshness.ages().into_iter();
-    let ages = ages.map(|(kind, age)| (kind.name(), age.as_secs() as i64));
+    let ages = ages.map(|(kind, age)| (kind.unique_name(), age.as_secs() as i64));
     let help = "Seconds since the source of the catalog last confirmed its objects";
     encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)?;
     let ignored = freshness.ignored().into_iter();
-    let ignored = ignored.map(|(kind, count)| (kind.name(), count as i64));
+    let ignored = ignored.map(|(kind, count)| (kind.unique_name(), count as i64));
     let help = "Objects that the controller ignores, because they are invalid or exceed a limit";
     encode_gauges(encoder, "ignored_objects", help, "kind", ignored)?;
     let unreadable = freshness.unreadable().into_iter();
-    let unreadable = unreadable.map(|(kind, is_unreadable)| (kind.name(), is_unreadable.into()));
+    let unreadable =
+        unreadable.map(|(kind, is_unreadable)| (kind.unique_name(), is_unreadable.into()));
     let help = "1 for a kind whose objects cannot be read for at least a minute";
     encode_gauges(encoder, "unreadable_kinds", help, "kind", unreadable)
 }

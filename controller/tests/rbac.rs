@@ -32,7 +32,7 @@ const UNUSED: [&str; 3] = [
 ];
 
 /// The custom kinds that are installed, and their versions.
-const DEFINITIONS: [(&str, &str); 9] = [
+const DEFINITIONS: [(&str, &str); 11] = [
     ("httproutes.gateway.networking.k8s.io", "v1"),
     ("grpcroutes.gateway.networking.k8s.io", "v1"),
     ("tcproutes.gateway.networking.k8s.io", "v1"),
@@ -41,6 +41,8 @@ const DEFINITIONS: [(&str, &str); 9] = [
     ("authorizationpolicies.diy-service-mesh.dev", "v1alpha1"),
     ("trafficsplits.split.smi-spec.io", "v1alpha4"),
     ("httproutegroups.specs.smi-spec.io", "v1alpha4"),
+    ("tcproutes.specs.smi-spec.io", "v1alpha4"),
+    ("traffictargets.access.smi-spec.io", "v1alpha3"),
     ("xmeshes.gateway.networking.x-k8s.io", "v1alpha1"),
 ];
 

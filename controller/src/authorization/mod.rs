@@ -4,6 +4,7 @@
 //! proxy enforces them. A policy that is invalid denies the calls that it could be about.
 
 pub mod parse;
+pub mod smi;
 pub mod spec;
 
 use std::collections::BTreeMap;
@@ -125,7 +126,8 @@ impl Effect {
 
 /// "AuthorizationPolicy NAMESPACE/NAME", for logs and responses.
 pub fn name(key: &Key) -> String {
-    format!("AuthorizationPolicy {key}")
+    let (kind, key) = smi::id(key);
+    format!("{kind} {key}")
 }
 
 /// A policy that denies every call: no proxy knows the revision of its rule.

@@ -27,7 +27,8 @@ use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{Meta, bounded, shortened, unsupported};
 use requests::request;
-use targets::{reference, targets};
+pub(super) use targets::reference;
+use targets::targets;
 
 const MAX_REQUESTS: usize = 16;
 

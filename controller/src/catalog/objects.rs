@@ -101,14 +101,16 @@ where
     /// The kind is not installed: it has no objects.
     pub async fn remove(&mut self) {
         if let Some(client) = &self.definitions {
-            if self.latest.is_none() {
+            if self.latest.is_some() {
+                self.context.freshness.remove(self.kind);
+                return tracing::error!(
+                    "{} is not installed any longer, and its objects stay in force: install it again",
+                    self.kind
+                );
+            }
+            if self.kind == Kind::Authorization {
                 return self.wait_for_lost(client).await;
             }
-            self.context.freshness.remove(self.kind);
-            let kind = self.kind;
-            return tracing::error!(
-                "{kind} is not installed any longer, and its objects stay in force: install it again"
-            );
         }
         self.context.freshness.remove(self.kind);
         let change = match self.latest {

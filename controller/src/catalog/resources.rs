@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use super::convert::{CatalogObject, ConvertError, created, key};
 use crate::authorization;
+use crate::authorization::smi::{TargetSpec, TcpSpec, target, tcp};
 use crate::authorization::spec::AuthorizationPolicySpec;
 use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
@@ -56,6 +57,8 @@ impl CatalogObject for DynamicObject {
             ))),
             Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),
             Kind::RouteGroup => smi::group(meta, spec).map(Object::RouteGroup),
+            Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
+            Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
             Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
             _ => parse::route(meta, spec).map(Object::Route),
         };
@@ -73,6 +76,8 @@ impl CatalogObject for DynamicObject {
             Kind::Authorization => unknown::<AuthorizationPolicySpec>(spec),
             Kind::TrafficSplit => unknown::<SplitSpec>(spec),
             Kind::RouteGroup => unknown::<GroupSpec>(spec),
+            Kind::TrafficTarget => unknown::<TargetSpec>(spec),
+            Kind::TcpGroup => unknown::<TcpSpec>(spec),
             Kind::Service | Kind::Slice | Kind::Pod | Kind::Node | Kind::Mesh => Vec::new(),
         };
         let sections = self.data.as_object().into_iter().flatten();

@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep};
 use super::Lacking;
 use super::watched::Subscriber;
 use super::{Hub, Resources};
+use crate::authorization::smi;
 use crate::index::authorization::Covering;
 use crate::index::object::{Key, Kind, Resource};
 use crate::index::state::{State, TargetKind};
@@ -320,7 +321,7 @@ impl Hub {
 }
 
 fn of_authorization(key: Key) -> Subject {
+    let (kind, key) = smi::id(&key);
     let target = Target::Namespace(key.namespace.clone());
-    let kind = Kind::Authorization;
     Subject { kind, key, target }
 }

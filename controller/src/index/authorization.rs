@@ -18,10 +18,12 @@ use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Pod, Service};
 use super::store::Store;
 use super::version::Digest;
+use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
 use crate::authorization::{
     AuthorizationPolicy, Content, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target, denying,
     name,
 };
+use crate::routes::model::Rejection;
 use crate::routes::{ParentStatus, RouteStatus};
 
 /// At least the length of a port in a message, and of the rest of a policy.
@@ -37,7 +39,10 @@ const MAX_REMEMBERED: usize = 100;
 /// The policies of the catalog.
 #[derive(Debug, Default)]
 pub(super) struct Authorizations {
+    /// Also those that are made of TrafficTargets.
     pub(super) objects: Store<AuthorizationPolicy>,
+    pub(super) targets: Store<TrafficTarget>,
+    pub(super) tcp_groups: Store<TcpGroup>,
     /// The namespace of the mesh. Empty: none.
     mesh: Arc<str>,
     /// The invalid policies of the mesh.
@@ -158,8 +163,14 @@ impl Authorizations {
         }
     }
 
+    /// TrafficTargets concern only their own namespace.
     fn is_of_mesh(&self, key: &Key) -> bool {
-        !self.mesh.is_empty() && key.namespace == self.mesh
+        !self.mesh.is_empty() && key.namespace == self.mesh && is_authored(key)
+    }
+
+    /// The policies that are no TrafficTargets.
+    pub(super) fn authored(&self) -> impl Iterator<Item = &Key> {
+        self.objects.keys().filter(|key| is_authored(key))
     }
 
     /// Sets the namespaces whose policies are lost. Returns whether they are others than before.
@@ -192,16 +203,30 @@ impl Authorizations {
             let accepted = policy.accepted(target, exists, effect);
             ParentStatus {
                 parent: reference.clone(),
-                conditions: vec![accepted],
+                conditions: policy.conditions(accepted),
             }
         });
-        let (kind, generation) = (Kind::Authorization, policy.generation);
-        Some(RouteStatus::new(
-            kind,
-            key.clone(),
-            generation,
-            parents.collect(),
-        ))
+        let (kind, key) = smi::id(key);
+        let parents = parents.collect();
+        Some(RouteStatus {
+            uid: policy.uid.clone(),
+            ..RouteStatus::new(kind, key, policy.generation, parents)
+        })
+    }
+}
+
+fn is_authored(key: &Key) -> bool {
+    smi::id(key).0 == Kind::Authorization
+}
+
+impl Groups for Index {
+    fn requests(&self, key: &Key) -> Option<Result<&[Condition], &Rejection>> {
+        let group = self.routes.route_groups.get(key)?;
+        Some(group.content.as_ref().map(|group| &*group.conditions))
+    }
+
+    fn ports(&self, key: &Key) -> Option<&TcpGroup> {
+        self.authorizations.tcp_groups.get(key)
     }
 }
 
@@ -235,6 +260,25 @@ impl Index {
             let namespace = key.namespace.clone();
             links.dirty.insert(Dirty::Authorization(namespace));
         }
+    }
+
+    /// A TrafficTarget has changed.
+    pub(super) fn update_traffic_target(&mut self, key: &Key) {
+        let target = self.authorizations.targets.get(key);
+        let policy = target.map(|target| target.policy(self));
+        self.set_authorization(&policy_key(key), policy);
+        self.links
+            .statuses
+            .insert((Kind::TrafficTarget, key.clone()));
+    }
+
+    /// An HTTPRouteGroup or a TCPRoute of SMI has changed.
+    pub(super) fn update_traffic_targets(&mut self, kind: Kind, key: &Key) {
+        let targets = self.links.keys(&Link::RuleOf(kind, key.clone())).cloned();
+        let targets: Vec<Key> = targets.collect();
+        targets
+            .iter()
+            .for_each(|target| self.update_traffic_target(target));
     }
 
     /// The invalid policies of the namespace of the mesh.

@@ -24,13 +24,16 @@ const BACKEND: &[Kind] = &[
     Kind::TrafficPolicy,
 ];
 /// A Service selects the pod, and a TrafficPolicy limits the Service or the namespace.
-/// AuthorizationPolicies select the pod.
+/// AuthorizationPolicies, and TrafficTargets with their groups, select the pod.
 const WORKLOAD: &[Kind] = &[
     Kind::Service,
     Kind::Pod,
     Kind::Node,
     Kind::TrafficPolicy,
+    Kind::RouteGroup,
     Kind::Authorization,
+    Kind::TrafficTarget,
+    Kind::TcpGroup,
 ];
 
 /// All kinds that configure something. Nothing waits for XMeshes, or is withheld without them.
@@ -39,9 +42,14 @@ pub const CONFIGURATION: &[Kind] = match Kind::ALL.split_last() {
     _ => panic!("XMesh is the last kind"),
 };
 /// The called pods enforce AuthorizationPolicies, whatever their clients know.
-const DESTINATION: &[Kind] = match CONFIGURATION.split_last() {
-    Some((Kind::Authorization, others)) => others,
-    _ => panic!("AuthorizationPolicy is the last kind but XMesh"),
+const DESTINATION: &[Kind] = match CONFIGURATION {
+    [
+        others @ ..,
+        Kind::Authorization,
+        Kind::TrafficTarget,
+        Kind::TcpGroup,
+    ] => others,
+    _ => panic!("the kinds of policies of pods are the last ones but XMesh"),
 };
 
 /// The kinds whose objects the state of a resource with this target depends on.
@@ -84,12 +92,17 @@ impl Index {
         let mut unreadable = self.unreadable.iter();
         unreadable.any(|other| {
             let mut parents = match kind {
-                Kind::TrafficPolicy | Kind::Authorization | Kind::Mesh => &[],
+                Kind::TrafficPolicy | Kind::Mesh => &[],
+                Kind::Authorization | Kind::TrafficTarget => &[],
                 Kind::Service => self.canary_parents(key),
                 _ => self.routes.get(id).map_or(&[][..], |route| &route.parents),
             }
             .iter();
-            other == kind || parents.any(|parent| self.may_change(*other, &parent.key(key)))
+            let is_group = matches!(other, Kind::RouteGroup | Kind::TcpGroup);
+            let depends = *kind == Kind::TrafficTarget && is_group;
+            other == kind
+                || depends
+                || parents.any(|parent| self.may_change(*other, &parent.key(key)))
         })
     }
 
@@ -108,7 +121,7 @@ impl Index {
             // The zone is a preference.
             Kind::Node => false,
             // The called pods enforce them.
-            Kind::Authorization => false,
+            Kind::Authorization | Kind::TrafficTarget | Kind::TcpGroup => false,
             Kind::Grant => self.needs_grants(service),
             Kind::RouteGroup => self.needs_groups(service),
             _ => true,
@@ -251,6 +264,7 @@ mod tests {
             let withheld = BTreeSet::from_iter(withheld.iter().map(|id| &*id.1.name));
             let expected = match kind {
                 Kind::Node | Kind::Authorization => [].into(),
+                Kind::TrafficTarget | Kind::TcpGroup => [].into(),
                 Kind::Grant => ["other"].into(),
                 Kind::RouteGroup => ["split"].into(),
                 Kind::TrafficPolicy => all.clone(),
@@ -278,7 +292,7 @@ mod tests {
         for kind in optional() {
             let expected: Vec<&str> = match kind {
                 Kind::Node => vec!["node port"],
-                Kind::Authorization => vec![],
+                Kind::Authorization | Kind::TrafficTarget | Kind::TcpGroup => vec![],
                 Kind::HttpRoute | Kind::GrpcRoute | Kind::TcpRoute | Kind::TrafficSplit => {
                     services.to_vec()
                 }

@@ -6,7 +6,8 @@ use std::hash::{BuildHasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::object::{Key, Node, Pod, Service, Slice};
+use super::object::{Key, Kind, Node, Pod, Service, Slice};
+use crate::authorization::smi::{TcpGroup, TrafficTarget};
 use crate::authorization::{self, AuthorizationPolicy};
 use crate::policy::{Policy, Target};
 use crate::routes::attach::RouteId;
@@ -54,6 +55,8 @@ pub(super) enum Link {
     GrantIn(Arc<str>),
     /// A TrafficPolicy: its target.
     Target(Target),
+    /// A TrafficTarget: the HTTPRouteGroup or the TCPRoute of SMI of a rule.
+    RuleOf(Kind, Key),
     /// An AuthorizationPolicy: its namespace.
     AuthorizationIn(Arc<str>),
     /// An AuthorizationPolicy: the Service whose pods are a target.
@@ -251,6 +254,17 @@ impl Linked for AuthorizationPolicy {
     }
 }
 
+impl Linked for TrafficTarget {
+    fn links(&self) -> Vec<Link> {
+        let references = self.references();
+        references
+            .map(|(kind, key)| Link::RuleOf(kind, key))
+            .collect()
+    }
+}
+
 impl Linked for RouteGroup {}
+
+impl Linked for TcpGroup {}
 
 impl Linked for Mesh {}

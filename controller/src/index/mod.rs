@@ -41,6 +41,7 @@ use store::{Replaced, Store};
 use view::ServiceView;
 
 use crate::authenticate::PodRef;
+use crate::authorization::smi::{self, policy_key};
 use crate::kinds::Report;
 use crate::policy::Target;
 use crate::routes::RouteStatus;
@@ -278,6 +279,9 @@ impl Index {
         let mut status = match id {
             (Kind::TrafficPolicy, key) => self.policies.status(key, &self.services),
             (Kind::Authorization, key) => self.authorizations.status(key, &self.services),
+            (Kind::TrafficTarget, key) => {
+                self.authorizations.status(&policy_key(key), &self.services)
+            }
             (Kind::Service, key) => self.service_status(key),
             (Kind::Mesh, key) => self.meshes.get(key).and_then(|mesh| mesh.status.clone()),
             _ => self.routes.route_status(id),
@@ -307,7 +311,7 @@ impl Index {
         let policies = self.policies.objects.keys();
         let policies = policies.map(|key| (Kind::TrafficPolicy, key.clone()));
         let authorizations = self.authorizations.objects.keys();
-        let authorizations = authorizations.map(|key| (Kind::Authorization, key.clone()));
+        let authorizations = authorizations.map(smi::id);
         let policies = policies.chain(authorizations);
         let services = self.services.values().filter(|service| {
             let has_excess = service.excess.is_some() || self.excess.room(&service.key).is_some();
@@ -357,6 +361,7 @@ impl Index {
         match kind {
             Kind::TrafficPolicy => Some(self.policies.objects.get(key)?.generation),
             Kind::Authorization => Some(self.authorizations.objects.get(key)?.generation),
+            Kind::TrafficTarget => Some(self.authorizations.targets.get(key)?.generation),
             _ => Some(self.routes.get(&(*kind, key.clone()))?.generation),
         }
     }
@@ -416,7 +421,9 @@ impl Index {
             Kind::TrafficSplit => Box::new(self.routes.traffic_splits.keys()),
             Kind::RouteGroup => Box::new(self.routes.route_groups.keys()),
             Kind::TrafficPolicy => Box::new(self.policies.objects.keys()),
-            Kind::Authorization => Box::new(self.authorizations.objects.keys()),
+            Kind::Authorization => Box::new(self.authorizations.authored()),
+            Kind::TrafficTarget => Box::new(self.authorizations.targets.keys()),
+            Kind::TcpGroup => Box::new(self.authorizations.tcp_groups.keys()),
             Kind::Mesh => Box::new(self.meshes.keys()),
         }
     }
@@ -446,7 +453,21 @@ impl Index {
             }
             Kind::Grant => self.routes.set_grant(links, key, typed!(Grant)),
             Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
-            Kind::RouteGroup => self.routes.set_group(links, key, typed!(RouteGroup)),
+            Kind::RouteGroup => {
+                self.routes.set_group(links, key, typed!(RouteGroup));
+                self.update_traffic_targets(kind, key);
+            }
+            Kind::TrafficTarget => {
+                let new = typed!(TrafficTarget);
+                let all = &mut self.authorizations;
+                all.targets.replace(links, kind, key, new);
+                self.update_traffic_target(key);
+            }
+            Kind::TcpGroup => {
+                let (groups, new) = (&mut self.authorizations.tcp_groups, typed!(TcpGroup));
+                groups.replace(links, kind, key, new);
+                self.update_traffic_targets(kind, key);
+            }
             Kind::TrafficPolicy => self.policies.set(links, key, typed!(Policy)),
             Kind::Authorization => self.set_authorization(key, typed!(Authorization)),
             Kind::Mesh => drop(self.meshes.replace(links, kind, key, typed!(Mesh))),

@@ -10,6 +10,7 @@ use diy_mesh_model::ports::PortSet;
 
 use super::excess::Excess;
 use crate::authorization::AuthorizationPolicy;
+use crate::authorization::smi::{TcpGroup, TrafficTarget};
 use crate::checked::Checked;
 pub use crate::kinds::Kind;
 use crate::policy::Policy;
@@ -118,6 +119,10 @@ pub enum Object {
     Policy(Policy),
     /// An AuthorizationPolicy.
     Authorization(AuthorizationPolicy),
+    /// A TrafficTarget of SMI.
+    TrafficTarget(TrafficTarget),
+    /// A TCPRoute of SMI.
+    TcpGroup(TcpGroup),
     /// An XMesh.
     Mesh(Mesh),
 }
@@ -136,6 +141,8 @@ impl Object {
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
             Object::Authorization(_) => Kind::Authorization,
+            Object::TrafficTarget(_) => Kind::TrafficTarget,
+            Object::TcpGroup(_) => Kind::TcpGroup,
             Object::Mesh(_) => Kind::Mesh,
         }
     }
@@ -153,6 +160,8 @@ impl Object {
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,
             Object::Authorization(policy) => &policy.key,
+            Object::TrafficTarget(target) => &target.key,
+            Object::TcpGroup(group) => &group.key,
             Object::Mesh(mesh) => &mesh.key,
         }
     }

@@ -163,7 +163,7 @@ impl Position {
         let listed = kinds.iter().map(|kind| (kind, &self.kinds[*kind as usize]));
         let listed = listed.filter(|(_, versions)| versions.seen > 0);
         let component = |(kind, versions): (&Kind, &Versions)| proto::position::Component {
-            kind: kind.name().to_owned(),
+            kind: kind.unique_name().to_owned(),
             resource_version: versions.latest,
             seen: versions.seen,
             restored: versions.epoch,
@@ -185,7 +185,10 @@ impl From<proto::Position> for Known {
     fn from(position: proto::Position) -> Known {
         let mut known = Known::default();
         for component in position.components {
-            if let Some(kind) = Kind::ALL.iter().find(|kind| kind.name() == component.kind) {
+            if let Some(kind) = Kind::ALL
+                .iter()
+                .find(|kind| kind.unique_name() == component.kind)
+            {
                 known.0[*kind as usize] = (component.restored, component.resource_version);
             }
         }

@@ -1009,6 +1009,26 @@ impl Chance {
             }),
             Kind::TrafficPolicy => Object::Policy(self.policy()),
             Kind::Authorization => Object::Authorization(self.authorization()),
+            Kind::TrafficTarget => {
+                let rules = self.some(&["g1", "g2"]).into_iter().map(|name| {
+                    let kind = self.one(&["HTTPRouteGroup", "TCPRoute"]);
+                    json!({"kind": kind, "name": name})
+                });
+                let rules: Vec<Value> = rules.collect();
+                let namespace = self.one(&Self::NAMESPACES);
+                let subject = json!({"kind": "ServiceAccount", "name": "web"});
+                let spec = json!({"destination": subject, "sources": [subject], "rules": rules});
+                let key = Key::new(namespace, self.one(&["t1", "t2"]));
+                let meta = self.meta(kind, &spec);
+                let meta = Meta { key, ..meta };
+                Object::TrafficTarget(authorization::smi::target(meta, &spec, "cluster.local"))
+            }
+            Kind::TcpGroup => {
+                let spec = json!({"matches": {"ports": [self.one(&["80", "81"]).parse::<u16>().unwrap()]}});
+                let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"]));
+                let meta = self.meta(kind, &spec);
+                Object::TcpGroup(authorization::smi::tcp(Meta { key, ..meta }, &spec))
+            }
             Kind::Mesh => {
                 let controller = self.one(&["diy-service-mesh.dev/controller", "example.net/x"]);
                 let spec = json!({"controllerName": controller});

@@ -414,7 +414,7 @@ impl Reports {
             let own = || Target::Namespace(status.key.namespace.clone());
             let target = match parent.parent.kind.as_deref() {
                 // Its targets have one condition.
-                _ if status.kind == Kind::Authorization => own(),
+                _ if matches!(status.kind, Kind::Authorization | Kind::TrafficTarget) => own(),
                 Some("Namespace") => own(),
                 _ => Target::Service(parent.parent.key(&status.key)),
             };

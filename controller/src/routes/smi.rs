@@ -17,6 +17,7 @@ use super::parse::{
 };
 use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
+use crate::authorization::smi::{Condition, condition};
 use crate::checked::Checked;
 use crate::index::object::Key;
 
@@ -39,7 +40,16 @@ pub struct SplitRule {
 }
 
 /// An HTTPRouteGroup: conditions on requests.
-pub type RouteGroup = Checked<Vec<Arc<Match>>>;
+pub type RouteGroup = Checked<Group>;
+
+/// The matches of an HTTPRouteGroup.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    /// For routes.
+    matches: Vec<Arc<Match>>,
+    /// For AuthorizationPolicies.
+    pub conditions: Vec<Condition>,
+}
 
 /// The fields of a TrafficSplit.
 #[derive(Deserialize)]
@@ -77,8 +87,8 @@ pub struct GroupSpec {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct GroupMatch {
-    #[serde(default, rename = "name")]
-    _name: Value,
+    #[serde(default)]
+    name: String,
     path_regex: Option<String>,
     #[serde(default)]
     methods: Vec<String>,
@@ -161,7 +171,7 @@ impl Split {
                 let message = format!("spec.matches: the HTTPRouteGroup {key} does not exist");
                 return Err(Rejection::new(BACKEND_NOT_FOUND, message));
             };
-            matches.extend(group.content.clone()?);
+            matches.extend(group.content.clone()?.matches);
         }
         check_matches("spec.matches", matches.iter())?;
         let split = ParsedRule {
@@ -183,9 +193,21 @@ pub fn group(meta: Meta, spec: &Value) -> Result<RouteGroup, String> {
     let matches = group_matches(&meta.key, &parsed);
     let all = matches.iter().flatten();
     let bytes = all.map(|one| format!("{one:?}").len()).sum();
+    let condition = |one: &GroupMatch| {
+        let path = one.path_regex.as_deref();
+        (
+            one.name.clone(),
+            condition(path, &one.methods, &one.headers),
+        )
+    };
+    let conditions = parsed.matches.iter().map(condition);
+    let group = matches.map(|matches| Group {
+        matches,
+        conditions: conditions.collect(),
+    });
     Ok(RouteGroup {
         bytes,
-        ..RouteGroup::new(meta, vec![], matches)
+        ..RouteGroup::new(meta, vec![], group)
     })
 }
 
@@ -434,8 +456,11 @@ mod tests {
             super::group(meta, &spec).unwrap().content
         };
         let one = |methods: usize| json!({"name": "a", "methods": vec!["GET"; methods]});
-        assert_eq!(group(&[one(16)]).map(|all| all.len()), Ok(16));
-        assert_eq!(group(&vec![one(16); 8]).map(|all| all.len()), Ok(128));
+        assert_eq!(group(&[one(16)]).map(|all| all.matches.len()), Ok(16));
+        assert_eq!(
+            group(&vec![one(16); 8]).map(|all| all.matches.len()),
+            Ok(128)
+        );
         let field = "HTTPRouteGroup shop/g: spec.matches";
         let rejected = |matches: &[Value]| group(matches).unwrap_err().message;
         let expected = format!("{field}[0].methods: 17 entries are more than 16");

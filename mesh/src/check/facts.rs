@@ -103,11 +103,13 @@ pub enum DryRun {
 }
 
 /// What routes and policies refer to, and the kinds of SMI.
-const OTHER_KINDS: [Kind; 4] = [
+const OTHER_KINDS: [Kind; 6] = [
     Kind::Service,
     Kind::Grant,
     Kind::TrafficSplit,
     Kind::RouteGroup,
+    Kind::TrafficTarget,
+    Kind::TcpGroup,
 ];
 /// The name of the webhook configuration.
 pub const WEBHOOK: &str = "diy-service-mesh-injector";

@@ -23,7 +23,7 @@ const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
 pub struct Judgement {
     /// The objects with other conditions than this release would write.
     pub differences: Vec<String>,
-    /// The errors of TrafficSplits and of the canary annotations and ports of Services, which have
+    /// The errors of TrafficSplits and TrafficTargets, and of the canary annotations and ports of Services, which have
     /// no conditions.
     pub errors: Vec<String>,
     /// The pods that may be open because an AuthorizationPolicy selects none any longer.
@@ -53,7 +53,8 @@ pub fn judge(objects: &[Value]) -> Judgement {
 
 /// The errors of an object without conditions.
 fn errors(status: &RouteStatus) -> Vec<String> {
-    if !matches!(status.kind, Kind::TrafficSplit | Kind::Service) {
+    let kinds = [Kind::TrafficSplit, Kind::TrafficTarget, Kind::Service];
+    if !kinds.contains(&status.kind) {
         return Vec::new();
     }
     let conditions = status.parents.iter().flat_map(|parent| &parent.conditions);

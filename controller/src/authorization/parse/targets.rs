@@ -22,7 +22,7 @@ const MAX_SELECTED: usize = 256;
 const MAX_NAME_CHARS: usize = 253;
 
 /// A target in the status. Pods have the selector as the name.
-pub(super) fn reference(target: &Target) -> ParentReference {
+pub(in crate::authorization) fn reference(target: &Target) -> ParentReference {
     let (kind, name) = match target {
         Target::Pods(selector) => ("Pod", selector.to_string()),
         Target::Service(key) => ("Service", key.name.to_string()),

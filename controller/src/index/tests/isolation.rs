@@ -88,6 +88,7 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             parents.collect()
         }
         Object::Mesh(_) | Object::Authorization(_) => BTreeSet::new(),
+        Object::TrafficTarget(_) | Object::TcpGroup(_) => BTreeSet::new(),
         Object::Policy(policy) => {
             let targets = policy.targets().filter_map(|(_, target)| target);
             let services = all.iter().filter(|one| one.kind() == Kind::Service);
