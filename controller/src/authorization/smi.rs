@@ -25,7 +25,7 @@ const MAX_REQUESTS: usize = 16;
 const ELEMENT: &str = "{*}";
 
 /// A TrafficTarget. Without a content, it denies the calls of its namespace.
-pub type TrafficTarget = Checked<TargetSpec>;
+pub type TrafficTarget = Checked<Box<TargetSpec>>;
 
 /// A TCPRoute of SMI: ports. None: all.
 pub type TcpGroup = Checked<Vec<u16>>;
@@ -102,9 +102,12 @@ pub fn id(policy: &Key) -> (Kind, Key) {
 /// Parses a TrafficTarget.
 pub fn target(meta: Meta, spec: &Value, trust_domain: &str) -> TrafficTarget {
     let spec = TargetSpec::deserialize(spec).map_err(|error| invalid(&format!("spec: {error}")));
-    let spec = spec.map(|spec| TargetSpec {
-        trust_domain: trust_domain.to_owned(),
-        ..spec
+    let spec = spec.map(|spec| {
+        let trust_domain = trust_domain.to_owned();
+        Box::new(TargetSpec {
+            trust_domain,
+            ..spec
+        })
     });
     TrafficTarget::new(meta, vec![], spec)
 }

@@ -1,10 +1,12 @@
 //! `mesh authz`: tells whether a call is allowed, by which policy and rule, and why, as the controller
-//! or files say. Changes nothing.
+//! or files say, which changes nothing; and commands about policies.
+
+mod forget;
 
 use std::{io, net::IpAddr, path::PathBuf, process::ExitCode};
 
-use anyhow::{Context, Result, bail, ensure};
-use clap::Args;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::{Args, Subcommand};
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
 use serde_json::{Value, json};
 
@@ -18,6 +20,8 @@ use crate::{
 /// The arguments of `mesh authz`.
 #[derive(Args, Debug)]
 #[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
     after_help = "Exit codes: 0 allowed, 1 denied, 2 error, 3 it depends on what is not known.\n\n\
     Examples:\n  mesh authz shop/web shop/cart GET /items      a request to the pods of a Service\n  \
     mesh authz shop/web shop/db-0:5432            a connection to a pod that carries no HTTP\n  \
@@ -26,11 +30,15 @@ use crate::{
     mesh authz shop/web shop/cart GET /items -f manifests/          without a cluster"
 )]
 pub struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// Client: NAMESPACE/SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated
-    from: Caller,
+    #[arg(required = true)]
+    from: Option<Caller>,
     /// Service or pod: NAMESPACE/NAME or NAMESPACE/NAME:PORT; without PORT, all TCP ports of the
     /// Service, or all that the pod declares
-    to: Target,
+    #[arg(required = true)]
+    to: Option<Target>,
     /// Method of the request; without it, a connection that carries no HTTP
     #[arg(requires = "path")]
     method: Option<String>,
@@ -51,6 +59,13 @@ pub struct Arguments {
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
+}
+
+/// Other commands about authorization.
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Give up policies that were deleted with their definition: pods wait for them no longer
+    Forget(forget::Arguments),
 }
 
 /// Where policies and pods are read.
@@ -97,18 +112,21 @@ fn field(text: &str) -> Result<(String, String), String> {
 
 /// Judges a call and prints the verdict.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    super::exit(judge(arguments))
+    super::exit(match (&arguments.command, &arguments.from, &arguments.to) {
+        (Some(Command::Forget(arguments)), ..) => forget::run(arguments),
+        (None, Some(from), Some(to)) => judge(arguments, from, to),
+        _ => Err(anyhow!("expected FROM and TO")),
+    })
 }
 
-fn judge(arguments: &Arguments) -> Result<Outcome> {
-    let target = &arguments.to;
+fn judge(arguments: &Arguments, from: &Caller, target: &Target) -> Result<Outcome> {
     let pods = arguments.source.pods(target)?;
     ensure!(
         !pods.is_empty(),
         "no pod of the Service {} has a proxy",
         target.key
     );
-    let verdicts = authorization::verdicts(&pods, &call(arguments));
+    let verdicts = authorization::verdicts(&pods, &call(arguments, from));
     let Some(outcome) = verdicts.iter().map(|(_, verdict, _)| verdict.verdict).max() else {
         bail!(
             "{0} has no such TCP port, or declares none; name one, as {0}:8080",
@@ -125,7 +143,7 @@ fn judge(arguments: &Arguments) -> Result<Outcome> {
     Ok(outcome)
 }
 
-fn call(arguments: &Arguments) -> Call {
+fn call(arguments: &Arguments, from: &Caller) -> Call {
     let head = |(method, path): (&String, &String)| Head {
         method: method.clone(),
         path: Path::Known(path.clone()),
@@ -134,7 +152,7 @@ fn call(arguments: &Arguments) -> Call {
     };
     let request = arguments.method.as_ref().zip(arguments.path.as_ref());
     Call {
-        caller: arguments.from.clone(),
+        caller: from.clone(),
         address: arguments.address,
         request: request.map(head),
     }
@@ -204,8 +222,12 @@ mod tests {
         );
         let samples = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests/sample-apps");
         let arguments = parsed(&format!("authz {line} -f {file} -f {samples}")).unwrap();
-        let pods = arguments.source.pods(&arguments.to).unwrap();
-        let verdicts = authorization::verdicts(&pods, &call(&arguments));
+        let (from, to) = (
+            arguments.from.as_ref().unwrap(),
+            arguments.to.as_ref().unwrap(),
+        );
+        let pods = arguments.source.pods(to).unwrap();
+        let verdicts = authorization::verdicts(&pods, &call(&arguments, from));
         (table(&verdicts, Colors::DISABLED), run(&arguments))
     }
 
@@ -228,7 +250,10 @@ allowed  http-server/http-server-v1 and 1 more  8080  AuthorizationPolicy http-s
     #[test]
     fn arguments_are_checked() {
         for line in [
+            "authz",
             "authz shop/web",
+            "authz forget",
+            "authz forget shop --mesh",
             "authz shop/web shop/cart GET",
             "authz shop/web shop/cart GET items",
             "authz shop/web shop/cart --host a",

@@ -42,7 +42,7 @@ enum Command {
     /// Run the demo on this machine, without a cluster or Docker
     Demo(demo::Arguments),
     /// Tell whether a call is allowed, by which policy and rule, and why
-    Authz(authz::Arguments),
+    Authz(Box<authz::Arguments>),
     /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
