@@ -274,6 +274,13 @@ impl ServiceMeshService for FakeService {
         Err(Status::unimplemented("not called by proxies"))
     }
 
+    async fn get_authorization(
+        &self,
+        _: Request<proto::GetAuthorizationRequest>,
+    ) -> Result<Response<proto::GetAuthorizationResponse>, Status> {
+        Err(Status::unimplemented("not called by proxies"))
+    }
+
     async fn get_edges(
         &self,
         _: Request<proto::GetEdgesRequest>,
