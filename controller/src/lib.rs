@@ -3,7 +3,7 @@
 //! The path of a change: [`catalog`] (Kubernetes, or files) sends it, [`index`] (pure) determines
 //! the affected destinations, [`hub`] notifies their subscribers, [`grpc`] sends responses at the
 //! pace of each client. [`authenticate`] precedes every call. The controller stores only its
-//! certificate authority; all replicas respond alike.
+//! certificate authority, and what pods were called by ([`edges`]); all replicas respond alike.
 //!
 //! The path of a certificate: [`serving`] (TLS), [`grpc`] authenticates the pod, [`issuer`] (pure)
 //! signs with the current CA of [`authority`]. [`proxies`] lists the connected proxies and their
@@ -192,7 +192,7 @@ impl Controller {
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
         let (quotas, edges) = (Quotas::default(), Edges::default());
-        let metrics = metrics(&hub, &freshness, &self.authority, &quotas);
+        let metrics = metrics(&hub, &freshness, &self.authority, &quotas, &edges);
         add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
         let page = metrics.clone();
         let admin = Admin::new(readiness.clone(), move || page.render());
@@ -229,6 +229,11 @@ impl Controller {
                 events::observe(authority, &config.pod_namespace, events.clone()).await;
             }
         };
+        let store_edges = async {
+            let is_cluster = config.catalog == config::Storage::Kubernetes;
+            let client = self.client.clone().filter(|_| is_cluster);
+            edges::store::run(client, &config.pod_namespace, edges.clone()).await;
+        };
         let background = async {
             tokio::join!(
                 watch_catalog(&config, &self.client, &freshness, sender, &events, &hub),
@@ -238,6 +243,7 @@ impl Controller {
                 stop_after(shutdown, &readiness, &stopping),
                 publish_events(&self.client, queue),
                 observe_authority,
+                store_edges,
                 hub.review_acknowledgements(),
                 &mut statuses,
             )
@@ -286,12 +292,14 @@ fn metrics(
     freshness: &Freshness,
     authority: &AuthorityHandle,
     quotas: &Quotas,
+    edges: &Edges,
 ) -> Arc<Metrics> {
     let (hub, freshness, authority) = (hub.clone(), freshness.clone(), authority.clone());
-    let quotas = quotas.clone();
+    let (quotas, edges) = (quotas.clone(), edges.clone());
     Arc::new(Metrics::new(move |encoder| {
         metrics::encode_counts(&hub, encoder)?;
         metrics::encode_charged(&quotas, encoder)?;
+        metrics::encode_edges(&edges, encoder)?;
         metrics::encode_ages(&freshness, encoder)?;
         authority::status::encode_metrics(&authority.status(), encoder)
     }))

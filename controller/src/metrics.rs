@@ -11,6 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::catalog::freshness::Freshness;
+use crate::edges::Edges;
 use crate::hub::{Counts, Hub};
 use crate::quota::Quotas;
 
@@ -229,6 +230,14 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             (CAPABILITY_AUTHORIZATION, unauthorizing as i64),
         ],
     )
+}
+
+/// Encodes how much of what pods were called by is kept, and what was cut.
+pub fn encode_edges(edges: &Edges, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let (cut, bytes) = edges.counts();
+    let values = [("kept bytes", bytes as i64), ("cut", cut as i64)];
+    let help = "Kinds of calls to pods: bytes that are kept, and reports without room";
+    encode_gauges(encoder, "edges", help, "of", values)
 }
 
 /// Encodes the age of the catalog, and the number of its invalid objects.

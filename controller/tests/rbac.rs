@@ -22,9 +22,11 @@ use tokio::process::{Child, Command};
 
 const MESH: &str = "service-mesh";
 /// Permissions that this test does not need.
-const UNUSED: [&str; 3] = [
+const UNUSED: [&str; 4] = [
     // Another namespace has its first policy.
     "update configmaps diy-service-mesh-authorization",
+    // What pods were called by is written again some minutes later.
+    "update configmaps",
     // A restore of etcd changes the epoch.
     "patch configmaps diy-service-mesh-epoch",
     // A rotation changes the CA.
@@ -49,6 +51,7 @@ const DEFINITIONS: [(&str, &str); 11] = [
 #[tokio::test]
 async fn controller_makes_the_calls_that_the_manifests_permit() {
     let api = Api::start().await;
+    api.0.lock().unwrap().add_outdated_edges();
     let mut controller = start(&api).await;
     let line = until(&mut controller, "listening grpc=").await;
     let address = line.split("grpc=").nth(1).unwrap();
@@ -429,6 +432,13 @@ impl Objects {
         let metadata = json!({"annotations": {"diy-service-mesh.dev/report": "{}"}});
         let spec = json!({"holderIdentity": "crashed"});
         self.store(lease, json!({"metadata": metadata, "spec": spec}));
+    }
+
+    fn add_outdated_edges(&mut self) {
+        let name = "diy-service-mesh-edges-gone";
+        let labels = json!({"diy-service-mesh.dev/edges": "gone"});
+        let key = ["", "configmaps", MESH, name].map(String::from);
+        self.store(key, json!({"metadata": {"labels": labels}}));
     }
 
     fn store(&mut self, key: [String; 4], mut object: Value) -> Value {

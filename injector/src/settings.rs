@@ -87,7 +87,7 @@ pub struct Flag {
 }
 
 /// All settings.
-pub static SETTINGS: [Setting; 15] = [
+pub static SETTINGS: [Setting; 16] = [
     Setting {
         annotation: INBOUND,
         values: "`permissive` (default), `strict`",
@@ -129,6 +129,19 @@ pub static SETTINGS: [Setting; 15] = [
             set(
                 &mut settings.proxy.allow_connect,
                 value.map(|value| value == "true"),
+            )
+        },
+    },
+    Setting {
+        annotation: "diy-service-mesh/observe-edges",
+        values: "`\"true\"` (default), `\"false\"`",
+        description: "whether the proxy reports [what the pod is called by](#observed-calls)",
+        flag: flag("proxy-observe-edges", "PROXY_OBSERVE_EDGES", "true"),
+        read: |settings, value| {
+            let value = one_of(&["true", "false"], value);
+            set(
+                &mut settings.proxy.hide_edges,
+                value.map(|value| value == "false"),
             )
         },
     },
@@ -449,7 +462,7 @@ mod tests {
         let settings = for_pod(&json!({
             INBOUND: "Strict ", named("skip-inbound-ports"): " 25, 9000 - 9100",
             named("skip-outbound-ports"): "3306", named("opaque-ports"): "5432",
-            named("allow-connect"): " True", named("max-connection-age"): " 30m ",
+            named("allow-connect"): " True", named("observe-edges"): "false", named("max-connection-age"): " 30m ",
             named("dump"): "Full", named("dump-format"): "JSON",
             named("proxy-cpu-request"): "0.5", named("proxy-cpu-limit"): "2",
             named("proxy-memory-request"): " 64Mi", named("proxy-memory-limit"): "None",
@@ -467,6 +480,7 @@ mod tests {
                 strict: true,
                 opaque_ports: ports("5432"),
                 allow_connect: true,
+                hide_edges: true,
                 max_connection_age: Some(1800),
                 dump: "full".into(),
                 dump_format: "json".into(),

@@ -21,6 +21,9 @@ pub struct Settings {
     pub opaque_ports: PortSet,
     /// Whether the proxy forwards CONNECT requests to the containers of the pod.
     pub allow_connect: bool,
+    /// Whether the proxy reports nothing about what the pod is called by.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub hide_edges: bool,
     /// Maximum age of connections between proxies, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_connection_age: Option<u64>,
@@ -62,7 +65,8 @@ impl Settings {
             log: text("--log="),
             log_format: text("--log-format="),
             drain: number("--drain-seconds=").unwrap_or_default(),
-            allow_connect: flags.any(|flag| flag == "--allow-connect"),
+            allow_connect: flags.clone().any(|flag| flag == "--allow-connect"),
+            hide_edges: flags.any(|flag| flag == "--hide-edges"),
         }
     }
 
@@ -104,7 +108,12 @@ impl Settings {
         ];
         let values = values.into_iter().filter(|(_, value)| !value.is_empty());
         let flags = values.map(|(name, value)| format!("--{name}={value}"));
-        flags.chain(self.allow_connect.then(|| "--allow-connect".to_owned()))
+        let switches = [
+            (self.allow_connect, "--allow-connect"),
+            (self.hide_edges, "--hide-edges"),
+        ];
+        let switches = switches.into_iter().filter(|(is_on, _)| *is_on);
+        flags.chain(switches.map(|(_, flag)| flag.to_owned()))
     }
 }
 
@@ -128,6 +137,7 @@ mod tests {
             strict: true,
             opaque_ports: "25,9000-9100".parse().unwrap(),
             allow_connect: true,
+            hide_edges: true,
             max_connection_age: Some(1800),
             dump: "full".into(),
             dump_format: "json".into(),
@@ -142,7 +152,7 @@ mod tests {
         let argument = settings().argument();
         let arguments = ["--admin-port=4001", &argument];
         assert_eq!(Settings::of_arguments(arguments.into_iter()), settings());
-        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,";
+        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"hideEdges\":true,";
         assert!(
             argument.starts_with(&format!("--settings={json}")),
             "{argument}"
@@ -184,6 +194,7 @@ mod tests {
             "--log-format=text",
             "--drain-seconds=20",
             "--allow-connect",
+            "--hide-edges",
             "--workers=2",
         ];
         assert_eq!(Settings::expand(arguments.into_iter()).unwrap(), expected);

@@ -63,6 +63,9 @@ pub struct Config {
     /// Forward CONNECT requests to the application
     #[arg(long)]
     allow_connect: bool,
+    /// Report to the controller nothing about what the pod is called by
+    #[arg(long)]
+    pub hide_edges: bool,
     /// Maximum age of connections between proxies: HTTP connections end gracefully, others are
     /// reset [default: none]
     #[arg(

@@ -5,11 +5,11 @@
 //! module.
 
 mod affinity;
-mod exceptions;
 mod limits;
 mod own_pod;
 mod policy;
 pub mod position;
+mod reported;
 mod resource;
 #[cfg(test)]
 mod route_tests;
@@ -25,7 +25,7 @@ mod tests;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::discover_response::Update;
@@ -35,15 +35,16 @@ use tokio::time::{Instant, Interval, MissedTickBehavior, interval, sleep, timeou
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tracing::{debug, info, warn};
 
+use crate::inbound::edges::{Edges, day};
 use crate::inbound::policy::Policy;
 use crate::observe::exceptions::Exceptions;
 use crate::observe::metrics::DiscoveryMetrics;
 use crate::secure::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, describe};
 use crate::secure::identity::{CurrentCredentials, Roots, Trust};
 pub use affinity::Affinity;
-use exceptions::Reported;
 use own_pod::{OwnPod, Received};
 use position::MAX_REFUSAL;
+use reported::Reported;
 pub use resource::Resource;
 use table::{Table, Watched};
 pub use target::{Target, TargetKind};
@@ -84,8 +85,8 @@ struct Timing {
     /// Time until a destination without receivers expires.
     idle_timeout: Duration,
     sweep_interval: Duration,
-    /// Minimum interval between messages about exceptions.
-    exceptions_interval: Duration,
+    /// Minimum interval between messages about exceptions, and about edges.
+    report_interval: Duration,
     max_destinations: usize,
 }
 
@@ -97,7 +98,7 @@ impl Default for Timing {
             backoff_reset_after: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
             sweep_interval: Duration::from_secs(2),
-            exceptions_interval: Duration::from_secs(10),
+            report_interval: Duration::from_secs(10),
             max_destinations: MAX_DESTINATIONS,
         }
     }
@@ -109,6 +110,8 @@ pub struct OwnProxy {
     pub arguments: Policy,
     /// The number of endpoints that all destinations together have, about.
     pub max_endpoints: Box<dyn Fn() -> usize + Send>,
+    /// What the pod is called by, if it reports that.
+    pub edges: Option<Arc<Edges>>,
 }
 
 /// Everything.
@@ -117,6 +120,7 @@ impl Default for OwnProxy {
         Self {
             arguments: Policy::default(),
             max_endpoints: Box::new(|| usize::MAX),
+            edges: None,
         }
     }
 }
@@ -130,7 +134,7 @@ struct WatchRequest {
 
 /// Returns the handle for the workers and the task that the main thread runs. The task ends when
 /// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials`
-/// and `exceptions` are reported to the controller.
+/// and `exceptions`, and the edges of `own`, are reported to the controller.
 pub fn start(
     control: Control,
     trust: Trust,
@@ -139,7 +143,7 @@ pub fn start(
     exceptions: Arc<Exceptions>,
     own: OwnProxy,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
-    let reported = Reported::new(exceptions);
+    let reported = Reported::new(exceptions, own.edges.clone());
     let timing = Timing::default();
     start_with(control, trust, credentials, metrics, reported, timing, own)
 }
@@ -149,7 +153,7 @@ fn start_with(
     trust: Trust,
     credentials: CurrentCredentials,
     metrics: DiscoveryMetrics,
-    exceptions: Reported,
+    reported: Reported,
     timing: Timing,
     own: OwnProxy,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
@@ -174,7 +178,7 @@ fn start_with(
             unready: set_unready,
             own_pod: OwnPod::new(own.arguments, set_policy),
             metrics,
-            exceptions,
+            reported,
             sweep,
             timing,
             log_limiter: LogLimiter::default(),
@@ -256,7 +260,7 @@ struct Driver {
     unready: watch::Sender<Option<String>>,
     own_pod: OwnPod,
     metrics: DiscoveryMetrics,
-    exceptions: Reported,
+    reported: Reported,
     sweep: Interval,
     timing: Timing,
     max_endpoints: Box<dyn Fn() -> usize + Send>,
@@ -314,13 +318,14 @@ impl Driver {
             self.table.len()
         );
         self.controller_unavailable = false;
-        self.exceptions.stream_opened();
+        self.reported.stream_opened(stream.accepts_edges);
         self.stream = Some(requests);
         self.send_status();
         let DiscoveryStream {
             mut responses,
             sends_own_pod,
             sends_authorization: receives_authorization,
+            ..
         } = stream;
         if sends_own_pod {
             let subscription = self
@@ -525,9 +530,11 @@ impl Driver {
             }
             let requests = self.table.sweep(Instant::now(), self.timing.idle_timeout);
             self.send(requests);
-            let interval = self.timing.exceptions_interval;
-            let exceptions = self.exceptions.changed(interval, Instant::now());
+            let (interval, now) = (self.timing.report_interval, Instant::now());
+            let exceptions = self.reported.exceptions(interval, now);
             self.send(exceptions.map(Action::Exceptions));
+            let edges = self.reported.edges(interval, now, day(SystemTime::now()));
+            self.send(edges.map(Action::Edges));
         }
     }
 

@@ -203,6 +203,7 @@ fn start_control(
         OwnProxy {
             arguments: config.policy.clone(),
             max_endpoints: Box::new(move || memory.max_endpoints(workers)),
+            edges: (!config.hide_edges).then(|| metrics.edges.clone()),
         },
     );
     tokio::spawn(driver);

@@ -263,7 +263,7 @@ fn reference_has_the_row_of_each_setting() {
             "| `--{name}` | `{variable}` | `{default}` | default of `{annotation}` |"
         ))
     });
-    let documented = rows("| `--proxy-dump`", "| `--listen`");
+    let documented = rows("| `--proxy-observe-edges`", "| `--listen`");
     assert_eq!(
         documented,
         flags.collect::<Vec<_>>(),

@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use diy_mesh_tests::repository::{assert_none, files, files_with_extension, read, root};
 
 /// Modules of the proxy that may use generated types.
-const MODULES_WITH_GENERATED_TYPES: [&str; 4] = [
+const MODULES_WITH_GENERATED_TYPES: [&str; 5] = [
     "proxy/src/discovery",
+    "proxy/src/inbound/edges",
     "proxy/src/inbound/policy",
     "proxy/src/secure/control",
     "proxy/src/secure/identity",

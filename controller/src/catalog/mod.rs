@@ -15,7 +15,7 @@ pub mod marker;
 mod objects;
 mod resources;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 mod watch;
 
 pub(crate) use manifest::parse;

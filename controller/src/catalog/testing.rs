@@ -29,7 +29,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    pub fn context(&self) -> Context<'_> {
+    pub(super) fn context(&self) -> Context<'_> {
         Context {
             trust_domain: "cluster.local",
             namespace: "mesh",
@@ -54,7 +54,12 @@ pub struct Server {
 }
 
 impl Server {
-    pub async fn start(timing: Timing) -> (Server, Cluster) {
+    /// One without watches.
+    pub async fn without_watches() -> (Server, Cluster) {
+        Self::start(Timing::default()).await
+    }
+
+    pub(super) async fn start(timing: Timing) -> (Server, Cluster) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (sender, changes) = mpsc::channel(16);

@@ -5,6 +5,8 @@
 //! A proxy, or whoever has the token of its pod, reports about the group of this pod only. What is
 //! stored is read as a report too: replicas unite what they know.
 
+pub mod store;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -120,12 +122,17 @@ impl Edges {
     }
 
     /// Whether a namespace has had something new since the last time.
-    pub fn take_unstored(&self, namespace: &str) -> bool {
+    fn take_unstored(&self, namespace: &str) -> bool {
         self.lock().unstored.remove(namespace)
     }
 
+    /// Something of a namespace is not stored yet.
+    fn mark_unstored(&self, namespace: &str) {
+        self.lock().unstored.insert(namespace.to_owned());
+    }
+
     /// Adds what is stored of a namespace. Returns all of it, as it is to be stored.
-    pub fn unite(&self, namespace: &str, stored: Vec<Message>, now: SystemTime) -> Vec<Message> {
+    fn unite(&self, namespace: &str, stored: Vec<Message>, now: SystemTime) -> Vec<Message> {
         let mut inner = self.lock();
         for group in stored {
             let namespace = namespace.to_owned();
@@ -135,7 +142,7 @@ impl Edges {
     }
 
     /// Forgets what was not seen for [`MAX_DAYS`].
-    pub fn expire(&self, now: SystemTime) {
+    fn expire(&self, now: SystemTime) {
         self.lock().expire(day(now));
     }
 

@@ -6,7 +6,7 @@ use std::str::FromStr as _;
 use diy_mesh_model::identity::Identity;
 
 use super::paths::PathPattern;
-use super::readings::{Reading, Readings};
+use super::readings::{Reading, Readings, is_plain, is_readable};
 use crate::mesh::v1 as proto;
 use proto::authorized_path::Kind;
 use proto::edge::Path;
@@ -33,6 +33,9 @@ pub fn segment(path: &[u8]) -> Option<&str> {
         return Some("*");
     }
     let first = first_element(path)?;
+    if is_plain(path) {
+        return is_readable(path).then_some(first);
+    }
     let readings = Readings::of(path);
     let mut others = readings.known()?;
     others

@@ -94,7 +94,7 @@ pub(super) fn element_set(position: usize, element: &[u8]) -> u64 {
 }
 
 /// Whether no step changes the path.
-fn is_plain(path: &[u8]) -> bool {
+pub(super) fn is_plain(path: &[u8]) -> bool {
     let is_special = |pair: &[u8]| matches!(pair, [b'/', b'/' | b'.']);
     !path.iter().any(|byte| b"%;\\".contains(byte)) && !path.windows(2).any(is_special)
 }
@@ -102,7 +102,7 @@ fn is_plain(path: &[u8]) -> bool {
 /// Whether servers agree on the characters of the path: it begins with a slash, is encoded as RFC
 /// 3986 has it, and is UTF-8 without control characters when it is decoded. A query or a fragment
 /// is not part of it.
-fn is_readable(path: &[u8]) -> bool {
+pub(super) fn is_readable(path: &[u8]) -> bool {
     let is_text = |text: &[u8]| {
         !text.iter().any(u8::is_ascii_control) && (text.is_ascii() || str::from_utf8(text).is_ok())
     };

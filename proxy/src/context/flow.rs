@@ -19,6 +19,7 @@ use crate::context::worker::Worker;
 use crate::error::Failure;
 use crate::http::edits::MeshField;
 use crate::http::view::{Fields, RequestView};
+use crate::inbound::edges::NewEdge;
 use crate::inbound::policy::{Caller, Client, PREVIOUS_ATTEMPTS, Permit};
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot, Holder};
@@ -145,6 +146,16 @@ impl Flow {
         let denial = self.worker.policy().audit(self.client(), request)?;
         self.worker.metrics.would_deny.inc();
         Some(denial)
+    }
+
+    /// The edge of an allowed request, or of a connection that carries no HTTP, if it is new.
+    pub fn new_edge(&self, request: Option<&RequestView<'_>>) -> Option<Box<NewEdge>> {
+        if self.direction == Direction::Outbound || self.worker.config.hide_edges {
+            return None;
+        }
+        let policy = self.worker.policy();
+        let edges = &self.worker.edges;
+        edges.find(self.client(), request, policy.authorization.as_ref())
     }
 
     /// Gives a denial an identifier, which callers of other namespaces are told in place of the policy.

@@ -16,6 +16,7 @@ use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
+use crate::inbound::edges::NewEdge;
 use crate::observe::dump::{self, ExchangeDump};
 use crate::observe::metrics::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
@@ -44,6 +45,8 @@ pub struct ExchangeRecord {
     /// The policy of the latest fault.
     fault: Option<Arc<str>>,
     dump: Option<ExchangeDump>,
+    /// The edge of the request, if it is new, until the application answers.
+    edge: Option<Box<NewEdge>>,
 }
 
 impl ExchangeRecord {
@@ -64,6 +67,7 @@ impl ExchangeRecord {
             failure: None,
             fault: None,
             dump: flow.worker.dumps.exchange(&flow.info()),
+            edge: None,
         }
     }
 
@@ -79,6 +83,11 @@ impl ExchangeRecord {
     pub fn fault(&mut self, name: &Arc<str>, delay: Option<Duration>) {
         self.fault = Some(name.clone());
         self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
+    }
+
+    /// The policies allow the request.
+    pub fn allowed(&mut self, request: &RequestView<'_>) {
+        self.edge = self.flow.new_edge(Some(request));
     }
 
     /// The policies under audit would deny the request.
@@ -172,6 +181,9 @@ impl ExchangeRecord {
         edits: Edits<'_>,
     ) {
         self.status = Some(status);
+        if let Some(edge) = self.edge.take() {
+            self.flow.worker.edges.answered(*edge, status, fields);
+        }
         self.dump_remote();
         self.dump(|dump| dump.response_head(status, reason, fields, edits));
     }

@@ -9,7 +9,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_runtime::admission::{Admission, network};
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
@@ -20,6 +20,7 @@ use crate::config::Config;
 use crate::context::destination::Destinations;
 use crate::discovery::Discovery;
 use crate::error::Failure;
+use crate::inbound::edges::SeenEdges;
 use crate::inbound::policy::Policy;
 use crate::limits::lifetime::{Expiry, Lifetimes};
 use crate::limits::memory::{ConnectionSlot, Holder, Memory};
@@ -138,6 +139,8 @@ pub struct Worker {
     /// The number of its changes, each of which is notified.
     policy_version: Cell<u64>,
     policy_changed: Notify,
+    /// What the pod was called by on this day.
+    pub edges: SeenEdges,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
     /// Makes the choices for a connection repeatable, and those of other workers others.
@@ -180,6 +183,7 @@ impl Worker {
             policy_updates: context.discovery.policy(),
             policy_version: Cell::new(0),
             policy_changed: Notify::new(),
+            edges: SeenEdges::new(context.metrics.edges.clone()),
             config: context.config,
             dumps: context.dumps,
             metrics: context.metrics,
@@ -240,6 +244,7 @@ impl Worker {
                 }
                 _ = eviction.tick() => {
                     let now = Instant::now();
+                    self.edges.follow(SystemTime::now());
                     let exceptions = &self.metrics.exceptions;
                     self.destinations.report(Direction::Outbound, exceptions, now);
                     self.apps.report(Direction::Inbound, exceptions, now);

@@ -40,7 +40,7 @@ impl Running {
             Trust::default(),
             crate::secure::identity::none(),
             metrics.clone(),
-            Reported::new(exceptions.clone()),
+            Reported::new(exceptions.clone(), None),
             timing,
             OwnProxy::default(),
         );
@@ -70,7 +70,7 @@ fn timing() -> Timing {
         backoff_reset_after: FOREVER,
         idle_timeout: FOREVER,
         sweep_interval: Duration::from_millis(5),
-        exceptions_interval: Duration::ZERO,
+        report_interval: Duration::ZERO,
         max_destinations: 100,
     }
 }
@@ -540,7 +540,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
         Trust::default(),
         crate::secure::identity::none(),
         DiscoveryMetrics::default(),
-        Reported::new(Arc::new(Exceptions::new(std::time::Instant::now()))),
+        Reported::new(Arc::new(Exceptions::new(std::time::Instant::now())), None),
         timing(),
         OwnProxy::default(),
     );

@@ -125,6 +125,13 @@ impl<'a> RequestView<'a> {
         )
     }
 
+    /// It is a gRPC call.
+    pub fn is_grpc(&self) -> bool {
+        self.version == Version::HTTP_2
+            && self.method == b"POST"
+            && self.header("content-type").is_some_and(is_grpc_type)
+    }
+
     /// It asks for a tunnel whose bytes are not inspected. Methods are case-sensitive (RFC 9110,
     /// section 9.1), but not for every server.
     pub fn is_connect(&self) -> bool {
@@ -145,6 +152,12 @@ impl<'a> RequestView<'a> {
             _ => self.target,
         }
     }
+}
+
+/// Whether this is the content type of gRPC calls.
+pub fn is_grpc_type(kind: &[u8]) -> bool {
+    kind.strip_prefix(b"application/grpc")
+        .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
 /// Without the fields of the mesh: the application does not get those of the client.

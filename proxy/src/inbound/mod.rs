@@ -1,4 +1,5 @@
 //! Step 4, inbound: the caller and its authorization, and rate limits.
 
+pub mod edges;
 pub mod limit;
 pub mod policy;

@@ -93,6 +93,11 @@ impl Policies {
     pub fn compile(message: &proto::Authorization) -> Self {
         Self(Arc::new(Authorization::compile(message)))
     }
+
+    /// The most specific pattern of a path in the policies.
+    pub fn pattern(&self, port: u16, path: &[u8]) -> Option<&proto::AuthorizedPath> {
+        self.0.pattern(port, path)
+    }
 }
 
 /// Only the same policies are equal.

@@ -21,6 +21,7 @@ use prometheus_client::registry::{Metric, Registry};
 use tokio::sync::watch;
 
 use crate::error::{Exceeded, Failure};
+use crate::inbound::edges::Edges;
 use crate::labels::{Cause, LimitKind, MirrorResult, RetryDenial};
 use crate::limits::timeouts::TimeoutKind;
 use crate::observe::exceptions::{Exception, Exceptions};
@@ -65,6 +66,8 @@ pub struct Metrics {
     pub discovery: DiscoveryMetrics,
     /// Metrics of the workload certificate.
     pub identity: IdentityMetrics,
+    /// What the pod is called by.
+    pub edges: Arc<Edges>,
     /// What failed in the last minute.
     pub exceptions: Arc<Exceptions>,
 }
@@ -174,6 +177,11 @@ impl Metrics {
             "would_deny",
             "Allowed requests and connections that the AuthorizationPolicies under audit would deny",
         );
+        let edges_cut = register(
+            r,
+            "edges_cut",
+            "Kinds of calls to the pod that have no room in the reports to the controller",
+        );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
@@ -204,6 +212,7 @@ impl Metrics {
             dumps_dropped,
             discovery,
             identity,
+            edges: Arc::new(Edges::new(edges_cut)),
             exceptions,
         })
     }

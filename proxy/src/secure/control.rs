@@ -15,8 +15,8 @@ use diy_mesh_proto::mesh::v1::{
     DiscoverRequest, DiscoverResponse, SignCertificateRequest, SignCertificateResponse,
 };
 use diy_mesh_proto::{
-    CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_POLICY,
-    CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
+    CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_EDGES,
+    CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -109,6 +109,8 @@ pub struct DiscoveryStream {
     pub sends_own_pod: bool,
     /// With the AuthorizationPolicies.
     pub sends_authorization: bool,
+    /// The controller announces that it keeps edges.
+    pub accepts_edges: bool,
 }
 
 /// Client of the controller. Cheap to clone; holds no connection.
@@ -165,6 +167,7 @@ impl Control {
             Ok(DiscoveryStream {
                 sends_own_pod: announces(capabilities, CAPABILITY_SELF),
                 sends_authorization: announces(capabilities, CAPABILITY_AUTHORIZATION),
+                accepts_edges: announces(capabilities, CAPABILITY_EDGES),
                 responses: response.into_inner(),
             })
         })

@@ -44,6 +44,7 @@ pub async fn apply(
 /// Authorizes the request, and takes a token of each rate limit that counts it.
 fn authorize(record: &mut ExchangeRecord, request: &RequestView<'_>) -> Result<Permit, Failure> {
     let permit = record.flow.authorize_request(request)?;
+    record.allowed(request);
     if let Some(denial) = record.flow.audit(Some(request)) {
         record.would_deny(&denial);
     }

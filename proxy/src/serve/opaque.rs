@@ -63,6 +63,9 @@ pub async fn serve(
         }
     };
     flow.audit(None);
+    if let Some(edge) = flow.new_edge(None) {
+        flow.worker.edges.add(*edge);
+    }
     let mut end = flow.copy_end(&client, &upstream, version, None);
     let charge = &mut |bytes| memory.hold(bytes).is_ok();
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;

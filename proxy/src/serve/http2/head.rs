@@ -9,7 +9,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 use crate::error::{Failure, Limit};
 use crate::http::authority;
 use crate::http::edits::Edits;
-use crate::http::view::RequestView;
+use crate::http::view::{RequestView, is_grpc_type};
 use crate::limits::deadline::{Deadline, parse_grpc_timeout};
 
 /// The time that a gRPC client waits for the end of the call.
@@ -103,12 +103,8 @@ fn rewrite(uri: &Uri, edits: Edits<'_>) -> Result<Uri, http::Error> {
 
 /// Whether failures are reported by `grpc-status`. gRPC-Web is plain HTTP.
 pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
-    let kind = headers
-        .get(CONTENT_TYPE)
-        .map(HeaderValue::as_bytes)
-        .unwrap_or_default();
-    kind.strip_prefix(b"application/grpc")
-        .is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+    let kind = headers.get(CONTENT_TYPE);
+    kind.is_some_and(|kind| is_grpc_type(kind.as_bytes()))
 }
 
 /// The deadline of the caller of a gRPC call, if it has one.

@@ -1,4 +1,5 @@
-//! The message to the controller about what failed at the proxy: its bounds, and when to send it.
+//! The messages to the controller about the proxy itself, what failed there and what its pod is called
+//! by: their bounds, and when to send them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,49 +9,93 @@ use diy_mesh_proto::{MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
 use prost::Message as _;
 use tokio::time::Instant;
 
+use crate::inbound::edges::{Edges, Sent};
 use crate::observe::exceptions::{Exception, Exceptions};
 
 /// The encoded length of the number of exceptions that have no room.
 const OMITTED_BYTES: usize = 6;
 
-/// The exceptions of the proxy, and those that the controller knows.
+/// The exceptions and the edges of the proxy, and those that the controller knows.
 pub(super) struct Reported {
     exceptions: Arc<Exceptions>,
     /// The latest ones on this stream.
     latest: proto::Exceptions,
-    sent_at: Option<Instant>,
+    exceptions_pace: Pace,
+    /// `None` if the pod does not report them.
+    edges: Option<Arc<Edges>>,
+    /// Those that were sent on this stream.
+    sent: Option<Sent>,
+    edges_pace: Pace,
+    /// The controller keeps edges.
+    accepts_edges: bool,
+}
+
+/// The time of the latest message of a kind.
+#[derive(Default)]
+struct Pace(Option<Instant>);
+
+impl Pace {
+    /// The message of `make`, if it is time for one.
+    fn limit<T>(
+        &mut self,
+        interval: Duration,
+        now: Instant,
+        make: impl FnOnce() -> Option<T>,
+    ) -> Option<T> {
+        let is_early = |at| now.saturating_duration_since(at) < interval;
+        if self.0.is_some_and(is_early) {
+            return None;
+        }
+        make().inspect(|_| self.0 = Some(now))
+    }
 }
 
 impl Reported {
-    pub(super) fn new(exceptions: Arc<Exceptions>) -> Self {
+    pub(super) fn new(exceptions: Arc<Exceptions>, edges: Option<Arc<Edges>>) -> Self {
         Self {
             exceptions,
             latest: proto::Exceptions::default(),
-            sent_at: None,
+            exceptions_pace: Pace::default(),
+            edges,
+            sent: None,
+            edges_pace: Pace::default(),
+            accepts_edges: false,
         }
     }
 
-    /// The controller of a new stream knows none.
-    pub(super) fn stream_opened(&mut self) {
+    /// The controller of a new stream knows nothing.
+    pub(super) fn stream_opened(&mut self, accepts_edges: bool) {
         self.latest = proto::Exceptions::default();
+        self.sent = None;
+        self.accepts_edges = accepts_edges;
     }
 
     /// The current exceptions, if they have changed and it is time for a message.
-    pub(super) fn changed(
+    pub(super) fn exceptions(
         &mut self,
         interval: Duration,
         now: Instant,
     ) -> Option<proto::Exceptions> {
-        let is_early = |at| now.saturating_duration_since(at) < interval;
-        if self.sent_at.is_some_and(is_early) {
-            return None;
-        }
-        let current = message(self.exceptions.report(now.into_std()));
-        (current != self.latest).then(|| {
-            self.sent_at = Some(now);
-            self.latest = current.clone();
-            current
+        self.exceptions_pace.limit(interval, now, || {
+            let current = message(self.exceptions.report(now.into_std()));
+            (current != self.latest).then(|| {
+                self.latest = current.clone();
+                current
+            })
         })
+    }
+
+    /// The new edges of a day, if it is time for a message.
+    pub(super) fn edges(
+        &mut self,
+        interval: Duration,
+        now: Instant,
+        day: u64,
+    ) -> Option<proto::Edges> {
+        let edges = self.edges.as_ref().filter(|_| self.accepts_edges)?;
+        let sent = &mut self.sent;
+        self.edges_pace
+            .limit(interval, now, || edges.unsent(sent, day))
     }
 }
 
@@ -123,11 +168,11 @@ mod tests {
             reason: "overloaded",
         };
         let exceptions = Arc::new(Exceptions::new(start.into_std()));
-        let mut reported = Reported::new(exceptions.clone());
+        let mut reported = Reported::new(exceptions.clone(), None);
         let interval = Duration::from_secs(10);
         let after = |seconds| start + Duration::from_secs(seconds);
         let mut sent_at = |second: u64| {
-            let sent = reported.changed(interval, after(second));
+            let sent = reported.exceptions(interval, after(second));
             sent.map(|sent| sent.exceptions.iter().map(|one| one.count).sum::<u32>())
         };
         assert_eq!(sent_at(0), None);
@@ -138,11 +183,29 @@ mod tests {
         assert_eq!((sent_at(30), sent_at(59)), (None, None));
         // Nothing has failed for a minute.
         assert_eq!((sent_at(60), sent_at(80)), (Some(0), None));
-        reported.stream_opened();
-        assert_eq!(reported.changed(interval, after(100)), None);
+        reported.stream_opened(true);
+        assert_eq!(reported.exceptions(interval, after(100)), None);
         exceptions.record(failed, 1, after(100).into_std());
-        assert!(reported.changed(interval, after(100)).is_some());
-        reported.stream_opened();
-        assert!(reported.changed(interval, after(110)).is_some());
+        assert!(reported.exceptions(interval, after(100)).is_some());
+        reported.stream_opened(true);
+        assert!(reported.exceptions(interval, after(110)).is_some());
+    }
+
+    #[test]
+    fn edges_are_sent_to_controllers_that_keep_them_and_at_most_every_ten_seconds() {
+        let start = Instant::now();
+        let interval = Duration::from_secs(10);
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let exceptions = Arc::new(Exceptions::new(start.into_std()));
+        let mut reported = Reported::new(exceptions, Some(Arc::default()));
+        assert_eq!(reported.edges(interval, after(0), 7), None);
+        reported.stream_opened(true);
+        let empty = Some(proto::Edges::default());
+        assert_eq!(reported.edges(interval, after(0), 7), empty);
+        assert_eq!(reported.edges(interval, after(30), 7), None);
+        assert_eq!(reported.edges(interval, after(30), 8), empty);
+        reported.stream_opened(true);
+        assert_eq!(reported.edges(interval, after(39), 8), None);
+        assert_eq!(reported.edges(interval, after(40), 8), empty);
     }
 }
