@@ -1,6 +1,6 @@
-//! Keeps the edges of each namespace in a ConfigMap in the namespace of the mesh, for restarts and for
-//! the other replicas. Each replica writes what it knows united with what is stored, on the version
-//! that it has read.
+//! Keeps the edges of each namespace in a ConfigMap in the namespace of the mesh, for restarts and
+//! for the other replicas. Each replica writes what it knows united with what is stored, on the
+//! version that it has read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
@@ -27,8 +27,8 @@ const INTERVAL: Duration = Duration::from_secs(5 * 60);
 /// ConfigMaps of a page of their list.
 const PAGE_SIZE: u32 = 500;
 
-/// Exchanges the edges with what is stored in this namespace, now and then. Without a client, it only
-/// forgets what is too old.
+/// Exchanges the edges with what is stored in this namespace, now and then. Without a client, it
+/// only forgets what is too old.
 pub async fn run(client: Option<Client>, namespace: &str, edges: Edges) {
     let mut store = client.map(|client| Store::new(client, namespace, edges.clone()));
     let mut has_failed = false;
@@ -126,8 +126,8 @@ impl Store {
         }
     }
 
-    /// Unites what is stored of a namespace with what is known, and writes it if that `is_due`. Returns
-    /// the stored version.
+    /// Unites what is stored of a namespace with what is known, and writes it if that `is_due`.
+    /// Returns the stored version.
     async fn unite(
         &self,
         namespace: &str,

@@ -1,5 +1,5 @@
-//! What the pod is called by: the kinds of calls of the day, without duplicates. Workers add those that
-//! they have not seen on that day, discovery sends them to the controller.
+//! What the pod is called by: the kinds of calls of the day, without duplicates. Workers add those
+//! that they have not seen on that day, discovery sends them to the controller.
 //!
 //! Callers choose most of an edge. What has no room is cut, and never displaces others.
 
@@ -208,8 +208,8 @@ impl SeenEdges {
         }
     }
 
-    /// The edge of an allowed call, unless the worker has seen it. Without a request: of a connection
-    /// that carries no HTTP.
+    /// The edge of an allowed call, unless the worker has seen it. Without a request: of a
+    /// connection that carries no HTTP.
     pub fn find(
         &self,
         client: Client<'_>,
