@@ -2,6 +2,9 @@
 
 /// Messages in the JSON output of the command line, with those inside.
 const SERIALIZE: &str = "#[derive(serde::Serialize)]";
+/// Messages in files that the command line reads.
+const DESERIALIZE: &str = "#[derive(serde::Deserialize)] #[serde(default)]";
+const ONE_OF: &str = "#[derive(serde::Deserialize)] #[serde(rename_all = \"snake_case\")]";
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["mesh/v1/mesh.proto", "echo/v1/echo.proto"];
@@ -18,6 +21,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute(".mesh.v1.GetRoutesResponse", SERIALIZE)
         .field_attribute("GetRoutesResponse.next_page_token", "#[serde(skip)]")
         .message_attribute(".mesh.v1.Exceptions", SERIALIZE)
+        .message_attribute(".mesh.v1.GetEdgesResponse", DESERIALIZE)
+        .message_attribute(".mesh.v1.Edge", DESERIALIZE)
+        .message_attribute(".mesh.v1.Workload.Port", DESERIALIZE)
+        .message_attribute(".mesh.v1.AuthorizedPath", DESERIALIZE)
+        .type_attribute(".mesh.v1.Edge.path", ONE_OF)
+        .type_attribute(".mesh.v1.AuthorizedPath.kind", ONE_OF)
         // In a certain order: equal groups are equal bytes.
         .btree_map("GetEdgesResponse.Group.labels")
         .compile_fds(descriptors)?;

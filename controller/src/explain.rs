@@ -26,13 +26,13 @@ use crate::routes::{ParentReference, RouteStatus};
 
 /// The statuses of the routes and policies among these objects.
 pub fn statuses(objects: &[Value]) -> Vec<RouteStatus> {
-    index(objects, "").0.route_statuses()
+    index(objects, "", TRUST_DOMAIN).0.route_statuses()
 }
 
 /// The pods among these objects that may be open by mistake: a line for each ALLOW policy with a
 /// Service without pods.
 pub fn opened(objects: &[Value]) -> Vec<String> {
-    let (index, _) = index(objects, "");
+    let (index, _) = index(objects, "", TRUST_DOMAIN);
     let describe = |(policy, service, pods): (&Key, String, Vec<&Key>)| {
         let (policy, pods) = (crate::authorization::name(policy), shown(pods.iter()));
         format!("{policy}: the {service} leads to no pod with a proxy; no ALLOW covers {pods}")
@@ -42,11 +42,11 @@ pub fn opened(objects: &[Value]) -> Vec<String> {
 
 /// An index of these objects, and what of them cannot be read. Of several with a name, the last one
 /// counts. `mesh`: the namespace of the mesh.
-pub fn index(objects: &[Value], mesh: &str) -> (Index, Vec<String>) {
+pub fn index(objects: &[Value], mesh: &str, trust_domain: &str) -> (Index, Vec<String>) {
     let (mut index, mut touched) = (Index::of_mesh(mesh), Touched::default());
     let mut problems = Vec::new();
     for object in objects {
-        match catalog::parse(&object.to_string(), TRUST_DOMAIN) {
+        match catalog::parse(&object.to_string(), trust_domain) {
             Ok(mut parsed) => {
                 for object in parsed.objects {
                     // Others are not written by hand, and a cluster may be of a later release.
@@ -71,7 +71,7 @@ pub fn index(objects: &[Value], mesh: &str) -> (Index, Vec<String>) {
 /// Explains the requests of the clients of a namespace to a Service, as these objects say. `None`:
 /// it is not among them.
 pub fn explain(objects: &[Value], service: &Key, clients: &str) -> Option<GetRoutesResponse> {
-    let (index, mut problems) = index(objects, "");
+    let (index, mut problems) = index(objects, "", TRUST_DOMAIN);
     let explained = summary(&index, service, clients)?;
     for id in deciding(&index, service, clients) {
         problems.append(&mut problems_of(&index, service, &id));

@@ -305,8 +305,11 @@ fn allowed(message: &proto::Authorization, call: &Judged<'_>) -> Verdict {
         for (position, rule) in policy.rules.iter().enumerate() {
             let alone = proto::Authorization {
                 policies: vec![proto::AuthorizationPolicy {
+                    name: policy.name.clone(),
+                    action: policy.action,
+                    audit: false,
+                    ports: policy.ports.clone(),
                     rules: vec![rule.clone()],
-                    ..policy.clone()
                 }],
                 deny_by_default: true,
                 ..proto::Authorization::default()

@@ -16,9 +16,9 @@ use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
 use diy_mesh_proto::{
     TOKEN_AUDIENCE,
     mesh::v1::{
-        GetAuthorizationRequest, GetIdentityRequest, GetIdentityResponse, GetRoutesRequest,
-        GetRoutesResponse, GetServicesRequest, Service, WatchServicesRequest,
-        WatchServicesResponse, get_authorization_response,
+        GetAuthorizationRequest, GetEdgesRequest, GetIdentityRequest, GetIdentityResponse,
+        GetRoutesRequest, GetRoutesResponse, GetServicesRequest, Service, WatchServicesRequest,
+        WatchServicesResponse, get_authorization_response, get_edges_response,
         service_mesh_service_client::ServiceMeshServiceClient,
     },
 };
@@ -527,6 +527,26 @@ impl Controller {
             page_token = page.next_page_token;
             if page_token.is_empty() {
                 return Ok(pods);
+            }
+        }
+    }
+
+    /// What the pods of a namespace were called by, or those of all ("").
+    pub async fn edges(
+        &mut self,
+        namespace: &str,
+    ) -> Result<Vec<get_edges_response::Group>, Error> {
+        let (mut groups, mut page_token) = (Vec::new(), String::new());
+        loop {
+            let request = self.authorize(GetEdgesRequest {
+                namespace: namespace.to_owned(),
+                page_token,
+            });
+            let page = self.client.get_edges(request).await?.into_inner();
+            groups.extend(page.groups);
+            page_token = page.next_page_token;
+            if page_token.is_empty() {
+                return Ok(groups);
             }
         }
     }

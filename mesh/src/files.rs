@@ -9,6 +9,7 @@ use diy_mesh_injector::{
     patch::{Candidate, NamespaceLabels, Verdict, decide},
     settings::SidecarSettings,
 };
+use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_sandbox::manifest::{self, Files};
 use serde_json::{Value, json};
 
@@ -34,7 +35,7 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
 pub fn index(files: &[PathBuf], mesh: &str) -> Result<Index> {
     let mut objects = read(files)?;
     let mut problems = inject(&mut objects, mesh);
-    let (index, invalid) = explain::index(&objects, mesh);
+    let (index, invalid) = explain::index(&objects, mesh, TRUST_DOMAIN);
     problems.extend(invalid);
     problems.extend(explain::problems_of_authorization(&index));
     print(&problems);
@@ -84,7 +85,8 @@ pub fn inject(objects: &mut Vec<Value>, mesh: &str) -> Vec<String> {
     problems
 }
 
-fn namespace(object: &Value) -> &str {
+/// The namespace of an object.
+pub(crate) fn namespace(object: &Value) -> &str {
     object["metadata"]["namespace"]
         .as_str()
         .unwrap_or("default")

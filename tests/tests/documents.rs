@@ -376,8 +376,13 @@ fn reference_lists_all_flags() {
         ("http-client and grpc-client", &["grpc-client", "--help"]),
         ("mesh demo", &["mesh", "demo", "--help"]),
         ("mesh authz", &["mesh", "authz", "--help"]),
+        (
+            "mesh authz generate",
+            &["mesh", "authz", "generate", "--help"],
+        ),
         ("mesh check", &["mesh", "check", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
+        ("mesh plan", &["mesh", "plan", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
         ("mesh routes", &["mesh", "routes", "--help"]),
         ("mesh services", &["mesh", "services", "--help"]),

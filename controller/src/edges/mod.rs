@@ -141,7 +141,7 @@ impl Edges {
         inner.groups(namespace)
     }
 
-    /// Forgets what was not seen for [`MAX_DAYS`].
+    /// Forgets what was not seen for seven days.
     fn expire(&self, now: SystemTime) {
         self.lock().expire(day(now));
     }

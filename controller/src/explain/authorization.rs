@@ -65,6 +65,7 @@ fn ports(index: &Index, target: &Key, port: u32, pod: &Pod) -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
+    use diy_mesh_model::identity::TRUST_DOMAIN;
     use serde_json::{Value, json};
 
     use super::*;
@@ -101,7 +102,7 @@ mod tests {
 
     #[test]
     fn service_is_about_its_pods_with_a_proxy_at_its_target_ports() {
-        let (index, problems) = super::super::index(&objects(), "");
+        let (index, problems) = super::super::index(&objects(), "", TRUST_DOMAIN);
         assert_eq!(problems, [""; 0]);
         let web = Key::new("shop", "web");
         let pods = pods(&index, &web).unwrap();
@@ -121,7 +122,7 @@ mod tests {
 
     #[test]
     fn pod_is_about_a_port_or_those_that_it_declares() {
-        let (index, _) = super::super::index(&objects(), "");
+        let (index, _) = super::super::index(&objects(), "", TRUST_DOMAIN);
         let key = Key::new("shop", "web-1");
         assert_eq!(pods(&index, &key).unwrap().len(), 1);
         assert_eq!(pod(&index, &key, 0, &key).unwrap().ports, [8080]);

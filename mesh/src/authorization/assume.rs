@@ -1,6 +1,7 @@
 //! Policies for a call of which not everything is known: conditions on what is not known are
 //! replaced by ones that hold, or that do not. Pure.
 
+use diy_mesh_proto::authorization::edge;
 use diy_mesh_proto::mesh::v1::{
     Authorization, AuthorizationRule, AuthorizationSource, AuthorizedPath, IdentityMatch,
     RequestMatch, Unauthenticated, authorization_policy::Action, authorization_source::Kind,
@@ -64,6 +65,10 @@ fn assume_request(request: &mut RequestMatch, head: &Head, matches: bool) {
     }
     if head.fields.is_none() && matches {
         request.headers.clear();
+    }
+    let is_other = |name: &str| edge::method(name.as_bytes()) == edge::OTHER_METHOD;
+    if matches && is_other(&head.method) && request.methods.iter().any(|name| is_other(name)) {
+        request.methods.clear();
     }
     let known = match &head.path {
         Path::Known(_) => return,

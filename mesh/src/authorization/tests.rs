@@ -35,7 +35,8 @@ fn objects(annotations: Value, policies: &[Value]) -> Vec<Value> {
 pub(crate) fn web(annotations: Value, policies: &[Value]) -> Vec<Pod> {
     let mut objects = objects(annotations, policies);
     assert_eq!(files::inject(&mut objects, "service-mesh"), [""; 0]);
-    let (index, problems) = diy_mesh_controller::explain::index(&objects, "service-mesh");
+    let (index, problems) =
+        diy_mesh_controller::explain::index(&objects, "service-mesh", TRUST_DOMAIN);
     assert_eq!(problems, [""; 0]);
     pods(&index, &"shop/web".parse().unwrap()).unwrap()
 }

@@ -2,6 +2,7 @@
 //! or files say, which changes nothing; and commands about policies.
 
 mod forget;
+mod generate;
 
 use std::{io, net::IpAddr, path::PathBuf, process::ExitCode};
 
@@ -66,6 +67,8 @@ pub struct Arguments {
 enum Command {
     /// Give up policies that were deleted with their definition: pods wait for them no longer
     Forget(forget::Arguments),
+    /// Write AuthorizationPolicies that allow the calls that were seen
+    Generate(generate::Arguments),
 }
 
 /// Where policies and pods are read.
@@ -114,6 +117,7 @@ fn field(text: &str) -> Result<(String, String), String> {
 pub fn run(arguments: &Arguments) -> ExitCode {
     super::exit(match (&arguments.command, &arguments.from, &arguments.to) {
         (Some(Command::Forget(arguments)), ..) => forget::run(arguments),
+        (Some(Command::Generate(arguments)), ..) => generate::run(arguments),
         (None, Some(from), Some(to)) => judge(arguments, from, to),
         _ => Err(anyhow!("expected FROM and TO")),
     })
@@ -254,6 +258,7 @@ allowed  http-server/http-server-v1 and 1 more  8080  AuthorizationPolicy http-s
             "authz shop/web",
             "authz forget",
             "authz forget shop --mesh",
+            "authz generate shop --header a=b",
             "authz shop/web shop/cart GET",
             "authz shop/web shop/cart GET items",
             "authz shop/web shop/cart --host a",

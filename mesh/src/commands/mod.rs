@@ -4,6 +4,7 @@ pub mod authz;
 pub mod check;
 pub mod demo;
 pub mod identity;
+pub mod plan;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
@@ -47,6 +48,8 @@ enum Command {
     Check(check::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
     Identity(identity::Arguments),
+    /// Tell what policies, or strict mode, would have denied of the calls that were seen
+    Plan(plan::Arguments),
     /// Rotate the trust root of the mesh without downtime
     RotateRoot(rotate_root::Arguments),
     /// List the routes of Services with their backends and conditions
@@ -72,6 +75,7 @@ impl Command {
             Self::Authz(arguments) => Ok(authz::run(&arguments)),
             Self::Check(arguments) => check::run(&arguments),
             Self::Identity(arguments) => identity::run(&arguments),
+            Self::Plan(arguments) => Ok(plan::run(&arguments)),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::Routes(arguments) => routes::run(&arguments),
             Self::Services(arguments) => services::run(arguments),

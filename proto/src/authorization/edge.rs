@@ -19,7 +19,7 @@ const METHODS: [&str; 9] = [
     "GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH",
 ];
 /// All other methods.
-const OTHER_METHOD: &str = "OTHER";
+pub const OTHER_METHOD: &str = "OTHER";
 
 /// The method of an edge.
 pub fn method(sent: &[u8]) -> &'static str {

@@ -1,0 +1,403 @@
+//! `mesh authz generate`: writes AuthorizationPolicies that allow the calls that proxies saw. Changes
+//! nothing.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+};
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::{
+    authorization::{MAX_RULES, REVISION, check, edge::OTHER_METHOD},
+    mesh::v1::{
+        AuthorizationPolicy, AuthorizationRule, AuthorizedPath, Edge, RequestMatch,
+        authorization_policy::Action, authorized_path::Kind, edge::Path, get_edges_response::Group,
+    },
+};
+use serde_json::{Value, json};
+
+use super::super::terminal;
+use crate::{
+    authorization::Outcome,
+    controller,
+    edges::{self, Observed},
+    files,
+};
+
+/// The bounds of an AuthorizationPolicy.
+const MAX_SOURCES: usize = 64;
+const MAX_REQUESTS: usize = 16;
+const MAX_PATHS: usize = 32;
+const MAX_LABELS: usize = 32;
+
+/// The arguments of `mesh authz generate`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Examples:\n  mesh authz generate shop >policies.yaml   policies under audit for the pods of a namespace\n  \
+    mesh plan -f policies.yaml                what they would have denied"
+)]
+pub struct Arguments {
+    /// Namespace of the called pods [default: all]
+    #[arg(
+        value_name = "NAMESPACE",
+        default_value = "",
+        hide_default_value = true
+    )]
+    of: String,
+    /// Mode of the policies
+    #[arg(long, value_enum, default_value_t)]
+    mode: Mode,
+    /// File with the calls, the JSON of GetEdgesResponse, in place of a controller
+    #[arg(long, value_name = "FILE")]
+    edges: Option<PathBuf>,
+    #[command(flatten)]
+    controller: controller::Arguments,
+}
+
+/// Whether the policies refuse calls.
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum Mode {
+    /// They refuse nothing, and what they would refuse is counted
+    #[default]
+    Audit,
+    /// They refuse calls
+    Enforce,
+}
+
+/// Reads the calls and prints policies.
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let Arguments {
+        of,
+        edges,
+        controller,
+        ..
+    } = arguments;
+    let observed = Observed::read(controller, edges.as_ref(), of);
+    let observed = super::super::block_on(observed)??;
+    let mut notes = Vec::new();
+    let policies = policies(&observed, arguments.mode, &mut notes);
+    let mut text = String::new();
+    for policy in &policies {
+        text += &format!("---\n{}", serde_yaml_ng::to_string(policy)?);
+    }
+    terminal::print(&text)?;
+    files::print(&notes);
+    Ok(Outcome::Allowed)
+}
+
+/// The policies of all groups. What they lack is added to `notes`.
+fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Value> {
+    let (mut all, mut names) = (Vec::new(), BTreeSet::new());
+    for group in &observed.groups {
+        if group.incomplete {
+            notes.push(format!(
+                "{}: there were more calls than are kept",
+                edges::title(group)
+            ));
+        }
+        for rules in rules(group, &observed.trust_domain, notes).chunks(MAX_RULES) {
+            let name = unique(&name(group), &group.namespace, &mut names);
+            all.push(json!({
+                "apiVersion": "diy-service-mesh.dev/v1alpha1",
+                "kind": "AuthorizationPolicy",
+                "metadata": {"name": name, "namespace": group.namespace},
+                "spec": {"action": "ALLOW", "mode": format!("{mode:?}"), "rules": rules,
+                    "targetRefs": [target(group)]},
+            }));
+        }
+    }
+    all
+}
+
+fn target(group: &Group) -> Value {
+    if (1..=MAX_LABELS).contains(&group.labels.len()) {
+        json!({"group": "", "kind": "Pod", "selector": {"matchLabels": group.labels}})
+    } else {
+        json!({"group": "", "kind": "ServiceAccount", "name": group.service_account})
+    }
+}
+
+fn name(group: &Group) -> String {
+    let labels = ["app.kubernetes.io/name", "app"];
+    let name = labels.iter().find_map(|label| group.labels.get(*label));
+    let name = name.unwrap_or(&group.service_account).to_ascii_lowercase();
+    let name: String = name
+        .chars()
+        .map(|one| {
+            if one.is_ascii_alphanumeric() {
+                one
+            } else {
+                '-'
+            }
+        })
+        .collect();
+    format!("observed-{}", name.trim_matches('-'))
+}
+
+fn unique(name: &str, namespace: &str, names: &mut BTreeSet<(String, String)>) -> String {
+    let numbered = (2..).map(|number| format!("{name}-{number}"));
+    let mut candidates = std::iter::once(name.to_owned()).chain(numbered);
+    let is_new = |name: &String| names.insert((namespace.to_owned(), name.clone()));
+    candidates
+        .find(is_new)
+        .expect("there is always another number")
+}
+
+/// What a caller asked for at a port: paths, each with the methods.
+type Requests = BTreeMap<String, BTreeSet<String>>;
+
+/// A rule for each port, and for the callers that asked for the same.
+fn rules(group: &Group, trust_domain: &str, notes: &mut Vec<String>) -> Vec<Value> {
+    let mut calls: BTreeMap<(u32, &str), (bool, Requests)> = BTreeMap::new();
+    for edge in group.edges.iter().filter_map(|seen| seen.edge.as_ref()) {
+        let (is_any, requests) = calls.entry((edge.port, &edge.caller)).or_default();
+        match (item(edge), &*edge.method) {
+            (_, "") => *is_any = true,
+            (Some(item), method) if method != OTHER_METHOD => {
+                requests.entry(item).or_default().insert(method.to_owned());
+            }
+            _ => notes.push(format!(
+                "{}: no rule for {}",
+                edges::title(group),
+                edges::describe(edge)
+            )),
+        }
+    }
+    let mut rules: BTreeMap<(u32, String), (Value, Vec<Value>)> = BTreeMap::new();
+    for ((port, caller), (is_any, requests)) in calls {
+        let source = source(caller, trust_domain);
+        for requests in conditions(is_any, &requests) {
+            let rule = rules.entry((port, requests.to_string()));
+            rule.or_insert((requests, vec![])).1.push(source.clone());
+        }
+    }
+    let rules = rules
+        .into_iter()
+        .flat_map(|((port, _), (requests, sources))| {
+            let rule = |sources: &[Value]| {
+                let mut rule = json!({"sources": sources, "networkAttributes": {"ports": [port]}});
+                if !requests.is_null() {
+                    rule["requests"] = requests.clone();
+                }
+                rule
+            };
+            sources.chunks(MAX_SOURCES).map(rule).collect::<Vec<_>>()
+        });
+    rules.collect()
+}
+
+fn source(caller: &str, own: &str) -> Value {
+    let identity: Option<Identity> = caller.parse().ok();
+    match identity {
+        None => json!({"type": "Unauthenticated"}),
+        Some(identity) if identity.trust_domain() == own => {
+            let (namespace, name) = (identity.namespace(), identity.service_account());
+            let account = json!({"namespace": namespace, "name": name});
+            json!({"type": "ServiceAccount", "serviceAccount": account})
+        }
+        Some(identity) => json!({"type": "SPIFFE", "spiffe": identity.as_str()}),
+    }
+}
+
+/// The entry of `paths` for an edge, as JSON.
+fn item(edge: &Edge) -> Option<String> {
+    let (kind, path) = match edge.path.as_ref()? {
+        Path::Grpc(path) => ("Exact", Kind::Exact(path.clone())),
+        Path::Segment(path) if path == "/" => ("Exact", Kind::Exact(path.clone())),
+        Path::Segment(path) => ("PathPrefix", Kind::Prefix(path.clone())),
+        Path::Pattern(pattern) => match pattern.kind.clone()? {
+            path @ Kind::Exact(_) => ("Exact", path),
+            path @ Kind::Prefix(_) => ("PathPrefix", path),
+            path @ Kind::Suffix(_) => ("Suffix", path),
+            path @ Kind::Template(_) => ("Template", path),
+        },
+    };
+    if !is_accepted(&path) {
+        return None;
+    }
+    let (Kind::Exact(value) | Kind::Prefix(value) | Kind::Suffix(value) | Kind::Template(value)) =
+        path;
+    Some(json!({"type": kind, "value": value}).to_string())
+}
+
+/// Whether a policy may have the path.
+fn is_accepted(path: &Kind) -> bool {
+    let path = AuthorizedPath {
+        kind: Some(path.clone()),
+    };
+    let request = RequestMatch {
+        paths: vec![path],
+        ..RequestMatch::default()
+    };
+    let rule = AuthorizationRule {
+        revision: REVISION,
+        requests: vec![request],
+        ..AuthorizationRule::default()
+    };
+    let policy = AuthorizationPolicy {
+        action: Action::Allow.into(),
+        rules: vec![rule],
+        ..AuthorizationPolicy::default()
+    };
+    check(&policy).is_ok()
+}
+
+/// The `requests` of one or more rules. Null: every request, and every connection.
+fn conditions(is_any: bool, requests: &Requests) -> Vec<Value> {
+    if is_any {
+        return vec![Value::Null];
+    }
+    let mut alike: BTreeMap<&BTreeSet<String>, Vec<Value>> = BTreeMap::new();
+    for (path, methods) in requests {
+        let path = path.parse().expect("it is JSON");
+        alike.entry(methods).or_default().push(path);
+    }
+    let conditions = alike.into_iter().flat_map(|(methods, paths)| {
+        let condition = |paths: &[Value]| json!({"methods": methods, "paths": paths});
+        paths.chunks(MAX_PATHS).map(condition).collect::<Vec<_>>()
+    });
+    let conditions: Vec<Value> = conditions.collect();
+    conditions
+        .chunks(MAX_REQUESTS)
+        .map(|requests| json!(requests))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use diy_mesh_controller::explain;
+    use diy_mesh_model::identity::TRUST_DOMAIN;
+
+    use super::*;
+    use crate::plan::{
+        plan,
+        tests::{edge, group, segment},
+    };
+
+    fn observed(edges: Vec<Edge>) -> Observed {
+        Observed {
+            groups: vec![group(edges)],
+            trust_domain: TRUST_DOMAIN.to_owned(),
+        }
+    }
+
+    /// The policies and the notes. The policies are valid, and deny nothing of what was seen.
+    fn generated(observed: &Observed, denied: usize) -> (Vec<Value>, Vec<String>) {
+        let mut notes = Vec::new();
+        let policies = policies(observed, Mode::Enforce, &mut notes);
+        let index = |objects: &[Value]| explain::index(objects, "", TRUST_DOMAIN).0;
+        let (mut before, mut after) = (index(&[]), index(&policies));
+        assert_eq!(explain::problems_of_authorization(&after), [""; 0]);
+        let plan = plan(observed, [&mut before, &mut after], |_| false, 0);
+        assert_eq!(plan.effects.len(), denied, "{:?}", plan.effects);
+        (policies, notes)
+    }
+
+    #[test]
+    fn policy_allows_what_was_seen() {
+        let grpc = Some(Path::Grpc("/a.Cart/Add".into()));
+        let observed = observed(vec![
+            edge("web", 8080, "GET", segment("/items")),
+            edge("web", 8080, "HEAD", segment("/items")),
+            edge("web", 8080, "POST", grpc),
+            edge("api", 8080, "GET", segment("/")),
+            edge("job", 8080, "GET", segment("/")),
+            edge("", 9090, "", None),
+        ]);
+        let (policies, notes) = generated(&observed, 0);
+        assert_eq!(notes, [""; 0]);
+        let expected = "\
+apiVersion: diy-service-mesh.dev/v1alpha1
+kind: AuthorizationPolicy
+metadata:
+  name: observed-cart
+  namespace: shop
+spec:
+  action: ALLOW
+  mode: Enforce
+  rules:
+  - networkAttributes:
+      ports:
+      - 8080
+    requests:
+    - methods:
+      - GET
+      - HEAD
+      paths:
+      - type: PathPrefix
+        value: /items
+    - methods:
+      - POST
+      paths:
+      - type: Exact
+        value: /a.Cart/Add
+    sources:
+    - serviceAccount:
+        name: web
+        namespace: shop
+      type: ServiceAccount
+  - networkAttributes:
+      ports:
+      - 8080
+    requests:
+    - methods:
+      - GET
+      paths:
+      - type: Exact
+        value: /
+    sources:
+    - serviceAccount:
+        name: api
+        namespace: shop
+      type: ServiceAccount
+    - serviceAccount:
+        name: job
+        namespace: shop
+      type: ServiceAccount
+  - networkAttributes:
+      ports:
+      - 9090
+    sources:
+    - type: Unauthenticated
+  targetRefs:
+  - group: ''
+    kind: Pod
+    selector:
+      matchLabels:
+        app: cart
+";
+        assert_eq!(serde_yaml_ng::to_string(&policies[0]).unwrap(), expected);
+    }
+
+    #[test]
+    fn bounds_of_policies_hold() {
+        let callers = (0..70).map(|at| edge(&format!("c{at}"), 8080, "GET", segment("/a")));
+        let paths = (0..64).map(|at| edge("many", 8080, "GET", segment(&format!("/p{at}"))));
+        let ports = (1..150).map(|port| edge("scan", port, "GET", segment("/a")));
+        let (policies, notes) =
+            generated(&observed(callers.chain(paths).chain(ports).collect()), 0);
+        let names: Vec<&Value> = policies
+            .iter()
+            .map(|policy| &policy["metadata"]["name"])
+            .collect();
+        assert_eq!(names, ["observed-cart", "observed-cart-2"]);
+        assert_eq!(notes, [""; 0]);
+    }
+
+    #[test]
+    fn what_no_rule_can_say_is_told() {
+        let mut observed = observed(vec![
+            edge("web", 8080, "GET", None),
+            edge("web", 8080, "OTHER", segment("/items")),
+            edge("web", 8080, "OPTIONS", segment("*")),
+        ]);
+        observed.groups[0].incomplete = true;
+        let (policies, notes) = generated(&observed, 0);
+        assert_eq!(policies, [Value::Null; 0]);
+        assert_eq!(notes.len(), 4, "{notes:?}");
+        let expected = "shop/cart app=cart: no rule for GET (path not recorded) from shop/web";
+        assert!(notes.contains(&expected.to_owned()), "{notes:?}");
+    }
+}

@@ -1,0 +1,174 @@
+//! `mesh plan`: tells what a policy, or strict mode, would have denied of the calls that proxies saw.
+//! Changes nothing.
+
+use std::{io, path::PathBuf, process::ExitCode};
+
+use anyhow::{Result, anyhow, bail};
+use clap::Args;
+use diy_mesh_controller::{explain, kinds::Kind};
+use diy_mesh_proto::mesh::v1::get_edges_response::Group;
+use serde_json::{Value, json};
+
+use super::{
+    authz,
+    terminal::{self, Colors, Output, TextStyle},
+};
+use crate::{
+    authorization::Outcome,
+    cluster::Cluster,
+    controller,
+    edges::Observed,
+    files,
+    plan::{self, Plan},
+    routes,
+    time::{format_duration, now},
+};
+
+/// The arguments of `mesh plan`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Exit codes: 0 nothing that was seen would be denied, 1 something would be, 2 error, \
+    3 it depends on what was not recorded.\n\n\
+    Examples:\n  mesh plan -f policy.yaml           what new or changed policies would have denied\n  \
+    mesh plan --strict shop            the same for strict pods in the namespace shop\n  \
+    mesh plan -f policy.yaml -o json | jq '.effects[] | select(.verdict == \"denied\")'"
+)]
+pub struct Arguments {
+    /// File or folder with new or changed AuthorizationPolicies and Services; those under audit are
+    /// judged as if they were enforced; repeatable
+    #[arg(short, long, value_name = "FILE", required_unless_present = "strict")]
+    filename: Vec<PathBuf>,
+    /// Namespace whose pods become strict, or NAMESPACE/SERVICE-ACCOUNT; repeatable
+    #[arg(long, value_name = "NAMESPACE")]
+    strict: Vec<String>,
+    /// File or folder with the present AuthorizationPolicies and Services, in place of those of the
+    /// cluster; repeatable
+    #[arg(long, value_name = "FILE")]
+    current: Vec<PathBuf>,
+    /// File with the calls, the JSON of GetEdgesResponse, in place of a controller
+    #[arg(long, value_name = "FILE", requires = "current")]
+    edges: Option<PathBuf>,
+    #[command(flatten)]
+    controller: controller::Arguments,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// Compares and prints.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    super::exit(compare(arguments))
+}
+
+fn compare(arguments: &Arguments) -> Result<Outcome> {
+    let (mut observed, mut objects) = super::block_on(read(arguments))??;
+    let changed = changed(arguments)?;
+    let mesh = &*arguments.controller.cluster.namespace;
+    let namespaces = namespaces(arguments, &changed);
+    let is_concerned = |name: &str| namespaces.contains(&mesh) || namespaces.contains(&name);
+    observed
+        .groups
+        .retain(|group| is_concerned(&group.namespace));
+    let index = |objects: &[Value]| explain::index(objects, mesh, &observed.trust_domain);
+    let (mut before, _) = index(&objects);
+    objects.extend(changed.iter().cloned());
+    let (mut after, mut problems) = index(&objects);
+    problems.extend(explain::problems_of_authorization(&after));
+    files::print(&problems);
+    let is_strict = |group: &Group| {
+        let account = format!("{}/{}", group.namespace, group.service_account);
+        let mut strict = arguments.strict.iter();
+        strict.any(|name| [&group.namespace, &account].contains(&name))
+    };
+    let plan = plan::plan(&observed, [&mut before, &mut after], is_strict, now());
+    terminal::print(&match arguments.output {
+        Output::Json => format!("{:#}\n", json!(plan)),
+        Output::Text => text(&plan, Colors::of(&io::stdout())),
+    })?;
+    Ok(plan.outcome())
+}
+
+/// The namespaces that the change is about.
+fn namespaces<'a>(arguments: &'a Arguments, changed: &'a [Value]) -> Vec<&'a str> {
+    let strict = arguments.strict.iter();
+    let strict = strict.filter_map(|name| name.split('/').next());
+    strict.chain(changed.iter().map(files::namespace)).collect()
+}
+
+/// The calls, and the objects that are in force.
+async fn read(arguments: &Arguments) -> Result<(Observed, Vec<Value>)> {
+    let controller = &arguments.controller;
+    let observed = Observed::read(controller, arguments.edges.as_ref(), "").await?;
+    if !arguments.current.is_empty() {
+        return Ok((observed, files::read(&arguments.current)?));
+    }
+    if !controller.access.controller.is_empty() {
+        bail!("--controller requires --current: policies are read from a cluster or from files");
+    }
+    let cluster = Cluster::connect(&controller.cluster).await?;
+    let kinds = [Kind::Service, Kind::Authorization];
+    let objects = routes::fetch(&cluster.client, None, kinds).await;
+    let objects = objects.map_err(|error| anyhow!("failed to list policies: {error}"))?;
+    Ok((observed, objects))
+}
+
+/// The objects of the files, with policies that are enforced.
+fn changed(arguments: &Arguments) -> Result<Vec<Value>> {
+    let mut objects = files::read(&arguments.filename)?;
+    for object in &mut objects {
+        if object["kind"] == Kind::Authorization.name()
+            && let Some(spec) = object["spec"].as_object_mut()
+        {
+            spec.remove("mode");
+        }
+    }
+    Ok(objects)
+}
+
+fn text(plan: &Plan, colors: Colors) -> String {
+    let plain = |text: &str| (TextStyle::Ok, text.to_owned());
+    let mut rows = vec![terminal::headings([
+        "VERDICT", "PODS", "PORT", "CALLS", "REASON",
+    ])];
+    rows.extend(plan.effects.iter().map(|effect| {
+        let port = effect.port.to_string();
+        let [pods, port, call] = [&effect.pods, &port, &effect.call].map(|text| plain(text));
+        let outcome = authz::outcome(effect.verdict.verdict);
+        vec![outcome, pods, port, call, plain(&effect.verdict.reason)]
+    }));
+    rows.extend(plan.closed.iter().map(|closed| {
+        let (pods, port) = (plain(&closed.pods), plain(&closed.port.to_string()));
+        let reason = format!("{} has no rule for the port", closed.policy);
+        let verdict = (TextStyle::Warning, "closed".to_owned());
+        vec![verdict, pods, port, plain("all"), plain(&reason)]
+    }));
+    rows.extend(plan.incomplete.iter().map(|pods| {
+        let reason = plain("there were more calls than are kept");
+        vec![
+            authz::outcome(Outcome::Unknown),
+            plain(pods),
+            plain("-"),
+            plain("others"),
+            reason,
+        ]
+    }));
+    let watched = match plan.watched {
+        None => ", none of which has been watched".to_owned(),
+        Some((shortest, longest)) => {
+            let [shortest, longest] = [shortest, longest].map(format_duration);
+            format!(
+                ", watched for {shortest} to {longest}: {} kinds of calls",
+                plan.calls
+            )
+        }
+    };
+    let summary = format!(
+        "the change is about {} groups of pods{watched}\n",
+        plan.groups
+    );
+    if rows.len() > 1 {
+        colors.table(&rows) + &summary
+    } else {
+        format!("{summary}nothing that was seen would be denied\n")
+    }
+}

@@ -1,0 +1,164 @@
+//! The calls that proxies saw: the calls that policies judge, and their callees as pods. Pure.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use diy_mesh_controller::index::object::{ContainerPort, Inbound, Key, Pod, Transport};
+use diy_mesh_model::{
+    identity::{Identity, TRUST_DOMAIN},
+    ports::PortSet,
+};
+use diy_mesh_proto::mesh::v1::{
+    AuthorizedPath, Edge, GetEdgesResponse, authorized_path::Kind, edge, get_edges_response::Group,
+};
+
+use crate::{
+    authorization::{Call, Caller, Head, Path},
+    controller::{self, Controllers},
+};
+
+/// The calls that proxies saw, and the trust domain of the mesh.
+pub struct Observed {
+    /// By the pods that were called.
+    pub groups: Vec<Group>,
+    /// Of all accounts.
+    pub trust_domain: String,
+}
+
+impl Observed {
+    /// Those that a controller keeps, of a namespace or of all, or those of a file.
+    pub async fn read(
+        controllers: &controller::Arguments,
+        file: Option<&PathBuf>,
+        namespace: &str,
+    ) -> Result<Self> {
+        if let Some(file) = file {
+            let context = || format!("failed to read {}", file.display());
+            let text = std::fs::read_to_string(file).with_context(context)?;
+            let all: GetEdgesResponse = serde_json::from_str(&text).with_context(context)?;
+            return Ok(Self {
+                groups: all.groups,
+                trust_domain: TRUST_DOMAIN.to_owned(),
+            });
+        }
+        let controllers = Controllers::new(controllers).await?;
+        let mut replicas = controllers.identity().await?.replicas.into_values();
+        let domain =
+            replicas.find_map(|replica| Some(replica.trust_domain).filter(|one| !one.is_empty()));
+        Ok(Self {
+            groups: controllers.connect().await?.edges(namespace).await?,
+            trust_domain: domain.unwrap_or_else(|| TRUST_DOMAIN.to_owned()),
+        })
+    }
+}
+
+/// One pod of a group. Its proxy allowed what it saw.
+pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
+    let (namespace, account) = (&group.namespace, &group.service_account);
+    let ports = group.ports.iter().filter_map(|port| {
+        Some(ContainerPort {
+            name: port.name.as_str().into(),
+            port: port.port.try_into().ok()?,
+            protocol: match &*port.protocol {
+                "UDP" => Transport::Udp,
+                "SCTP" => Transport::Sctp,
+                _ => Transport::Tcp,
+            },
+        })
+    });
+    Pod {
+        key: Key::new(namespace, name),
+        uid: "".into(),
+        addresses: vec![],
+        terminating: false,
+        ready: true,
+        created: 0,
+        node: "".into(),
+        zone: "".into(),
+        identity: Some(format!("spiffe://{trust_domain}/ns/{namespace}/sa/{account}").into()),
+        bypassed: PortSet::default(),
+        inbound: Inbound {
+            allow_connect: true,
+            ports: ports.collect(),
+            ..Inbound::default()
+        },
+        labels: group.labels.clone(),
+    }
+}
+
+/// What is known of the calls of an edge. `None`: the caller has no valid identity.
+pub fn call(edge: &Edge) -> Option<Call> {
+    let caller = match &*edge.caller {
+        "" => Caller::Unauthenticated,
+        identity => Caller::Spiffe(identity.parse().ok()?),
+    };
+    let head = Head {
+        method: edge.method.clone(),
+        path: path(edge),
+        host: None,
+        fields: None,
+    };
+    Some(Call {
+        caller,
+        address: None,
+        request: Some(head).filter(|head| !head.method.is_empty()),
+    })
+}
+
+fn path(edge: &Edge) -> Path {
+    let prefix = |path: &String| AuthorizedPath {
+        kind: Some(Kind::Prefix(path.clone())),
+    };
+    match &edge.path {
+        None => Path::Unknown,
+        Some(edge::Path::Grpc(path)) => Path::Known(path.clone()),
+        Some(edge::Path::Segment(path)) if path.len() == 1 => Path::Known(path.clone()),
+        Some(edge::Path::Segment(path)) => Path::Like(prefix(path)),
+        Some(edge::Path::Pattern(AuthorizedPath {
+            kind: Some(Kind::Exact(path)),
+        })) => Path::Known(path.clone()),
+        Some(edge::Path::Pattern(pattern)) => Path::Like(pattern.clone()),
+    }
+}
+
+/// The pods of a group, for people.
+pub fn title(group: &Group) -> String {
+    let labels = group.labels.iter();
+    let labels: Vec<String> = labels
+        .map(|(name, value)| format!("{name}={value}"))
+        .collect();
+    let (namespace, account) = (&group.namespace, &group.service_account);
+    match &*labels.join(",") {
+        _ if account.is_empty() => format!("{namespace}, other pods"),
+        "" => format!("{namespace}/{account}"),
+        labels => format!("{namespace}/{account} {labels}"),
+    }
+}
+
+/// An edge, for people: `GET /shop/... from shop/web`.
+pub fn describe(edge: &Edge) -> String {
+    let what = match &*edge.method {
+        "" => "connections".to_owned(),
+        method => format!("{method} {}", describe_path(&path(edge))),
+    };
+    let identity: Option<Identity> = edge.caller.parse().ok();
+    let caller = identity.map_or("unauthenticated".to_owned(), |caller| {
+        format!("{}/{}", caller.namespace(), caller.service_account())
+    });
+    format!("{what} from {caller}")
+}
+
+fn describe_path(path: &Path) -> String {
+    let Path::Like(pattern) = path else {
+        return match path {
+            Path::Known(path) => path.clone(),
+            _ => "(path not recorded)".to_owned(),
+        };
+    };
+    match &pattern.kind {
+        Some(Kind::Prefix(prefix)) => format!("{}/...", prefix.trim_end_matches('/')),
+        Some(Kind::Suffix(suffix)) => format!("...{suffix}"),
+        Some(Kind::Template(path) | Kind::Exact(path)) => path.clone(),
+        None => String::new(),
+    }
+}

@@ -1,0 +1,155 @@
+//! What a change of policies does to the calls that proxies saw. Pure.
+
+use std::collections::BTreeSet;
+
+use diy_mesh_controller::{
+    explain::authorization,
+    index::{
+        Index, Touched,
+        object::{Change, Object, Pod},
+    },
+};
+use diy_mesh_proto::mesh::v1::{
+    authorization_policy::Action, get_authorization_response::Pod as Row,
+    get_edges_response::Group, workload::InboundMode,
+};
+use serde::Serialize;
+
+use crate::{
+    authorization::{Outcome, Verdict, judge},
+    edges::{self, Observed},
+};
+
+/// What changes.
+#[derive(Debug, Default, Serialize)]
+pub struct Plan {
+    /// Groups of pods that the change is about.
+    pub groups: usize,
+    /// Kinds of calls to them that were seen.
+    pub calls: usize,
+    /// The shortest and the longest observation of them, in seconds.
+    pub watched: Option<(u64, u64)>,
+    /// Calls that would be denied, allowed again, or of which that is not known.
+    pub effects: Vec<Effect>,
+    /// Ports that no rule of the new policies is about.
+    pub closed: Vec<Closed>,
+    /// Groups of which not all calls were kept.
+    pub incomplete: Vec<String>,
+}
+
+/// The new verdict on a kind of calls.
+#[derive(Debug, Serialize)]
+pub struct Effect {
+    /// The called pods.
+    pub pods: String,
+    /// Their port.
+    pub port: u32,
+    /// The calls.
+    pub call: String,
+    /// The verdict.
+    #[serde(flatten)]
+    pub verdict: Verdict,
+}
+
+/// A port that ALLOW policies cover, without a rule for it.
+#[derive(Debug, Serialize)]
+pub struct Closed {
+    /// The pods.
+    pub pods: String,
+    /// Their port.
+    pub port: u32,
+    /// The first of the policies.
+    pub policy: String,
+}
+
+/// Compares what `before` and `after` say about the calls. `is_strict`: the pods become strict.
+pub fn plan(
+    observed: &Observed,
+    [before, after]: [&mut Index; 2],
+    is_strict: impl Fn(&Group) -> bool,
+    now: u64,
+) -> Plan {
+    let mut plan = Plan::default();
+    for (at, group) in observed.groups.iter().enumerate() {
+        if group.service_account.is_empty() {
+            plan.incomplete.push(edges::title(group));
+            continue;
+        }
+        let pod = edges::pod(group, &format!("#{at}"), &observed.trust_domain);
+        let (Some(old), Some(mut new)) = (row(before, pod.clone()), row(after, pod)) else {
+            continue;
+        };
+        if let Some(workload) = new.workload.as_mut().filter(|_| is_strict(group)) {
+            workload.set_inbound_mode(InboundMode::Strict);
+        }
+        if old != new {
+            plan.add(group, &old, &new, now);
+        }
+    }
+    plan
+}
+
+/// What the proxy of a pod is told.
+fn row(index: &mut Index, pod: Pod) -> Option<Row> {
+    let key = pod.key.clone();
+    index.apply(Change::Apply(Object::Pod(pod)), &mut Touched::default());
+    authorization::pod(index, &key, 0, &key)
+}
+
+impl Plan {
+    /// The gravest verdict on what was allowed.
+    pub fn outcome(&self) -> Outcome {
+        let verdicts = self.effects.iter().map(|effect| effect.verdict.verdict);
+        let incomplete = (!self.incomplete.is_empty()).then_some(Outcome::Unknown);
+        verdicts.chain(incomplete).max().unwrap_or(Outcome::Allowed)
+    }
+
+    fn add(&mut self, group: &Group, old: &Row, new: &Row, now: u64) {
+        let since = now.saturating_sub(group.since.try_into().unwrap_or(now));
+        let (shortest, longest) = self.watched.unwrap_or((since, since));
+        self.watched = Some((shortest.min(since), longest.max(since)));
+        self.groups += 1;
+        self.calls += group.edges.len();
+        let pods = edges::title(group);
+        let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
+        for edge in edges.clone() {
+            let Some(call) = edges::call(edge) else {
+                continue;
+            };
+            let [before, after] = [old, new].map(|row| judge(row, edge.port, &call));
+            let is_news = after.verdict != Outcome::Allowed || before.verdict == Outcome::Denied;
+            if is_news && before != after {
+                self.effects.push(Effect {
+                    pods: pods.clone(),
+                    port: edge.port,
+                    call: edges::describe(edge),
+                    verdict: after,
+                });
+            }
+        }
+        let seen = edges.map(|edge| edge.port);
+        let ports: BTreeSet<u32> = new.ports.iter().copied().chain(seen).collect();
+        let closed = ports.into_iter().filter_map(|port| {
+            let policy = closed(new, port).filter(|_| closed(old, port).is_none())?;
+            let pods = pods.clone();
+            Some(Closed { pods, port, policy })
+        });
+        self.closed.extend(closed);
+        self.incomplete.extend(group.incomplete.then_some(pods));
+    }
+}
+
+/// The first ALLOW policy that covers a port, if no rule of them is about it.
+fn closed(row: &Row, port: u32) -> Option<String> {
+    let has = |ports: &[u32]| ports.is_empty() || ports.contains(&port);
+    let authorization = row.workload.as_ref()?.authorization.as_ref()?;
+    let policies = authorization.policies.iter();
+    let mut covering = policies
+        .filter(|policy| !policy.audit && policy.action() == Action::Allow && has(&policy.ports));
+    let first = covering.clone().next()?;
+    let is_open = covering.any(|policy| policy.rules.iter().any(|rule| has(&rule.ports)));
+    (!is_open).then(|| first.name.clone())
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

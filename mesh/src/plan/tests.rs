@@ -1,0 +1,331 @@
+//! Plans of policies in front of calls that were seen.
+
+use std::collections::BTreeMap;
+
+use diy_mesh_controller::explain;
+use diy_mesh_model::identity::TRUST_DOMAIN;
+use diy_mesh_proto::mesh::v1::{
+    AuthorizedPath, Edge, authorized_path::Kind, edge::Path, get_edges_response::Seen, workload,
+};
+use serde_json::{Value, json};
+
+use super::*;
+
+const DAY: u64 = 86_400;
+
+/// Calls of the account `shop/NAME`, or of clients without identity.
+pub(crate) fn edge(caller: &str, port: u32, method: &str, path: Option<Path>) -> Edge {
+    let identity = |name| format!("spiffe://{TRUST_DOMAIN}/ns/shop/sa/{name}");
+    Edge {
+        caller: Some(caller)
+            .filter(|name| !name.is_empty())
+            .map(identity)
+            .unwrap_or_default(),
+        port,
+        method: method.to_owned(),
+        path,
+    }
+}
+
+pub(crate) fn segment(path: &str) -> Option<Path> {
+    Some(Path::Segment(path.to_owned()))
+}
+
+fn pattern(kind: Kind) -> Option<Path> {
+    Some(Path::Pattern(AuthorizedPath { kind: Some(kind) }))
+}
+
+/// The pods of `shop/cart`, with these calls in two days.
+pub(crate) fn group(edges: Vec<Edge>) -> Group {
+    let seen = edges.into_iter().map(|edge| Seen {
+        edge: Some(edge),
+        last_day: 9,
+    });
+    let port = |port| workload::Port {
+        port,
+        protocol: "TCP".to_owned(),
+        ..workload::Port::default()
+    };
+    Group {
+        namespace: "shop".to_owned(),
+        service_account: "cart".to_owned(),
+        labels: BTreeMap::from([("app".to_owned(), "cart".to_owned())]),
+        ports: vec![port(8080), port(9090)],
+        edges: seen.collect(),
+        since: 8 * DAY as i64,
+        ..Group::default()
+    }
+}
+
+fn policy(name: &str, spec: Value) -> Value {
+    json!({"apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "AuthorizationPolicy",
+        "metadata": {"name": name, "namespace": "shop"}, "spec": spec})
+}
+
+/// A policy for all pods of the namespace.
+fn spec(action: &str, rules: Value) -> Value {
+    json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "action": action, "rules": rules})
+}
+
+fn planned(groups: Vec<Group>, before: &[Value], change: &[Value], strict: bool) -> Plan {
+    let index = |objects: &[Value]| {
+        let (index, problems) = explain::index(objects, "service-mesh", TRUST_DOMAIN);
+        assert_eq!(problems, [""; 0]);
+        index
+    };
+    let all = [before, change].concat();
+    let (mut before, mut after) = (index(before), index(&all));
+    let trust_domain = TRUST_DOMAIN.to_owned();
+    let observed = Observed {
+        groups,
+        trust_domain,
+    };
+    plan(&observed, [&mut before, &mut after], |_| strict, 10 * DAY)
+}
+
+/// What a DENY and an ALLOW rule with a condition would do with these calls.
+fn verdicts(condition: Value, edge: &Edge) -> [Option<Outcome>; 2] {
+    ["DENY", "ALLOW"].map(|action| {
+        let rules = json!([{"networkAttributes": {"ports": [8080]}, "requests": [condition]}]);
+        let change = policy("new", spec(action, rules));
+        let plan = planned(vec![group(vec![edge.clone()])], &[], &[change], false);
+        plan.effects.first().map(|effect| effect.verdict.verdict)
+    })
+}
+
+const ALLOWED: Option<Outcome> = None;
+const UNKNOWN: Option<Outcome> = Some(Outcome::Unknown);
+const DENIED: Option<Outcome> = Some(Outcome::Denied);
+
+#[test]
+fn paths_are_compared_as_far_as_they_were_recorded() {
+    let path = |kind: &str, value: &str| json!({"paths": [{"type": kind, "value": value}]});
+    let (matches, misses, unknown) = ([DENIED, ALLOWED], [ALLOWED, DENIED], [UNKNOWN, UNKNOWN]);
+    for (seen, kind, value, expected) in [
+        (segment("/items"), "PathPrefix", "/items", matches),
+        (segment("/items"), "PathPrefix", "/", matches),
+        (segment("/items"), "Template", "/{**}", matches),
+        (segment("/items"), "Template", "/{*}/{**}", matches),
+        (segment("/items"), "PathPrefix", "/admin", misses),
+        (segment("/items"), "PathPrefix", "/item", misses),
+        (segment("/items"), "Exact", "/", misses),
+        (segment("/items"), "Exact", "/items", unknown),
+        (segment("/items"), "PathPrefix", "/items/1", unknown),
+        (segment("/items"), "Template", "/items/{*}", unknown),
+        (segment("/items"), "Template", "/{*}", unknown),
+        (segment("/items"), "Suffix", ".html", unknown),
+        (segment("/ITEMS"), "PathPrefix", "/items", unknown),
+        (segment("/"), "Exact", "/", matches),
+        (segment("/"), "PathPrefix", "/items", misses),
+        (None, "PathPrefix", "/items", unknown),
+        (
+            pattern(Kind::Template("/a/{*}".into())),
+            "Template",
+            "/a/{*}",
+            matches,
+        ),
+        (
+            pattern(Kind::Template("/a/{*}".into())),
+            "PathPrefix",
+            "/a",
+            matches,
+        ),
+        (
+            pattern(Kind::Template("/a/{*}".into())),
+            "Template",
+            "/{*}/{*}",
+            matches,
+        ),
+        (
+            pattern(Kind::Template("/a/{*}".into())),
+            "Template",
+            "/a/{*}/c",
+            misses,
+        ),
+        (
+            pattern(Kind::Template("/a/{*}".into())),
+            "Exact",
+            "/a/b",
+            unknown,
+        ),
+        (
+            pattern(Kind::Template("/a/{*}".into())),
+            "Exact",
+            "/a/b/",
+            unknown,
+        ),
+        (
+            pattern(Kind::Suffix(".html".into())),
+            "Suffix",
+            ".html",
+            matches,
+        ),
+        (
+            pattern(Kind::Suffix(".html".into())),
+            "PathPrefix",
+            "/a",
+            unknown,
+        ),
+        (
+            pattern(Kind::Exact("/a/b".into())),
+            "PathPrefix",
+            "/a",
+            matches,
+        ),
+        (
+            pattern(Kind::Exact("/a/b".into())),
+            "Exact",
+            "/A/b/",
+            [DENIED, DENIED],
+        ),
+        (
+            Some(Path::Grpc("/s.S/M".into())),
+            "PathPrefix",
+            "/s.S",
+            matches,
+        ),
+    ] {
+        let edge = edge("web", 8080, "GET", seen);
+        let told = verdicts(path(kind, value), &edge);
+        assert_eq!(told, expected, "{:?} {kind} {value}", edge.path);
+    }
+}
+
+#[test]
+fn what_was_not_recorded_cannot_be_told_unless_another_condition_decides() {
+    let get = edge("web", 8080, "GET", segment("/items"));
+    let header = json!({"name": "x", "type": "Present"});
+    for (condition, expected) in [
+        (json!({"hosts": ["cart"]}), [UNKNOWN, UNKNOWN]),
+        (json!({"headers": [header]}), [UNKNOWN, UNKNOWN]),
+        (
+            json!({"hosts": ["cart"], "methods": ["POST"]}),
+            [ALLOWED, DENIED],
+        ),
+        (json!({"methods": ["GET"]}), [DENIED, ALLOWED]),
+    ] {
+        assert_eq!(verdicts(condition.clone(), &get), expected, "{condition}");
+    }
+    // A method that has no name.
+    let other = edge("web", 8080, "OTHER", segment("/items"));
+    assert_eq!(
+        verdicts(json!({"methods": ["GET"]}), &other),
+        [ALLOWED, DENIED]
+    );
+    assert_eq!(
+        verdicts(json!({"methods": ["PROPFIND"]}), &other),
+        [UNKNOWN, UNKNOWN]
+    );
+    // Connections without HTTP match no ALLOW, and every DENY.
+    let opaque = edge("web", 8080, "", None);
+    assert_eq!(
+        verdicts(json!({"methods": ["GET"]}), &opaque),
+        [DENIED, DENIED]
+    );
+}
+
+#[test]
+fn denied_and_closed_are_told_and_what_stays_is_not() {
+    let calls = || {
+        vec![
+            edge("web", 8080, "GET", segment("/items")),
+            edge("", 8080, "GET", segment("/items")),
+            edge("prometheus", 9090, "GET", segment("/metrics")),
+        ]
+    };
+    let web = json!([{"type": "ServiceAccount", "serviceAccount": {"name": "web"}}]);
+    let rules = json!([{"sources": web, "networkAttributes": {"ports": [8080]}}]);
+    let allow = policy("cart", spec("ALLOW", rules));
+    let plan = planned(
+        vec![group(calls())],
+        &[],
+        std::slice::from_ref(&allow),
+        false,
+    );
+    let told: Vec<String> = plan
+        .effects
+        .iter()
+        .map(|one| format!("{} {} {}", one.call, one.port, one.verdict.reason))
+        .collect();
+    let name = "AuthorizationPolicy shop/cart: no rule matches";
+    assert_eq!(
+        told,
+        [
+            format!(
+                "GET /items/... from unauthenticated 8080 {name}, the nearest is rules[0] but for its sources"
+            ),
+            format!("GET /metrics/... from shop/prometheus 9090 {name}"),
+        ]
+    );
+    assert_eq!(plan.outcome(), Outcome::Denied);
+    let [
+        Closed {
+            port: 9090,
+            policy: name,
+            ..
+        },
+    ] = &plan.closed[..]
+    else {
+        panic!("one port is closed: {:?}", plan.closed)
+    };
+    assert_eq!(name, "AuthorizationPolicy shop/cart");
+    assert_eq!(
+        (plan.groups, plan.calls, plan.watched),
+        (1, 3, Some((2 * DAY, 2 * DAY)))
+    );
+    // The same again changes nothing.
+    let plan = planned(
+        vec![group(calls())],
+        std::slice::from_ref(&allow),
+        std::slice::from_ref(&allow),
+        false,
+    );
+    assert_eq!(
+        (plan.groups, plan.effects.len(), plan.closed.len()),
+        (0, 0, 0)
+    );
+    // One that replaces it allows again.
+    let open = policy("cart", spec("ALLOW", json!([{}])));
+    let plan = planned(vec![group(calls())], &[allow], &[open], false);
+    let all_allowed = plan
+        .effects
+        .iter()
+        .all(|one| one.verdict.verdict == Outcome::Allowed);
+    assert!(plan.effects.len() == 2 && all_allowed, "{:?}", plan.effects);
+    assert_eq!((plan.outcome(), plan.closed.len()), (Outcome::Allowed, 0));
+}
+
+#[test]
+fn strict_mode_denies_what_was_plaintext() {
+    let calls = vec![
+        edge("web", 8080, "GET", segment("/items")),
+        edge("", 8080, "GET", segment("/items")),
+    ];
+    let plan = planned(vec![group(calls)], &[], &[], true);
+    let [effect] = &plan.effects[..] else {
+        panic!("one kind of calls is denied: {:?}", plan.effects)
+    };
+    assert_eq!(effect.call, "GET /items/... from unauthenticated");
+    assert_eq!(effect.verdict.verdict, Outcome::Denied);
+}
+
+#[test]
+fn calls_that_were_cut_cannot_be_told() {
+    let mut cut = group(vec![edge("web", 8080, "GET", segment("/items"))]);
+    cut.incomplete = true;
+    let open = policy("cart", spec("ALLOW", json!([{}])));
+    let plan = planned(vec![cut], &[], std::slice::from_ref(&open), false);
+    assert_eq!(plan.incomplete, ["shop/cart app=cart"]);
+    assert_eq!(plan.outcome(), Outcome::Unknown);
+    // The rest of the groups of a namespace.
+    let rest = Group {
+        namespace: "shop".to_owned(),
+        incomplete: true,
+        ..Group::default()
+    };
+    let plan = planned(vec![rest], &[], &[open], false);
+    assert_eq!(
+        (plan.incomplete, plan.groups),
+        (vec!["shop, other pods".to_owned()], 0)
+    );
+}
