@@ -259,6 +259,8 @@ mod tests {
                 "reset TrafficSplit 0",
                 "reset HTTPRouteGroup 0",
                 "reset AuthorizationPolicy 0",
+                "reset TrafficTarget 0",
+                "reset TCPRoute.specs.smi-spec.io 0",
                 "reset XMesh 0",
             ]
         );

@@ -1,3 +1,5 @@
+//! Tests of the edges: reports of pods, bounds, days and replicas.
+
 use std::time::Duration;
 
 use proto::edge::Path;
