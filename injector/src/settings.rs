@@ -87,7 +87,7 @@ pub struct Flag {
 }
 
 /// All settings.
-pub static SETTINGS: [Setting; 16] = [
+pub static SETTINGS: [Setting; 17] = [
     Setting {
         annotation: INBOUND,
         values: "`permissive` (default), `strict`",
@@ -128,6 +128,19 @@ pub static SETTINGS: [Setting; 16] = [
             let value = one_of(&["true", "false"], value);
             set(
                 &mut settings.proxy.allow_connect,
+                value.map(|value| value == "true"),
+            )
+        },
+    },
+    Setting {
+        annotation: "diy-service-mesh/plain-paths",
+        values: "`\"true\"`, `\"false\"` (default)",
+        description: "whether [rules about paths](#authorization-policies) match plain paths only",
+        flag: None,
+        read: |settings, value| {
+            let value = one_of(&["true", "false"], value);
+            set(
+                &mut settings.proxy.plain_paths,
                 value.map(|value| value == "true"),
             )
         },
@@ -462,7 +475,8 @@ mod tests {
         let settings = for_pod(&json!({
             INBOUND: "Strict ", named("skip-inbound-ports"): " 25, 9000 - 9100",
             named("skip-outbound-ports"): "3306", named("opaque-ports"): "5432",
-            named("allow-connect"): " True", named("observe-edges"): "false", named("max-connection-age"): " 30m ",
+            named("allow-connect"): " True", named("plain-paths"): "true", named("observe-edges"): "false",
+            named("max-connection-age"): " 30m ",
             named("dump"): "Full", named("dump-format"): "JSON",
             named("proxy-cpu-request"): "0.5", named("proxy-cpu-limit"): "2",
             named("proxy-memory-request"): " 64Mi", named("proxy-memory-limit"): "None",
@@ -480,6 +494,7 @@ mod tests {
                 strict: true,
                 opaque_ports: ports("5432"),
                 allow_connect: true,
+                plain_paths: true,
                 hide_edges: true,
                 max_connection_age: Some(1800),
                 dump: "full".into(),

@@ -21,6 +21,9 @@ pub struct Settings {
     pub opaque_ports: PortSet,
     /// Whether the proxy forwards CONNECT requests to the containers of the pod.
     pub allow_connect: bool,
+    /// Whether rules of AuthorizationPolicies about paths match plain paths only.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub plain_paths: bool,
     /// Whether the proxy reports nothing about what the pod is called by.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub hide_edges: bool,
@@ -66,6 +69,7 @@ impl Settings {
             log_format: text("--log-format="),
             drain: number("--drain-seconds=").unwrap_or_default(),
             allow_connect: flags.clone().any(|flag| flag == "--allow-connect"),
+            plain_paths: flags.clone().any(|flag| flag == "--plain-paths"),
             hide_edges: flags.any(|flag| flag == "--hide-edges"),
         }
     }
@@ -110,6 +114,7 @@ impl Settings {
         let flags = values.map(|(name, value)| format!("--{name}={value}"));
         let switches = [
             (self.allow_connect, "--allow-connect"),
+            (self.plain_paths, "--plain-paths"),
             (self.hide_edges, "--hide-edges"),
         ];
         let switches = switches.into_iter().filter(|(is_on, _)| *is_on);
@@ -137,6 +142,7 @@ mod tests {
             strict: true,
             opaque_ports: "25,9000-9100".parse().unwrap(),
             allow_connect: true,
+            plain_paths: true,
             hide_edges: true,
             max_connection_age: Some(1800),
             dump: "full".into(),
@@ -152,7 +158,7 @@ mod tests {
         let argument = settings().argument();
         let arguments = ["--admin-port=4001", &argument];
         assert_eq!(Settings::of_arguments(arguments.into_iter()), settings());
-        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"hideEdges\":true,";
+        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"plainPaths\":true,\"hideEdges\":true,";
         assert!(
             argument.starts_with(&format!("--settings={json}")),
             "{argument}"
@@ -194,6 +200,7 @@ mod tests {
             "--log-format=text",
             "--drain-seconds=20",
             "--allow-connect",
+            "--plain-paths",
             "--hide-edges",
             "--workers=2",
         ];

@@ -63,6 +63,9 @@ pub struct Config {
     /// Forward CONNECT requests to the application
     #[arg(long)]
     allow_connect: bool,
+    /// Let rules of AuthorizationPolicies about paths match plain paths only
+    #[arg(long)]
+    plain_paths: bool,
     /// Report to the controller nothing about what the pod is called by
     #[arg(long)]
     pub hide_edges: bool,
@@ -201,6 +204,7 @@ impl Config {
             strict: self.inbound == InboundMode::Strict,
             opaque_ports: self.opaque_ports.clone(),
             allow_connect: self.allow_connect,
+            plain_paths: self.plain_paths,
             ..Policy::default()
         };
         Ok(self)

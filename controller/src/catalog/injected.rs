@@ -57,6 +57,7 @@ impl<'a> Injected<'a> {
         Inbound {
             strict: settings.strict,
             allow_connect: settings.allow_connect,
+            plain_paths: settings.plain_paths,
             opaque_ports: settings.opaque_ports,
             ports: declared.filter_map(container_port).collect(),
         }

@@ -64,6 +64,8 @@ pub struct Authorization {
     pub defaults: Vec<Key>,
     /// The policy that sets the default, and whether it is to deny.
     pub default: Option<(Key, bool)>,
+    /// The setting of the pod.
+    pub plain_paths: bool,
 }
 
 /// A policy that selects a pod.
@@ -85,8 +87,10 @@ impl Authorization {
             ..one.rules.message.clone()
         });
         let policies = policies.chain(self.excess.iter().cloned());
+        let policies: Vec<_> = policies.collect();
         let message = proto::Authorization {
-            policies: policies.collect(),
+            plain_paths: self.plain_paths && !policies.is_empty(),
+            policies,
             deny_by_default: self.default.as_ref().is_some_and(|(_, deny)| *deny),
             default_name: self
                 .default
@@ -353,7 +357,10 @@ impl Index {
 
     /// Who may call a pod.
     pub(super) fn authorization(&self, pod: &Pod) -> Authorization {
-        let mut all = Authorization::default();
+        let mut all = Authorization {
+            plain_paths: pod.inbound.plain_paths,
+            ..Authorization::default()
+        };
         let mut bytes = 2 * (MAX_PORTS * PORT_BYTES + MAX_NAME_BYTES);
         for (policy, ports) in self.authorizing(pod) {
             let key = &policy.key;

@@ -400,6 +400,8 @@ pub struct Inbound {
     pub strict: bool,
     /// The application accepts CONNECT requests.
     pub allow_connect: bool,
+    /// Rules about paths match plain paths only.
+    pub plain_paths: bool,
     /// The ports that are copied without detection.
     pub opaque_ports: PortSet,
     /// The ports that the containers declare.

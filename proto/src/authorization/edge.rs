@@ -36,7 +36,7 @@ pub fn segment(path: &[u8]) -> Option<&str> {
     if is_plain(path) {
         return is_readable(path).then_some(first);
     }
-    let readings = Readings::of(path);
+    let readings = Readings::of(path, false);
     let mut others = readings.known()?;
     others
         .all(|reading| first_element(&reading.path) == Some(first))
@@ -117,7 +117,7 @@ impl Patterns {
         if self.0.is_empty() {
             return None;
         }
-        let readings = Readings::of(path);
+        let readings = Readings::of(path, false);
         let known = readings.known()?;
         let matches = |one: &&Pattern| {
             let is_match = |reading: &Reading<'_>| one.pattern.matches(reading, true);

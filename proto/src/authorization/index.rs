@@ -27,6 +27,8 @@ pub(super) struct Rules {
     names: Vec<Arc<str>>,
     /// The policy that sets the default to deny.
     denies_by_default: Option<Arc<str>>,
+    /// Only plain paths have known readings.
+    is_plain_only: bool,
 }
 
 /// The rules of one action.
@@ -45,6 +47,7 @@ impl Rules {
         let default_name = || message.default_name.as_str().into();
         let mut rules = Rules {
             denies_by_default: message.deny_by_default.then(default_name),
+            is_plain_only: message.plain_paths,
             ..Rules::default()
         };
         let policies = message.policies.iter();
@@ -79,7 +82,7 @@ impl Rules {
     }
 
     pub(super) fn judge(&self, call: &Call<'_>) -> Result<(), Denial> {
-        let facts = Facts::new(call);
+        let facts = Facts::new(call, self.is_plain_only);
         if let Some(rule) = self.deny.first_match(&facts) {
             return Err(Denial {
                 policy: rule.policy.clone(),

@@ -56,11 +56,14 @@ pub(super) struct Reading<'a> {
 }
 
 impl<'a> Readings<'a> {
-    pub(super) fn of(path: &'a [u8]) -> Self {
+    /// Those of a path. With `is_plain_only`, those of a path that is not plain are not known.
+    pub(super) fn of(path: &'a [u8], is_plain_only: bool) -> Self {
         let others = if !is_readable(path) {
             None
         } else if is_plain(path) {
             Some(vec![])
+        } else if is_plain_only {
+            None
         } else {
             others(path)
         };

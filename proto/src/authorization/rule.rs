@@ -54,13 +54,15 @@ impl Condition {
 /// A call, and what is derived from it once for all rules.
 pub(super) struct Facts<'a> {
     pub(super) call: &'a Call<'a>,
+    is_plain_only: bool,
     readings: OnceCell<Readings<'a>>,
 }
 
 impl<'a> Facts<'a> {
-    pub(super) fn new(call: &'a Call<'a>) -> Self {
+    pub(super) fn new(call: &'a Call<'a>, is_plain_only: bool) -> Self {
         Self {
             call,
+            is_plain_only,
             readings: OnceCell::new(),
         }
     }
@@ -68,7 +70,8 @@ impl<'a> Facts<'a> {
     /// The readings of the path. None: the connection carries no HTTP.
     fn readings(&self) -> Option<&Readings<'a>> {
         let request = self.call.request?;
-        Some(self.readings.get_or_init(|| Readings::of(request.path())))
+        let readings = || Readings::of(request.path(), self.is_plain_only);
+        Some(self.readings.get_or_init(readings))
     }
 
     /// Whether the path may have one of these elements.

@@ -161,7 +161,9 @@ impl OwnPod {
                 .as_ref()
                 .and_then(|policy| policy.authorization.clone())
         } else {
-            workload.authorization.as_ref().map(Policies::compile)
+            let plain_paths = self.arguments.plain_paths;
+            let message = workload.authorization.as_ref();
+            message.map(|message| Policies::compile(message, plain_paths))
         };
         self.authorized.advance(&position);
         let limits = earlier.as_ref().map(|policy| &policy.rate_limits);
@@ -224,6 +226,7 @@ fn policy(
         opaque_ports: opaque_ports
             .map_err(|(first, last)| format!("opaque ports {first}-{last}: {EXPECTED}"))?,
         allow_connect: workload.allow_connect,
+        plain_paths: false,
         zone: workload.zone.clone(),
         rate_limits: match earlier {
             Some(earlier) => limits::parse(&workload.rate_limits, earlier, now)?,

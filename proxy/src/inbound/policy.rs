@@ -76,6 +76,8 @@ pub struct Policy {
     pub opaque_ports: PortSet,
     /// The application accepts CONNECT requests.
     pub allow_connect: bool,
+    /// Rules about paths match plain paths only.
+    pub plain_paths: bool,
     /// The zone of the pod's node. Empty: unknown.
     pub zone: String,
     /// The limits of its requests.
@@ -89,9 +91,13 @@ pub struct Policy {
 pub struct Policies(Arc<Authorization>);
 
 impl Policies {
-    /// Compiles the message of the controller.
-    pub fn compile(message: &proto::Authorization) -> Self {
-        Self(Arc::new(Authorization::compile(message)))
+    /// Compiles the message of the controller for a pod with this setting.
+    pub fn compile(message: &proto::Authorization, plain_paths: bool) -> Self {
+        let message = proto::Authorization {
+            plain_paths: message.plain_paths || plain_paths,
+            ..message.clone()
+        };
+        Self(Arc::new(Authorization::compile(&message)))
     }
 
     /// The most specific pattern of a path in the policies.
@@ -118,6 +124,7 @@ impl Policy {
             strict: self.strict || own.strict,
             opaque_ports: own.opaque_ports.clone(),
             allow_connect: own.allow_connect,
+            plain_paths: own.plain_paths,
             ..self
         }
     }
@@ -206,7 +213,7 @@ mod tests {
             ..proto::Authorization::default()
         };
         Policy {
-            authorization: Some(Policies::compile(&all)),
+            authorization: Some(Policies::compile(&all, false)),
             ..policy
         }
     }

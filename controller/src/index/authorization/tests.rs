@@ -556,3 +556,14 @@ fn pods_are_open_where_the_last_allow_lost_its_service() {
     apply(&mut index, of_pods("shop", "default", json!({}), default));
     assert_eq!(opened(&index), [""; 0]);
 }
+
+#[test]
+fn pod_that_wants_plain_paths_gets_this_with_its_policies() {
+    let mut pod = pod_in("shop", "a");
+    pod.inbound.plain_paths = true;
+    let mut index = index([Object::Pod(pod), Object::Pod(pod_in("shop", "b"))]);
+    assert!(!message(&index, &key("a")).plain_paths);
+    apply(&mut index, of_pods("shop", "p", json!({}), deny()));
+    let [a, b] = ["a", "b"].map(|pod| message(&index, &key(pod)).plain_paths);
+    assert!(a && !b);
+}

@@ -278,3 +278,36 @@ fn policies_under_audit_decide_nothing_and_give_one_verdict_with_those_in_force(
         [(false, None), (true, None)]
     );
 }
+
+#[test]
+fn where_paths_have_to_be_plain_no_allow_and_every_deny_about_paths_matches_others() {
+    let compile = |action, condition: &RequestMatch| {
+        Authorization::compile(&proto::Authorization {
+            policies: vec![policy("p", action, vec![about(condition.clone())])],
+            plain_paths: true,
+            ..proto::Authorization::default()
+        })
+    };
+    let prefix = paths(&["prefix:/shop"]);
+    let get_only = RequestMatch {
+        methods: vec!["GET".into()],
+        ..RequestMatch::default()
+    };
+    for (path, is_plain) in [
+        ("/shop/a", true),
+        ("/shop/caf%C3%A9", false),
+        ("/shop/a;b=1", false),
+        ("/shop//a", false),
+        ("/shop/./a", false),
+        ("/shop/\\a", false),
+    ] {
+        let head = get(path);
+        let call = call(None, Some(&head));
+        let passes = |action, condition| compile(action, condition).judge(&call).is_ok();
+        assert_eq!(passes(Action::Allow, &prefix), is_plain, "{path}");
+        let other = paths(&["prefix:/other"]);
+        assert_eq!(passes(Action::Deny, &other), is_plain, "{path}");
+        // Without a rule about paths, the path does not matter.
+        assert!(passes(Action::Allow, &get_only), "{path}");
+    }
+}

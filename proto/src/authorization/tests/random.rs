@@ -160,6 +160,7 @@ impl Random {
             policies,
             deny_by_default: self.0.u8(..4) == 0,
             default_name: "default".into(),
+            plain_paths: false,
         }
     }
 

@@ -174,6 +174,23 @@ fn denied_http1_request_gets_403_and_the_application_gets_nothing() {
 }
 
 #[test]
+fn pod_that_wants_plain_paths_gets_no_others_whatever_the_controller_knows() {
+    on_worker(async {
+        let app = App::new("", "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+        let settings = Policy {
+            plain_paths: true,
+            ..Policy::default()
+        };
+        let mut pod = Pod::of_settings(app.address, settings, |context| context);
+        pod.authorize(on_path(Action::Allow, "/shop")).await;
+        for (path, expected) in [("/shop/a", OK), ("/shop/a%20b", DENIED)] {
+            let response = pod.http1(Some("a"), path).await;
+            assert!(response.starts_with(expected), "{path}: {response}");
+        }
+    });
+}
+
+#[test]
 fn denied_http2_request_gets_403_and_grpc_call_permission_denied() {
     on_worker(async {
         let (app, requests) = app2("web").await;

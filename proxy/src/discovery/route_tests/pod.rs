@@ -28,6 +28,15 @@ impl Pod {
         app: SocketAddr,
         change: impl FnOnce(WorkerContext) -> WorkerContext,
     ) -> Self {
+        Self::of_settings(app, Policy::default(), change)
+    }
+
+    /// A pod with these settings.
+    pub(super) fn of_settings(
+        app: SocketAddr,
+        settings: Policy,
+        change: impl FnOnce(WorkerContext) -> WorkerContext,
+    ) -> Self {
         let (sender, policy) = watch::channel(None);
         let own = credentials(&Authority::new("root"), CART, |_| {});
         let worker = Worker::new(change(WorkerContext {
@@ -35,7 +44,7 @@ impl Pod {
             credentials: watch::channel(Some(own)).1,
             ..WorkerContext::for_a_test("")
         }));
-        let own = OwnPod::new(Policy::default(), sender);
+        let own = OwnPod::new(settings, sender);
         let maintained = worker.clone();
         tokio::task::spawn_local(async move { maintained.maintain_until_drained().await });
         Self { worker, own, app }
