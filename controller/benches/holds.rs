@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use diy_mesh_controller::authenticate::PodRef;
+use diy_mesh_controller::authorization::parse;
 use diy_mesh_controller::hub::{Hub, Resources};
 use diy_mesh_controller::index::object::{
     Change, Inbound, Key, Kind, Object, Pod, PodReference, Resource, Service, ServicePort, Slice,
@@ -128,6 +129,21 @@ fn rate_limit(namespace: &str, requests: u32) -> Object {
     Object::Policy(policy)
 }
 
+/// A policy for the pods of an application, or for all of the namespace.
+fn authorization(namespace: &str, name: &str, app: Option<&str>, action: &str) -> Object {
+    let selector = app.map_or(json!({}), |app| json!({"matchLabels": {"app": app}}));
+    let source = json!({"type": "Namespace", "namespace": "bank"});
+    let spec = json!({
+        "targetRefs": [{"kind": "Pod", "selector": selector}],
+        "action": action,
+        "rules": [{"sources": [source]}],
+    });
+    let meta = meta(Kind::Authorization, namespace, name);
+    let policy = parse::policy(meta, &spec, "cluster.local");
+    assert!(policy.rejection().is_none(), "{policy:?}");
+    Object::Authorization(policy)
+}
+
 fn meta(kind: Kind, namespace: &str, name: &str) -> Meta {
     Meta {
         kind,
@@ -247,6 +263,15 @@ fn main() {
         "500 rate limits of namespaces",
         list(Kind::TrafficPolicy, limits.collect()),
     );
+    let policies = (0..NAMESPACES).flat_map(|one| {
+        let one = format!("ns-{one}");
+        (0..20).map(move |policy| authorization(&one, &format!("p{policy}"), None, "ALLOW"))
+    });
+    measure(
+        &hub,
+        "list of 10,000 AuthorizationPolicies of 500 namespaces",
+        list(Kind::Authorization, policies.collect()),
+    );
     let subscribers: Vec<Resources> = (0..SUBSCRIBERS)
         .map(|_| {
             let every = (0..SERVICES).step_by(10);
@@ -285,6 +310,8 @@ fn main() {
     );
     let fewer = slice("ns-0", "s0", 2, pods(0).skip(1));
     measure(&hub, "an endpoint that leaves", [apply(fewer)]);
+    let changed = authorization("ns-0", "p0", None, "DENY");
+    measure(&hub, "a changed AuthorizationPolicy", [apply(changed)]);
 
     let ip = cluster_ip(SERVICES);
     let addresses =
@@ -354,5 +381,53 @@ fn main() {
     let what = "hostile: 1,000 EndpointSlices with 1,000 endpoints";
     measure(&hub, what, slices(1, 1000));
     measure(&hub, "hostile: one of them again", slices(1, 999).take(1));
+    hostile_policies(&hub);
     drop((subscribers, proxies, hostile, one));
+}
+
+/// 1,000 subscribed pods of one namespace, with 10,000 policies.
+fn hostile_policies(hub: &Hub) {
+    let name = |number: u32| format!("pod-{number}");
+    let pods = (0..1000).map(|number| {
+        let address = Ipv4Addr::from_bits(0x0d00_0000 + number);
+        pod(
+            "hostile",
+            &format!("a{}", number % 100),
+            &name(number),
+            address.into(),
+            true,
+        )
+    });
+    measure(hub, "hostile: 1,000 pods", pods.map(apply));
+    let mut proxies: Vec<Resources> = (0..1000)
+        .map(|number| {
+            let mut proxy = hub.watch_resources(None);
+            proxy.subscribe(&Resource::Workload(
+                Key::new("hostile", &name(number)),
+                "".into(),
+            ));
+            proxy
+        })
+        .collect();
+    let policies = (0..10_000).map(|number| {
+        let app = format!("a{}", number % 100);
+        authorization("hostile", &format!("p{number}"), Some(&app), "ALLOW")
+    });
+    measure(
+        hub,
+        "hostile: 10,000 AuthorizationPolicies",
+        policies.map(apply),
+    );
+    for (what, app) in [("an application", Some("a7")), ("all pods", None)] {
+        let begin = Instant::now();
+        hub.apply([apply(authorization("hostile", "p7", app, "DENY"))]);
+        for proxy in &mut proxies {
+            while proxy.next().is_some() {}
+        }
+        print(
+            hub,
+            &format!("hostile: one of them changes for {what}, with its states"),
+            begin,
+        );
+    }
 }

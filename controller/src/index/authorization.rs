@@ -12,12 +12,12 @@ use std::sync::Arc;
 pub use coverage::Covering;
 use diy_mesh_proto::mesh::v1 as proto;
 
-use super::Index;
 use super::limits::target_ports;
 use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Pod, Service};
-use super::store::Store;
+use super::store::{Replaced, Store};
 use super::version::Digest;
+use super::{Index, Touched};
 use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
 use crate::authorization::{
     AuthorizationPolicy, Content, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target, denying,
@@ -240,8 +240,14 @@ fn has_pods(service: &Service) -> bool {
 }
 
 impl Index {
-    /// Replaces a policy. It concerns the pods of its namespace, and one of the mesh all pods.
-    pub(super) fn set_authorization(&mut self, key: &Key, new: Option<AuthorizationPolicy>) {
+    /// Replaces a policy. It concerns the pods of its namespace that it selects or has selected, and
+    /// one of the mesh all pods.
+    pub(super) fn set_authorization(
+        &mut self,
+        key: &Key,
+        new: Option<AuthorizationPolicy>,
+        touched: &mut Touched,
+    ) {
         let is_of_mesh = self.authorizations.is_of_mesh(key);
         let new = new.map(|policy| if is_of_mesh { policy.of_mesh() } else { policy });
         let is_invalid = new
@@ -249,9 +255,9 @@ impl Index {
             .is_some_and(|policy| policy.rejection().is_some());
         let (links, all) = (&mut self.links, &mut self.authorizations);
         let replaced = all.objects.replace(links, Kind::Authorization, key, new);
-        if replaced.is_none() {
+        let Some(Replaced(old)) = replaced else {
             return;
-        }
+        };
         if is_of_mesh && is_invalid {
             all.invalid.insert(key.clone());
         } else {
@@ -260,29 +266,34 @@ impl Index {
         if is_of_mesh {
             let namespaces = self.meshed.keys().cloned();
             links.dirty.extend(namespaces.map(Dirty::Authorization));
-        } else {
-            let namespace = key.namespace.clone();
-            links.dirty.insert(Dirty::Authorization(namespace));
+            return;
         }
+        let both = || old.iter().chain(self.authorizations.objects.get(key));
+        let pods = self.meshed.get(&key.namespace).into_iter().flatten();
+        let selected = pods.filter(|pod| {
+            let pod = &self.pods[pod];
+            both().any(|policy| self.ports(policy, pod).is_some())
+        });
+        touched.pods.extend(selected.cloned());
     }
 
     /// A TrafficTarget has changed.
-    pub(super) fn update_traffic_target(&mut self, key: &Key) {
+    pub(super) fn update_traffic_target(&mut self, key: &Key, touched: &mut Touched) {
         let target = self.authorizations.targets.get(key);
         let policy = target.map(|target| target.policy(self));
-        self.set_authorization(&policy_key(key), policy);
+        self.set_authorization(&policy_key(key), policy, touched);
         self.links
             .statuses
             .insert((Kind::TrafficTarget, key.clone()));
     }
 
     /// An HTTPRouteGroup or a TCPRoute of SMI has changed.
-    pub(super) fn update_traffic_targets(&mut self, kind: Kind, key: &Key) {
+    pub(super) fn update_traffic_targets(&mut self, kind: Kind, key: &Key, touched: &mut Touched) {
         let targets = self.links.keys(&Link::RuleOf(kind, key.clone())).cloned();
         let targets: Vec<Key> = targets.collect();
         targets
             .iter()
-            .for_each(|target| self.update_traffic_target(target));
+            .for_each(|target| self.update_traffic_target(target, touched));
     }
 
     /// The invalid policies of the namespace of the mesh.

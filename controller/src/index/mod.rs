@@ -455,21 +455,23 @@ impl Index {
             Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
             Kind::RouteGroup => {
                 self.routes.set_group(links, key, typed!(RouteGroup));
-                self.update_traffic_targets(kind, key);
+                self.update_traffic_targets(kind, key, touched);
             }
             Kind::TrafficTarget => {
                 let new = typed!(TrafficTarget);
                 let all = &mut self.authorizations;
                 all.targets.replace(links, kind, key, new);
-                self.update_traffic_target(key);
+                self.update_traffic_target(key, touched);
             }
             Kind::TcpGroup => {
                 let (groups, new) = (&mut self.authorizations.tcp_groups, typed!(TcpGroup));
                 groups.replace(links, kind, key, new);
-                self.update_traffic_targets(kind, key);
+                self.update_traffic_targets(kind, key, touched);
             }
             Kind::TrafficPolicy => self.policies.set(links, key, typed!(Policy)),
-            Kind::Authorization => self.set_authorization(key, typed!(Authorization)),
+            Kind::Authorization => {
+                self.set_authorization(key, typed!(Authorization), touched);
+            }
             Kind::Mesh => drop(self.meshes.replace(links, kind, key, typed!(Mesh))),
         }
     }
