@@ -1,7 +1,7 @@
 //! AuthorizationPolicies on a cluster: what the API server refuses, the status, and the effect.
 
 use anyhow::{Context, Result, ensure};
-use diy_mesh_tests::cluster::workloads::App;
+use diy_mesh_tests::cluster::workloads::{App, Responses};
 use diy_mesh_tests::cluster::{
     MANIFESTS, Namespace, in_namespace, kubectl, kubectl_with_input, wait_for,
 };
@@ -140,8 +140,221 @@ fn policy_denies_and_invalid_ones_are_refused() -> Result<()> {
             let condition = accepted_condition(namespace, "p")?;
             ensure!(condition["status"] == "True", "{condition:#}");
             Ok(Some(()))
+        })?;
+        namespace.kubectl(&["delete", "service", server.name])?;
+        wait_for("the condition without the Service", || {
+            let condition = accepted_condition(namespace, "p")?;
+            ensure!(condition["reason"] == "TargetNotFound", "{condition:#}");
+            Ok(Some(()))
+        })?;
+        wait_for("an Event without the Service", || {
+            let events = namespace.kubectl(&["get", "events.events.k8s.io", "-o", "json"])?;
+            let is_named = ["\"TargetNotFound\"", "\"AuthorizationPolicy\""]
+                .iter()
+                .all(|text| events.contains(text));
+            ensure!(is_named, "{events}");
+            Ok(Some(()))
         })
     })
+}
+
+/// A client, and what its latest requests have met.
+struct Caller<'a> {
+    namespace: &'a Namespace,
+    app: App<'a>,
+    account: &'a str,
+}
+
+impl Caller<'_> {
+    fn start(&self) -> Result<()> {
+        let mut deployment: Value = serde_json::from_str(&self.app.deployment())?;
+        deployment["spec"]["template"]["spec"]["serviceAccountName"] = self.account.into();
+        self.namespace.apply(&deployment.to_string())
+    }
+
+    /// Whether the requests of the last seconds were allowed. They have to agree. A denied opaque
+    /// connection is reset: its request fails.
+    fn is_allowed(&self) -> Result<bool> {
+        let App { name, program, .. } = self.app;
+        let app = format!("app={name}");
+        let logs = ["logs", "-l", &app, "-c", program, "--since=3s", "--tail=-1"];
+        let responses = Responses::count(&self.namespace.kubectl(&logs)?);
+        let (not_found, bad): (Vec<_>, Vec<_>) = responses
+            .bad
+            .iter()
+            .partition(|line| line.starts_with("HTTP/1.1 404"));
+        let sign = if name == "opaque" {
+            "request failed"
+        } else {
+            "denied"
+        };
+        let is_denied = bad.iter().all(|line| line.to_lowercase().contains(sign));
+        let allowed = responses.good + not_found.len();
+        let is_clear = (allowed == 0) != bad.is_empty() && is_denied;
+        ensure!(is_clear, "{name}: {responses:?}");
+        Ok(allowed > 0)
+    }
+}
+
+/// Waits until the callers with these names are allowed, and all others denied.
+fn expect(callers: &[Caller<'_>], allowed: &[&str]) -> Result<()> {
+    wait_for("the verdicts", || {
+        for caller in callers {
+            let name = caller.app.name;
+            let is_allowed = caller.is_allowed()?;
+            let expected = allowed.contains(&name);
+            ensure!(is_allowed == expected, "{name}: allowed is {is_allowed}");
+        }
+        Ok(Some(()))
+    })
+}
+
+/// The servers of the test: HTTP with a headless Service too, gRPC, and one whose port is opaque.
+fn start_servers(namespace: &Namespace) -> Result<()> {
+    let (server, grpc) = (
+        App::http_server(),
+        App {
+            name: "grpc",
+            program: "grpc-server",
+            ..App::http_server()
+        },
+    );
+    let raw = App {
+        name: "raw",
+        ..App::http_server()
+    };
+    let mut headless: Value = serde_json::from_str(&server.service())?;
+    headless["metadata"]["name"] = "headless".into();
+    headless["spec"]["clusterIP"] = "None".into();
+    let mut opaque: Value = serde_json::from_str(&raw.deployment())?;
+    let annotations = &mut opaque["spec"]["template"]["metadata"]["annotations"];
+    annotations["diy-service-mesh/opaque-ports"] = "8080".into();
+    namespace.apply(&headless.to_string())?;
+    namespace.apply(&opaque.to_string())?;
+    for app in [server, grpc] {
+        namespace.apply(&app.deployment())?;
+    }
+    for app in [server, grpc, raw] {
+        namespace.apply(&app.service())?;
+        namespace.rolled_out(app.name)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn policies_decide_by_caller_port_and_request_over_every_way_to_a_pod() -> Result<()> {
+    in_namespace("verdicts", |namespace| {
+        in_namespace("verdicts-elsewhere", |elsewhere| {
+            decide(namespace, elsewhere)
+        })
+    })
+}
+
+fn decide(namespace: &Namespace, elsewhere: &Namespace) -> Result<()> {
+    start_servers(namespace)?;
+    namespace.kubectl(&["create", "serviceaccount", "other"])?;
+    let address = namespace.kubectl(&[
+        "get",
+        "pods",
+        "-l",
+        "app=server",
+        "-o",
+        "jsonpath={.items[0].status.podIP}",
+    ])?;
+    let service = format!("http://server.{}/hello", namespace.name);
+    let by_address = format!("http://{address}:8080/hello");
+    let client = |name, endpoint| Caller {
+        namespace,
+        app: App {
+            name,
+            endpoint,
+            ..App::http_client()
+        },
+        account: "default",
+    };
+    let mut callers = vec![
+        client("client", "http://server/hello"),
+        client("path", "http://server/other"),
+        client("headless", "http://headless:8080/hello"),
+        client("address", &by_address),
+        client("account", "http://server/hello"),
+        client("plaintext", "http://server/hello"),
+        client("opaque", "http://raw/hello"),
+        client("grpc-client", "http://grpc"),
+        Caller {
+            namespace: elsewhere,
+            ..client("elsewhere", &service)
+        },
+    ];
+    callers[4].account = "other";
+    callers[5].app.inject = None;
+    callers[7].app.program = "grpc-client";
+    for caller in &callers {
+        caller.start()?;
+    }
+    for caller in &callers {
+        caller.namespace.rolled_out(caller.app.name)?;
+    }
+    let all = [
+        "client",
+        "path",
+        "headless",
+        "address",
+        "account",
+        "plaintext",
+        "opaque",
+        "grpc-client",
+        "elsewhere",
+    ];
+    expect(&callers, &all)?;
+    let account =
+        |name: &str| json!([{"type": "ServiceAccount", "serviceAccount": {"name": name}}]);
+    let get =
+        |path: &str| json!([{"methods": ["GET"], "paths": [{"type": "Exact", "value": path}]}]);
+    let allow_rules =
+        |rules: Value| policy("p", &all_pods(json!({"action": "ALLOW", "rules": rules})));
+    // One account, one path, over every name of the pod.
+    namespace.apply(&allow_rules(
+        json!([{"sources": account("default"), "requests": get("/hello")}]),
+    ))?;
+    expect(&callers, &["client", "headless", "address"])?;
+    // The others.
+    namespace.apply(&allow_rules(json!([
+        {"sources": account("other")},
+        {"sources": [{"type": "Unauthenticated"}]},
+        {"sources": [{"type": "Namespace", "namespace": elsewhere.name}]},
+        {"requests": get("/other")},
+        {"requests": [{"grpc": [{"service": "echo.v1.EchoService"}]}]},
+    ])))?;
+    expect(
+        &callers,
+        &["path", "account", "plaintext", "grpc-client", "elsewhere"],
+    )?;
+    // Another method, another gRPC method, and connections without requests.
+    namespace.apply(&allow_rules(json!([
+        {"requests": [{"methods": ["POST"], "paths": [{"type": "Exact", "value": "/hello"}]}]},
+        {"requests": [{"grpc": [{"service": "echo.v1.EchoService", "method": "Other"}]}]},
+    ])))?;
+    expect(&callers, &[])?;
+    namespace.apply(&allow_rules(json!([{"sources": account("default")}])))?;
+    expect(
+        &callers,
+        &[
+            "client",
+            "path",
+            "headless",
+            "address",
+            "opaque",
+            "grpc-client",
+        ],
+    )?;
+    // DENY wins, on its ports. All servers listen on the same port.
+    let deny = json!([{"networkAttributes": {"ports": [8080]}, "requests": get("/hello")}]);
+    namespace.apply(&policy(
+        "deny",
+        &all_pods(json!({"action": "DENY", "rules": deny})),
+    ))?;
+    expect(&callers, &["path", "grpc-client"])
 }
 
 /// The API server refuses what its rules express.
