@@ -135,15 +135,14 @@ fn policy_denies_and_invalid_ones_are_refused() -> Result<()> {
             let denied = namespace.responses(&client)?.bad;
             Ok(denied.iter().any(is_denied).then_some(()))
         })?;
-        // `Programmed` is about the proxies that are connected to the replica that writes: perhaps none.
         wait_for("the condition of the policy", || {
-            let condition = accepted_condition(namespace, "p")?;
+            let condition = condition(namespace, "p", "Accepted")?;
             ensure!(condition["status"] == "True", "{condition:#}");
             Ok(Some(()))
         })?;
         namespace.kubectl(&["delete", "service", server.name])?;
         wait_for("the condition without the Service", || {
-            let condition = accepted_condition(namespace, "p")?;
+            let condition = condition(namespace, "p", "Accepted")?;
             ensure!(condition["reason"] == "TargetNotFound", "{condition:#}");
             Ok(Some(()))
         })?;
@@ -377,14 +376,60 @@ fn check_definition(namespace: &Namespace) -> Result<()> {
     Ok(())
 }
 
-/// The condition `Accepted` of a policy for its first target.
-fn accepted_condition(namespace: &Namespace, name: &str) -> Result<Value> {
+/// A current condition of a policy for its first target.
+fn condition(namespace: &Namespace, name: &str, kind: &str) -> Result<Value> {
     let json = namespace.kubectl(&["get", "authorizationpolicy", name, "-o", "json"])?;
     let policy: Value = serde_json::from_str(&json)?;
     let conditions = policy["status"]["ancestors"][0]["conditions"].as_array();
-    let mut conditions = conditions.into_iter().flatten();
-    let found = conditions.find(|one| one["type"] == "Accepted");
+    let generation = &policy["metadata"]["generation"];
+    let is_current = |one: &&Value| one["type"] == kind && one["observedGeneration"] == *generation;
+    let found = conditions.into_iter().flatten().find(is_current);
     found
         .cloned()
-        .with_context(|| format!("no condition in {:#}", policy["status"]))
+        .with_context(|| format!("no condition {kind} in {:#}", policy["status"]))
+}
+
+/// Requests between two changes of a policy.
+const REQUESTS: usize = 100;
+
+#[test]
+fn no_verdict_under_load_is_wrong_once_a_changed_policy_is_programmed() -> Result<()> {
+    in_namespace("changes", |namespace| {
+        let server = App {
+            replicas: 2,
+            ..App::http_server()
+        };
+        let client = App {
+            replicas: 2,
+            interval_ms: "10",
+            ..App::http_client()
+        };
+        namespace.wait_for_responses(&server, &client)?;
+        for is_allowed in [false, true, false] {
+            let source = json!({"type": "Namespace", "namespace": namespace.name});
+            let sources = if is_allowed { vec![source] } else { vec![] };
+            namespace.apply(&policy("p", &allow(json!({"sources": sources}))))?;
+            wait_for("the change of the policy", || {
+                let programmed = "diy-service-mesh.dev/Programmed";
+                let condition = condition(namespace, "p", programmed)?;
+                ensure!(condition["status"] == "True", "{condition:#}");
+                Ok(Some(()))
+            })?;
+            let before = namespace.responses(&client)?;
+            let count = |responses: &Responses| responses.good + responses.bad.len();
+            let after = wait_for("requests", || {
+                let responses = namespace.responses(&client)?;
+                let is_enough = count(&responses) >= count(&before) + REQUESTS;
+                Ok(is_enough.then_some(responses))
+            })?;
+            let good = after.good - before.good;
+            let bad = after.bad.len() - before.bad.len();
+            let wrong = if is_allowed { bad } else { good };
+            ensure!(
+                wrong == 0,
+                "allowed is {is_allowed}: {good} allowed, {bad} denied"
+            );
+        }
+        Ok(())
+    })
 }
