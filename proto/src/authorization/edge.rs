@@ -6,7 +6,7 @@ use std::str::FromStr as _;
 use diy_mesh_model::identity::Identity;
 
 use super::paths::PathPattern;
-use super::readings::{Reading, Readings, is_plain, is_readable};
+use super::readings::{Reading, Readings, is_common, is_plain, is_readable};
 use crate::mesh::v1 as proto;
 use proto::authorized_path::Kind;
 use proto::edge::Path;
@@ -33,8 +33,8 @@ pub fn segment(path: &[u8]) -> Option<&str> {
         return Some("*");
     }
     let first = first_element(path)?;
-    if is_plain(path) {
-        return is_readable(path).then_some(first);
+    if is_common(path) || is_plain(path) && is_readable(path) {
+        return Some(first);
     }
     let readings = Readings::of(path, false);
     let mut others = readings.known()?;
@@ -186,6 +186,23 @@ mod tests {
             assert_eq!(segment(path.as_bytes()), expected, "{path}");
         }
         assert_eq!(segment(b"/\xff/a"), None);
+    }
+
+    #[test]
+    fn common_paths_are_plain_and_readable() {
+        let bytes = b"/./a-_~%;\\?#\x00 \xff";
+        let all = 0..bytes.len().pow(4);
+        let paths = all.map(|number| {
+            let digits = (0..4).map(|digit| number / bytes.len().pow(digit) % bytes.len());
+            digits.map(|digit| bytes[digit]).collect::<Vec<u8>>()
+        });
+        let mut count = 0;
+        for path in paths.filter(|path| is_common(path)) {
+            assert!(is_plain(&path) && is_readable(&path), "{path:?}");
+            count += 1;
+        }
+        assert!(count > 100, "{count}");
+        assert!(is_common(b"/a.b/~c-d_0") && !is_common(b"/a/.b") && !is_common(b"a"));
     }
 
     #[test]

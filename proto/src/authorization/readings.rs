@@ -102,6 +102,21 @@ pub(super) fn is_plain(path: &[u8]) -> bool {
     !path.iter().any(|byte| b"%;\\".contains(byte)) && !path.windows(2).any(is_special)
 }
 
+/// Whether the path is plain and readable, decided by its bytes alone. Most paths are of this kind.
+pub(super) fn is_common(path: &[u8]) -> bool {
+    let is_unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+    let mut before = 0;
+    path.len() <= MAX_PATH_BYTES
+        && path.first() == Some(&b'/')
+        && path.iter().all(|&byte| {
+            let follows_slash = std::mem::replace(&mut before, byte) == b'/';
+            match byte {
+                b'/' | b'.' => !follows_slash,
+                _ => is_unreserved(byte),
+            }
+        })
+}
+
 /// Whether servers agree on the characters of the path: it begins with a slash, is encoded as RFC
 /// 3986 has it, and is UTF-8 without control characters when it is decoded. A query or a fragment
 /// is not part of it.

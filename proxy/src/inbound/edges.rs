@@ -5,13 +5,14 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use diy_mesh_proto::authorization::edge::{self, is_valid};
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{MAX_EDGES, MAX_EDGES_BYTES};
+use foldhash::fast::RandomState;
 use http::StatusCode;
 use prometheus_client::metrics::counter::Counter;
 use prost::Message as _;
@@ -161,7 +162,7 @@ pub struct SeenEdges {
     all: Arc<Edges>,
     day: Cell<u64>,
     /// The hashes of those that need no further attention. Callers cannot predict them.
-    known: RefCell<HashSet<u64>>,
+    known: RefCell<HashSet<u64, RandomState>>,
     state: RandomState,
 }
 
@@ -196,7 +197,7 @@ impl SeenEdges {
             all,
             day: Cell::new(day(SystemTime::now())),
             known: RefCell::default(),
-            state: RandomState::new(),
+            state: RandomState::default(),
         }
     }
 
