@@ -138,7 +138,7 @@ impl Controller {
         let verifier = match &config.authenticator {
             config::Authenticator::TokenReview => Verifier::Kubernetes(cluster()),
             config::Authenticator::Jwks(file) => Verifier::Jwks(
-                Jwks::open(file, config.jwks_issuer.clone())?,
+                Box::new(Jwks::open(file, config.jwks_issuer.clone())?),
                 identity::user(&config.pod_namespace, VIEWER),
             ),
         };

@@ -7,8 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use jsonwebtoken::jwk::{Jwk, JwkSet, KeyAlgorithm};
-use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey, Validation};
+use diy_mesh_jwt::{Expected, Keys, KeysError, Refused};
 use serde::Deserialize;
 
 use super::{Accepted, AuthError, Caller, PodRef, refused, wrong_audience};
@@ -23,31 +22,16 @@ pub enum JwksError {
     /// The file cannot be read.
     #[error("cannot read {0}: {1}")]
     Read(PathBuf, #[source] std::io::Error),
-    /// The file is not a JWK set.
-    #[error("{0} is not a JWK set: {1}")]
-    Parse(PathBuf, #[source] serde_json::Error),
-    /// The set contains no usable key.
-    #[error("{0} contains no public key for tokens, expected RSA, P-256, P-384 or Ed25519")]
-    Empty(PathBuf),
+    /// The file contains no keys.
+    #[error("{0}: {1}")]
+    Keys(PathBuf, #[source] KeysError),
 }
 
 /// Verifies tokens with the keys of a file.
 pub struct Jwks {
     path: PathBuf,
-    issuer: Option<String>,
-    keys: Mutex<Keys>,
-}
-
-struct Keys {
-    stamp: Stamp,
-    all: Vec<Key>,
-}
-
-struct Key {
-    id: Option<String>,
-    /// The only accepted algorithm, if the set names one.
-    algorithm: Option<Algorithm>,
-    key: DecodingKey,
+    expected: Expected,
+    keys: Mutex<(Stamp, Keys)>,
 }
 
 #[derive(Deserialize)]
@@ -90,144 +74,60 @@ impl Jwks {
     /// Reads the keys. `issuer` is the only accepted issuer, if any.
     pub fn open(path: &Path, issuer: Option<String>) -> Result<Jwks, JwksError> {
         let stamp = Stamp::of(path).map_err(|error| JwksError::Read(path.to_owned(), error))?;
-        let all = read(path)?;
-        let keys = Keys { stamp, all };
         Ok(Jwks {
             path: path.to_owned(),
-            issuer,
-            keys: Mutex::new(keys),
+            expected: Expected::new(issuer.as_deref(), &[diy_mesh_proto::TOKEN_AUDIENCE], LEEWAY),
+            keys: Mutex::new((stamp, read(path)?)),
         })
     }
 
     /// The sender of a token.
     pub(super) fn verify(&self, token: &str) -> Result<Accepted, AuthError> {
-        let header = jsonwebtoken::decode_header(token)
-            .map_err(|_| refused("it is not a JWT with an algorithm that we know"))?;
-        if header.alg.family() == AlgorithmFamily::Hmac {
-            return Err(refused(
-                "its algorithm is symmetric, expected RS256, ES256 or another asymmetric one",
-            ));
-        }
-        let validation = self.validation(header.alg);
         let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
         self.refresh(&mut keys);
-        let mut reason = refused("none of the issuer's keys has its key ID and algorithm");
-        for key in keys
-            .all
-            .iter()
-            .filter(|key| key.fits(header.alg, header.kid.as_deref()))
-        {
-            match jsonwebtoken::decode::<Claims>(token, &key.key, &validation) {
-                Ok(token) if token.claims.sub.is_empty() => {
-                    return Err(refused("it names no subject"));
-                }
-                Ok(token) => {
-                    return Ok(Accepted {
-                        caller: token.claims.caller(),
-                        expires: Some(token.claims.exp),
-                    });
-                }
-                Err(error) => reason = refused(&self.explain(&error)),
-            }
+        let claims: Result<Claims, _> = keys.1.verify(token, &self.expected);
+        match claims {
+            Ok(claims) if claims.sub.is_empty() => Err(refused("it names no subject")),
+            Ok(claims) => Ok(Accepted {
+                caller: claims.caller(),
+                expires: Some(claims.exp),
+            }),
+            Err(Refused::Audience(_)) => Err(refused(&wrong_audience())),
+            Err(reason) => Err(refused(&reason.to_string())),
         }
-        Err(reason)
     }
 
-    fn validation(&self, algorithm: Algorithm) -> Validation {
-        let mut validation = Validation::new(algorithm);
-        validation.leeway = LEEWAY;
-        validation.validate_nbf = true;
-        validation.set_audience(&[diy_mesh_proto::TOKEN_AUDIENCE]);
-        validation.set_required_spec_claims(&["exp", "aud", "sub"]);
-        if let Some(issuer) = &self.issuer {
-            validation.set_issuer(&[issuer]);
-            validation.required_spec_claims.insert("iss".to_owned());
-        }
-        validation
-    }
-
-    fn refresh(&self, keys: &mut Keys) {
+    fn refresh(&self, (known, keys): &mut (Stamp, Keys)) {
         let Ok(stamp) = Stamp::of(&self.path) else {
             return;
         };
-        if !stamp.differs(&keys.stamp) {
+        if !stamp.differs(known) {
             return;
         }
-        keys.stamp = stamp;
+        *known = stamp;
         match read(&self.path) {
             Ok(all) => {
-                tracing::info!(file = %self.path.display(), keys = all.len(), "keys of the token issuer reloaded");
-                keys.all = all;
+                tracing::info!(file = %self.path.display(), keys = all.count(), "keys of the token issuer reloaded");
+                *keys = all;
             }
             Err(error) => tracing::error!(
                 "cannot reload the keys of the token issuer, the previous ones stay in use: {error}"
             ),
         }
     }
-
-    fn explain(&self, error: &jsonwebtoken::errors::Error) -> String {
-        use jsonwebtoken::errors::ErrorKind;
-        match error.kind() {
-            ErrorKind::InvalidSignature => {
-                "its signature is not by any of the issuer's keys".to_owned()
-            }
-            ErrorKind::ExpiredSignature => "it has expired".to_owned(),
-            ErrorKind::ImmatureSignature => "it is not valid yet (nbf)".to_owned(),
-            ErrorKind::InvalidAudience => wrong_audience(),
-            ErrorKind::InvalidIssuer => format!(
-                "its issuer is not {:?}",
-                self.issuer.as_deref().unwrap_or_default()
-            ),
-            ErrorKind::MissingRequiredClaim(claim) => format!("the claim {claim:?} is missing"),
-            _ => format!("{error}"),
-        }
-    }
 }
 
-impl Key {
-    fn fits(&self, algorithm: Algorithm, id: Option<&str>) -> bool {
-        let same_id = match (id, self.id.as_deref()) {
-            (Some(wanted), Some(id)) => wanted == id,
-            _ => true,
-        };
-        same_id
-            && self.key.family() == algorithm.family()
-            && self.algorithm.is_none_or(|only| only == algorithm)
-    }
-}
-
-fn read(path: &Path) -> Result<Vec<Key>, JwksError> {
+fn read(path: &Path) -> Result<Keys, JwksError> {
     let text = std::fs::read(path).map_err(|error| JwksError::Read(path.to_owned(), error))?;
-    let set: JwkSet =
-        serde_json::from_slice(&text).map_err(|error| JwksError::Parse(path.to_owned(), error))?;
-    let keys: Vec<Key> = set.keys.iter().filter_map(usable).collect();
-    if keys.is_empty() {
-        return Err(JwksError::Empty(path.to_owned()));
-    }
-    Ok(keys)
-}
-
-/// Ignores shared secrets: a reader of the file could sign tokens with them.
-fn usable(jwk: &Jwk) -> Option<Key> {
-    let key = DecodingKey::from_jwk(jwk)
-        .ok()
-        .filter(|key| key.family() != AlgorithmFamily::Hmac)?;
-    let algorithm = match jwk.common.key_algorithm {
-        None | Some(KeyAlgorithm::UNKNOWN_ALGORITHM) => None,
-        Some(named) => Some(Algorithm::try_from(named).ok()?),
-    };
-    Some(Key {
-        id: jwk.common.key_id.clone(),
-        algorithm,
-        key,
-    })
+    Keys::parse(&text).map_err(|error| JwksError::Keys(path.to_owned(), error))
 }
 
 #[cfg(test)]
 mod tests {
     use std::time::{SystemTime, UNIX_EPOCH};
 
-    use jsonwebtoken::{EncodingKey, Header};
+    use jsonwebtoken::jwk::Jwk;
+    use jsonwebtoken::{Algorithm, EncodingKey, Header};
     use serde_json::{Value, json};
 
     use super::*;
@@ -404,7 +304,10 @@ mod tests {
         assert!(reason(&jwks, &other_id.sign(&claims(&[]))).contains("key ID"));
         write(&path, &[shared]);
         assert!(
-            matches!(Jwks::open(&path, None), Err(JwksError::Empty { .. })),
+            matches!(
+                Jwks::open(&path, None),
+                Err(JwksError::Keys(_, KeysError::Empty))
+            ),
             "a shared secret alone is no key"
         );
     }

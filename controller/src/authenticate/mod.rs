@@ -149,7 +149,7 @@ pub enum Verifier {
     /// The Kubernetes API server.
     Kubernetes(kube::Client),
     /// A file with the public keys of the token issuer, and the user that may list all pods.
-    Jwks(Jwks, String),
+    Jwks(Box<Jwks>, String),
 }
 
 /// Verifies the tokens of calls.
