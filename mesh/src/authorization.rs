@@ -11,13 +11,14 @@ use diy_mesh_controller::{
 };
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_proto::{
-    authorization::{Authorization, Call as Judged, Denial, Request},
+    authorization::{Authorization, Call as Judged, Denial, Request, Token},
     mesh::v1::{
         self as proto, AuthorizedPath, authorization_policy::Action,
         get_authorization_response::Pod, workload::InboundMode,
     },
 };
 use serde::Serialize;
+use serde_json::Value;
 
 /// The client of a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,6 +122,19 @@ pub struct Head {
     pub host: Option<String>,
     /// The header fields.
     pub fields: Option<Vec<(String, String)>>,
+    /// The claims of a token that all issuers of the policies accept.
+    pub token: Claims,
+}
+
+/// What is known of the token of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Claims {
+    /// Its claims, an object.
+    Known(Value),
+    /// There is none.
+    Absent,
+    /// Nothing: it may be absent, or invalid.
+    Unknown,
 }
 
 /// What is known of a path.
@@ -132,6 +146,24 @@ pub enum Path {
     Like(AuthorizedPath),
     /// Nothing.
     Unknown,
+}
+
+impl Claims {
+    /// The token against the call, and for it.
+    fn assumed(&self, message: &proto::Authorization) -> [Option<Token>; 2] {
+        let policies = message.policies.iter();
+        let policies: Vec<_> = policies.map(|policy| policy.name.as_str().into()).collect();
+        let valid = |claims: &Value| {
+            let (policies, claims) = (policies.clone(), claims.clone());
+            Some(Token { policies, claims })
+        };
+        match self {
+            Self::Known(claims) => [valid(claims), valid(claims)],
+            Self::Absent => [None, None],
+            // At best, conditions on claims that would have to hold are removed.
+            Self::Unknown => [Some(Token::default()), valid(&Value::Null)],
+        }
+    }
 }
 
 impl Request for Head {
@@ -281,16 +313,25 @@ fn judge_policies(
         address: call.address.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
         port: port.try_into().unwrap_or_default(),
         request: call.request.as_ref().map(|request| request as &dyn Request),
+        token: None,
     };
     let [worst, best] = [false, true].map(|is_allowed| assume::assume(message, call, is_allowed));
     let [pessimist, optimist] = [&worst, &best].map(Authorization::compile);
-    let verdict = match (pessimist.judge(&judged), optimist.judge(&judged)) {
+    let tokens = call
+        .request
+        .as_ref()
+        .map(|head| head.token.assumed(message));
+    let [at_worst, at_best] = [0, 1].map(|at| {
+        let token = tokens.as_ref().and_then(|tokens| tokens[at].as_ref());
+        Judged { token, ..judged }
+    });
+    let verdict = match (pessimist.judge(&at_worst), optimist.judge(&at_best)) {
         (_, Err(denial)) => return Verdict::denial(Outcome::Denied, &denial),
         (Err(denial), Ok(())) => Verdict::denial(Outcome::Unknown, &denial),
-        (Ok(()), Ok(())) => allowed(&worst, &judged),
+        (Ok(()), Ok(())) => allowed(&worst, &at_worst),
     };
-    let would_be = optimist.audit(&judged).map(|denial| denial.to_string());
-    let may_be = || Some(format!("cannot tell: {}", pessimist.audit(&judged)?));
+    let would_be = optimist.audit(&at_best).map(|denial| denial.to_string());
+    let may_be = || Some(format!("cannot tell: {}", pessimist.audit(&at_worst)?));
     Verdict {
         audit: would_be.or_else(may_be),
         ..verdict
@@ -310,6 +351,7 @@ fn allowed(message: &proto::Authorization, call: &Judged<'_>) -> Verdict {
                     audit: false,
                     ports: policy.ports.clone(),
                     rules: vec![rule.clone()],
+                    issuers: policy.issuers.clone(),
                 }],
                 deny_by_default: true,
                 ..proto::Authorization::default()

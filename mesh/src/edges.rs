@@ -13,7 +13,7 @@ use diy_mesh_proto::mesh::v1::{
 };
 
 use crate::{
-    authorization::{Call, Caller, Head, Path},
+    authorization::{Call, Caller, Claims, Head, Path},
     controller::{self, Controllers},
 };
 
@@ -97,6 +97,7 @@ pub fn call(edge: &Edge) -> Option<Call> {
         path: path(edge),
         host: None,
         fields: None,
+        token: Claims::Unknown,
     };
     Some(Call {
         caller,

@@ -32,6 +32,7 @@ pub enum Grpc {
     Unimplemented = 12,
     Internal = 13,
     Unavailable = 14,
+    Unauthenticated = 16,
 }
 
 impl Grpc {
@@ -158,6 +159,9 @@ codes! {
     NotReady: "not-ready", &[503], Some(Grpc::Unavailable),
         "the pod has just started: its proxy has no policies from the controller yet",
         "the log and `/ready` of the callee's proxy; the controller";
+    InvalidToken: "invalid-token", &[401], Some(Grpc::Unauthenticated),
+        "the request has a bearer token, and no AuthorizationPolicy at the port accepts it",
+        "the body: it says what is wrong with the token; the policy is in the log of the callee's proxy; `spec.issuers`";
     Denied: "denied", &[403], Some(Grpc::PermissionDenied),
         "the AuthorizationPolicies of the pod do not allow the call",
         "the body: it names policy and rule to callers of the same namespace; to others it tells an identifier, which the log of the callee's proxy has with them";

@@ -91,6 +91,7 @@ fn measure(name: &str, authorization: &Authorization, path: &'static str) {
         address: [10, 0, 0, 1].into(),
         port: 80,
         request: Some(&head),
+        token: None,
     };
     let run = |duration: Duration| {
         let start = Instant::now();

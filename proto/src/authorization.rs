@@ -2,6 +2,7 @@
 //! The proxy of the pod judges with it, and tools predict what it would judge. Pure.
 
 mod check;
+mod claims;
 pub mod edge;
 mod fields;
 mod hash;
@@ -21,10 +22,12 @@ use std::sync::Arc;
 use diy_mesh_model::identity::Identity;
 
 use crate::mesh::v1 as proto;
-pub use check::{MAX_ITEMS, MAX_RULES, check};
+pub use check::{MAX_ISSUERS, MAX_ITEMS, MAX_RULES, check, check_issuer};
+pub use claims::claim;
 use edge::Patterns;
 use index::Rules;
-pub use rule::{Condition, REVISION};
+pub use index::issuer_ports;
+pub use rule::{Condition, ISSUERS_REVISION, REVISION};
 
 /// What a verdict is about: a request, or a connection that carries no HTTP.
 #[derive(Clone, Copy)]
@@ -37,6 +40,17 @@ pub struct Call<'a> {
     pub port: u16,
     /// The request. Absent: the connection carries no HTTP.
     pub request: Option<&'a dyn Request>,
+    /// The token of the request.
+    pub token: Option<&'a Token>,
+}
+
+/// A bearer token.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Token {
+    /// The names of the policies one of whose issuers has issued it. None: it is not valid.
+    pub policies: Vec<Arc<str>>,
+    /// Its claims.
+    pub claims: serde_json::Value,
 }
 
 /// A request's head as it is forwarded, with all that a server may read from it.
@@ -75,6 +89,19 @@ pub struct Denial {
     /// The ALLOW rule that is nearest to a match. Absent: there is none at this port, a DENY rule
     /// matches, or the default is to deny.
     pub nearest: Option<Nearest>,
+    /// The call has a token that no policy at its port accepts. The policy is the first of them.
+    pub refuses_token: bool,
+}
+
+impl Denial {
+    fn of(policy: &Arc<str>) -> Denial {
+        Denial {
+            policy: policy.clone(),
+            rule: None,
+            nearest: None,
+            refuses_token: false,
+        }
+    }
 }
 
 /// An ALLOW rule that does not match.
@@ -90,6 +117,9 @@ pub struct Nearest {
 impl fmt::Display for Denial {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&*self.policy, self.rule) {
+            (policy, None) if self.refuses_token => {
+                write!(f, "{policy}: the token is not valid for any of its issuers")
+            }
             (policy, Some(rule)) => write!(f, "{policy}, rules[{rule}]"),
             ("", None) => f.write_str("the default"),
             (policy, None) => {

@@ -170,6 +170,14 @@ pub enum Failure {
     /// The controller has not sent the policies of the pod yet.
     #[error("this workload has just started: its proxy has no policies yet")]
     NotReady,
+    /// No policy at the port accepts the token of the request.
+    #[error("the token is not valid for {policy}: {reason}")]
+    InvalidToken {
+        /// The first of the policies.
+        policy: Arc<str>,
+        /// A sentence about the token.
+        reason: String,
+    },
     /// The AuthorizationPolicies of the pod do not allow the call.
     #[error("{}", denied_message(.denial, *.id))]
     Denied {
@@ -275,8 +283,14 @@ impl Failure {
             Self::Denied { id: Some(id), .. } => {
                 format!("denied; the log of the callee's proxy has the reason under {id:08x}")
             }
+            Self::InvalidToken { reason, .. } => format!("the token is not valid: {reason}"),
             failure => failure.to_string(),
         }
+    }
+
+    /// The value of the WWW-Authenticate field that goes with the status (RFC 6750, section 3).
+    pub fn challenge(&self) -> Option<&'static str> {
+        matches!(self, Self::InvalidToken { .. }).then_some("Bearer error=\"invalid_token\"")
     }
 
     /// The value of the Allow field that goes with the status (RFC 9110, section 15.5.6).
@@ -351,6 +365,7 @@ impl Failure {
             Self::MtlsRequired => Code::MtlsRequired,
             Self::NotReady => Code::NotReady,
             Self::Denied { .. } => Code::Denied,
+            Self::InvalidToken { .. } => Code::InvalidToken,
             Self::ConnectNotAllowed => Code::ConnectNotAllowed,
             Self::Timeout(_) => Code::Timeout,
         }

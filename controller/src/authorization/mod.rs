@@ -141,6 +141,7 @@ pub fn denying(key: &Key, mode: Mode) -> proto::AuthorizationPolicy {
             revision: u32::MAX,
             ..proto::AuthorizationRule::default()
         }],
+        issuers: vec![],
     }
 }
 

@@ -4,6 +4,7 @@
 //! field is named, with its value and the expected value. An invalid policy denies the calls of its
 //! targets, or, if these cannot be read, of all pods of its namespace.
 
+mod issuers;
 mod requests;
 mod targets;
 
@@ -11,8 +12,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
-use diy_mesh_proto::authorization::{MAX_ITEMS, MAX_RULES, REVISION, check};
+use diy_mesh_proto::authorization::{
+    ISSUERS_REVISION, MAX_ISSUERS, MAX_ITEMS, MAX_RULES, REVISION, check,
+};
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::policy::Violation;
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
 use serde_json::Value;
@@ -26,6 +30,7 @@ use crate::index::object::Key;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{Meta, bounded, shortened, unsupported};
+use issuers::issuer;
 use requests::request;
 pub(super) use targets::reference;
 use targets::targets;
@@ -86,6 +91,16 @@ fn null(value: &Value, path: &str) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// A violation below a field of the spec.
+fn rejected(field: &str, prefix: &str, violation: &Violation) -> Rejection {
+    let at = violation.field.trim_start_matches(prefix);
+    unsupported(
+        &format!("{field}.{at}"),
+        &violation.value,
+        &violation.expected,
+    )
 }
 
 fn invalid(message: String) -> Rejection {
@@ -150,16 +165,28 @@ impl Reader<'_> {
         };
         let specs = spec.rules.unwrap_or_default();
         bounded("spec.rules", &specs, MAX_RULES)?;
-        let specs = specs.into_iter().enumerate();
-        let rules = specs.map(|(at, rule)| self.rule(rule, action, &format!("spec.rules[{at}]")));
-        let rules = rules.collect::<Result<Vec<_>, _>>()?;
-        let rules = Rules::new(proto::AuthorizationPolicy {
+        let mut policy = proto::AuthorizationPolicy {
             name: name(self.key),
             action: action.into(),
             audit,
-            ports: scope(spec.scope.as_deref(), action, &rules)?,
-            rules,
+            ports: vec![],
+            rules: vec![],
+            issuers: each("spec.issuers", spec.issuers, MAX_ISSUERS, issuer)?,
+        };
+        if specs.is_empty() && !policy.issuers.is_empty() {
+            return Err(invalid("spec.issuers: requires rules".to_owned()));
+        }
+        let specs = specs.into_iter().enumerate();
+        let rules = specs.map(|(at, rule)| {
+            let field = format!("spec.rules[{at}]");
+            policy.rules = vec![self.rule(rule, !policy.issuers.is_empty(), &field)?];
+            check(&policy).map_err(|violation| rejected(&field, "rules.", &violation))?;
+            Ok(policy.rules.swap_remove(0))
         });
+        let rules = rules.collect::<Result<Vec<_>, _>>()?;
+        policy.ports = scope(spec.scope.as_deref(), action, &rules)?;
+        policy.rules = rules;
+        let rules = Rules::new(policy);
         if rules.bytes > MAX_BYTES {
             let message = format!("spec: {} bytes are more than {MAX_BYTES}", rules.bytes);
             return Err(Rejection::new(TOO_LARGE, message));
@@ -170,7 +197,7 @@ impl Reader<'_> {
     fn rule(
         &self,
         spec: Rule,
-        action: Action,
+        has_issuers: bool,
         field: &str,
     ) -> Result<proto::AuthorizationRule, Rejection> {
         let sources = match spec.sources {
@@ -182,27 +209,18 @@ impl Reader<'_> {
         let ports = spec.network_attributes.map(|one| one.ports);
         let ports = each(&at, ports, MAX_ITEMS, |port, _| Ok(port.into()))?;
         let at = format!("{field}.requests");
-        let rule = proto::AuthorizationRule {
-            revision: REVISION,
+        let revision = if has_issuers {
+            ISSUERS_REVISION
+        } else {
+            REVISION
+        };
+        Ok(proto::AuthorizationRule {
+            revision,
             sources: sources.map(|sources| proto::AuthorizationSources { sources }),
             not_sources: self.sources(&format!("{field}.notSources"), spec.not_sources)?,
             ports,
             requests: each(&at, spec.requests, MAX_REQUESTS, request)?,
-        };
-        let mut policy = proto::AuthorizationPolicy {
-            action: action.into(),
-            rules: vec![rule],
-            ..proto::AuthorizationPolicy::default()
-        };
-        check(&policy).map_err(|violation| {
-            let at = violation.field.trim_start_matches("rules.");
-            unsupported(
-                &format!("{field}.{at}"),
-                &violation.value,
-                &violation.expected,
-            )
-        })?;
-        Ok(policy.rules.swap_remove(0))
+        })
     }
 
     fn sources(
@@ -290,8 +308,9 @@ fn default(
     targets: &[Target],
 ) -> Result<Effect, Rejection> {
     let others = [&spec.action, &spec.mode, &spec.scope];
-    if others.iter().any(|other| other.is_some()) || spec.rules.is_some() {
-        let message = "spec.defaultAction: excludes action, mode, scope and rules";
+    let has_others = others.iter().any(|other| other.is_some());
+    if has_others || spec.rules.is_some() || spec.issuers.is_some() {
+        let message = "spec.defaultAction: excludes action, mode, scope, rules and issuers";
         return Err(invalid(message.to_owned()));
     }
     if *targets != [Target::Pods(Selector::default())] {

@@ -37,6 +37,10 @@ pub struct AuthorizationPolicySpec {
     /// Of several rules, one has to match. Without rules, nothing matches.
     #[cfg_attr(test, schemars(length(max = 128), extend("x-kubernetes-list-type" = "atomic")))]
     pub rules: Option<Vec<Rule>>,
+    /// Who issues the tokens that rules read claims of. A request with a bearer token that is not
+    /// valid gets 401 at the ports that all rules name, or else at all ports.
+    #[cfg_attr(test, schemars(length(min = 1, max = 8), extend("x-kubernetes-list-type" = "atomic")))]
+    pub issuers: Option<Vec<Issuer>>,
     /// In place of action and rules: whether calls are allowed that no policy is about. Its target
     /// is all pods.
     #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY"])))]
@@ -99,6 +103,59 @@ pub struct Requirement {
         "x-kubernetes-list-type" = "atomic",
     )))]
     pub values: Option<Vec<String>>,
+}
+
+/// An issuer of JSON Web Tokens.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["issuer", "audiences", "keys"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct Issuer {
+    /// The claim iss.
+    #[cfg_attr(test, schemars(length(min = 1, max = 1024)))]
+    pub issuer: String,
+    /// The claim aud has one of them.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), inner(length(min = 1, max = 1024)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub audiences: Vec<String>,
+    /// Its public keys.
+    pub keys: IssuerKeys,
+    /// Claims of valid tokens that the application gets as headers. Those of clients are removed.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
+    pub headers: Option<Vec<ClaimHeader>>,
+}
+
+/// The public keys of an issuer.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["type"], "x-kubernetes-validations" = crd::rule(
+    "has(self.inline) == (self.type == 'Inline')", "expected the field of the type, and no other",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct IssuerKeys {
+    /// Inline.
+    #[serde(rename = "type")]
+    #[cfg_attr(test, schemars(extend("enum" = ["Inline"])))]
+    pub kind: String,
+    /// A JWK set (RFC 7517): RSA, P-256, P-384 or Ed25519. The algorithm of a token is that of its
+    /// key; that of an RSA key without one is RS256.
+    #[cfg_attr(test, schemars(length(min = 1, max = 65_536)))]
+    pub inline: Option<String>,
+}
+
+/// A claim as a header: a text, a number or a boolean.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["claim", "name"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct ClaimHeader {
+    /// The name of the claim, or a JSON pointer: /realm_access/owner.
+    #[cfg_attr(test, schemars(length(min = 1, max = 1024)))]
+    pub claim: String,
+    /// The name of the header.
+    #[cfg_attr(test, schemars(regex(pattern = crd::TOKEN), length(max = 256)))]
+    pub name: String,
 }
 
 /// Conditions on a call, all of which hold.
@@ -177,7 +234,8 @@ pub struct NetworkAttributes {
     pub ports: Vec<u16>,
 }
 
-/// Conditions on a request, all of which hold. Of each list but headers, one entry matches.
+/// Conditions on a request, all of which hold. Of each list but headers and claims, one entry
+/// matches.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("minProperties" = 1, "x-kubernetes-validations" = crd::rule(
@@ -201,6 +259,9 @@ pub struct RequestMatch {
     /// The headers, all of which match.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
     pub headers: Option<Vec<HeaderMatch>>,
+    /// The claims of the token, all of which match. They require issuers.
+    #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
+    pub claims: Option<Vec<ClaimMatch>>,
     /// The gRPC methods.
     #[cfg_attr(test, schemars(length(min = 1, max = 32), extend("x-kubernetes-list-type" = "atomic")))]
     pub grpc: Option<Vec<GrpcMatch>>,
@@ -235,6 +296,26 @@ pub struct HeaderMatch {
     /// The name.
     #[cfg_attr(test, schemars(regex(pattern = crd::TOKEN), length(max = 256)))]
     pub name: String,
+    /// Exact, Prefix, Suffix, or Present: any value.
+    #[serde(rename = "type")]
+    #[cfg_attr(test, schemars(extend("enum" = ["Exact", "Prefix", "Suffix", "Present"])))]
+    pub kind: String,
+    /// The value, or the part of it.
+    #[cfg_attr(test, schemars(length(min = 1, max = 1024)))]
+    pub value: Option<String>,
+}
+
+/// A condition on a claim. Of a list, one member matches, and of scope and scp one word.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["claim", "type"], "x-kubernetes-validations" = crd::rule(
+    "has(self.value) == (self.type != 'Present')", "all types but Present require value",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct ClaimMatch {
+    /// The name of the claim, or a JSON pointer: /realm_access/roles.
+    #[cfg_attr(test, schemars(length(min = 1, max = 1024)))]
+    pub claim: String,
     /// Exact, Prefix, Suffix, or Present: any value.
     #[serde(rename = "type")]
     #[cfg_attr(test, schemars(extend("enum" = ["Exact", "Prefix", "Suffix", "Present"])))]

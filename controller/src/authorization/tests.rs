@@ -1,6 +1,7 @@
 //! Tables of policies: what each field becomes, and what makes a policy invalid.
 
 pub(crate) mod crd;
+mod issuers;
 
 use proto::authorization_source::Kind as SourceKind;
 use proto::authorized_field::Kind as FieldKind;

@@ -8,7 +8,7 @@ use diy_mesh_proto::mesh::v1::{
     authorized_path::Kind as PathKind,
 };
 
-use super::{Call, Head, Path};
+use super::{Call, Claims, Head, Path};
 
 /// The path of a request whose path is not known.
 pub(super) const SOME_PATH: &[u8] = b"/";
@@ -65,6 +65,9 @@ fn assume_request(request: &mut RequestMatch, head: &Head, matches: bool) {
     }
     if head.fields.is_none() && matches {
         request.headers.clear();
+    }
+    if head.token == Claims::Unknown && matches {
+        request.claims.clear();
     }
     let is_other = |name: &str| edge::method(name.as_bytes()) == edge::OTHER_METHOD;
     if matches && is_other(&head.method) && request.methods.iter().any(|name| is_other(name)) {

@@ -52,6 +52,7 @@ fn call(from: &str, path: &str) -> Call {
         path: Path::Known(path.to_owned()),
         host: Some("web".to_owned()),
         fields: Some(vec![]),
+        token: Claims::Absent,
     };
     Call {
         caller: from.parse().unwrap(),
@@ -211,4 +212,54 @@ fn callers_and_targets_are_parsed() {
     for text in ["shop/web", "unauthenticated", "spiffe://a/ns/shop/sa/web"] {
         assert_eq!(text.parse::<Caller>().unwrap().to_string(), text);
     }
+}
+
+#[test]
+fn claims_decide_where_a_policy_asks_for_a_token() {
+    let keys = r#"{"keys": [{"kty": "EC", "crv": "P-256",
+        "x": "f83OJ3D2xF1Bg8vub9tLe1gHMzV76e8Tus9uPHvRVEU",
+        "y": "x_FEzRu9m36HLN_tue659LNpXW6pCyStikYjKIWI5a0"}]}"#;
+    let issuing = |action: &str| {
+        let claims = json!([{"claim": "groups", "type": "Exact", "value": "ops"}]);
+        let mut policy = policy(
+            action,
+            json!([{
+                "requests": [{"claims": claims}], "networkAttributes": {"ports": [8080]},
+            }]),
+        );
+        policy["issuers"] = json!([{
+            "issuer": "https://id.example.com",
+            "audiences": ["shop"],
+            "keys": {"type": "Inline", "inline": keys},
+        }]);
+        policy
+    };
+    let with = |token: Claims| {
+        let mut call = call("shop/cart", "/");
+        call.request.as_mut().expect("a request").token = token;
+        call
+    };
+    let known = |group: &str| Claims::Known(json!({"groups": [group]}));
+    for (token, allow, deny) in [
+        (known("ops"), "Allowed", "Denied"),
+        (known("dev"), "Denied", "Allowed"),
+        (Claims::Absent, "Denied", "Denied"),
+        (Claims::Unknown, "Unknown", "Unknown"),
+    ] {
+        for (action, expected) in [("ALLOW", allow), ("DENY", deny)] {
+            let told = told(&web(json!({}), &[issuing(action)]), &with(token.clone()));
+            assert!(told.starts_with(expected), "{action} {token:?}: {told}");
+        }
+    }
+    // The token of a call that was seen is not known: it may be one that is refused.
+    let open = policy("ALLOW", json!([{}]));
+    let told = told(
+        &web(json!({}), &[issuing("ALLOW"), open]),
+        &with(Claims::Unknown),
+    );
+    let reason = "the token is not valid for any of its issuers";
+    assert!(
+        told.starts_with("Unknown") && told.contains(reason),
+        "{told}"
+    );
 }

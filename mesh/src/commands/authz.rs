@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::terminal::{self, Colors, Output, TextStyle};
 use crate::{
-    authorization::{self, Call, Caller, Head, Outcome, Path, Target, Verdict},
+    authorization::{self, Call, Caller, Claims, Head, Outcome, Path, Target, Verdict},
     controller::{self, Controllers},
     files,
 };
@@ -52,6 +52,10 @@ pub struct Arguments {
     /// Header field of the request; repeatable
     #[arg(long, value_name = "NAME=VALUE", value_parser = field, requires = "method")]
     header: Vec<(String, String)>,
+    /// Claim of the token of the request, which all issuers accept; VALUE is text or JSON;
+    /// repeatable [default: no token]
+    #[arg(long, value_name = "NAME=VALUE", value_parser = field, requires = "method")]
+    claim: Vec<(String, String)>,
     /// Address of the client [default: not known]
     #[arg(long, value_name = "IP")]
     address: Option<IpAddr>,
@@ -153,12 +157,26 @@ fn call(arguments: &Arguments, from: &Caller) -> Call {
         path: Path::Known(path.clone()),
         host: arguments.host.clone(),
         fields: Some(arguments.header.clone()),
+        token: claims(&arguments.claim),
     };
     let request = arguments.method.as_ref().zip(arguments.path.as_ref());
     Call {
         caller: from.clone(),
         address: arguments.address,
         request: request.map(head),
+    }
+}
+
+fn claims(claims: &[(String, String)]) -> Claims {
+    let value = |text: &String| serde_json::from_str(text).unwrap_or_else(|_| json!(text));
+    let claims = claims
+        .iter()
+        .map(|(name, text)| (name.clone(), value(text)));
+    let claims: serde_json::Map<_, _> = claims.collect();
+    if claims.is_empty() {
+        Claims::Absent
+    } else {
+        Claims::Known(claims.into())
     }
 }
 

@@ -20,7 +20,7 @@ use super::{
     terminal::{self, Colors, Output, TextStyle, printable},
 };
 use crate::{
-    authorization::{self, Call, Caller, Head, Outcome, Target, Verdict},
+    authorization::{self, Call, Caller, Claims, Head, Outcome, Target, Verdict},
     files,
 };
 
@@ -67,6 +67,8 @@ struct Expectation {
     host: Option<String>,
     #[serde(default)]
     headers: BTreeMap<String, String>,
+    /// Those of a token that all issuers accept. Default: no token.
+    claims: Option<serde_json::Map<String, serde_json::Value>>,
     address: Option<IpAddr>,
     expect: Expected,
     /// The policy that decides: NAMESPACE/NAME.
@@ -174,6 +176,10 @@ impl Expectation {
                 path: authorization::Path::Known(authz::path(path).map_err(anyhow::Error::msg)?),
                 host: self.host.clone(),
                 fields: Some(self.headers.clone().into_iter().collect()),
+                token: self
+                    .claims
+                    .clone()
+                    .map_or(Claims::Absent, |claims| Claims::Known(claims.into())),
             }),
             _ => bail!("method and path belong together"),
         };

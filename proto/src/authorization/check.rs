@@ -1,10 +1,12 @@
 //! The AuthorizationPolicies that the controller accepts: those of which a proxy knows all conditions,
 //! within the bounds.
 
+use super::claims::{ClaimCondition, check_claim};
 use super::fields::{FieldCondition, HostPattern};
-use super::paths::PathPattern;
-use super::rule::REVISION;
+use super::paths::{PathPattern, check_length};
+use super::rule::{ISSUERS_REVISION, REVISION};
 use super::sources::Source;
+use crate::field;
 use crate::mesh::v1 as proto;
 use crate::mesh::v1::authorization_policy::Action;
 use crate::policy::{Violation, check_name, violation};
@@ -13,6 +15,13 @@ use crate::policy::{Violation, check_name, violation};
 pub const MAX_RULES: usize = 128;
 /// Items of each list in a rule.
 pub const MAX_ITEMS: usize = 64;
+
+/// Issuers of tokens of a policy.
+pub const MAX_ISSUERS: usize = 8;
+/// Audiences of an issuer, and fields with its claims.
+const MAX_OF_ISSUER: usize = 16;
+/// The keys of an issuer, in bytes.
+const MAX_KEY_BYTES: usize = 64 * 1024;
 
 /// Checks a policy. Fields have the names of the AuthorizationPolicy.
 pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
@@ -23,8 +32,14 @@ pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
     // The ports of all rules, at most.
     check_ports("ports", &policy.ports)?;
     check_count("rules", &policy.rules, MAX_RULES)?;
+    check_count("issuers", &policy.issuers, MAX_ISSUERS)?;
+    policy.issuers.iter().try_for_each(check_issuer)?;
+    let has_issuers = !policy.issuers.is_empty();
+    if has_issuers && policy.rules.is_empty() {
+        return Err(violation("issuers", "", "rules, with issuers"));
+    }
     for rule in &policy.rules {
-        check_rule(rule)?;
+        check_rule(rule, has_issuers)?;
         let is_everywhere = policy.ports.is_empty() && rule.ports.is_empty();
         if action == Action::Deny && is_everywhere && !rule.requests.is_empty() {
             let expected =
@@ -35,9 +50,43 @@ pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
     Ok(())
 }
 
-fn check_rule(rule: &proto::AuthorizationRule) -> Result<(), Violation> {
-    if rule.revision != REVISION {
-        return Err(violation("rules.revision", rule.revision, "1"));
+/// Checks an issuer of tokens. Whoever has them checks the keys.
+pub fn check_issuer(issuer: &proto::TokenIssuer) -> Result<(), Violation> {
+    check_length("issuers.issuer", &issuer.name)?;
+    check_count("issuers.audiences", &issuer.audiences, MAX_OF_ISSUER)?;
+    let mut audiences = issuer.audiences.iter();
+    audiences.try_for_each(|one| check_length("issuers.audiences", one))?;
+    if issuer.audiences.is_empty() {
+        return Err(violation("issuers.audiences", "", "an audience or more"));
+    }
+    if issuer.keys.len() > MAX_KEY_BYTES {
+        let expected = format!("at most {MAX_KEY_BYTES} bytes");
+        return Err(violation("issuers.keys", issuer.keys.len(), &expected));
+    }
+    check_count("issuers.headers", &issuer.fields, MAX_OF_ISSUER)?;
+    for proto::ClaimField { claim, name } in &issuer.fields {
+        check_claim("issuers.headers.claim", claim)?;
+        check_name("issuers.headers.name", name)?;
+        if field::is_reserved(name) || name.eq_ignore_ascii_case("authorization") {
+            let expected = "a header that no client, proxy or connection needs";
+            return Err(violation("issuers.headers.name", name, expected));
+        }
+    }
+    Ok(())
+}
+
+fn check_rule(rule: &proto::AuthorizationRule, has_issuers: bool) -> Result<(), Violation> {
+    let revision = if has_issuers {
+        ISSUERS_REVISION
+    } else {
+        REVISION
+    };
+    if rule.revision != revision {
+        return Err(violation(
+            "rules.revision",
+            rule.revision,
+            &revision.to_string(),
+        ));
     }
     let sources = rule.sources.as_ref().map_or(&[][..], |list| &list.sources);
     each("rules.sources", sources, Source::parse)?;
@@ -54,6 +103,10 @@ fn check_rule(rule: &proto::AuthorizationRule) -> Result<(), Violation> {
             HostPattern::parse(host)
         })?;
         each("rules.headers", &request.headers, FieldCondition::parse)?;
+        each("rules.claims", &request.claims, ClaimCondition::parse)?;
+        if !request.claims.is_empty() && !has_issuers {
+            return Err(violation("rules.claims", "", "issuers in the policy"));
+        }
     }
     Ok(())
 }

@@ -26,12 +26,13 @@ pub(super) struct HostPattern {
 #[derive(Debug)]
 pub(super) struct FieldCondition {
     name: Box<str>,
-    value: Value,
+    value: Text,
     is_list: bool,
 }
 
+/// A condition on a text.
 #[derive(Debug)]
-enum Value {
+pub(super) enum Text {
     Present,
     Exact(Box<[u8]>),
     Prefix(Box<[u8]>),
@@ -141,30 +142,16 @@ impl FieldCondition {
             return Err(violation("rules.headers.name", name, expected));
         }
         check_name("rules.headers.name", name)?;
-        let bytes = |field, text: &str| {
-            check_length(field, text)?;
-            let is_invalid = |character: char| character.is_ascii_control();
-            if text.trim() != text || text.contains(is_invalid) {
-                let expected = "without control characters, and spaces around it";
-                return Err(violation(field, text, expected));
-            }
-            Ok(text.as_bytes().into())
-        };
-        let value = match &message.kind {
-            Some(Kind::Exact(text)) => Value::Exact(bytes("rules.headers.exact", text)?),
-            Some(Kind::Prefix(text)) => Value::Prefix(bytes("rules.headers.prefix", text)?),
-            Some(Kind::Suffix(text)) => Value::Suffix(bytes("rules.headers.suffix", text)?),
-            Some(Kind::Present(_)) => Value::Present,
-            None => {
-                let expected = "one of exact, prefix, suffix and present";
-                return Err(violation("rules.headers", name, expected));
-            }
-        };
         Ok(FieldCondition {
             name: name.into(),
             is_list: LISTS.split(' ').any(|list| list.eq_ignore_ascii_case(name)),
-            value,
+            value: Text::parse("rules.headers.value", message)?,
         })
+    }
+
+    /// Whether it is about one of these fields.
+    pub(super) fn is_any(&self, names: &[&str]) -> bool {
+        names.iter().any(|name| self.is_name(name.as_bytes()))
     }
 
     /// The truth for each line, for all joined, and for their members. A field with another spelling
@@ -223,21 +210,52 @@ impl FieldCondition {
     }
 }
 
-impl Value {
-    /// Whether no member of a list may have the value.
-    fn has_comma(&self) -> bool {
-        match self {
-            Value::Present => true,
-            Value::Exact(text) | Value::Prefix(text) | Value::Suffix(text) => text.contains(&b','),
+impl Text {
+    /// Of a message, whose value is in this field.
+    pub(super) fn parse(
+        field: &'static str,
+        message: &proto::AuthorizedField,
+    ) -> Result<Text, Violation> {
+        let bytes = |text: &str| {
+            check_length(field, text)?;
+            let is_invalid = |character: char| character.is_ascii_control();
+            if text.trim() != text || text.contains(is_invalid) {
+                let expected = "without control characters, and spaces around it";
+                return Err(violation(field, text, expected));
+            }
+            Ok(text.as_bytes().into())
+        };
+        match &message.kind {
+            Some(Kind::Exact(text)) => bytes(text).map(Text::Exact),
+            Some(Kind::Prefix(text)) => bytes(text).map(Text::Prefix),
+            Some(Kind::Suffix(text)) => bytes(text).map(Text::Suffix),
+            Some(Kind::Present(_)) => Ok(Text::Present),
+            None => {
+                let expected = "one of exact, prefix, suffix and present";
+                Err(violation(field, &message.name, expected))
+            }
         }
     }
 
-    fn matches(&self, value: &[u8]) -> bool {
+    /// Whether every value matches.
+    pub(super) fn is_any(&self) -> bool {
+        matches!(self, Text::Present)
+    }
+
+    /// Whether no member of a list may have the value.
+    fn has_comma(&self) -> bool {
         match self {
-            Value::Present => true,
-            Value::Exact(exact) => value == &**exact,
-            Value::Prefix(prefix) => value.starts_with(prefix),
-            Value::Suffix(suffix) => value.ends_with(suffix),
+            Text::Present => true,
+            Text::Exact(text) | Text::Prefix(text) | Text::Suffix(text) => text.contains(&b','),
+        }
+    }
+
+    pub(super) fn matches(&self, value: &[u8]) -> bool {
+        match self {
+            Text::Present => true,
+            Text::Exact(exact) => value == &**exact,
+            Text::Prefix(prefix) => value.starts_with(prefix),
+            Text::Suffix(suffix) => value.ends_with(suffix),
         }
     }
 }

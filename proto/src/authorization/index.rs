@@ -5,10 +5,10 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 
 use super::hash::hash;
-use super::rule::{Condition, Facts, REVISION, Rule};
+use super::rule::{Condition, Facts, ISSUERS_REVISION, REVISION, Rule};
 use super::sources::Source;
 use super::truth::Truth;
-use super::{Call, Denial, Nearest};
+use super::{Call, Denial, Nearest, Token};
 use crate::mesh::v1 as proto;
 use crate::mesh::v1::authorization_policy::Action;
 
@@ -23,6 +23,8 @@ pub(super) struct Rules {
     deny: Index,
     /// The ports that ALLOW policies cover, in ascending order, with the first policy of each.
     covered: Vec<(u16, usize)>,
+    /// The ports of policies with issuers, with each policy.
+    issuing: Vec<(u16, usize)>,
     /// The names of the policies.
     names: Vec<Arc<str>>,
     /// The policy that sets the default to deny.
@@ -51,8 +53,14 @@ impl Rules {
             ..Rules::default()
         };
         let policies = message.policies.iter();
-        for policy in policies.filter(|policy| with_audit || !policy.audit) {
-            rules.add(policy);
+        let policies: Vec<_> = policies
+            .filter(|policy| with_audit || !policy.audit)
+            .collect();
+        let issuers = policies.iter().flat_map(|policy| &policy.issuers);
+        let set = issuers.flat_map(|issuer| issuer.fields.iter().map(|field| &*field.name));
+        let set: Vec<&str> = set.collect();
+        for policy in policies {
+            rules.add(policy, &set);
         }
         rules.allow.entries.sort_unstable();
         rules.deny.entries.sort_unstable();
@@ -61,52 +69,67 @@ impl Rules {
         rules
     }
 
-    fn add(&mut self, policy: &proto::AuthorizationPolicy) {
+    fn add(&mut self, policy: &proto::AuthorizationPolicy, set: &[&str]) {
         let name: Arc<str> = policy.name.as_str().into();
         // Invalid ports: the policy covers all.
         let ports = ports(&policy.ports).unwrap_or_else(|| vec![ANY_PORT]);
+        let position = self.names.len();
+        if !policy.issuers.is_empty() {
+            let ports = self::ports(&issuer_ports(policy)).unwrap_or_else(|| vec![ANY_PORT]);
+            self.issuing
+                .extend(ports.iter().map(|port| (*port, position)));
+        }
         match Action::try_from(policy.action) {
             Ok(Action::Allow) => {
-                let position = self.names.len();
                 self.covered
                     .extend(ports.iter().map(|port| (*port, position)));
-                self.allow.add(&name, &ports, &policy.rules);
+                self.allow.add(&name, &ports, &policy.rules, set);
             }
-            Ok(Action::Deny) => self.deny.add(&name, &ports, &policy.rules),
+            Ok(Action::Deny) => self.deny.add(&name, &ports, &policy.rules, set),
             // One of a later release may deny everything.
-            _ => self
-                .deny
-                .add(&name, &ports, &[proto::AuthorizationRule::default()]),
+            _ => {
+                let unknown = proto::AuthorizationRule::default();
+                self.deny.add(&name, &ports, &[unknown], set);
+            }
         }
         self.names.push(name);
     }
 
     pub(super) fn judge(&self, call: &Call<'_>) -> Result<(), Denial> {
+        if let Some(policy) = call.token.and_then(|token| self.refusing(token, call.port)) {
+            return Err(Denial {
+                refuses_token: true,
+                ..Denial::of(policy)
+            });
+        }
         let facts = Facts::new(call, self.is_plain_only);
         if let Some(rule) = self.deny.first_match(&facts) {
             return Err(Denial {
-                policy: rule.policy.clone(),
                 rule: Some(rule.position),
-                nearest: None,
+                ..Denial::of(&rule.policy)
             });
         }
         let Some(policy) = self.covering(call.port) else {
-            return self.denies_by_default.as_ref().map_or(Ok(()), |policy| {
-                Err(Denial {
-                    policy: policy.clone(),
-                    rule: None,
-                    nearest: None,
-                })
-            });
+            let default = self.denies_by_default.as_ref();
+            return default.map_or(Ok(()), |policy| Err(Denial::of(policy)));
         };
         self.allow.any_match(&facts).map_err(|nearest| Denial {
-            policy: nearest.map_or(policy, |(rule, _)| &rule.policy).clone(),
-            rule: None,
             nearest: nearest.map(|(rule, failed)| Nearest {
                 rule: rule.position,
                 failed,
             }),
+            ..Denial::of(nearest.map_or(policy, |(rule, _)| &rule.policy))
         })
+    }
+
+    /// The first policy with issuers at the port, if none of them has issued the token.
+    fn refusing(&self, token: &Token, port: u16) -> Option<&Arc<str>> {
+        let issuing = self.issuing.iter();
+        let at_port = issuing.filter(|(at, _)| [ANY_PORT, port].contains(at));
+        let mut policies = at_port.map(|(_, policy)| &self.names[*policy]);
+        let first = policies.clone().next()?;
+        let is_accepted = policies.any(|policy| token.policies.contains(policy));
+        (!is_accepted).then_some(first)
     }
 
     /// The first ALLOW policy that covers the port.
@@ -122,12 +145,19 @@ impl Rules {
 }
 
 impl Index {
-    fn add(&mut self, policy: &Arc<str>, ports: &[u16], rules: &[proto::AuthorizationRule]) {
+    fn add(
+        &mut self,
+        policy: &Arc<str>,
+        ports: &[u16],
+        rules: &[proto::AuthorizationRule],
+        set: &[&str],
+    ) {
         for (position, message) in rules.iter().enumerate() {
             // The ports of a rule of another revision are unknown too.
-            let of_rule = self::ports(&message.ports).filter(|_| message.revision == REVISION);
+            let is_known = (REVISION..=ISSUERS_REVISION).contains(&message.revision);
+            let of_rule = self::ports(&message.ports).filter(|_| is_known);
             let is_known = of_rule.is_some();
-            let rule = Rule::compile(policy, position, message, is_known);
+            let rule = Rule::compile(policy, position, message, is_known, set);
             let clients = clients(&rule);
             for port in both(ports, &of_rule.unwrap_or_else(|| vec![ANY_PORT])) {
                 let entry = |client: &u64| (port, *client, self.rules.len());
@@ -203,6 +233,16 @@ impl Index {
         let length = rest.partition_point(|(port, client, _)| (*port, *client) <= last);
         rest[..length].iter().map(|(_, _, rule)| *rule)
     }
+}
+
+/// The ports at which a policy reads tokens: its own or those that its rules name. Empty: all.
+pub fn issuer_ports(policy: &proto::AuthorizationPolicy) -> Vec<u32> {
+    let rules = &policy.rules;
+    let is_everywhere = rules.iter().any(|rule| rule.ports.is_empty());
+    if is_everywhere || !policy.ports.is_empty() {
+        return policy.ports.clone();
+    }
+    rules.iter().flat_map(|rule| rule.ports.clone()).collect()
 }
 
 /// The ports of a list. None if one of them is not a port.

@@ -3,6 +3,7 @@
 use std::cell::OnceCell;
 use std::sync::Arc;
 
+use super::claims::{self, ClaimCondition};
 use super::fields::{self, FieldCondition, HostPattern};
 use super::paths::Paths;
 use super::readings::{ANY_ELEMENT, Readings};
@@ -11,8 +12,10 @@ use super::truth::Truth;
 use super::{Call, Request};
 use crate::mesh::v1 as proto;
 
-/// The latest revision of rules that this release knows.
+/// The revision of rules.
 pub const REVISION: u32 = 1;
+/// That of rules in a policy with issuers, the latest one that this release knows.
+pub const ISSUERS_REVISION: u32 = 2;
 
 /// The conditions of a rule, in the order in which they are judged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,6 +36,8 @@ pub enum Condition {
     Hosts,
     /// A header field.
     Headers,
+    /// A claim of the token, or there is no token with claims.
+    Claims,
 }
 
 impl Condition {
@@ -47,6 +52,7 @@ impl Condition {
             Condition::Methods => "methods",
             Condition::Hosts => "hosts",
             Condition::Headers => "headers",
+            Condition::Claims => "claims",
         }
     }
 }
@@ -130,15 +136,18 @@ struct RequestCondition {
     paths: Paths,
     hosts: Vec<Option<HostPattern>>,
     headers: Vec<Option<FieldCondition>>,
+    claims: Vec<Option<ClaimCondition>>,
 }
 
 impl Rule {
-    /// Compiles a rule. If it is not known, its conditions do not matter.
+    /// Compiles a rule. If it is not known, its conditions do not matter. `set` are the fields that
+    /// applications get from the proxy.
     pub(super) fn compile(
         policy: &Arc<str>,
         position: usize,
         message: &proto::AuthorizationRule,
         is_known: bool,
+        set: &[&str],
     ) -> Rule {
         let mut rule = Rule {
             policy: policy.clone(),
@@ -153,7 +162,8 @@ impl Rule {
             rule.sources = sources.map(|list| known(&list.sources, Source::parse));
             rule.not_sources = known(&message.not_sources, Source::parse);
             let requests = message.requests.iter();
-            rule.requests = requests.map(RequestCondition::compile).collect();
+            let requests = requests.map(|request| RequestCondition::compile(request, set));
+            rule.requests = requests.collect();
         }
         rule
     }
@@ -192,7 +202,7 @@ impl Rule {
         };
         let mut result = Verdict::of(Condition::Requests, Truth::False);
         for condition in &self.requests {
-            let verdict = condition.judge(request, facts);
+            let verdict = condition.judge(request, facts, &self.policy);
             if verdict.failed.is_none() {
                 return verdict;
             }
@@ -204,17 +214,22 @@ impl Rule {
 }
 
 impl RequestCondition {
-    fn compile(message: &proto::RequestMatch) -> RequestCondition {
+    fn compile(message: &proto::RequestMatch, set: &[&str]) -> RequestCondition {
         let methods = message.methods.iter();
+        let mut headers = known(&message.headers, FieldCondition::parse);
+        for header in &mut headers {
+            header.take_if(|header| header.is_any(set));
+        }
         RequestCondition {
             methods: methods.map(|method| method.as_bytes().into()).collect(),
             paths: Paths::compile(&message.paths),
             hosts: known(&message.hosts, |host| HostPattern::parse(host)),
-            headers: known(&message.headers, FieldCondition::parse),
+            headers,
+            claims: known(&message.claims, ClaimCondition::parse),
         }
     }
 
-    fn judge(&self, request: &dyn Request, facts: &Facts<'_>) -> Verdict {
+    fn judge(&self, request: &dyn Request, facts: &Facts<'_>, policy: &Arc<str>) -> Verdict {
         Verdict::of(Condition::Paths, self.judge_path(facts))
             .and(|| {
                 let methods = fields::judge_method(&self.methods, request.method());
@@ -224,6 +239,10 @@ impl RequestCondition {
             .and(|| {
                 let headers = fields::judge_fields(&self.headers, request);
                 Verdict::of(Condition::Headers, headers)
+            })
+            .and(|| {
+                let claims = claims::judge(&self.claims, facts.call.token, policy);
+                Verdict::of(Condition::Claims, claims)
             })
     }
 

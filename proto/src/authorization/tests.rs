@@ -7,11 +7,12 @@ use crate::mesh::v1::authorization_policy::Action;
 use crate::mesh::v1::authorized_path::Kind as PathKind;
 use crate::mesh::v1::{
     AuthorizationPolicy, AuthorizationRule, AuthorizationSource, AuthorizationSources,
-    AuthorizedField, AuthorizedPath, IdentityMatch, RequestMatch, Unauthenticated,
-    authorization_source, authorized_field,
+    AuthorizedField, AuthorizedPath, ClaimField, IdentityMatch, RequestMatch, TokenIssuer,
+    Unauthenticated, authorization_source, authorized_field,
 };
 
 mod checks;
+mod claims;
 mod confusion;
 mod naive;
 mod policies;
@@ -106,6 +107,7 @@ fn call<'a>(identity: Option<&'a Identity>, request: Option<&'a dyn Request>) ->
         address: [10, 0, 0, 1].into(),
         port: 80,
         request,
+        token: None,
     }
 }
 

@@ -92,6 +92,7 @@ fn judge(action: Action, condition: &RequestMatch, head: &Head<'_>) -> bool {
         address: [10, 0, 0, 1].into(),
         port: 80,
         request: Some(head),
+        token: None,
     };
     authorization.judge(&call).is_ok()
 }

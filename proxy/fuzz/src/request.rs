@@ -172,6 +172,7 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
     ];
     let edits = |target| Edits {
         own: &own,
+        claims: &[],
         route: [&changes, &[], &[]],
         host: rewrite.host.as_deref(),
         target,

@@ -17,6 +17,7 @@ use http::HeaderValue;
 
 use crate::context::worker::Worker;
 use crate::error::Failure;
+use crate::http::credentials::{ClaimFields, Credentials};
 use crate::http::edits::MeshField;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
@@ -107,12 +108,19 @@ impl Flow {
     }
 
     /// Whether the request may be forwarded to the application.
-    pub fn authorize_request(&self, request: &RequestView<'_>) -> Result<Permit, Failure> {
-        let permit = self
-            .worker
-            .policy()
-            .authorize_request(self.client(), request);
+    pub fn authorize_request(
+        &self,
+        request: &RequestView<'_>,
+        credentials: Option<&Credentials>,
+    ) -> Result<Permit, Failure> {
+        let policy = self.worker.policy();
+        let permit = policy.authorize_request(self.client(), request, credentials);
         permit.map_err(|failure| self.conceal(failure))
+    }
+
+    /// The fields in which the application gets claims, and none of a client.
+    pub fn claim_fields(&self) -> Option<ClaimFields> {
+        self.worker.policy().claim_fields(self.client()).cloned()
     }
 
     /// The version of the policy, for [`Flow::judge_again`].
@@ -136,14 +144,21 @@ impl Flow {
 
     /// Whether the AuthorizationPolicies allow a request, or a connection that carries no HTTP.
     pub fn judge(&self, request: Option<&RequestView<'_>>) -> Result<(), Failure> {
-        let verdict = self.worker.policy().judge(self.client(), request);
+        let (policy, client) = (self.worker.policy(), self.client());
+        let credentials = request.and_then(|request| policy.credentials(client, request));
+        let verdict = policy.judge(client, request, credentials.as_deref());
         verdict.map_err(|failure| self.conceal(failure))
     }
 
     /// Counts an allowed request, or a connection that carries no HTTP, that the policies under audit
     /// would deny. Returns the denial.
-    pub fn audit(&self, request: Option<&RequestView<'_>>) -> Option<Denial> {
-        let denial = self.worker.policy().audit(self.client(), request)?;
+    pub fn audit(
+        &self,
+        request: Option<&RequestView<'_>>,
+        credentials: Option<&Credentials>,
+    ) -> Option<Denial> {
+        let policy = self.worker.policy();
+        let denial = policy.audit(self.client(), request, credentials)?;
         self.worker.metrics.would_deny.inc();
         Some(denial)
     }
@@ -177,6 +192,12 @@ impl Flow {
 
     /// Step 5: the plan of a request.
     pub fn plan(&self, request: RequestView<'_>) -> Plan {
+        let mut plan = self.plan_of_routes(request);
+        plan.credentials = self.worker.policy().credentials(self.client(), &request);
+        plan
+    }
+
+    fn plan_of_routes(&self, request: RequestView<'_>) -> Plan {
         let Some(routes) = self.destination.routes() else {
             return Plan::default();
         };

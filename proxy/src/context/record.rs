@@ -367,7 +367,7 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     let destination = flow.destination.name();
     let (worker, now) = (&flow.worker, Instant::now());
     let should_log = match failure {
-        Failure::Denied { .. } => worker.denials.should_log(now),
+        Failure::Denied { .. } | Failure::InvalidToken { .. } => worker.denials.should_log(now),
         _ => is_warning && worker.warnings.should_log(now),
     };
     if should_log {

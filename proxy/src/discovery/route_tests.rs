@@ -298,6 +298,9 @@ async fn app2(name: &'static str) -> (SocketAddr, Requests) {
                         while let Some(Ok(data)) = body.data().await {
                             text += std::str::from_utf8(&data).unwrap();
                         }
+                        if let Ok(Some(trailers)) = body.trailers().await {
+                            text += &format!("{trailers:?}");
+                        }
                         seen.borrow_mut().push(head + &text);
                     });
                     let response = Response::builder().header("x-old", "2").body(()).unwrap();

@@ -5,6 +5,7 @@ use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_na
 use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
+use super::credentials::ClaimField;
 use super::fields::FieldEdit;
 
 /// A field that only the mesh may set: it has this value alone, or is removed. Names are compared by
@@ -33,6 +34,8 @@ pub fn response_edits(from_proxy: bool) -> &'static [MeshField<'static>] {
 pub struct Edits<'a> {
     /// The fields of the mesh.
     pub own: &'a [MeshField<'a>],
+    /// The fields with claims, which only the mesh may set, too.
+    pub claims: &'a [ClaimField],
     /// The changes of a route, in order.
     pub route: [&'a [FieldEdit]; 3],
     /// The new host, in the place of the old one.
@@ -50,6 +53,12 @@ impl<'a> Edits<'a> {
         }
     }
 
+    fn own(self) -> impl Iterator<Item = MeshField<'a>> {
+        let claims = self.claims.iter();
+        let claims = claims.map(|ClaimField(name, value)| MeshField(name, value.as_ref()));
+        self.own.iter().copied().chain(claims)
+    }
+
     fn route(self) -> impl Iterator<Item = &'a FieldEdit> {
         self.route.into_iter().flatten()
     }
@@ -59,10 +68,10 @@ impl<'a> Edits<'a> {
     where
         'a: 'f,
     {
-        let is_own = |MeshField(own, _): &MeshField<'_>| is_same_name(name, own.as_bytes());
+        let is_own = |MeshField(own, _): MeshField<'_>| is_same_name(name, own.as_bytes());
         let removes = |edits: &[FieldEdit]| edits.iter().any(|edit| edit.removes(name));
         match self.host {
-            _ if self.own.iter().any(is_own) => None,
+            _ if self.own().any(is_own) => None,
             _ if self.route.iter().any(|edits| removes(edits)) => None,
             Some(host) if name.eq_ignore_ascii_case(b"host") => Some(host.as_bytes()),
             _ => Some(value),
@@ -71,9 +80,9 @@ impl<'a> Edits<'a> {
 
     /// The fields that are appended.
     pub fn appended(self) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
-        let own = self.own.iter();
+        let own = self.own();
         let own =
-            own.filter_map(|MeshField(name, value)| Some((name.as_bytes(), (*value)?.as_bytes())));
+            own.filter_map(|MeshField(name, value)| Some((name.as_bytes(), value?.as_bytes())));
         let route = self.route().filter_map(FieldEdit::appended);
         own.chain(route.map(|(name, value)| (name.as_bytes(), value.as_bytes())))
     }
@@ -102,7 +111,7 @@ impl<'a> Edits<'a> {
         {
             *named = host;
         }
-        for MeshField(name, value) in self.own {
+        for MeshField(name, value) in self.own() {
             // Not copied: each request gets it.
             let name = if name.eq_ignore_ascii_case(CALLED_BY) {
                 Ok(HeaderName::from_static(CALLED_BY))
@@ -110,7 +119,7 @@ impl<'a> Edits<'a> {
                 HeaderName::from_bytes(name.as_bytes())
             };
             if let (Ok(name), Some(value)) = (name, value) {
-                headers.append(name, (*value).clone());
+                headers.append(name, value.clone());
             }
         }
         for (name, value) in self.route().filter_map(FieldEdit::appended) {

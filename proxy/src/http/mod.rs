@@ -3,6 +3,7 @@
 //! nobody gets, and the replies that the proxy makes itself.
 
 pub mod authority;
+pub mod credentials;
 pub mod discard;
 pub mod edits;
 pub mod fields;

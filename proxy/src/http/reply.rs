@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use diy_mesh_proto::field::MESH_ERROR;
-use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER};
+use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 
 use crate::error::Failure;
@@ -42,6 +42,9 @@ impl From<&Failure> for LocalReply {
         let allow = failure
             .allow()
             .map(|methods| (ALLOW, HeaderValue::from_static(methods)));
+        let challenge = failure
+            .challenge()
+            .map(|challenge| (WWW_AUTHENTICATE, HeaderValue::from_static(challenge)));
         let retry_after = failure.retry_after().map(|time| {
             let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
             (RETRY_AFTER, HeaderValue::from(seconds.max(1)))
@@ -50,6 +53,7 @@ impl From<&Failure> for LocalReply {
             status: failure.status(),
             headers: std::iter::once(code)
                 .chain(allow)
+                .chain(challenge)
                 .chain(retry_after)
                 .collect(),
             grpc_pushback: failure.retry_after(),

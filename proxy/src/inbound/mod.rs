@@ -3,3 +3,4 @@
 pub mod edges;
 pub mod limit;
 pub mod policy;
+pub mod token;

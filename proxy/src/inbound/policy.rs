@@ -13,8 +13,10 @@ pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::error::Failure;
+use crate::http::credentials::{ClaimFields, Credentials};
 use crate::http::view::RequestView;
 use crate::inbound::limit::RateLimits;
+use crate::inbound::token::Issuers;
 
 /// The client of a connection, as far as it has authenticated.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,12 +52,17 @@ pub struct Client<'a> {
 
 impl<'a> Client<'a> {
     /// A request of the client, or its connection that carries no HTTP.
-    fn call(self, request: Option<&'a RequestView<'_>>) -> Call<'a> {
+    fn call(
+        self,
+        request: Option<&'a RequestView<'_>>,
+        credentials: Option<&'a Credentials>,
+    ) -> Call<'a> {
         Call {
             identity: self.caller.identity(),
             address: self.address.to_canonical(),
             port: self.port,
             request: request.map(|request| request as &dyn Request),
+            token: credentials.and_then(|credentials| credentials.token.as_ref()),
         }
     }
 }
@@ -88,7 +95,11 @@ pub struct Policy {
 
 /// The AuthorizationPolicies of the pod.
 #[derive(Clone, Debug)]
-pub struct Policies(Arc<Authorization>);
+pub struct Policies {
+    authorization: Arc<Authorization>,
+    /// None: no policy reads tokens.
+    issuers: Option<Arc<Issuers>>,
+}
 
 impl Policies {
     /// Compiles the message of the controller for a pod with this setting.
@@ -97,19 +108,22 @@ impl Policies {
             plain_paths: message.plain_paths || plain_paths,
             ..message.clone()
         };
-        Self(Arc::new(Authorization::compile(&message)))
+        Self {
+            authorization: Arc::new(Authorization::compile(&message)),
+            issuers: Issuers::compile(&message).map(Arc::new),
+        }
     }
 
     /// The most specific pattern of a path in the policies.
     pub fn pattern(&self, port: u16, path: &[u8]) -> Option<&proto::AuthorizedPath> {
-        self.0.pattern(port, path)
+        self.authorization.pattern(port, path)
     }
 }
 
 /// Only the same policies are equal.
 impl PartialEq for Policies {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.authorization, &other.authorization)
     }
 }
 
@@ -132,8 +146,24 @@ impl Policy {
     /// Whether the client may have a connection to the application that carries no HTTP.
     pub fn authorize_connection(&self, client: Client<'_>) -> Result<Permit, Failure> {
         self.accept(client)?;
-        self.judge(client, None)?;
+        self.judge(client, None, None)?;
         Ok(Permit(()))
+    }
+
+    /// What the policies read from a request. None: nothing.
+    pub fn credentials(
+        &self,
+        client: Client<'_>,
+        request: &RequestView<'_>,
+    ) -> Option<Box<Credentials>> {
+        let issuers = self.policies_for(client)?.issuers.as_ref()?;
+        Some(Box::new(issuers.credentials(client.port, request)))
+    }
+
+    /// The fields in which the application gets claims, and none of a client.
+    pub fn claim_fields(&self, client: Client<'_>) -> Option<&ClaimFields> {
+        let issuers = self.policies_for(client)?.issuers.as_ref()?;
+        Some(issuers.fields()).filter(|fields| !fields.is_empty())
     }
 
     /// Whether the request may be forwarded to the application.
@@ -141,12 +171,13 @@ impl Policy {
         &self,
         client: Client<'_>,
         request: &RequestView<'_>,
+        credentials: Option<&Credentials>,
     ) -> Result<Permit, Failure> {
         self.accept(client)?;
         if *client.caller != Caller::App && !self.allow_connect && request.is_connect() {
             return Err(Failure::ConnectNotAllowed);
         }
-        self.judge(client, Some(request))?;
+        self.judge(client, Some(request), credentials)?;
         Ok(Permit(()))
     }
 
@@ -164,18 +195,33 @@ impl Policy {
         &self,
         client: Client<'_>,
         request: Option<&RequestView<'_>>,
+        credentials: Option<&Credentials>,
     ) -> Result<(), Failure> {
-        let Some(Policies(policies)) = self.policies_for(client) else {
+        let Some(policies) = self.policies_for(client) else {
             return Ok(());
         };
-        let verdict = policies.judge(&client.call(request));
-        verdict.map_err(|denial| Failure::Denied { denial, id: None })
+        let call = client.call(request, credentials);
+        let verdict = policies.authorization.judge(&call);
+        verdict.map_err(|denial| match credentials {
+            Some(credentials) if denial.refuses_token => Failure::InvalidToken {
+                policy: denial.policy,
+                reason: credentials.refused.clone(),
+            },
+            _ => Failure::Denied { denial, id: None },
+        })
     }
 
     /// The denial of an allowed call, if the policies under audit were in force too.
-    pub fn audit(&self, client: Client<'_>, request: Option<&RequestView<'_>>) -> Option<Denial> {
-        let Policies(policies) = self.policies_for(client)?;
-        policies.audit(&client.call(request))
+    pub fn audit(
+        &self,
+        client: Client<'_>,
+        request: Option<&RequestView<'_>>,
+        credentials: Option<&Credentials>,
+    ) -> Option<Denial> {
+        let policies = self.policies_for(client)?;
+        policies
+            .authorization
+            .audit(&client.call(request, credentials))
     }
 
     /// The policies that the client is subject to. The pod's own application is subject to those of
@@ -223,7 +269,7 @@ mod tests {
         let policy = deny_all(Policy::default());
         let health = request("GET", "/healthz");
         let authorize = |caller: &Caller| {
-            let request = policy.authorize_request(client(caller), &health);
+            let request = policy.authorize_request(client(caller), &health, None);
             let connection = policy.authorize_connection(client(caller));
             (request.is_ok(), connection.is_ok())
         };
@@ -240,7 +286,7 @@ mod tests {
         };
         let health = request("GET", "/healthz");
         for caller in [peer(), Caller::Unauthenticated] {
-            let request = policy.authorize_request(client(&caller), &health);
+            let request = policy.authorize_request(client(&caller), &health, None);
             assert!(matches!(request, Err(Failure::NotReady)));
             let connection = policy.authorize_connection(client(&caller));
             assert!(matches!(connection, Err(Failure::NotReady)));
@@ -253,7 +299,7 @@ mod tests {
     #[test]
     fn strict_mode_and_connect_are_checked_before_the_policies() {
         let policy = deny_all(Policy::default());
-        let tunnel = policy.authorize_request(client(&peer()), &request("CONNECT", "a:1"));
+        let tunnel = policy.authorize_request(client(&peer()), &request("CONNECT", "a:1"), None);
         assert!(matches!(tunnel, Err(Failure::ConnectNotAllowed)));
         let strict = Policy {
             strict: true,
@@ -293,12 +339,16 @@ mod tests {
         };
         let health = request("GET", "/healthz");
         for caller in [peer(), Caller::App] {
-            assert!(policy.authorize_request(client(&caller), &health).is_ok());
+            assert!(
+                policy
+                    .authorize_request(client(&caller), &health, None)
+                    .is_ok()
+            );
             assert!(policy.authorize_connection(client(&caller)).is_ok());
         }
         let unauthenticated = Caller::Unauthenticated;
         assert!(matches!(
-            policy.authorize_request(client(&unauthenticated), &health),
+            policy.authorize_request(client(&unauthenticated), &health, None),
             Err(Failure::MtlsRequired)
         ));
         assert!(
@@ -313,7 +363,7 @@ mod tests {
         let policy = Policy::default();
         assert!(
             policy
-                .authorize_request(client(&Caller::Unauthenticated), &request("GET", "/"))
+                .authorize_request(client(&Caller::Unauthenticated), &request("GET", "/"), None)
                 .is_ok()
         );
         assert!(
@@ -336,14 +386,17 @@ mod tests {
             let tunnel = request(method, "a:1");
             for caller in [Caller::Unauthenticated, peer()] {
                 assert!(matches!(
-                    closed.authorize_request(client(&caller), &tunnel),
+                    closed.authorize_request(client(&caller), &tunnel, None),
                     Err(Failure::ConnectNotAllowed)
                 ));
-                assert!(open.authorize_request(client(&caller), &tunnel).is_ok());
+                assert!(
+                    open.authorize_request(client(&caller), &tunnel, None)
+                        .is_ok()
+                );
             }
             assert!(
                 closed
-                    .authorize_request(client(&Caller::App), &tunnel)
+                    .authorize_request(client(&Caller::App), &tunnel, None)
                     .is_ok(),
                 "the app may ask others for one"
             );

@@ -10,6 +10,7 @@ use super::matching::Match;
 use super::session::{self, Session, Tag};
 use super::{Answer, Changes, Mirror, RetryPolicy, Rule, Service};
 use crate::error::{Failure, Limit};
+use crate::http::credentials::Credentials;
 use crate::http::edits::{Edits, MeshField};
 use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
@@ -35,6 +36,8 @@ pub struct Plan {
     /// The backends that get a copy.
     mirrors: Vec<Arc<str>>,
     session: Option<Box<Session>>,
+    /// What the policies of the pod read from the request. None: nothing.
+    pub credentials: Option<Box<Credentials>>,
 }
 
 impl From<Answer> for Plan {
@@ -184,7 +187,11 @@ impl Plan {
 
     /// The changes of the request's head: `own`, those of the mesh, then those of the rule.
     pub fn request_edits<'a>(&'a self, own: &'a [MeshField<'a>]) -> Edits<'a> {
-        let edits = Edits::of(own);
+        let credentials = self.credentials.as_ref();
+        let edits = Edits {
+            claims: credentials.map_or(&[], |credentials| &credentials.fields),
+            ..Edits::of(own)
+        };
         self.changes().map_or(edits, |changes| Edits {
             route: [&changes.request, &[], &[]],
             host: changes.rewrite.host.as_deref(),

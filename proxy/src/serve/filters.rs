@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
+use crate::http::credentials::Credentials;
 use crate::http::view::RequestView;
 use crate::inbound::policy::Permit;
 use crate::limits::deadline::Deadline;
@@ -26,7 +27,7 @@ pub async fn apply(
     record: &mut ExchangeRecord,
     poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
 ) -> Option<Result<Permit, Answer>> {
-    let permit = match authorize(record, request) {
+    let permit = match authorize(record, request, plan.credentials.as_deref()) {
         Ok(permit) => permit,
         Err(failure) => return Some(Err(failure.into())),
     };
@@ -42,10 +43,14 @@ pub async fn apply(
 }
 
 /// Authorizes the request, and takes a token of each rate limit that counts it.
-fn authorize(record: &mut ExchangeRecord, request: &RequestView<'_>) -> Result<Permit, Failure> {
-    let permit = record.flow.authorize_request(request)?;
+fn authorize(
+    record: &mut ExchangeRecord,
+    request: &RequestView<'_>,
+    credentials: Option<&Credentials>,
+) -> Result<Permit, Failure> {
+    let permit = record.flow.authorize_request(request, credentials)?;
     record.allowed(request);
-    if let Some(denial) = record.flow.audit(Some(request)) {
+    if let Some(denial) = record.flow.audit(Some(request), credentials) {
         record.would_deny(&denial);
     }
     let flow = &record.flow;

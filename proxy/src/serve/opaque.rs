@@ -62,7 +62,7 @@ pub async fn serve(
             return client.reset();
         }
     };
-    flow.audit(None);
+    flow.audit(None, None);
     if let Some(edge) = flow.new_edge(None) {
         flow.worker.edges.add(*edge);
     }

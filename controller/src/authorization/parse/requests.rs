@@ -5,7 +5,7 @@ use proto::authorized_field::Kind as FieldKind;
 use proto::authorized_path::Kind as PathKind;
 
 use super::{each, invalid};
-use crate::authorization::spec::{GrpcMatch, HeaderMatch, PathMatch, RequestMatch};
+use crate::authorization::spec::{ClaimMatch, GrpcMatch, HeaderMatch, PathMatch, RequestMatch};
 use crate::routes::model::Rejection;
 use crate::routes::parse::unsupported;
 
@@ -26,6 +26,7 @@ pub(super) fn request(spec: RequestMatch, field: &str) -> Result<proto::RequestM
         paths,
         hosts: each(&conditions("hosts"), spec.hosts, MAX_CONDITIONS, same)?,
         headers: each(&conditions("headers"), spec.headers, MAX_CONDITIONS, header)?,
+        claims: each(&conditions("claims"), spec.claims, MAX_CONDITIONS, claim)?,
     };
     if message == proto::RequestMatch::default() {
         return Err(invalid(format!("{field}: expected a condition")));
@@ -73,8 +74,26 @@ fn grpc(spec: GrpcMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection
 }
 
 fn header(spec: HeaderMatch, field: &str) -> Result<proto::AuthorizedField, Rejection> {
-    let value = spec.value.filter(|value| !value.is_empty());
-    let kind = match (&*spec.kind, value) {
+    condition(
+        spec.name.to_ascii_lowercase(),
+        &spec.kind,
+        spec.value,
+        field,
+    )
+}
+
+fn claim(spec: ClaimMatch, field: &str) -> Result<proto::AuthorizedField, Rejection> {
+    condition(spec.claim, &spec.kind, spec.value, field)
+}
+
+fn condition(
+    name: String,
+    kind: &str,
+    value: Option<String>,
+    field: &str,
+) -> Result<proto::AuthorizedField, Rejection> {
+    let value = value.filter(|value| !value.is_empty());
+    let kind = match (kind, value) {
         ("Exact", Some(value)) => FieldKind::Exact(value),
         ("Prefix", Some(value)) => FieldKind::Prefix(value),
         ("Suffix", Some(value)) => FieldKind::Suffix(value),
@@ -85,7 +104,7 @@ fn header(spec: HeaderMatch, field: &str) -> Result<proto::AuthorizedField, Reje
         }
     };
     Ok(proto::AuthorizedField {
-        name: spec.name.to_ascii_lowercase(),
+        name,
         kind: Some(kind),
     })
 }

@@ -28,8 +28,9 @@ pub(crate) fn policies() -> Value {
             "expected action with rules, or defaultAction",
         ),
         (
-            "!has(self.defaultAction) || !(has(self.rules) || has(self.mode) || has(self.scope))",
-            "defaultAction excludes rules, mode and scope",
+            "!has(self.defaultAction) || !(has(self.rules) || has(self.mode) || \
+             has(self.scope) || has(self.issuers))",
+            "defaultAction excludes rules, mode, scope and issuers",
         ),
         (
             "!has(self.defaultAction) || (size(self.targetRefs) == 1 && \
@@ -37,6 +38,15 @@ pub(crate) fn policies() -> Value {
              !has(self.targetRefs[0].selector.matchLabels) && \
              !has(self.targetRefs[0].selector.matchExpressions))",
             "defaultAction requires the targetRefs [{kind: Pod, selector: {}}]",
+        ),
+        (
+            "!has(self.issuers) || (has(self.rules) && size(self.rules) > 0)",
+            "issuers require rules",
+        ),
+        (
+            "has(self.issuers) || !has(self.rules) || self.rules.all(one, \
+             !has(one.requests) || one.requests.all(request, !has(request.claims)))",
+            "claims require issuers",
         ),
         (
             "!has(self.scope) || (has(self.action) && self.action == 'ALLOW')",

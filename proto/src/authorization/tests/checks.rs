@@ -107,8 +107,8 @@ fn rejects_what_no_proxy_could_match_and_names_the_field() {
             about(header("X_Called_By", "present:")),
             "rules.headers.name",
         ),
-        (about(header("x-role", "exact:")), "rules.headers.exact"),
-        (about(header("x-role", "prefix: a")), "rules.headers.prefix"),
+        (about(header("x-role", "exact:")), "rules.headers.value"),
+        (about(header("x-role", "prefix: a")), "rules.headers.value"),
     ] {
         let error = checked(Action::Allow, rule.clone());
         assert!(

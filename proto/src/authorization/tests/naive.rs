@@ -51,12 +51,48 @@ pub(super) fn judge(
         .iter()
         .filter(|policy| audit || !policy.audit);
     let policies: Vec<_> = policies.filter(|policy| is_at(&policy.ports)).collect();
+    let issuing = policies.iter().filter(|policy| {
+        let mut rules = policy.rules.iter();
+        let names_port = |rule: &AuthorizationRule| rule.ports.contains(&port);
+        !policy.issuers.is_empty()
+            && (!policy.ports.is_empty()
+                || rules
+                    .clone()
+                    .any(|rule| rule.ports.is_empty() || names_port(rule))
+                || rules.next().is_none())
+    });
+    let issuing: Vec<&str> = issuing.map(|policy| &*policy.name).collect();
+    if let Some(token) = call.token
+        && !issuing.is_empty()
+        && !token.policies.iter().any(|name| issuing.contains(&&**name))
+    {
+        return Err(None);
+    }
+    // The fields of all policies, at whatever port.
+    let all = message.policies.iter();
+    let set: Vec<&str> = all
+        .filter(|policy| audit || !policy.audit)
+        .flat_map(|policy| &policy.issuers)
+        .flat_map(|issuer| &issuer.fields)
+        .map(|field| &*field.name)
+        .collect();
+    let matches = |policy: &AuthorizationPolicy, rule: &AuthorizationRule, ask| {
+        let mut rule = rule.clone();
+        for header in rule.requests.iter_mut().flat_map(|one| &mut one.headers) {
+            if set.contains(&&*header.name) {
+                header.kind = None;
+            }
+        }
+        let token = call.token;
+        let token = token.filter(|token| token.policies.contains(&policy.name.as_str().into()));
+        matches(&rule, ask, &Call { token, ..*call }, head)
+    };
     for policy in &policies {
         if policy.action == 77 {
             return Err(Some((policy.name.clone(), 0)));
         }
         for (index, rule) in policy.rules.iter().enumerate() {
-            if policy.action() == Action::Deny && matches(rule, Ask::May, call, head) {
+            if policy.action() == Action::Deny && matches(policy, rule, Ask::May) {
                 return Err(Some((policy.name.clone(), index)));
             }
         }
@@ -72,14 +108,14 @@ pub(super) fn judge(
             policy
                 .rules
                 .iter()
-                .any(|rule| matches(rule, Ask::Must, call, head))
+                .any(|rule| matches(policy, rule, Ask::Must))
         })
     };
     if is_allowed { Ok(()) } else { Err(None) }
 }
 
 fn matches(rule: &AuthorizationRule, ask: Ask, call: &Call<'_>, head: Option<&Head>) -> bool {
-    if rule.revision != 1 {
+    if ![1, 2].contains(&rule.revision) {
         return ask.unknown();
     }
     let of_sources = |ask, sources: &[AuthorizationSource]| {
@@ -91,7 +127,7 @@ fn matches(rule: &AuthorizationRule, ask: Ask, call: &Call<'_>, head: Option<&He
         Some(head) => rule
             .requests
             .iter()
-            .any(|request| is_request(request, ask, head)),
+            .any(|request| is_request(request, ask, head) && has_claims(request, ask, call)),
     };
     (rule.ports.is_empty() || rule.ports.contains(&u32::from(call.port)))
         && rule
@@ -128,6 +164,35 @@ fn is_source(source: &AuthorizationSource, ask: Ask, call: &Call<'_>) -> bool {
             "fd00::/8" => call.address.to_string().starts_with("fd"),
             _ => ask.unknown(),
         },
+    }
+}
+
+fn has_claims(request: &RequestMatch, ask: Ask, call: &Call<'_>) -> bool {
+    request.claims.iter().all(|condition| {
+        let (Some(token), Some(kind)) = (call.token, &condition.kind) else {
+            return ask.unknown();
+        };
+        let value = &token.claims[&condition.name];
+        let mut values: Vec<String> = match value {
+            serde_json::Value::Array(values) => values.iter().map(text).collect(),
+            value => text(value).split(' ').map(str::to_owned).collect(),
+        };
+        if condition.name != "scope" && !value.is_array() {
+            values = vec![text(value)];
+        }
+        match kind {
+            FieldKind::Present(_) => !value.is_null(),
+            FieldKind::Exact(exact) => values.contains(exact),
+            FieldKind::Prefix(prefix) => values.iter().any(|value| value.starts_with(prefix)),
+            FieldKind::Suffix(suffix) => values.iter().any(|value| value.ends_with(suffix)),
+        }
+    })
+}
+
+fn text(value: &serde_json::Value) -> String {
+    match value {
+        serde_json::Value::Null => String::new(),
+        value => value.to_string().trim_matches('"').to_owned(),
     }
 }
 

@@ -98,7 +98,7 @@ fn what_a_later_release_adds_matches_every_deny_and_no_allow() {
     let unknown_source = AuthorizationSource { kind: None };
     let request = |request: RequestMatch| about(request);
     let later = AuthorizationRule {
-        revision: REVISION + 1,
+        revision: ISSUERS_REVISION + 1,
         ports: vec![81],
         ..from(&[client("bank/")])
     };
@@ -232,6 +232,7 @@ fn a_denial_names_the_nearest_rule_and_its_first_condition_that_failed() {
             policy: "p".into(),
             rule: None,
             nearest: Some(nearest),
+            refuses_token: false,
         }
     );
     let denial = compile(vec![policy("first", Action::Allow, vec![])]);

@@ -1,6 +1,7 @@
 //! Random policies and calls, judged by both implementations.
 
 use fastrand::Rng;
+use serde_json::json;
 
 use super::naive::{Ask, is_path, judge};
 use super::*;
@@ -106,6 +107,58 @@ impl Random {
             paths: self.some(2, Self::pattern),
             hosts: self.some(1, |random| random.one(&["a.b", "*.b", "b"]).to_owned()),
             headers: self.some(1, field),
+            claims: if self.0.u8(..4) == 0 {
+                self.some(2, Self::claim)
+            } else {
+                vec![]
+            },
+        }
+    }
+
+    fn claim(&mut self) -> AuthorizedField {
+        let values = [
+            "exact:a",
+            "exact:b",
+            "exact:1",
+            "exact:true",
+            "prefix:a",
+            "suffix:b",
+            "present:",
+        ];
+        let name = self.one(&["sub", "scope", "groups"]);
+        let mut claim = header(name, self.one(&values)).headers.remove(0);
+        claim.kind = claim.kind.filter(|_| self.0.u8(..) > 8);
+        claim
+    }
+
+    fn issuer(&mut self) -> TokenIssuer {
+        let field = |random: &mut Self| ClaimField {
+            claim: "sub".into(),
+            name: random.one(&["x-user", "x-role"]).into(),
+        };
+        TokenIssuer {
+            fields: self.some(1, field),
+            ..TokenIssuer::default()
+        }
+    }
+
+    fn token(&mut self) -> Token {
+        let value = |random: &mut Self| {
+            random.one(&[
+                json!(null),
+                json!("a"),
+                json!("ab"),
+                json!("b a"),
+                json!(["b", 1]),
+                json!([]),
+                json!(true),
+                json!({"a": "a"}),
+            ])
+        };
+        let names = ["p1", "p2", "p3", "p4"].map(Arc::from);
+        Token {
+            policies: self.some(4, |random| random.one(&names)),
+            claims: json!({"sub": value(self), "scope": value(self), "groups": value(self)}),
         }
     }
 
@@ -125,9 +178,9 @@ impl Random {
         let has_sources = self.0.bool();
         AuthorizationRule {
             revision: if self.0.u8(..) < 8 {
-                self.one(&[0, 2])
+                self.one(&[0, 3])
             } else {
-                1
+                self.one(&[1, 2])
             },
             sources: has_sources.then_some(AuthorizationSources { sources }),
             not_sources: if self.0.u8(..4) == 0 {
@@ -154,6 +207,11 @@ impl Random {
                 audit: random.0.u8(..4) == 0,
                 ports: random.ports(),
                 rules: random.some(3, Self::rule),
+                issuers: if random.0.u8(..4) == 0 {
+                    random.some(2, Self::issuer)
+                } else {
+                    vec![]
+                },
             }
         });
         proto::Authorization {
@@ -196,7 +254,9 @@ fn agrees_with_the_verdict_of_the_naive_implementation() {
                 .filter(|name| !name.is_empty())
                 .map(identity);
             let head = Some(random.head()).filter(|_| random.0.u8(..4) > 0);
+            let token = Some(random.token()).filter(|_| random.0.bool());
             let call = Call {
+                token: token.as_ref(),
                 identity: identity.as_ref(),
                 address: random
                     .one(&["10.0.0.1", "11.0.0.1", "::ffff:10.0.0.1", "fd00::1"])
@@ -207,7 +267,7 @@ fn agrees_with_the_verdict_of_the_naive_implementation() {
             };
             let context = || {
                 format!(
-                    "{message:?} {:?} {} {} {head:?}",
+                    "{message:?} {:?} {} {} {head:?} {token:?}",
                     call.identity, call.address, call.port
                 )
             };

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
@@ -11,6 +12,7 @@ use thiserror::Error;
 use tokio::io::AsyncWrite;
 
 use super::head::{Framing, LineSearch, put_field};
+use crate::http::credentials::ClaimFields;
 use crate::http::replay::Replay;
 use crate::secure::io::Io;
 
@@ -68,6 +70,8 @@ pub struct Relay {
     stopped: bool,
     /// Bytes were read since the last acknowledgment. The sender may keep the rest until then.
     unacknowledged: bool,
+    /// Fields that are removed from the trailers, with those that are always.
+    removed: Option<ClaimFields>,
 }
 
 impl Relay {
@@ -84,14 +88,16 @@ impl Relay {
             written: false,
             stopped: false,
             unacknowledged: true,
+            removed: None,
         }
     }
 
     /// Creates a relay of a request, whose start is kept for another attempt until
-    /// [`Relay::discard_replay`].
-    pub fn with_replay(framing: Framing, head: BytesMut) -> Self {
+    /// [`Relay::discard_replay`], and whose trailers lose the `removed` fields.
+    pub fn with_replay(framing: Framing, head: BytesMut, removed: Option<ClaimFields>) -> Self {
         Self {
             replay: Replay::new(head.len()),
+            removed,
             ..Self::new(framing, head, false)
         }
     }
@@ -176,7 +182,8 @@ impl Relay {
     ) -> Result<(), BodyError> {
         while !from.is_empty() && !self.decoder.is_done() {
             let before = from.len();
-            match self.decoder.decode(from).map_err(BodyError::Malformed)? {
+            let decoded = self.decoder.decode(from, self.removed.as_deref());
+            match decoded.map_err(BodyError::Malformed)? {
                 Decoded::Data(data) => {
                     on_data(&data);
                     self.encode(data);
@@ -310,7 +317,11 @@ impl Decoder {
         self == Self::Done
     }
 
-    fn decode(&mut self, from: &mut BytesMut) -> Result<Decoded, &'static str> {
+    fn decode(
+        &mut self,
+        from: &mut BytesMut,
+        removed: Option<&[Arc<str>]>,
+    ) -> Result<Decoded, &'static str> {
         match self {
             Self::Done => Ok(Decoded::Nothing),
             Self::UntilClose => Ok(Decoded::Data(from.split())),
@@ -350,7 +361,7 @@ impl Decoder {
                 let Some(raw) = take_trailers(from, search)? else {
                     return Ok(Decoded::Nothing);
                 };
-                let trailers = permitted_trailers(&raw)?;
+                let trailers = permitted_trailers(&raw, removed.unwrap_or_default())?;
                 *self = Self::Done;
                 Ok(Decoded::Trailers(trailers))
             }
@@ -429,14 +440,17 @@ fn take_trailers(
 }
 
 /// Encodes the trailer fields that are not forbidden.
-fn permitted_trailers(raw: &[u8]) -> Result<BytesMut, &'static str> {
+fn permitted_trailers(raw: &[u8], removed: &[Arc<str>]) -> Result<BytesMut, &'static str> {
     let mut storage = [httparse::EMPTY_HEADER; 32];
     let fields = match httparse::parse_headers(raw, &mut storage) {
         Ok(httparse::Status::Complete((read, fields))) if read == raw.len() => fields,
         _ => return Err("the trailers are malformed"),
     };
     let mut trailers = BytesMut::with_capacity(raw.len());
-    let is_permitted = |field: &&httparse::Header<'_>| !is_forbidden_in_trailers(field.name);
+    let is_permitted = |field: &&httparse::Header<'_>| {
+        let is_same = |own: &Arc<str>| is_same_name(field.name.as_bytes(), own.as_bytes());
+        !is_forbidden_in_trailers(field.name) && !removed.iter().any(is_same)
+    };
     for field in fields.iter().filter(is_permitted) {
         put_field(&mut trailers, field.name.as_bytes(), field.value);
     }
@@ -500,7 +514,7 @@ mod tests {
         drop(upstream);
         let filled = poll_fn(|cx| closed.poll_fill(cx)).await;
         assert!(filled.is_err(), "it was reset");
-        let mut upload = Relay::with_replay(Framing::None, REQUEST.into());
+        let mut upload = Relay::with_replay(Framing::None, REQUEST.into(), None);
         let sent = poll_fn(|cx| upload.poll(cx, &mut client, &mut closed, &mut |_| {})).await;
         assert!(matches!(sent, Err(BodyError::Write(_))), "{sent:?}");
         assert!(!upload.is_written() && upload.rewind());
@@ -636,12 +650,12 @@ mod tests {
             let searched = from.len().saturating_sub(4);
             let mut received = from.clone();
             received[..searched].fill(b'\n');
-            match decoder.clone().decode(&mut received) {
+            match decoder.clone().decode(&mut received, None) {
                 // Complete: what was searched is parsed.
                 Err(_) if byte == b'\n' => {}
                 decoded => assert!(decoded.is_ok(), "byte {} was searched again", from.len()),
             }
-            if let Decoded::Trailers(fields) = decoder.decode(&mut from).unwrap() {
+            if let Decoded::Trailers(fields) = decoder.decode(&mut from, None).unwrap() {
                 trailers = fields;
             }
         }

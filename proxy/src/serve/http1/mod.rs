@@ -190,7 +190,7 @@ impl<'a> Exchange<'a> {
         memory: &'a mut Charge,
     ) -> Self {
         let record = ExchangeRecord::new(flow, HttpVersion::Http1);
-        let upload = Relay::with_replay(request.framing, BytesMut::new());
+        let upload = Relay::with_replay(request.framing, BytesMut::new(), None);
         Self {
             client,
             memory,
@@ -281,7 +281,7 @@ impl<'a> Exchange<'a> {
             chunked: self.request.framing == Framing::Chunked,
         };
         self.record.mirror(plan.mirrors(), &request, copied);
-        self.upload = Relay::with_replay(self.request.framing, head);
+        self.upload = Relay::with_replay(self.request.framing, head, flow.claim_fields());
     }
 
     /// Charges the request, and takes what has arrived of its body.

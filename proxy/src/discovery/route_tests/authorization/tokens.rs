@@ -1,0 +1,290 @@
+//! Tokens of requests, and claims that the application gets as fields.
+
+use std::time::SystemTime;
+
+use jsonwebtoken::jwk::Jwk;
+use jsonwebtoken::{Algorithm, EncodingKey, Header};
+use serde_json::{Value, json};
+
+use super::*;
+
+const ISSUER: &str = "https://id.example.com";
+const UNAUTHORIZED: &str = "HTTP/1.1 401 Unauthorized\r\n";
+
+/// An issuer of tokens.
+struct Signer(EncodingKey);
+
+impl Signer {
+    fn new() -> Self {
+        let key = rcgen::KeyPair::generate().unwrap().serialize_pem();
+        Self(EncodingKey::from_ec_pem(key.as_bytes()).unwrap())
+    }
+
+    /// Its keys, which are those of a policy.
+    fn issuer(&self, fields: &[(&str, &str)]) -> proto::TokenIssuer {
+        let key = Jwk::from_encoding_key(&self.0, Algorithm::ES256).unwrap();
+        let field = |(claim, name): &(&str, &str)| proto::ClaimField {
+            claim: (*claim).to_owned(),
+            name: (*name).to_owned(),
+        };
+        proto::TokenIssuer {
+            name: ISSUER.to_owned(),
+            audiences: vec!["shop".to_owned()],
+            keys: json!({"keys": [key]}).to_string(),
+            fields: fields.iter().map(field).collect(),
+        }
+    }
+
+    /// A token with these claims in place of the usual ones.
+    fn token(&self, claims: &[(&str, Value)]) -> String {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let mut all = json!({
+            "iss": ISSUER, "aud": "shop", "sub": "ada", "groups": ["dev", "ops"], "level": 7,
+            "exp": now.unwrap().as_secs() + 600,
+        });
+        for (name, value) in claims {
+            all[*name] = value.clone();
+        }
+        jsonwebtoken::encode(&Header::new(Algorithm::ES256), &all, &self.0).unwrap()
+    }
+}
+
+/// Allows requests with a token whose groups have this one.
+fn with_group(issuer: proto::TokenIssuer, group: &str) -> proto::Authorization {
+    let claim = proto::AuthorizedField {
+        name: "groups".to_owned(),
+        kind: Some(proto::authorized_field::Kind::Exact(group.to_owned())),
+    };
+    let request = proto::RequestMatch {
+        claims: vec![claim],
+        ..proto::RequestMatch::default()
+    };
+    let rule = proto::AuthorizationRule {
+        requests: vec![request],
+        ..proto::AuthorizationRule::default()
+    };
+    issuing(issuer, rule)
+}
+
+/// An ALLOW policy with an issuer.
+fn issuing(issuer: proto::TokenIssuer, rule: proto::AuthorizationRule) -> proto::Authorization {
+    let mut authorization = policy(Action::Allow, rule);
+    authorization.policies[0].rules[0].revision = 2;
+    authorization.policies[0].issuers = vec![issuer];
+    authorization
+}
+
+/// The response to a request with these fields.
+async fn get(pod: &Pod, fields: &str) -> String {
+    let mut client = pod.connect(Some("a")).await;
+    let request = format!("GET / HTTP/1.1\r\nHost: web\r\nConnection: close\r\n{fields}\r\n");
+    client.write_all(request.as_bytes()).await.unwrap();
+    String::from_utf8(rest(client).await).unwrap()
+}
+
+#[test]
+fn invalid_tokens_get_401_and_missing_ones_what_the_rules_say() {
+    on_worker(async {
+        let (signer, other) = (Signer::new(), Signer::new());
+        let (app, requests) = app("web").await;
+        let mut pod = Pod::new(app);
+        pod.authorize(with_group(signer.issuer(&[]), "ops")).await;
+        let bearer = |token: &str| format!("Authorization: Bearer {token}\r\n");
+        let valid = signer.token(&[]);
+        let (head, body) = valid.split_once('.').unwrap();
+        let (_, signature) = valid.rsplit_once('.').unwrap();
+        for (fields, expected) in [
+            (bearer(&valid), OK),
+            (format!("authorization:\tbEARER  {valid} \r\n"), OK),
+            (
+                bearer(&signer.token(&[("aud", json!(["bank", "shop"]))])),
+                OK,
+            ),
+            (String::new(), DENIED),
+            ("Authorization: Basic YTpi\r\n".to_owned(), DENIED),
+            (format!("Authorization: Bearer{valid}\r\n"), DENIED),
+            (bearer(&signer.token(&[("groups", json!(["dev"]))])), DENIED),
+            (bearer(""), UNAUTHORIZED),
+            (bearer("opaque"), UNAUTHORIZED),
+            (bearer(&format!("{valid}, Bearer {valid}")), UNAUTHORIZED),
+            (bearer(&format!("{head}.{body}x")), UNAUTHORIZED),
+            (
+                bearer(&format!("eyJhbGciOiJub25lIn0.{}", &body)),
+                UNAUTHORIZED,
+            ),
+            (bearer(&format!("{head}..{signature}")), UNAUTHORIZED),
+            (bearer(&other.token(&[])), UNAUTHORIZED),
+            (
+                bearer(&signer.token(&[("aud", json!("bank"))])),
+                UNAUTHORIZED,
+            ),
+            (
+                bearer(&signer.token(&[("iss", json!("https://other"))])),
+                UNAUTHORIZED,
+            ),
+            (
+                bearer(&signer.token(&[("exp", json!(1_000_000_000))])),
+                UNAUTHORIZED,
+            ),
+            (bearer(&signer.token(&[("exp", json!(null))])), UNAUTHORIZED),
+            (
+                bearer(&signer.token(&[("nbf", json!(9_000_000_000_u64))])),
+                UNAUTHORIZED,
+            ),
+            (
+                bearer(&valid) + "Authorization: Basic YTpi\r\n",
+                UNAUTHORIZED,
+            ),
+            (bearer(&valid) + &bearer(&valid), UNAUTHORIZED),
+        ] {
+            let response = get(&pod, &fields).await;
+            assert!(response.starts_with(expected), "{fields}{response}");
+            if expected == UNAUTHORIZED {
+                assert!(
+                    response.contains("x-mesh-error: invalid-token\r\n"),
+                    "{response}"
+                );
+                let challenge = "www-authenticate: Bearer error=\"invalid_token\"\r\n";
+                assert!(response.contains(challenge), "{response}");
+                assert!(!response.contains(POLICY), "{response}");
+            }
+        }
+        let requests = requests.borrow();
+        assert_eq!(requests.len(), 3);
+        assert!(
+            requests[0].contains(&bearer(&valid)),
+            "the token goes on: {}",
+            requests[0]
+        );
+    });
+}
+
+#[test]
+fn grpc_calls_with_invalid_tokens_are_unauthenticated() {
+    on_worker(async {
+        let signer = Signer::new();
+        let (app, requests) = app2("web").await;
+        let mut pod = Pod::new(app);
+        pod.authorize(with_group(signer.issuer(&[]), "ops")).await;
+        let call = async |token: &str| {
+            let request = Request::post("http://web/a.B/C")
+                .header("content-type", "application/grpc")
+                .header("authorization", format!("Bearer {token}"));
+            pod.http2(Some("a"), request.body(()).unwrap()).await
+        };
+        let refused = call(&signer.token(&[("exp", json!(1))])).await;
+        assert_eq!(refused["grpc-status"], "16");
+        assert_eq!(refused["x-mesh-error"], "invalid-token");
+        assert!(!call(&signer.token(&[])).await.contains_key("x-mesh-error"));
+        until(|| requests.borrow().len() == 1).await;
+    });
+}
+
+#[test]
+fn application_gets_claims_as_fields_of_the_proxy_alone() {
+    on_worker(async {
+        let signer = Signer::new();
+        let fields = [
+            ("sub", "X-User"),
+            ("level", "x-level"),
+            ("groups", "x-groups"),
+        ];
+        let authorization = issuing(signer.issuer(&fields), proto::AuthorizationRule::default());
+        let token = format!("Bearer {}", signer.token(&[]));
+        let forged = ["X-User", "x_user", "X.USER", "x-level", "X-Groups"];
+        let sent: String = forged
+            .iter()
+            .map(|name| format!("{name}: forged\r\n"))
+            .collect();
+        let (web, requests) = app("web").await;
+        let mut pod = Pod::new(web);
+        pod.authorize(authorization.clone()).await;
+        let chunked = "Transfer-Encoding: chunked\r\n";
+        let trailers = format!("\r\n0\r\nX-Sum: 1\r\n{sent}");
+        for authorized in [&format!("Authorization: {token}\r\n"), ""] {
+            let response = get(&pod, &format!("{sent}{authorized}{chunked}{trailers}")).await;
+            assert!(response.starts_with(OK), "{response}");
+            let mut requests = requests.borrow_mut();
+            let all: String = requests.drain(..).collect();
+            assert!(!all.contains("forged") && all.contains("X-Sum: 1"), "{all}");
+            let is_set = all.contains("X-User: ada\r\nx-level: 7\r\n");
+            assert_eq!(is_set, !authorized.is_empty(), "{all}");
+            assert!(
+                !all.to_lowercase().contains("x-groups"),
+                "a list has no one form: {all}"
+            );
+        }
+        let (web, requests) = app2("web").await;
+        let mut pod = Pod::new(web);
+        pod.authorize(authorization).await;
+        let mut head = Request::post("http://web/").header("authorization", token);
+        let mut trailers = http::HeaderMap::new();
+        trailers.insert("x-sum", "1".parse().unwrap());
+        for name in ["x-user", "x_user", "x.user", "x-level", "x-groups"] {
+            head = head.header(name, "forged");
+            trailers.insert(name, "forged".parse().unwrap());
+        }
+        let connection = pod.connect(Some("a")).await;
+        let (mut client, connection) = h2::client::handshake(connection).await.unwrap();
+        tokio::task::spawn_local(connection);
+        let (response, mut body) = client.send_request(head.body(()).unwrap(), false).unwrap();
+        body.send_trailers(trailers).unwrap();
+        assert_eq!(response.await.unwrap().status(), 200);
+        until(|| !requests.borrow().is_empty()).await;
+        let all = requests.borrow()[0].clone();
+        assert!(!all.contains("forged") && all.contains("x-sum"), "{all}");
+        assert!(
+            all.contains("\"x-user\": \"ada\"") && all.contains("\"x-level\": \"7\""),
+            "{all}"
+        );
+    });
+}
+
+#[test]
+fn values_that_applications_could_read_otherwise_are_no_fields() {
+    on_worker(async {
+        let signer = Signer::new();
+        let (app, requests) = app("web").await;
+        let mut pod = Pod::new(app);
+        let issuer = signer.issuer(&[("sub", "x-user")]);
+        pod.authorize(issuing(issuer, proto::AuthorizationRule::default()))
+            .await;
+        for subject in [" ada", "ada\r\nx-user: eve", "", "\u{a0}ada", "a\0"] {
+            let token = signer.token(&[("sub", json!(subject))]);
+            let response = get(&pod, &format!("Authorization: Bearer {token}\r\n")).await;
+            assert!(response.starts_with(OK), "{response}");
+            let request = requests.borrow_mut().pop().unwrap();
+            assert!(!request.contains("x-user"), "{subject:?} {request}");
+        }
+    });
+}
+
+#[test]
+fn new_keys_apply_to_the_next_request_and_those_under_audit_to_none() {
+    on_worker(async {
+        let (old, new) = (Signer::new(), Signer::new());
+        let (app, _) = app("web").await;
+        let mut pod = Pod::new(app);
+        let mut client = pod.connect(Some("a")).await;
+        let ask = |signer: &Signer| {
+            let token = signer.token(&[]);
+            format!("GET / HTTP/1.1\r\nHost: web\r\nAuthorization: Bearer {token}\r\n\r\n")
+        };
+        pod.authorize(with_group(old.issuer(&[]), "ops")).await;
+        exchange(&mut client, ask(&old).as_bytes(), OK.as_bytes()).await;
+        pod.authorize(with_group(new.issuer(&[]), "ops")).await;
+        let mut client = pod.connect(Some("a")).await;
+        exchange(&mut client, ask(&old).as_bytes(), UNAUTHORIZED.as_bytes()).await;
+        let mut client = pod.connect(Some("a")).await;
+        exchange(&mut client, ask(&new).as_bytes(), OK.as_bytes()).await;
+        let mut audited = with_group(new.issuer(&[("sub", "x-user")]), "ops");
+        audited.policies[0].audit = true;
+        pod.authorize(audited).await;
+        let mut client = pod.connect(Some("a")).await;
+        exchange(&mut client, ask(&old).as_bytes(), OK.as_bytes()).await;
+        assert!(pod.counts("would_deny_total 1\n"));
+        let mut client = pod.connect(Some("a")).await;
+        exchange(&mut client, ask(&new).as_bytes(), OK.as_bytes()).await;
+        assert!(pod.counts("would_deny_total 1\n"));
+    });
+}

@@ -1,0 +1,74 @@
+//! What a request brings along to authorize it besides the identity of its client: a bearer token
+//! (RFC 6750).
+
+use std::sync::Arc;
+
+use diy_mesh_proto::authorization::Token;
+use http::HeaderValue;
+use serde_json::Value;
+
+use super::view::RequestView;
+
+/// What a request brings along.
+#[derive(Debug, Default)]
+pub struct Credentials {
+    /// Its token. None: it has none.
+    pub token: Option<Token>,
+    /// Why the token is not valid.
+    pub refused: String,
+    /// The fields that the application gets from the proxy, or does not get.
+    pub fields: Vec<ClaimField>,
+}
+
+/// The names of fields in which the application gets claims, and none of a client.
+pub type ClaimFields = Arc<[Arc<str>]>;
+
+/// A field with the value of a claim. None: it is removed.
+#[derive(Clone, Debug)]
+pub struct ClaimField(pub Arc<str>, pub Option<HeaderValue>);
+
+impl Credentials {
+    /// There is a token, which is not valid.
+    pub fn refuse(&mut self, reason: &str) {
+        self.token = Some(Token::default());
+        reason.clone_into(&mut self.refused);
+    }
+}
+
+/// The token of a request. Servers that read several fields could find another one than the proxy.
+pub fn bearer<'a>(request: &RequestView<'a>) -> Result<Option<&'a str>, &'static str> {
+    let (mut token, mut lines) = (None, 0);
+    request.head.visit(&mut |name, value| {
+        if name.eq_ignore_ascii_case(b"authorization") {
+            lines += 1;
+            let value = value.trim_ascii();
+            let (scheme, rest) = value.split_at(value.len().min(6));
+            let is_end = rest.first().is_none_or(u8::is_ascii_whitespace);
+            if scheme.eq_ignore_ascii_case(b"bearer") && is_end {
+                token = Some(rest.trim_ascii());
+            }
+        }
+    });
+    match token {
+        Some(_) if lines > 1 => Err("the request has more than one Authorization field"),
+        Some(token) => {
+            let text = str::from_utf8(token).map_err(|_| "it is not a JWT")?;
+            Ok(Some(text))
+        }
+        None => Ok(None),
+    }
+}
+
+/// A claim as the value of a field. Lists and objects have no form that all applications read alike.
+pub fn field_value(claim: &Value) -> Option<HeaderValue> {
+    let text = match claim {
+        Value::String(text) => text.clone(),
+        Value::Number(number) => number.to_string(),
+        Value::Bool(flag) => flag.to_string(),
+        _ => return None,
+    };
+    let is_whole = !text.is_empty() && text.trim() == text;
+    HeaderValue::from_bytes(text.as_bytes())
+        .ok()
+        .filter(|_| is_whole)
+}

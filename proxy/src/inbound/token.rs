@@ -1,0 +1,189 @@
+//! The bearer token of a request (RFC 6750), and the claims that the application gets as fields, by
+//! the issuers in the AuthorizationPolicies of the pod. Keys come from the controller: no proxy
+//! fetches any. Pure but for the clock, with which the expiry of a token is compared.
+
+use std::sync::Arc;
+
+use diy_mesh_jwt::{Expected, Keys, unverified_claims};
+use diy_mesh_proto::authorization::{claim, issuer_ports};
+use diy_mesh_proto::mesh::v1 as proto;
+use http::HeaderValue;
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::http::credentials::{ClaimField, ClaimFields, Credentials, bearer, field_value};
+use crate::http::view::RequestView;
+
+/// The tolerated difference to the clock of an issuer, in seconds.
+const LEEWAY: u64 = 60;
+
+/// The issuers of tokens in all policies of a pod.
+#[derive(Debug)]
+pub struct Issuers {
+    verifiers: Vec<Verifier>,
+    /// The fields that are set from claims, or removed.
+    fields: ClaimFields,
+}
+
+/// An issuer, with the policies that have it.
+#[derive(Debug)]
+struct Verifier {
+    message: proto::TokenIssuer,
+    /// None: they cannot be read. No token is valid.
+    keys: Option<Keys>,
+    expected: Expected,
+    policies: Vec<Accepting>,
+}
+
+/// A policy that accepts the tokens of an issuer.
+#[derive(Debug)]
+struct Accepting {
+    name: Arc<str>,
+    audit: bool,
+    /// Empty: all.
+    ports: Vec<u32>,
+    /// The name of each field, and its claim.
+    fields: Vec<(Arc<str>, String)>,
+}
+
+#[derive(Deserialize)]
+struct Issued {
+    iss: String,
+}
+
+impl Issuers {
+    /// Those of a message. None: it has none.
+    pub fn compile(message: &proto::Authorization) -> Option<Issuers> {
+        let mut verifiers: Vec<Verifier> = vec![];
+        let mut fields = vec![];
+        for policy in &message.policies {
+            for issuer in &policy.issuers {
+                let accepting = Accepting::new(policy, issuer);
+                if !policy.audit {
+                    fields.extend(accepting.fields.iter().map(|(name, _)| name.clone()));
+                }
+                // Each is asked once, however many policies have it.
+                let known = verifiers.iter_mut().find(|known| known.is_same(issuer));
+                match known {
+                    Some(known) => known.policies.push(accepting),
+                    None => verifiers.push(Verifier::new(issuer, accepting)),
+                }
+            }
+        }
+        fields.sort_unstable();
+        fields.dedup();
+        (!verifiers.is_empty()).then(|| Issuers {
+            verifiers,
+            fields: fields.into(),
+        })
+    }
+
+    /// The fields that are set from claims, or removed.
+    pub fn fields(&self) -> &ClaimFields {
+        &self.fields
+    }
+
+    /// The credentials of a request at a port.
+    pub fn credentials(&self, port: u16, request: &RequestView<'_>) -> Credentials {
+        let mut credentials = Credentials::default();
+        let mut values = vec![];
+        match bearer(request) {
+            Ok(None) => {}
+            Ok(Some(token)) => values = self.verify(token, port.into(), &mut credentials),
+            Err(reason) => credentials.refuse(reason),
+        }
+        let value = |name: &Arc<str>| {
+            let value = values.iter().find(|(field, _)| field == name);
+            ClaimField(name.clone(), value.map(|(_, value)| value.clone()))
+        };
+        credentials.fields = self.fields.iter().map(value).collect();
+        credentials
+    }
+
+    /// Verifies a token. Returns the values of fields.
+    fn verify(
+        &self,
+        token: &str,
+        port: u32,
+        credentials: &mut Credentials,
+    ) -> Vec<(Arc<str>, HeaderValue)> {
+        let mut values = vec![];
+        let issuer = unverified_claims::<Issued>(token).map(|claims| claims.iss);
+        let Some(issuer) = issuer else {
+            credentials.refuse("it is not a JWT with the claim iss");
+            return values;
+        };
+        credentials.refuse("no policy has its issuer");
+        let of_issuer = self.verifiers.iter();
+        for verifier in of_issuer.filter(|verifier| verifier.message.name == issuer) {
+            let policies = verifier.policies.iter();
+            let policies: Vec<_> = policies.filter(|policy| policy.is_at(port)).collect();
+            if policies.is_empty() {
+                continue;
+            }
+            let claims: Value = match verifier.verify(token) {
+                Ok(claims) => claims,
+                Err(reason) => {
+                    credentials.refused = reason;
+                    continue;
+                }
+            };
+            let accepted = credentials.token.get_or_insert_default();
+            for policy in policies {
+                accepted.policies.push(policy.name.clone());
+                if !policy.audit {
+                    values.extend(policy.values(&claims));
+                }
+            }
+            accepted.claims = claims;
+        }
+        values
+    }
+}
+
+impl Verifier {
+    fn new(issuer: &proto::TokenIssuer, accepting: Accepting) -> Verifier {
+        Verifier {
+            keys: Keys::parse(issuer.keys.as_bytes()).ok(),
+            expected: Expected::new(Some(&issuer.name), &issuer.audiences, LEEWAY),
+            message: issuer.clone(),
+            policies: vec![accepting],
+        }
+    }
+
+    fn is_same(&self, issuer: &proto::TokenIssuer) -> bool {
+        let own = &self.message;
+        own.name == issuer.name && own.audiences == issuer.audiences && own.keys == issuer.keys
+    }
+
+    fn verify(&self, token: &str) -> Result<Value, String> {
+        let keys = self
+            .keys
+            .as_ref()
+            .ok_or("the keys of its issuer are unknown")?;
+        let claims = keys.verify(token, &self.expected);
+        claims.map_err(|refused| refused.to_string())
+    }
+}
+
+impl Accepting {
+    fn new(policy: &proto::AuthorizationPolicy, issuer: &proto::TokenIssuer) -> Accepting {
+        let fields = issuer.fields.iter();
+        let fields = fields.map(|field| (field.name.as_str().into(), field.claim.clone()));
+        Accepting {
+            name: policy.name.as_str().into(),
+            audit: policy.audit,
+            ports: issuer_ports(policy),
+            fields: fields.collect(),
+        }
+    }
+
+    fn is_at(&self, port: u32) -> bool {
+        self.ports.is_empty() || self.ports.contains(&port)
+    }
+
+    fn values(&self, claims: &Value) -> impl Iterator<Item = (Arc<str>, HeaderValue)> {
+        let fields = self.fields.iter();
+        fields.filter_map(|(name, of)| Some((name.clone(), field_value(claim(claims, of)?)?)))
+    }
+}
