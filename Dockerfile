@@ -22,9 +22,11 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
  && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/ \
  && mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
 
-# iptables for proxy-init: the multi-call binaries of both backends with their libraries and extensions.
-FROM debian:bookworm-slim AS iptables
-RUN apt-get update && apt-get install -y --no-install-recommends iptables
+# iptables for proxy-init: the multi-call binaries of both backends with their libraries and extensions. Certificates of public CAs for the
+# controller, which fetches keys of token issuers.
+FROM debian:bookworm-slim AS debian
+RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates iptables
+RUN cp --parents -L -t /srv /etc/ssl/certs/ca-certificates.crt
 RUN mkdir /out \
  && cp --parents -r /usr/sbin/xtables-nft-multi /usr/sbin/xtables-legacy-multi "/usr/lib/$(uname -m)-linux-gnu/xtables" /out/ \
  && ldd /usr/sbin/xtables-*-multi /out/usr/lib/*/xtables/*.so | grep -oE '/[^ :()]+ \(' | cut -d' ' -f1 | sort -u | xargs cp --parents -L -t /out
@@ -37,6 +39,7 @@ USER 65532:65532
 FROM run AS controller
 # With an arena for each thread, a connected proxy takes a third more memory.
 ENV MALLOC_ARENA_MAX=1
+COPY --from=debian /srv/ /
 COPY --from=build /out/controller /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/controller"]
 
@@ -51,7 +54,7 @@ ENTRYPOINT ["/usr/local/bin/proxy"]
 # Runs as root: the kernel requires it to load redirect rules.
 FROM run AS proxy-init
 USER 0
-COPY --from=iptables /out/ /
+COPY --from=debian /out/ /
 COPY --from=build /out/proxy-init /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy-init"]
 

@@ -139,7 +139,7 @@ fn authorization(namespace: &str, name: &str, app: Option<&str>, action: &str) -
         "rules": [{"sources": [source]}],
     });
     let meta = meta(Kind::Authorization, namespace, name);
-    let policy = parse::policy(meta, &spec, "cluster.local");
+    let policy = parse::policy(meta, &spec, &serde_json::Value::Null, "cluster.local");
     assert!(policy.rejection().is_none(), "{policy:?}");
     Object::Authorization(policy)
 }

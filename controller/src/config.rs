@@ -56,6 +56,20 @@ pub struct Config {
     /// Namespace of the controller
     #[arg(long, env, value_name = "NAMESPACE", value_parser = namespace, default_value = "service-mesh")]
     pub pod_namespace: String,
+    /// URLs from which keys of issuers in AuthorizationPolicies may be fetched; separated by commas
+    #[arg(long, env, value_name = "URL", value_delimiter = ',')]
+    pub key_urls: Vec<String>,
+    /// As `--key-urls`, of hosts that may have private addresses
+    #[arg(long, env, value_name = "URL", value_delimiter = ',')]
+    pub private_key_urls: Vec<String>,
+    /// Certificates of the CAs of these hosts, in PEM
+    #[arg(
+        long,
+        env,
+        value_name = "FILE",
+        default_value = "/etc/ssl/certs/ca-certificates.crt"
+    )]
+    pub key_roots_file: PathBuf,
     /// Log filter, for example `info` or `info,diy_mesh_controller=debug`
     // The catalog logs the errors of watches with more context than kube does.
     #[arg(

@@ -34,6 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::{Namespaces, PodRef};
 use crate::authorization;
+use crate::authorization::keys::{Results, Source};
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Resource};
@@ -100,6 +101,8 @@ pub struct Hub {
     changed: watch::Sender<()>,
     /// The objects whose status may have changed since they were last taken.
     changed_statuses: watch::Sender<BTreeSet<RouteId>>,
+    /// The fetched keys of issuers.
+    results: Arc<Mutex<Results>>,
     /// What connected proxies do with routes and policies.
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
@@ -138,6 +141,7 @@ impl Default for Hub {
             lost: watch::Sender::default(),
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
+            results: Arc::default(),
             reports: Arc::default(),
             history: Arc::default(),
             requests: watch::Sender::default(),
@@ -525,6 +529,36 @@ impl Hub {
         self.reports().exchange.receive(pages);
     }
 
+    /// Where the keys of issuers are, each with the policies that need them.
+    pub fn key_sources(&self) -> BTreeMap<Source, BTreeSet<RouteId>> {
+        self.index().key_sources()
+    }
+
+    /// Records the result of an attempt to fetch keys, for the statuses of the policies that need
+    /// them. Forgets those of other sources.
+    pub fn record_keys(
+        &self,
+        sources: &BTreeMap<Source, BTreeSet<RouteId>>,
+        source: Source,
+        result: Result<String, String>,
+    ) {
+        let mut known = self.results();
+        known.retain(sources);
+        let policies = sources
+            .get(&source)
+            .filter(|_| known.record(source, result));
+        drop(known);
+        if let Some(policies) = policies {
+            let policies = policies.iter().cloned();
+            self.changed_statuses
+                .send_modify(|all| all.extend(policies));
+        }
+    }
+
+    fn results(&self) -> MutexGuard<'_, Results> {
+        self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn reports(&self) -> MutexGuard<'_, Reports> {
         self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -544,6 +578,7 @@ impl Statuses for Hub {
         let mut status = self.index().status(id)?;
         if let Some(status) = &mut status {
             self.reports().add_to(status);
+            self.results().add_to(&mut status.issuers);
         }
         Ok(status)
     }

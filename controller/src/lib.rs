@@ -48,6 +48,7 @@ use tokio_util::sync::CancellationToken;
 
 use authenticate::{Authenticator, Jwks, Verifier};
 use authority::{AuthorityHandle, TrustReceiver};
+use authorization::keys::fetch::{Allowed, Fetcher};
 use catalog::freshness::Freshness;
 pub use config::Config;
 pub use diy_mesh_issuer as issuer;
@@ -234,6 +235,14 @@ impl Controller {
             let client = self.client.clone().filter(|_| is_cluster);
             edges::store::run(client, &config.pod_namespace, edges.clone()).await;
         };
+        let keys = Fetcher::new(
+            self.client.clone(),
+            Allowed {
+                urls: config.key_urls.iter().cloned().collect(),
+                private_urls: config.private_key_urls.iter().cloned().collect(),
+                roots: config.key_roots_file.clone(),
+            },
+        );
         let background = async {
             tokio::join!(
                 watch_catalog(&config, &self.client, &freshness, sender, &events, &hub),
@@ -244,6 +253,7 @@ impl Controller {
                 publish_events(&self.client, queue),
                 observe_authority,
                 store_edges,
+                keys.run(&hub),
                 hub.review_acknowledgements(),
                 &mut statuses,
             )

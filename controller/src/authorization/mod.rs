@@ -3,11 +3,12 @@
 //! `parse.rs` reads objects, and `crate::index::authorization` selects the policies of each pod, whose
 //! proxy enforces them. A policy that is invalid denies the calls that it could be about.
 
+pub mod keys;
 pub mod parse;
 pub mod smi;
 pub mod spec;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -21,6 +22,7 @@ use crate::index::version::{self, Version};
 use crate::routes::model::Rejection;
 use crate::routes::parse::Meta;
 use crate::routes::{Condition, ParentReference};
+use keys::{Entry, Fetched, Source};
 use spec::{Requirement, Selector};
 
 /// The length of the policies of a pod in a message. Each pod has a copy.
@@ -88,16 +90,24 @@ pub struct Rules {
     pub version: Version,
     /// The length of the message.
     pub bytes: usize,
+    /// The keys of issuers that the status has, or lacks.
+    pub fetched: Vec<Fetched>,
 }
 
 impl Rules {
     /// The rules of this message.
     pub fn new(message: proto::AuthorizationPolicy) -> Rules {
+        Self::with_fetched(message, vec![])
+    }
+
+    /// The rules of this message, with keys from the status of the policy.
+    pub fn with_fetched(message: proto::AuthorizationPolicy, fetched: Vec<Fetched>) -> Rules {
         let encoded = message.encode_to_vec();
         Rules {
             message,
             version: version::of("authorization policy", &encoded),
             bytes: encoded.len(),
+            fetched,
         }
     }
 
@@ -113,7 +123,7 @@ impl Rules {
 
 impl PartialEq for Rules {
     fn eq(&self, other: &Rules) -> bool {
-        self.version == other.version
+        self.version == other.version && self.fetched == other.fetched
     }
 }
 
@@ -181,6 +191,22 @@ impl AuthorizationPolicy {
             self.invalid = Some(Rejection::new(INVALID, message.to_owned()));
         }
         self
+    }
+
+    /// The keys of issuers that the status has, or lacks.
+    pub fn fetched(&self) -> &[Fetched] {
+        match &self.applied().effect {
+            Effect::Rules(rules) => &rules.fetched,
+            Effect::Default { .. } => &[],
+        }
+    }
+
+    /// Where the keys of issuers are that the policy does not have, for its status.
+    pub fn issuers(&self) -> Vec<(Source, Entry)> {
+        let sources = self.fetched().iter().map(|one| one.source.clone());
+        let sources: BTreeSet<Source> = sources.collect();
+        let entry = |source| (source, Entry::default());
+        sources.into_iter().map(entry).collect()
     }
 
     /// The condition at a target. `effect`: that of an invalid policy.

@@ -21,6 +21,7 @@ use proto::authorization_policy::Action;
 use proto::authorization_source::Kind as SourceKind;
 use serde_json::Value;
 
+use super::keys::{self, Entry};
 use super::spec::{AuthorizationPolicySpec, Rule, Selector, Source};
 use super::{
     AuthorizationPolicy, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target, name,
@@ -37,12 +38,13 @@ use targets::targets;
 
 const MAX_REQUESTS: usize = 16;
 
-/// Parses a policy. Service accounts are of the trust domain.
-pub fn policy(meta: Meta, spec: &Value, trust_domain: &str) -> AuthorizationPolicy {
+/// Parses a policy. Service accounts are of the trust domain. The status has keys of issuers.
+pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> AuthorizationPolicy {
     let targets = targets(&meta.key, &spec["targetRefs"]);
     let reader = Reader {
         key: &meta.key,
         trust_domain,
+        known: keys::entries(status),
     };
     let effect = match &targets {
         Ok(targets) => read(spec).and_then(|spec| reader.effect(spec, targets)),
@@ -135,6 +137,8 @@ fn each<S, T>(
 struct Reader<'a> {
     key: &'a Key,
     trust_domain: &'a str,
+    /// The keys in the status.
+    known: Vec<Entry>,
 }
 
 impl Reader<'_> {
@@ -165,13 +169,16 @@ impl Reader<'_> {
         };
         let specs = spec.rules.unwrap_or_default();
         bounded("spec.rules", &specs, MAX_RULES)?;
+        let parse = |spec, field: &str| issuer(spec, field, &self.key.namespace, &self.known);
+        let issuers = each("spec.issuers", spec.issuers, MAX_ISSUERS, parse)?;
+        let (issuers, fetched): (Vec<_>, Vec<_>) = issuers.into_iter().unzip();
         let mut policy = proto::AuthorizationPolicy {
             name: name(self.key),
             action: action.into(),
             audit,
             ports: vec![],
             rules: vec![],
-            issuers: each("spec.issuers", spec.issuers, MAX_ISSUERS, issuer)?,
+            issuers,
         };
         if specs.is_empty() && !policy.issuers.is_empty() {
             return Err(invalid("spec.issuers: requires rules".to_owned()));
@@ -186,7 +193,7 @@ impl Reader<'_> {
         let rules = rules.collect::<Result<Vec<_>, _>>()?;
         policy.ports = scope(spec.scope.as_deref(), action, &rules)?;
         policy.rules = rules;
-        let rules = Rules::new(policy);
+        let rules = Rules::with_fetched(policy, fetched.into_iter().flatten().collect());
         if rules.bytes > MAX_BYTES {
             let message = format!("spec: {} bytes are more than {MAX_BYTES}", rules.bytes);
             return Err(Rejection::new(TOO_LARGE, message));

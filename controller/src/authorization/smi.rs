@@ -172,7 +172,7 @@ impl TrafficTarget {
         let rules = self.converted(spec, groups, &mut problems);
         let target = json!({"kind": "ServiceAccount", "name": name});
         let converted = json!({"targetRefs": [target], "action": "ALLOW", "rules": rules});
-        let mut policy = parse::policy(meta, &converted, &spec.trust_domain);
+        let mut policy = parse::policy(meta, &converted, &Value::Null, &spec.trust_domain);
         if policy.invalid.is_none() && !problems.is_empty() {
             let message = shortened(&format!("{}: nothing matches", problems.join("; ")));
             policy.invalid = Some(Rejection {

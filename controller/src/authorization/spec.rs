@@ -130,18 +130,40 @@ pub struct Issuer {
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend("required" = ["type"], "x-kubernetes-validations" = crd::rule(
-    "has(self.inline) == (self.type == 'Inline')", "expected the field of the type, and no other",
+    "has(self.inline) == (self.type == 'Inline') && \
+     has(self.secret) == (self.type == 'Secret') && has(self.url) == (self.type == 'URL')",
+    "expected the field of the type, and no other",
 ))))]
 #[serde(default, rename_all = "camelCase")]
 pub struct IssuerKeys {
-    /// Inline.
+    /// Inline. Secret: of the namespace of the policy. URL: one that the operator of the mesh has
+    /// allowed. The controller fetches keys of the latter two, and the status has them.
     #[serde(rename = "type")]
-    #[cfg_attr(test, schemars(extend("enum" = ["Inline"])))]
+    #[cfg_attr(test, schemars(extend("enum" = ["Inline", "Secret", "URL"])))]
     pub kind: String,
     /// A JWK set (RFC 7517): RSA, P-256, P-384 or Ed25519. The algorithm of a token is that of its
     /// key; that of an RSA key without one is RS256.
     #[cfg_attr(test, schemars(length(min = 1, max = 65_536)))]
     pub inline: Option<String>,
+    /// A Secret with a JWK set, which the service account of the controller may get.
+    pub secret: Option<SecretKey>,
+    /// The https URL of a JWK set.
+    #[cfg_attr(test, schemars(regex(pattern = "^https://"), length(max = 2048)))]
+    pub url: Option<String>,
+}
+
+/// A value in a Secret.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["name", "key"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct SecretKey {
+    /// The name of the Secret.
+    #[cfg_attr(test, schemars(length(min = 1, max = 253)))]
+    pub name: String,
+    /// The key of the value.
+    #[cfg_attr(test, schemars(length(min = 1, max = 253)))]
+    pub key: String,
 }
 
 /// A claim as a header: a text, a number or a boolean.

@@ -15,7 +15,7 @@ use crate::index::object::Kind;
 pub(crate) fn policy(namespace: &str, name: &str, spec: &Value) -> AuthorizationPolicy {
     let key = Key::new(namespace, name);
     let meta = Meta::new(Kind::Authorization, key, 0, ("", 1), spec);
-    parse::policy(meta, spec, "cluster.local")
+    parse::policy(meta, spec, &Value::Null, "cluster.local")
 }
 
 /// The message of a policy in `shop`, without its name.

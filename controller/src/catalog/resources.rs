@@ -53,6 +53,7 @@ impl CatalogObject for DynamicObject {
             Kind::Authorization => Ok(Object::Authorization(authorization::parse::policy(
                 meta,
                 spec,
+                &self.data["status"],
                 trust_domain,
             ))),
             Kind::TrafficSplit => smi::split(meta, spec).map(Object::Split),

@@ -6,7 +6,7 @@
 
 mod coverage;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 pub use coverage::Covering;
@@ -18,11 +18,13 @@ use super::object::{Key, Kind, Pod, Service};
 use super::store::{Replaced, Store};
 use super::version::Digest;
 use super::{Index, Touched};
+use crate::authorization::keys::{self, Source};
 use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
 use crate::authorization::{
     AuthorizationPolicy, Content, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target, denying,
     name,
 };
+use crate::routes::attach::RouteId;
 use crate::routes::model::Rejection;
 use crate::routes::{ParentStatus, RouteStatus};
 
@@ -205,15 +207,18 @@ impl Authorizations {
                 _ => true,
             };
             let accepted = policy.accepted(target, exists, effect);
+            let mut conditions = policy.conditions(accepted);
+            conditions.extend(keys::condition(policy.fetched()));
             ParentStatus {
                 parent: reference.clone(),
-                conditions: policy.conditions(accepted),
+                conditions,
             }
         });
         let (kind, key) = smi::id(key);
         let parents = parents.collect();
         Some(RouteStatus {
             uid: policy.uid.clone(),
+            issuers: policy.issuers(),
             ..RouteStatus::new(kind, key, policy.generation, parents)
         })
     }
@@ -294,6 +299,18 @@ impl Index {
         targets
             .iter()
             .for_each(|target| self.update_traffic_target(target, touched));
+    }
+
+    /// Where the keys of issuers are, each with the policies that need them.
+    pub fn key_sources(&self) -> BTreeMap<Source, BTreeSet<RouteId>> {
+        let mut all: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        for policy in self.authorizations.objects.values() {
+            for fetched in policy.fetched() {
+                let id = (Kind::Authorization, policy.key.clone());
+                all.entry(fetched.source.clone()).or_default().insert(id);
+            }
+        }
+        all
     }
 
     /// The invalid policies of the namespace of the mesh.

@@ -1077,7 +1077,7 @@ impl Chance {
         let spec = json!({"targetRefs": [target], "action": action, "rules": [{}]});
         let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["p1", "p2"]));
         let meta = self.meta(Kind::Authorization, &spec);
-        authorization::parse::policy(Meta { key, ..meta }, &spec, "cluster.local")
+        authorization::parse::policy(Meta { key, ..meta }, &spec, &Value::Null, "cluster.local")
     }
 
     fn meta(&mut self, kind: Kind, spec: &Value) -> Meta {

@@ -27,6 +27,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::authorization::keys::{Entry, Source};
 use crate::index::object::{Key, Kind, ServicePort};
 
 /// The reasons of conditions that do not hold, as the specification names them.
@@ -59,6 +60,8 @@ pub struct RouteStatus {
     pub generation: i64,
     /// In the order of `spec.parentRefs`, only those that are Services. Of an XMesh, itself.
     pub parents: Vec<ParentStatus>,
+    /// Of an AuthorizationPolicy: where keys of its issuers are, and what was fetched.
+    pub issuers: Vec<(Source, Entry)>,
     /// The condition `Programmed` of another replica stays where this one has none.
     pub keeps_programmed: bool,
 }
@@ -72,6 +75,7 @@ impl RouteStatus {
             uid: "".into(),
             generation,
             parents,
+            issuers: vec![],
             keeps_programmed: false,
         }
     }

@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use super::mesh::FEATURES;
 use super::programmed::PROGRAMMED;
 use super::{Condition, ParentStatus, RouteStatus};
+use crate::authorization::keys;
 use crate::index::object::Kind;
 use crate::policy;
 
@@ -94,7 +95,8 @@ pub fn merge(
         parents.push(updated(&entry, status, desired, latest, now));
     }
     parents.truncate(fields.max_entries);
-    if parents == before {
+    let issuers = desired.and_then(|desired| keys::merge(&desired.issuers, &object.data["status"]));
+    if parents == before && issuers.is_none() {
         return None;
     }
     let mut status = match &object.data["status"] {
@@ -102,6 +104,7 @@ pub fn merge(
         _ => Map::new(),
     };
     status.insert(fields.entries.into(), parents.into());
+    status.extend(issuers.map(|issuers| ("issuers".to_owned(), issuers)));
     Some(status.into())
 }
 

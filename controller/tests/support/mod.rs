@@ -242,6 +242,9 @@ pub fn config(dir: &Path) -> Config {
         certificate_life: Duration::from_secs(3600),
         trust_domain: "cluster.local".into(),
         pod_namespace: "service-mesh".into(),
+        key_urls: vec![],
+        private_key_urls: vec![],
+        key_roots_file: dir.join("roots.pem"),
         log: tracing_subscriber::filter::Targets::new(),
         log_format: diy_mesh_runtime::LogFormat::Text,
     }

@@ -154,8 +154,8 @@ fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
         vec![format!("{title}: no condition yet")]
     };
     let is_own = |kind: &str| {
-        kind.split_once('/')
-            .is_some_and(|(domain, _)| domain == GROUP)
+        let domain = kind.split_once('/').map(|(domain, _)| domain);
+        kind == "ResolvedRefs" || domain == Some(GROUP)
     };
     (rejected, problems_of(is_own))
 }

@@ -3,23 +3,39 @@
 use diy_mesh_jwt::Keys;
 use diy_mesh_proto::authorization::check_issuer;
 use diy_mesh_proto::mesh::v1 as proto;
+use http::Uri;
 
 use super::rejected;
-use crate::authorization::spec::{ClaimHeader, Issuer};
+use crate::authorization::keys::{Entry, Fetched, Source};
+use crate::authorization::spec::{ClaimHeader, Issuer, IssuerKeys};
+use crate::index::object::Key;
 use crate::routes::model::Rejection;
 use crate::routes::parse::unsupported;
 
-pub(super) fn issuer(spec: Issuer, field: &str) -> Result<proto::TokenIssuer, Rejection> {
-    let at = format!("{field}.keys");
-    let keys = match (&*spec.keys.kind, spec.keys.inline) {
-        ("Inline", Some(keys)) => keys,
-        (kind, _) => {
-            let expected = "Inline, with its field and no other";
-            return Err(unsupported(&format!("{at}.type"), kind, expected));
+/// An issuer, and its keys in the status, unless the spec has them.
+pub(super) fn issuer(
+    spec: Issuer,
+    field: &str,
+    namespace: &str,
+    known: &[Entry],
+) -> Result<(proto::TokenIssuer, Option<Fetched>), Rejection> {
+    let (keys, fetched) = match source(spec.keys, &format!("{field}.keys"), namespace)? {
+        Ok(keys) => (keys, None),
+        Err(source) => {
+            let text = source.to_string();
+            let entry = known.iter().find(|entry| entry.source == text);
+            let entry = entry.cloned().unwrap_or_default();
+            let keys = entry
+                .keys
+                .filter(|keys| Keys::parse(keys.as_bytes()).is_ok());
+            let fetched = Fetched {
+                source,
+                has_keys: keys.is_some(),
+                message: entry.message,
+            };
+            (keys.unwrap_or_default(), Some(fetched))
         }
     };
-    Keys::parse(keys.as_bytes())
-        .map_err(|error| unsupported(&format!("{at}.inline"), "", &error.to_string()))?;
     let headers = spec.headers.unwrap_or_default().into_iter();
     let fields = headers.map(|ClaimHeader { claim, name }| proto::ClaimField { claim, name });
     let issuer = proto::TokenIssuer {
@@ -29,5 +45,41 @@ pub(super) fn issuer(spec: Issuer, field: &str) -> Result<proto::TokenIssuer, Re
         fields: fields.collect(),
     };
     check_issuer(&issuer).map_err(|violation| rejected(field, "issuers.", &violation))?;
-    Ok(issuer)
+    Ok((issuer, fetched))
+}
+
+/// The keys, or where they are.
+fn source(
+    spec: IssuerKeys,
+    field: &str,
+    namespace: &str,
+) -> Result<Result<String, Source>, Rejection> {
+    match (&*spec.kind, spec.inline, spec.secret, spec.url) {
+        ("Inline", Some(keys), None, None) => {
+            let invalid = |error| unsupported(&format!("{field}.inline"), "", &format!("{error}"));
+            Keys::parse(keys.as_bytes()).map_err(invalid)?;
+            Ok(Ok(keys))
+        }
+        ("Secret", None, Some(secret), None) => {
+            let key = Key::new(namespace, &secret.name);
+            Ok(Err(Source::Secret(key, secret.key)))
+        }
+        ("URL", None, None, Some(url)) => {
+            let parsed = url.parse::<Uri>().ok();
+            let is_valid = parsed.is_some_and(|uri| {
+                let authority = uri.authority();
+                uri.scheme_str() == Some("https")
+                    && authority.is_some_and(|authority| !authority.as_str().contains('@'))
+            });
+            if is_valid {
+                return Ok(Err(Source::Url(url)));
+            }
+            let expected = "a URL such as https://id.example.com/keys";
+            Err(unsupported(&format!("{field}.url"), &url, expected))
+        }
+        (kind, ..) => {
+            let expected = "Inline, Secret or URL, with its field and no other";
+            Err(unsupported(&format!("{field}.type"), kind, expected))
+        }
+    }
 }

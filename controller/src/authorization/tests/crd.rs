@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 pub(crate) use crate::policy::tests::crd::{NAME as TOKEN, rule};
 use crate::policy::tests::crd::{Resource, assert_installed, assert_structural};
 
+use crate::authorization::keys::MAX_KEY_BYTES;
 use crate::authorization::spec::AuthorizationPolicySpec;
 
 /// The name of a namespace.
@@ -80,7 +81,19 @@ fn definition() -> Value {
             column("Mode", ".spec.mode"),
         ],
     };
-    resource.definition::<AuthorizationPolicySpec>()
+    let mut definition = resource.definition::<AuthorizationPolicySpec>();
+    let schema = &mut definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"];
+    let text = |max: usize| json!({"type": "string", "maxLength": max});
+    schema["properties"]["status"]["properties"]["issuers"] = json!({
+        "type": "array", "maxItems": 8, "x-kubernetes-list-type": "atomic",
+        "items": {
+            "type": "object", "required": ["source"],
+            "properties": {
+                "source": text(2048), "keys": text(MAX_KEY_BYTES), "message": text(1024),
+            },
+        },
+    });
+    definition
 }
 
 #[test]

@@ -112,3 +112,42 @@ fn invalid_issuer_is_named_and_makes_the_policy_deny() {
         assert!(!rejection.message.contains("c2VjcmV0"), "{rejection}");
     }
 }
+
+#[test]
+fn keys_of_secrets_and_urls_are_in_the_status() {
+    let url = "https://id.example.com/keys";
+    let of_url = issuing(&json!({"keys": {"type": "URL", "url": url}}), &json!({}));
+    let of_secret = json!({"type": "Secret", "secret": {"name": "idp", "key": "jwks"}});
+    let of_secret = issuing(&json!({"keys": of_secret}), &json!({}));
+    let keys = |spec: &Value, entry: Value| {
+        let meta = Meta::new(Kind::Authorization, Key::new("shop", "p"), 0, ("", 1), spec);
+        let status = json!({"issuers": [entry]});
+        let policy = parse::policy(meta, spec, &status, "cluster.local");
+        assert_eq!(policy.rejection(), None);
+        let Effect::Rules(rules) = &policy.applied().effect else {
+            panic!("it has rules")
+        };
+        (
+            rules.message.issuers[0].keys.clone(),
+            policy.fetched()[0].has_keys,
+        )
+    };
+    for (spec, source) in [(&of_url, url), (&of_secret, "Secret idp/jwks")] {
+        let known = (KEYS.to_owned(), true);
+        assert_eq!(
+            keys(
+                spec,
+                json!({"source": source, "keys": KEYS, "message": "down"})
+            ),
+            known
+        );
+        let missing = (String::new(), false);
+        assert_eq!(keys(spec, json!({"source": source})), missing);
+        assert_eq!(
+            keys(spec, json!({"source": "https://other", "keys": KEYS})),
+            missing
+        );
+        assert_eq!(keys(spec, json!({"source": source, "keys": "{}"})), missing);
+        assert_eq!(keys(spec, json!("no entry")), missing);
+    }
+}

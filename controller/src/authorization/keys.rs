@@ -1,0 +1,156 @@
+//! The public keys of issuers that their policies do not contain. Each replica fetches them from
+//! Secrets and URLs (`fetch.rs`), and the one that holds the Lease writes them into the status of the
+//! policy. Replicas read them only there: they agree, and neither a restart nor an outage of an
+//! issuer loses keys. Pure, but for `fetch.rs`.
+
+pub mod fetch;
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::index::object::Key;
+use crate::routes::Condition;
+
+/// The length of a set of keys.
+pub const MAX_KEY_BYTES: usize = 64 * 1024;
+
+/// Characters of a message in a status.
+const MAX_MESSAGE: usize = 512;
+
+/// Where keys are.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Source {
+    /// A Secret of the namespace of the policy, and the key in it.
+    Secret(Key, String),
+    /// A URL with the scheme https.
+    Url(String),
+}
+
+/// As the status has it: it tells which field of the spec the keys are of.
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Secret(key, entry) => write!(f, "Secret {}/{entry}", key.name),
+            Source::Url(url) => f.write_str(url),
+        }
+    }
+}
+
+/// An entry of `status.issuers`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Entry {
+    /// The source.
+    pub source: String,
+    /// The latest valid keys, as a JWK set.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keys: Option<String>,
+    /// Why the latest attempt to fetch keys failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub message: Option<String>,
+}
+
+/// Keys that a policy has from its status, or lacks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fetched {
+    /// Where they are.
+    pub source: Source,
+    /// The policy has some.
+    pub has_keys: bool,
+    /// Why the latest attempt to fetch them failed.
+    pub message: Option<String>,
+}
+
+/// The entries in the status of a policy.
+pub fn entries(status: &Value) -> Vec<Entry> {
+    serde_json::from_value(status["issuers"].clone()).unwrap_or_default()
+}
+
+/// The condition of a policy with such keys.
+pub fn condition(fetched: &[Fetched]) -> Option<Condition> {
+    let reason = |one: &Fetched| {
+        let message = one
+            .message
+            .as_deref()
+            .unwrap_or("they were not fetched yet");
+        format!("{}: {message}", one.source)
+    };
+    let list =
+        |all: &mut dyn Iterator<Item = &Fetched>| all.map(reason).collect::<Vec<_>>().join("; ");
+    let missing = list(&mut fetched.iter().filter(|one| !one.has_keys));
+    let stale = list(&mut fetched.iter().filter(|one| one.message.is_some()));
+    let resolved = |holds, reason, message| Condition::new("ResolvedRefs", holds, reason, message);
+    Some(match (&*missing, &*stale) {
+        _ if fetched.is_empty() => return None,
+        ("", "") => resolved(
+            true,
+            "ResolvedRefs",
+            "the keys of all issuers are known".to_owned(),
+        ),
+        ("", stale) => {
+            let message = format!("the latest known keys are in use; {stale}");
+            resolved(true, "ResolvedRefs", message)
+        }
+        (missing, _) => {
+            let message = format!("no token of the issuer is valid without its keys; {missing}");
+            resolved(false, "KeysNotFound", message)
+        }
+    })
+}
+
+/// `status.issuers` with what was fetched since. None: there is nothing to change.
+pub fn merge(desired: &[(Source, Entry)], status: &Value) -> Option<Value> {
+    let before = entries(status);
+    let merged = desired.iter().map(|(source, fetched)| {
+        let source = source.to_string();
+        let known = before.iter().find(|known| known.source == source);
+        let known = known.cloned().unwrap_or_default();
+        let was_tried = fetched.keys.is_some() || fetched.message.is_some();
+        let latest = if was_tried { fetched } else { &known };
+        Entry {
+            source,
+            keys: fetched.keys.clone().or_else(|| known.keys.clone()),
+            message: latest.message.clone(),
+        }
+    });
+    let merged: Vec<Entry> = merged.collect();
+    (merged != before).then(|| json!(merged))
+}
+
+/// What this replica has fetched.
+#[derive(Debug, Default)]
+pub struct Results(BTreeMap<Source, Entry>);
+
+impl Results {
+    /// Records the result of an attempt. Returns whether it differs from the one before.
+    pub fn record(&mut self, source: Source, result: Result<String, String>) -> bool {
+        let entry = self.0.entry(source).or_default();
+        let before = entry.clone();
+        match result {
+            Ok(keys) => {
+                entry.keys = Some(keys);
+                entry.message = None;
+            }
+            Err(message) => entry.message = Some(message.chars().take(MAX_MESSAGE).collect()),
+        }
+        *entry != before
+    }
+
+    /// Forgets all other sources.
+    pub fn retain<T>(&mut self, sources: &BTreeMap<Source, T>) {
+        self.0.retain(|source, _| sources.contains_key(source));
+    }
+
+    /// Adds the results to the sources of a policy.
+    pub fn add_to(&self, issuers: &mut [(Source, Entry)]) {
+        for (source, entry) in issuers {
+            *entry = self.0.get(source).cloned().unwrap_or_default();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
