@@ -343,8 +343,15 @@ impl Index {
         let is_other = !mesh.is_empty() && mesh != own;
         let namespaces = [mesh].into_iter().filter(move |_| is_other).chain([own]);
         let keys = namespaces.flat_map(|name| {
-            let link = Link::AuthorizationIn(name.clone());
-            self.links.keys(&link)
+            let labels = pod.labels.iter();
+            let labels = labels.map(|(label, value)| {
+                Link::AuthorizationAt(name.clone(), label.clone(), value.clone())
+            });
+            let links = labels.chain([Link::AuthorizationIn(name.clone())]);
+            let mut keys: Vec<&Key> = links.flat_map(|link| self.links.keys(&link)).collect();
+            keys.sort();
+            keys.dedup();
+            keys
         });
         let policies = keys.map(|key| &self.authorizations.objects[key]);
         policies.filter_map(|policy| Some((policy, self.ports(policy, pod)?)))

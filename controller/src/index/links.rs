@@ -57,8 +57,10 @@ pub(super) enum Link {
     Target(Target),
     /// A TrafficTarget: the HTTPRouteGroup or the TCPRoute of SMI of a rule.
     RuleOf(Kind, Key),
-    /// An AuthorizationPolicy: its namespace.
+    /// An AuthorizationPolicy: its namespace, if its other links do not tell which pods it may select.
     AuthorizationIn(Arc<str>),
+    /// An AuthorizationPolicy: its namespace, and a label that all pods of a target have.
+    AuthorizationAt(Arc<str>, String, String),
     /// An AuthorizationPolicy: the Service whose pods are a target.
     AuthorizationOf(Key),
 }
@@ -244,13 +246,24 @@ impl Linked for Policy {
 
 impl Linked for AuthorizationPolicy {
     fn links(&self) -> Vec<Link> {
-        let targets = self.applied().targets.iter();
-        let services = targets.filter_map(|target| match target {
-            authorization::Target::Service(key) => Some(Link::AuthorizationOf(key.clone())),
-            _ => None,
+        let own = || self.key.namespace.clone();
+        let links = self.applied().targets.iter().map(|target| match target {
+            authorization::Target::Pods(selector) => {
+                let label = selector.match_labels.first_key_value();
+                let at = |(name, value): (&String, &String)| {
+                    Link::AuthorizationAt(own(), name.clone(), value.clone())
+                };
+                (label.map_or_else(|| Link::AuthorizationIn(own()), at), None)
+            }
+            authorization::Target::ServiceAccount(_) => (Link::AuthorizationIn(own()), None),
+            authorization::Target::Service(key) => {
+                let service = Link::AuthorizationOf(key.clone());
+                (Link::AuthorizationIn(own()), Some(service))
+            }
         });
-        let own = Link::AuthorizationIn(self.key.namespace.clone());
-        services.chain([own]).collect()
+        links
+            .flat_map(|(pods, service)| [pods].into_iter().chain(service))
+            .collect()
     }
 }
 

@@ -150,6 +150,36 @@ fn selectors_select_pods_of_the_own_namespace_by_all_their_conditions() {
 }
 
 #[test]
+fn policy_is_found_once_by_whichever_of_its_targets_selects_the_pod() {
+    let pods = |selector: Value| json!({"kind": "Pod", "selector": selector});
+    let labels = |labels: Value| pods(json!({"matchLabels": labels}));
+    let of_targets = |name: &str, targets: &[Value]| {
+        let spec = json!({"targetRefs": targets, "action": "DENY", "rules": [{}]});
+        object("shop", name, spec)
+    };
+    let app = labels(json!({"app": "web"}));
+    let both = labels(json!({"app": "web", "tier": "a"}));
+    let other = labels(json!({"app": "api"}));
+    let mut web = pod_in("shop", "web");
+    web.labels.insert("tier".to_owned(), "a".to_owned());
+    let mut index = index([
+        Object::Pod(web),
+        of_targets("a", &[other.clone(), both.clone(), app.clone()]),
+        of_targets("b", &[pods(json!({})), app.clone()]),
+        of_targets("c", std::slice::from_ref(&other)),
+        of_targets("d", &[both, other.clone()]),
+        of_pods(MESH, "z", json!({"matchLabels": {"tier": "a"}}), deny()),
+    ]);
+    let all = [&*format!("{MESH}/z"), "shop/a", "shop/b", "shop/d"];
+    assert_eq!(names(&index, &key("web")), all);
+    // One loses its label, and another one gets it.
+    apply(&mut index, of_targets("a", std::slice::from_ref(&other)));
+    apply(&mut index, of_targets("c", &[app]));
+    let all = [&*format!("{MESH}/z"), "shop/b", "shop/c", "shop/d"];
+    assert_eq!(names(&index, &key("web")), all);
+}
+
+#[test]
 fn service_account_selects_the_pods_that_run_under_it() {
     let with_account = |name: &str, account: &str| {
         Object::Pod(Pod {
