@@ -30,6 +30,9 @@ fn refused() -> Vec<(Value, &'static str)> {
     let target = |target: Value| json!({"targetRefs": [target], "action": "ALLOW"});
     let scope =
         |rules: Value| all_pods(json!({"action": "ALLOW", "scope": "Ports", "rules": rules}));
+    let values: Vec<String> = (0..63).map(|number| number.to_string()).collect();
+    let listed = json!({"key": "a", "operator": "In", "values": values});
+    let selected = json!({"kind": "Pod", "selector": {"matchExpressions": [listed]}});
     let about_requests = json!([{"requests": [{"methods": ["GET"]}]}]);
     vec![
         (json!({"action": "ALLOW"}), "spec.targetRefs"),
@@ -71,6 +74,10 @@ fn refused() -> Vec<(Value, &'static str)> {
         (
             source(json!({"type": "IPBlock", "ipBlock": "10.0.0.1"})),
             "ipBlock",
+        ),
+        (
+            json!({"targetRefs": vec![selected; 5], "action": "ALLOW"}),
+            "at most 256 labels and values",
         ),
         (allow(json!({"requests": []})), "requests"),
         (allow(json!({"notSources": []})), "notSources"),

@@ -41,6 +41,13 @@ pub(crate) fn policies() -> Value {
             "defaultAction requires the targetRefs [{kind: Pod, selector: {}}]",
         ),
         (
+            "self.targetRefs.map(target, !has(target.selector) ? 0 : \
+             (has(target.selector.matchLabels) ? size(target.selector.matchLabels) : 0) + \
+             (has(target.selector.matchExpressions) ? target.selector.matchExpressions.map(one, \
+             1 + (has(one.values) ? size(one.values) : 0)).sum() : 0)).sum() <= 256",
+            "all selectors have at most 256 labels and values",
+        ),
+        (
             "!has(self.issuers) || (has(self.rules) && size(self.rules) > 0)",
             "issuers require rules",
         ),
