@@ -9,6 +9,7 @@ mod probes;
 mod retries;
 mod routes;
 mod smi;
+mod tokens;
 mod traffic;
 mod traffic_shift;
 mod walkthrough;
