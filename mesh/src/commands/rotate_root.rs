@@ -200,7 +200,7 @@ fn differs(current: &Rotation, before: &Rotation) -> bool {
 }
 
 /// Prints each phase and what it waits for until the rotation is complete. After a forced one,
-/// until all connected proxies have a new certificate.
+/// until all replicas respond and all connected proxies have a new certificate.
 async fn watch(controllers: &Controllers, request: Request) -> (Mesh, Duration) {
     let started_at = Instant::now();
     let (mut phase, mut reported) = (String::new(), String::new());
@@ -209,7 +209,7 @@ async fn watch(controllers: &Controllers, request: Request) -> (Mesh, Duration) 
             Ok(answers) => {
                 let mesh = Mesh::merge(answers);
                 let outdated = match request {
-                    Request::Force => outdated_workloads(&mesh),
+                    Request::Force => outdated(&mesh),
                     _ => Vec::new(),
                 };
                 if is_steady(&mesh.rotation) && outdated.is_empty() {
@@ -237,16 +237,19 @@ async fn watch(controllers: &Controllers, request: Request) -> (Mesh, Duration) 
     }
 }
 
-/// The connected workloads without the current roots or a certificate of the issuer.
-fn outdated_workloads(mesh: &Mesh) -> Vec<String> {
+/// The replicas that did not respond, and the connected workloads without the current roots or a
+/// certificate of the issuer. The replica that has the new CA may be the one that did not respond.
+fn outdated(mesh: &Mesh) -> Vec<String> {
     let issuer = mesh.issuer.as_ref().map(|issuer| &issuer.id);
+    let unreachable = mesh.unreachable.iter();
+    let unreachable =
+        unreachable.map(|(name, error)| format!("replica {name} to respond: {error}"));
     let outdated = mesh
         .workloads
         .iter()
         .filter(|one| !one.acknowledged || Some(&one.certificate_issuer) != issuer);
-    outdated
-        .map(|one| format!("{} to renew its certificate", workload_name(one)))
-        .collect()
+    let outdated = outdated.map(|one| format!("{} to renew its certificate", workload_name(one)));
+    unreachable.chain(outdated).collect()
 }
 
 /// Describes the first item that a phase waits for and the number of others, which `mesh identity`
@@ -281,6 +284,7 @@ fn print(style: TextStyle, text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::identity::status::{Authority, Workload};
 
     fn rotation(phase: &str, reverting: bool) -> Rotation {
         Rotation {
@@ -311,6 +315,35 @@ mod tests {
             intent(Request::Abandon, &rotation("steady", false)),
             Intent::Reject(_)
         ));
+    }
+
+    #[test]
+    fn waits_for_replicas_that_may_have_a_newer_issuer() {
+        let workload = |issuer: &str| Workload {
+            namespace: "shop".into(),
+            pod: "till".into(),
+            acknowledged: true,
+            certificate_issuer: issuer.into(),
+            ..Workload::default()
+        };
+        let mut mesh = Mesh {
+            issuer: Some(Authority {
+                id: "aa".into(),
+                ..Authority::default()
+            }),
+            workloads: vec![workload("aa")],
+            ..Mesh::default()
+        };
+        assert_eq!(outdated(&mesh), Vec::<String>::new());
+        mesh.unreachable.insert("a".into(), "refused".into());
+        mesh.workloads.push(workload("bb"));
+        assert_eq!(
+            outdated(&mesh),
+            [
+                "replica a to respond: refused",
+                "shop/till to renew its certificate"
+            ]
+        );
     }
 
     #[test]
