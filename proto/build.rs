@@ -7,7 +7,11 @@ const DESERIALIZE: &str = "#[derive(serde::Deserialize)] #[serde(default)]";
 const ONE_OF: &str = "#[derive(serde::Deserialize)] #[serde(rename_all = \"snake_case\")]";
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let files = ["mesh/v1/mesh.proto", "echo/v1/echo.proto"];
+    let files = [
+        "mesh/v1/mesh.proto",
+        "echo/v1/echo.proto",
+        "envoy/service/auth/v3/authorization.proto",
+    ];
     let descriptors = protox::compile(files, ["."])?;
     tonic_prost_build::configure()
         // As derived for messages without lists of messages.

@@ -352,6 +352,7 @@ fn allowed(message: &proto::Authorization, call: &Judged<'_>) -> Verdict {
                     ports: policy.ports.clone(),
                     rules: vec![rule.clone()],
                     issuers: policy.issuers.clone(),
+                    authorizer: None,
                 }],
                 deny_by_default: true,
                 ..proto::Authorization::default()

@@ -150,6 +150,12 @@ impl Authorization {
         self.enforced.judge(call)
     }
 
+    /// The names of the policies whose authorization servers are asked about a request that
+    /// [`judge`](Self::judge) allows: it is allowed if each of them allows it.
+    pub fn external(&self, call: &Call<'_>) -> Vec<Arc<str>> {
+        self.enforced.external(call)
+    }
+
     /// The denial of a call that [`judge`](Self::judge) allows, if the policies under audit were in
     /// force too.
     pub fn audit(&self, call: &Call<'_>) -> Option<Denial> {

@@ -16,6 +16,14 @@ pub mod echo {
     }
 }
 
+/// API of external authorization servers (ext_authz).
+pub mod envoy {
+    #[allow(missing_docs, clippy::all)]
+    pub mod auth {
+        tonic::include_proto!("envoy.service.auth.v3");
+    }
+}
+
 pub mod authorization;
 pub mod field;
 pub mod pattern;

@@ -152,6 +152,7 @@ pub fn denying(key: &Key, mode: Mode) -> proto::AuthorizationPolicy {
             ..proto::AuthorizationRule::default()
         }],
         issuers: vec![],
+        authorizer: None,
     }
 }
 

@@ -179,6 +179,7 @@ impl Reader<'_> {
             ports: vec![],
             rules: vec![],
             issuers,
+            authorizer: None,
         };
         if specs.is_empty() && !policy.issuers.is_empty() {
             return Err(invalid("spec.issuers: requires rules".to_owned()));

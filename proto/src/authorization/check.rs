@@ -9,6 +9,7 @@ use super::sources::Source;
 use crate::field;
 use crate::mesh::v1 as proto;
 use crate::mesh::v1::authorization_policy::Action;
+use crate::mesh::v1::authorizer::Protocol;
 use crate::policy::{Violation, check_name, violation};
 
 /// Rules of a policy.
@@ -22,13 +23,18 @@ pub const MAX_ISSUERS: usize = 8;
 const MAX_OF_ISSUER: usize = 16;
 /// The keys of an issuer, in bytes.
 const MAX_KEY_BYTES: usize = 64 * 1024;
+/// The path of an authorization server, in bytes, and the time for its answer, in milliseconds.
+const MAX_PATH_BYTES: usize = 1024;
+const MAX_AUTHORIZER_TIMEOUT: u64 = 60_000;
 
 /// Checks a policy. Fields have the names of the AuthorizationPolicy.
 pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
     let action = Action::try_from(policy.action).unwrap_or_default();
     if action == Action::Unspecified {
-        return Err(violation("action", policy.action, "ALLOW or DENY"));
+        let expected = "ALLOW, DENY or ExternalAuth";
+        return Err(violation("action", policy.action, expected));
     }
+    check_authorizer(policy, action)?;
     // The ports of all rules, at most.
     check_ports("ports", &policy.ports)?;
     check_count("rules", &policy.rules, MAX_RULES)?;
@@ -41,13 +47,85 @@ pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
     for rule in &policy.rules {
         check_rule(rule, has_issuers)?;
         let is_everywhere = policy.ports.is_empty() && rule.ports.is_empty();
-        if action == Action::Deny && is_everywhere && !rule.requests.is_empty() {
-            let expected =
-                "set, for a DENY rule about requests: it denies all other traffic at its ports";
+        if action != Action::Allow && is_everywhere && !rule.requests.is_empty() {
+            let expected = "set, for a rule about requests of DENY or ExternalAuth: it denies all other traffic at its ports";
             return Err(violation("rules.ports", "", expected));
         }
     }
     Ok(())
+}
+
+/// Checks the external authorization server. Fields have the names below `externalAuth`.
+fn check_authorizer(policy: &proto::AuthorizationPolicy, action: Action) -> Result<(), Violation> {
+    let authorizer = match (&policy.authorizer, action == Action::ExternalAuth) {
+        (Some(authorizer), true) => authorizer,
+        (None, false) => return Ok(()),
+        (_, is_required) => {
+            let expected = if is_required {
+                "set, with ExternalAuth"
+            } else {
+                "absent, without ExternalAuth"
+            };
+            return Err(violation("externalAuth", "", expected));
+        }
+    };
+    if policy.audit {
+        return Err(violation("mode", "Audit", "Enforce, with ExternalAuth"));
+    }
+    let is_http = match Protocol::try_from(authorizer.protocol) {
+        Ok(Protocol::Grpc) => false,
+        Ok(Protocol::Http) => true,
+        _ => {
+            return Err(violation(
+                "externalAuth.protocol",
+                authorizer.protocol,
+                "GRPC or HTTP",
+            ));
+        }
+    };
+    if authorizer.backend.is_empty() {
+        return Err(violation(
+            "externalAuth.backendRef",
+            "",
+            "a Service and a port",
+        ));
+    }
+    let (path, fields) = (&authorizer.path, &authorizer.response_fields);
+    if !is_http && !(path.is_empty() && fields.is_empty()) {
+        return Err(violation("externalAuth.http", "", "absent, with GRPC"));
+    }
+    let is_in_path = |byte: u8| byte.is_ascii_graphic() && !b"?#".contains(&byte);
+    let is_path = path.is_empty() || path.starts_with('/');
+    if path.len() > MAX_PATH_BYTES || !is_path || !path.bytes().all(is_in_path) {
+        let expected = "a path of at most 1024 visible ASCII characters";
+        return Err(violation("externalAuth.http.path", path, expected));
+    }
+    let field = "externalAuth.http.allowedResponseHeaders";
+    check_count(field, fields, MAX_ITEMS)?;
+    for name in fields {
+        check_name(field, name)?;
+        if field::is_reserved(name) {
+            return Err(violation(
+                field,
+                name,
+                "a header that no proxy or connection needs",
+            ));
+        }
+    }
+    let field = "externalAuth.allowedHeaders";
+    check_count(field, &authorizer.request_fields, MAX_ITEMS)?;
+    let mut names = authorizer.request_fields.iter();
+    names.try_for_each(|name| check_name(field, name))?;
+    if (1..=MAX_AUTHORIZER_TIMEOUT).contains(&authorizer.timeout) {
+        Ok(())
+    } else {
+        let timeout = format!("{}ms", authorizer.timeout);
+        Err(violation(
+            "externalAuth.timeout",
+            timeout,
+            "from 1ms to 60s",
+        ))
+    }
 }
 
 /// Checks an issuer of tokens. Whoever has them checks the keys.

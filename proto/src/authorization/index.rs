@@ -21,6 +21,7 @@ const ANY_CLIENT: u64 = 0;
 pub(super) struct Rules {
     allow: Index,
     deny: Index,
+    external: Index,
     /// The ports that ALLOW policies cover, in ascending order, with the first policy of each.
     covered: Vec<(u16, usize)>,
     /// The ports of policies with issuers, with each policy.
@@ -64,6 +65,7 @@ impl Rules {
         }
         rules.allow.entries.sort_unstable();
         rules.deny.entries.sort_unstable();
+        rules.external.entries.sort_unstable();
         rules.covered.sort_unstable();
         rules.covered.dedup_by_key(|(port, _)| *port);
         rules
@@ -86,6 +88,9 @@ impl Rules {
                 self.allow.add(&name, &ports, &policy.rules, set);
             }
             Ok(Action::Deny) => self.deny.add(&name, &ports, &policy.rules, set),
+            Ok(Action::ExternalAuth) if policy.authorizer.is_some() => {
+                self.external.add(&name, &ports, &policy.rules, set);
+            }
             // One of a later release may deny everything.
             _ => {
                 let unknown = proto::AuthorizationRule::default();
@@ -103,7 +108,12 @@ impl Rules {
             });
         }
         let facts = Facts::new(call, self.is_plain_only);
-        if let Some(rule) = self.deny.first_match(&facts) {
+        // No authorization server is asked about a connection.
+        let external = || match call.request {
+            None => self.external.first_match(&facts),
+            Some(_) => None,
+        };
+        if let Some(rule) = self.deny.first_match(&facts).or_else(external) {
             return Err(Denial {
                 rule: Some(rule.position),
                 ..Denial::of(&rule.policy)
@@ -120,6 +130,22 @@ impl Rules {
             }),
             ..Denial::of(nearest.map_or(policy, |(rule, _)| &rule.policy))
         })
+    }
+
+    /// The policies whose authorization servers are asked about a call.
+    pub(super) fn external(&self, call: &Call<'_>) -> Vec<Arc<str>> {
+        if self.external.rules.is_empty() {
+            return vec![];
+        }
+        let facts = Facts::new(call, self.is_plain_only);
+        let mut rules: Vec<usize> = self.external.possible_matches(&facts).collect();
+        rules.sort_unstable();
+        let policies = rules
+            .into_iter()
+            .map(|rule| &self.external.rules[rule].policy);
+        let mut policies: Vec<Arc<str>> = policies.cloned().collect();
+        policies.dedup();
+        policies
     }
 
     /// The first policy with issuers at the port, if none of them has issued the token.
@@ -168,14 +194,18 @@ impl Index {
         }
     }
 
-    /// The first DENY rule that is not false.
+    /// The first rule that is not false.
     fn first_match(&self, facts: &Facts<'_>) -> Option<&Rule> {
-        let matches = |rule: &usize| {
+        let first = self.possible_matches(facts).min()?;
+        Some(&self.rules[first])
+    }
+
+    /// The rules that are not false.
+    fn possible_matches(&self, facts: &Facts<'_>) -> impl Iterator<Item = usize> {
+        self.candidates(facts.call).filter(|rule| {
             facts.may_have(self.elements[*rule])
                 && self.rules[*rule].judge(facts).truth != Truth::False
-        };
-        let first = self.candidates(facts.call).filter(matches).min()?;
-        Some(&self.rules[first])
+        })
     }
 
     /// Whether an ALLOW rule is true. If not, the nearest one and its first condition that is not.

@@ -7,8 +7,8 @@ use crate::mesh::v1::authorization_policy::Action;
 use crate::mesh::v1::authorized_path::Kind as PathKind;
 use crate::mesh::v1::{
     AuthorizationPolicy, AuthorizationRule, AuthorizationSource, AuthorizationSources,
-    AuthorizedField, AuthorizedPath, ClaimField, IdentityMatch, RequestMatch, TokenIssuer,
-    Unauthenticated, authorization_source, authorized_field,
+    AuthorizedField, AuthorizedPath, Authorizer, ClaimField, IdentityMatch, RequestMatch,
+    TokenIssuer, Unauthenticated, authorization_source, authorized_field,
 };
 
 mod checks;

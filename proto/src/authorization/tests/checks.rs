@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::authorization::check;
+use crate::mesh::v1::authorizer::Protocol;
 
 fn checked(action: Action, rule: AuthorizationRule) -> String {
     let result = check(&policy("p", action, vec![rule]));
@@ -149,4 +150,60 @@ fn a_deny_rule_about_requests_requires_ports() {
         ..policy("p", Action::Deny, vec![about_paths])
     };
     assert_eq!(check(&policy), Ok(()));
+}
+
+#[test]
+fn checks_authorization_servers() {
+    let valid = Authorizer {
+        backend: "auth/server:9000".into(),
+        protocol: Protocol::Http.into(),
+        path: "/check".into(),
+        request_fields: vec!["cookie".into()],
+        response_fields: vec!["x-user".into()],
+        timeout: 1000,
+        fail_open: false,
+    };
+    let external = |authorizer| AuthorizationPolicy {
+        authorizer,
+        ..policy("p", Action::ExternalAuth, vec![rule()])
+    };
+    let check = |policy: &AuthorizationPolicy| check(policy).map_err(|violation| violation.field);
+    assert_eq!(check(&external(Some(valid.clone()))), Ok(()));
+    assert_eq!(check(&external(None)), Err("externalAuth"));
+    let deny = AuthorizationPolicy {
+        action: Action::Deny.into(),
+        ..external(Some(valid.clone()))
+    };
+    assert_eq!(check(&deny), Err("externalAuth"));
+    let audited = AuthorizationPolicy {
+        audit: true,
+        ..external(Some(valid.clone()))
+    };
+    assert_eq!(check(&audited), Err("mode"));
+    type Change = fn(&mut Authorizer);
+    let changes: [(Change, &str); 9] = [
+        (|one| one.backend.clear(), "externalAuth.backendRef"),
+        (|one| one.protocol = 0, "externalAuth.protocol"),
+        (
+            |one| one.protocol = Protocol::Grpc.into(),
+            "externalAuth.http",
+        ),
+        (|one| one.path = "check".into(), "externalAuth.http.path"),
+        (|one| one.path = "/a b".into(), "externalAuth.http.path"),
+        (
+            |one| one.response_fields = vec!["X_Called_By".into()],
+            "externalAuth.http.allowedResponseHeaders",
+        ),
+        (
+            |one| one.request_fields = vec!["a b".into()],
+            "externalAuth.allowedHeaders",
+        ),
+        (|one| one.timeout = 0, "externalAuth.timeout"),
+        (|one| one.timeout = 60_001, "externalAuth.timeout"),
+    ];
+    for (change, field) in changes {
+        let mut changed = valid.clone();
+        change(&mut changed);
+        assert_eq!(check(&external(Some(changed))), Err(field));
+    }
 }

@@ -75,6 +75,46 @@ fn a_deny_rule_about_requests_leaves_other_ports_open() {
     ));
 }
 
+/// A policy whose authorization server is asked.
+fn external(name: &str, rule: AuthorizationRule) -> AuthorizationPolicy {
+    AuthorizationPolicy {
+        authorizer: Some(Authorizer::default()),
+        ..policy(name, Action::ExternalAuth, vec![rule])
+    }
+}
+
+#[test]
+fn authorization_servers_are_asked_where_a_rule_may_match() {
+    let caller = identity("shop/web");
+    let head = get("/orders/1");
+    let (request, opaque) = (call(Some(&caller), Some(&head)), call(Some(&caller), None));
+    let unauthenticated = call(None, Some(&head));
+    let all = compile(vec![
+        external("a", about(paths(&["prefix:/orders"]))),
+        external("b", from(&[client("shop/till")])),
+        external("c", from(&[])),
+        external("d", rule()),
+        policy("e", Action::Allow, vec![rule()]),
+    ]);
+    let asked = |call: &Call<'_>| all.external(call).join(" ");
+    assert_eq!(asked(&request), "a d");
+    assert_eq!(asked(&unauthenticated), "a b d", "it may be shop/till");
+    assert_eq!(asked(&call(Some(&caller), Some(&get("/")))), "d");
+    assert_eq!(all.judge(&request), Ok(()));
+    // Nobody can ask about a connection.
+    let denial = all.judge(&opaque).unwrap_err();
+    assert_eq!((&*denial.policy, denial.rule), ("a", Some(0)));
+    assert_eq!(compile(vec![]).external(&request), Vec::<Arc<str>>::new());
+}
+
+/// 7.
+#[test]
+fn policy_without_its_authorization_server_denies() {
+    let caller = identity("shop/web");
+    let incomplete = policy("p", Action::ExternalAuth, vec![rule()]);
+    assert!(!judge(&[incomplete], &call(Some(&caller), Some(&get("/")))));
+}
+
 #[test]
 fn opaque_traffic_matches_no_allow_rule_about_requests() {
     let caller = identity("shop/web");

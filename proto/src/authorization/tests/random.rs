@@ -212,6 +212,7 @@ impl Random {
                 } else {
                     vec![]
                 },
+                authorizer: None,
             }
         });
         proto::Authorization {
