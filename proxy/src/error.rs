@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use diy_mesh_model::code::Code;
 use diy_mesh_proto::authorization::Denial;
-use http::StatusCode;
+use http::{HeaderName, HeaderValue, StatusCode};
 use thiserror::Error;
 
 /// Why the proxy did not forward a request or a connection, or could not complete it.
@@ -186,6 +187,22 @@ pub enum Failure {
         /// What a caller of another namespace is told in place of them.
         id: Option<u32>,
     },
+    /// The authorization server of a policy denies the request.
+    #[error("denied by the authorization server of {policy} with {}", reply.status)]
+    ExternallyDenied {
+        /// The policy.
+        policy: Arc<str>,
+        /// What the client gets.
+        reply: Box<ExternalReply>,
+    },
+    /// The authorization server of a policy did not answer.
+    #[error("the authorization server of {policy} did not answer: {reason}")]
+    AuthorizerFailed {
+        /// The policy.
+        policy: Arc<str>,
+        /// Why there is no answer.
+        reason: String,
+    },
     /// A CONNECT request for an application that does not declare that it accepts them.
     #[error(
         "CONNECT is not allowed: the pod does not have the annotation diy-service-mesh/allow-connect: \"true\""
@@ -262,6 +279,7 @@ impl Failure {
         match self {
             Self::NoneAccepts { last, .. } => last.status(),
             Self::FaultInjected { status, .. } => *status,
+            Self::ExternallyDenied { reply, .. } => reply.status,
             Self::TooLargeToMatch(RequestPart::Target) => StatusCode::URI_TOO_LONG,
             failure => {
                 let status = failure.code().statuses().first();
@@ -284,6 +302,9 @@ impl Failure {
                 format!("denied; the log of the callee's proxy has the reason under {id:08x}")
             }
             Self::InvalidToken { reason, .. } => format!("the token is not valid: {reason}"),
+            Self::AuthorizerFailed { .. } => {
+                "the authorization server of the callee did not answer".to_owned()
+            }
             failure => failure.to_string(),
         }
     }
@@ -366,6 +387,8 @@ impl Failure {
             Self::NotReady => Code::NotReady,
             Self::Denied { .. } => Code::Denied,
             Self::InvalidToken { .. } => Code::InvalidToken,
+            Self::ExternallyDenied { .. } => Code::ExternallyDenied,
+            Self::AuthorizerFailed { .. } => Code::AuthorizerFailed,
             Self::ConnectNotAllowed => Code::ConnectNotAllowed,
             Self::Timeout(_) => Code::Timeout,
         }
@@ -451,6 +474,23 @@ pub enum Limit {
     Attempt,
     /// The exchange: the caller of a gRPC call does not wait longer.
     Caller,
+}
+
+/// The response of an authorization server for the client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExternalReply {
+    /// The HTTP status.
+    pub status: StatusCode,
+    /// The fields.
+    pub headers: Vec<(HeaderName, HeaderValue)>,
+    /// The body.
+    pub body: Bytes,
+}
+
+impl From<Limit> for Failure {
+    fn from(limit: Limit) -> Self {
+        Self::Timeout(limit)
+    }
 }
 
 /// Whose requests share a bucket.

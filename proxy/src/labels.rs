@@ -34,6 +34,24 @@ impl MirrorResult {
     pub const NAMES: [&str; 3] = ["answered", "failed", "dropped"];
 }
 
+/// What an authorization server says about a request: the label `result` of the metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExternalResult {
+    /// It is allowed.
+    Allowed,
+    /// It is denied.
+    Denied,
+    /// Nothing: it is denied.
+    Failed,
+    /// Nothing: it is allowed, as the policy says.
+    FailedOpen,
+}
+
+impl ExternalResult {
+    /// The values of the label, in the order of the discriminants.
+    pub const NAMES: [&str; 4] = ["allowed", "denied", "failed", "failed-open"];
+}
+
 /// Why an endpoint is quarantined: the label `cause` of the metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {

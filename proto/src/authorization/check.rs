@@ -90,9 +90,9 @@ fn check_authorizer(policy: &proto::AuthorizationPolicy, action: Action) -> Resu
             "a Service and a port",
         ));
     }
-    let (path, fields) = (&authorizer.path, &authorizer.response_fields);
-    if !is_http && !(path.is_empty() && fields.is_empty()) {
-        return Err(violation("externalAuth.http", "", "absent, with GRPC"));
+    let path = &authorizer.path;
+    if !is_http && !path.is_empty() {
+        return Err(violation("externalAuth.http", path, "absent, with GRPC"));
     }
     let is_in_path = |byte: u8| byte.is_ascii_graphic() && !b"?#".contains(&byte);
     let is_path = path.is_empty() || path.starts_with('/');
@@ -100,9 +100,12 @@ fn check_authorizer(policy: &proto::AuthorizationPolicy, action: Action) -> Resu
         let expected = "a path of at most 1024 visible ASCII characters";
         return Err(violation("externalAuth.http.path", path, expected));
     }
-    let field = "externalAuth.http.allowedResponseHeaders";
-    check_count(field, fields, MAX_ITEMS)?;
-    for name in fields {
+    let (field, names) = (
+        "externalAuth.allowedResponseHeaders",
+        &authorizer.response_fields,
+    );
+    check_count(field, names, MAX_ITEMS)?;
+    for name in names {
         check_name(field, name)?;
         if field::is_reserved(name) {
             return Err(violation(

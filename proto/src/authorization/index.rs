@@ -58,8 +58,12 @@ impl Rules {
             .filter(|policy| with_audit || !policy.audit)
             .collect();
         let issuers = policies.iter().flat_map(|policy| &policy.issuers);
-        let set = issuers.flat_map(|issuer| issuer.fields.iter().map(|field| &*field.name));
-        let set: Vec<&str> = set.collect();
+        let claims = issuers.flat_map(|issuer| issuer.fields.iter().map(|field| &*field.name));
+        let authorizers = policies
+            .iter()
+            .filter_map(|policy| policy.authorizer.as_ref());
+        let others = authorizers.flat_map(|one| one.response_fields.iter().map(|name| &**name));
+        let set: Vec<&str> = claims.chain(others).collect();
         for policy in policies {
             rules.add(policy, &set);
         }

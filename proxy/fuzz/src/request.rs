@@ -172,7 +172,7 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
     ];
     let edits = |target| Edits {
         own: &own,
-        claims: &[],
+        policy: &[],
         route: [&changes, &[], &[]],
         host: rewrite.host.as_deref(),
         target,

@@ -6,6 +6,7 @@ use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::SystemTime;
 
@@ -17,10 +18,11 @@ use http::HeaderValue;
 
 use crate::context::worker::Worker;
 use crate::error::Failure;
-use crate::http::credentials::{ClaimFields, Credentials};
+use crate::http::credentials::{Credentials, PolicyFields};
 use crate::http::edits::MeshField;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
+use crate::inbound::external::Authorizer;
 use crate::inbound::policy::{Caller, Client, PREVIOUS_ATTEMPTS, Permit};
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot, Holder};
@@ -54,6 +56,15 @@ pub struct Flow {
     pub slot: Rc<ConnectionSlot>,
     /// The value of `X-Called-By`, which all requests of the connection share.
     pub called_by: OnceCell<Option<HeaderValue>>,
+}
+
+/// What allowed a request, or a connection, when it began.
+#[derive(Clone, Debug)]
+pub struct Allowed {
+    /// The version of the policy.
+    version: u64,
+    /// The authorization servers that were asked.
+    pub authorizers: Vec<Arc<Authorizer>>,
 }
 
 impl Flow {
@@ -119,35 +130,63 @@ impl Flow {
     }
 
     /// The fields in which the application gets claims, and none of a client.
-    pub fn claim_fields(&self) -> Option<ClaimFields> {
-        self.worker.policy().claim_fields(self.client()).cloned()
+    pub fn policy_fields(&self) -> Option<PolicyFields> {
+        self.worker.policy().policy_fields(self.client()).cloned()
     }
 
-    /// The version of the policy, for [`Flow::judge_again`].
-    pub fn policy_version(&self) -> u64 {
-        self.worker.policy_version()
+    /// The authorization servers that are asked about an allowed request.
+    pub fn authorizers(
+        &self,
+        request: &RequestView<'_>,
+        credentials: Option<&Credentials>,
+    ) -> Vec<Arc<Authorizer>> {
+        let policy = self.worker.policy();
+        policy.authorizers(self.client(), request, credentials)
     }
 
-    /// Judges an allowed request again, or a connection that carries no HTTP, if the policy is no
-    /// longer that of `version`.
+    /// What allows a request, or a connection, from now on.
+    pub fn allowed(&self) -> Allowed {
+        Allowed {
+            version: self.worker.policy_version(),
+            authorizers: vec![],
+        }
+    }
+
+    /// Judges an allowed request again, or a connection that carries no HTTP, if the policy has
+    /// changed.
     pub fn judge_again<'a>(
         &self,
-        version: &mut u64,
+        allowed: &mut Allowed,
         request: impl FnOnce() -> Option<RequestView<'a>>,
     ) -> Result<(), Failure> {
         let current = self.worker.policy_version();
-        if std::mem::replace(version, current) == current {
+        if std::mem::replace(&mut allowed.version, current) == current {
             return Ok(());
         }
-        self.judge(request().as_ref())
+        self.judge(request().as_ref(), allowed)
     }
 
-    /// Whether the AuthorizationPolicies allow a request, or a connection that carries no HTTP.
-    pub fn judge(&self, request: Option<&RequestView<'_>>) -> Result<(), Failure> {
+    /// Whether the AuthorizationPolicies allow a request, or a connection that carries no HTTP, which
+    /// began when others did. No authorization server is asked again.
+    pub fn judge(
+        &self,
+        request: Option<&RequestView<'_>>,
+        allowed: &Allowed,
+    ) -> Result<(), Failure> {
         let (policy, client) = (self.worker.policy(), self.client());
         let credentials = request.and_then(|request| policy.credentials(client, request));
-        let verdict = policy.judge(client, request, credentials.as_deref());
-        verdict.map_err(|failure| self.conceal(failure))
+        let credentials = credentials.as_deref();
+        let verdict = policy.judge(client, request, credentials);
+        verdict.map_err(|failure| self.conceal(failure))?;
+        let asked = request.map(|request| policy.authorizers(client, request, credentials));
+        let mut asked = asked.into_iter().flatten();
+        match asked.find(|one| !allowed.authorizers.contains(one)) {
+            None => Ok(()),
+            Some(authorizer) => Err(Failure::AuthorizerFailed {
+                policy: authorizer.policy.clone(),
+                reason: "the request began before the policy".to_owned(),
+            }),
+        }
     }
 
     /// Counts an allowed request, or a connection that carries no HTTP, that the policies under audit
@@ -245,14 +284,14 @@ impl Flow {
     }
 
     /// The end of this connection while its bytes are copied to `upstream` and back: its expiry, the
-    /// idle timeout, the end of its slot, or a policy later than `version` that does not allow it: as
+    /// idle timeout, the end of its slot, or a policy later than `allowed` that does not allow it: as
     /// the `request` that began a tunnel, or as a connection that carries no HTTP. To be polled after
     /// each transfer.
     pub fn copy_end<'a>(
         &'a self,
         client: &Io,
         upstream: &Io,
-        mut version: u64,
+        mut allowed: Allowed,
         request: Option<RequestView<'a>>,
     ) -> impl Future<Output = ()> + Unpin + use<'a> {
         let mut expiry = self.expiry(client, upstream);
@@ -262,7 +301,7 @@ impl Flow {
             if self.slot.is_ended() {
                 return Poll::Ready(());
             }
-            if self.judge_again(&mut version, || request).is_err() {
+            if self.judge_again(&mut allowed, || request).is_err() {
                 return Poll::Ready(());
             }
             if idle.poll_active(cx).is_ready() {

@@ -20,7 +20,8 @@ use crate::inbound::edges::NewEdge;
 use crate::observe::dump::{self, ExchangeDump};
 use crate::observe::metrics::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
-use crate::serve::mirror::{CopiedHead, Mirror};
+use crate::serve::call::CallHead;
+use crate::serve::mirror::Mirror;
 use crate::upstream::balance::{Backend, Endpoint};
 
 /// One request and its response.
@@ -124,7 +125,7 @@ impl ExchangeRecord {
         &mut self,
         backends: &[Arc<str>],
         request: &RequestView<'_>,
-        head: impl FnOnce() -> CopiedHead,
+        head: impl FnOnce() -> CallHead,
     ) {
         if !backends.is_empty() && !request.upgrade && !request.is_connect() {
             self.mirror = Mirror::new(&self.flow, backends, head());

@@ -47,6 +47,7 @@ fn on_worker<F: Future<Output = ()>>(test: F) {
 
 /// A worker whose destination [`WEB`] has routes.
 struct Mesh {
+    discovery: Discovery,
     worker: Rc<Worker>,
     destination: Rc<Backend>,
     /// The controller's end.
@@ -116,11 +117,12 @@ impl Mesh {
             control_proxy(stream, shared, routes, acknowledge, receiver).await;
         });
         let worker = Worker::new(WorkerContext {
-            discovery,
+            discovery: discovery.clone(),
             ..WorkerContext::for_a_test("")
         });
         let destination = worker.destinations.get_or_watch(WEB.parse().unwrap()).await;
         Self {
+            discovery,
             worker,
             destination,
             controller,

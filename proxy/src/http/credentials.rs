@@ -1,5 +1,5 @@
 //! What a request brings along to authorize it besides the identity of its client: a bearer token
-//! (RFC 6750).
+//! (RFC 6750). And what the application gets in its place: fields that no client can set.
 
 use std::sync::Arc;
 
@@ -17,17 +17,37 @@ pub struct Credentials {
     /// Why the token is not valid.
     pub refused: String,
     /// The fields that the application gets from the proxy, or does not get.
-    pub fields: Vec<ClaimField>,
+    pub fields: Vec<PolicyField>,
 }
 
-/// The names of fields in which the application gets claims, and none of a client.
-pub type ClaimFields = Arc<[Arc<str>]>;
+/// The names of fields that the application gets from policies, and none of a client.
+pub type PolicyFields = Arc<[Arc<str>]>;
 
-/// A field with the value of a claim. None: it is removed.
-#[derive(Clone, Debug)]
-pub struct ClaimField(pub Arc<str>, pub Option<HeaderValue>);
+/// A field with the value of a claim, or of an authorization server. None: it is removed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PolicyField(pub Arc<str>, pub Option<HeaderValue>);
 
 impl Credentials {
+    /// Without a token.
+    pub fn new(fields: &PolicyFields) -> Self {
+        let fields = fields.iter();
+        Self {
+            fields: fields.map(|name| PolicyField(name.clone(), None)).collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Sets the values of a field, in place of those that it has. None: it is removed.
+    pub fn set(&mut self, name: &Arc<str>, values: Vec<HeaderValue>) {
+        let is_field = |field: &PolicyField| field.0 == *name;
+        let at = self.fields.iter().position(is_field).unwrap_or_default();
+        self.fields.retain(|field| !is_field(field));
+        let none = values.is_empty().then_some(None);
+        let values = values.into_iter().map(Some).chain(none);
+        let fields = values.map(|value| PolicyField(name.clone(), value));
+        self.fields.splice(at..at, fields);
+    }
+
     /// There is a token, which is not valid.
     pub fn refuse(&mut self, reason: &str) {
         self.token = Some(Token::default());

@@ -5,7 +5,7 @@ use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_na
 use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use super::credentials::ClaimField;
+use super::credentials::PolicyField;
 use super::fields::FieldEdit;
 
 /// A field that only the mesh may set: it has this value alone, or is removed. Names are compared by
@@ -34,8 +34,8 @@ pub fn response_edits(from_proxy: bool) -> &'static [MeshField<'static>] {
 pub struct Edits<'a> {
     /// The fields of the mesh.
     pub own: &'a [MeshField<'a>],
-    /// The fields with claims, which only the mesh may set, too.
-    pub claims: &'a [ClaimField],
+    /// The fields of policies, which only the mesh may set, too.
+    pub policy: &'a [PolicyField],
     /// The changes of a route, in order.
     pub route: [&'a [FieldEdit]; 3],
     /// The new host, in the place of the old one.
@@ -54,9 +54,9 @@ impl<'a> Edits<'a> {
     }
 
     fn own(self) -> impl Iterator<Item = MeshField<'a>> {
-        let claims = self.claims.iter();
-        let claims = claims.map(|ClaimField(name, value)| MeshField(name, value.as_ref()));
-        self.own.iter().copied().chain(claims)
+        let fields = self.policy.iter();
+        let fields = fields.map(|PolicyField(name, value)| MeshField(name, value.as_ref()));
+        self.own.iter().copied().chain(fields)
     }
 
     fn route(self) -> impl Iterator<Item = &'a FieldEdit> {

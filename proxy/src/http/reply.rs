@@ -1,7 +1,6 @@
 //! Local replies: responses that the proxy makes itself, in either version of HTTP. A failure is
 //! one maker of them. Nothing here sends one.
 
-use std::borrow::Cow;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -19,14 +18,14 @@ const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
 /// A response of the proxy's own.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct LocalReply {
     /// The HTTP status.
     pub status: StatusCode,
-    /// Fields besides those of the body.
+    /// Fields besides those of the body. Without a Content-Type, the body is a text.
     pub headers: Vec<(HeaderName, HeaderValue)>,
-    /// Text for a person, without a line end.
-    pub message: Cow<'static, str>,
+    /// The body, most often a line of text. A gRPC call has it as its message.
+    pub body: Bytes,
     /// The status of a gRPC call, which has HTTP status 200 then.
     pub grpc_status: u8,
     /// The time after which a gRPC call may be sent again.
@@ -39,6 +38,18 @@ impl From<&Failure> for LocalReply {
             X_MESH_ERROR,
             HeaderValue::from_static(failure.code().label()),
         );
+        if let Failure::ExternallyDenied { reply, .. } = failure {
+            return Self {
+                body: reply.body.clone(),
+                grpc_status: failure.grpc_status(),
+                ..Self::bare(
+                    reply.status,
+                    std::iter::once(code)
+                        .chain(reply.headers.iter().cloned())
+                        .collect(),
+                )
+            };
+        }
         let allow = failure
             .allow()
             .map(|methods| (ALLOW, HeaderValue::from_static(methods)));
@@ -57,7 +68,7 @@ impl From<&Failure> for LocalReply {
                 .chain(retry_after)
                 .collect(),
             grpc_pushback: failure.retry_after(),
-            message: failure.client_message().into(),
+            body: format!("{}\n", failure.client_message()).into(),
             grpc_status: failure.grpc_status(),
         }
     }
@@ -69,7 +80,7 @@ impl LocalReply {
         Self {
             status,
             headers,
-            message: "".into(),
+            body: Bytes::new(),
             grpc_status: 0,
             grpc_pushback: None,
         }
@@ -104,22 +115,21 @@ impl LocalReply {
 
     /// The head and the body in HTTP/2.
     pub fn http2(&self, head_only: bool) -> (Response<()>, Bytes) {
-        let body = if self.message.is_empty() {
-            Bytes::new()
-        } else {
-            Bytes::from(format!("{}\n", self.message))
-        };
+        let body = self.body.clone();
         let mut head = Response::new(());
         *head.status_mut() = self.status;
         let headers = head.headers_mut();
-        if !body.is_empty() {
+        let has_type = self.headers.iter().any(|(name, _)| name == CONTENT_TYPE);
+        if !body.is_empty() && !has_type {
             let text = HeaderValue::from_static("text/plain; charset=utf-8");
             headers.insert(CONTENT_TYPE, text);
         }
         if self.status != StatusCode::NO_CONTENT {
             headers.insert(CONTENT_LENGTH, body.len().into());
         }
-        headers.extend(self.headers.iter().cloned());
+        for (name, value) in &self.headers {
+            headers.append(name, value.clone());
+        }
         (head, if head_only { Bytes::new() } else { body })
     }
 
@@ -136,7 +146,7 @@ impl LocalReply {
     pub fn grpc_trailers(&self) -> HeaderMap {
         let mut fields = HeaderMap::with_capacity(3);
         fields.insert(GRPC_STATUS, u16::from(self.grpc_status).into());
-        if let Ok(message) = HeaderValue::try_from(percent_encoded(&self.message)) {
+        if let Ok(message) = HeaderValue::try_from(percent_encoded(self.body.trim_ascii_end())) {
             fields.insert(GRPC_MESSAGE, message);
         }
         if let Some(pushback) = self.grpc_pushback {
@@ -150,11 +160,11 @@ impl LocalReply {
 }
 
 /// The encoding of `grpc-message`: bytes from space to tilde stay, except the percent sign.
-fn percent_encoded(text: &str) -> String {
+fn percent_encoded(text: &[u8]) -> String {
     let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
+    for byte in text {
         match byte {
-            b' '..=b'~' if byte != b'%' => encoded.push(byte.into()),
+            b' '..=b'~' if *byte != b'%' => encoded.push((*byte).into()),
             _ => encoded.push_str(&format!("%{byte:02X}")),
         }
     }

@@ -71,6 +71,8 @@ impl Verdict {
                 rejected(Retryable::All)
             }
             (_, _, Some(b"memory-exhausted")) => rejected(Retryable::Idempotent),
+            // The authorization server is to blame, and not the endpoint.
+            (_, _, Some(b"authorizer-failed" | b"externally-denied")) => Self::Success,
             // Another limit of its proxy, such as that of the header.
             (_, Some(RESOURCE_EXHAUSTED), Some(_)) => Self::Success,
             // The application asks for a retry (gRPC's proposal A6).
@@ -252,6 +254,10 @@ mod tests {
         // Its application may have got the request.
         let ended = [error("memory-exhausted")];
         assert_eq!(judge(503, &ended, true), overloaded(Idempotent, 0));
+        for code in ["authorizer-failed", "externally-denied"] {
+            assert_eq!(judge(503, &[error(code)], true), Success, "{code}");
+            assert_eq!(judge(503, &[error(code)], false), Failure, "{code}");
+        }
         for (code, expected) in [
             ("overloaded", overloaded(All, 0)),
             ("headers-too-large", Success),

@@ -138,7 +138,8 @@ impl<'a> RequestView<'a> {
         self.method.eq_ignore_ascii_case(b"CONNECT") && !self.upgrade
     }
 
-    fn path_and_query(&self) -> &'a [u8] {
+    /// The path with the query, as they were sent. Empty for CONNECT.
+    pub fn path_and_query(&self) -> &'a [u8] {
         match memchr::memmem::find(self.target, b"://") {
             _ if self.is_connect() => b"",
             Some(scheme) if !self.target.starts_with(b"/") => {

@@ -2,6 +2,7 @@
 //! accepts only authenticated peers, and AuthorizationPolicies decide who of the accepted clients may
 //! call. Pure: all inputs are arguments.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -13,8 +14,9 @@ pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::error::Failure;
-use crate::http::credentials::{ClaimFields, Credentials};
+use crate::http::credentials::{Credentials, PolicyFields};
 use crate::http::view::RequestView;
+use crate::inbound::external::Authorizer;
 use crate::inbound::limit::RateLimits;
 use crate::inbound::token::Issuers;
 
@@ -99,6 +101,10 @@ pub struct Policies {
     authorization: Arc<Authorization>,
     /// None: no policy reads tokens.
     issuers: Option<Arc<Issuers>>,
+    /// Those of policies with an authorization server, in the order of their names.
+    authorizers: Arc<[Arc<Authorizer>]>,
+    /// The fields that the application gets from policies, and none of a client.
+    fields: PolicyFields,
 }
 
 impl Policies {
@@ -111,6 +117,8 @@ impl Policies {
         Self {
             authorization: Arc::new(Authorization::compile(&message)),
             issuers: Issuers::compile(&message).map(Arc::new),
+            authorizers: Authorizer::of_policies(&message).map(Arc::new).collect(),
+            fields: policy_fields(&message),
         }
     }
 
@@ -150,20 +158,47 @@ impl Policy {
         Ok(Permit(()))
     }
 
-    /// What the policies read from a request. None: nothing.
+    /// What the policies read from a request, and set in it. None: nothing.
     pub fn credentials(
         &self,
         client: Client<'_>,
         request: &RequestView<'_>,
     ) -> Option<Box<Credentials>> {
-        let issuers = self.policies_for(client)?.issuers.as_ref()?;
-        Some(Box::new(issuers.credentials(client.port, request)))
+        let policies = self.policies_for(client)?;
+        if policies.issuers.is_none() && policies.fields.is_empty() {
+            return None;
+        }
+        let mut credentials = Box::new(Credentials::new(&policies.fields));
+        if let Some(issuers) = &policies.issuers {
+            issuers.read(client.port, request, &mut credentials);
+        }
+        Some(credentials)
     }
 
-    /// The fields in which the application gets claims, and none of a client.
-    pub fn claim_fields(&self, client: Client<'_>) -> Option<&ClaimFields> {
-        let issuers = self.policies_for(client)?.issuers.as_ref()?;
-        Some(issuers.fields()).filter(|fields| !fields.is_empty())
+    /// The fields that the application gets from policies, and none of a client.
+    pub fn policy_fields(&self, client: Client<'_>) -> Option<&PolicyFields> {
+        let fields = &self.policies_for(client)?.fields;
+        Some(fields).filter(|fields| !fields.is_empty())
+    }
+
+    /// The authorization servers that are asked about a request that the policies allow.
+    pub fn authorizers(
+        &self,
+        client: Client<'_>,
+        request: &RequestView<'_>,
+        credentials: Option<&Credentials>,
+    ) -> Vec<Arc<Authorizer>> {
+        let policies = self.policies_for(client);
+        let Some(policies) = policies.filter(|policies| !policies.authorizers.is_empty()) else {
+            return vec![];
+        };
+        let call = client.call(Some(request), credentials);
+        let names = policies.authorization.external(&call);
+        let authorizers = policies.authorizers.iter();
+        authorizers
+            .filter(|one| names.contains(&one.policy))
+            .cloned()
+            .collect()
     }
 
     /// Whether the request may be forwarded to the application.
@@ -230,6 +265,19 @@ impl Policy {
         let policies = self.authorization.as_ref();
         policies.filter(|_| *client.caller != Caller::App)
     }
+}
+
+/// The fields that policies in force set from claims, or from what authorization servers answer.
+fn policy_fields(message: &proto::Authorization) -> PolicyFields {
+    let policies = message.policies.iter().filter(|policy| !policy.audit);
+    let fields = policies.flat_map(|policy| {
+        let claims = policy.issuers.iter().flat_map(|issuer| &issuer.fields);
+        let authorizer = policy.authorizer.iter();
+        let answers = authorizer.flat_map(|authorizer| &authorizer.response_fields);
+        claims.map(|field| &field.name).chain(answers)
+    });
+    let fields: BTreeSet<Arc<str>> = fields.map(|name| name.as_str().into()).collect();
+    fields.into_iter().collect()
 }
 
 #[cfg(test)]

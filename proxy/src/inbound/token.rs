@@ -11,7 +11,7 @@ use http::HeaderValue;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::http::credentials::{ClaimField, ClaimFields, Credentials, bearer, field_value};
+use crate::http::credentials::{Credentials, bearer, field_value};
 use crate::http::view::RequestView;
 
 /// The tolerated difference to the clock of an issuer, in seconds.
@@ -21,8 +21,6 @@ const LEEWAY: u64 = 60;
 #[derive(Debug)]
 pub struct Issuers {
     verifiers: Vec<Verifier>,
-    /// The fields that are set from claims, or removed.
-    fields: ClaimFields,
 }
 
 /// An issuer, with the policies that have it.
@@ -55,13 +53,9 @@ impl Issuers {
     /// Those of a message. None: it has none.
     pub fn compile(message: &proto::Authorization) -> Option<Issuers> {
         let mut verifiers: Vec<Verifier> = vec![];
-        let mut fields = vec![];
         for policy in &message.policies {
             for issuer in &policy.issuers {
                 let accepting = Accepting::new(policy, issuer);
-                if !policy.audit {
-                    fields.extend(accepting.fields.iter().map(|(name, _)| name.clone()));
-                }
                 // Each is asked once, however many policies have it.
                 let known = verifiers.iter_mut().find(|known| known.is_same(issuer));
                 match known {
@@ -70,34 +64,22 @@ impl Issuers {
                 }
             }
         }
-        fields.sort_unstable();
-        fields.dedup();
-        (!verifiers.is_empty()).then(|| Issuers {
-            verifiers,
-            fields: fields.into(),
-        })
+        (!verifiers.is_empty()).then_some(Issuers { verifiers })
     }
 
-    /// The fields that are set from claims, or removed.
-    pub fn fields(&self) -> &ClaimFields {
-        &self.fields
-    }
-
-    /// The credentials of a request at a port.
-    pub fn credentials(&self, port: u16, request: &RequestView<'_>) -> Credentials {
-        let mut credentials = Credentials::default();
-        let mut values = vec![];
+    /// Reads the credentials of a request at a port.
+    pub fn read(&self, port: u16, request: &RequestView<'_>, credentials: &mut Credentials) {
         match bearer(request) {
             Ok(None) => {}
-            Ok(Some(token)) => values = self.verify(token, port.into(), &mut credentials),
+            Ok(Some(token)) => {
+                let values = self.verify(token, port.into(), credentials);
+                // The first policy wins.
+                for (name, value) in values.into_iter().rev() {
+                    credentials.set(&name, vec![value]);
+                }
+            }
             Err(reason) => credentials.refuse(reason),
         }
-        let value = |name: &Arc<str>| {
-            let value = values.iter().find(|(field, _)| field == name);
-            ClaimField(name.clone(), value.map(|(_, value)| value.clone()))
-        };
-        credentials.fields = self.fields.iter().map(value).collect();
-        credentials
     }
 
     /// Verifies a token. Returns the values of fields.

@@ -22,7 +22,7 @@ use tokio::sync::watch;
 
 use crate::error::{Exceeded, Failure};
 use crate::inbound::edges::Edges;
-use crate::labels::{Cause, LimitKind, MirrorResult, RetryDenial};
+use crate::labels::{Cause, ExternalResult, LimitKind, MirrorResult, RetryDenial};
 use crate::limits::timeouts::TimeoutKind;
 use crate::observe::exceptions::{Exception, Exceptions};
 use crate::route::fault::FaultKind;
@@ -54,6 +54,8 @@ pub struct Metrics {
     upstream: [Arc<UpstreamMetrics>; 2],
     /// By [`MirrorResult`].
     mirrors: [Counter; MirrorResult::NAMES.len()],
+    /// By [`ExternalResult`].
+    external: [Counter; ExternalResult::NAMES.len()],
     faults: NamedCounters,
     rate_limited: NamedCounters,
     /// Allowed requests and connections that the policies under audit would deny.
@@ -155,6 +157,13 @@ impl Metrics {
             "result",
             MirrorResult::NAMES,
         );
+        let external = register_family(
+            r,
+            "external_authorizations",
+            "Questions to authorization servers, by result",
+            "result",
+            ExternalResult::NAMES,
+        );
         let zones = register_family(
             r,
             "zone_requests",
@@ -204,6 +213,7 @@ impl Metrics {
             flows,
             upstream,
             mirrors,
+            external,
             zones,
             faults,
             rate_limited,
@@ -251,6 +261,11 @@ impl Metrics {
     /// Counts a request, or an opaque connection, to an endpoint in this zone or in another one.
     pub fn zone(&self, is_own: bool) {
         self.zones[usize::from(!is_own)].inc();
+    }
+
+    /// Counts a question to an authorization server.
+    pub fn external(&self, result: ExternalResult) {
+        self.external[result as usize].inc();
     }
 
     /// Counts a copy of a request.

@@ -65,7 +65,7 @@ pub async fn detect(
         (_, None) => (Rules::Inner, CLIENT_FIRST_TIMEOUT),
     };
     let mut detector = Detector::new(rules);
-    let mut policy_version = flow.policy_version();
+    let mut allowed = flow.allowed();
     if let Err(refused) = flow.authorize_connection() {
         // The application gets no connection for a client that has to authenticate first, or that may
         // only send requests.
@@ -109,7 +109,7 @@ pub async fn detect(
             let upstream = &mut dialed.insert(*new).upstream;
             let first = poll_fn(|cx| match reading.as_mut().poll(cx) {
                 Poll::Pending => loop {
-                    flow.judge_again(&mut policy_version, || None)?;
+                    flow.judge_again(&mut allowed, || None)?;
                     match ready!(upstream.poll_fill(cx)) {
                         Ok(1..) if declared.is_none() && is_http2_server(upstream.unread()) => {}
                         // The copy forwards the bytes, the end or the error.

@@ -5,6 +5,8 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use http::HeaderValue;
+
 use super::fault::Injection;
 use super::matching::Match;
 use super::session::{self, Session, Tag};
@@ -185,11 +187,19 @@ impl Plan {
         Some(self.applied()?.changes(self.backend))
     }
 
+    /// Sets fields that the application gets from an authorization server.
+    pub fn set_fields(&mut self, fields: Vec<(Arc<str>, Vec<HeaderValue>)>) {
+        let credentials = self.credentials.get_or_insert_default();
+        for (name, values) in fields {
+            credentials.set(&name, values);
+        }
+    }
+
     /// The changes of the request's head: `own`, those of the mesh, then those of the rule.
     pub fn request_edits<'a>(&'a self, own: &'a [MeshField<'a>]) -> Edits<'a> {
         let credentials = self.credentials.as_ref();
         let edits = Edits {
-            claims: credentials.map_or(&[], |credentials| &credentials.fields),
+            policy: credentials.map_or(&[], |credentials| &credentials.fields),
             ..Edits::of(own)
         };
         self.changes().map_or(edits, |changes| Edits {

@@ -1,5 +1,5 @@
-//! The steps between the plan of a request and its first attempt, in this order: authorization, rate
-//! limits, faults. Authorization and limits protect the pod's application: they apply inbound. Faults
+//! The steps between the plan of a request and its first attempt, in this order: authorization by the
+//! policies of the pod, then by the authorization servers that they name, rate limits, faults. Authorization and limits protect the pod's application: they apply inbound. Faults
 //! test its callers: routes draw them, and only outbound requests have routes.
 
 use std::future::{Future, poll_fn};
@@ -7,6 +7,7 @@ use std::pin::pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use crate::context::flow::Allowed;
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
 use crate::http::credentials::Credentials;
@@ -16,6 +17,7 @@ use crate::limits::deadline::Deadline;
 use crate::route::fault::{FaultKind, Injection};
 use crate::route::matching::MatchInput;
 use crate::route::{Answer, Plan};
+use crate::serve::external;
 use diy_mesh_model::exchange::Direction;
 
 /// Whether the request may be forwarded. None if the client leaves in the meantime: `poll_gone` is
@@ -25,12 +27,33 @@ pub async fn apply(
     request: &RequestView<'_>,
     deadline: Deadline,
     record: &mut ExchangeRecord,
-    poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+    allowed: &mut Allowed,
+    mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
 ) -> Option<Result<Permit, Answer>> {
-    let permit = match authorize(record, request, plan.credentials.as_deref()) {
+    let credentials = plan.credentials.as_deref();
+    let permit = match record.flow.authorize_request(request, credentials) {
         Ok(permit) => permit,
         Err(failure) => return Some(Err(failure.into())),
     };
+    allowed.authorizers = record.flow.authorizers(request, credentials);
+    if !allowed.authorizers.is_empty() {
+        let authorizers = &allowed.authorizers;
+        // Boxed: most requests need no answer.
+        let asked = Box::pin(external::ask(
+            authorizers,
+            plan,
+            request,
+            deadline,
+            record,
+            &mut poll_gone,
+        ));
+        if let Err(failure) = asked.await? {
+            return Some(Err(failure.into()));
+        }
+    }
+    if let Err(failure) = count(record, request, plan.credentials.as_deref()) {
+        return Some(Err(failure.into()));
+    }
     if !plan.faults.is_empty() {
         let faults = std::mem::take(&mut plan.faults);
         // Boxed: faults are for tests.
@@ -42,13 +65,12 @@ pub async fn apply(
     Some(plan.answer.take().map_or(Ok(permit), Err))
 }
 
-/// Authorizes the request, and takes a token of each rate limit that counts it.
-fn authorize(
+/// Records an authorized request, and takes a token of each rate limit that counts it.
+fn count(
     record: &mut ExchangeRecord,
     request: &RequestView<'_>,
     credentials: Option<&Credentials>,
-) -> Result<Permit, Failure> {
-    let permit = record.flow.authorize_request(request, credentials)?;
+) -> Result<(), Failure> {
     record.allowed(request);
     if let Some(denial) = record.flow.audit(Some(request), credentials) {
         record.would_deny(&denial);
@@ -56,7 +78,7 @@ fn authorize(
     let flow = &record.flow;
     let policy = flow.worker.policy();
     if flow.direction == Direction::Outbound || policy.rate_limits.0.is_empty() {
-        return Ok(permit);
+        return Ok(());
     }
     let (port, caller) = (flow.original.port(), flow.caller.identity());
     let input = MatchInput::new(*request);
@@ -66,7 +88,7 @@ fn authorize(
     if let Err(Failure::RateLimited(exceeded)) = &taken {
         flow.worker.metrics.rate_limited(exceeded);
     }
-    taken.map(|()| permit)
+    taken
 }
 
 /// Delays the request until its deadline at most, and fails in place of a backend. None if the

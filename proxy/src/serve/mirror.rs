@@ -8,8 +8,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
-use http::request::Parts;
+use bytes::BytesMut;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::spawn_local;
 
@@ -18,63 +17,15 @@ use crate::error::Limit;
 use crate::http::replay::MAX_REPLAY;
 use crate::limits::deadline::Deadline;
 use crate::limits::memory::Charge;
-use crate::route::AttemptSettings;
 use crate::secure::io::MAX_FILL;
-use crate::serve::attempts::{Attempt, AttemptError, Attempts, Step};
-use crate::serve::{http1, http2};
+use crate::serve::call::{Call, CallHead};
 
 /// The time for a copy and its response.
 const MIRROR_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The head of a request that is copied.
-#[derive(Clone, Debug)]
-pub enum CopiedHead {
-    /// As it was written for the next hop.
-    Http1 {
-        /// Up to the empty line.
-        head: Bytes,
-        /// GET, POST, ...
-        method: Bytes,
-        /// The body is sent in chunks.
-        chunked: bool,
-    },
-    /// As it was prepared for the next hop.
-    Http2(Box<Parts>),
-}
-
-impl CopiedHead {
-    /// The memory of the head.
-    fn size(&self) -> usize {
-        match self {
-            Self::Http1 { head, .. } => head.len(),
-            Self::Http2(parts) => http2::head::size(parts),
-        }
-    }
-
-    /// Sends a copy with this head and body to one endpoint.
-    async fn attempt(
-        &self,
-        body: &Bytes,
-        attempt: &mut Attempt<'_>,
-        flow: &Flow,
-    ) -> Result<(), AttemptError> {
-        match self {
-            Self::Http1 {
-                head,
-                method,
-                chunked,
-            } => {
-                let message = http1::mirror::message(head, body, *chunked);
-                http1::mirror::attempt(&message, method, attempt, flow).await
-            }
-            Self::Http2(parts) => http2::mirror::attempt(parts, body, attempt, flow).await,
-        }
-    }
-}
-
 /// A copy that is collected while its request passes.
 pub struct Mirror {
-    head: CopiedHead,
+    head: CallHead,
     body: BytesMut,
     backends: Vec<Arc<str>>,
     flow: Rc<Flow>,
@@ -84,7 +35,7 @@ pub struct Mirror {
 
 impl Mirror {
     /// Begins a copy for each of these backends. None if there are too many.
-    pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: CopiedHead) -> Option<Box<Self>> {
+    pub fn new(flow: &Rc<Flow>, backends: &[Arc<str>], head: CallHead) -> Option<Box<Self>> {
         let slot = flow.worker.mirrors.clone().try_acquire_owned().ok();
         let mut memory = Charge::new(Rc::new(flow.slot.beside()));
         // The copy, its message for a backend, and the response that is read.
@@ -125,10 +76,15 @@ impl Mirror {
                 memory,
                 slot,
             } = self;
-            let body = body.freeze();
+            let call = Call {
+                head,
+                body: body.freeze(),
+                is_repeatable: false,
+                max_answer: None,
+            };
             let sent = pin!(async {
                 for name in backends {
-                    let result = send(&flow, &name, &head, &body).await;
+                    let result = send(&flow, &name, &call).await;
                     flow.worker.metrics.mirror(result);
                 }
             });
@@ -141,39 +97,21 @@ impl Mirror {
 }
 
 /// Sends a copy to one backend.
-async fn send(flow: &Flow, name: &Arc<str>, head: &CopiedHead, body: &Bytes) -> MirrorResult {
-    let backend = flow.worker.destinations.backend(name).await;
-    let settings = AttemptSettings {
-        deadline: Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange),
-        ..AttemptSettings::default()
-    };
-    // Its caller is the pod's own application, which may send to others.
-    let Ok(permit) = flow.authorize_connection() else {
-        return MirrorResult::Failed;
-    };
-    let mut attempts = Attempts::new(flow, &backend, settings, permit);
-    let failure = loop {
-        let mut attempt = match attempts.begin(flow) {
-            Ok(attempt) => attempt,
-            Err(failure) => break failure,
-        };
-        let deadline = attempt.deadline();
-        let sent = deadline
-            .limit(pin!(head.attempt(body, &mut attempt, flow)))
-            .await;
-        let Err(error) = sent else {
-            return MirrorResult::Answered;
-        };
-        if let Step::Done(failure) = attempt.next(error, flow, || true) {
-            break failure;
+async fn send(flow: &Flow, name: &Arc<str>, call: &Call) -> MirrorResult {
+    let deadline = Deadline::after(Some(MIRROR_TIMEOUT), Limit::Exchange);
+    match call.send(flow, name, deadline).await {
+        Ok(_) => MirrorResult::Answered,
+        Err(failure) => {
+            tracing::debug!(backend = %name, "mirrored request failed: {failure}");
+            MirrorResult::Failed
         }
-    };
-    tracing::debug!(backend = %name, "mirrored request failed: {failure}");
-    MirrorResult::Failed
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
+
     use super::*;
     use crate::context::worker::{Worker, WorkerContext};
     use crate::inbound::policy::Caller;
@@ -195,7 +133,7 @@ mod tests {
             destination: Backend::alone(address),
             caller: Caller::App,
         });
-        let head = CopiedHead::Http1 {
+        let head = CallHead::Http1 {
             head: vec![b'h'; 60_000].into(),
             method: Bytes::from_static(b"POST"),
             chunked: true,

@@ -2,7 +2,9 @@
 //! between the plan and the first attempt, `attempts.rs` decides on another one.
 
 pub(crate) mod attempts;
+pub mod call;
 pub mod copy;
+pub(crate) mod external;
 pub(crate) mod filters;
 pub mod http1;
 pub mod http2;

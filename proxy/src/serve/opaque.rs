@@ -40,14 +40,14 @@ pub async fn serve(
 ) {
     let mut record = ConnectionRecord::new(&flow);
     let mut memory = flow.charge();
-    let mut version = flow.policy_version();
+    let mut allowed = flow.allowed();
     let dialed = match dialed {
         Some(dialed) => flow.authorize_connection().map(|_| dialed),
         None => dial(&flow, Alpn::Opaque).await,
     };
     // The policy may have changed in the meantime.
     let dialed = dialed.and_then(|dialed| {
-        let verdict = flow.judge_again(&mut version, || None);
+        let verdict = flow.judge_again(&mut allowed, || None);
         verdict.map(|()| dialed)
     });
     let Dialed {
@@ -66,7 +66,7 @@ pub async fn serve(
     if let Some(edge) = flow.new_edge(None) {
         flow.worker.edges.add(*edge);
     }
-    let mut end = flow.copy_end(&client, &upstream, version, None);
+    let mut end = flow.copy_end(&client, &upstream, allowed, None);
     let charge = &mut |bytes| memory.hold(bytes).is_ok();
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
     in_flight.closed(copied.received > 0, copied.upstream_ended_first);
@@ -77,7 +77,7 @@ pub async fn serve(
         )),
         End::Overloaded => record.fail(&EXHAUSTED),
         End::Expired => {
-            let denied = flow.judge(None).err();
+            let denied = flow.judge(None, &flow.allowed()).err();
             denied.iter().for_each(|failure| record.fail(failure));
         }
         End::Complete | End::Failed => {}

@@ -192,7 +192,7 @@ fn checks_authorization_servers() {
         (|one| one.path = "/a b".into(), "externalAuth.http.path"),
         (
             |one| one.response_fields = vec!["X_Called_By".into()],
-            "externalAuth.http.allowedResponseHeaders",
+            "externalAuth.allowedResponseHeaders",
         ),
         (
             |one| one.request_fields = vec!["a b".into()],

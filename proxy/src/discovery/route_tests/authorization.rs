@@ -1,6 +1,7 @@
 //! Tests of AuthorizationPolicies, from the controller's message to what the application gets.
 
 mod changes;
+mod external;
 mod tokens;
 
 use std::cell::Cell;

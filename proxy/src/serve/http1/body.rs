@@ -12,7 +12,7 @@ use thiserror::Error;
 use tokio::io::AsyncWrite;
 
 use super::head::{Framing, LineSearch, put_field};
-use crate::http::credentials::ClaimFields;
+use crate::http::credentials::PolicyFields;
 use crate::http::replay::Replay;
 use crate::secure::io::Io;
 
@@ -71,7 +71,7 @@ pub struct Relay {
     /// Bytes were read since the last acknowledgment. The sender may keep the rest until then.
     unacknowledged: bool,
     /// Fields that are removed from the trailers, with those that are always.
-    removed: Option<ClaimFields>,
+    removed: Option<PolicyFields>,
 }
 
 impl Relay {
@@ -94,7 +94,7 @@ impl Relay {
 
     /// Creates a relay of a request, whose start is kept for another attempt until
     /// [`Relay::discard_replay`], and whose trailers lose the `removed` fields.
-    pub fn with_replay(framing: Framing, head: BytesMut, removed: Option<ClaimFields>) -> Self {
+    pub fn with_replay(framing: Framing, head: BytesMut, removed: Option<PolicyFields>) -> Self {
         Self {
             replay: Replay::new(head.len()),
             removed,
@@ -168,6 +168,20 @@ impl Relay {
         self.replay.discard();
     }
 
+    /// Replaces the head, of which nothing has been written.
+    pub fn replace_head(&mut self, head: BytesMut) {
+        let body = self.pending.split_off(self.head);
+        self.head = head.len();
+        self.replay = Replay::new(self.head);
+        self.pending = head;
+        self.pending.extend_from_slice(&body);
+    }
+
+    /// The sender has ended its direction of the connection.
+    pub fn end_of_stream(&mut self) -> Result<(), BodyError> {
+        self.decoder.end_of_stream()
+    }
+
     /// Ends the relay early: the receiver accepts no more bytes. The sender's connection ends with
     /// the exchange, unless the complete body was read.
     pub fn stop(&mut self) {
@@ -232,7 +246,7 @@ impl Relay {
             };
             self.unacknowledged = true;
             if filled.map_err(BodyError::SenderFailed)? == 0 {
-                self.decoder.end_of_stream()?;
+                self.end_of_stream()?;
             }
         }
     }

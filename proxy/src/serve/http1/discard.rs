@@ -1,10 +1,10 @@
-//! Bodies of HTTP/1 responses that nobody gets: read and dropped, so that the connection can carry
-//! another exchange.
+//! Bodies of HTTP/1 responses that no client gets: read, or read and dropped, so that the connection
+//! can carry another exchange.
 
 use std::future::poll_fn;
 use std::time::Instant;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 
 use super::body::Relay;
 use super::head::{Framing, ResponseHead};
@@ -45,7 +45,7 @@ pub fn response(
     }
 }
 
-/// A body that is dropped.
+/// A body that no client gets.
 pub struct Body(Relay);
 
 impl Body {
@@ -69,6 +69,28 @@ impl Body {
             left = left.checked_sub(read).ok_or("it is too long")?;
         }
         Ok(())
+    }
+
+    /// Reads it to its end, if it has at most `max` bytes.
+    pub async fn read(mut self, io: &mut Io, max: usize) -> Result<Bytes, String> {
+        loop {
+            let decoded = self.0.decode_buffered(io.unread(), &mut |_| {});
+            decoded.map_err(|error| error.to_string())?;
+            if self.0.pending().len() > max {
+                return Err("it is too long".to_owned());
+            }
+            if self.0.is_read() {
+                return Ok(Bytes::copy_from_slice(self.0.pending()));
+            }
+            io.acknowledge();
+            if poll_fn(|cx| io.poll_fill(cx))
+                .await
+                .map_err(|error| error.to_string())?
+                == 0
+            {
+                self.0.end_of_stream().map_err(|error| error.to_string())?;
+            }
+        }
     }
 }
 

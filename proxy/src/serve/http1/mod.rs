@@ -6,9 +6,9 @@
 
 mod attempt;
 pub mod body;
+pub mod call;
 mod discard;
 pub mod head;
-pub mod mirror;
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -24,7 +24,7 @@ use tokio::time::{timeout, timeout_at};
 use self::attempt::{Outcome, request_failure};
 use self::body::Relay;
 use self::head::{Framing, HeadSearch, MAX_HEAD, Refused, RequestHead};
-use crate::context::flow::Flow;
+use crate::context::flow::{Allowed, Flow};
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
 use crate::limits::lifetime::{Lifetime, drained_or};
@@ -34,9 +34,9 @@ use crate::observe::metrics::HttpVersion;
 use crate::route::{Answer, AttemptSettings, Plan};
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempts, Step, pause};
+use crate::serve::call::CallHead;
 use crate::serve::copy::{self, End};
 use crate::serve::filters;
-use crate::serve::mirror::CopiedHead;
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
 /// step would leave gaps in the heap.
@@ -178,8 +178,8 @@ struct Exchange<'a> {
     client_ended: bool,
     /// Its half-close was passed on.
     end_passed_on: bool,
-    /// The version of the policy that allows the request.
-    policy_version: u64,
+    /// What allows the request.
+    allowed: Allowed,
 }
 
 impl<'a> Exchange<'a> {
@@ -201,7 +201,7 @@ impl<'a> Exchange<'a> {
             in_interim: false,
             client_ended: false,
             end_passed_on: false,
-            policy_version: flow.policy_version(),
+            allowed: flow.allowed(),
         }
     }
 
@@ -227,8 +227,16 @@ impl<'a> Exchange<'a> {
         let deadline = settings.deadline;
         let held = self.head_size + self.upload.buffered();
         let gone = |cx: &mut Context<'_>| poll_gone(self.client, self.memory, held, cx);
-        let allowed = filters::apply(&mut plan, &request, deadline, &mut self.record, gone);
-        let permit = match allowed.await {
+        let record = &mut self.record;
+        let applied = filters::apply(
+            &mut plan,
+            &request,
+            deadline,
+            record,
+            &mut self.allowed,
+            gone,
+        );
+        let permit = match applied.await {
             Some(Ok(permit)) => permit,
             Some(Err(answer)) => return self.reply(answer).await,
             None => {
@@ -236,6 +244,11 @@ impl<'a> Exchange<'a> {
                 return After::Closed;
             }
         };
+        if !self.allowed.authorizers.is_empty() {
+            let head = self.head(&plan, &flow);
+            self.head_size = head.len();
+            self.upload.replace_head(head);
+        }
         let mut attempts = Attempts::new(&flow, &backend, settings, permit);
         loop {
             // 6. Balance.
@@ -269,19 +282,25 @@ impl<'a> Exchange<'a> {
     /// Writes the head for the next hop.
     fn write_head(&mut self, plan: &Plan, flow: &Flow) {
         let own = flow.request_edits();
-        let edits = plan.request_edits(&own);
         let request = self.request.view();
-        self.record.request(&request, edits);
-        let mut head = BytesMut::new();
-        self.request.write(&mut head, edits);
+        self.record.request(&request, plan.request_edits(&own));
+        let head = self.head(plan, flow);
         self.head_size = head.len();
-        let copied = || CopiedHead::Http1 {
+        let copied = || CallHead::Http1 {
             head: Bytes::copy_from_slice(&head),
             method: Bytes::copy_from_slice(self.request.method()),
             chunked: self.request.framing == Framing::Chunked,
         };
         self.record.mirror(plan.mirrors(), &request, copied);
-        self.upload = Relay::with_replay(self.request.framing, head, flow.claim_fields());
+        self.upload = Relay::with_replay(self.request.framing, head, flow.policy_fields());
+    }
+
+    /// The head for the next hop.
+    fn head(&self, plan: &Plan, flow: &Flow) -> BytesMut {
+        let mut head = BytesMut::new();
+        let own = flow.request_edits();
+        self.request.write(&mut head, plan.request_edits(&own));
+        head
     }
 
     /// Charges the request, and takes what has arrived of its body.
@@ -297,20 +316,20 @@ impl<'a> Exchange<'a> {
     /// Judges the request again if the policy has changed.
     fn judge_again(&mut self) -> Result<(), Failure> {
         let flow = &self.record.flow;
-        flow.judge_again(&mut self.policy_version, || Some(self.request.view()))
+        flow.judge_again(&mut self.allowed, || Some(self.request.view()))
     }
 
     /// Copies the bytes of another protocol both ways.
     async fn tunnel(&mut self, mut upstream: Io) -> After {
         let flow = self.record.flow.clone();
         let request = self.request.view();
-        let version = self.policy_version;
-        let mut end = flow.copy_end(self.client, &upstream, version, Some(request));
+        let allowed = self.allowed.clone();
+        let mut end = flow.copy_end(self.client, &upstream, allowed, Some(request));
         let charge = &mut |bytes| self.memory.hold(bytes).is_ok();
         let copied = copy::bidirectional(self.client, &mut upstream, None, &mut end, charge).await;
         self.record.tunnel(copied.sent, copied.received);
         if copied.end == End::Expired
-            && let Err(failure) = flow.judge(Some(&request))
+            && let Err(failure) = flow.judge(Some(&request), &self.allowed)
         {
             self.record.fail(&failure);
             self.record.cut_off(&failure.to_string());

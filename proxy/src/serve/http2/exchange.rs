@@ -18,7 +18,7 @@ use tokio::time::timeout_at;
 
 use super::relay::{Message, Relay, RelayError, reset_code};
 use super::{Place, STREAM_COST, Stream, head};
-use crate::context::flow::Flow;
+use crate::context::flow::{Allowed, Flow};
 use crate::context::record::ExchangeRecord;
 use crate::error::Failure;
 use crate::http::discard::{MAX_DISCARD, in_background};
@@ -32,8 +32,8 @@ use crate::observe::metrics::HttpVersion;
 use crate::route::{Answer, AttemptSettings, Plan};
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempt, AttemptError, Attempts, Replayable, Step, pause};
+use crate::serve::call::CallHead;
 use crate::serve::filters;
-use crate::serve::mirror::CopiedHead;
 use crate::upstream::balance::Endpoint;
 use crate::upstream::batched::Queued;
 use crate::upstream::connect::http2::Lease;
@@ -87,7 +87,7 @@ async fn carry(
         } else {
             0
         },
-        policy_version: client.flow.policy_version(),
+        allowed: client.flow.allowed(),
         client,
         _place: place,
         parts,
@@ -122,8 +122,8 @@ struct Exchange {
     memory: Charge,
     /// The memory of the stream and the heads.
     cost: usize,
-    /// The version of the policy that allows the request.
-    policy_version: u64,
+    /// What allows the request.
+    allowed: Allowed,
 }
 
 /// The result of an attempt that is not followed by another one.
@@ -185,11 +185,24 @@ impl Exchange {
         let request = head::view(&self.parts);
         let deadline = settings.deadline;
         let gone = |cx: &mut Context<'_>| self.respond.poll_reset(cx).map(drop);
-        let allowed = filters::apply(&mut plan, &request, deadline, &mut self.record, gone);
-        let Some(permit) = allowed.await else {
+        let record = &mut self.record;
+        let applied = filters::apply(
+            &mut plan,
+            &request,
+            deadline,
+            record,
+            &mut self.allowed,
+            gone,
+        );
+        let Some(permit) = applied.await else {
             return Ok(Outcome::Cancelled);
         };
-        let mut attempts = Attempts::new(&flow, &backend, settings, permit?);
+        let permit = permit?;
+        if !self.allowed.authorizers.is_empty() {
+            let own = flow.request_edits();
+            plan.request_edits(&own).apply(&mut self.parts.headers);
+        }
+        let mut attempts = Attempts::new(&flow, &backend, settings, permit);
         loop {
             // 6. Balance.
             let mut attempt = attempts.begin(&flow)?;
@@ -231,7 +244,7 @@ impl Exchange {
         let prepared = head::prepare(&mut self.parts, plan.request_edits(&own));
         let request = head::view(&self.parts);
         self.record.request(&request, Edits::default());
-        let copied = || CopiedHead::Http2(Box::new(self.parts.clone()));
+        let copied = || CallHead::Http2(Box::new(self.parts.clone()));
         self.record.mirror(plan.mirrors(), &request, copied);
         prepared
     }
@@ -386,7 +399,7 @@ impl Exchange {
     /// Judges the request again if the policy has changed.
     fn judge_again(&mut self) -> Result<(), Failure> {
         let request = || Some(head::view(&self.parts));
-        (self.client.flow).judge_again(&mut self.policy_version, request)
+        (self.client.flow).judge_again(&mut self.allowed, request)
     }
 
     /// Sends the request's body until the response's head has arrived.

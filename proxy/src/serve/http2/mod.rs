@@ -5,9 +5,9 @@
 //! The constants in this file limit the resources that one client connection uses. A flood closes
 //! only the connection that it arrives on.
 
+pub mod call;
 mod exchange;
 pub mod head;
-pub mod mirror;
 mod relay;
 #[cfg(test)]
 mod tests;

@@ -10,7 +10,7 @@ use h2::{Reason, RecvStream, SendStream};
 use http::HeaderMap;
 
 use crate::context::record::ExchangeRecord;
-use crate::http::credentials::ClaimField;
+use crate::http::credentials::PolicyField;
 use crate::http::edits::{Edits, REQUEST_TRAILER_EDITS, response_edits};
 use crate::http::replay::Replay;
 use crate::upstream::batched::{Batched, MAX_UNRESERVED_QUEUED, Queued};
@@ -256,11 +256,11 @@ impl Relay {
     fn prepare_trailers(&self, mut trailers: HeaderMap, record: &mut ExchangeRecord) -> HeaderMap {
         match self.message {
             Message::Request => {
-                let claims = record.flow.claim_fields();
-                let claims = claims.iter().flat_map(|names| names.iter());
-                let claims: Vec<_> = claims.map(|name| ClaimField(name.clone(), None)).collect();
+                let fields = record.flow.policy_fields();
+                let fields = fields.iter().flat_map(|names| names.iter());
+                let fields: Vec<_> = fields.map(|name| PolicyField(name.clone(), None)).collect();
                 let edits = Edits {
-                    claims: &claims,
+                    policy: &fields,
                     ..Edits::of(&REQUEST_TRAILER_EDITS)
                 };
                 edits.apply(&mut trailers);

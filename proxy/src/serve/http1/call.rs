@@ -1,16 +1,19 @@
-//! A copy of an HTTP/1 request for a mirror: sent whole; its response is read and dropped.
+//! A request of the proxy's own in HTTP/1: sent whole; its response is read whole, or dropped.
 
 use std::time::SystemTime;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
+use http::{Response, StatusCode};
 use tokio::io::AsyncWriteExt;
 
 use super::discard::{Body, fill};
 use super::head::{Framing, HeadSearch, ResponseHead};
 use crate::context::flow::Flow;
 use crate::http::verdict::Verdict;
+use crate::http::view::Fields;
 use crate::secure::io::Io;
-use crate::serve::attempts::{Attempt, AttemptError, Replayable};
+use crate::serve::attempts::{Attempt, AttemptError};
+use crate::serve::call::Call;
 
 /// A request with this head and body.
 pub fn message(head: &[u8], body: &[u8], chunked: bool) -> BytesMut {
@@ -29,11 +32,12 @@ pub fn message(head: &[u8], body: &[u8], chunked: bool) -> BytesMut {
 
 /// Sends a request with this method.
 pub async fn attempt(
+    call: &Call,
     message: &[u8],
     method: &[u8],
     attempt: &mut Attempt<'_>,
     flow: &Flow,
-) -> Result<(), AttemptError> {
+) -> Result<Response<Bytes>, AttemptError> {
     let endpoint = attempt.endpoint.clone();
     let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
     let connected = endpoint.pool().http1(dialer, began_at).await;
@@ -41,7 +45,7 @@ pub async fn attempt(
     if !upstream.reused {
         attempt.in_flight.connected();
     }
-    let closed = |reason| AttemptError::closed(endpoint.address, reason, false);
+    let closed = |reason| AttemptError::closed(endpoint.address, reason, call.is_repeatable);
     let io = &mut upstream.io;
     let written = async {
         io.write_all(message).await?;
@@ -49,10 +53,10 @@ pub async fn attempt(
     };
     let written: std::io::Result<()> = written.await;
     written.map_err(|error| closed(error.to_string()))?;
-    let head = read(io, method).await.map_err(closed)?;
+    let (head, body) = read(io, method, call.max_answer).await.map_err(closed)?;
     let is_peer = io.is_secured();
     let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
-    let answered_at = attempt.answered(head.status, verdict, Replayable::ONCE, flow)?;
+    let answered_at = attempt.answered(head.status, verdict, call.replayable(), flow)?;
     let reusable = head.connection.persists(head.version)
         && head.status != 101
         && head.framing != Framing::UntilClose
@@ -60,11 +64,28 @@ pub async fn attempt(
     if reusable {
         endpoint.pool().checkin_http1(upstream.io, answered_at);
     }
-    Ok(())
+    Ok(response(&head, body))
 }
 
-/// Reads the response to its end. Returns its head.
-async fn read(io: &mut Io, method: &[u8]) -> Result<ResponseHead, String> {
+fn response(head: &ResponseHead, body: Bytes) -> Response<Bytes> {
+    let mut response = Response::new(body);
+    *response.status_mut() = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
+    head.visit(&mut |name, value| {
+        if let (Ok(name), Ok(value)) = (name.try_into(), value.try_into()) {
+            response
+                .headers_mut()
+                .append::<http::HeaderName>(name, value);
+        }
+    });
+    response
+}
+
+/// Reads the response to its end. Returns its head, and its body if it is not dropped.
+async fn read(
+    io: &mut Io,
+    method: &[u8],
+    max_body: Option<usize>,
+) -> Result<(ResponseHead, Bytes), String> {
     let mut search = HeadSearch::default();
     let head = loop {
         let end = search.find_end(io.unread()).map_err(|_| "malformed head")?;
@@ -79,9 +100,14 @@ async fn read(io: &mut Io, method: &[u8]) -> Result<ResponseHead, String> {
         }
         fill(io).await?;
     };
-    if head.status == 101 || head.framing == Framing::UntilClose {
-        return Ok(head);
-    }
-    Body::new(head.framing).drop_rest(io, usize::MAX).await?;
-    Ok(head)
+    let mut body = Body::new(head.framing);
+    let kept = match max_body {
+        Some(max) if head.status != 101 => body.read(io, max).await?,
+        None if head.status != 101 && head.framing != Framing::UntilClose => {
+            body.drop_rest(io, usize::MAX).await?;
+            Bytes::new()
+        }
+        _ => Bytes::new(),
+    };
+    Ok((head, kept))
 }

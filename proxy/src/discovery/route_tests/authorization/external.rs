@@ -1,0 +1,447 @@
+//! Authorization servers: what they are asked, what their answers do, and what happens without one.
+
+use std::sync::Mutex;
+
+use diy_mesh_proto::envoy::auth::authorization_server::{self, AuthorizationServer};
+use diy_mesh_proto::envoy::auth::check_response::HttpResponse;
+use diy_mesh_proto::envoy::auth::{
+    CheckRequest, CheckResponse, DeniedHttpResponse, HeaderValue, HeaderValueOption, HttpStatus,
+    OkHttpResponse, QueryParameter, Status,
+};
+use proto::authorizer::Protocol;
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::transport::Server;
+
+use super::*;
+
+const BACKEND: &str = "auth/server:9000";
+const EMPTY: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+const FAILED: &str = "HTTP/1.1 503 Service Unavailable\r\n";
+
+fn authorizer(protocol: Protocol) -> proto::Authorizer {
+    proto::Authorizer {
+        backend: BACKEND.to_owned(),
+        protocol: protocol.into(),
+        response_fields: vec!["x-user".to_owned()],
+        timeout: 5000,
+        ..proto::Authorizer::default()
+    }
+}
+
+/// Asks about paths below /orders at the port of the application.
+fn asking(app: SocketAddr, authorizer: proto::Authorizer) -> proto::Authorization {
+    let mut asking = on_path(Action::ExternalAuth, "/orders");
+    asking.policies[0].rules[0].ports = vec![app.port().into()];
+    asking.policies[0].authorizer = Some(authorizer);
+    asking
+}
+
+/// The pod of an application whose proxy finds the authorization server at this address.
+async fn pod(app: SocketAddr, server: SocketAddr) -> (Pod, Mesh) {
+    let mesh = Mesh::new(proto::Routes::default(), &[(BACKEND, server)]).await;
+    let discovery = mesh.discovery.clone();
+    let pod = Pod::with(app, |context| WorkerContext {
+        discovery: Discovery {
+            policy: context.discovery.policy.clone(),
+            ..discovery
+        },
+        ..context
+    });
+    (pod, mesh)
+}
+
+/// A server of ext_authz that answers by the path, and keeps what it is asked.
+#[derive(Clone, Default)]
+struct Envoy(Arc<Mutex<Vec<CheckRequest>>>);
+
+#[tonic::async_trait]
+impl authorization_server::Authorization for Envoy {
+    async fn check(
+        &self,
+        request: tonic::Request<CheckRequest>,
+    ) -> Result<tonic::Response<CheckResponse>, tonic::Status> {
+        let request = request.into_inner();
+        let http = request.attributes.clone().unwrap().request.unwrap().http;
+        self.0.lock().unwrap().push(request);
+        let path = http.unwrap().path;
+        Ok(tonic::Response::new(match path.as_str() {
+            "/orders/error" => return Err(tonic::Status::internal("no")),
+            "/orders/empty" => CheckResponse::default(),
+            "/orders/secret" => response(16, denied()),
+            "/orders/other" => response(7, HttpResponse::OkResponse(OkHttpResponse::default())),
+            "/orders/query" => response(0, changing("x-user", "ada", "x", "")),
+            "/orders/remove" => response(0, changing("x-user", "ada", "", "authorization")),
+            _ => response(0, changing("X-User", "ada", "", "x-user")),
+        }))
+    }
+}
+
+fn response(code: i32, http_response: HttpResponse) -> CheckResponse {
+    CheckResponse {
+        status: Some(Status {
+            code,
+            message: "no reason".to_owned(),
+        }),
+        http_response: Some(http_response),
+    }
+}
+
+fn option(name: &str, value: &str) -> HeaderValueOption {
+    HeaderValueOption {
+        header: Some(HeaderValue {
+            key: name.to_owned(),
+            value: value.to_owned(),
+            raw_value: vec![],
+        }),
+    }
+}
+
+fn denied() -> HttpResponse {
+    HttpResponse::DeniedResponse(DeniedHttpResponse {
+        status: Some(HttpStatus { code: 401 }),
+        headers: vec![
+            option("www-authenticate", "Basic realm=\"orders\""),
+            option("content-length", "77"),
+            option("x-mesh-error", "forged"),
+        ],
+        body: "who are you?".to_owned(),
+    })
+}
+
+fn changing(name: &str, value: &str, query: &str, removed: &str) -> HttpResponse {
+    let text = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+    let query = text(query).map(|key| QueryParameter {
+        key,
+        ..QueryParameter::default()
+    });
+    HttpResponse::OkResponse(OkHttpResponse {
+        headers: vec![option(name, value), option("x-unlisted", "1")],
+        headers_to_remove: text(removed).into_iter().collect(),
+        query_parameters_to_set: query.into_iter().collect(),
+        ..OkHttpResponse::default()
+    })
+}
+
+impl Envoy {
+    async fn start(&self) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let service = AuthorizationServer::new(self.clone());
+        let serving = Server::builder().add_service(service);
+        tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
+        address
+    }
+}
+
+/// A server that answers each head with these bytes, and keeps the heads.
+async fn server(answer: &'static str) -> (SocketAddr, App) {
+    let server = App::new("", answer).await;
+    (server.address, server)
+}
+
+fn text(app: &App) -> String {
+    String::from_utf8(app.received.borrow().clone()).unwrap()
+}
+
+#[test]
+fn grpc_server_decides_about_requests_that_a_rule_matches() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        pod.authorize(asking(app.address, authorizer(Protocol::Grpc)))
+            .await;
+        assert!(pod.http1(Some("a"), "/").await.starts_with(OK));
+        assert_eq!(envoy.0.lock().unwrap().len(), 0);
+        let mut client = pod.connect(Some("a")).await;
+        let head = "POST /orders/1?q=%2F HTTP/1.1\r\nHost: web:80\r\nX_User: forged\r\n\
+             Cookie: a=1\r\nX-A: 1\r\ncookie: b=2\r\nx-a: 2\r\nX-Request-Id: r1\r\n\
+             Content-Length: 4\r\n\r\n\r\n\r\n";
+        exchange(&mut client, head.as_bytes(), OK.as_bytes()).await;
+        let seen = text(&app);
+        let seen = seen.split_once("Content-Length: 4\r\n").unwrap().1;
+        assert_eq!(
+            seen,
+            "X-Called-By: spiffe://cluster.local/ns/shop/sa/a\r\nx-user: ada\r\n\r\n\r\n\r\n"
+        );
+        assert!(!text(&app).contains("forged") && !text(&app).contains("x-unlisted"));
+        let asked = envoy.0.lock().unwrap().remove(0).attributes.unwrap();
+        let (source, destination) = (asked.source.unwrap(), asked.destination.unwrap());
+        assert_eq!(source.principal, "spiffe://cluster.local/ns/shop/sa/a");
+        assert_eq!(
+            destination.principal,
+            "spiffe://cluster.local/ns/shop/sa/cart"
+        );
+        let at = destination.address.unwrap().socket_address.unwrap();
+        assert_eq!(at.port_value, u32::from(app.address.port()));
+        let http = asked.request.unwrap().http.unwrap();
+        let head = [
+            &http.method,
+            &http.path,
+            &http.host,
+            &http.protocol,
+            &http.id,
+        ];
+        assert_eq!(
+            head,
+            ["POST", "/orders/1?q=%2F", "web:80", "HTTP/1.1", "r1"]
+        );
+        assert_eq!(http.size, 4);
+        let mut headers: Vec<_> = http.headers.into_iter().collect();
+        headers.sort();
+        let headers = headers
+            .iter()
+            .map(|(name, value)| format!("{name}: {value}"));
+        let headers: Vec<String> = headers.collect();
+        assert_eq!(
+            headers,
+            [
+                "content-length: 4",
+                "cookie: a=1; b=2",
+                "host: web:80",
+                "x-a: 1,2",
+                "x-called-by: spiffe://cluster.local/ns/shop/sa/a",
+                "x-request-id: r1",
+            ]
+        );
+        assert!(pod.counts("external_authorizations_total{result=\"allowed\"} 1\n"));
+    });
+}
+
+#[test]
+fn denial_of_a_server_is_the_response_of_the_client() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        pod.authorize(asking(app.address, authorizer(Protocol::Grpc)))
+            .await;
+        assert_eq!(
+            pod.http1(None, "/orders/secret").await,
+            "HTTP/1.1 401 Unauthorized\r\ncontent-type: text/plain; charset=utf-8\r\n\
+             content-length: 12\r\nx-mesh-error: externally-denied\r\n\
+             www-authenticate: Basic realm=\"orders\"\r\nconnection: close\r\n\r\nwho are you?"
+        );
+        let other = pod.http1(None, "/orders/other").await;
+        assert!(other.starts_with(DENIED) && other.ends_with("\r\n\r\nno reason"));
+        let grpc = Request::post("http://web/orders/secret");
+        let grpc = grpc.header("content-type", "application/grpc");
+        let fields = pod.http2(None, grpc.body(()).unwrap()).await;
+        assert_eq!(fields["grpc-status"], "16");
+        assert_eq!(fields["grpc-message"], "who are you?");
+        assert_eq!(app.got(), (0, 0));
+        assert!(pod.counts("code=\"externally-denied\"} 3\n"));
+    });
+}
+
+#[test]
+fn http_server_gets_the_head_and_its_status_decides() {
+    on_worker(async {
+        let app = App::new("", EMPTY).await;
+        let allowing = "HTTP/1.1 204 No Content\r\nX-User: ada\r\nX-Other: 1\r\n\r\n";
+        let (address, server) = server(allowing).await;
+        let (mut pod, _mesh) = pod(app.address, address).await;
+        let authorizer = proto::Authorizer {
+            path: "/check".to_owned(),
+            request_fields: vec!["cookie".to_owned(), "te".to_owned()],
+            ..authorizer(Protocol::Http)
+        };
+        pod.authorize(asking(app.address, authorizer)).await;
+        let mut client = pod.connect(Some("a")).await;
+        let head = "POST /orders/1?q HTTP/1.1\r\nHost: web\r\nX-User: forged\r\nCookie: a=1\r\n\
+             X-A: 1\r\nTE: trailers\r\nX-Called-By: forged\r\nAuthorization: Basic YQ==\r\n\
+             Content-Length: 4\r\n\r\n\r\n\r\n";
+        exchange(&mut client, head.as_bytes(), OK.as_bytes()).await;
+        assert_eq!(
+            text(&server),
+            "POST /check/orders/1?q HTTP/1.1\r\nHost: web\r\nContent-Length: 0\r\n\
+             Cookie: a=1\r\nAuthorization: Basic YQ==\r\n\
+             X-Called-By: spiffe://cluster.local/ns/shop/sa/a\r\n\r\n"
+        );
+        assert!(text(&app).contains("\r\nx-user: ada\r\n") && !text(&app).contains("forged"));
+        // In HTTP/2 too.
+        let get = Request::get("http://web/orders/2").header("x.user", "forged");
+        pod.http2(None, get.body(()).unwrap()).await;
+        assert!(text(&server).contains("GET /check/orders/2 HTTP/1.1\r\nHost: web\r\n"));
+    });
+}
+
+#[test]
+fn http2_request_gets_the_fields_of_a_server() {
+    on_worker(async {
+        let ((app, requests), envoy) = (app2("web").await, Envoy::default());
+        let (mut pod, _mesh) = pod(app, envoy.start().await).await;
+        pod.authorize(asking(app, authorizer(Protocol::Grpc))).await;
+        let get = Request::get("http://web/orders/1").header("x.user", "forged");
+        pod.http2(Some("a"), get.body(()).unwrap()).await;
+        let seen = requests.borrow()[0].clone();
+        assert!(
+            seen.contains("\"x-user\": \"ada\"") && !seen.contains("forged"),
+            "{seen}"
+        );
+    });
+}
+
+#[test]
+fn http_server_denies_by_redirects_and_errors_of_clients() {
+    on_worker(async {
+        let app = App::new("", EMPTY).await;
+        for (answer, expected) in [
+            (
+                "HTTP/1.1 302 Found\r\nLocation: https://id.example.com/\r\nContent-Length: 0\r\n\r\n",
+                "HTTP/1.1 302 Found\r\ncontent-length: 0\r\nx-mesh-error: externally-denied\r\n\
+                 location: https://id.example.com/\r\nconnection: close\r\n\r\n",
+            ),
+            (
+                "HTTP/1.1 429 Too Many Requests\r\nContent-Type: text/html\r\nConnection: close\r\n\r\n<p>",
+                "HTTP/1.1 429 Too Many Requests\r\ncontent-length: 3\r\n\
+                 x-mesh-error: externally-denied\r\ncontent-type: text/html\r\n\
+                 connection: close\r\n\r\n<p>",
+            ),
+        ] {
+            let closing = answer.contains("close");
+            let address = if closing {
+                once(answer).await
+            } else {
+                server(answer).await.0
+            };
+            let (mut pod, _mesh) = pod(app.address, address).await;
+            pod.authorize(asking(app.address, authorizer(Protocol::Http)))
+                .await;
+            assert_eq!(pod.http1(None, "/orders").await, expected);
+        }
+        assert_eq!(app.got(), (0, 0));
+    });
+}
+
+/// A server that answers each head once and closes.
+async fn once(answer: &'static str) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::task::spawn_local(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut bytes = [0; 4096];
+            let _ = stream.read(&mut bytes).await;
+            let _ = stream.write_all(answer.as_bytes()).await;
+        }
+    });
+    address
+}
+
+#[test]
+fn without_an_answer_the_failure_mode_decides() {
+    on_worker(async {
+        let closed = {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            listener.local_addr().unwrap()
+        };
+        let error = "HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n";
+        let long = "HTTP/1.1 200 OK\r\nContent-Length: 17000\r\n\r\n";
+        let envoy = Envoy::default().start().await;
+        let (http, grpc) = (Protocol::Http, Protocol::Grpc);
+        let text = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+        for (what, protocol, address, path) in [
+            ("refused", http, closed, "/orders"),
+            ("refused", grpc, closed, "/orders"),
+            ("slow", http, server("").await.0, "/orders"),
+            ("slow", grpc, server("").await.0, "/orders"),
+            ("reset", http, once("").await, "/orders"),
+            ("reset", grpc, once("").await, "/orders"),
+            ("5xx", http, server(error).await.0, "/orders"),
+            ("error", grpc, envoy, "/orders/error"),
+            ("empty", grpc, envoy, "/orders/empty"),
+            ("changes the query", grpc, envoy, "/orders/query"),
+            ("removes what is not listed", grpc, envoy, "/orders/remove"),
+            ("not gRPC", grpc, server(text).await.0, "/orders"),
+            ("not HTTP", http, server("ok\r\n\r\n").await.0, "/orders"),
+            ("too long", http, server(long).await.0, "/orders"),
+        ] {
+            for fail_open in [false, true] {
+                let app = App::new("", EMPTY).await;
+                let (mut pod, _mesh) = pod(app.address, address).await;
+                let authorizer = proto::Authorizer {
+                    timeout: 200,
+                    fail_open,
+                    ..authorizer(protocol)
+                };
+                pod.authorize(asking(app.address, authorizer)).await;
+                let response = pod.http1(None, path).await;
+                let expected = if fail_open { OK } else { FAILED };
+                assert!(response.starts_with(expected), "{what}: {response}");
+                assert_eq!(app.connections.get(), usize::from(fail_open), "{what}");
+                let code = response.contains("x-mesh-error: authorizer-failed\r\n");
+                assert_eq!(code, !fail_open, "{what}");
+                let result = if fail_open { "failed-open" } else { "failed" };
+                let count = format!("external_authorizations_total{{result=\"{result}\"}} 1\n");
+                assert!(pod.counts(&count), "{what}");
+            }
+        }
+    });
+}
+
+#[test]
+fn request_that_no_server_can_be_asked_about_is_refused_in_every_failure_mode() {
+    on_worker(async {
+        let app = App::new("", EMPTY).await;
+        let settings = Policy {
+            allow_connect: true,
+            ..Policy::default()
+        };
+        let mut pod = Pod::of_settings(app.address, settings, |context| context);
+        let mut asking = asking(app.address, authorizer(Protocol::Http));
+        asking.policies[0].rules[0].requests.clear();
+        asking.policies[0].authorizer.as_mut().unwrap().fail_open = true;
+        pod.authorize(asking).await;
+        let mut client = pod.connect(None).await;
+        let connect = b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n";
+        exchange(&mut client, connect, b"HTTP/1.1 400 Bad Request\r\n").await;
+        // A connection is no request.
+        let mut opaque = pod.connect(None).await;
+        opaque.write_all(OPAQUE).await.unwrap();
+        assert_eq!(rest(opaque).await, b"");
+        assert_eq!(app.got(), (0, 0));
+    });
+}
+
+#[test]
+fn question_ends_with_its_client() {
+    on_worker(async {
+        let app = App::new("", EMPTY).await;
+        let (address, server) = server("").await;
+        let (mut pod, _mesh) = pod(app.address, address).await;
+        pod.authorize(asking(app.address, authorizer(Protocol::Http)))
+            .await;
+        let mut client = pod.connect(None).await;
+        let head = b"GET /orders HTTP/1.1\r\nHost: web\r\n\r\n";
+        client.write_all(head).await.unwrap();
+        until(|| server.received.borrow().ends_with(b"\r\n\r\n")).await;
+        drop(client);
+        until(|| server.ended.get() == 1).await;
+        assert_eq!(app.got(), (0, 0));
+    });
+}
+
+#[test]
+fn change_ends_requests_that_another_server_would_have_to_allow() {
+    on_worker(async {
+        let answer = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello";
+        let (app, envoy) = (App::new("", answer).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        let asking = asking(app.address, authorizer(Protocol::Grpc));
+        pod.authorize(asking.clone()).await;
+        let mut client = pod.connect(None).await;
+        let head = b"GET /orders HTTP/1.1\r\nHost: web\r\n\r\n";
+        exchange(&mut client, head, answer.as_bytes()).await;
+        // The server that has allowed it stays.
+        let mut same = asking.clone();
+        same.policies
+            .extend(on_path(Action::Deny, "/admin").policies);
+        pod.authorize(same).await;
+        assert_eq!(app.ended.get(), 0);
+        let mut other = asking;
+        other.policies[0].authorizer.as_mut().unwrap().backend = "auth/other:9000".to_owned();
+        pod.authorize(other).await;
+        assert_eq!(rest(client).await, b"");
+        until(|| app.ended.get() == 1).await;
+        assert_eq!(envoy.0.lock().unwrap().len(), 1);
+    });
+}

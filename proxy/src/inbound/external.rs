@@ -1,0 +1,159 @@
+//! The authorization servers of AuthorizationPolicies: what they are asked about a request, and what
+//! their answers mean. Pure: `serve/external.rs` sends the questions.
+
+mod grpc;
+mod plain;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::field::is_reserved;
+use diy_mesh_proto::mesh::v1 as proto;
+use http::{HeaderName, HeaderValue, Response};
+use proto::authorizer::Protocol;
+
+use crate::error::ExternalReply;
+use crate::http::edits::Edits;
+use crate::http::view::RequestView;
+
+/// The authorization server of a policy.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Authorizer {
+    /// The name of the policy.
+    pub policy: Arc<str>,
+    /// The name of its backend.
+    pub backend: Arc<str>,
+    /// The time for an answer.
+    pub timeout: Duration,
+    /// Without an answer, the request is allowed.
+    pub fails_open: bool,
+    is_grpc: bool,
+    /// Stands before the path of a request.
+    path: String,
+    /// The fields that it gets, in lower case.
+    request_fields: Vec<String>,
+    /// The fields that the application gets from it, in lower case.
+    response_fields: Vec<Arc<str>>,
+}
+
+/// A request, as the application is to get it.
+#[derive(Clone, Copy)]
+pub struct Subject<'a> {
+    /// The request of the client.
+    pub request: &'a RequestView<'a>,
+    /// The changes that the proxy makes.
+    pub edits: Edits<'a>,
+    /// The address of the client.
+    pub client: SocketAddr,
+    /// The client, if it has authenticated.
+    pub caller: Option<&'a Identity>,
+    /// The address of the application.
+    pub server: SocketAddr,
+    /// The pod.
+    pub own: Option<&'a Identity>,
+    /// The time of the request.
+    pub time: SystemTime,
+}
+
+/// What is sent to an authorization server.
+#[derive(Debug)]
+pub enum Question {
+    /// In HTTP/1.1.
+    Http {
+        /// The head of a request without a body.
+        head: Bytes,
+        /// GET, POST, ...
+        method: Bytes,
+    },
+    /// A call of gRPC.
+    Grpc(http::Request<Bytes>),
+}
+
+/// What an authorization server says about a request.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Decision {
+    /// The application gets it, with these values of fields.
+    Allowed(Vec<(Arc<str>, Vec<HeaderValue>)>),
+    /// The client gets this response.
+    Denied(ExternalReply),
+}
+
+impl Authorizer {
+    /// Those of the policies of a pod, in their order.
+    pub fn of_policies(message: &proto::Authorization) -> impl Iterator<Item = Self> {
+        let policies = message.policies.iter().filter(|policy| !policy.audit);
+        policies.filter_map(|policy| Some(Self::new(&policy.name, policy.authorizer.as_ref()?)))
+    }
+
+    fn new(policy: &str, message: &proto::Authorizer) -> Self {
+        let fields = message.response_fields.iter();
+        Self {
+            policy: policy.into(),
+            backend: message.backend.as_str().into(),
+            timeout: Duration::from_millis(message.timeout),
+            fails_open: message.fail_open,
+            is_grpc: message.protocol() != Protocol::Http,
+            path: message.path.clone(),
+            request_fields: message.request_fields.clone(),
+            response_fields: fields.map(|name| name.as_str().into()).collect(),
+        }
+    }
+
+    /// The question about a request. Fails if the server could read another request than the
+    /// application.
+    pub fn question(&self, subject: &Subject<'_>) -> Result<Question, &'static str> {
+        if self.is_grpc {
+            grpc::question(self, subject)
+        } else {
+            plain::question(self, subject)
+        }
+    }
+
+    /// What an answer says. Fails if it says nothing. The trailers of an answer are among its fields.
+    pub fn decision(&self, answer: &Response<Bytes>) -> Result<Decision, String> {
+        if self.is_grpc {
+            grpc::decision(self, answer)
+        } else {
+            plain::decision(self, answer)
+        }
+    }
+
+    /// The field that the application gets, if it may come from this server.
+    fn field(&self, name: &str) -> Option<&Arc<str>> {
+        let mut fields = self.response_fields.iter();
+        fields.find(|field| field.eq_ignore_ascii_case(name))
+    }
+
+    fn sends(&self, name: &[u8]) -> bool {
+        let mut fields = self.request_fields.iter();
+        fields.any(|field| name.eq_ignore_ascii_case(field.as_bytes()))
+    }
+}
+
+impl Subject<'_> {
+    /// Calls `each` with the name and value of each field that the application gets.
+    fn visit(&self, mut each: impl FnMut(&[u8], &[u8])) {
+        self.request.head.visit_forwarded(&mut |name, value| {
+            if let Some(value) = self.edits.value(name, value) {
+                each(name, value);
+            }
+        });
+        let appended = self.edits.appended();
+        appended.for_each(|(name, value)| each(name, value));
+    }
+}
+
+/// The fields of a denial that the client gets.
+fn reply_fields<'a>(
+    fields: impl Iterator<Item = (&'a str, &'a [u8])>,
+) -> Vec<(HeaderName, HeaderValue)> {
+    let fields = fields.filter(|(name, _)| !is_reserved(name));
+    let fields = fields.filter_map(|(name, value)| {
+        let name = HeaderName::from_bytes(name.as_bytes()).ok()?;
+        Some((name, HeaderValue::from_bytes(value).ok()?))
+    });
+    fields.collect()
+}

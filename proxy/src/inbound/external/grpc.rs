@@ -1,0 +1,248 @@
+//! Authorization servers that speak gRPC: Envoy's ext_authz protocol, version 3. They get all that is
+//! known of the request and of its client.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::net::SocketAddr;
+use std::time::SystemTime;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::envoy::auth::attribute_context::{HttpRequest, Peer, Request};
+use diy_mesh_proto::envoy::auth::check_response::HttpResponse;
+use diy_mesh_proto::envoy::auth::{
+    Address, AttributeContext, CheckRequest, CheckResponse, DeniedHttpResponse, HeaderValueOption,
+    OkHttpResponse, SocketAddress, Timestamp,
+};
+use http::header::{CONTENT_TYPE, TE};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
+use prost::Message;
+
+use super::{Authorizer, Decision, Question, Subject, reply_fields};
+use crate::error::ExternalReply;
+
+const PATH: &str = "/envoy.service.auth.v3.Authorization/Check";
+/// The flag and the length before a message.
+const PREFIX_BYTES: usize = 5;
+
+pub(super) fn question(
+    authorizer: &Authorizer,
+    subject: &Subject<'_>,
+) -> Result<Question, &'static str> {
+    let request = subject.request;
+    let text = |bytes| str::from_utf8(bytes).map(str::to_owned);
+    let text = |bytes| text(bytes).map_err(|_| "the target or the host is not UTF-8");
+    let size = request
+        .header("content-length")
+        .and_then(|value| str::from_utf8(value).ok()?.parse().ok());
+    let http = HttpRequest {
+        id: request
+            .header("x-request-id")
+            .map(lossy)
+            .unwrap_or_default(),
+        method: text(request.method)?,
+        headers: headers(authorizer, subject),
+        path: text(request.path_and_query())?,
+        host: text(request.authority().unwrap_or_default())?,
+        scheme: "http".to_owned(),
+        size: size.unwrap_or(-1),
+        protocol: protocol(request.version).to_owned(),
+    };
+    let message = CheckRequest {
+        attributes: Some(AttributeContext {
+            source: Some(peer(subject.client, subject.caller)),
+            destination: Some(peer(subject.server, subject.own)),
+            request: Some(Request {
+                time: Some(timestamp(subject.time)),
+                http: Some(http),
+            }),
+        }),
+    };
+    let mut question = http::Request::post(uri(&authorizer.backend)).body(framed(&message));
+    if let Ok(question) = &mut question {
+        *question.version_mut() = Version::HTTP_2;
+        let headers = question.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert(TE, HeaderValue::from_static("trailers"));
+    }
+    question
+        .map(Question::Grpc)
+        .map_err(|_| "the authorization server has no valid name")
+}
+
+/// "http://SERVICE.NAMESPACE:PORT/..." for the backend "NAMESPACE/SERVICE:PORT".
+fn uri(backend: &str) -> String {
+    let (namespace, service) = backend.split_once('/').unwrap_or_default();
+    let (service, port) = service.split_once(':').unwrap_or_default();
+    format!("http://{service}.{namespace}:{port}{PATH}")
+}
+
+fn headers(authorizer: &Authorizer, subject: &Subject<'_>) -> HashMap<String, String> {
+    let sends_all = authorizer.request_fields.is_empty();
+    let mut headers = HashMap::new();
+    subject.visit(|name, value| {
+        if !sends_all && !authorizer.sends(name) {
+            return;
+        }
+        let name = lossy(name).to_ascii_lowercase();
+        // RFC 9110, section 5.3, and RFC 9113, section 8.2.3.
+        let separator = if name == "cookie" { "; " } else { "," };
+        match headers.entry(name) {
+            Entry::Vacant(entry) => {
+                entry.insert(lossy(value));
+            }
+            Entry::Occupied(mut entry) => {
+                *entry.get_mut() += &format!("{separator}{}", lossy(value))
+            }
+        }
+    });
+    headers
+}
+
+fn lossy(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn protocol(version: Version) -> &'static str {
+    match version {
+        Version::HTTP_2 => "HTTP/2",
+        Version::HTTP_10 => "HTTP/1.0",
+        _ => "HTTP/1.1",
+    }
+}
+
+fn peer(address: SocketAddr, identity: Option<&Identity>) -> Peer {
+    Peer {
+        address: Some(Address {
+            socket_address: Some(SocketAddress {
+                address: address.ip().to_canonical().to_string(),
+                port_value: address.port().into(),
+            }),
+        }),
+        principal: identity
+            .map(|one| one.as_str().to_owned())
+            .unwrap_or_default(),
+    }
+}
+
+fn timestamp(time: SystemTime) -> Timestamp {
+    let elapsed = time
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    Timestamp {
+        seconds: i64::try_from(elapsed.as_secs()).unwrap_or_default(),
+        nanos: i32::try_from(elapsed.subsec_nanos()).unwrap_or_default(),
+    }
+}
+
+/// A message as gRPC sends it, not compressed.
+fn framed(message: &impl Message) -> Bytes {
+    let length = message.encoded_len();
+    let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
+    bytes.put_u8(0);
+    bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+    bytes.extend_from_slice(&message.encode_to_vec());
+    bytes.freeze()
+}
+
+pub(super) fn decision(
+    authorizer: &Authorizer,
+    answer: &Response<Bytes>,
+) -> Result<Decision, String> {
+    let response = message(answer)?;
+    let status = response.status.ok_or("its answer has no status")?;
+    match (status.code, response.http_response) {
+        (0, Some(HttpResponse::OkResponse(changes))) => allowed(authorizer, changes),
+        (0, _) => allowed(authorizer, OkHttpResponse::default()),
+        (_, Some(HttpResponse::DeniedResponse(denied))) => Ok(Decision::Denied(reply(denied))),
+        _ => Ok(Decision::Denied(reply(DeniedHttpResponse {
+            body: status.message,
+            ..DeniedHttpResponse::default()
+        }))),
+    }
+}
+
+/// The message of a call that has succeeded.
+fn message(answer: &Response<Bytes>) -> Result<CheckResponse, String> {
+    if answer.status() != StatusCode::OK {
+        return Err(format!(
+            "it responded with {}",
+            super::plain::shown(answer.status())
+        ));
+    }
+    match grpc_status(answer.headers()) {
+        Some("0") => {}
+        Some(status) => return Err(format!("its call failed with the gRPC status {status}")),
+        None => return Err("its call has no gRPC status".to_owned()),
+    }
+    let invalid = || "its answer is no CheckResponse".to_owned();
+    let (prefix, message) = answer
+        .body()
+        .split_at_checked(PREFIX_BYTES)
+        .ok_or_else(invalid)?;
+    let length = u32::try_from(message.len())
+        .unwrap_or(u32::MAX)
+        .to_be_bytes();
+    // Not compressed, and one message.
+    if prefix[0] != 0 || prefix[1..] != length {
+        return Err(invalid());
+    }
+    CheckResponse::decode(message).map_err(|_| invalid())
+}
+
+fn grpc_status(fields: &HeaderMap) -> Option<&str> {
+    fields.get("grpc-status")?.to_str().ok()
+}
+
+fn allowed(authorizer: &Authorizer, changes: OkHttpResponse) -> Result<Decision, String> {
+    let has_query = !changes.query_parameters_to_set.is_empty()
+        || !changes.query_parameters_to_remove.is_empty();
+    if has_query {
+        return Err("it changes the query, which is not supported".to_owned());
+    }
+    // Those that are listed are removed in any case.
+    let mut removed = changes.headers_to_remove.iter();
+    if let Some(name) = removed.find(|name| authorizer.field(name).is_none()) {
+        return Err(format!(
+            "it removes {name:?}, which allowedResponseHeaders does not list"
+        ));
+    }
+    let fields = authorizer
+        .response_fields
+        .iter()
+        .map(|name| (name.clone(), vec![]));
+    let mut fields: Vec<(_, Vec<HeaderValue>)> = fields.collect();
+    for (key, value) in changes.headers.iter().filter_map(field) {
+        let listed = fields
+            .iter_mut()
+            .find(|(name, _)| name.eq_ignore_ascii_case(key));
+        let Some((_, values)) = listed else {
+            continue;
+        };
+        let value = HeaderValue::from_bytes(value);
+        values.push(value.map_err(|_| format!("its value of {key:?} is invalid"))?);
+    }
+    Ok(Decision::Allowed(fields))
+}
+
+fn reply(denied: DeniedHttpResponse) -> ExternalReply {
+    let status = denied
+        .status
+        .and_then(|status| u16::try_from(status.code).ok());
+    let status = status.filter(|status| (300..600).contains(status));
+    let status = status.and_then(|status| StatusCode::from_u16(status).ok());
+    ExternalReply {
+        status: status.unwrap_or(StatusCode::FORBIDDEN),
+        headers: reply_fields(denied.headers.iter().filter_map(field)),
+        body: denied.body.into(),
+    }
+}
+
+fn field(option: &HeaderValueOption) -> Option<(&str, &[u8])> {
+    let header = option.header.as_ref()?;
+    let value = match header.value.as_bytes() {
+        b"" => &header.raw_value,
+        value => value,
+    };
+    Some((&header.key, value))
+}

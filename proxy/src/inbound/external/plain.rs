@@ -1,0 +1,92 @@
+//! Authorization servers that speak HTTP, as those of nginx's `auth_request` and of GEP-1494: they get
+//! the head of the request, and their status decides.
+
+use bytes::{Bytes, BytesMut};
+use diy_mesh_proto::field::{CALLED_BY, is_reserved, is_same_name};
+use http::{Response, StatusCode};
+
+use super::{Authorizer, Decision, Question, Subject, reply_fields};
+use crate::error::ExternalReply;
+
+pub(super) fn question(
+    authorizer: &Authorizer,
+    subject: &Subject<'_>,
+) -> Result<Question, &'static str> {
+    let request = subject.request;
+    if request.is_connect() {
+        return Err("an authorization server cannot be asked about CONNECT");
+    }
+    // In HTTP/2, WebSockets begin with CONNECT.
+    let method = if request.upgrade {
+        b"GET"
+    } else {
+        request.method
+    };
+    let target = request.path_and_query();
+    let slash: &[u8] = if target.starts_with(b"/") { b"" } else { b"/" };
+    let mut head = BytesMut::new();
+    for part in [
+        method,
+        b" ",
+        authorizer.path.as_bytes(),
+        slash,
+        target,
+        b" HTTP/1.1\r\n",
+    ] {
+        head.extend_from_slice(part);
+    }
+    put(&mut head, b"Host", request.authority().unwrap_or_default());
+    put(&mut head, b"Content-Length", b"0");
+    subject.visit(|name, value| {
+        let is_always =
+            name.eq_ignore_ascii_case(b"authorization") || is_same_name(name, CALLED_BY.as_bytes());
+        let is_listed = || {
+            let text = str::from_utf8(name).unwrap_or_default();
+            authorizer.sends(name) && !is_reserved(text)
+        };
+        if is_always || is_listed() {
+            put(&mut head, name, value);
+        }
+    });
+    head.extend_from_slice(b"\r\n");
+    Ok(Question::Http {
+        head: head.freeze(),
+        method: Bytes::copy_from_slice(method),
+    })
+}
+
+fn put(head: &mut BytesMut, name: &[u8], value: &[u8]) {
+    for part in [name, b": ", value, b"\r\n"] {
+        head.extend_from_slice(part);
+    }
+}
+
+pub(super) fn decision(
+    authorizer: &Authorizer,
+    answer: &Response<Bytes>,
+) -> Result<Decision, String> {
+    let status = answer.status();
+    match status.as_u16() {
+        200..=299 => {
+            let fields = authorizer.response_fields.iter().map(|name| {
+                let values = answer.headers().get_all(&**name).iter();
+                (name.clone(), values.cloned().collect())
+            });
+            Ok(Decision::Allowed(fields.collect()))
+        }
+        300..=499 => {
+            let fields = answer.headers().iter();
+            let fields = fields.map(|(name, value)| (name.as_str(), value.as_bytes()));
+            Ok(Decision::Denied(ExternalReply {
+                status,
+                headers: reply_fields(fields),
+                body: answer.body().clone(),
+            }))
+        }
+        _ => Err(format!("it responded with {}", shown(status))),
+    }
+}
+
+pub(super) fn shown(status: StatusCode) -> &'static str {
+    status.canonical_reason().unwrap_or("an unknown status")
+}

@@ -1,0 +1,162 @@
+//! External authorization: asks the authorization servers of policies about a request that the policies
+//! of the pod allow, one after the other. The first one that denies it decides.
+
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use diy_mesh_model::exchange::Direction;
+use http::Response;
+
+use crate::context::flow::Flow;
+use crate::context::record::ExchangeRecord;
+use crate::error::{Failure, Limit};
+use crate::http::view::RequestView;
+use crate::inbound::external::{Authorizer, Decision, Question, Subject};
+use crate::inbound::policy::Caller;
+use crate::labels::ExternalResult;
+use crate::limits::deadline::Deadline;
+use crate::route::Plan;
+use crate::secure::io::MAX_FILL;
+use crate::serve::call::{Call, CallHead};
+
+/// The length of the body of an answer.
+const MAX_ANSWER: usize = 16 * 1024;
+
+/// Asks about a request, and adds the fields that the application gets to its plan. None if the client
+/// leaves.
+pub async fn ask(
+    authorizers: &[Arc<Authorizer>],
+    plan: &mut Plan,
+    request: &RequestView<'_>,
+    deadline: Deadline,
+    record: &mut ExchangeRecord,
+    poll_gone: &mut impl FnMut(&mut Context<'_>) -> Poll<()>,
+) -> Option<Result<(), Failure>> {
+    let flow = record.flow.clone();
+    let identity = flow.worker.tls.identity();
+    for authorizer in authorizers {
+        let own = flow.request_edits();
+        let subject = Subject {
+            request,
+            edits: plan.request_edits(&own),
+            client: flow.peer,
+            caller: flow.caller.identity(),
+            server: flow.original,
+            own: identity.as_ref(),
+            time: SystemTime::now(),
+        };
+        let question = match authorizer.question(&subject) {
+            Ok(question) => question,
+            Err(reason) => return Some(Err(Failure::BadRequest(reason))),
+        };
+        let timeout = Deadline::after(Some(authorizer.timeout), Limit::Attempt);
+        let deadline = deadline.earlier(timeout);
+        let mut answer = pin!(send(question, authorizer, deadline, &flow));
+        let answer = poll_fn(|cx| match answer.as_mut().poll(cx) {
+            Poll::Ready(answer) => Poll::Ready(Some(answer)),
+            Poll::Pending => poll_gone(cx).map(|()| None),
+        });
+        let Some(answer) = answer.await else {
+            record.cut_off("the client closed");
+            return None;
+        };
+        let decision = answer.and_then(|answer| {
+            let decision = authorizer.decision(&answer);
+            decision.map_err(|reason| failed(authorizer, reason))
+        });
+        if let Err(failure) = apply(decision, authorizer, plan, &flow) {
+            return Some(Err(failure));
+        }
+    }
+    Some(Ok(()))
+}
+
+/// Sends a question for the pod.
+async fn send(
+    question: Question,
+    authorizer: &Authorizer,
+    deadline: Deadline,
+    flow: &Flow,
+) -> Result<Response<Bytes>, Failure> {
+    let (head, body) = match question {
+        Question::Http { head, method } => {
+            let chunked = false;
+            let head = CallHead::Http1 {
+                head,
+                method,
+                chunked,
+            };
+            (head, Bytes::new())
+        }
+        Question::Grpc(request) => {
+            let (parts, body) = request.into_parts();
+            (CallHead::Http2(Box::new(parts)), body)
+        }
+    };
+    let mut memory = flow.charge();
+    memory.begin(2 * (head.size() + body.len()) + MAX_FILL + MAX_ANSWER)?;
+    let call = Call {
+        head,
+        body,
+        is_repeatable: true,
+        max_answer: Some(MAX_ANSWER),
+    };
+    let own = Flow {
+        direction: Direction::Outbound,
+        caller: Caller::App,
+        ..flow.clone()
+    };
+    let sent = pin!(call.send(&own, &authorizer.backend, deadline));
+    deadline.limit(sent).await.map_err(|failure| match failure {
+        Failure::Timeout(Limit::Attempt) => failed(
+            authorizer,
+            format!("timed out after {:?}", authorizer.timeout),
+        ),
+        Failure::Timeout(_) => failure,
+        failure => failed(authorizer, failure.to_string()),
+    })
+}
+
+fn failed(authorizer: &Authorizer, reason: String) -> Failure {
+    Failure::AuthorizerFailed {
+        policy: authorizer.policy.clone(),
+        reason,
+    }
+}
+
+/// Applies a decision, or the policy's failure mode.
+fn apply(
+    decision: Result<Decision, Failure>,
+    authorizer: &Authorizer,
+    plan: &mut Plan,
+    flow: &Flow,
+) -> Result<(), Failure> {
+    let count = |result| flow.worker.metrics.external(result);
+    match decision {
+        Ok(Decision::Allowed(fields)) => {
+            count(ExternalResult::Allowed);
+            plan.set_fields(fields);
+            Ok(())
+        }
+        Ok(Decision::Denied(reply)) => {
+            count(ExternalResult::Denied);
+            Err(Failure::ExternallyDenied {
+                policy: authorizer.policy.clone(),
+                reply: Box::new(reply),
+            })
+        }
+        Err(failure @ Failure::AuthorizerFailed { .. }) if authorizer.fails_open => {
+            count(ExternalResult::FailedOpen);
+            tracing::debug!("{failure}, and failureMode is Allow");
+            Ok(())
+        }
+        Err(failure) => {
+            count(ExternalResult::Failed);
+            Err(failure)
+        }
+    }
+}
