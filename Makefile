@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz floods e2e e2e-all tilt-ci bench bench-scale conformance conformance-image images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -86,6 +86,11 @@ conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD
 	@mkdir -p $(TARGET_DIR)/conformance
 	@cd tests/conformance && CGO_ENABLED=0 go build -trimpath -o $(abspath $(TARGET_DIR))/conformance/client ./echo
 	@$(or $(IMAGE:%=% diy-sm-conformance:dev $(TARGET_DIR)/conformance/client),$(DOCKER_BUILD) -t diy-sm-conformance:dev -f tests/conformance/Dockerfile $(TARGET_DIR)/conformance)
+
+authorizer-image: ## build the authorization server of make e2e with Go (DOCKER_BUILD='docker build', or IMAGE=PROGRAM)
+	@mkdir -p $(TARGET_DIR)/authorizer
+	@cd tests/authorizer && CGO_ENABLED=0 go build -trimpath -o $(abspath $(TARGET_DIR))/authorizer/authorizer .
+	@$(or $(IMAGE:%=% diy-sm-authorizer:dev $(TARGET_DIR)/authorizer/authorizer),$(DOCKER_BUILD) -t diy-sm-authorizer:dev -f tests/authorizer/Dockerfile $(TARGET_DIR)/authorizer)
 
 conformance: ## run the Gateway API's conformance tests for meshes on the cluster of KUBECONFIG, which needs the images (GATEWAY_API=, ARGS='-run-test MeshSplit')
 	@cd tests/conformance && go mod download -modfile=$(GO_MOD) sigs.k8s.io/gateway-api
