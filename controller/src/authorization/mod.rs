@@ -5,6 +5,7 @@
 
 pub mod keys;
 pub mod parse;
+pub mod server;
 pub mod smi;
 pub mod spec;
 
@@ -23,6 +24,7 @@ use crate::routes::model::Rejection;
 use crate::routes::parse::Meta;
 use crate::routes::{Condition, ParentReference};
 use keys::{Entry, Fetched, Source};
+use server::Server;
 use spec::{Requirement, Selector};
 
 /// The length of the policies of a pod in a message. Each pod has a copy.
@@ -92,22 +94,29 @@ pub struct Rules {
     pub bytes: usize,
     /// The keys of issuers that the status has, or lacks.
     pub fetched: Vec<Fetched>,
+    /// The external authorization server.
+    pub server: Option<Server>,
 }
 
 impl Rules {
     /// The rules of this message.
     pub fn new(message: proto::AuthorizationPolicy) -> Rules {
-        Self::with_fetched(message, vec![])
+        Self::with_references(message, vec![], None)
     }
 
-    /// The rules of this message, with keys from the status of the policy.
-    pub fn with_fetched(message: proto::AuthorizationPolicy, fetched: Vec<Fetched>) -> Rules {
+    /// The rules of this message, with keys from the status of the policy, and a server.
+    pub fn with_references(
+        message: proto::AuthorizationPolicy,
+        fetched: Vec<Fetched>,
+        server: Option<Server>,
+    ) -> Rules {
         let encoded = message.encode_to_vec();
         Rules {
             message,
             version: version::of("authorization policy", &encoded),
             bytes: encoded.len(),
             fetched,
+            server,
         }
     }
 
@@ -194,12 +203,22 @@ impl AuthorizationPolicy {
         self
     }
 
+    /// Its rules, unless it sets the default.
+    pub fn rules(&self) -> Option<&Rules> {
+        match &self.applied().effect {
+            Effect::Rules(rules) => Some(rules),
+            Effect::Default { .. } => None,
+        }
+    }
+
+    /// The external authorization server.
+    pub fn server(&self) -> Option<&Server> {
+        self.rules()?.server.as_ref()
+    }
+
     /// The keys of issuers that the status has, or lacks.
     pub fn fetched(&self) -> &[Fetched] {
-        match &self.applied().effect {
-            Effect::Rules(rules) => &rules.fetched,
-            Effect::Default { .. } => &[],
-        }
+        self.rules().map_or(&[], |rules| &rules.fetched)
     }
 
     /// Where the keys of issuers are that the policy does not have, for its status.

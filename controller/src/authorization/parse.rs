@@ -4,6 +4,7 @@
 //! field is named, with its value and the expected value. An invalid policy denies the calls of its
 //! targets, or, if these cannot be read, of all pods of its namespace.
 
+mod authorizer;
 mod issuers;
 mod requests;
 mod targets;
@@ -31,6 +32,7 @@ use crate::index::object::Key;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{Meta, bounded, shortened, unsupported};
+use authorizer::authorizer;
 use issuers::issuer;
 use requests::request;
 pub(super) use targets::reference;
@@ -150,18 +152,7 @@ impl Reader<'_> {
         if let Some(default) = &spec.default_action {
             return self::default(default, &spec, targets);
         }
-        let action = match spec.action.as_deref() {
-            Some("ALLOW") => Action::Allow,
-            Some("DENY") => Action::Deny,
-            other => {
-                let expected = "ALLOW or DENY; it is required without defaultAction";
-                return Err(unsupported(
-                    "spec.action",
-                    other.unwrap_or_default(),
-                    expected,
-                ));
-            }
-        };
+        let action = action(spec.action.as_deref())?;
         let audit = match spec.mode.as_deref() {
             None | Some("Enforce") => false,
             Some("Audit") => true,
@@ -172,15 +163,19 @@ impl Reader<'_> {
         let parse = |spec, field: &str| issuer(spec, field, &self.key.namespace, &self.known);
         let issuers = each("spec.issuers", spec.issuers, MAX_ISSUERS, parse)?;
         let (issuers, fetched): (Vec<_>, Vec<_>) = issuers.into_iter().unzip();
+        let parse = |spec| authorizer(spec, &self.key.namespace);
+        let (authorizer, server) = spec.external_auth.map(parse).transpose()?.unzip();
         let mut policy = proto::AuthorizationPolicy {
             name: name(self.key),
             action: action.into(),
             audit,
             ports: vec![],
             rules: vec![],
-            issuers,
-            authorizer: None,
+            issuers: vec![],
+            authorizer,
         };
+        check(&policy).map_err(|violation| rejected("spec", "", &violation))?;
+        policy.issuers = issuers;
         if specs.is_empty() && !policy.issuers.is_empty() {
             return Err(invalid("spec.issuers: requires rules".to_owned()));
         }
@@ -194,7 +189,8 @@ impl Reader<'_> {
         let rules = rules.collect::<Result<Vec<_>, _>>()?;
         policy.ports = scope(spec.scope.as_deref(), action, &rules)?;
         policy.rules = rules;
-        let rules = Rules::with_fetched(policy, fetched.into_iter().flatten().collect());
+        let fetched = fetched.into_iter().flatten().collect();
+        let rules = Rules::with_references(policy, fetched, server);
         if rules.bytes > MAX_BYTES {
             let message = format!("spec: {} bytes are more than {MAX_BYTES}", rules.bytes);
             return Err(Rejection::new(TOO_LARGE, message));
@@ -309,6 +305,18 @@ fn identity(trust_domain: &str, namespace: &str, account: &str) -> Option<Source
     }))
 }
 
+fn action(text: Option<&str>) -> Result<Action, Rejection> {
+    match text.unwrap_or_default() {
+        "ALLOW" => Ok(Action::Allow),
+        "DENY" => Ok(Action::Deny),
+        "ExternalAuth" => Ok(Action::ExternalAuth),
+        other => {
+            let expected = "ALLOW, DENY or ExternalAuth; it is required without defaultAction";
+            Err(unsupported("spec.action", other, expected))
+        }
+    }
+}
+
 /// A policy that sets the default has nothing else.
 fn default(
     text: &str,
@@ -317,8 +325,10 @@ fn default(
 ) -> Result<Effect, Rejection> {
     let others = [&spec.action, &spec.mode, &spec.scope];
     let has_others = others.iter().any(|other| other.is_some());
-    if has_others || spec.rules.is_some() || spec.issuers.is_some() {
-        let message = "spec.defaultAction: excludes action, mode, scope, rules and issuers";
+    let has_references = spec.issuers.is_some() || spec.external_auth.is_some();
+    if has_others || has_references || spec.rules.is_some() {
+        let message =
+            "spec.defaultAction: excludes action, mode, scope, rules, issuers and externalAuth";
         return Err(invalid(message.to_owned()));
     }
     if *targets != [Target::Pods(Selector::default())] {

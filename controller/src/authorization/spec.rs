@@ -13,7 +13,8 @@ use serde::Deserialize;
 use super::tests::crd;
 
 /// Who may call pods. A call that a rule of a DENY policy matches is denied. Else, where ALLOW
-/// policies cover its port, a rule of one of them has to match. Else the default decides.
+/// policies cover its port, a rule of one of them has to match. Else the default decides. A request
+/// that is allowed so, and that a rule of an ExternalAuth policy matches, is for its server to allow.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
@@ -26,9 +27,11 @@ pub struct AuthorizationPolicySpec {
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
     pub target_refs: Vec<TargetRef>,
     /// ALLOW: calls are allowed if a rule matches. DENY: calls are denied if a rule matches.
-    #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY"])))]
+    /// ExternalAuth: requests that a rule matches are denied unless a server allows them.
+    #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY", "ExternalAuth"])))]
     pub action: Option<String>,
-    /// Enforce (default), or Audit: nothing is refused, and what would be is counted.
+    /// Enforce (default), or Audit: nothing is refused, and what would be is counted. ExternalAuth
+    /// has no Audit.
     #[cfg_attr(test, schemars(extend("enum" = ["Enforce", "Audit"])))]
     pub mode: Option<String>,
     /// The ports that ALLOW covers. Workload (default): all. Ports: those that the rules name.
@@ -41,6 +44,8 @@ pub struct AuthorizationPolicySpec {
     /// valid gets 401 at the ports that all rules name, or else at all ports.
     #[cfg_attr(test, schemars(length(min = 1, max = 8), extend("x-kubernetes-list-type" = "atomic")))]
     pub issuers: Option<Vec<Issuer>>,
+    /// The server of ExternalAuth.
+    pub external_auth: Option<ExternalAuth>,
     /// In place of action and rules: whether calls are allowed that no policy is about. Its target
     /// is all pods.
     #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY"])))]
@@ -178,6 +183,93 @@ pub struct ClaimHeader {
     /// The name of the header.
     #[cfg_attr(test, schemars(regex(pattern = crd::TOKEN), length(max = 256)))]
     pub name: String,
+}
+
+/// An external authorization server, with the fields of the filter ExternalAuth of GEP-1494.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend(
+    "required" = ["protocol", "backendRef"], "x-kubernetes-validations" = crd::rule(
+        "(!has(self.grpc) || self.protocol == 'GRPC') && (!has(self.http) || self.protocol == 'HTTP')",
+        "expected no field of the other protocol",
+    ),
+)))]
+#[serde(default, rename_all = "camelCase")]
+pub struct ExternalAuth {
+    /// GRPC: envoy.service.auth.v3.Authorization. HTTP: a request without a body, which a response
+    /// with 200 to 299 allows.
+    #[cfg_attr(test, schemars(extend("enum" = ["GRPC", "HTTP"])))]
+    pub protocol: String,
+    /// The server.
+    pub backend_ref: BackendRef,
+    /// Settings of GRPC.
+    pub grpc: Option<GrpcAuth>,
+    /// Settings of HTTP.
+    pub http: Option<HttpAuth>,
+    /// The time for the answer, from 1ms to 60s. Default: 1s.
+    #[cfg_attr(test, schemars(with = "Option<crd::UpToAMinute>"))]
+    pub timeout: Option<String>,
+    /// Without an answer, requests are denied (Deny, default) or allowed (Allow).
+    #[cfg_attr(test, schemars(extend("enum" = ["Deny", "Allow"])))]
+    pub failure_mode: Option<String>,
+}
+
+/// A port of a Service. The policy does not apply to the pods that the Service selects.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["name", "port"])))]
+#[serde(default, rename_all = "camelCase")]
+pub struct BackendRef {
+    /// The core group: empty.
+    #[cfg_attr(test, schemars(extend("enum" = [""], "default" = "")))]
+    pub group: String,
+    /// Service.
+    #[cfg_attr(test, schemars(extend("enum" = ["Service"], "default" = "Service")))]
+    pub kind: Option<String>,
+    /// The name of the Service.
+    #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
+    pub name: String,
+    /// Default: that of the policy. Another one requires no ReferenceGrant: the pods call the server
+    /// under their own identity, and its policies decide.
+    #[cfg_attr(test, schemars(regex(pattern = crd::LABEL), length(max = 63)))]
+    pub namespace: Option<String>,
+    /// The TCP port of the Service.
+    #[cfg_attr(test, schemars(range(min = 1, max = 65_535)))]
+    pub port: u32,
+}
+
+/// What a server with the protocol GRPC gets.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[serde(default, rename_all = "camelCase")]
+pub struct GrpcAuth {
+    /// The headers of the request that the server gets. Omitted: all.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub allowed_headers: Option<Vec<String>>,
+}
+
+/// What a server with the protocol HTTP gets, and what the application gets from it.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[serde(default, rename_all = "camelCase")]
+pub struct HttpAuth {
+    /// Stands before the path of the request.
+    #[cfg_attr(test, schemars(regex(pattern = crd::PATH_PREFIX), length(max = 1024)))]
+    pub path: Option<String>,
+    /// The headers of the request that the server gets, besides Host, Authorization and
+    /// X-Called-By.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub allowed_headers: Option<Vec<String>>,
+    /// The headers of the answer that the application gets. Those of clients are removed. Omitted:
+    /// none.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub allowed_response_headers: Option<Vec<String>>,
 }
 
 /// Conditions on a call, all of which hold.

@@ -1,5 +1,6 @@
 //! Tables of policies: what each field becomes, and what makes a policy invalid.
 
+mod authorizer;
 pub(crate) mod crd;
 mod issuers;
 

@@ -15,10 +15,12 @@ use diy_mesh_proto::mesh::v1 as proto;
 use super::limits::target_ports;
 use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Pod, Service};
+use super::routes::check_backend;
 use super::store::{Replaced, Store};
 use super::version::Digest;
 use super::{Index, Touched};
 use crate::authorization::keys::{self, Source};
+use crate::authorization::server::Server;
 use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
 use crate::authorization::{
     AuthorizationPolicy, Content, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target, denying,
@@ -26,7 +28,7 @@ use crate::authorization::{
 };
 use crate::routes::attach::RouteId;
 use crate::routes::model::Rejection;
-use crate::routes::{ParentStatus, RouteStatus};
+use crate::routes::{self, ParentStatus, RouteStatus};
 
 /// At least the length of a port in a message, and of the rest of a policy.
 const PORT_BYTES: usize = 3;
@@ -208,7 +210,7 @@ impl Authorizations {
             };
             let accepted = policy.accepted(target, exists, effect);
             let mut conditions = policy.conditions(accepted);
-            conditions.extend(keys::condition(policy.fetched()));
+            conditions.extend(resolved_refs(policy, services));
             ParentStatus {
                 parent: reference.clone(),
                 conditions,
@@ -222,6 +224,19 @@ impl Authorizations {
             ..RouteStatus::new(kind, key, policy.generation, parents)
         })
     }
+}
+
+/// The condition of a policy that refers to keys or to a server: the first one that does not hold.
+fn resolved_refs(
+    policy: &AuthorizationPolicy,
+    services: &Store<Service>,
+) -> Option<routes::Condition> {
+    let server = policy.server().map(|server| {
+        let Server { service, port } = server;
+        server.condition(check_backend(services, service, Some(*port)))
+    });
+    let both = server.into_iter().chain(keys::condition(policy.fetched()));
+    both.reduce(|one, other| if one.holds { other } else { one })
 }
 
 fn is_authored(key: &Key) -> bool {
@@ -357,8 +372,19 @@ impl Index {
         policies.filter_map(|policy| Some((policy, self.ports(policy, pod)?)))
     }
 
+    /// Whether a pod is the authorization server of a policy. It cannot be asked whether it may be
+    /// asked, so that the policy does not apply to it.
+    fn is_server(&self, policy: &AuthorizationPolicy, pod: &Pod) -> bool {
+        let service = policy.server().map(|server| &server.service);
+        let service = service.and_then(|service| self.services.get(service));
+        service.is_some_and(|service| has_pods(service) && service.selects(pod))
+    }
+
     /// The ports of a pod that a policy covers. Empty: all. `None`: it does not select the pod.
     fn ports(&self, policy: &AuthorizationPolicy, pod: &Pod) -> Option<Vec<u32>> {
+        if self.is_server(policy, pod) {
+            return None;
+        }
         let Content { targets, effect } = policy.applied();
         let is_own = policy.key.namespace == pod.key.namespace;
         let mut ports = BTreeSet::new();

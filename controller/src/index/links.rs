@@ -61,7 +61,7 @@ pub(super) enum Link {
     AuthorizationIn(Arc<str>),
     /// An AuthorizationPolicy: its namespace, and a label that all pods of a target have.
     AuthorizationAt(Arc<str>, String, String),
-    /// An AuthorizationPolicy: the Service whose pods are a target.
+    /// An AuthorizationPolicy: the Service whose pods are a target, or are its authorization server.
     AuthorizationOf(Key),
 }
 
@@ -261,9 +261,9 @@ impl Linked for AuthorizationPolicy {
                 (Link::AuthorizationIn(own()), Some(service))
             }
         });
-        links
-            .flat_map(|(pods, service)| [pods].into_iter().chain(service))
-            .collect()
+        let links = links.flat_map(|(pods, service)| [pods].into_iter().chain(service));
+        let server = self.server().map(|server| server.service.clone());
+        links.chain(server.map(Link::AuthorizationOf)).collect()
     }
 }
 

@@ -277,28 +277,12 @@ impl Routes {
             );
             return invalid(REF_NOT_PERMITTED, problem);
         }
-        let Some(service) = services.get(key) else {
-            return invalid(
-                BACKEND_NOT_FOUND,
-                format!("the Service {key} does not exist"),
-            );
-        };
-        if !service.external_name.is_empty() {
-            return invalid(
-                INVALID_KIND,
-                format!("the Service {key} is an ExternalName"),
-            );
-        }
-        let Some(port) = reference.port else {
-            return invalid(BACKEND_NOT_FOUND, "the port is missing".to_owned());
-        };
-        match service.tcp_port(|other| other.port == port) {
-            Some(_) => Ok(()),
-            None => invalid(
-                BACKEND_NOT_FOUND,
-                format!("the Service {key} has no TCP port {port}"),
-            ),
-        }
+        let exists = check_backend(services, key, reference.port);
+        exists.or_else(
+            |Rejection {
+                 reason, message, ..
+             }| invalid(reason, message),
+        )
     }
 
     /// The routes that may have a status.
@@ -363,6 +347,31 @@ impl Routes {
     pub(super) fn len(&self) -> usize {
         self.attachments.len() + self.canaries.len()
     }
+}
+
+/// Whether a Service has a TCP port that proxies can call, or why not.
+pub(super) fn check_backend(
+    services: &Store<Service>,
+    key: &Key,
+    port: Option<u16>,
+) -> Result<(), Rejection> {
+    let invalid = |reason, problem: String| Err(Rejection::new(reason, problem));
+    let Some(service) = services.get(key) else {
+        let problem = format!("the Service {key} does not exist");
+        return invalid(BACKEND_NOT_FOUND, problem);
+    };
+    if !service.external_name.is_empty() {
+        let problem = format!("the Service {key} is an ExternalName");
+        return invalid(INVALID_KIND, problem);
+    }
+    let Some(port) = port else {
+        return invalid(BACKEND_NOT_FOUND, "the port is missing".to_owned());
+    };
+    if service.tcp_port(|other| other.port == port).is_none() {
+        let problem = format!("the Service {key} has no TCP port {port}");
+        return invalid(BACKEND_NOT_FOUND, problem);
+    }
+    Ok(())
 }
 
 fn groups_of(route: &Route) -> impl Iterator<Item = Dirty> {

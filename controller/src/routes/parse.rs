@@ -539,7 +539,7 @@ pub(crate) fn duration(field: &str, text: &str) -> Result<u64, Rejection> {
 }
 
 /// The name of a header, in lower case.
-pub(super) fn header_name(field: &str, name: &str) -> Result<String, Rejection> {
+pub(crate) fn header_name(field: &str, name: &str) -> Result<String, Rejection> {
     if is_token(name) {
         Ok(name.to_ascii_lowercase())
     } else {

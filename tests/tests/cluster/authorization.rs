@@ -34,7 +34,30 @@ fn refused() -> Vec<(Value, &'static str)> {
     let listed = json!({"key": "a", "operator": "In", "values": values});
     let selected = json!({"kind": "Pod", "selector": {"matchExpressions": [listed]}});
     let about_requests = json!([{"requests": [{"methods": ["GET"]}]}]);
+    let asking = |name: &str, field: Value| {
+        let backend = json!({"name": "auth", "port": 9000});
+        let mut server = json!({"protocol": "HTTP", "backendRef": backend});
+        server[name] = field;
+        all_pods(json!({"action": "ExternalAuth", "externalAuth": server, "rules": [{}]}))
+    };
+    let mut audited = asking("timeout", json!("1s"));
+    audited["mode"] = json!("Audit");
     vec![
+        (
+            all_pods(json!({"action": "ExternalAuth"})),
+            "the action ExternalAuth requires externalAuth",
+        ),
+        (audited, "ExternalAuth has no mode Audit"),
+        (
+            asking("grpc", json!({})),
+            "expected no field of the other protocol",
+        ),
+        (asking("timeout", json!("61s")), "from 1ms to 60s"),
+        (asking("http", json!({"path": "check"})), "http.path"),
+        (
+            asking("backendRef", json!({"name": "auth", "port": 0})),
+            "backendRef.port",
+        ),
         (json!({"action": "ALLOW"}), "spec.targetRefs"),
         (target(json!({"kind": "Pod"})), "kind Pod requires selector"),
         (
@@ -107,6 +130,10 @@ fn accepted() -> Vec<Value> {
     vec![
         all_pods(json!({"action": "ALLOW"})),
         all_pods(json!({"defaultAction": "DENY"})),
+        all_pods(json!({"action": "ExternalAuth", "externalAuth": {
+            "protocol": "HTTP", "backendRef": {"name": "auth", "namespace": "other", "port": 9000},
+            "http": {"path": "/check", "allowedHeaders": ["Cookie"]}, "timeout": "60s",
+        }})),
         allow(json!({"sources": []})),
         allow(json!({"sources": [
             {"type": "ServiceAccount", "serviceAccount": {"name": "*"}},

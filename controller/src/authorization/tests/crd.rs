@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-pub(crate) use crate::policy::tests::crd::{NAME as TOKEN, rule};
+pub(crate) use crate::policy::tests::crd::{NAME as TOKEN, UpToAMinute, rule};
 use crate::policy::tests::crd::{Resource, assert_installed, assert_structural};
 
 use crate::authorization::keys::MAX_KEY_BYTES;
@@ -19,6 +19,8 @@ pub(crate) const HOST: &str =
     "^([*][.])?[A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?([.][A-Za-z0-9]([-A-Za-z0-9]*[A-Za-z0-9])?)*$";
 pub(crate) const METHOD: &str = "^[A-Z0-9!#$%&'*+\\-.^_\\x60|~]+$";
 pub(crate) const PATH: &str = "^[^?#\\\\]+$";
+/// What stands before a path, or nothing: visible characters but for `?` and `#`.
+pub(crate) const PATH_PREFIX: &str = r#"^(/[!"$->@-~]*)?$"#;
 pub(crate) const GRPC: &str = "^[A-Za-z0-9_.]+$";
 
 /// What the fields of a policy require of each other.
@@ -66,9 +68,18 @@ pub(crate) fn policies() -> Value {
             "scope Ports requires ports in each of one or more rules",
         ),
         (
-            "!has(self.action) || self.action != 'DENY' || !has(self.rules) || \
+            "!has(self.action) || self.action == 'ALLOW' || !has(self.rules) || \
              self.rules.all(one, !has(one.requests) || has(one.networkAttributes))",
-            "a DENY about requests requires ports: it denies connections there that carry no HTTP",
+            "a DENY or ExternalAuth about requests requires ports: it denies connections there that \
+             carry no HTTP",
+        ),
+        (
+            "has(self.externalAuth) == (has(self.action) && self.action == 'ExternalAuth')",
+            "the action ExternalAuth requires externalAuth, and others exclude it",
+        ),
+        (
+            "!has(self.externalAuth) || !has(self.mode) || self.mode == 'Enforce'",
+            "ExternalAuth has no mode Audit",
         ),
     ];
     let all = all.map(|(rule, message)| json!({"rule": rule, "message": message}));

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The key of RFC 7515, appendix A.3.
-const KEYS: &str = r#"{"keys": [{"kty": "EC", "crv": "P-256",
+pub(super) const KEYS: &str = r#"{"keys": [{"kty": "EC", "crv": "P-256",
     "x": "f83OJ3D2xF1Bg8vub9tLe1gHMzV76e8Tus9uPHvRVEU",
     "y": "x_FEzRu9m36HLN_tue659LNpXW6pCyStikYjKIWI5a0"}]}"#;
 

@@ -8,7 +8,7 @@ use diy_mesh_proto::mesh::v1::authorization_policy::Action;
 use super::super::Index;
 use super::super::links::Link;
 use super::super::object::{Key, Pod};
-use crate::authorization::{AuthorizationPolicy, Effect, Mode, Rules, Target};
+use crate::authorization::{AuthorizationPolicy, Mode, Rules, Target};
 use crate::routes::programmed::{Coverage, Outcome, shown};
 
 /// The coverage of a policy while the pods are counted.
@@ -72,7 +72,7 @@ impl Index {
 
     /// The Service of an ALLOW that leads to no pod.
     fn lost<'a>(&self, policy: &'a AuthorizationPolicy) -> Option<&'a Target> {
-        rules(policy).filter(|rules| is_enforced_allow(rules))?;
+        policy.rules().filter(|rules| is_enforced_allow(rules))?;
         policy.applied().targets.iter().find(|target| {
             let Target::Service(key) = target else {
                 return false;
@@ -97,7 +97,7 @@ impl Index {
         if coverage.is_empty() {
             return None;
         }
-        let mut absent = rules(policy).map_or_else(BTreeSet::new, named_ports);
+        let mut absent = policy.rules().map_or_else(BTreeSet::new, named_ports);
         absent.retain(|port| !covering.has_any_port && !covering.declared.contains(port));
         coverage.set_absent(absent);
         Some((policy.generation, coverage))
@@ -118,7 +118,7 @@ impl Covering {
             .map(|one| one.port.into())
             .collect();
         self.has_any_port |= declared.is_empty();
-        let named = rules(policy).map_or_else(BTreeSet::new, named_ports);
+        let named = policy.rules().map_or_else(BTreeSet::new, named_ports);
         let mut covered: BTreeSet<u32> = ports.iter().copied().collect();
         if ports.is_empty() {
             covered.extend(declared.iter().chain(&named));
@@ -134,16 +134,9 @@ impl Covering {
         if !bypassed.is_empty() {
             add(&mut self.coverage, Outcome::Bypassed(bypassed));
         }
-        if !opaque.is_empty() && rules(policy).is_some_and(has_requests) {
+        if !opaque.is_empty() && policy.rules().is_some_and(is_about_requests) {
             add(&mut self.coverage, Outcome::Opaque(opaque));
         }
-    }
-}
-
-fn rules(policy: &AuthorizationPolicy) -> Option<&Rules> {
-    match &policy.applied().effect {
-        Effect::Rules(rules) => Some(rules),
-        Effect::Default { .. } => None,
     }
 }
 
@@ -157,7 +150,8 @@ fn named_ports(rules: &Rules) -> BTreeSet<u32> {
     rules.flat_map(|rule| rule.ports.iter().copied()).collect()
 }
 
-fn has_requests(rules: &Rules) -> bool {
-    let mut rules = rules.message.rules.iter();
-    rules.any(|rule| !rule.requests.is_empty())
+/// Without the request, no rule of it is known to match, and no server is asked.
+fn is_about_requests(rules: &Rules) -> bool {
+    let mut conditions = rules.message.rules.iter();
+    rules.server.is_some() || conditions.any(|rule| !rule.requests.is_empty())
 }

@@ -240,6 +240,113 @@ fn service_covers_its_target_ports_at_the_pods_that_it_selects() {
     assert_eq!(condition(&index, &key("p")).reason, "TargetNotFound");
 }
 
+/// A policy that asks port 80 of the Service `web`, for all pods of its namespace.
+fn asking(namespace: &str) -> Object {
+    let backend = json!({"name": "web", "namespace": "shop", "port": 80});
+    let server = json!({"protocol": "GRPC", "backendRef": backend});
+    let others = json!({"action": "ExternalAuth", "externalAuth": server, "rules": [{}]});
+    of_pods(namespace, "p", json!({}), others)
+}
+
+#[test]
+fn policy_does_not_apply_to_its_authorization_server() {
+    let other = Pod {
+        labels: [("app".to_owned(), "cart".to_owned())].into(),
+        ..pod_in("shop", "cart")
+    };
+    for namespace in ["shop", MESH] {
+        let mut index = index([
+            Object::Service(web(8080)),
+            Object::Pod(pod_in("shop", "a")),
+            Object::Pod(other.clone()),
+            asking(namespace),
+        ]);
+        let policy = format!("{namespace}/p");
+        assert_eq!(names(&index, &key("a")), [""; 0]);
+        assert_eq!(names(&index, &key("cart")), [&*policy]);
+        // The server moves to other pods.
+        let moved = Service {
+            selector: [("app".to_owned(), "cart".to_owned())].into(),
+            ..web(8080)
+        };
+        let touched = apply(&mut index, Object::Service(moved));
+        assert_eq!(touched.pods, [key("a"), key("cart")].into());
+        assert_eq!(names(&index, &key("a")), [&*policy]);
+        assert_eq!(names(&index, &key("cart")), [""; 0]);
+        let mut touched = Touched::default();
+        index.apply(Change::Delete(Kind::Service, key("web")), &mut touched);
+        assert_eq!(touched.pods, [key("cart")].into());
+        assert_eq!(names(&index, &key("cart")), [&*policy]);
+    }
+}
+
+#[test]
+fn status_tells_whether_the_authorization_server_exists() {
+    let mut index = index([Object::Pod(pod_in("shop", "a")), asking("bank")]);
+    let policy = Key::new("bank", "p");
+    let backend = "spec.externalAuth.backendRef: the Service shop/web";
+    let resolved = |index: &Index| {
+        let status = index.status(&(Kind::Authorization, policy.clone()));
+        let parent = status.unwrap().unwrap().parents.remove(0);
+        assert!(parent.conditions[0].holds, "it is accepted");
+        let last = parent.conditions.into_iter().next_back().unwrap();
+        assert_eq!(last.kind, "ResolvedRefs");
+        (last.holds, last.reason, last.message)
+    };
+    let missing = |message: &str| (false, "BackendNotFound", format!("{backend} {message}"));
+    assert_eq!(resolved(&index), missing("does not exist"));
+    let other_port = Service {
+        ports: vec![],
+        ..web(8080)
+    };
+    let external = Service {
+        external_name: "example.com".into(),
+        ..web(8080)
+    };
+    let exists = "the authorization server shop/web:80 exists".to_owned();
+    let is_external = (
+        false,
+        "InvalidKind",
+        format!("{backend} is an ExternalName"),
+    );
+    for (service, expected) in [
+        (other_port, missing("has no TCP port 80")),
+        (external, is_external),
+        (web(8080), (true, "ResolvedRefs", exists)),
+    ] {
+        index.take_changed_statuses();
+        apply(&mut index, Object::Service(service));
+        let changed = index.take_changed_statuses();
+        assert!(changed.contains(&(Kind::Authorization, policy.clone())));
+        assert_eq!(resolved(&index), expected);
+    }
+}
+
+#[test]
+fn missing_server_is_told_before_missing_keys() {
+    let key = Key::new("shop", "p");
+    let spec = json!({
+        "targetRefs": [{"kind": "Pod", "selector": {}}],
+        "action": "ExternalAuth",
+        "externalAuth": {"protocol": "GRPC", "backendRef": {"name": "web", "port": 80}},
+        "issuers": [{
+            "issuer": "https://id.example.com",
+            "audiences": ["shop"],
+            "keys": {"type": "URL", "url": "https://id.example.com/keys"},
+        }],
+        "rules": [{}],
+    });
+    let mut index = index([object("shop", "p", spec)]);
+    let reasons = |index: &Index| {
+        let status = index.status(&(Kind::Authorization, key.clone()));
+        let conditions = status.unwrap().unwrap().parents.remove(0).conditions;
+        Vec::from_iter(conditions.into_iter().map(|one| one.reason))
+    };
+    assert_eq!(reasons(&index), ["Accepted", "BackendNotFound"]);
+    apply(&mut index, Object::Service(web(8080)));
+    assert_eq!(reasons(&index), ["Accepted", "KeysNotFound"]);
+}
+
 #[test]
 fn named_target_port_that_a_pod_does_not_declare_is_not_covered() {
     let target = json!({"kind": "Service", "name": "web"});

@@ -46,6 +46,15 @@ pub(crate) struct Duration(
 )))]
 pub(crate) struct Limited(Duration);
 
+/// A duration from 1ms to 60s.
+#[derive(JsonSchema)]
+#[serde(transparent)]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "duration(self) >= duration('1ms') && duration(self) <= duration('60s')",
+    "expected a duration from 1ms to 60s",
+)))]
+pub(crate) struct UpToAMinute(Duration);
+
 /// A duration up to 24h.
 #[derive(JsonSchema)]
 #[serde(transparent)]

@@ -185,3 +185,24 @@ async fn pods_and_ports_without_enforcement_are_named() {
         "{condition:?}"
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn opaque_ports_are_named_where_a_server_would_be_asked() {
+    let hub = catalog();
+    let spec = json!({
+        "targetRefs": [{"kind": "Pod", "selector": {}}],
+        "action": "ExternalAuth",
+        "externalAuth": {"protocol": "GRPC", "backendRef": {"name": "auth", "port": 80}},
+        "rules": [{"networkAttributes": {"ports": [5432]}}],
+    });
+    let mut replica = pod("replica", &["10.0.0.1"]);
+    replica.inbound.opaque_ports = "5432".parse().unwrap();
+    let policy = Object::Authorization(authorization("shop", "p", &spec));
+    apply(&hub, [Object::Pod(replica), policy]);
+    let stream = with_state(&hub, "replica", Lacking::default());
+    answer(&stream, None);
+    review(&hub).await;
+    let expected = "replica (ports 5432 are opaque: no request is matched)";
+    let (_, condition) = &all_conditions(&hub)[0];
+    assert!(condition.message.contains(expected), "{condition:?}");
+}

@@ -1,0 +1,117 @@
+//! External authorization servers. Pure.
+
+use diy_mesh_proto::authorization::MAX_ITEMS;
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::authorizer::Protocol;
+
+use super::each;
+use crate::authorization::server::Server;
+use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
+use crate::index::object::Key;
+use crate::routes::model::Rejection;
+use crate::routes::parse::{duration, header_name, unsupported};
+
+const FIELD: &str = "spec.externalAuth";
+/// In milliseconds.
+const DEFAULT_TIMEOUT: u64 = 1000;
+/// The length of the name of a Service, and of a namespace.
+const MAX_LABEL_BYTES: usize = 63;
+
+/// The server of a policy in this namespace, with the settings that proxies ask it with.
+pub(super) fn authorizer(
+    spec: ExternalAuth,
+    namespace: &str,
+) -> Result<(proto::Authorizer, Server), Rejection> {
+    let server = server(spec.backend_ref, namespace)?;
+    let timeout = match spec.timeout {
+        None => DEFAULT_TIMEOUT,
+        Some(text) => duration(&format!("{FIELD}.timeout"), &text)?,
+    };
+    let fail_open = match spec.failure_mode.as_deref() {
+        None | Some("Deny") => false,
+        Some("Allow") => true,
+        Some(other) => {
+            let field = format!("{FIELD}.failureMode");
+            return Err(unsupported(&field, other, "Deny or Allow"));
+        }
+    };
+    let authorizer = proto::Authorizer {
+        backend: server.to_string(),
+        timeout,
+        fail_open,
+        ..protocol(&spec.protocol, spec.grpc, spec.http)?
+    };
+    Ok((authorizer, server))
+}
+
+fn server(spec: BackendRef, namespace: &str) -> Result<Server, Rejection> {
+    let invalid = |name: &str, value: &str, expected: &str| {
+        unsupported(&format!("{FIELD}.backendRef.{name}"), value, expected)
+    };
+    if !spec.group.is_empty() {
+        return Err(invalid("group", &spec.group, "empty, the core group"));
+    }
+    if let Some(other) = spec.kind.filter(|kind| kind != "Service") {
+        return Err(invalid("kind", &other, "Service"));
+    }
+    if !is_label(&spec.name) {
+        return Err(invalid("name", &spec.name, "the name of a Service"));
+    }
+    let namespace = spec.namespace.as_deref().unwrap_or(namespace);
+    if !is_label(namespace) {
+        return Err(invalid("namespace", namespace, "the name of a namespace"));
+    }
+    let port = u16::try_from(spec.port).ok().filter(|port| *port > 0);
+    let port = port.ok_or_else(|| invalid("port", &spec.port.to_string(), "from 1 to 65535"))?;
+    let service = Key::new(namespace, &spec.name);
+    Ok(Server { service, port })
+}
+
+/// Whether a text has the characters of a label (RFC 1123).
+fn is_label(text: &str) -> bool {
+    let is_valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    (1..=MAX_LABEL_BYTES).contains(&text.len()) && text.bytes().all(is_valid)
+}
+
+/// The protocol and its settings.
+fn protocol(
+    text: &str,
+    grpc: Option<GrpcAuth>,
+    http: Option<HttpAuth>,
+) -> Result<proto::Authorizer, Rejection> {
+    match (text, grpc, http) {
+        ("GRPC", grpc, None) => {
+            let headers = grpc.and_then(|grpc| grpc.allowed_headers);
+            Ok(proto::Authorizer {
+                protocol: Protocol::Grpc.into(),
+                request_fields: names("grpc.allowedHeaders", headers)?,
+                ..proto::Authorizer::default()
+            })
+        }
+        ("HTTP", None, http) => {
+            let http = http.unwrap_or_default();
+            let response = http.allowed_response_headers;
+            Ok(proto::Authorizer {
+                protocol: Protocol::Http.into(),
+                path: http.path.unwrap_or_default(),
+                request_fields: names("http.allowedHeaders", http.allowed_headers)?,
+                response_fields: names("http.allowedResponseHeaders", response)?,
+                ..proto::Authorizer::default()
+            })
+        }
+        (other, ..) => {
+            let expected = "GRPC or HTTP, without the field of the other one";
+            Err(unsupported(&format!("{FIELD}.protocol"), other, expected))
+        }
+    }
+}
+
+/// Names of headers, in lower case.
+fn names(field: &str, names: Option<Vec<String>>) -> Result<Vec<String>, Rejection> {
+    each(
+        &format!("{FIELD}.{field}"),
+        names,
+        MAX_ITEMS,
+        |name, field| header_name(field, &name),
+    )
+}
