@@ -3,7 +3,7 @@
 
 mod assume;
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, net::Ipv4Addr, str::FromStr};
+use std::{collections::BTreeMap, fmt, net::IpAddr, net::Ipv4Addr, str::FromStr, sync::Arc};
 
 use diy_mesh_controller::{
     explain::authorization,
@@ -197,6 +197,8 @@ impl Request for Head {
 pub enum Outcome {
     /// It is.
     Allowed,
+    /// An authorization server decides.
+    Asks,
     /// It depends on what is not known.
     Unknown,
     /// It is not.
@@ -328,7 +330,11 @@ fn judge_policies(
     let verdict = match (pessimist.judge(&at_worst), optimist.judge(&at_best)) {
         (_, Err(denial)) => return Verdict::denial(Outcome::Denied, &denial),
         (Err(denial), Ok(())) => Verdict::denial(Outcome::Unknown, &denial),
-        (Ok(()), Ok(())) => allowed(&worst, &at_worst),
+        (Ok(()), Ok(())) => {
+            let certain = optimist.external(&at_best);
+            let asked = asked(message, &pessimist.external(&at_worst), certain.is_empty());
+            asked.unwrap_or_else(|| allowed(&worst, &at_worst))
+        }
     };
     let would_be = optimist.audit(&at_best).map(|denial| denial.to_string());
     let may_be = || Some(format!("cannot tell: {}", pessimist.audit(&at_worst)?));
@@ -336,6 +342,32 @@ fn judge_policies(
         audit: would_be.or_else(may_be),
         ..verdict
     }
+}
+
+/// The verdict on a call about which the servers of these policies are asked, perhaps. `None`: there
+/// are none.
+fn asked(
+    message: &proto::Authorization,
+    names: &[Arc<str>],
+    is_uncertain: bool,
+) -> Option<Verdict> {
+    let server = |name: &Arc<str>| {
+        let mut policies = message.policies.iter();
+        let policy = policies.find(|policy| *policy.name == **name)?;
+        let server = policy.authorizer.as_ref()?;
+        Some(format!("{} allows it ({name})", server.backend))
+    };
+    let servers: Vec<String> = names.iter().filter_map(server).collect();
+    let outcome = if is_uncertain {
+        Outcome::Unknown
+    } else {
+        Outcome::Asks
+    };
+    let reason = format!("allowed if {}", servers.join(" and "));
+    Some(Verdict {
+        policy: Some(names.first()?.to_string()),
+        ..Verdict::new(outcome, reason)
+    })
 }
 
 /// Why a call is allowed: the first rule that allows it on its own.

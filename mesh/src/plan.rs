@@ -29,7 +29,8 @@ pub struct Plan {
     pub calls: usize,
     /// The shortest and the longest observation of them, in seconds.
     pub watched: Option<(u64, u64)>,
-    /// Calls that would be denied, allowed again, or of which that is not known.
+    /// Calls that would be denied, allowed again, a question to an authorization server, or of which
+    /// that is not known.
     pub effects: Vec<Effect>,
     /// Ports that no rule of the new policies is about.
     pub closed: Vec<Closed>,

@@ -263,3 +263,60 @@ fn claims_decide_where_a_policy_asks_for_a_token() {
         "{told}"
     );
 }
+
+/// A policy with a server that is asked about requests with this condition.
+fn external(server: &str, condition: Value) -> Value {
+    let ports = json!({"ports": [8080]});
+    let rules = json!([{"networkAttributes": ports, "requests": [condition]}]);
+    let mut policy = policy("ExternalAuth", rules);
+    let backend = json!({"name": server, "namespace": "auth", "port": 9000});
+    policy["externalAuth"] = json!({"protocol": "GRPC", "backendRef": backend});
+    policy
+}
+
+#[test]
+fn servers_decide_about_what_is_allowed_otherwise() {
+    let path = |value: &str| json!({"paths": [{"type": "PathPrefix", "value": value}]});
+    let deny = policy(
+        "DENY",
+        json!([{"sources": [
+            {"type": "ServiceAccount", "serviceAccount": {"name": "bot"}},
+        ]}]),
+    );
+    let items = external("one", path("/items"));
+    let pods = web(json!({}), &[deny, items, external("two", path("/items/1"))]);
+    let [one, two] = [("one", 1), ("two", 2)].map(|(server, policy)| {
+        format!("auth/{server}:9000 allows it (AuthorizationPolicy shop/p{policy})")
+    });
+    let denied = "Denied: AuthorizationPolicy shop/p0, rules[0]".to_owned();
+    for (from, path, expected) in [
+        ("shop/cart", "/", NO_POLICY.to_owned()),
+        ("shop/cart", "/items", format!("Asks: allowed if {one}")),
+        (
+            "shop/cart",
+            "/items/1",
+            format!("Asks: allowed if {one} and {two}"),
+        ),
+        ("shop/bot", "/items", denied),
+        // A connection that carries no HTTP.
+        (
+            "shop/cart",
+            "",
+            "Denied: AuthorizationPolicy shop/p1, rules[0]".to_owned(),
+        ),
+    ] {
+        assert_eq!(told(&pods, &call(from, path)), expected, "{from} {path}");
+    }
+    let asks = &verdicts(&pods, &call("shop/cart", "/items"))[0].1;
+    assert_eq!(asks.policy.as_deref(), Some("AuthorizationPolicy shop/p1"));
+    assert_eq!(json!(asks)["verdict"], "asks");
+}
+
+#[test]
+fn whether_a_server_is_asked_may_depend_on_what_is_not_known() {
+    let pods = web(json!({}), &[external("one", json!({"hosts": ["web"]}))]);
+    let mut call = call("shop/cart", "/");
+    call.request.as_mut().unwrap().host = None;
+    let expected = "Unknown: allowed if auth/one:9000 allows it (AuthorizationPolicy shop/p0)";
+    assert_eq!(told(&pods, &call), expected);
+}

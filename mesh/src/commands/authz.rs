@@ -23,7 +23,8 @@ use crate::{
 #[command(
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
-    after_help = "Exit codes: 0 allowed, 1 denied, 2 error, 3 it depends on what is not known.\n\n\
+    after_help = "Exit codes: 0 allowed, 1 denied, 2 error, 3 it depends on what is not known, or on an \
+    authorization server.\n\n\
     Examples:\n  mesh authz shop/web shop/cart GET /items      a request to the pods of a Service\n  \
     mesh authz shop/web shop/db-0:5432            a connection to a pod that carries no HTTP\n  \
     mesh authz unauthenticated shop/cart GET /    a client without mutual TLS\n  \
@@ -213,6 +214,7 @@ fn table(rows: &[Row], colors: Colors) -> String {
 pub(super) fn outcome(outcome: Outcome) -> terminal::Cell {
     let (style, text) = match outcome {
         Outcome::Allowed => (TextStyle::Ok, "allowed"),
+        Outcome::Asks => (TextStyle::Warning, "asks"),
         Outcome::Unknown => (TextStyle::Warning, "cannot tell"),
         Outcome::Denied => (TextStyle::Error, "denied"),
     };

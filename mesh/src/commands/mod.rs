@@ -100,12 +100,12 @@ fn completions(shell: Shell) -> Result<ExitCode> {
 }
 
 /// The exit code of a verdict: 0 if the call is allowed, 1 if it is denied, 3 if that depends on what
-/// is not known. An error is printed, and its exit code is 2.
+/// is not known, or on an authorization server. An error is printed, and its exit code is 2.
 fn exit(outcome: Result<Outcome>) -> ExitCode {
     match outcome {
         Ok(Outcome::Allowed) => ExitCode::SUCCESS,
         Ok(Outcome::Denied) => ExitCode::FAILURE,
-        Ok(Outcome::Unknown) => ExitCode::from(3),
+        Ok(Outcome::Asks | Outcome::Unknown) => ExitCode::from(3),
         Err(error) => {
             eprintln!("mesh: {error:#}");
             ExitCode::from(2)

@@ -28,7 +28,7 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(
     after_help = "Exit codes: 0 nothing that was seen would be denied, 1 something would be, 2 error, \
-    3 it depends on what was not recorded.\n\n\
+    3 it depends on what was not recorded, or on an authorization server.\n\n\
     Examples:\n  mesh plan -f policy.yaml           what new or changed policies would have denied\n  \
     mesh plan --strict shop            the same for strict pods in the namespace shop\n  \
     mesh plan -f policy.yaml -o json | jq '.effects[] | select(.verdict == \"denied\")'"

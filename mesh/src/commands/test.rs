@@ -79,6 +79,7 @@ struct Expectation {
 #[serde(rename_all = "lowercase")]
 enum Expected {
     Allow,
+    Ask,
     Deny,
 }
 
@@ -216,6 +217,7 @@ impl Expectation {
     fn failure(&self, verdict: &Verdict) -> Option<String> {
         let expected = match self.expect {
             Expected::Allow => Outcome::Allowed,
+            Expected::Ask => Outcome::Asks,
             Expected::Deny => Outcome::Denied,
         };
         let policy = self
@@ -318,6 +320,28 @@ FAILED  unauthenticated to grpc-server/none                            the files
 2 passed, 3 failed
 ";
         assert_eq!(table(&tested(EXPECTATIONS), Colors::DISABLED), expected);
+    }
+
+    #[test]
+    fn question_to_a_server_can_be_expected() {
+        let expectation = |expect: &str| {
+            let text = format!("{{from: a/b, to: shop/cart, expect: {expect}, policy: shop/p}}");
+            serde_yaml_ng::from_str::<Expectation>(&text).unwrap()
+        };
+        let asks = Verdict {
+            verdict: Outcome::Asks,
+            reason: String::new(),
+            policy: Some("AuthorizationPolicy shop/p".to_owned()),
+            rule: None,
+            field: None,
+            audit: None,
+        };
+        assert_eq!(expectation("ask").failure(&asks), None);
+        let others = ["allow", "deny"].map(|expect| expectation(expect).failure(&asks));
+        assert_eq!(
+            others,
+            ["allowed", "denied"].map(|word| Some(word.to_owned()))
+        );
     }
 
     #[test]

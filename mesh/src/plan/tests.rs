@@ -296,6 +296,35 @@ fn denied_and_closed_are_told_and_what_stays_is_not() {
 }
 
 #[test]
+fn calls_that_a_server_decides_about_are_told_as_such() {
+    let calls = vec![
+        edge("web", 8080, "GET", segment("/items")),
+        edge("web", 8080, "GET", segment("/health")),
+        edge("web", 9090, "", None),
+    ];
+    let items = json!({"paths": [{"type": "PathPrefix", "value": "/items"}]});
+    let rules = json!([{"networkAttributes": {"ports": [8080]}, "requests": [items]}]);
+    let mut external = spec("ExternalAuth", rules);
+    let backend = json!({"name": "auth", "port": 9000});
+    external["externalAuth"] = json!({"protocol": "HTTP", "backendRef": backend});
+    let plan = planned(vec![group(calls)], &[], &[policy("new", external)], false);
+    let [effect] = &plan.effects[..] else {
+        panic!(
+            "a server decides about one kind of calls: {:?}",
+            plan.effects
+        )
+    };
+    assert_eq!(
+        (&*effect.call, effect.port),
+        ("GET /items/... from shop/web", 8080)
+    );
+    assert_eq!(effect.verdict.verdict, Outcome::Asks);
+    let reason = "allowed if shop/auth:9000 allows it (AuthorizationPolicy shop/new)";
+    assert_eq!(effect.verdict.reason, reason);
+    assert_eq!((plan.outcome(), plan.closed.len()), (Outcome::Asks, 0));
+}
+
+#[test]
 fn strict_mode_denies_what_was_plaintext() {
     let calls = vec![
         edge("web", 8080, "GET", segment("/items")),
