@@ -238,7 +238,7 @@ pub struct BackendRef {
     pub port: u32,
 }
 
-/// What a server with the protocol GRPC gets.
+/// What a server with the protocol GRPC gets, and what the application gets from it.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
@@ -248,6 +248,12 @@ pub struct GrpcAuth {
         "x-kubernetes-list-type" = "atomic",
     )))]
     pub allowed_headers: Option<Vec<String>>,
+    /// The headers that the server sets or removes for the application. Those of clients are
+    /// removed. Omitted: none.
+    #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
+        "x-kubernetes-list-type" = "atomic",
+    )))]
+    pub allowed_response_headers: Option<Vec<String>>,
 }
 
 /// What a server with the protocol HTTP gets, and what the application gets from it.

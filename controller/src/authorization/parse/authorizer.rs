@@ -81,10 +81,12 @@ fn protocol(
 ) -> Result<proto::Authorizer, Rejection> {
     match (text, grpc, http) {
         ("GRPC", grpc, None) => {
-            let headers = grpc.and_then(|grpc| grpc.allowed_headers);
+            let grpc = grpc.unwrap_or_default();
+            let response = grpc.allowed_response_headers;
             Ok(proto::Authorizer {
                 protocol: Protocol::Grpc.into(),
-                request_fields: names("grpc.allowedHeaders", headers)?,
+                request_fields: names("grpc.allowedHeaders", grpc.allowed_headers)?,
+                response_fields: names("grpc.allowedResponseHeaders", response)?,
                 ..proto::Authorizer::default()
             })
         }

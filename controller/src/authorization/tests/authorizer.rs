@@ -46,12 +46,13 @@ fn defaults_are_the_own_namespace_one_second_and_to_deny() {
     let policy = message(asking(&json!({
         "protocol": "GRPC",
         "backendRef": {"group": "", "kind": "Service", "name": "server", "port": 9000},
-        "grpc": {"allowedHeaders": ["X-Tenant"]},
+        "grpc": {"allowedHeaders": ["X-Tenant"], "allowedResponseHeaders": ["X-User"]},
     })));
     let expected = proto::Authorizer {
         backend: "shop/server:9000".into(),
         protocol: Protocol::Grpc.into(),
         request_fields: vec!["x-tenant".into()],
+        response_fields: vec!["x-user".into()],
         timeout: 1000,
         ..proto::Authorizer::default()
     };
