@@ -63,11 +63,19 @@ fn authorization_servers_decide_and_the_failure_mode_without_them() -> Result<()
                 expect(namespace, &path("Allow"), ALLOWED, "")?;
             }
         }
-        let received = namespace.logs("server", "http-server")?.to_lowercase();
-        ensure!(received.contains("x-user: ada"), "no X-User in {received}");
-        ensure!(!received.contains("forged"), "forged in {received}");
+        // The sample server prints what it gets at this path.
+        namespace.apply(&policy("hello", 9000, "Deny").to_string())?;
+        wait_for("the field of the server", || {
+            expect(namespace, "/hello", "200", "")?;
+            let received = namespace.logs("server", "http-server")?.to_lowercase();
+            ensure!(received.contains("x-user: ada"), "no X-User in {received}");
+            Ok(Some(()))
+        })?;
         let asked = namespace.logs("authorizer", "authorizer")?;
-        for line in ["grpc GET /grpc/Deny/deny from", "http GET /http/Deny/deny from"] {
+        for line in [
+            "grpc GET /grpc/Deny/deny from",
+            "http GET /http/Deny/deny from",
+        ] {
             let account = format!("spiffe://cluster.local/ns/{}/sa/default", namespace.name);
             ensure!(asked.contains(&format!("{line} {account}")), "{asked}");
         }
@@ -83,10 +91,14 @@ fn service() -> Value {
         "spec": {"selector": {"app": "authorizer"}, "ports": ports}})
 }
 
-/// Asks about paths below /NAME/MODE.
+/// Asks about paths below /NAME/MODE, or about /hello.
 fn policy(name: &str, port: u16, mode: &str) -> Value {
-    let protocol = if name == "grpc" { "GRPC" } else { "HTTP" };
-    let paths = json!([{"type": "PathPrefix", "value": format!("/{name}/{mode}")}]);
+    let protocol = if port == 9000 { "GRPC" } else { "HTTP" };
+    let path = match name {
+        "hello" => "/hello".to_owned(),
+        name => format!("/{name}/{mode}"),
+    };
+    let paths = json!([{"type": "PathPrefix", "value": path}]);
     json!({
         "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "AuthorizationPolicy",
         "metadata": {"name": format!("{name}-{}", mode.to_lowercase())},

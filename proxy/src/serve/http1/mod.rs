@@ -281,10 +281,8 @@ impl<'a> Exchange<'a> {
 
     /// Writes the head for the next hop.
     fn write_head(&mut self, plan: &Plan, flow: &Flow) {
-        let own = flow.request_edits();
-        let request = self.request.view();
-        self.record.request(&request, plan.request_edits(&own));
         let head = self.head(plan, flow);
+        let request = self.request.view();
         self.head_size = head.len();
         let copied = || CallHead::Http1 {
             head: Bytes::copy_from_slice(&head),
@@ -295,11 +293,13 @@ impl<'a> Exchange<'a> {
         self.upload = Relay::with_replay(self.request.framing, head, flow.policy_fields());
     }
 
-    /// The head for the next hop.
-    fn head(&self, plan: &Plan, flow: &Flow) -> BytesMut {
-        let mut head = BytesMut::new();
+    /// Records the head for the next hop, and returns it.
+    fn head(&mut self, plan: &Plan, flow: &Flow) -> BytesMut {
         let own = flow.request_edits();
-        self.request.write(&mut head, plan.request_edits(&own));
+        let edits = plan.request_edits(&own);
+        self.record.request(&self.request.view(), edits);
+        let mut head = BytesMut::new();
+        self.request.write(&mut head, edits);
         head
     }
 

@@ -201,6 +201,8 @@ impl Exchange {
         if !self.allowed.authorizers.is_empty() {
             let own = flow.request_edits();
             plan.request_edits(&own).apply(&mut self.parts.headers);
+            let request = head::view(&self.parts);
+            self.record.request(&request, Edits::default());
         }
         let mut attempts = Attempts::new(&flow, &backend, settings, permit);
         loop {
