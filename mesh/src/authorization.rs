@@ -154,7 +154,7 @@ impl Claims {
         let policies = message.policies.iter();
         let policies: Vec<_> = policies.map(|policy| policy.name.as_str().into()).collect();
         let valid = |claims: &Value| {
-            let (policies, claims) = (policies.clone(), claims.clone());
+            let (policies, claims) = (policies.clone(), Arc::new(claims.clone()));
             Some(Token { policies, claims })
         };
         match self {

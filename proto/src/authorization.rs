@@ -50,7 +50,7 @@ pub struct Token {
     /// The names of the policies one of whose issuers has issued it. None: it is not valid.
     pub policies: Vec<Arc<str>>,
     /// Its claims.
-    pub claims: serde_json::Value,
+    pub claims: Arc<serde_json::Value>,
 }
 
 /// A request's head as it is forwarded, with all that a server may read from it.

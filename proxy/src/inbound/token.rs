@@ -2,7 +2,10 @@
 //! the issuers in the AuthorizationPolicies of the pod. Keys come from the controller: no proxy
 //! fetches any. Pure but for the clock, with which the expiry of a token is compared.
 
+mod verified;
+
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use diy_mesh_jwt::{Expected, Keys, unverified_claims};
 use diy_mesh_proto::authorization::{claim, issuer_ports};
@@ -11,6 +14,7 @@ use http::HeaderValue;
 use serde::Deserialize;
 use serde_json::Value;
 
+use self::verified::Verified;
 use crate::http::credentials::{Credentials, bearer, field_value};
 use crate::http::view::RequestView;
 
@@ -31,6 +35,7 @@ struct Verifier {
     keys: Option<Keys>,
     expected: Expected,
     policies: Vec<Accepting>,
+    verified: Verified,
 }
 
 /// A policy that accepts the tokens of an issuer.
@@ -103,7 +108,7 @@ impl Issuers {
             if policies.is_empty() {
                 continue;
             }
-            let claims: Value = match verifier.verify(token) {
+            let claims = match verifier.verify(token) {
                 Ok(claims) => claims,
                 Err(reason) => {
                     credentials.refused = reason;
@@ -130,6 +135,7 @@ impl Verifier {
             expected: Expected::new(Some(&issuer.name), &issuer.audiences, LEEWAY),
             message: issuer.clone(),
             policies: vec![accepting],
+            verified: Verified::default(),
         }
     }
 
@@ -138,12 +144,15 @@ impl Verifier {
         own.name == issuer.name && own.audiences == issuer.audiences && own.keys == issuer.keys
     }
 
-    fn verify(&self, token: &str) -> Result<Value, String> {
+    fn verify(&self, token: &str) -> Result<Arc<Value>, String> {
         let keys = self
             .keys
             .as_ref()
             .ok_or("the keys of its issuer are unknown")?;
-        let claims = keys.verify(token, &self.expected);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now = now.map_or(u64::MAX, |elapsed| elapsed.as_secs());
+        let verify = || keys.verify(token, &self.expected);
+        let claims = self.verified.claims(token, now, verify);
         claims.map_err(|refused| refused.to_string())
     }
 }

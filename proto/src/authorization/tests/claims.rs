@@ -37,7 +37,7 @@ fn issuing(name: &str, action: Action, request: RequestMatch) -> AuthorizationPo
 fn token(policies: &[&str], claims: Value) -> Token {
     Token {
         policies: policies.iter().map(|name| Arc::from(*name)).collect(),
-        claims,
+        claims: claims.into(),
     }
 }
 

@@ -158,7 +158,9 @@ impl Random {
         let names = ["p1", "p2", "p3", "p4"].map(Arc::from);
         Token {
             policies: self.some(4, |random| random.one(&names)),
-            claims: json!({"sub": value(self), "scope": value(self), "groups": value(self)}),
+            claims: Arc::new(
+                json!({"sub": value(self), "scope": value(self), "groups": value(self)}),
+            ),
         }
     }
 
