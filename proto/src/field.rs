@@ -8,6 +8,13 @@ pub const PREVIOUS_ATTEMPTS: &str = "x-mesh-previous-attempts";
 /// The field that tells a caller that a proxy replied, and why.
 pub const MESH_ERROR: &str = "x-mesh-error";
 
+/// The field of a question to an authorization server that counts the questions before it, whose answer
+/// it is for. Clients can only refuse themselves with it.
+pub const QUESTIONS: &str = "x-mesh-questions";
+
+/// The field of a question in HTTP with the identity of the client that it is about.
+pub const CALLER: &str = "x-mesh-caller";
+
 /// Fields that frame a message, belong to one connection, or name the host.
 pub const OF_CONNECTIONS: [&str; 13] = [
     "connection",

@@ -137,7 +137,7 @@ func option(name, value string) *core.HeaderValueOption {
 type plain struct{ connections *connections }
 
 func (p plain) ServeHTTP(response http.ResponseWriter, request *http.Request) {
-	log.Printf("http %s %s from %s", request.Method, request.URL.Path, request.Header.Get("X-Called-By"))
+	log.Printf("http %s %s from %s", request.Method, request.URL.Path, request.Header.Get("X-Mesh-Caller"))
 	switch action(request.URL.Path) {
 	case "deny":
 		response.WriteHeader(http.StatusForbidden)

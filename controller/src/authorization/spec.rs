@@ -265,7 +265,7 @@ pub struct HttpAuth {
     #[cfg_attr(test, schemars(regex(pattern = crd::PATH_PREFIX), length(max = 1024)))]
     pub path: Option<String>,
     /// The headers of the request that the server gets, besides Host, Authorization and
-    /// X-Called-By.
+    /// X-Mesh-Caller, the SPIFFE ID of the client.
     #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(regex(pattern = crd::TOKEN), length(max = 256)), extend(
         "x-kubernetes-list-type" = "atomic",
     )))]

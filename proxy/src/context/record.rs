@@ -2,13 +2,13 @@
 //! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
 //! forgets them.
 
+use std::fmt::Display;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::{self, Direction, Fault, Transfer};
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::authorization::Denial;
 use http::StatusCode;
 
 use crate::context::flow::Flow;
@@ -92,8 +92,18 @@ impl ExchangeRecord {
     }
 
     /// The policies under audit would deny the request.
-    pub fn would_deny(&mut self, denial: &Denial) {
+    pub fn would_deny(&mut self, denial: &impl Display) {
         self.dump(|dump| dump.exchange.would_deny = Some(denial.to_string()));
+    }
+
+    /// The request is allowed although the authorization server of a policy did not answer.
+    pub fn failed_open(&mut self, policy: &str, reason: &str) {
+        let denial = format!("{policy}, whose authorization server did not answer: {reason}");
+        if self.flow.worker.denials.should_log(Instant::now()) {
+            let (peer, caller) = (self.flow.peer, self.flow.called_by());
+            tracing::warn!(%peer, caller, "allowed: failureMode of {denial}");
+        }
+        self.would_deny(&denial);
     }
 
     /// An attempt begins.
@@ -368,7 +378,10 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     let destination = flow.destination.name();
     let (worker, now) = (&flow.worker, Instant::now());
     let should_log = match failure {
-        Failure::Denied { .. } | Failure::InvalidToken { .. } => worker.denials.should_log(now),
+        Failure::Denied { .. }
+        | Failure::InvalidToken { .. }
+        | Failure::ExternallyDenied { .. }
+        | Failure::AuthorizerFailed { .. } => worker.denials.should_log(now),
         _ => is_warning && worker.warnings.should_log(now),
     };
     if should_log {

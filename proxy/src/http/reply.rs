@@ -17,6 +17,9 @@ const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// gRPC proposal A6.
 const GRPC_PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
+/// The length of the message of a gRPC call, before its encoding. Clients limit the header.
+const MAX_GRPC_MESSAGE: usize = 1024;
+
 /// A response of the proxy's own.
 #[derive(Clone, Debug)]
 pub struct LocalReply {
@@ -142,11 +145,17 @@ impl LocalReply {
         (head, Bytes::new())
     }
 
+    /// The start of the body.
+    fn grpc_message(&self) -> &[u8] {
+        let end = self.body.len().min(MAX_GRPC_MESSAGE);
+        self.body[..end].trim_ascii_end()
+    }
+
     /// The trailers that end a gRPC call.
     pub fn grpc_trailers(&self) -> HeaderMap {
         let mut fields = HeaderMap::with_capacity(3);
         fields.insert(GRPC_STATUS, u16::from(self.grpc_status).into());
-        if let Ok(message) = HeaderValue::try_from(percent_encoded(self.body.trim_ascii_end())) {
+        if let Ok(message) = HeaderValue::try_from(percent_encoded(self.grpc_message())) {
             fields.insert(GRPC_MESSAGE, message);
         }
         if let Some(pushback) = self.grpc_pushback {
@@ -154,7 +163,9 @@ impl LocalReply {
             let milliseconds = u64::try_from(milliseconds).unwrap_or(u64::MAX);
             fields.insert(GRPC_PUSHBACK, milliseconds.into());
         }
-        fields.extend(self.headers.iter().cloned());
+        let is_of_body = |name: &HeaderName| name.as_str().starts_with("content-");
+        let others = self.headers.iter().filter(|(name, _)| !is_of_body(name));
+        fields.extend(others.cloned());
         fields
     }
 }

@@ -10,14 +10,17 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::field::is_reserved;
+use diy_mesh_proto::field::{QUESTIONS, is_reserved};
 use diy_mesh_proto::mesh::v1 as proto;
-use http::{HeaderName, HeaderValue, Response};
+use http::{HeaderName, HeaderValue, Response, StatusCode};
 use proto::authorizer::Protocol;
 
 use crate::error::ExternalReply;
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
+
+/// The number of questions that lead to each other: a server may be subject to policies with servers.
+const MAX_QUESTIONS: u32 = 3;
 
 /// The authorization server of a policy.
 #[derive(Debug, PartialEq, Eq)]
@@ -134,6 +137,18 @@ impl Authorizer {
 }
 
 impl Subject<'_> {
+    /// The number of this question, if the request is one too.
+    fn number(&self) -> Result<u32, &'static str> {
+        let before = self
+            .request
+            .header(QUESTIONS)
+            .map_or(Some(0), |value| str::from_utf8(value).ok()?.parse().ok());
+        let before = before.filter(|before| *before < MAX_QUESTIONS);
+        before
+            .map(|before| before + 1)
+            .ok_or("authorization servers ask each other about it")
+    }
+
     /// Calls `each` with the name and value of each field that the application gets.
     fn visit(&self, mut each: impl FnMut(&[u8], &[u8])) {
         self.request.head.visit_forwarded(&mut |name, value| {
@@ -146,11 +161,16 @@ impl Subject<'_> {
     }
 }
 
-/// The fields of a denial that the client gets.
+/// Whether a denial may have this status, which has a body.
+fn denies(status: StatusCode) -> bool {
+    status.as_u16() >= 300 && status != StatusCode::NOT_MODIFIED
+}
+
+/// The fields of a denial that the client gets. A gRPC call has its own.
 fn reply_fields<'a>(
     fields: impl Iterator<Item = (&'a str, &'a [u8])>,
 ) -> Vec<(HeaderName, HeaderValue)> {
-    let fields = fields.filter(|(name, _)| !is_reserved(name));
+    let fields = fields.filter(|(name, _)| !is_reserved(name) && !name.starts_with("grpc-"));
     let fields = fields.filter_map(|(name, value)| {
         let name = HeaderName::from_bytes(name.as_bytes()).ok()?;
         Some((name, HeaderValue::from_bytes(value).ok()?))

@@ -68,7 +68,7 @@ pub async fn ask(
             let decision = authorizer.decision(&answer);
             decision.map_err(|reason| failed(authorizer, reason))
         });
-        if let Err(failure) = apply(decision, authorizer, plan, &flow) {
+        if let Err(failure) = apply(decision, authorizer, plan, record) {
             return Some(Err(failure));
         }
     }
@@ -133,9 +133,10 @@ fn apply(
     decision: Result<Decision, Failure>,
     authorizer: &Authorizer,
     plan: &mut Plan,
-    flow: &Flow,
+    record: &mut ExchangeRecord,
 ) -> Result<(), Failure> {
-    let count = |result| flow.worker.metrics.external(result);
+    let metrics = record.flow.worker.metrics.clone();
+    let count = |result| metrics.external(result);
     match decision {
         Ok(Decision::Allowed(fields)) => {
             count(ExternalResult::Allowed);
@@ -149,9 +150,9 @@ fn apply(
                 reply: Box::new(reply),
             })
         }
-        Err(failure @ Failure::AuthorizerFailed { .. }) if authorizer.fails_open => {
+        Err(Failure::AuthorizerFailed { policy, reason }) if authorizer.fails_open => {
             count(ExternalResult::FailedOpen);
-            tracing::debug!("{failure}, and failureMode is Allow");
+            record.failed_open(&policy, &reason);
             Ok(())
         }
         Err(failure) => {

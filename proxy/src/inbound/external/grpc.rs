@@ -14,11 +14,12 @@ use diy_mesh_proto::envoy::auth::{
     Address, AttributeContext, CheckRequest, CheckResponse, DeniedHttpResponse, HeaderValueOption,
     OkHttpResponse, SocketAddress, Timestamp,
 };
+use diy_mesh_proto::field::QUESTIONS;
 use http::header::{CONTENT_TYPE, TE};
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
 use prost::Message;
 
-use super::{Authorizer, Decision, Question, Subject, reply_fields};
+use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
 use crate::error::ExternalReply;
 
 const PATH: &str = "/envoy.service.auth.v3.Authorization/Check";
@@ -64,6 +65,7 @@ pub(super) fn question(
         let headers = question.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(TE, HeaderValue::from_static("trailers"));
+        headers.insert(QUESTIONS, subject.number()?.into());
     }
     question
         .map(Question::Grpc)
@@ -165,10 +167,7 @@ pub(super) fn decision(
 /// The message of a call that has succeeded.
 fn message(answer: &Response<Bytes>) -> Result<CheckResponse, String> {
     if answer.status() != StatusCode::OK {
-        return Err(format!(
-            "it responded with {}",
-            super::plain::shown(answer.status())
-        ));
+        return Err(format!("it responded with {}", answer.status()));
     }
     match grpc_status(answer.headers()) {
         Some("0") => {}
@@ -229,8 +228,8 @@ fn reply(denied: DeniedHttpResponse) -> ExternalReply {
     let status = denied
         .status
         .and_then(|status| u16::try_from(status.code).ok());
-    let status = status.filter(|status| (300..600).contains(status));
     let status = status.and_then(|status| StatusCode::from_u16(status).ok());
+    let status = status.filter(|status| denies(*status));
     ExternalReply {
         status: status.unwrap_or(StatusCode::FORBIDDEN),
         headers: reply_fields(denied.headers.iter().filter_map(field)),

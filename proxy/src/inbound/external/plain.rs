@@ -2,10 +2,10 @@
 //! the head of the request, and their status decides.
 
 use bytes::{Bytes, BytesMut};
-use diy_mesh_proto::field::{CALLED_BY, is_reserved, is_same_name};
-use http::{Response, StatusCode};
+use diy_mesh_proto::field::{CALLER, QUESTIONS, is_reserved, is_same_name};
+use http::Response;
 
-use super::{Authorizer, Decision, Question, Subject, reply_fields};
+use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
 use crate::error::ExternalReply;
 
 pub(super) fn question(
@@ -37,14 +37,18 @@ pub(super) fn question(
     }
     put(&mut head, b"Host", request.authority().unwrap_or_default());
     put(&mut head, b"Content-Length", b"0");
+    let number = subject.number()?.to_string();
+    put(&mut head, QUESTIONS.as_bytes(), number.as_bytes());
+    // The proxy of the server says in X-Called-By who asks.
+    if let Some(caller) = subject.caller {
+        put(&mut head, CALLER.as_bytes(), caller.as_str().as_bytes());
+    }
     subject.visit(|name, value| {
-        let is_always =
-            name.eq_ignore_ascii_case(b"authorization") || is_same_name(name, CALLED_BY.as_bytes());
-        let is_listed = || {
-            let text = str::from_utf8(name).unwrap_or_default();
-            authorizer.sends(name) && !is_reserved(text)
-        };
-        if is_always || is_listed() {
+        let text = str::from_utf8(name).unwrap_or_default();
+        let mut own = [CALLER, QUESTIONS].iter();
+        let is_own = own.any(|own| is_same_name(name, own.as_bytes()));
+        let is_sent = name.eq_ignore_ascii_case(b"authorization") || authorizer.sends(name);
+        if is_sent && !is_own && !is_reserved(text) {
             put(&mut head, name, value);
         }
     });
@@ -74,7 +78,7 @@ pub(super) fn decision(
             });
             Ok(Decision::Allowed(fields.collect()))
         }
-        300..=499 => {
+        ..=499 if denies(status) => {
             let fields = answer.headers().iter();
             let fields = fields.map(|(name, value)| (name.as_str(), value.as_bytes()));
             Ok(Decision::Denied(ExternalReply {
@@ -83,10 +87,6 @@ pub(super) fn decision(
                 body: answer.body().clone(),
             }))
         }
-        _ => Err(format!("it responded with {}", shown(status))),
+        _ => Err(format!("it responded with {status}")),
     }
-}
-
-pub(super) fn shown(status: StatusCode) -> &'static str {
-    status.canonical_reason().unwrap_or("an unknown status")
 }

@@ -16,6 +16,7 @@ use super::*;
 
 const BACKEND: &str = "auth/server:9000";
 const EMPTY: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+const REFUSED: &str = "HTTP/1.1 400 Bad Request\r\n";
 const FAILED: &str = "HTTP/1.1 503 Service Unavailable\r\n";
 
 fn authorizer(protocol: Protocol) -> proto::Authorizer {
@@ -102,6 +103,8 @@ fn denied() -> HttpResponse {
         headers: vec![
             option("www-authenticate", "Basic realm=\"orders\""),
             option("content-length", "77"),
+            option("content-type", "text/html"),
+            option("grpc-status", "0"),
             option("x-mesh-error", "forged"),
         ],
         body: "who are you?".to_owned(),
@@ -216,9 +219,9 @@ fn denial_of_a_server_is_the_response_of_the_client() {
             .await;
         assert_eq!(
             pod.http1(None, "/orders/secret").await,
-            "HTTP/1.1 401 Unauthorized\r\ncontent-type: text/plain; charset=utf-8\r\n\
-             content-length: 12\r\nx-mesh-error: externally-denied\r\n\
-             www-authenticate: Basic realm=\"orders\"\r\nconnection: close\r\n\r\nwho are you?"
+            "HTTP/1.1 401 Unauthorized\r\ncontent-length: 12\r\n\
+             x-mesh-error: externally-denied\r\nwww-authenticate: Basic realm=\"orders\"\r\n\
+             content-type: text/html\r\nconnection: close\r\n\r\nwho are you?"
         );
         let other = pod.http1(None, "/orders/other").await;
         assert!(other.starts_with(DENIED) && other.ends_with("\r\n\r\nno reason"));
@@ -226,6 +229,7 @@ fn denial_of_a_server_is_the_response_of_the_client() {
         let grpc = grpc.header("content-type", "application/grpc");
         let fields = pod.http2(None, grpc.body(()).unwrap()).await;
         assert_eq!(fields["grpc-status"], "16");
+        assert_eq!(fields["content-type"], "application/grpc");
         assert_eq!(fields["grpc-message"], "who are you?");
         assert_eq!(app.got(), (0, 0));
         assert!(pod.counts("code=\"externally-denied\"} 3\n"));
@@ -241,22 +245,22 @@ fn http_server_gets_the_head_and_its_status_decides() {
         let (mut pod, _mesh) = pod(app.address, address).await;
         let authorizer = proto::Authorizer {
             path: "/check".to_owned(),
-            request_fields: vec!["cookie".to_owned(), "te".to_owned()],
+            request_fields: ["cookie", "te", "x-mesh-caller"].map(str::to_owned).into(),
             ..authorizer(Protocol::Http)
         };
         pod.authorize(asking(app.address, authorizer)).await;
         let mut client = pod.connect(Some("a")).await;
         let head = "POST /orders/1?q HTTP/1.1\r\nHost: web\r\nX-User: forged\r\nCookie: a=1\r\n\
-             X-A: 1\r\nTE: trailers\r\nX-Called-By: forged\r\nAuthorization: Basic YQ==\r\n\
+             X-A: 1\r\nTE: trailers\r\nX-Mesh-Caller: forged\r\nAuthorization: Basic YQ==\r\n\
              Content-Length: 4\r\n\r\n\r\n\r\n";
         exchange(&mut client, head.as_bytes(), OK.as_bytes()).await;
         assert_eq!(
             text(&server),
             "POST /check/orders/1?q HTTP/1.1\r\nHost: web\r\nContent-Length: 0\r\n\
-             Cookie: a=1\r\nAuthorization: Basic YQ==\r\n\
-             X-Called-By: spiffe://cluster.local/ns/shop/sa/a\r\n\r\n"
+             x-mesh-questions: 1\r\nx-mesh-caller: spiffe://cluster.local/ns/shop/sa/a\r\n\
+             Cookie: a=1\r\nAuthorization: Basic YQ==\r\n\r\n"
         );
-        assert!(text(&app).contains("\r\nx-user: ada\r\n") && !text(&app).contains("forged"));
+        assert!(text(&app).contains("\r\nx-user: ada\r\n") && !text(&app).contains("User: forged"));
         // In HTTP/2 too.
         let get = Request::get("http://web/orders/2").header("x.user", "forged");
         pod.http2(None, get.body(()).unwrap()).await;
@@ -354,6 +358,12 @@ fn without_an_answer_the_failure_mode_decides() {
             ("not gRPC", grpc, server(text).await.0, "/orders"),
             ("not HTTP", http, server("ok\r\n\r\n").await.0, "/orders"),
             ("too long", http, server(long).await.0, "/orders"),
+            (
+                "304",
+                http,
+                server("HTTP/1.1 304 Not Modified\r\n\r\n").await.0,
+                "/orders",
+            ),
         ] {
             for fail_open in [false, true] {
                 let app = App::new("", EMPTY).await;
@@ -393,12 +403,32 @@ fn request_that_no_server_can_be_asked_about_is_refused_in_every_failure_mode() 
         pod.authorize(asking).await;
         let mut client = pod.connect(None).await;
         let connect = b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n";
-        exchange(&mut client, connect, b"HTTP/1.1 400 Bad Request\r\n").await;
+        exchange(&mut client, connect, REFUSED.as_bytes()).await;
         // A connection is no request.
         let mut opaque = pod.connect(None).await;
         opaque.write_all(OPAQUE).await.unwrap();
         assert_eq!(rest(opaque).await, b"");
         assert_eq!(app.got(), (0, 0));
+    });
+}
+
+#[test]
+fn questions_lead_to_few_others() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        let grpc = proto::Authorizer {
+            fail_open: true,
+            ..authorizer(Protocol::Grpc)
+        };
+        pod.authorize(asking(app.address, grpc)).await;
+        for (before, expected) in [("0", OK), ("2", OK), ("3", REFUSED), ("-1", REFUSED)] {
+            let head =
+                format!("GET /orders HTTP/1.1\r\nHost: web\r\nX-Mesh-Questions: {before}\r\n\r\n");
+            let mut client = pod.connect(None).await;
+            exchange(&mut client, head.as_bytes(), expected.as_bytes()).await;
+        }
+        assert_eq!(envoy.0.lock().unwrap().len(), 2);
     });
 }
 
