@@ -39,7 +39,7 @@ pub(super) fn question(
     put(&mut head, b"Content-Length", b"0");
     let number = subject.number()?.to_string();
     put(&mut head, QUESTIONS.as_bytes(), number.as_bytes());
-    // The proxy of the server says in X-Called-By who asks.
+    // X-Called-By is the identity of the pod that asks: the proxy of the server sets it.
     if let Some(caller) = subject.caller {
         put(&mut head, CALLER.as_bytes(), caller.as_str().as_bytes());
     }
