@@ -3,7 +3,12 @@
 
 mod assume;
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, net::Ipv4Addr, str::FromStr, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::{IpAddr, Ipv4Addr},
+    str::FromStr,
+};
 
 use diy_mesh_controller::{
     explain::authorization,
@@ -11,7 +16,7 @@ use diy_mesh_controller::{
 };
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_proto::{
-    authorization::{Authorization, Call as Judged, Denial, Request, Token},
+    authorization::{Authorization, Call as Judged, Denial, Request, Token, authorizers},
     mesh::v1::{
         self as proto, AuthorizedPath, authorization_policy::Action,
         get_authorization_response::Pod, workload::InboundMode,
@@ -344,20 +349,23 @@ fn judge_policies(
     }
 }
 
-/// The verdict on a call about which the servers of these policies are asked, perhaps. `None`: there
-/// are none.
+/// The verdict on a call about which the servers of the policies at these positions are asked,
+/// perhaps. `None`: there are none.
 fn asked(
     message: &proto::Authorization,
-    names: &[Arc<str>],
+    positions: &[usize],
     is_uncertain: bool,
 ) -> Option<Verdict> {
-    let server = |name: &Arc<str>| {
-        let mut policies = message.policies.iter();
-        let policy = policies.find(|policy| *policy.name == **name)?;
-        let server = policy.authorizer.as_ref()?;
-        Some(format!("{} allows it ({name})", server.backend))
+    let policies = positions.iter().map(|at| &message.policies[*at]);
+    let server = |policy: &proto::AuthorizationPolicy| {
+        let servers = authorizers(policy).map(|server| match &*server.backend {
+            "" => "no server",
+            name => name,
+        });
+        let servers = Vec::from_iter(BTreeSet::from_iter(servers)).join(" or ");
+        format!("{servers} allows it ({})", policy.name)
     };
-    let servers: Vec<String> = names.iter().filter_map(server).collect();
+    let servers: Vec<String> = policies.clone().map(server).collect();
     let outcome = if is_uncertain {
         Outcome::Unknown
     } else {
@@ -365,7 +373,7 @@ fn asked(
     };
     let reason = format!("allowed if {}", servers.join(" and "));
     Some(Verdict {
-        policy: Some(names.first()?.to_string()),
+        policy: Some(policies.clone().next()?.name.clone()),
         ..Verdict::new(outcome, reason)
     })
 }
@@ -385,6 +393,7 @@ fn allowed(message: &proto::Authorization, call: &Judged<'_>) -> Verdict {
                     rules: vec![rule.clone()],
                     issuers: policy.issuers.clone(),
                     authorizer: None,
+                    routes: None,
                 }],
                 deny_by_default: true,
                 ..proto::Authorization::default()

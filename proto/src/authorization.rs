@@ -26,7 +26,8 @@ pub use check::{MAX_ISSUERS, MAX_ITEMS, MAX_RULES, check, check_issuer};
 pub use claims::claim;
 use edge::Patterns;
 use index::Rules;
-pub use index::issuer_ports;
+pub use index::{authorizers, fields, issuer_ports};
+pub use readings::other_readings;
 pub use rule::{Condition, ISSUERS_REVISION, REVISION};
 
 /// What a verdict is about: a request, or a connection that carries no HTTP.
@@ -150,9 +151,10 @@ impl Authorization {
         self.enforced.judge(call)
     }
 
-    /// The names of the policies whose authorization servers are asked about a request that
-    /// [`judge`](Self::judge) allows: it is allowed if each of them allows it.
-    pub fn external(&self, call: &Call<'_>) -> Vec<Arc<str>> {
+    /// The positions in the message of the policies whose authorization servers are asked about a
+    /// request that [`judge`](Self::judge) allows: it is allowed if each of them allows it. With
+    /// routes, the server is that of the rule that the request selects, if it has one.
+    pub fn external(&self, call: &Call<'_>) -> Vec<usize> {
         self.enforced.external(call)
     }
 

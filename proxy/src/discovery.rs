@@ -5,6 +5,7 @@
 //! module.
 
 mod affinity;
+mod authorization;
 mod limits;
 mod own_pod;
 mod policy;

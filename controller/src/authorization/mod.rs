@@ -162,6 +162,7 @@ pub fn denying(key: &Key, mode: Mode) -> proto::AuthorizationPolicy {
         }],
         issuers: vec![],
         authorizer: None,
+        routes: None,
     }
 }
 

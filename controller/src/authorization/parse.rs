@@ -173,6 +173,7 @@ impl Reader<'_> {
             rules: vec![],
             issuers: vec![],
             authorizer,
+            routes: None,
         };
         check(&policy).map_err(|violation| rejected("spec", "", &violation))?;
         policy.issuers = issuers;

@@ -4,8 +4,8 @@
 use diy_mesh_proto::authorization::edge;
 use diy_mesh_proto::mesh::v1::{
     Authorization, AuthorizationRule, AuthorizationSource, AuthorizedPath, IdentityMatch,
-    RequestMatch, Unauthenticated, authorization_policy::Action, authorization_source::Kind,
-    authorized_path::Kind as PathKind,
+    RequestMatch, RouteAuthorization, RouteMatch, Unauthenticated, authorization_policy::Action,
+    authorization_source::Kind, authorized_path::Kind as PathKind, path_match::Kind as RoutePath,
 };
 
 use super::{Call, Claims, Head, Path};
@@ -20,6 +20,11 @@ pub(super) fn assume(message: &Authorization, call: &Call, is_allowed: bool) -> 
     let mut assumed = message.clone();
     for policy in &mut assumed.policies {
         let matches = (policy.action() == Action::Allow) == is_allowed;
+        let mut routes = policy.routes.iter();
+        if !matches && call.request.is_some() && routes.any(|routes| !asks_always(routes)) {
+            // It selects a rule that asks no server.
+            policy.rules.clear();
+        }
         for rule in &mut policy.rules {
             if call.address.is_none() {
                 assume_address(rule, matches);
@@ -31,6 +36,21 @@ pub(super) fn assume(message: &Authorization, call: &Call, is_allowed: bool) -> 
         }
     }
     assumed
+}
+
+/// Whether each rule that a request may select asks a server, and each request selects one.
+fn asks_always(routes: &RouteAuthorization) -> bool {
+    let is_for_all = |one: &RouteMatch| {
+        let path = one.path.as_ref().and_then(|path| path.kind.as_ref());
+        let is_any = path.is_none_or(|path| *path == RoutePath::Prefix("/".to_owned()));
+        let others = [&one.headers, &one.query];
+        is_any && others.iter().all(|fields| fields.is_empty()) && one.method.is_empty()
+    };
+    let asks = |one: &RouteMatch| {
+        let rule = routes.rules.get(one.rule as usize);
+        rule.is_some_and(|rule| rule.authorizer.is_some())
+    };
+    routes.matches.iter().all(asks) && routes.matches.iter().any(is_for_all)
 }
 
 fn assume_address(rule: &mut AuthorizationRule, matches: bool) {

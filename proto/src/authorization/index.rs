@@ -22,6 +22,8 @@ pub(super) struct Rules {
     allow: Index,
     deny: Index,
     external: Index,
+    /// Of each rule of `external`, the position of its policy in the message.
+    asking: Vec<usize>,
     /// The ports that ALLOW policies cover, in ascending order, with the first policy of each.
     covered: Vec<(u16, usize)>,
     /// The ports of policies with issuers, with each policy.
@@ -53,19 +55,15 @@ impl Rules {
             is_plain_only: message.plain_paths,
             ..Rules::default()
         };
-        let policies = message.policies.iter();
-        let policies: Vec<_> = policies
-            .filter(|policy| with_audit || !policy.audit)
+        let policies = message.policies.iter().enumerate();
+        let policies = policies.filter(|(_, policy)| with_audit || !policy.audit);
+        let set: Vec<&str> = policies
+            .clone()
+            .flat_map(|(_, policy)| fields(policy))
             .collect();
-        let issuers = policies.iter().flat_map(|policy| &policy.issuers);
-        let claims = issuers.flat_map(|issuer| issuer.fields.iter().map(|field| &*field.name));
-        let authorizers = policies
-            .iter()
-            .filter_map(|policy| policy.authorizer.as_ref());
-        let others = authorizers.flat_map(|one| one.response_fields.iter().map(|name| &**name));
-        let set: Vec<&str> = claims.chain(others).collect();
-        for policy in policies {
+        for (position, policy) in policies {
             rules.add(policy, &set);
+            rules.asking.resize(rules.external.rules.len(), position);
         }
         rules.allow.entries.sort_unstable();
         rules.deny.entries.sort_unstable();
@@ -92,7 +90,7 @@ impl Rules {
                 self.allow.add(&name, &ports, &policy.rules, set);
             }
             Ok(Action::Deny) => self.deny.add(&name, &ports, &policy.rules, set),
-            Ok(Action::ExternalAuth) if policy.authorizer.is_some() => {
+            Ok(Action::ExternalAuth) if policy.authorizer.is_some() || policy.routes.is_some() => {
                 self.external.add(&name, &ports, &policy.rules, set);
             }
             // One of a later release may deny everything.
@@ -136,18 +134,15 @@ impl Rules {
         })
     }
 
-    /// The policies whose authorization servers are asked about a call.
-    pub(super) fn external(&self, call: &Call<'_>) -> Vec<Arc<str>> {
+    /// The positions of the policies whose authorization servers are asked about a call.
+    pub(super) fn external(&self, call: &Call<'_>) -> Vec<usize> {
         if self.external.rules.is_empty() {
             return vec![];
         }
         let facts = Facts::new(call, self.is_plain_only);
-        let mut rules: Vec<usize> = self.external.possible_matches(&facts).collect();
-        rules.sort_unstable();
-        let policies = rules
-            .into_iter()
-            .map(|rule| &self.external.rules[rule].policy);
-        let mut policies: Vec<Arc<str>> = policies.cloned().collect();
+        let rules = self.external.possible_matches(&facts);
+        let mut policies: Vec<usize> = rules.map(|rule| self.asking[rule]).collect();
+        policies.sort_unstable();
         policies.dedup();
         policies
     }
@@ -277,6 +272,23 @@ pub fn issuer_ports(policy: &proto::AuthorizationPolicy) -> Vec<u32> {
         return policy.ports.clone();
     }
     rules.iter().flat_map(|rule| rule.ports.clone()).collect()
+}
+
+/// The authorization servers of a policy.
+pub fn authorizers(
+    policy: &proto::AuthorizationPolicy,
+) -> impl Iterator<Item = &proto::Authorizer> + Clone {
+    let rules = policy.routes.iter().flat_map(|routes| &routes.rules);
+    let of_rules = rules.filter_map(|rule| rule.authorizer.as_ref());
+    policy.authorizer.iter().chain(of_rules)
+}
+
+/// The names of the fields that the application gets from a policy.
+pub fn fields(policy: &proto::AuthorizationPolicy) -> impl Iterator<Item = &str> {
+    let claims = policy.issuers.iter().flat_map(|issuer| &issuer.fields);
+    let answers = authorizers(policy).flat_map(|one| &one.response_fields);
+    let claims = claims.map(|field| &*field.name);
+    claims.chain(answers.map(|name| &**name))
 }
 
 /// The ports of a list. None if one of them is not a port.

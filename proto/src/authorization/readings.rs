@@ -58,15 +58,7 @@ pub(super) struct Reading<'a> {
 impl<'a> Readings<'a> {
     /// Those of a path. With `is_plain_only`, those of a path that is not plain are not known.
     pub(super) fn of(path: &'a [u8], is_plain_only: bool) -> Self {
-        let others = if !is_readable(path) {
-            None
-        } else if is_plain(path) {
-            Some(vec![])
-        } else if is_plain_only {
-            None
-        } else {
-            others(path)
-        };
+        let others = other_readings(path, is_plain_only);
         let others = others.map(|paths| paths.into_iter().map(Cow::from).map(Reading::new));
         let known = others.map(|others| (Reading::new(path.into()), others.collect()));
         let mut readings = Self {
@@ -94,6 +86,20 @@ impl<'a> Readings<'a> {
 pub(super) fn element_set(position: usize, element: &[u8]) -> u64 {
     let bytes = element.iter().map(u8::to_ascii_lowercase);
     1 << (hash(bytes.chain([position as u8])) >> 58)
+}
+
+/// What servers may read from a path besides the path itself. None: anything. With `is_plain_only`,
+/// the readings of a path that is not plain are not known.
+pub fn other_readings(path: &[u8], is_plain_only: bool) -> Option<Vec<Vec<u8>>> {
+    if !is_readable(path) {
+        None
+    } else if is_plain(path) {
+        Some(vec![])
+    } else if is_plain_only {
+        None
+    } else {
+        others(path)
+    }
 }
 
 /// Whether no step changes the path.

@@ -10,6 +10,7 @@ use crate::mesh::v1::{
     AuthorizedField, AuthorizedPath, Authorizer, ClaimField, IdentityMatch, RequestMatch,
     TokenIssuer, Unauthenticated, authorization_source, authorized_field,
 };
+use crate::mesh::v1::{RouteAuthorization, route_authorization};
 
 mod checks;
 mod claims;

@@ -139,7 +139,7 @@ impl Flow {
         &self,
         request: &RequestView<'_>,
         credentials: Option<&Credentials>,
-    ) -> Vec<Arc<Authorizer>> {
+    ) -> Result<Vec<Arc<Authorizer>>, Failure> {
         let policy = self.worker.policy();
         policy.authorizers(self.client(), request, credentials)
     }
@@ -179,7 +179,7 @@ impl Flow {
         let verdict = policy.judge(client, request, credentials);
         verdict.map_err(|failure| self.conceal(failure))?;
         let asked = request.map(|request| policy.authorizers(client, request, credentials));
-        let mut asked = asked.into_iter().flatten();
+        let mut asked = asked.transpose()?.into_iter().flatten();
         match asked.find(|one| !allowed.authorizers.contains(one)) {
             None => Ok(()),
             Some(authorizer) => Err(Failure::AuthorizerFailed {

@@ -9,7 +9,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::check_rate_limit;
 use proto::rate_limit::Scope as ProtoScope;
 
-use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_matches};
+use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_conditions};
 use crate::error::Scope;
 use crate::inbound::limit::{Rate, RateLimit, RateLimits};
 
@@ -53,7 +53,7 @@ pub(super) fn parse(
             name: limit.name.as_str().into(),
             scope,
             ports: parse_ports(limit).map_err(in_limit)?,
-            matches: parse_matches(limit.matches.clone(), &mut patterns).map_err(in_limit)?,
+            matches: parse_conditions(limit.matches.clone(), &mut patterns).map_err(in_limit)?,
             rate: parse_rate(limit).map_err(in_limit)?,
             buckets: earlier.buckets(&limit.name, scope, nth, now),
         }));

@@ -13,10 +13,10 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::info;
 
-use super::limits;
 use super::position::{Order, Position};
+use super::{authorization, limits};
 use crate::inbound::limit::RateLimits;
-use crate::inbound::policy::{Policies, Policy};
+use crate::inbound::policy::Policy;
 
 /// The subscription to the own pod's configuration.
 #[derive(Debug)]
@@ -163,7 +163,7 @@ impl OwnPod {
         } else {
             let plain_paths = self.arguments.plain_paths;
             let message = workload.authorization.as_ref();
-            message.map(|message| Policies::compile(message, plain_paths))
+            message.map(|message| authorization::compile(message, plain_paths))
         };
         self.authorized.advance(&position);
         let limits = earlier.as_ref().map(|policy| &policy.rate_limits);

@@ -120,7 +120,7 @@ fn parse_fault(fault: proto::Fault, patterns: &mut usize) -> Result<Fault, Strin
     };
     Ok(Fault {
         name: fault.name.into(),
-        matches: parse_matches(fault.matches, patterns)?,
+        matches: parse_conditions(fault.matches, patterns)?,
         delay: timeout(fault.delay).zip(parse_share(fault.delayed)),
         abort: abort.zip(parse_share(fault.aborted)),
     })
@@ -139,13 +139,24 @@ fn parse_share(share: Option<proto::Share>) -> Option<Share> {
     })
 }
 
-/// Matches that select no rule.
-pub(super) fn parse_matches(
+/// Matches of requests to which a setting applies: they select no rule.
+pub(super) fn parse_conditions(
     matches: Vec<proto::RouteMatch>,
     patterns: &mut usize,
 ) -> Result<Matches, String> {
+    let matches = matches.into_iter();
+    let matches = matches.map(|one| proto::RouteMatch { rule: 0, ..one });
+    parse_matches(matches.collect(), 1, patterns)
+}
+
+/// Matches that select one of several rules.
+pub(super) fn parse_matches(
+    matches: Vec<proto::RouteMatch>,
+    rules: usize,
+    patterns: &mut usize,
+) -> Result<Matches, String> {
     let parse = |(index, one): (usize, proto::RouteMatch)| {
-        let one = parse_match(proto::RouteMatch { rule: 0, ..one }, 1, patterns);
+        let one = parse_match(one, rules, patterns);
         one.map_err(|error| format!("match {index}: {error}"))
     };
     let matches: Result<_, _> = matches.into_iter().enumerate().map(parse).collect();

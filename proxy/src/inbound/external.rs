@@ -1,8 +1,9 @@
-//! The authorization servers of AuthorizationPolicies: what they are asked about a request, and what
-//! their answers mean. Pure: `serve/external.rs` sends the questions.
+//! The authorization servers of AuthorizationPolicies and of routes: what they are asked about a
+//! request, and what their answers mean. Pure: `serve/external.rs` sends the questions.
 
 mod grpc;
 mod plain;
+mod routes;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,9 +16,10 @@ use diy_mesh_proto::mesh::v1 as proto;
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use proto::authorizer::Protocol;
 
-use crate::error::ExternalReply;
+use crate::error::{ExternalReply, RequestPart};
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
+pub use routes::RouteAuthorizers;
 
 /// The number of questions that lead to each other: a server may be subject to policies with servers.
 const MAX_QUESTIONS: u32 = 3;
@@ -25,9 +27,9 @@ const MAX_QUESTIONS: u32 = 3;
 /// The authorization server of a policy.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Authorizer {
-    /// The name of the policy.
+    /// The name of the policy, or of the rule of a route.
     pub policy: Arc<str>,
-    /// The name of its backend.
+    /// The name of its backend. Empty: an invalid reference, so that there is no answer.
     pub backend: Arc<str>,
     /// The time for an answer.
     pub timeout: Duration,
@@ -84,14 +86,42 @@ pub enum Decision {
     Denied(ExternalReply),
 }
 
-impl Authorizer {
-    /// Those of the policies of a pod, in their order.
-    pub fn of_policies(message: &proto::Authorization) -> impl Iterator<Item = Self> {
-        let policies = message.policies.iter().filter(|policy| !policy.audit);
-        policies.filter_map(|policy| Some(Self::new(&policy.name, policy.authorizer.as_ref()?)))
+/// Which authorization servers a policy asks.
+#[derive(Debug)]
+pub enum Asking {
+    /// None.
+    Nobody,
+    /// One, about each request that its rules may match.
+    One(Arc<Authorizer>),
+    /// That of the rule of a route.
+    ByRoute(Box<RouteAuthorizers>),
+}
+
+impl Asking {
+    /// Those of a policy, whose routes are compiled.
+    pub fn new(policy: &proto::AuthorizationPolicy, routes: Option<RouteAuthorizers>) -> Self {
+        let one = |message| Self::One(Arc::new(Authorizer::new(&policy.name, message)));
+        let routes = || routes.map_or(Self::Nobody, |routes| Self::ByRoute(Box::new(routes)));
+        policy.authorizer.as_ref().map_or_else(routes, one)
     }
 
-    fn new(policy: &str, message: &proto::Authorizer) -> Self {
+    /// Those that are asked about a request. Fails if a part of it is too large for expressions.
+    pub fn of_request(
+        &self,
+        request: &RequestView<'_>,
+        plain_paths: bool,
+    ) -> Result<Vec<Arc<Authorizer>>, RequestPart> {
+        match self {
+            Self::Nobody => Ok(vec![]),
+            Self::One(authorizer) => Ok(vec![authorizer.clone()]),
+            Self::ByRoute(routes) => routes.of_request(request, plain_paths),
+        }
+    }
+}
+
+impl Authorizer {
+    /// The server of a policy, or of a rule of a route.
+    pub fn new(policy: &str, message: &proto::Authorizer) -> Self {
         let fields = message.response_fields.iter();
         Self {
             policy: policy.into(),

@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
-use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request};
+use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request, fields};
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::error::Failure;
 use crate::http::credentials::{Credentials, PolicyFields};
 use crate::http::view::RequestView;
-use crate::inbound::external::Authorizer;
+use crate::inbound::external::{Asking, Authorizer, RouteAuthorizers};
 use crate::inbound::limit::RateLimits;
 use crate::inbound::token::Issuers;
 
@@ -101,24 +101,30 @@ pub struct Policies {
     authorization: Arc<Authorization>,
     /// None: no policy reads tokens.
     issuers: Option<Arc<Issuers>>,
-    /// Those of policies with an authorization server, in the order of their names.
-    authorizers: Arc<[Arc<Authorizer>]>,
+    /// The authorization servers of each policy.
+    asking: Arc<[Asking]>,
+    /// Rules and routes match plain paths only.
+    plain_paths: bool,
     /// The fields that the application gets from policies, and none of a client.
     fields: PolicyFields,
 }
 
 impl Policies {
-    /// Compiles the message of the controller for a pod with this setting.
-    pub fn compile(message: &proto::Authorization, plain_paths: bool) -> Self {
-        let message = proto::Authorization {
-            plain_paths: message.plain_paths || plain_paths,
-            ..message.clone()
-        };
+    /// Compiles the message of the controller. `routes`: those of each policy that has some.
+    pub fn compile(
+        message: &proto::Authorization,
+        routes: impl IntoIterator<Item = Option<RouteAuthorizers>>,
+    ) -> Self {
+        let routes = routes.into_iter().chain(std::iter::repeat_with(|| None));
+        let policies = message.policies.iter().zip(routes);
         Self {
-            authorization: Arc::new(Authorization::compile(&message)),
-            issuers: Issuers::compile(&message).map(Arc::new),
-            authorizers: Authorizer::of_policies(&message).map(Arc::new).collect(),
-            fields: policy_fields(&message),
+            authorization: Arc::new(Authorization::compile(message)),
+            issuers: Issuers::compile(message).map(Arc::new),
+            asking: policies
+                .map(|(policy, routes)| Asking::new(policy, routes))
+                .collect(),
+            plain_paths: message.plain_paths,
+            fields: policy_fields(message),
         }
     }
 
@@ -181,24 +187,27 @@ impl Policy {
         Some(fields).filter(|fields| !fields.is_empty())
     }
 
-    /// The authorization servers that are asked about a request that the policies allow.
+    /// The authorization servers that are asked about a request that the policies allow, each once.
     pub fn authorizers(
         &self,
         client: Client<'_>,
         request: &RequestView<'_>,
         credentials: Option<&Credentials>,
-    ) -> Vec<Arc<Authorizer>> {
-        let policies = self.policies_for(client);
-        let Some(policies) = policies.filter(|policies| !policies.authorizers.is_empty()) else {
-            return vec![];
+    ) -> Result<Vec<Arc<Authorizer>>, Failure> {
+        let mut authorizers = vec![];
+        let Some(policies) = self.policies_for(client) else {
+            return Ok(authorizers);
         };
         let call = client.call(Some(request), credentials);
-        let names = policies.authorization.external(&call);
-        let authorizers = policies.authorizers.iter();
-        authorizers
-            .filter(|one| names.contains(&one.policy))
-            .cloned()
-            .collect()
+        for position in policies.authorization.external(&call) {
+            let asked = policies.asking[position].of_request(request, policies.plain_paths);
+            for one in asked.map_err(Failure::TooLargeToMatch)? {
+                if !authorizers.contains(&one) {
+                    authorizers.push(one);
+                }
+            }
+        }
+        Ok(authorizers)
     }
 
     /// Whether the request may be forwarded to the application.
@@ -270,13 +279,8 @@ impl Policy {
 /// The fields that policies in force set from claims, or from what authorization servers answer.
 fn policy_fields(message: &proto::Authorization) -> PolicyFields {
     let policies = message.policies.iter().filter(|policy| !policy.audit);
-    let fields = policies.flat_map(|policy| {
-        let claims = policy.issuers.iter().flat_map(|issuer| &issuer.fields);
-        let authorizer = policy.authorizer.iter();
-        let answers = authorizer.flat_map(|authorizer| &authorizer.response_fields);
-        claims.map(|field| &field.name).chain(answers)
-    });
-    let fields: BTreeSet<Arc<str>> = fields.map(|name| name.as_str().into()).collect();
+    let fields = policies.flat_map(fields);
+    let fields: BTreeSet<Arc<str>> = fields.map(Arc::from).collect();
     fields.into_iter().collect()
 }
 
@@ -307,7 +311,7 @@ mod tests {
             ..proto::Authorization::default()
         };
         Policy {
-            authorization: Some(Policies::compile(&all, false)),
+            authorization: Some(Policies::compile(&all, [])),
             ..policy
         }
     }

@@ -147,6 +147,11 @@ impl<'a> MatchInput<'a> {
         }
     }
 
+    /// Reads the path as a server may. What expressions have judged so far counts.
+    pub fn set_path(&mut self, path: &'a [u8]) {
+        self.path = path;
+    }
+
     /// The bytes that expressions have judged.
     #[cfg(test)]
     pub fn judged(&self) -> usize {
@@ -262,7 +267,13 @@ impl Matches {
 
     /// Whether they select a request. Fails if a part of it is too large for their expressions.
     pub fn holds(&self, input: &MatchInput<'_>) -> Result<bool, RequestPart> {
-        Ok(self.matches.is_empty() || self.index.select(&self.matches, input)?.is_some())
+        Ok(self.matches.is_empty() || self.select(input)?.is_some())
+    }
+
+    /// The rule of the first match. Fails as [`holds`](Self::holds).
+    pub fn select(&self, input: &MatchInput<'_>) -> Result<Option<usize>, RequestPart> {
+        let selected = self.index.select(&self.matches, input)?;
+        Ok(selected.map(|at| self.matches[at].rule))
     }
 }
 

@@ -1,4 +1,4 @@
-//! External authorization: asks the authorization servers of policies about a request that the policies
+//! External authorization: asks the authorization servers of policies and routes about a request that the policies
 //! of the pod allow, one after the other. The first one that denies it decides.
 
 use std::future::{Future, poll_fn};
@@ -82,6 +82,10 @@ async fn send(
     deadline: Deadline,
     flow: &Flow,
 ) -> Result<Response<Bytes>, Failure> {
+    if authorizer.backend.is_empty() {
+        let reason = "its backendRef, or its rule, is not valid";
+        return Err(failed(authorizer, reason.to_owned()));
+    }
     let (head, body) = match question {
         Question::Http { head, method } => {
             let chunked = false;

@@ -1,6 +1,7 @@
 //! The steps between the plan of a request and its first attempt, in this order: authorization by the
-//! policies of the pod, then by the authorization servers that they name, rate limits, faults. Authorization and limits protect the pod's application: they apply inbound. Faults
-//! test its callers: routes draw them, and only outbound requests have routes.
+//! policies of the pod, then by the authorization servers that they name, or that routes to the pod
+//! name, rate limits, faults. Authorization and limits protect the pod's application: they apply
+//! inbound. Faults test its callers: routes draw them, and only outbound requests have routes.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -35,7 +36,10 @@ pub async fn apply(
         Ok(permit) => permit,
         Err(failure) => return Some(Err(failure.into())),
     };
-    allowed.authorizers = record.flow.authorizers(request, credentials);
+    allowed.authorizers = match record.flow.authorizers(request, credentials) {
+        Ok(authorizers) => authorizers,
+        Err(failure) => return Some(Err(failure.into())),
+    };
     if !allowed.authorizers.is_empty() {
         let authorizers = &allowed.authorizers;
         // Boxed: most requests need no answer.

@@ -96,15 +96,48 @@ fn authorization_servers_are_asked_where_a_rule_may_match() {
         external("d", rule()),
         policy("e", Action::Allow, vec![rule()]),
     ]);
-    let asked = |call: &Call<'_>| all.external(call).join(" ");
-    assert_eq!(asked(&request), "a d");
-    assert_eq!(asked(&unauthenticated), "a b d", "it may be shop/till");
-    assert_eq!(asked(&call(Some(&caller), Some(&get("/")))), "d");
+    assert_eq!(all.external(&request), [0, 3]);
+    assert_eq!(
+        all.external(&unauthenticated),
+        [0, 1, 3],
+        "it may be shop/till"
+    );
+    assert_eq!(all.external(&call(Some(&caller), Some(&get("/")))), [3]);
     assert_eq!(all.judge(&request), Ok(()));
     // Nobody can ask about a connection.
     let denial = all.judge(&opaque).unwrap_err();
     assert_eq!((&*denial.policy, denial.rule), ("a", Some(0)));
-    assert_eq!(compile(vec![]).external(&request), Vec::<Arc<str>>::new());
+    assert_eq!(compile(vec![]).external(&request), Vec::<usize>::new());
+}
+
+#[test]
+fn policies_with_routes_ask_and_count_by_their_position() {
+    let routes = RouteAuthorization {
+        rules: vec![route_authorization::Rule {
+            authorizer: Some(Authorizer {
+                response_fields: vec!["x-user".into()],
+                ..Authorizer::default()
+            }),
+            ..route_authorization::Rule::default()
+        }],
+        ..RouteAuthorization::default()
+    };
+    let asking = AuthorizationPolicy {
+        routes: Some(routes),
+        ..policy("r", Action::ExternalAuth, vec![rule()])
+    };
+    assert_eq!(fields(&asking).collect::<Vec<_>>(), ["x-user"]);
+    let audited = AuthorizationPolicy {
+        audit: true,
+        ..policy("a", Action::Deny, vec![rule()])
+    };
+    let all = compile(vec![audited, external("b", from(&[])), asking]);
+    let caller = identity("shop/web");
+    let head = get("/orders/1");
+    assert_eq!(all.external(&call(Some(&caller), Some(&head))), [2]);
+    // Nobody can ask about a connection.
+    let denial = all.judge(&call(Some(&caller), None)).unwrap_err();
+    assert_eq!(&*denial.policy, "r");
 }
 
 /// 7.

@@ -200,6 +200,7 @@ impl Random {
         let policies = self.some(4, |random| {
             count += 1;
             AuthorizationPolicy {
+                routes: None,
                 name: format!("p{count}"),
                 action: if random.0.u8(..) < 4 {
                     77

@@ -475,3 +475,231 @@ fn change_ends_requests_that_another_server_would_have_to_allow() {
         assert_eq!(envoy.0.lock().unwrap().len(), 1);
     });
 }
+
+const ROUTE: &str = "HTTPRoute shop/web";
+
+fn path_match(kind: proto::path_match::Kind) -> Option<proto::PathMatch> {
+    Some(proto::PathMatch { kind: Some(kind) })
+}
+
+/// Routes at the port of the application in order of precedence: prefixes, and whether their rules ask.
+fn routes(
+    app: SocketAddr,
+    authorizer: &proto::Authorizer,
+    rules: &[(&str, bool)],
+) -> proto::Authorization {
+    let matches = rules
+        .iter()
+        .enumerate()
+        .map(|(rule, (path, _))| proto::RouteMatch {
+            rule: rule as u32,
+            path: path_match(proto::path_match::Kind::Prefix((*path).to_owned())),
+            ..proto::RouteMatch::default()
+        });
+    let of_rules = rules
+        .iter()
+        .map(|(_, asks)| proto::route_authorization::Rule {
+            name: ROUTE.to_owned(),
+            authorizer: asks.then(|| authorizer.clone()),
+        });
+    let routes = proto::RouteAuthorization {
+        matches: matches.collect(),
+        rules: of_rules.collect(),
+    };
+    let mut asking = policy(Action::ExternalAuth, proto::AuthorizationRule::default());
+    asking.policies[0].name = ROUTE.to_owned();
+    asking.policies[0].ports = vec![app.port().into()];
+    asking.policies[0].routes = Some(routes);
+    asking
+}
+
+#[test]
+fn server_of_a_route_is_asked_about_its_rule_and_no_other_whoever_dials() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        let rules = [("/orders/open", false), ("/orders", true), ("/", false)];
+        pod.authorize(routes(app.address, &authorizer(Protocol::Grpc), &rules))
+            .await;
+        let asked = || std::mem::take(&mut *envoy.0.lock().unwrap()).len();
+        for client in [Some("a"), Some("bank/a"), None] {
+            for (path, count, status) in [
+                ("/", 0, OK),
+                ("/orders/open", 0, OK),
+                ("/orders/1", 1, OK),
+                ("/ordersecret", 0, OK),
+                ("/orders/secret", 1, "HTTP/1.1 401 Unauthorized\r\n"),
+            ] {
+                let response = pod.http1(client, path).await;
+                assert!(response.starts_with(status), "{path}: {response}");
+                assert_eq!(asked(), count, "{path}");
+            }
+        }
+        let get = Request::get("http://web/orders/secret");
+        let fields = pod.http2(None, get.body(()).unwrap()).await;
+        assert_eq!(
+            (&fields["x-mesh-error"], asked()),
+            (&"externally-denied".parse().unwrap(), 1)
+        );
+        // Nobody can ask about a connection.
+        let connections = app.connections.get();
+        let mut opaque = pod.connect(Some("a")).await;
+        opaque.write_all(OPAQUE).await.unwrap();
+        assert_eq!(rest(opaque).await, b"");
+        assert_eq!((app.connections.get(), asked()), (connections, 0));
+        // Fields of the server come from no client, whatever the rule.
+        let mut client = pod.connect(None).await;
+        let head = b"GET / HTTP/1.1\r\nHost: web\r\nX-User: forged\r\n\r\n";
+        exchange(&mut client, head, OK.as_bytes()).await;
+        assert!(!text(&app).contains("forged"));
+    });
+}
+
+#[test]
+fn no_spelling_of_a_path_avoids_the_server_of_a_route() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        let rules = [("/orders", true), ("/", false)];
+        pod.authorize(routes(app.address, &authorizer(Protocol::Grpc), &rules))
+            .await;
+        let asked = || std::mem::take(&mut *envoy.0.lock().unwrap()).len();
+        for path in [
+            "//orders/1",
+            "/./orders",
+            "/a/../orders",
+            "/%6frders",
+            "/orders;a=1/1",
+            "/a/%2e%2e/orders",
+            "/orders%2f1",
+            "\\orders",
+            "http://web/orders",
+            "http://web//orders",
+            "/%zz",
+        ] {
+            pod.http1(None, path).await;
+            assert!(asked() == 1 || path.starts_with('\\'), "{path}");
+        }
+        for path in ["/a%20b", "/a//b", "/a/orders", "http://web", "/?/orders"] {
+            assert!(pod.http1(None, path).await.starts_with(OK), "{path}");
+            assert_eq!(asked(), 0, "{path}");
+        }
+    });
+}
+
+#[test]
+fn route_without_a_valid_server_refuses_and_one_that_cannot_be_read_denies_all() {
+    on_worker(async {
+        let app = App::new("", EMPTY).await;
+        let mut pod = Pod::new(app.address);
+        let none = proto::Authorizer {
+            backend: String::new(),
+            ..authorizer(Protocol::Grpc)
+        };
+        let mut refusing = routes(app.address, &none, &[("/orders", true), ("/", false)]);
+        pod.authorize(refusing.clone()).await;
+        let response = pod.http1(None, "/orders").await;
+        assert!(response.starts_with(FAILED), "{response}");
+        assert!(response.contains("x-mesh-error: authorizer-failed\r\n"));
+        assert_eq!(app.connections.get(), 0);
+        assert!(pod.http1(None, "/").await.starts_with(OK));
+        let invalid = [
+            path_match(proto::path_match::Kind::Regex("(".to_owned())),
+            Some(proto::PathMatch { kind: None }),
+        ];
+        for path in invalid {
+            let routes = refusing.policies[0].routes.as_mut().unwrap();
+            routes.matches[1].path = path;
+            pod.authorize(refusing.clone()).await;
+            assert!(pod.http1(None, "/").await.starts_with(DENIED));
+        }
+        let routes = refusing.policies[0].routes.as_mut().unwrap();
+        routes.matches[1] = proto::RouteMatch {
+            rule: 7,
+            ..proto::RouteMatch::default()
+        };
+        pod.authorize(refusing).await;
+        assert!(pod.http1(None, "/").await.starts_with(DENIED));
+    });
+}
+
+#[test]
+fn request_too_large_for_the_expressions_of_a_route_is_refused() {
+    on_worker(async {
+        let app = App::new("", EMPTY).await;
+        let mut pod = Pod::new(app.address);
+        let mut routes = routes(app.address, &authorizer(Protocol::Grpc), &[("/", true)]);
+        let expressions = (0..128).map(|one| proto::FieldMatch {
+            name: "x-long".to_owned(),
+            kind: Some(proto::field_match::Kind::Regex(format!(".*{one}"))),
+        });
+        let matches = expressions.map(|header| proto::RouteMatch {
+            headers: vec![header],
+            ..proto::RouteMatch::default()
+        });
+        routes.policies[0].routes.as_mut().unwrap().matches = matches.collect();
+        pod.authorize(routes).await;
+        let mut client = pod.connect(None).await;
+        let head = format!(
+            "GET / HTTP/1.1\r\nHost: web\r\nX-Long: {}\r\n\r\n",
+            "x".repeat(16_000)
+        );
+        exchange(&mut client, head.as_bytes(), b"HTTP/1.1 431 ").await;
+        assert_eq!(app.got(), (0, 0));
+    });
+}
+
+#[test]
+fn routes_of_several_services_and_policies_ask_each_server_once() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        let server = authorizer(Protocol::Grpc);
+        let mut all = routes(app.address, &server, &[("/orders", true), ("/", false)]);
+        // The same route at another Service, other routes at another port, and a policy.
+        all.policies
+            .extend(routes(app.address, &server, &[("/", true)]).policies);
+        let mut elsewhere = routes(app.address, &server, &[("/", true)]);
+        elsewhere.policies[0].ports = vec![1];
+        let other = elsewhere.policies[0].routes.as_mut().unwrap();
+        other.rules[0].name = "HTTPRoute shop/other".to_owned();
+        all.policies.extend(elsewhere.policies);
+        all.policies.extend(asking(app.address, server).policies);
+        pod.authorize(all).await;
+        let asked = || std::mem::take(&mut *envoy.0.lock().unwrap()).len();
+        assert!(pod.http1(None, "/").await.starts_with(OK));
+        assert_eq!(asked(), 1);
+        assert!(pod.http1(None, "/orders/1").await.starts_with(OK));
+        assert_eq!(asked(), 2);
+    });
+}
+
+#[test]
+fn change_of_routes_ends_requests_of_which_another_rule_asks() {
+    on_worker(async {
+        let answer = "HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello";
+        let app = App::new("", answer).await;
+        let mut pod = Pod::new(app.address);
+        let server = authorizer(Protocol::Grpc);
+        pod.authorize(routes(
+            app.address,
+            &server,
+            &[("/orders", true), ("/", false)],
+        ))
+        .await;
+        let mut client = pod.connect(None).await;
+        let head = b"GET /cart HTTP/1.1\r\nHost: web\r\n\r\n";
+        exchange(&mut client, head, answer.as_bytes()).await;
+        pod.authorize(routes(app.address, &server, &[("/a", true), ("/", false)]))
+            .await;
+        assert_eq!(app.ended.get(), 0);
+        pod.authorize(routes(
+            app.address,
+            &server,
+            &[("/cart", true), ("/", false)],
+        ))
+        .await;
+        assert_eq!(rest(client).await, b"");
+        until(|| app.ended.get() == 1).await;
+    });
+}
