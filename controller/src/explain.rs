@@ -167,10 +167,14 @@ pub fn port(
     let is_headless = service_object.is_some_and(|one| one.is_headless);
     let name = format!("{service}:{port}");
     let table = index.table(service, port, clients).cloned();
+    let servers = table
+        .as_ref()
+        .map(|table| index.servers(service, port, table));
+    let servers = servers.unwrap_or_default();
     move || Port {
         port: port.into(),
         rules: match table {
-            Some(table) => rows(&table, &name, is_headless),
+            Some(table) => rows(&table, &servers, &name, is_headless),
             None => vec![unrouted(&name)],
         },
     }
@@ -193,10 +197,16 @@ fn of_service(service: &str) -> Backend {
 }
 
 /// The requests to a headless Service stay at the pod that the client has selected.
-fn rows(table: &Table, service: &str, is_headless: bool) -> Vec<Row> {
+fn rows(table: &Table, servers: &[Option<String>], service: &str, is_headless: bool) -> Vec<Row> {
     let row = |rule: &Rule| row(&rule.message(), service, is_headless);
     let faults = table.faults().iter().map(fault);
-    let rules: Vec<Row> = table.rules.iter().map(|rule| row(rule)).collect();
+    let rules = table.rules.iter().enumerate().map(|(position, rule)| {
+        let mut row = row(rule);
+        let server = servers.get(position).into_iter().flatten();
+        row.actions.extend(server.map(|server| asks(server)));
+        row
+    });
+    let rules: Vec<Row> = rules.collect();
     let matches = table.matches.iter().map(|(position, one)| {
         let rule = usize::try_from(*position).ok();
         let rule = rule.and_then(|position| rules.get(position).cloned());
@@ -319,6 +329,14 @@ fn conditions(one: &Match) -> String {
     }
 }
 
+/// What the called pods do with the requests of a rule.
+fn asks(server: &str) -> String {
+    match server {
+        "" => "refused by the called pods".to_owned(),
+        server => format!("{server} decides"),
+    }
+}
+
 fn action(filter: &proto::RouteFilter) -> String {
     match &filter.kind {
         Some(FilterKind::RequestHeaders(_)) => "changes request headers".to_owned(),
@@ -408,6 +426,34 @@ mod tests {
              spec.rules[0].backendRefs[1]: the Service shop/none does not exist",
         ];
         assert_eq!(text(&objects, "shop"), expected);
+    }
+
+    #[test]
+    fn servers_that_the_called_pods_ask_are_named() {
+        let mut web = service("web", "10.0.0.1");
+        web["spec"]["selector"] = json!({"app": "web"});
+        let filter = |name: &str| {
+            let backend = json!({"name": name, "port": 80});
+            json!([{"type": "ExternalAuth", "externalAuth": {"protocol": "GRPC", "backendRef": backend}}])
+        };
+        let to = json!([{"name": "web", "namespace": "shop", "port": 80}]);
+        let rules = json!([
+            {"matches": [{"path": {"value": "/a"}}], "filters": filter("auth"), "backendRefs": to},
+            {"matches": [{"path": {"value": "/b"}}], "filters": filter("none"), "backendRefs": to},
+            {"backendRefs": to},
+        ]);
+        let auth = service("auth", "10.0.0.2");
+        let objects = [web, auth, route("r", "shop", rules)];
+        let lines = text(&objects, "shop");
+        assert_eq!(
+            lines[..3],
+            [
+                "path /a/... | HTTPRoute shop/r | shop/web:80 1 | shop/auth:80 decides",
+                "path /b/... | HTTPRoute shop/r | shop/web:80 1 | refused by the called pods",
+                "all | HTTPRoute shop/r | shop/web:80 1 | ",
+            ]
+        );
+        assert_eq!(text(&objects, "other")[..3], lines[..3]);
     }
 
     #[test]

@@ -94,21 +94,21 @@ pub struct Rules {
     pub bytes: usize,
     /// The keys of issuers that the status has, or lacks.
     pub fetched: Vec<Fetched>,
-    /// The external authorization server.
-    pub server: Option<Server>,
+    /// The external authorization servers.
+    pub servers: Vec<Server>,
 }
 
 impl Rules {
     /// The rules of this message.
     pub fn new(message: proto::AuthorizationPolicy) -> Rules {
-        Self::with_references(message, vec![], None)
+        Self::with_references(message, vec![], vec![])
     }
 
-    /// The rules of this message, with keys from the status of the policy, and a server.
+    /// The rules of this message, with keys from the status of the policy, and servers.
     pub fn with_references(
         message: proto::AuthorizationPolicy,
         fetched: Vec<Fetched>,
-        server: Option<Server>,
+        servers: Vec<Server>,
     ) -> Rules {
         let encoded = message.encode_to_vec();
         Rules {
@@ -116,7 +116,7 @@ impl Rules {
             version: version::of("authorization policy", &encoded),
             bytes: encoded.len(),
             fetched,
-            server,
+            servers,
         }
     }
 
@@ -139,7 +139,7 @@ impl PartialEq for Rules {
 impl Effect {
     /// Denies every call.
     pub fn denying(key: &Key, mode: Mode) -> Effect {
-        Effect::Rules(Arc::new(Rules::new(denying(key, mode))))
+        Effect::Rules(Arc::new(Rules::new(denying(name(key), mode))))
     }
 }
 
@@ -149,10 +149,10 @@ pub fn name(key: &Key) -> String {
     format!("{kind} {key}")
 }
 
-/// A policy that denies every call: no proxy knows the revision of its rule.
-pub fn denying(key: &Key, mode: Mode) -> proto::AuthorizationPolicy {
+/// A policy with this name that denies every call: no proxy knows the revision of its rule.
+pub fn denying(name: String, mode: Mode) -> proto::AuthorizationPolicy {
     proto::AuthorizationPolicy {
-        name: name(key),
+        name,
         action: Action::Deny.into(),
         audit: mode == Mode::Audit,
         ports: vec![],
@@ -214,7 +214,7 @@ impl AuthorizationPolicy {
 
     /// The external authorization server.
     pub fn server(&self) -> Option<&Server> {
-        self.rules()?.server.as_ref()
+        self.rules()?.servers.first()
     }
 
     /// The keys of issuers that the status has, or lacks.

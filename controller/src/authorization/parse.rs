@@ -4,7 +4,7 @@
 //! field is named, with its value and the expected value. An invalid policy denies the calls of its
 //! targets, or, if these cannot be read, of all pods of its namespace.
 
-mod authorizer;
+pub(crate) mod authorizer;
 mod issuers;
 mod requests;
 mod targets;
@@ -32,7 +32,6 @@ use crate::index::object::Key;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{Meta, bounded, shortened, unsupported};
-use authorizer::authorizer;
 use issuers::issuer;
 use requests::request;
 pub(super) use targets::reference;
@@ -98,7 +97,7 @@ fn null(value: &Value, path: &str) -> Option<String> {
 }
 
 /// A violation below a field of the spec.
-fn rejected(field: &str, prefix: &str, violation: &Violation) -> Rejection {
+pub(crate) fn rejected(field: &str, prefix: &str, violation: &Violation) -> Rejection {
     let at = violation.field.trim_start_matches(prefix);
     unsupported(
         &format!("{field}.{at}"),
@@ -163,7 +162,7 @@ impl Reader<'_> {
         let parse = |spec, field: &str| issuer(spec, field, &self.key.namespace, &self.known);
         let issuers = each("spec.issuers", spec.issuers, MAX_ISSUERS, parse)?;
         let (issuers, fetched): (Vec<_>, Vec<_>) = issuers.into_iter().unzip();
-        let parse = |spec| authorizer(spec, &self.key.namespace);
+        let parse = |spec| authorizer::authorizer(spec, &self.key.namespace);
         let (authorizer, server) = spec.external_auth.map(parse).transpose()?.unzip();
         let mut policy = proto::AuthorizationPolicy {
             name: name(self.key),
@@ -191,7 +190,7 @@ impl Reader<'_> {
         policy.ports = scope(spec.scope.as_deref(), action, &rules)?;
         policy.rules = rules;
         let fetched = fetched.into_iter().flatten().collect();
-        let rules = Rules::with_references(policy, fetched, server);
+        let rules = Rules::with_references(policy, fetched, server.into_iter().collect());
         if rules.bytes > MAX_BYTES {
             let message = format!("spec: {} bytes are more than {MAX_BYTES}", rules.bytes);
             return Err(Rejection::new(TOO_LARGE, message));

@@ -2,7 +2,8 @@
 //! mesh, that select them. All of them apply. Pure.
 //!
 //! A policy that is invalid denies the calls of its targets, as one over the bound does. An invalid
-//! one of the mesh changes nothing: pods keep what they have, and new ones wait.
+//! one of the mesh changes nothing: pods keep what they have, and new ones wait. The filters
+//! ExternalAuth in the routes of Services are policies of their pods too.
 
 mod coverage;
 
@@ -60,6 +61,8 @@ pub(super) struct Authorizations {
 pub struct Authorization {
     /// The policies that select it, in the order of their names.
     pub policies: Vec<Applied>,
+    /// The routes with the filter ExternalAuth, in the order of the Services that select the pod.
+    pub routes: Vec<Applied>,
     /// In place of those over the bound.
     pub excess: Vec<proto::AuthorizationPolicy>,
     /// Some of those over the bound.
@@ -72,10 +75,10 @@ pub struct Authorization {
     pub plain_paths: bool,
 }
 
-/// A policy that selects a pod.
+/// A policy that selects a pod, or routes of a Service that does.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Applied {
-    /// Namespace and name.
+    /// Namespace and name of the policy, or of the Service.
     pub key: Key,
     /// The rules.
     pub rules: Arc<Rules>,
@@ -86,7 +89,8 @@ pub struct Applied {
 impl Authorization {
     /// The message. `None`: every client may call the pod.
     pub fn message(&self) -> Option<proto::Authorization> {
-        let policies = self.policies.iter().map(|one| proto::AuthorizationPolicy {
+        let policies = self.policies.iter().chain(&self.routes);
+        let policies = policies.map(|one| proto::AuthorizationPolicy {
             ports: one.ports.clone(),
             ..one.rules.message.clone()
         });
@@ -114,12 +118,14 @@ impl Authorization {
 
     /// Adds what differs between states.
     pub(super) fn digest(&self, digest: &mut Digest) {
-        digest.number(self.policies.len() as u64);
-        for Applied { key, rules, ports } in &self.policies {
-            digest_key(digest, key);
-            digest.text(&rules.version.to_string());
-            digest.number(ports.len() as u64);
-            ports.iter().for_each(|port| digest.number((*port).into()));
+        for applied in [&self.policies, &self.routes] {
+            digest.number(applied.len() as u64);
+            for Applied { key, rules, ports } in applied {
+                digest_key(digest, key);
+                digest.text(&rules.version.to_string());
+                digest.number(ports.len() as u64);
+                ports.iter().for_each(|port| digest.number((*port).into()));
+            }
         }
         for one in &self.excess {
             digest.text(&Rules::new(one.clone()).version.to_string());
@@ -136,15 +142,12 @@ impl Authorization {
     }
 
     /// Adds a policy without its rules: it denies every call at these ports.
-    fn add_excess(&mut self, key: &Key, mode: Mode, ports: Vec<u32>) {
-        if self.too_large.len() < MAX_REMEMBERED {
-            self.too_large.push(key.clone());
-        }
+    fn add_excess(&mut self, name: String, mode: Mode, ports: Vec<u32>) {
         let is_audit = mode == Mode::Audit;
         match self.excess.iter_mut().find(|one| one.audit == is_audit) {
             None => self.excess.push(proto::AuthorizationPolicy {
                 ports,
-                ..denying(key, mode)
+                ..denying(name, mode)
             }),
             Some(before) => {
                 let covers_all = before.ports.is_empty() || ports.is_empty();
@@ -446,13 +449,79 @@ impl Index {
                         let (key, rules) = (key.clone(), rules.clone());
                         all.policies.push(Applied { key, rules, ports });
                     } else {
-                        all.add_excess(key, rules.mode(), ports);
+                        if all.too_large.len() < MAX_REMEMBERED {
+                            all.too_large.push(key.clone());
+                        }
+                        all.add_excess(name(key), rules.mode(), ports);
                     }
                 }
             }
         }
+        for one in self.routes_to(pod) {
+            let length = one.rules.bytes + one.ports.len() * PORT_BYTES + POLICY_BYTES;
+            if all.routes.len() < MAX_POLICIES && bytes + length <= MAX_BYTES {
+                bytes += length;
+                all.routes.push(one);
+            } else {
+                all.add_excess(one.rules.message.name.clone(), Mode::Enforce, one.ports);
+            }
+        }
         all.policies.sort_by(|one, other| one.key.cmp(&other.key));
         all
+    }
+
+    /// The routes with the filter ExternalAuth of the Services that select a pod. Ports with the same
+    /// routes are together.
+    fn routes_to(&self, pod: &Pod) -> Vec<Applied> {
+        let mut all: Vec<Applied> = Vec::new();
+        for (key, protected) in self.routes.protected(&pod.key.namespace) {
+            let service = self.services.get(key);
+            let Some(service) = service.filter(|service| service.selects(pod)) else {
+                continue;
+            };
+            for port in service.tcp_ports() {
+                let Some(rules) = protected.get(&port.port) else {
+                    continue;
+                };
+                let targets = target_ports([port].into_iter(), pod);
+                let is_same = |one: &&mut Applied| Arc::ptr_eq(&one.rules, rules);
+                match all.iter_mut().find(is_same) {
+                    Some(same) => same.ports.extend(targets),
+                    None => all.push(Applied {
+                        key: key.clone(),
+                        rules: rules.clone(),
+                        ports: targets,
+                    }),
+                }
+            }
+        }
+        all.retain_mut(|one| {
+            one.ports.sort_unstable();
+            one.ports.dedup();
+            !one.ports.is_empty()
+        });
+        all.iter_mut().for_each(|one| self.complete(one, pod));
+        all
+    }
+
+    /// Ports of Services over the limit are not known: such routes concern all. A pod that would have
+    /// to ask itself whether it may be asked denies all calls instead.
+    fn complete(&self, routes: &mut Applied, pod: &Pod) {
+        let asks_itself = routes.rules.servers.iter().any(|server| {
+            let service = self.services.get(&server.service);
+            let service = service.filter(|service| service.selects(pod));
+            let ports = service.into_iter().flat_map(Service::tcp_ports);
+            let ports = target_ports(ports.filter(|port| port.port == server.port), pod);
+            ports.iter().any(|port| routes.ports.contains(port))
+        });
+        if asks_itself {
+            let name = routes.rules.message.name.clone();
+            routes.rules = Arc::new(Rules::new(denying(name, Mode::Enforce)));
+        }
+        let service = self.services.get(&routes.key);
+        if service.is_some_and(|service| service.excess.is_some()) {
+            routes.ports.clear();
+        }
     }
 
     /// The policies that select a pod.

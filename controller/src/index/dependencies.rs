@@ -24,11 +24,15 @@ const BACKEND: &[Kind] = &[
     Kind::TrafficPolicy,
 ];
 /// A Service selects the pod, and a TrafficPolicy limits the Service or the namespace.
-/// AuthorizationPolicies, and TrafficTargets with their groups, select the pod.
+/// AuthorizationPolicies, and TrafficTargets with their groups, select the pod. It enforces the filter
+/// ExternalAuth of the Service's HTTPRoutes, which GRPCRoutes exclude.
 const WORKLOAD: &[Kind] = &[
     Kind::Service,
     Kind::Pod,
     Kind::Node,
+    Kind::HttpRoute,
+    Kind::GrpcRoute,
+    Kind::Grant,
     Kind::TrafficPolicy,
     Kind::RouteGroup,
     Kind::Authorization,

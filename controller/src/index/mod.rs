@@ -213,8 +213,12 @@ impl Index {
             }
             Dirty::Routes(service, namespace) => {
                 let group = (service.clone(), namespace);
-                if self.routes.settle(links, group, services, &self.policies) {
+                let concerned = self.routes.settle(links, group, services, &self.policies);
+                if concerned.clients {
                     self.touch_clients(&service, touched);
+                }
+                if concerned.pods {
+                    touched.pods.extend(self.pods_limited_by(&service));
                 }
             }
             Dirty::Headless(pod) => self.settle_headless(&pod),
@@ -503,7 +507,8 @@ impl Index {
                 .pods
                 .extend(self.selected(old).map(|pod| pod.key.clone()));
         }
-        if self.links.contains(&Link::AuthorizationOf(key.clone())) {
+        let is_protected = self.routes.is_protected(key);
+        if is_protected || self.links.contains(&Link::AuthorizationOf(key.clone())) {
             let selected = old.iter().chain(self.services.get(key));
             let selected = selected.flat_map(|service| self.selected(service));
             touched.pods.extend(selected.map(|pod| pod.key.clone()));

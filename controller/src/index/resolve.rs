@@ -190,6 +190,12 @@ impl Index {
         routes.or_else(|| self.policies.table(service, port))
     }
 
+    /// The authorization servers that the pods of a Service ask about the requests of each rule of a
+    /// table. Empty: none.
+    pub fn servers(&self, service: &Key, port: u16, table: &Arc<Table>) -> Vec<Option<String>> {
+        self.routes.servers(service, port, table)
+    }
+
     /// The policy of a Service.
     pub fn policy(&self, service: &Key) -> Option<&Effective> {
         self.policies.of_service(service)

@@ -14,6 +14,7 @@ use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Service};
 use super::policies::Policies;
 use super::store::{Replaced, Store};
+use crate::authorization::Rules;
 use crate::routes::attach::{Attachment, RouteId, Table, attach};
 use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Rejection, Route};
@@ -33,6 +34,17 @@ pub(super) struct Routes {
     canaries: HashMap<Key, Canaries>,
     /// The routes of each Service by their namespace.
     attachments: HashMap<Key, BTreeMap<Arc<str>, Attachment>>,
+    /// The Services with the filter ExternalAuth in routes of their namespace.
+    protected: BTreeSet<Key>,
+}
+
+/// What other routes of a Service concern.
+#[derive(Debug, Default)]
+pub(super) struct Concerned {
+    /// Its clients.
+    pub(super) clients: bool,
+    /// Its pods.
+    pub(super) pods: bool,
 }
 
 impl Routes {
@@ -62,6 +74,47 @@ impl Routes {
             Some(table) if !table.is_unreadable => own,
             _ => common.or(own),
         }
+    }
+
+    /// Whether the pods of a Service ask authorization servers, by its routes.
+    pub(super) fn is_protected(&self, service: &Key) -> bool {
+        self.protected.contains(service)
+    }
+
+    /// The Services of a namespace whose pods ask authorization servers, with what these are told at
+    /// each port. Routes of other namespaces have no part in it.
+    pub(super) fn protected(
+        &self,
+        namespace: &Arc<str>,
+    ) -> impl Iterator<Item = (&Key, &BTreeMap<u16, Arc<Rules>>)> {
+        let first = Key {
+            namespace: namespace.clone(),
+            name: "".into(),
+        };
+        let services = self.protected.range(first..);
+        let services = services.take_while(move |key| key.namespace == *namespace);
+        services.filter_map(|key| {
+            let attachment = self.attachments.get(key)?.get(&key.namespace)?;
+            Some((key, &attachment.protected))
+        })
+    }
+
+    /// The authorization servers that the pods of a Service ask about the requests of each rule of a
+    /// table. Without one for any rule, or with a table of another namespace: empty.
+    pub(super) fn servers(
+        &self,
+        service: &Key,
+        port: u16,
+        table: &Arc<Table>,
+    ) -> Vec<Option<String>> {
+        let own = self.attachments.get(service);
+        let own = own.and_then(|all| all.get(&service.namespace));
+        let own = own.filter(|own| own.tables.get(&port) == Some(table));
+        let rules = own.and_then(|own| own.protected.get(&port));
+        let routes = rules.and_then(|rules| rules.message.routes.as_ref());
+        let rules = routes.into_iter().flat_map(|routes| &routes.rules);
+        let servers = rules.map(|rule| Some(rule.authorizer.as_ref()?.backend.clone()));
+        servers.collect()
     }
 
     /// The namespaces with consumer routes for a Service port, if there are any.
@@ -198,15 +251,15 @@ impl Routes {
         links.dirty.extend(groups);
     }
 
-    /// Merges the routes of a Service that are of one namespace. Returns whether they differ from
-    /// before.
+    /// Merges the routes of a Service that are of one namespace. Returns what they concern, if they
+    /// differ from before.
     pub(super) fn settle(
         &mut self,
         links: &mut Links,
         (parent, namespace): (Key, Arc<str>),
         services: &Store<Service>,
         policies: &Policies,
-    ) -> bool {
+    ) -> Concerned {
         let ids = links.ids(&Link::RouteOf(parent.clone(), namespace.clone()));
         let routes: Vec<&Route> = ids.filter_map(|id| self.get(id)).collect();
         let next = (!routes.is_empty()).then(|| {
@@ -216,7 +269,14 @@ impl Routes {
             let requests = policies.requests(&parent);
             attach(&parent, services.get(&parent), routes, requests, resolve)
         });
-        let tables = next.as_ref().map(|next| next.tables.clone());
+        let after = next.as_ref();
+        let after = after.map(|next| (next.tables.clone(), next.protected.clone()));
+        let (tables, protected) = after.unwrap_or_default();
+        if namespace == parent.namespace && !protected.is_empty() {
+            self.protected.insert(parent.clone());
+        } else if namespace == parent.namespace {
+            self.protected.remove(&parent);
+        }
         let of_parent = self.attachments.entry(parent.clone()).or_default();
         let before = match next {
             Some(next) => of_parent.insert(namespace.clone(), next),
@@ -247,7 +307,11 @@ impl Routes {
                 _ => drop(links.statuses.insert(id)),
             }
         }
-        before.map(|before| before.tables).unwrap_or_default() != tables.unwrap_or_default()
+        let before = before.unwrap_or_default();
+        Concerned {
+            clients: before.tables != tables,
+            pods: namespace == parent.namespace && before.protected != protected,
+        }
     }
 
     /// Checks a reference of a route at a parent.

@@ -7,10 +7,16 @@ use std::sync::{Arc, OnceLock};
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::{Fault, RouteBackend, RouteMatch, Routes};
 
+use super::external::{self, Place};
 use super::matches;
-use super::model::{Match, ParsedRule, Reference, Rejection, RequestSettings, Route, Rule};
+use super::model::{
+    ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route, Rule,
+};
 use super::parse::shortened;
-use super::{Condition, ParentReference, UNSUPPORTED_VALUE};
+use super::{
+    Condition, INCOMPATIBLE_FILTERS, PARTIALLY_INVALID, ParentReference, UNSUPPORTED_VALUE,
+};
+use crate::authorization::{Mode, Rules, denying};
 use crate::index::object::{Key, Kind, Service, ServicePort};
 use crate::index::version::{self, Version};
 use crate::policy::{Faults, Requests};
@@ -119,6 +125,8 @@ impl PartialEq for Table {
 pub struct Attachment {
     /// By the port of the Service.
     pub tables: BTreeMap<u16, Arc<Table>>,
+    /// What its pods are told, at ports with the filter ExternalAuth.
+    pub protected: BTreeMap<u16, Arc<Rules>>,
     /// The conditions of each route, by the position of the parent in the route.
     pub conditions: HashMap<RouteId, BTreeMap<usize, Vec<Condition>>>,
 }
@@ -135,6 +143,18 @@ struct Candidate<'a> {
     problems: Vec<Rejection>,
     /// Whether the route applies, by table.
     verdicts: Vec<(usize, Verdict)>,
+    /// Why rules with the filter ExternalAuth fail, by table.
+    incompatible: Vec<(usize, Rejection)>,
+}
+
+/// The routes of some ports, and what follows from them.
+struct Merged {
+    table: Arc<Table>,
+    protected: Option<Arc<Rules>>,
+    /// By the position of the candidate.
+    verdicts: Vec<(usize, Verdict)>,
+    /// See [`verdicts`](Self::verdicts).
+    incompatible: Vec<(usize, Rejection)>,
 }
 
 /// The limits of one table.
@@ -188,14 +208,27 @@ pub fn attach(
         routes: MAX_ROUTES.min(MAX_TABLE_ROUTES / groups.len().max(1)),
         bytes: MAX_BYTES.min(MAX_TABLE_BYTES / groups.len().max(1)),
     };
-    let mut tables = BTreeMap::new();
+    let (mut tables, mut protected) = (BTreeMap::new(), BTreeMap::new());
     for (at, (selected, ports)) in groups.iter().enumerate() {
-        let (table, verdicts) = merge(&candidates, selected, ports[0].port, limits, requests);
-        tables.extend(ports.iter().map(|port| (port.port, table.clone())));
-        for (position, verdict) in verdicts {
+        let merged = merge(
+            &candidates,
+            selected,
+            (parent, ports[0].port),
+            limits,
+            requests,
+        );
+        for port in ports {
+            tables.insert(port.port, merged.table.clone());
+            protected.extend(merged.protected.clone().map(|rules| (port.port, rules)));
+        }
+        for (position, verdict) in merged.verdicts {
             candidates[position].verdicts.push((at, verdict));
         }
+        for (position, rejection) in merged.incompatible {
+            candidates[position].incompatible.push((at, rejection));
+        }
     }
+    protected.extend(denied(&candidates, parent, &groups));
     let parent = Parent {
         key,
         service,
@@ -212,7 +245,31 @@ pub fn attach(
     Attachment {
         conditions: conditions.collect(),
         tables,
+        protected,
     }
+}
+
+/// The ports whose pods deny all calls: a route with the filter ExternalAuth is for them, and does not
+/// apply, so that nobody tells which requests it would protect.
+fn denied(
+    candidates: &[Candidate<'_>],
+    service: Option<&Service>,
+    groups: &Groups<'_>,
+) -> Vec<(u16, Arc<Rules>)> {
+    let protecting = candidates.iter();
+    let protecting = protecting.filter(|one| one.route.has_external_auth());
+    let mut denied = Vec::new();
+    for candidate in protecting {
+        let ports = service.into_iter().flat_map(Service::tcp_ports);
+        for port in ports.filter(|port| candidate.selects(port)) {
+            if !candidate.applies_at(port, groups) {
+                let name = format!("{} {}", candidate.route.kind, candidate.route.key);
+                let rules = Rules::new(denying(name, Mode::Enforce));
+                denied.push((port.port, Arc::new(rules)));
+            }
+        }
+    }
+    denied
 }
 
 /// The tables of a Service: the routes that each contains, with its ports.
@@ -312,6 +369,7 @@ fn candidate<'a>(
         is_surplus,
         problems,
         verdicts: Vec::new(),
+        incompatible: Vec::new(),
     }
 }
 
@@ -396,10 +454,10 @@ fn precedence(kind: Kind) -> u8 {
 fn merge(
     candidates: &[Candidate<'_>],
     selected: &[usize],
-    port: u16,
+    (service, port): (Option<&Service>, u16),
     limits: Limits,
     requests: &Requests,
-) -> (Arc<Table>, Vec<(usize, Verdict)>) {
+) -> Merged {
     // A route without a readable rule excludes no other one.
     let mut selected: Vec<usize> = selected.to_vec();
     selected.sort_by_key(|one| candidates[*one].route.is_unreadable());
@@ -408,6 +466,7 @@ fn merge(
     let (kind, is_unreadable) = (first.kind, first.is_unreadable());
     let mut tcp: Option<Arc<Rule>> = None;
     let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
+    let mut filters = Vec::new();
     let (mut patterns, mut bytes, mut routes, mut unmatched) = (0, 0, Vec::new(), None);
     for position in &selected {
         let candidate = &candidates[*position];
@@ -449,23 +508,39 @@ fn merge(
             continue;
         }
         for (parsed, rule) in parsed.zip(candidate.rules_at(port)) {
+            let owner = *position;
             let position = u32::try_from(rules.len()).expect("a route has few rules");
             rules.push(rule.clone());
+            filters.push((owner, parsed.external_auth.clone()));
             matches.extend(parsed.matches.iter().map(|one| (position, one.clone())));
-            if parsed.matches.is_empty() {
-                unmatched.get_or_insert(position);
+            // Of several, one with a filter decides at the pods.
+            if parsed.matches.is_empty() && (unmatched.is_none() || parsed.external_auth.is_some())
+            {
+                unmatched = Some(position);
             }
         }
     }
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
     matches.extend(unmatched.map(|position| (position, Arc::default())));
+    let place = service.map(|service| Place {
+        service,
+        matches: &matches,
+    });
+    let route = |position: usize| candidates[position].route;
+    let (filters, incompatible) = external::check_rules(place, &mut rules, filters, route);
+    let protected = external::rules(&matches, &rules, &filters);
     let is_grpc = kind == Kind::GrpcRoute;
     let table = Table {
         is_unreadable,
         ..Table::new(matches, rules, is_grpc, tcp, requests, routes)
     };
-    (Arc::new(table), verdicts)
+    Merged {
+        table: Arc::new(table),
+        protected: protected.map(Arc::new),
+        verdicts,
+        incompatible,
+    }
 }
 
 impl Candidate<'_> {
@@ -474,13 +549,63 @@ impl Candidate<'_> {
         self.rules.get(&port).map_or(&[], Vec::as_slice)
     }
 
+    /// Whether one of its parents is a port.
+    fn selects(&self, port: &ServicePort) -> bool {
+        self.parents.iter().any(|(_, parent)| parent.selects(port))
+    }
+
+    /// Whether it is a part of the table of a port.
+    fn applies_at(&self, port: &ServicePort, groups: &Groups<'_>) -> bool {
+        let mut verdicts = self.verdicts.iter();
+        verdicts.any(|(at, verdict)| {
+            let mut ports = groups[*at].1.iter();
+            *verdict == Verdict::Accepted && ports.any(|other| other.port == port.port)
+        })
+    }
+
     fn conditions(&self, parent: &Parent<'_>, reference: &ParentReference) -> Vec<Condition> {
         let accepted = self.accepted(parent, reference);
+        let incompatible = self.incompatible(parent, reference);
+        let incompatible = incompatible.filter(|_| accepted.holds);
+        let accepted = match &incompatible {
+            Some(rejection) if !rejection.is_partial => rejection.condition(),
+            _ => accepted,
+        };
         let mut conditions = self.route.conditions(accepted);
+        if let Some(rejection) = incompatible.filter(|rejection| rejection.is_partial) {
+            add_partial(&mut conditions, rejection);
+        }
         if self.route.rejection().is_none() && !self.is_surplus {
             conditions.insert(1, self.resolved_refs());
         }
         conditions
+    }
+
+    /// Why rules with the filter ExternalAuth fail at a parent.
+    fn incompatible(&self, parent: &Parent<'_>, reference: &ParentReference) -> Option<Rejection> {
+        let selects = |at: usize| {
+            let mut ports = parent.groups[at].1.iter();
+            ports.any(|port| reference.selects(port))
+        };
+        let problems = self.incompatible.iter();
+        let problems = problems.filter(|(at, _)| selects(*at));
+        let mut messages: Vec<&str> = problems.map(|(_, one)| &*one.message).collect();
+        messages.sort_unstable();
+        messages.dedup();
+        let failing = self.route.content.iter().flatten();
+        let failing = failing.filter(|parsed| {
+            let filter = parsed.external_auth.as_ref();
+            let is_named = |filter: &ExternalAuth| {
+                let field = format!("{}: ", filter.field);
+                messages.iter().any(|message| message.starts_with(&field))
+            };
+            parsed.message.invalid || filter.is_some_and(is_named)
+        });
+        let is_partial = failing.count() < self.route.content.iter().flatten().count();
+        (!messages.is_empty()).then(|| Rejection {
+            is_partial,
+            ..Rejection::new(INCOMPATIBLE_FILTERS, shortened(&messages.join("; ")))
+        })
     }
 
     fn accepted(&self, parent: &Parent<'_>, reference: &ParentReference) -> Condition {
@@ -565,4 +690,17 @@ impl Candidate<'_> {
             ),
         }
     }
+}
+
+/// Adds what is invalid at a parent, to what is invalid at all of them.
+fn add_partial(conditions: &mut Vec<Condition>, rejection: Rejection) {
+    let partial = conditions.iter_mut();
+    let mut partial = partial.filter(|one| one.kind == PARTIALLY_INVALID);
+    if let Some(earlier) = partial.next() {
+        let both = format!("{}; {}", earlier.message, rejection.message);
+        earlier.message = shortened(&both);
+        return;
+    }
+    let (reason, message) = (rejection.reason, rejection.message);
+    conditions.push(Condition::new(PARTIALLY_INVALID, true, reason, message));
 }

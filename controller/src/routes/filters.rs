@@ -14,9 +14,9 @@ use diy_mesh_proto::mesh::v1::{
     path_modifier,
 };
 
-use super::model::{Match, Reference, Rejection};
+use super::model::{ExternalAuth, Match, Reference, Rejection};
 use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
-use super::{INCOMPATIBLE_FILTERS, matches, spec};
+use super::{INCOMPATIBLE_FILTERS, external, matches, spec};
 use crate::index::object::Kind;
 
 const MAX_HOSTNAME_BYTES: usize = 253;
@@ -38,6 +38,8 @@ pub(super) struct Found {
     pub references: Vec<Reference>,
     /// The first filter that the mesh does not know.
     pub unknown: Option<String>,
+    /// The filter ExternalAuth.
+    pub external_auth: Option<ExternalAuth>,
 }
 
 /// Parses the filters in the field `at`.
@@ -51,6 +53,14 @@ pub(super) fn parse(
     let mut filters: Vec<FilterKind> = Vec::new();
     for (position, spec) in specs.into_iter().enumerate() {
         let at = format!("{at}[{position}]");
+        if spec.kind == "ExternalAuth" && context.meta.kind == Kind::HttpRoute {
+            let filter = external::parse(&spec.external_auth, &at, context, found)?;
+            if found.external_auth.replace(filter).is_some() {
+                let message = format!("{at}: two filters of one type");
+                return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
+            }
+            continue;
+        }
         if matches!(&*spec.kind, "ExtensionRef" | "ExternalAuth") {
             let unknown = format!("{at}: the mesh has no {} filters", spec.kind);
             found.unknown.get_or_insert(unknown);
@@ -79,6 +89,10 @@ pub(super) fn parse(
 
 pub(crate) fn is_redirect(filter: &RouteFilter) -> bool {
     matches!(filter.kind, Some(FilterKind::Redirect(_)))
+}
+
+pub(super) fn is_rewrite(filter: &RouteFilter) -> bool {
+    matches!(filter.kind, Some(FilterKind::Rewrite(_)))
 }
 
 /// Whether the filter responds to requests.

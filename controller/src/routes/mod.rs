@@ -6,6 +6,7 @@
 
 pub mod attach;
 pub mod canary;
+pub(crate) mod external;
 pub(crate) mod filters;
 pub mod lease;
 pub(crate) mod matches;

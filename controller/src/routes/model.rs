@@ -6,11 +6,12 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1::{
-    RouteBackend, RouteFilter, RouteMatch, RouteRetry, RouteRule, SessionPersistence, path_match,
-    route_filter,
+    Authorizer, RouteBackend, RouteFilter, RouteMatch, RouteRetry, RouteRule, SessionPersistence,
+    path_match, route_filter,
 };
 
 use super::Condition;
+use crate::authorization::server::Server;
 use crate::checked::Checked;
 use crate::index::object::{Key, Kind};
 
@@ -40,10 +41,23 @@ pub struct ParsedRule {
     pub message: Arc<RouteRule>,
     /// What the rule says about its requests.
     pub settings: RequestSettings,
-    /// The backends and the receivers of mirrors.
+    /// The backends, the receivers of mirrors and the authorization server.
     pub references: Vec<Reference>,
     /// A filter that the mesh does not know: requests get an error instead.
     pub unknown_filter: Option<String>,
+    /// The server that has to allow the requests.
+    pub external_auth: Option<ExternalAuth>,
+}
+
+/// The filter ExternalAuth of a rule.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ExternalAuth {
+    /// The filter, for conditions.
+    pub field: String,
+    /// The port of a Service. `None`: no server can allow a request.
+    pub server: Option<Server>,
+    /// What it is asked. It names no backend.
+    pub authorizer: Authorizer,
 }
 
 /// A rule of a table.
@@ -130,7 +144,13 @@ impl Route {
         first.is_some_and(|parsed| parsed.matches.is_empty()) && rules.next().is_none()
     }
 
-    /// All references to backends, also of mirrors.
+    /// Whether a rule has the filter ExternalAuth.
+    pub fn has_external_auth(&self) -> bool {
+        let mut rules = self.content.iter().flatten();
+        rules.any(|parsed| parsed.external_auth.is_some())
+    }
+
+    /// All references to backends, also of mirrors and of authorization servers.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.content.iter().flatten();
         rules.flat_map(|parsed| &parsed.references)
@@ -204,6 +224,7 @@ impl ParsedRule {
             settings: RequestSettings::default(),
             references: backends.into_iter().map(|(one, _)| one).collect(),
             unknown_filter: None,
+            external_auth: None,
         }
     }
 
@@ -216,6 +237,15 @@ impl ParsedRule {
 }
 
 impl Rule {
+    /// The rule where it cannot apply: its requests fail.
+    pub fn failing(&self) -> Rule {
+        let failing = ParsedRule::failing(Vec::new(), self.shared.name.clone());
+        Rule {
+            shared: failing.message,
+            ..Rule::default()
+        }
+    }
+
     /// The rule without the settings of requests.
     pub fn for_connections(&self) -> Rule {
         Rule {

@@ -3,7 +3,8 @@
 //! Nothing relies on the validation of the API server: objects from files have none. What the
 //! specification forbids, or does not define, is reported with the field and its value. Requests of
 //! a rule that cannot be applied fail. A rule whose matches cannot be read is dropped; the requests
-//! that its filter may protect fail.
+//! that its filter may protect fail. Where a rule has the filter ExternalAuth, the called pods refuse
+//! them too.
 
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use serde_json::Value;
 
 use super::filters::{self, Found, is_token};
 use super::matches::{self, MatchSpec};
-use super::model::{Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
+use super::model::{ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
 use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
@@ -142,7 +143,8 @@ type Rules = (Vec<Arc<ParsedRule>>, Option<Rejection>);
 /// The first rule has all connections.
 fn tcp_rules(meta: &Meta, values: &[Value]) -> Rules {
     let Some(first) = values.first() else {
-        return unreadable(meta, unsupported("spec.rules", "", "a list with a rule"));
+        let rejection = unsupported("spec.rules", "", "a list with a rule");
+        return unreadable(meta, false, rejection);
     };
     let (rules, invalid) = rules::<TcpMatch>(meta, std::slice::from_ref(first));
     let for_requests = rules.first().and_then(|parsed| for_requests(parsed));
@@ -173,11 +175,12 @@ fn for_requests(rule: &ParsedRule) -> Option<&'static str> {
 
 fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rules {
     if let Err(rejection) = bounded("spec.rules", values, MAX_ITEMS) {
-        return unreadable(meta, rejection);
+        let is_protected = values.iter().any(has_external_auth);
+        return unreadable(meta, is_protected, rejection);
     }
     let (mut rules, mut problems): (Vec<Arc<ParsedRule>>, Vec<Rejection>) = Default::default();
     let (mut valid, mut is_protected) = (0, false);
-    let failing = |matches| Arc::new(ParsedRule::failing(matches, route_name(meta)));
+    let failing = |matches, is_protected| Arc::new(failing(meta, matches, is_protected));
     for (position, value) in values.iter().enumerate() {
         let at = format!("spec.rules[{position}]");
         let (matches, unreadable) = read_matches::<M>(value, &at, &rules);
@@ -189,7 +192,7 @@ fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rule
                 }
                 Err(rejection) => {
                     problems.push(rejection.with("requests of the rule get status 500"));
-                    rules.push(failing(matches));
+                    rules.push(failing(matches, has_external_auth(value)));
                 }
             }
             continue;
@@ -197,7 +200,7 @@ fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rule
         let effect = match (has_external_auth(value), matches.is_empty()) {
             (false, _) => "the rule has no effect",
             (true, false) => {
-                rules.push(failing(matches));
+                rules.push(failing(matches, true));
                 "requests of its other matches get status 500"
             }
             (true, true) => {
@@ -213,10 +216,10 @@ fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rule
     if is_protected {
         valid = 0;
         let matches = rules.iter().map(|parsed| parsed.matches.clone());
-        rules = matches.map(failing).collect();
+        rules = matches.map(|matches| failing(matches, true)).collect();
     }
     if is_protected || rules.is_empty() {
-        rules.push(failing(Vec::new()));
+        rules.push(failing(Vec::new(), is_protected));
     }
     let messages: Vec<&str> = problems.iter().map(|one| &*one.message).collect();
     let dropped = if valid > 0 { "Dropped Rule: " } else { "" };
@@ -229,9 +232,18 @@ fn rules<M: MatchSpec + DeserializeOwned>(meta: &Meta, values: &[Value]) -> Rule
 }
 
 /// A route without a rule that can be read. Requests that match no other route of the Service fail.
-fn unreadable(meta: &Meta, rejection: Rejection) -> Rules {
-    let rule = ParsedRule::failing(Vec::new(), route_name(meta));
+fn unreadable(meta: &Meta, is_protected: bool, rejection: Rejection) -> Rules {
+    let rule = failing(meta, Vec::new(), is_protected);
     (vec![Arc::new(rule)], Some(rejection))
+}
+
+/// A rule whose requests fail. If it `is_protected`, the called pods refuse them.
+fn failing(meta: &Meta, matches: Vec<Arc<Match>>, is_protected: bool) -> ParsedRule {
+    let is_protected = is_protected && meta.kind == Kind::HttpRoute;
+    ParsedRule {
+        external_auth: is_protected.then(ExternalAuth::default),
+        ..ParsedRule::failing(matches, route_name(meta))
+    }
 }
 
 /// Reads the fields of a rule in the field `at`.
@@ -328,12 +340,21 @@ fn rule(
         let message = format!("{at}: a RequestRedirect excludes backendRefs");
         return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
     }
+    let external_auth = of_filters.external_auth.take();
     let mut backends = Vec::new();
     for (position, backend_ref) in rule.backend_refs.into_iter().enumerate() {
         let at = format!("{at}.backendRefs[{position}]");
         backends.push(backend(backend_ref, &at, &context, &mut found)?);
     }
     found.references.append(&mut of_filters.references);
+    let of_backends = backends.iter().flat_map(|backend| &backend.filters);
+    let mut all = filters.iter().chain(of_backends);
+    if external_auth.is_some() && all.any(filters::is_rewrite) {
+        let message = format!(
+            "{at}: ExternalAuth excludes URLRewrite, because the called pods match what they get"
+        );
+        return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
+    }
     let settings = RequestSettings {
         timeouts: timeouts(&rule.timeouts, at)?,
         retry: rule.retry.map(|spec| retry(spec, at)).transpose()?,
@@ -354,6 +375,7 @@ fn rule(
         settings,
         references: found.references,
         unknown_filter: of_filters.unknown.or(found.unknown),
+        external_auth,
     })
 }
 
@@ -388,6 +410,10 @@ fn backend(
     let filters = filters::parse(backend.filters, &filters_at, context, found)?;
     if filters.iter().any(filters::is_response) {
         let message = format!("{filters_at}: RequestRedirect and CORS are filters of rules only");
+        return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
+    }
+    if found.external_auth.is_some() {
+        let message = format!("{filters_at}: ExternalAuth is a filter of rules only");
         return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
     }
     let object = ObjectRef {

@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::ParentReference;
+use crate::authorization::spec::{GrpcAuth, HttpAuth};
 
 /// The parents and the rules of a route. Without `R`, each rule is parsed on its own, for the
 /// position in errors.
@@ -149,6 +150,23 @@ pub struct Filter {
     pub cors: Option<Cors>,
     pub extension_ref: Option<ObjectRef>,
     pub external_auth: Value,
+}
+
+/// The filter of GEP-1494. A field that this release does not know could change what is asked.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ExternalAuth {
+    pub protocol: String,
+    pub backend_ref: ObjectRef,
+    pub grpc: Option<GrpcAuth>,
+    pub http: Option<HttpAuth>,
+    pub forward_body: Option<ForwardBody>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct ForwardBody {
+    pub max_size: u32,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -10,6 +10,7 @@ use super::parse::{Meta, route as parse};
 use super::*;
 use crate::index::object::{Service, TargetPort, Transport};
 
+mod external;
 mod invalid;
 
 /// A route in `shop` for the Service `web` in `shop`.

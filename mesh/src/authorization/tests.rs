@@ -320,3 +320,50 @@ fn whether_a_server_is_asked_may_depend_on_what_is_not_known() {
     let expected = "Unknown: allowed if auth/one:9000 allows it (AuthorizationPolicy shop/p0)";
     assert_eq!(told(&pods, &call), expected);
 }
+
+/// The pods of a Service with an HTTPRoute of these rules.
+fn routed(rules: Value) -> Vec<Pod> {
+    let mut objects = objects(json!({}), &[]);
+    let parent = json!({"group": "", "kind": "Service", "name": "web"});
+    objects.push(
+        json!({"apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+        "metadata": {"name": "web", "namespace": "shop"},
+        "spec": {"parentRefs": [parent], "rules": rules}}),
+    );
+    objects.push(json!({"apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": "auth", "namespace": "shop"},
+        "spec": {"selector": {"app": "auth"}, "clusterIP": "10.0.0.2", "ports": [{"port": 80}]}}));
+    assert_eq!(files::inject(&mut objects, "service-mesh"), [""; 0]);
+    let (index, problems) =
+        diy_mesh_controller::explain::index(&objects, "service-mesh", TRUST_DOMAIN);
+    assert_eq!(problems, [""; 0]);
+    pods(&index, &"shop/web".parse().unwrap()).unwrap()
+}
+
+#[test]
+fn servers_of_routes_are_asked_for_certain_if_each_rule_has_one() {
+    let auth = |name: &str| {
+        let backend = json!({"name": name, "port": 80});
+        json!([{"type": "ExternalAuth", "externalAuth": {"protocol": "GRPC", "backendRef": backend}}])
+    };
+    let admin = json!([{"path": {"type": "PathPrefix", "value": "/admin"}}]);
+    let web = json!([{"name": "web", "port": 80}]);
+    let protected = json!({"matches": admin, "filters": auth("auth"), "backendRefs": web});
+    let open = json!({"backendRefs": web});
+    let all = json!({"filters": auth("auth"), "backendRefs": web});
+    let none = json!({"filters": auth("none"), "backendRefs": web});
+    let call = |path| call("shop/cart", path);
+    let told = |rules: Value, path| told(&routed(rules), &call(path));
+    let reason = "allowed if shop/auth:80 allows it (HTTPRoute shop/web)";
+    let both = json!([protected, open]);
+    assert_eq!(told(both.clone(), "/admin"), format!("Unknown: {reason}"));
+    assert_eq!(
+        told(json!([protected, all]), "/"),
+        format!("Asks: {reason}")
+    );
+    let refused = "Asks: allowed if no server allows it (HTTPRoute shop/web)";
+    assert_eq!(told(json!([none]), "/"), refused);
+    // A connection that carries no HTTP.
+    let denied = "Denied: HTTPRoute shop/web, rules[0]";
+    assert_eq!(told(both, ""), denied);
+}

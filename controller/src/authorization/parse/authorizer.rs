@@ -1,4 +1,4 @@
-//! External authorization servers. Pure.
+//! External authorization servers, of policies and of routes. Pure.
 
 use diy_mesh_proto::authorization::MAX_ITEMS;
 use diy_mesh_proto::mesh::v1 as proto;
@@ -13,7 +13,7 @@ use crate::routes::parse::{duration, header_name, unsupported};
 
 const FIELD: &str = "spec.externalAuth";
 /// In milliseconds.
-const DEFAULT_TIMEOUT: u64 = 1000;
+pub(crate) const DEFAULT_TIMEOUT: u64 = 1000;
 /// The length of the name of a Service, and of a namespace.
 const MAX_LABEL_BYTES: usize = 63;
 
@@ -39,7 +39,7 @@ pub(super) fn authorizer(
         backend: server.to_string(),
         timeout,
         fail_open,
-        ..protocol(&spec.protocol, spec.grpc, spec.http)?
+        ..protocol(FIELD, &spec.protocol, spec.grpc, spec.http)?
     };
     Ok((authorizer, server))
 }
@@ -73,8 +73,9 @@ fn is_label(text: &str) -> bool {
     (1..=MAX_LABEL_BYTES).contains(&text.len()) && text.bytes().all(is_valid)
 }
 
-/// The protocol and its settings.
-fn protocol(
+/// The protocol and its settings, in the field `at`.
+pub(crate) fn protocol(
+    at: &str,
     text: &str,
     grpc: Option<GrpcAuth>,
     http: Option<HttpAuth>,
@@ -85,8 +86,8 @@ fn protocol(
             let response = grpc.allowed_response_headers;
             Ok(proto::Authorizer {
                 protocol: Protocol::Grpc.into(),
-                request_fields: names("grpc.allowedHeaders", grpc.allowed_headers)?,
-                response_fields: names("grpc.allowedResponseHeaders", response)?,
+                request_fields: names(at, "grpc.allowedHeaders", grpc.allowed_headers)?,
+                response_fields: names(at, "grpc.allowedResponseHeaders", response)?,
                 ..proto::Authorizer::default()
             })
         }
@@ -96,24 +97,20 @@ fn protocol(
             Ok(proto::Authorizer {
                 protocol: Protocol::Http.into(),
                 path: http.path.unwrap_or_default(),
-                request_fields: names("http.allowedHeaders", http.allowed_headers)?,
-                response_fields: names("http.allowedResponseHeaders", response)?,
+                request_fields: names(at, "http.allowedHeaders", http.allowed_headers)?,
+                response_fields: names(at, "http.allowedResponseHeaders", response)?,
                 ..proto::Authorizer::default()
             })
         }
         (other, ..) => {
             let expected = "GRPC or HTTP, without the field of the other one";
-            Err(unsupported(&format!("{FIELD}.protocol"), other, expected))
+            Err(unsupported(&format!("{at}.protocol"), other, expected))
         }
     }
 }
 
 /// Names of headers, in lower case.
-fn names(field: &str, names: Option<Vec<String>>) -> Result<Vec<String>, Rejection> {
-    each(
-        &format!("{FIELD}.{field}"),
-        names,
-        MAX_ITEMS,
-        |name, field| header_name(field, &name),
-    )
+fn names(at: &str, field: &str, names: Option<Vec<String>>) -> Result<Vec<String>, Rejection> {
+    let convert = |name: String, field: &str| header_name(field, &name);
+    each(&format!("{at}.{field}"), names, MAX_ITEMS, convert)
 }

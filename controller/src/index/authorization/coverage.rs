@@ -153,5 +153,5 @@ fn named_ports(rules: &Rules) -> BTreeSet<u32> {
 /// Without the request, no rule of it is known to match, and no server is asked.
 fn is_about_requests(rules: &Rules) -> bool {
     let mut conditions = rules.message.rules.iter();
-    rules.server.is_some() || conditions.any(|rule| !rule.requests.is_empty())
+    !rules.servers.is_empty() || conditions.any(|rule| !rule.requests.is_empty())
 }

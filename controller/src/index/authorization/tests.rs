@@ -1,5 +1,7 @@
 //! The policies of pods: which ones select them, what applies together, and the effect of changes.
 
+mod routes;
+
 use diy_mesh_proto::mesh::v1::authorization_policy::Action;
 use prost::Message;
 use serde_json::{Value, json};

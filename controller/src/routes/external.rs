@@ -1,0 +1,289 @@
+//! The filter ExternalAuth of HTTPRoutes (GEP-1494): what it says, where it cannot apply, and what
+//! the pods of the parent are told, which enforce it, whatever their clients do. Pure.
+//!
+//! The called pods select the rule of a request once more, by what they get. So a rule with the
+//! filter must neither change what matches read, nor send its requests to pods with other routes.
+
+use std::sync::Arc;
+
+use diy_mesh_proto::authorization::{REVISION, check};
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::authorization_policy::Action;
+use proto::route_authorization;
+use proto::route_filter::Kind as FilterKind;
+use serde_json::Value;
+
+use super::filters::{Context, Found};
+use super::model::{ExternalAuth, Match, Reference, Rejection, Route, Rule};
+use super::parse::{reference, shortened, unsupported};
+use super::{INCOMPATIBLE_FILTERS, UNSUPPORTED_VALUE, spec};
+use crate::authorization::Rules;
+use crate::authorization::parse::authorizer::{DEFAULT_TIMEOUT, protocol};
+use crate::authorization::parse::rejected;
+use crate::authorization::server::Server;
+use crate::fields::with_unknown_fields;
+use crate::index::object::{Service, ServicePort};
+
+/// Parses the filter in the field `at`.
+pub(super) fn parse(
+    spec: &Value,
+    at: &str,
+    context: &Context<'_>,
+    found: &mut Found,
+) -> Result<ExternalAuth, Rejection> {
+    let field = format!("{at}.externalAuth");
+    let spec::ExternalAuth {
+        protocol: name,
+        backend_ref,
+        mut grpc,
+        mut http,
+        forward_body,
+    } = read(spec, &field)?;
+    if let Some(body) = forward_body.filter(|body| body.max_size > 0) {
+        let (field, size) = (format!("{field}.forwardBody.maxSize"), body.max_size);
+        let expected = "0: authorization servers get no body";
+        return Err(unsupported(&field, &size.to_string(), expected));
+    }
+    // Unlike those of policies, lists may be empty.
+    let of_grpc = grpc.iter_mut();
+    let of_grpc =
+        of_grpc.flat_map(|one| [&mut one.allowed_headers, &mut one.allowed_response_headers]);
+    let of_http = http.iter_mut();
+    let of_http =
+        of_http.flat_map(|one| [&mut one.allowed_headers, &mut one.allowed_response_headers]);
+    for list in of_grpc.chain(of_http) {
+        list.take_if(|list| list.is_empty());
+    }
+    let authorizer = proto::Authorizer {
+        timeout: DEFAULT_TIMEOUT,
+        ..protocol(&field, &name, grpc, http)?
+    };
+    check_settings(&authorizer, &field)?;
+    let reference = reference(
+        backend_ref,
+        &context.meta.key,
+        format!("{field}.backendRef"),
+    );
+    let server = server(&reference);
+    found.references.push(reference);
+    Ok(ExternalAuth {
+        field: at.to_owned(),
+        server,
+        authorizer,
+    })
+}
+
+/// Reads the filter. A field that is not known could change what is asked.
+fn read(spec: &Value, field: &str) -> Result<spec::ExternalAuth, Rejection> {
+    let invalid = |message: String| Rejection::new(UNSUPPORTED_VALUE, shortened(&message));
+    if spec.is_null() {
+        return Err(unsupported(field, "", "set"));
+    }
+    let (read, unknown) = with_unknown_fields::<spec::ExternalAuth, _>(spec);
+    match unknown.first() {
+        Some(name) => Err(invalid(format!("{field}.{name}: unknown field"))),
+        None => read.map_err(|error| invalid(format!("{field}: {error}"))),
+    }
+}
+
+/// Checks the settings of a server as those of a policy.
+fn check_settings(authorizer: &proto::Authorizer, field: &str) -> Result<(), Rejection> {
+    let policy = proto::AuthorizationPolicy {
+        action: Action::ExternalAuth.into(),
+        authorizer: Some(proto::Authorizer {
+            // The catalog has it, or not.
+            backend: field.to_owned(),
+            ..authorizer.clone()
+        }),
+        ..proto::AuthorizationPolicy::default()
+    };
+    check(&policy).map_err(|violation| rejected(field, "externalAuth.", &violation))
+}
+
+/// The server of a reference to a port of a Service.
+fn server(reference: &Reference) -> Option<Server> {
+    let port = reference.port.filter(|_| reference.other_kind.is_none())?;
+    Some(Server {
+        service: reference.key.clone(),
+        port,
+    })
+}
+
+/// A Service, and the routes at some of its ports.
+pub(super) struct Place<'a> {
+    pub service: &'a Service,
+    pub matches: &'a [(u32, Arc<Match>)],
+}
+
+impl Place<'_> {
+    /// Why a rule of a route cannot have the filter here.
+    fn problem(&self, route: &Route, rule: &Rule, filter: &ExternalAuth) -> Option<String> {
+        let key = &self.service.key;
+        let server = filter.server.as_ref();
+        if route.key.namespace != key.namespace {
+            let namespace = &key.namespace;
+            return Some(format!(
+                "the pods of {key} treat all clients alike, which requires a route of namespace \
+                 {namespace}"
+            ));
+        }
+        if self.service.selector.is_empty() {
+            return Some(format!(
+                "{key} has no selector, by which its pods are known"
+            ));
+        }
+        if server.is_some_and(|server| self.is_here(route, &server.to_string())) {
+            return Some(format!(
+                "the authorization server is the parent {key} itself"
+            ));
+        }
+        let mut backends = rule.shared.backends.iter();
+        if let Some(other) = backends.find(|backend| !self.is_here(route, &backend.name)) {
+            let name = match &*other.name {
+                "" => "an invalid backend",
+                name => name,
+            };
+            return Some(format!(
+                "the rule sends requests to {name}, whose pods do not have the filter: expected \
+                 {key} and a port to which the route applies"
+            ));
+        }
+        let header = self.changed_header(rule, filter)?;
+        Some(format!(
+            "the rule or its server changes the header {header}, which a match of the routes of \
+             {key} reads: the called pods match what they get"
+        ))
+    }
+
+    /// Whether a route applies to a port of the Service.
+    fn has(&self, route: &Route, port: &ServicePort) -> bool {
+        let mut parents = route.parents.iter();
+        parents.any(|parent| parent.key(&route.key) == self.service.key && parent.selects(port))
+    }
+
+    /// Whether a backend is a port of the Service to which the route applies.
+    fn is_here(&self, route: &Route, backend: &str) -> bool {
+        let key = &self.service.key;
+        let mut ports = self.service.tcp_ports();
+        ports.any(|port| backend == format!("{key}:{}", port.port) && self.has(route, port))
+    }
+
+    /// A header that the rule or its server changes, and that a match reads.
+    fn changed_header(&self, rule: &Rule, filter: &ExternalAuth) -> Option<String> {
+        let of_backends = rule.shared.backends.iter();
+        let of_backends = of_backends.flat_map(|backend| &backend.filters);
+        let modifiers = of_backends
+            .chain(&rule.shared.filters)
+            .filter_map(|filter| match &filter.kind {
+                Some(FilterKind::RequestHeaders(modifier)) => Some(modifier),
+                _ => None,
+            });
+        let modified = modifiers.flat_map(|one| {
+            let fields = one.set.iter().chain(&one.add).map(|field| &field.name);
+            fields.chain(&one.remove)
+        });
+        let mut changed = modified.chain(&filter.authorizer.response_fields);
+        let read = self.matches.iter();
+        let read = read.flat_map(|(_, one)| &one.message.headers);
+        let is_read = |name: &&String| {
+            read.clone()
+                .any(|header| header.name.eq_ignore_ascii_case(name))
+        };
+        changed.find(is_read).cloned()
+    }
+}
+
+/// The filters of rules, each with the position of its `route`. Rules whose filter cannot apply
+/// fail, and no server can allow their requests. Returns why, too.
+pub(super) fn check_rules<'a>(
+    place: Option<Place<'_>>,
+    rules: &mut [Arc<Rule>],
+    filters: Vec<(usize, Option<ExternalAuth>)>,
+    route: impl Fn(usize) -> &'a Route,
+) -> (Vec<Option<ExternalAuth>>, Vec<(usize, Rejection)>) {
+    let mut incompatible = Vec::new();
+    let filters = filters.into_iter().zip(rules);
+    let filters = filters.map(|((position, filter), rule)| {
+        let filter = filter?;
+        let place = place.as_ref().filter(|_| !rule.shared.invalid);
+        let problem = place.and_then(|place| place.problem(route(position), rule, &filter));
+        if let Some(problem) = problem {
+            let message = format!("{}: {problem}; requests of the rule fail", filter.field);
+            incompatible.push((position, Rejection::new(INCOMPATIBLE_FILTERS, message)));
+            *rule = Arc::new(rule.failing());
+            return Some(filter.refusing());
+        }
+        let server = filter.server.as_ref().map(ToString::to_string);
+        let is_resolved = server.is_some_and(|server| !rule.unresolved.contains(&server));
+        Some(if is_resolved {
+            filter
+        } else {
+            filter.refusing()
+        })
+    });
+    (filters.collect(), incompatible)
+}
+
+/// What the pods of a Service port are told. `filters`: those of the rules. `None`: no rule has
+/// one.
+pub(super) fn rules(
+    matches: &[(u32, Arc<Match>)],
+    rules: &[Arc<Rule>],
+    filters: &[Option<ExternalAuth>],
+) -> Option<Rules> {
+    let filter_of = |rule: u32| filters.get(usize::try_from(rule).ok()?)?.as_ref();
+    let last = matches
+        .iter()
+        .rposition(|(rule, _)| filter_of(*rule).is_some())?;
+    let matches = matches[..=last]
+        .iter()
+        .map(|(rule, one)| proto::RouteMatch {
+            rule: *rule,
+            ..one.message.clone()
+        });
+    let of_rules = rules.iter().zip(filters).map(|(rule, filter)| {
+        let filter = filter.as_ref();
+        filter.map_or_else(Default::default, |filter| route_authorization::Rule {
+            name: rule.shared.name.clone(),
+            authorizer: Some(filter.message()),
+        })
+    });
+    let routes = proto::RouteAuthorization {
+        matches: matches.collect(),
+        rules: of_rules.collect(),
+    };
+    let mut named = routes.rules.iter().filter(|rule| rule.authorizer.is_some());
+    let message = proto::AuthorizationPolicy {
+        name: named.next().map(|rule| rule.name.clone())?,
+        action: Action::ExternalAuth.into(),
+        rules: vec![proto::AuthorizationRule {
+            revision: REVISION,
+            ..proto::AuthorizationRule::default()
+        }],
+        routes: Some(routes),
+        ..proto::AuthorizationPolicy::default()
+    };
+    let servers = filters.iter().flatten();
+    let servers = servers.filter_map(|filter| filter.server.clone()).collect();
+    Some(Rules::with_references(message, vec![], servers))
+}
+
+impl ExternalAuth {
+    /// The filter where it is not accepted, or has no valid reference.
+    fn refusing(&self) -> ExternalAuth {
+        ExternalAuth {
+            server: None,
+            ..self.clone()
+        }
+    }
+
+    fn message(&self) -> proto::Authorizer {
+        let server = self.server.as_ref().map(ToString::to_string);
+        proto::Authorizer {
+            backend: server.unwrap_or_default(),
+            // Of a filter that could not be read.
+            timeout: self.authorizer.timeout.max(1),
+            ..self.authorizer.clone()
+        }
+    }
+}
