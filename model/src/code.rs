@@ -166,10 +166,10 @@ codes! {
         "the AuthorizationPolicies of the pod do not allow the call",
         "the body: it names policy and rule to callers of the same namespace; to others it tells an identifier, which the log of the callee's proxy has with them";
     ExternallyDenied: "externally-denied", &[], None,
-        "the authorization server of an AuthorizationPolicy denies the request; status, fields and body are its own",
+        "the authorization server of an AuthorizationPolicy or of a route denies the request; status, fields and body are its own",
         "the log of the authorization server; the policy is in the log of the callee's proxy";
     AuthorizerFailed: "authorizer-failed", &[503], Some(Grpc::Unavailable),
-        "the authorization server of an AuthorizationPolicy did not answer",
+        "the authorization server of an AuthorizationPolicy or of a route did not answer",
         "the log of the callee's proxy: it names the policy and the reason; `spec.externalAuth`";
     ConnectNotAllowed: "connect-not-allowed", &[405], Some(Grpc::Unimplemented),
         "a CONNECT request to a pod that does not allow it; the proxy cannot inspect the tunnel",

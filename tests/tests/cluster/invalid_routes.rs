@@ -297,11 +297,11 @@ fn check_warnings(namespace: &Namespace) -> Result<()> {
     let cases = [
         (
             rule(extension.clone()),
-            "no ExtensionRef and ExternalAuth filters",
+            "the mesh has no ExtensionRef filters",
         ),
         (
             backend(json!({"name": "web", "port": 80, "filters": extension["filters"]})),
-            "no ExtensionRef and ExternalAuth filters",
+            "the mesh has no ExtensionRef filters",
         ),
         (
             backend(json!({"name": "web", "port": 80, "filters": [redirect]})),
