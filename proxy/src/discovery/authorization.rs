@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::authorization_policy::Action;
+use proto::path_match::Kind;
 
 use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_matches};
 use crate::inbound::external::{Authorizer, RouteAuthorizers};
@@ -38,10 +39,28 @@ fn parse(message: &proto::RouteAuthorization) -> Result<RouteAuthorizers, String
     if matches.len() > MAX_MATCHES {
         return Err(format!("more than {MAX_MATCHES} matches"));
     }
-    let matches = parse_matches(matches.clone(), rules.len(), &mut { MAX_PATTERNS })?;
+    let parse = |matches| parse_matches(matches, rules.len(), &mut { MAX_PATTERNS });
+    let folded: Vec<_> = matches.iter().cloned().map(fold).collect();
+    let folded = (folded != *matches).then(|| parse(folded)).transpose()?;
+    let matches = parse(matches.clone())?;
     let rules = rules.iter().map(|rule| {
         let authorizer = rule.authorizer.as_ref();
         authorizer.map(|authorizer| Arc::new(Authorizer::new(&rule.name, authorizer)))
     });
-    Ok(RouteAuthorizers::new(matches, rules.collect()))
+    Ok(RouteAuthorizers {
+        matches,
+        folded,
+        rules: rules.collect(),
+    })
+}
+
+/// A match whose path is one without case and slashes at the end. Expressions stay.
+fn fold(mut one: proto::RouteMatch) -> proto::RouteMatch {
+    let kind = one.path.as_mut().and_then(|path| path.kind.as_mut());
+    if let Some(Kind::Exact(path) | Kind::Prefix(path)) = kind {
+        let length = path.trim_end_matches('/').len().max(1);
+        path.truncate(length);
+        path.make_ascii_lowercase();
+    }
+    one
 }

@@ -14,39 +14,48 @@ use crate::route::matching::{MatchInput, Matches, path};
 /// The rules of a Service port, as far as they ask authorization servers.
 #[derive(Debug, Default)]
 pub struct RouteAuthorizers {
-    matches: Matches,
-    /// None: no server is asked.
-    rules: Vec<Option<Arc<Authorizer>>>,
+    /// As the routes have them.
+    pub matches: Matches,
+    /// With paths without case and slashes at the end. None: these are the same.
+    pub folded: Option<Matches>,
+    /// The servers of the rules, to which matches refer by index. None: no server is asked.
+    pub rules: Vec<Option<Arc<Authorizer>>>,
 }
 
 impl RouteAuthorizers {
-    /// The servers of rules, to which matches refer by index.
-    pub fn new(matches: Matches, rules: Vec<Option<Arc<Authorizer>>>) -> Self {
-        Self { matches, rules }
-    }
-
     /// The servers that are asked about a request.
     pub(super) fn of_request(
         &self,
         request: &RequestView<'_>,
         plain_paths: bool,
     ) -> Result<Vec<Arc<Authorizer>>, RequestPart> {
-        let Some(others) = other_readings(path(request), plain_paths) else {
+        let path = path(request);
+        let Some(others) = other_readings(path, plain_paths) else {
             return Ok(self.rules.iter().flatten().cloned().collect());
         };
+        let readings = std::iter::once(path).chain(others.iter().map(Vec::as_slice));
+        // Servers may ignore case, and slashes at the end.
+        let folded: Vec<Vec<u8>> = readings.clone().map(fold).collect();
+        let folded_matches = self.folded.as_ref().unwrap_or(&self.matches);
         let mut input = MatchInput::new(*request);
-        let mut asked: Vec<Arc<Authorizer>> = self.selected(&input)?.into_iter().collect();
-        for reading in &others {
+        let mut selected = vec![];
+        for (reading, folded) in readings.zip(&folded) {
             input.set_path(reading);
-            let server = self.selected(&input)?;
-            asked.extend(server.filter(|server| !asked.contains(server)));
+            selected.extend(self.matches.select(&input)?);
+            if self.folded.is_some() || reading != folded {
+                input.set_path(folded);
+                selected.extend(folded_matches.select(&input)?);
+            }
         }
-        Ok(asked)
+        selected.sort_unstable();
+        selected.dedup();
+        let servers = selected.iter().filter_map(|rule| self.rules.get(*rule));
+        Ok(servers.flatten().cloned().collect())
     }
+}
 
-    /// The server of the rule that is selected.
-    fn selected(&self, input: &MatchInput<'_>) -> Result<Option<Arc<Authorizer>>, RequestPart> {
-        let rule = self.matches.select(input)?;
-        Ok(rule.and_then(|rule| self.rules.get(rule)?.clone()))
-    }
+/// A path without case and slashes at the end.
+fn fold(path: &[u8]) -> Vec<u8> {
+    let length = path.iter().rposition(|byte| *byte != b'/').unwrap_or(0) + 1;
+    path[..length.min(path.len())].to_ascii_lowercase()
 }

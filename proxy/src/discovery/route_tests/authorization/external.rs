@@ -482,7 +482,8 @@ fn path_match(kind: proto::path_match::Kind) -> Option<proto::PathMatch> {
     Some(proto::PathMatch { kind: Some(kind) })
 }
 
-/// Routes at the port of the application in order of precedence: prefixes, and whether their rules ask.
+/// Routes at the port of the application in order of precedence: prefixes, and whether their rules
+/// ask.
 fn routes(
     app: SocketAddr,
     authorizer: &proto::Authorizer,
@@ -560,11 +561,27 @@ fn no_spelling_of_a_path_avoids_the_server_of_a_route() {
     on_worker(async {
         let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
         let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
-        let rules = [("/orders", true), ("/", false)];
-        pod.authorize(routes(app.address, &authorizer(Protocol::Grpc), &rules))
-            .await;
+        let rules = [("/orders", true), ("/Admin/", true), ("/", false)];
+        let mut exact = routes(app.address, &authorizer(Protocol::Grpc), &rules);
+        let of_exact = exact.policies[0].routes.as_mut().unwrap();
+        let path = path_match(proto::path_match::Kind::Exact("/exact".to_owned()));
+        of_exact.matches.insert(
+            0,
+            proto::RouteMatch {
+                path,
+                ..proto::RouteMatch::default()
+            },
+        );
+        pod.authorize(exact).await;
         let asked = || std::mem::take(&mut *envoy.0.lock().unwrap()).len();
         for path in [
+            "/ORDERS",
+            "/admin/1",
+            "/ADMIN",
+            "/a/..//aDMIN",
+            "/exact/",
+            "/Exact//",
+            "/%65xact",
             "//orders/1",
             "/./orders",
             "/a/../orders",
