@@ -34,6 +34,9 @@ const MAX_TABLE_BYTES: usize = 8 * MAX_BYTES;
 const MAX_TABLE_ROUTES: usize = 64 * MAX_ROUTES;
 /// Problems in one condition.
 const MAX_PROBLEMS: usize = 4;
+/// Of a route with the filter ExternalAuth that does not apply to a port.
+const DENIED_AT_PODS: &str = "; the route has the filter ExternalAuth, so that the pods deny all \
+    calls at the ports where it does not apply";
 /// Of a route of a headless Service.
 const BACKENDS_WITHOUT_EFFECT: &str = "; backendRefs, with their weights and filters, have no \
     effect: the Service is headless, and requests stay at the pod that the client has selected";
@@ -572,6 +575,9 @@ impl Candidate<'_> {
             _ => accepted,
         };
         let mut conditions = self.route.conditions(accepted);
+        if self.is_denied(parent, reference) {
+            conditions[0].message.push_str(DENIED_AT_PODS);
+        }
         if let Some(rejection) = incompatible.filter(|rejection| rejection.is_partial) {
             add_partial(&mut conditions, rejection);
         }
@@ -579,6 +585,13 @@ impl Candidate<'_> {
             conditions.insert(1, self.resolved_refs());
         }
         conditions
+    }
+
+    /// Whether the pods of a port deny all calls, as the route does not apply there.
+    fn is_denied(&self, parent: &Parent<'_>, reference: &ParentReference) -> bool {
+        let ports = parent.service.into_iter().flat_map(Service::tcp_ports);
+        let mut ports = ports.filter(|port| reference.selects(port));
+        self.route.has_external_auth() && ports.any(|port| !self.applies_at(port, parent.groups))
     }
 
     /// Why rules with the filter ExternalAuth fail at a parent.

@@ -494,6 +494,16 @@ fn pods_deny_all_where_a_route_with_the_filter_does_not_apply() {
     let attachment = attached(&[asking(0), grpc]);
     denied(&attachment, 80);
     assert_eq!(asked(&attachment, 90), ["/admin shop/auth:9000"]);
+    let told = |attachment: &Attachment| {
+        let of_route = &attachment.conditions[&(Kind::HttpRoute, Key::new("shop", "r"))];
+        let accepted = &of_route[&0][0];
+        assert!(accepted.message.ends_with(
+            "; the route has the filter ExternalAuth, so that the pods deny all calls at the ports \
+             where it does not apply"
+        ));
+        accepted.holds
+    };
+    assert!(told(&attachment), "at the other port");
     // Older routes leave no room.
     let older: Vec<Route> = (0..1024)
         .map(|name| route(&format!("o{name}"), 0, json!([open("/")])))
@@ -501,6 +511,7 @@ fn pods_deny_all_where_a_route_with_the_filter_does_not_apply() {
     let attachment = attached(&[older, vec![asking(1)]].concat());
     denied(&attachment, 80);
     denied(&attachment, 90);
+    assert!(!told(&attachment));
 }
 
 #[test]
