@@ -8,6 +8,7 @@ use std::{
     fmt,
     net::{IpAddr, Ipv4Addr},
     str::FromStr,
+    sync::Arc,
 };
 
 use diy_mesh_controller::{
