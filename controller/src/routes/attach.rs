@@ -1,7 +1,7 @@
 //! The routes of one Service that are of one namespace: which apply to which port, in which order,
 //! and what their authors are told. Pure.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -148,6 +148,8 @@ struct Candidate<'a> {
     verdicts: Vec<(usize, Verdict)>,
     /// Why rules with the filter ExternalAuth fail, by table.
     incompatible: Vec<(usize, Rejection)>,
+    /// Of a route with this filter: the ports that its parents select, and where it does not apply.
+    unapplied: BTreeSet<u16>,
 }
 
 /// The routes of some ports, and what follows from them.
@@ -231,7 +233,10 @@ pub fn attach(
             candidates[position].incompatible.push((at, rejection));
         }
     }
-    protected.extend(denied(&candidates, parent, &groups));
+    for candidate in &mut candidates {
+        candidate.unapplied = candidate.find_unapplied(parent, &groups);
+    }
+    protected.extend(denied(&candidates));
     let parent = Parent {
         key,
         service,
@@ -252,24 +257,15 @@ pub fn attach(
     }
 }
 
-/// The ports whose pods deny all calls: a route with the filter ExternalAuth is for them, and does not
-/// apply, so that nobody tells which requests it would protect.
-fn denied(
-    candidates: &[Candidate<'_>],
-    service: Option<&Service>,
-    groups: &Groups<'_>,
-) -> Vec<(u16, Arc<Rules>)> {
-    let protecting = candidates.iter();
-    let protecting = protecting.filter(|one| one.route.has_external_auth());
-    let mut denied = Vec::new();
-    for candidate in protecting {
-        let ports = service.into_iter().flat_map(Service::tcp_ports);
-        for port in ports.filter(|port| candidate.selects(port)) {
-            if !candidate.applies_at(port, groups) {
-                let name = format!("{} {}", candidate.route.kind, candidate.route.key);
-                let rules = Rules::new(denying(name, Mode::Enforce));
-                denied.push((port.port, Arc::new(rules)));
-            }
+/// The ports whose pods deny all calls: a route with the filter ExternalAuth is for them, and does
+/// not apply, so that nobody tells which requests it would protect.
+fn denied(candidates: &[Candidate<'_>]) -> BTreeMap<u16, Arc<Rules>> {
+    let mut denied = BTreeMap::new();
+    for candidate in candidates.iter().filter(|one| !one.unapplied.is_empty()) {
+        let name = format!("{} {}", candidate.route.kind, candidate.route.key);
+        let rules = Arc::new(Rules::new(denying(name, Mode::Enforce)));
+        for port in &candidate.unapplied {
+            denied.entry(*port).or_insert_with(|| rules.clone());
         }
     }
     denied
@@ -373,6 +369,7 @@ fn candidate<'a>(
         problems,
         verdicts: Vec::new(),
         incompatible: Vec::new(),
+        unapplied: BTreeSet::new(),
     }
 }
 
@@ -526,10 +523,9 @@ fn merge(
     // Stable: of equal ranks, the oldest route and the first rule come first.
     matches.sort_by_key(|(_, one): &(u32, Arc<Match>)| one.rank);
     matches.extend(unmatched.map(|position| (position, Arc::default())));
-    let place = service.map(|service| Place {
-        service,
-        matches: &matches,
-    });
+    let is_protected = filters.iter().any(|(_, filter)| filter.is_some());
+    let place = service.filter(|_| is_protected);
+    let place = place.map(|service| Place::new(service, &matches));
     let route = |position: usize| candidates[position].route;
     let (filters, incompatible) = external::check_rules(place, &mut rules, filters, route);
     let protected = external::rules(&matches, &rules, &filters);
@@ -552,18 +548,20 @@ impl Candidate<'_> {
         self.rules.get(&port).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether one of its parents is a port.
-    fn selects(&self, port: &ServicePort) -> bool {
-        self.parents.iter().any(|(_, parent)| parent.selects(port))
-    }
-
-    /// Whether it is a part of the table of a port.
-    fn applies_at(&self, port: &ServicePort, groups: &Groups<'_>) -> bool {
-        let mut verdicts = self.verdicts.iter();
-        verdicts.any(|(at, verdict)| {
-            let mut ports = groups[*at].1.iter();
-            *verdict == Verdict::Accepted && ports.any(|other| other.port == port.port)
-        })
+    /// See [`unapplied`](Self::unapplied).
+    fn find_unapplied(&self, service: Option<&Service>, groups: &Groups<'_>) -> BTreeSet<u16> {
+        if !self.route.has_external_auth() {
+            return BTreeSet::new();
+        }
+        let verdicts = self.verdicts.iter();
+        let accepted = verdicts.filter(|(_, verdict)| *verdict == Verdict::Accepted);
+        let applied = accepted.flat_map(|(at, _)| &groups[*at].1);
+        let applied: HashSet<u16> = applied.map(|port| port.port).collect();
+        let ports = service.into_iter().flat_map(Service::tcp_ports);
+        let ports = ports.filter(|port| !applied.contains(&port.port));
+        let selected =
+            ports.filter(|port| self.parents.iter().any(|(_, parent)| parent.selects(port)));
+        selected.map(|port| port.port).collect()
     }
 
     fn conditions(&self, parent: &Parent<'_>, reference: &ParentReference) -> Vec<Condition> {
@@ -590,8 +588,8 @@ impl Candidate<'_> {
     /// Whether the pods of a port deny all calls, as the route does not apply there.
     fn is_denied(&self, parent: &Parent<'_>, reference: &ParentReference) -> bool {
         let ports = parent.service.into_iter().flat_map(Service::tcp_ports);
-        let mut ports = ports.filter(|port| reference.selects(port));
-        self.route.has_external_auth() && ports.any(|port| !self.applies_at(port, parent.groups))
+        let mut ports = ports.filter(|port| self.unapplied.contains(&port.port));
+        !self.unapplied.is_empty() && ports.any(|port| reference.selects(port))
     }
 
     /// Why rules with the filter ExternalAuth fail at a parent.

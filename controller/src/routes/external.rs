@@ -4,6 +4,7 @@
 //! The called pods select the rule of a request once more, by what they get. So a rule with the
 //! filter must neither change what matches read, nor send its requests to pods with other routes.
 
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use diy_mesh_proto::authorization::{REVISION, check};
@@ -109,13 +110,23 @@ fn server(reference: &Reference) -> Option<Server> {
     })
 }
 
-/// A Service, and the routes at some of its ports.
+/// A Service, and what the routes at some of its ports read.
 pub(super) struct Place<'a> {
-    pub service: &'a Service,
-    pub matches: &'a [(u32, Arc<Match>)],
+    service: &'a Service,
+    /// The names of the headers in lower case.
+    headers: HashSet<&'a str>,
 }
 
-impl Place<'_> {
+impl<'a> Place<'a> {
+    /// The place of these matches.
+    pub(super) fn new(service: &'a Service, matches: &'a [(u32, Arc<Match>)]) -> Place<'a> {
+        let headers = matches.iter().flat_map(|(_, one)| &one.message.headers);
+        Place {
+            service,
+            headers: headers.map(|header| &*header.name).collect(),
+        }
+    }
+
     /// Why a rule of a route cannot have the filter here.
     fn problem(&self, route: &Route, rule: &Rule, filter: &ExternalAuth) -> Option<String> {
         let key = &self.service.key;
@@ -163,9 +174,13 @@ impl Place<'_> {
 
     /// Whether a backend is a port of the Service to which the route applies.
     fn is_here(&self, route: &Route, backend: &str) -> bool {
-        let key = &self.service.key;
-        let mut ports = self.service.tcp_ports();
-        ports.any(|port| backend == format!("{key}:{}", port.port) && self.has(route, port))
+        let number = backend.rsplit_once(':').filter(|(service, _)| {
+            let key = &self.service.key;
+            service.split_once('/') == Some((&*key.namespace, &*key.name))
+        });
+        let number = number.and_then(|(_, number)| number.parse::<u16>().ok());
+        let port = number.and_then(|number| self.service.tcp_port(|port| port.port == number));
+        port.is_some_and(|port| self.has(route, port))
     }
 
     /// A header that the rule or its server changes, and that a match reads.
@@ -183,12 +198,7 @@ impl Place<'_> {
             fields.chain(&one.remove)
         });
         let mut changed = modified.chain(&filter.authorizer.response_fields);
-        let read = self.matches.iter();
-        let read = read.flat_map(|(_, one)| &one.message.headers);
-        let is_read = |name: &&String| {
-            read.clone()
-                .any(|header| header.name.eq_ignore_ascii_case(name))
-        };
+        let is_read = |name: &&String| self.headers.contains(&*name.to_ascii_lowercase());
         changed.find(is_read).cloned()
     }
 }
@@ -264,7 +274,9 @@ pub(super) fn rules(
         ..proto::AuthorizationPolicy::default()
     };
     let servers = filters.iter().flatten();
-    let servers = servers.filter_map(|filter| filter.server.clone()).collect();
+    let servers = servers.filter_map(|filter| filter.server.clone());
+    let servers: BTreeMap<_, _> = servers.map(|one| (one.to_string(), one)).collect();
+    let servers = servers.into_values().collect();
     Some(Rules::with_references(message, vec![], servers))
 }
 
