@@ -2,6 +2,7 @@
 //! HTTP: what it answers, and what happens without an answer.
 
 use anyhow::{Result, ensure};
+use diy_mesh_tests::cluster::gateway_api::{ACCEPTED, Experimental, wait_for_condition};
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{MANIFESTS, Namespace, in_namespace, kubectl, wait_for};
 use serde_json::{Value, json};
@@ -10,17 +11,39 @@ use serde_json::{Value, json};
 const ALLOWED: &str = "404";
 const FAILED: &str = "503";
 
-/// What a request to the server gets: the status, the fields and the body.
-fn get(namespace: &Namespace, path: &str) -> Result<String> {
-    let url = format!("http://server{path}");
-    let program = ["deploy/authorizer", "-c", "authorizer", "--", "authorizer"];
-    namespace.kubectl(&[&["exec"], &program[..], &["get", &url]].concat())
+const AUTHORIZER: App<'_> = App {
+    name: "authorizer",
+    program: "authorizer",
+    inject: Some("true"),
+    replicas: 1,
+    endpoint: "",
+    interval_ms: "",
+};
+
+/// What a request of a pod gets: the status, the fields and the body.
+fn get(namespace: &Namespace, from: &str, url: &str) -> Result<String> {
+    let from = format!("deploy/{from}");
+    let program = [&from, "-c", "authorizer", "--", "authorizer", "get", url];
+    namespace.kubectl(&[&["exec"], &program[..]].concat())
 }
 
 fn expect(namespace: &Namespace, path: &str, status: &str, part: &str) -> Result<()> {
-    let response = get(namespace, path)?;
+    let url = format!("http://server{path}");
+    expect_from(namespace, ["authorizer", &url], status, part)
+}
+
+fn expect_from(
+    namespace: &Namespace,
+    [from, url]: [&str; 2],
+    status: &str,
+    part: &str,
+) -> Result<()> {
+    let response = get(namespace, from, url)?;
     let is_expected = response.starts_with(status) && response.contains(part);
-    ensure!(is_expected, "{path}: {response}, expected {status} {part}");
+    ensure!(
+        is_expected,
+        "{from} {url}: {response}, expected {status} {part}"
+    );
     Ok(())
 }
 
@@ -28,12 +51,7 @@ fn expect(namespace: &Namespace, path: &str, status: &str, part: &str) -> Result
 fn authorization_servers_decide_and_the_failure_mode_without_them() -> Result<()> {
     in_namespace("external", |namespace| {
         kubectl(&["apply", "-k", &format!("{MANIFESTS}/crds")])?;
-        let authorizer = App {
-            name: "authorizer",
-            program: "authorizer",
-            ..App::http_server()
-        };
-        namespace.apply(&authorizer.deployment())?;
+        namespace.apply(&AUTHORIZER.deployment())?;
         namespace.apply(&service().to_string())?;
         namespace.apply(&App::http_server().deployment())?;
         namespace.apply(&App::http_server().service())?;
@@ -80,6 +98,81 @@ fn authorization_servers_decide_and_the_failure_mode_without_them() -> Result<()
             ensure!(asked.contains(&format!("{line} {account}")), "{asked}");
         }
         Ok(())
+    })
+}
+
+#[test]
+fn filter_of_a_route_holds_at_the_called_pods_for_all_clients() -> Result<()> {
+    in_namespace("external-route", |namespace| {
+        let _experimental = Experimental::install()?;
+        let outside = App {
+            name: "outside",
+            inject: None,
+            ..AUTHORIZER
+        };
+        for app in [AUTHORIZER, outside, App::http_server()] {
+            namespace.apply(&app.deployment())?;
+        }
+        namespace.apply(&service().to_string())?;
+        namespace.apply(&App::http_server().service())?;
+        for name in ["authorizer", "outside", "server"] {
+            namespace.rolled_out(name)?;
+        }
+        namespace.apply(&route("server").to_string())?;
+        wait_for_condition(namespace, "httproute", "server", ACCEPTED)?;
+        let ip = ["get", "pods", "-l", "app=server", "-o"];
+        let ip = [&ip[..], &["jsonpath={.items[0].status.podIP}"]].concat();
+        let pod = format!("{}:8080", namespace.kubectl(&ip)?);
+        for from in ["authorizer", "outside"] {
+            for host in ["server", &pod] {
+                for (path, status, body) in [
+                    ("/deny", "401", "denied by gRPC"),
+                    ("/allow", ALLOWED, ""),
+                    ("/error", FAILED, "authorizer-failed"),
+                    ("/open/deny", ALLOWED, ""),
+                    ("/open/%2e%2e/deny", "401", "denied by gRPC"),
+                ] {
+                    let url = format!("http://{host}{path}");
+                    wait_for("the answer", || {
+                        expect_from(namespace, [from, &url], status, body)?;
+                        Ok(Some(()))
+                    })?;
+                }
+            }
+        }
+        // Pods of another Service would not ask. Until it is right, nobody can allow a request.
+        namespace.apply(&route("authorizer").to_string())?;
+        let refused = ["PartiallyInvalid", "True", "IncompatibleFilters"];
+        wait_for_condition(namespace, "httproute", "server", refused)?;
+        let url = format!("http://{pod}/allow");
+        wait_for("the refusal", || {
+            expect_from(namespace, ["outside", &url], FAILED, "authorizer-failed")?;
+            Ok(Some(()))
+        })
+    })
+}
+
+/// Requests to the server go to a Service if its filter allows them. Those below /open have none.
+fn route(backend: &str) -> Value {
+    let port = if backend == "server" { 80 } else { 8000 };
+    let backends = json!([{"name": backend, "port": port}]);
+    let filter = json!({
+        "type": "ExternalAuth",
+        "externalAuth": {
+            "protocol": "GRPC", "grpc": {}, "backendRef": {"name": "authorizer", "port": 9000},
+        },
+    });
+    let prefix = |path: &str| json!([{"path": {"type": "PathPrefix", "value": path}}]);
+    json!({
+        "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",
+        "metadata": {"name": "server"},
+        "spec": {
+            "parentRefs": [{"group": "", "kind": "Service", "name": "server"}],
+            "rules": [
+                {"matches": prefix("/open"), "backendRefs": [{"name": "server", "port": 80}]},
+                {"matches": prefix("/"), "filters": [filter], "backendRefs": backends},
+            ],
+        },
     })
 }
 
