@@ -120,7 +120,9 @@ async fn send(
             authorizer,
             format!("timed out after {:?}", authorizer.timeout),
         ),
-        Failure::Timeout(_) => failure,
+        // The client waits no longer, or has used its share of the memory: it would choose the
+        // failure mode.
+        Failure::Timeout(_) | Failure::Overloaded(_) | Failure::MemoryExhausted => failure,
         failure => failed(authorizer, failure.to_string()),
     })
 }

@@ -13,6 +13,7 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 
 use super::*;
+use crate::limits::memory::Memory;
 
 const BACKEND: &str = "auth/server:9000";
 const EMPTY: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
@@ -37,17 +38,28 @@ fn asking(app: SocketAddr, authorizer: proto::Authorizer) -> proto::Authorizatio
     asking
 }
 
+/// A mesh with the authorization server at this address.
+async fn mesh(server: SocketAddr) -> Mesh {
+    Mesh::new(proto::Routes::default(), &[(BACKEND, server)]).await
+}
+
+impl Mesh {
+    /// The inputs of a worker that finds the backends of this mesh.
+    fn context(&self, context: WorkerContext) -> WorkerContext {
+        WorkerContext {
+            discovery: Discovery {
+                policy: context.discovery.policy.clone(),
+                ..self.discovery.clone()
+            },
+            ..context
+        }
+    }
+}
+
 /// The pod of an application whose proxy finds the authorization server at this address.
 async fn pod(app: SocketAddr, server: SocketAddr) -> (Pod, Mesh) {
-    let mesh = Mesh::new(proto::Routes::default(), &[(BACKEND, server)]).await;
-    let discovery = mesh.discovery.clone();
-    let pod = Pod::with(app, |context| WorkerContext {
-        discovery: Discovery {
-            policy: context.discovery.policy.clone(),
-            ..discovery
-        },
-        ..context
-    });
+    let mesh = mesh(server).await;
+    let pod = Pod::with(app, |context| mesh.context(context));
     (pod, mesh)
 }
 
@@ -409,6 +421,44 @@ fn request_that_no_server_can_be_asked_about_is_refused_in_every_failure_mode() 
         opaque.write_all(OPAQUE).await.unwrap();
         assert_eq!(rest(opaque).await, b"");
         assert_eq!(app.got(), (0, 0));
+    });
+}
+
+#[test]
+fn client_without_memory_makes_no_server_fail_open() {
+    on_worker(async {
+        let (mut refused, mut allowed) = (0, 0);
+        for kilobytes in (16..400).step_by(8) {
+            let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+            let mesh = mesh(envoy.start().await).await;
+            let mut pod = Pod::with(app.address, |context| WorkerContext {
+                memory: Memory::of_bytes(kilobytes * 1024, context.config.workers),
+                ..mesh.context(context)
+            });
+            let grpc = proto::Authorizer {
+                fail_open: true,
+                ..authorizer(Protocol::Grpc)
+            };
+            pod.authorize(asking(app.address, grpc)).await;
+            let mut client = pod.connect(Some("a")).await;
+            let head = b"GET /orders HTTP/1.1\r\nHost: web\r\nConnection: close\r\n\r\n";
+            client.write_all(head).await.unwrap();
+            let response = rest(client).await;
+            if response.starts_with(OK.as_bytes()) {
+                allowed += 1;
+                assert_eq!(
+                    envoy.0.lock().unwrap().len(),
+                    1,
+                    "{kilobytes} KiB: not asked"
+                );
+            } else {
+                refused += 1;
+            }
+        }
+        assert!(
+            refused > 0 && allowed > 0,
+            "{refused} refused, {allowed} allowed"
+        );
     });
 }
 
