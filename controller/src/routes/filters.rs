@@ -360,14 +360,15 @@ fn hostname(hostname: &Option<String>, at: &str) -> Result<String, Rejection> {
     }
 }
 
+/// A DNS label in lower case (RFC 1123), of any length.
+pub(crate) fn is_label(label: &str) -> bool {
+    let is_valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    let has_edges = !label.starts_with('-') && !label.ends_with('-');
+    !label.is_empty() && has_edges && label.bytes().all(is_valid)
+}
+
 /// A name of DNS labels in lower case.
 pub(crate) fn is_hostname(name: &str) -> bool {
-    let is_label = |label: &str| {
-        let is_valid =
-            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-        let has_edges = !label.starts_with('-') && !label.ends_with('-');
-        !label.is_empty() && has_edges && label.bytes().all(is_valid)
-    };
     name.len() <= MAX_HOSTNAME_BYTES && name.split('.').all(is_label)
 }
 

@@ -8,6 +8,7 @@ use super::each;
 use crate::authorization::server::Server;
 use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
 use crate::index::object::Key;
+use crate::routes::filters::is_label;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{duration, header_name, unsupported};
 
@@ -54,11 +55,11 @@ fn server(spec: BackendRef, namespace: &str) -> Result<Server, Rejection> {
     if let Some(other) = spec.kind.filter(|kind| kind != "Service") {
         return Err(invalid("kind", &other, "Service"));
     }
-    if !is_label(&spec.name) {
+    if !is_name(&spec.name) {
         return Err(invalid("name", &spec.name, "the name of a Service"));
     }
     let namespace = spec.namespace.as_deref().unwrap_or(namespace);
-    if !is_label(namespace) {
+    if !is_name(namespace) {
         return Err(invalid("namespace", namespace, "the name of a namespace"));
     }
     let port = u16::try_from(spec.port).ok().filter(|port| *port > 0);
@@ -67,10 +68,9 @@ fn server(spec: BackendRef, namespace: &str) -> Result<Server, Rejection> {
     Ok(Server { service, port })
 }
 
-/// Whether a text has the characters of a label (RFC 1123).
-fn is_label(text: &str) -> bool {
-    let is_valid = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-    (1..=MAX_LABEL_BYTES).contains(&text.len()) && text.bytes().all(is_valid)
+/// Whether a text is the name of a Service or of a namespace.
+fn is_name(text: &str) -> bool {
+    text.len() <= MAX_LABEL_BYTES && is_label(text)
 }
 
 /// The protocol and its settings, in the field `at`.
