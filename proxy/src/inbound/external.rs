@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::field::{QUESTIONS, is_reserved};
+use diy_mesh_proto::field::{CALLER, QUESTIONS, is_reserved, is_same_name};
 use diy_mesh_proto::mesh::v1 as proto;
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use proto::authorizer::Protocol;
@@ -179,10 +179,13 @@ impl Subject<'_> {
             .ok_or("authorization servers ask each other about it")
     }
 
-    /// Calls `each` with the name and value of each field that the application gets.
+    /// Calls `each` with the name and value of each field that the application gets, but for those that
+    /// only a question has.
     fn visit(&self, mut each: impl FnMut(&[u8], &[u8])) {
         self.request.head.visit_forwarded(&mut |name, value| {
-            if let Some(value) = self.edits.value(name, value) {
+            let mut own = [CALLER, QUESTIONS].iter();
+            let is_own = own.any(|own| is_same_name(name, own.as_bytes()));
+            if let Some(value) = self.edits.value(name, value).filter(|_| !is_own) {
                 each(name, value);
             }
         });

@@ -2,7 +2,7 @@
 //! the head of the request, and their status decides.
 
 use bytes::{Bytes, BytesMut};
-use diy_mesh_proto::field::{CALLER, QUESTIONS, is_reserved, is_same_name};
+use diy_mesh_proto::field::{CALLER, QUESTIONS, is_reserved};
 use http::Response;
 
 use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
@@ -45,10 +45,8 @@ pub(super) fn question(
     }
     subject.visit(|name, value| {
         let text = str::from_utf8(name).unwrap_or_default();
-        let mut own = [CALLER, QUESTIONS].iter();
-        let is_own = own.any(|own| is_same_name(name, own.as_bytes()));
         let is_sent = name.eq_ignore_ascii_case(b"authorization") || authorizer.sends(name);
-        if is_sent && !is_own && !is_reserved(text) {
+        if is_sent && !is_reserved(text) {
             put(&mut head, name, value);
         }
     });
