@@ -717,6 +717,30 @@ fn request_too_large_for_the_expressions_of_a_route_is_refused() {
 }
 
 #[test]
+fn requests_without_a_path_select_the_route_for_all_requests() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let mesh = mesh(envoy.start().await).await;
+        let settings = Policy {
+            allow_connect: true,
+            ..Policy::default()
+        };
+        let mut pod = Pod::of_settings(app.address, settings, |context| mesh.context(context));
+        let all = routes(app.address, &authorizer(Protocol::Grpc), &[("/", true)]);
+        pod.authorize(all).await;
+        for line in ["GET http://web", "OPTIONS *", "CONNECT web:80"] {
+            let mut client = pod.connect(None).await;
+            let head = format!("{line} HTTP/1.1\r\nHost: web:80\r\nConnection: close\r\n\r\n");
+            client.write_all(head.as_bytes()).await.unwrap();
+            let mut first = [0; 12];
+            client.read_exact(&mut first).await.unwrap();
+            let asked = std::mem::take(&mut *envoy.0.lock().unwrap()).len();
+            assert_eq!((&first[..], asked), (&b"HTTP/1.1 200"[..], 1), "{line}");
+        }
+    });
+}
+
+#[test]
 fn routes_of_several_services_and_policies_ask_each_server_once() {
     on_worker(async {
         let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
