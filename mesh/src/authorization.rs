@@ -320,6 +320,7 @@ fn judge_policies(
         identity,
         address: call.address.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
         port: port.try_into().unwrap_or_default(),
+        host: None,
         request: call.request.as_ref().map(|request| request as &dyn Request),
         token: None,
     };

@@ -88,6 +88,9 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
 
 /// What is known of the calls of an edge. `None`: the caller has no valid identity.
 pub fn call(edge: &Edge) -> Option<Call> {
+    if !edge.destination.is_empty() {
+        return None;
+    }
     let caller = match &*edge.caller {
         "" => Caller::Unauthenticated,
         identity => Caller::Spiffe(identity.parse().ok()?),

@@ -90,6 +90,7 @@ fn measure(name: &str, authorization: &Authorization, path: &'static str) {
         identity: Some(&caller),
         address: [10, 0, 0, 1].into(),
         port: 80,
+        host: None,
         request: Some(&head),
         token: None,
     };

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use diy_mesh_model::identity::Identity;
 
 use crate::mesh::v1 as proto;
-pub use check::{MAX_ISSUERS, MAX_ITEMS, MAX_RULES, check, check_issuer};
+pub use check::{MAX_ISSUERS, MAX_ITEMS, MAX_RULES, check, check_egress, check_issuer};
 pub use claims::claim;
 use edge::Patterns;
 use index::Rules;
@@ -30,15 +30,18 @@ pub use index::{authorizers, fields, issuer_ports};
 pub use readings::other_readings;
 pub use rule::{Condition, ISSUERS_REVISION, REVISION};
 
-/// What a verdict is about: a request, or a connection that carries no HTTP.
+/// What a verdict is about: a request, or a connection that carries no HTTP. Of egress, the other end
+/// is the destination.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     /// The identity of the client, if it has authenticated.
     pub identity: Option<&'a Identity>,
-    /// The address of the client.
+    /// The address of the client, or of the destination.
     pub address: IpAddr,
-    /// The port of the pod.
+    /// The port of the pod, or of the destination.
     pub port: u16,
+    /// The name of the destination.
+    pub host: Option<&'a str>,
     /// The request. Absent: the connection carries no HTTP.
     pub request: Option<&'a dyn Request>,
     /// The token of the request.
@@ -149,6 +152,11 @@ impl Authorization {
     /// Whether the call is allowed.
     pub fn judge(&self, call: &Call<'_>) -> Result<(), Denial> {
         self.enforced.judge(call)
+    }
+
+    /// Whether an ALLOW rule of egress names the host, at this port.
+    pub fn names(&self, host: &str, port: u16) -> bool {
+        self.enforced.names(host, port)
     }
 
     /// The positions in the message of the policies whose authorization servers are asked about a

@@ -63,5 +63,7 @@ pub const CAPABILITY_ROUTES: &str = "routes";
 pub const CAPABILITY_POLICY: &str = "policy";
 /// The proxy applies AuthorizationPolicies.
 pub const CAPABILITY_AUTHORIZATION: &str = "authorization";
+/// The proxy applies AuthorizationPolicies about calls to outside of the cluster.
+pub const CAPABILITY_EGRESS: &str = "egress";
 /// The controller keeps the edges that proxies report.
 pub const CAPABILITY_EDGES: &str = "edges";

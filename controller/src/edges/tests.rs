@@ -19,6 +19,7 @@ fn edge(method: &str, segment: &str) -> proto::Edge {
         port: 8080,
         method: method.into(),
         path: Some(Path::Segment(segment.into())),
+        ..proto::Edge::default()
     }
 }
 

@@ -109,6 +109,7 @@ pub(crate) fn workload(workload: &Workload) -> proto::Workload {
     let opaque = inbound.opaque_ports.ranges().iter();
     let ports = inbound.ports.iter();
     proto::Workload {
+        egress: None,
         inbound_mode: mode.into(),
         opaque_ports: opaque
             .map(|range| proto::workload::PortRange {
@@ -159,6 +160,7 @@ fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
         pod_namespace: pod.map(|pod| pod.namespace.to_string()).unwrap_or_default(),
         identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
         opaque: endpoint.opaque,
+        outside: false,
     }
 }
 

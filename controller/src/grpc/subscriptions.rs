@@ -397,7 +397,7 @@ impl Subscriptions {
         }
         subscription.unacknowledged = Some(state.version);
         match &state.target {
-            None => plain(Sent::Unknown, Response::Unknown(proto::Unknown {})),
+            None => plain(Sent::Unknown, Response::Unknown(proto::Unknown::default())),
             Some(target) => match &target.kind {
                 TargetKind::Workload(workload) => plain(
                     Sent::Workload,

@@ -24,6 +24,7 @@ pub(crate) fn edge(caller: &str, port: u32, method: &str, path: Option<Path>) ->
         port,
         method: method.to_owned(),
         path,
+        ..Edge::default()
     }
 }
 

@@ -9,6 +9,7 @@ use super::sources::Source;
 use crate::field;
 use crate::mesh::v1 as proto;
 use crate::mesh::v1::authorization_policy::Action;
+use crate::mesh::v1::authorization_source::Kind;
 use crate::mesh::v1::authorizer::Protocol;
 use crate::policy::{Violation, check_name, violation};
 
@@ -27,8 +28,49 @@ const MAX_KEY_BYTES: usize = 64 * 1024;
 const MAX_PATH_BYTES: usize = 1024;
 const MAX_AUTHORIZER_TIMEOUT: u64 = 60_000;
 
-/// Checks a policy. Fields have the names of the AuthorizationPolicy.
+/// Checks a policy of egress. Fields have the names of the AuthorizationPolicy.
+pub fn check_egress(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
+    let refuse = |field, expected| Err(violation(field, "", expected));
+    match Action::try_from(policy.action) {
+        Ok(Action::Allow | Action::Deny) => {}
+        _ => return refuse("action", "ALLOW or DENY, of calls by the pods"),
+    }
+    if !policy.issuers.is_empty() {
+        return refuse("issuers", "absent, of calls by the pods");
+    }
+    for rule in &policy.rules {
+        if !rule.requests.is_empty() || !rule.not_sources.is_empty() {
+            return refuse("rules", "destinations and ports, of calls by the pods");
+        }
+        for source in rule.sources.iter().flat_map(|list| &list.sources) {
+            match source.kind {
+                Some(Kind::IpBlock(_)) => {}
+                Some(Kind::Host(_)) if policy.action == Action::Allow as i32 => {}
+                // The application may leave the name out, or have another one for the address.
+                Some(Kind::Host(_)) => {
+                    return refuse("rules.destinations.host", "ipBlock, with DENY");
+                }
+                _ => return refuse("rules.destinations", "host or ipBlock"),
+            }
+        }
+    }
+    check_policy(policy)
+}
+
+/// Checks a policy about calls to pods. Fields have the names of the AuthorizationPolicy.
 pub fn check(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
+    for rule in &policy.rules {
+        let sources = rule.sources.iter().flat_map(|list| &list.sources);
+        let mut all = sources.chain(&rule.not_sources);
+        if all.any(|source| matches!(source.kind, Some(Kind::Host(_)))) {
+            let expected = "a client";
+            return Err(violation("rules.sources.host", "", expected));
+        }
+    }
+    check_policy(policy)
+}
+
+fn check_policy(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
     let action = Action::try_from(policy.action).unwrap_or_default();
     if action == Action::Unspecified {
         let expected = "ALLOW, DENY or ExternalAuth";

@@ -1,10 +1,12 @@
 //! Edges: kinds of calls to a pod, as its proxy reports them. Pure.
 
 use std::cmp::Reverse;
+use std::net::SocketAddr;
 use std::str::FromStr as _;
 
 use diy_mesh_model::identity::Identity;
 
+use super::fields::is_name;
 use super::paths::PathPattern;
 use super::readings::{Reading, Readings, is_common, is_plain, is_readable};
 use crate::mesh::v1 as proto;
@@ -68,8 +70,28 @@ fn is_grpc_path(path: &str) -> bool {
         && elements.next().is_none()
 }
 
+/// The host and the port of a destination outside of the cluster.
+pub fn destination(text: &str) -> Option<(&str, u16)> {
+    if let Ok(address) = SocketAddr::from_str(text) {
+        let host = text.rsplit_once(':')?.0;
+        return Some((host, address.port())).filter(|(_, port)| *port > 0);
+    }
+    let (host, port) = text.rsplit_once(':')?;
+    let is_name = host.len() <= MAX_PATH_BYTES && is_name(host.as_bytes());
+    let is_lower = !host.bytes().any(|byte| byte.is_ascii_uppercase());
+    let port = port.parse().ok().filter(|port| *port > 0)?;
+    (is_name && is_lower).then_some((host, port))
+}
+
 /// Whether an edge is one that a proxy of this release reports.
 pub fn is_valid(edge: &proto::Edge) -> bool {
+    if !edge.destination.is_empty() {
+        let only = proto::Edge {
+            destination: edge.destination.clone(),
+            ..proto::Edge::default()
+        };
+        return *edge == only && destination(&edge.destination).is_some();
+    }
     let is_http = METHODS.contains(&&*edge.method) || edge.method == OTHER_METHOD;
     let is_caller = edge.caller.len() <= MAX_CALLER_BYTES
         && (edge.caller.is_empty() || Identity::from_str(&edge.caller).is_ok());
@@ -206,6 +228,35 @@ mod tests {
     }
 
     #[test]
+    fn edges_to_outside_have_a_host_and_a_port_and_nothing_else() {
+        assert_eq!(
+            destination("api.example.com:443"),
+            Some(("api.example.com", 443))
+        );
+        assert_eq!(destination("192.0.2.7:80"), Some(("192.0.2.7", 80)));
+        assert_eq!(destination("[2001:db8::7]:80"), Some(("[2001:db8::7]", 80)));
+        for wrong in [
+            "",
+            "api.example.com",
+            "API.example.com:1",
+            "a:0",
+            "192.0.2.7:0",
+            "a b:1",
+        ] {
+            assert_eq!(destination(wrong), None, "{wrong}");
+        }
+        let outside = proto::Edge {
+            destination: "api.example.com:443".into(),
+            ..proto::Edge::default()
+        };
+        assert!(is_valid(&outside));
+        assert!(!is_valid(&proto::Edge {
+            port: 443,
+            ..outside
+        }));
+    }
+
+    #[test]
     fn methods_of_the_registry_are_told_apart() {
         assert_eq!((method(b"GET"), method(b"PATCH")), ("GET", "PATCH"));
         assert_eq!((method(b"get"), method(b"BREW")), ("OTHER", "OTHER"));
@@ -222,6 +273,7 @@ mod tests {
             port: 8080,
             method: "GET".into(),
             path: Some(Path::Segment("/shop".into())),
+            ..proto::Edge::default()
         };
         assert!(is_valid(&valid));
         assert!(is_valid(&proto::Edge {

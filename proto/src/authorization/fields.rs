@@ -98,7 +98,7 @@ fn host_name(host: &[u8]) -> Option<&[u8]> {
     is_name(name).then_some(name)
 }
 
-fn is_name(name: &[u8]) -> bool {
+pub(super) fn is_name(name: &[u8]) -> bool {
     let is_character = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(byte);
     let mut labels = name.split(|byte| *byte == b'.');
     labels.all(|label| !label.is_empty() && label.iter().all(is_character))
@@ -120,7 +120,7 @@ impl HostPattern {
         })
     }
 
-    fn matches(&self, host: &[u8]) -> bool {
+    pub(super) fn matches(&self, host: &[u8]) -> bool {
         let Some(start) = host.len().checked_sub(self.name.len()) else {
             return false;
         };

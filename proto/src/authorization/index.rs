@@ -134,6 +134,12 @@ impl Rules {
         })
     }
 
+    /// Whether an ALLOW rule names the host of a destination, at this port.
+    pub(super) fn names(&self, host: &str, port: u16) -> bool {
+        let mut rules = self.allow.at_port(port);
+        rules.any(|rule| self.allow.rules[rule].names(host))
+    }
+
     /// The positions of the policies whose authorization servers are asked about a call.
     pub(super) fn external(&self, call: &Call<'_>) -> Vec<usize> {
         if self.external.rules.is_empty() {

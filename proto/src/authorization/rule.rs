@@ -179,6 +179,13 @@ impl Rule {
         }
     }
 
+    /// Whether the host is among its sources, the destinations of egress.
+    pub(super) fn names(&self, host: &str) -> bool {
+        let sources = self.sources.iter().flatten().flatten();
+        let mut hosts = sources.filter_map(Source::host);
+        hosts.any(|pattern| pattern.matches(host.as_bytes()))
+    }
+
     /// The verdict on a call at a port of the rule.
     pub(super) fn judge(&self, facts: &Facts<'_>) -> Verdict {
         if !self.is_known {

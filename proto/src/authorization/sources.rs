@@ -1,21 +1,24 @@
-//! Conditions on the client of a call: its identity and its address.
+//! Conditions on the other end of a call: the identity and the address of its client, or, of egress, the
+//! name and the address of its destination.
 
 use std::net::{IpAddr, Ipv6Addr};
 
 use diy_mesh_model::identity::Identity;
 
 use super::Call;
+use super::fields::HostPattern;
 use super::truth::Truth;
 use crate::mesh::v1 as proto;
 use crate::mesh::v1::authorization_source::Kind;
 use crate::policy::{Violation, violation};
 
-/// A condition on the client.
+/// A condition on the other end.
 #[derive(Debug)]
 pub(super) enum Source {
     Identity(proto::IdentityMatch),
     Block(Block),
     Unauthenticated,
+    Host(HostPattern),
 }
 
 /// Addresses with a common prefix. Those of IPv4 are mapped to IPv6.
@@ -37,8 +40,9 @@ impl Source {
                 violation("rules.sources.ipBlock", text, expected)
             }),
             Some(Kind::Unauthenticated(_)) => Ok(Source::Unauthenticated),
+            Some(Kind::Host(text)) => HostPattern::parse(text).map(Source::Host),
             None => {
-                let expected = "one of identity, ipBlock and unauthenticated";
+                let expected = "one of identity, ipBlock, unauthenticated and host";
                 Err(violation("rules.sources", "", expected))
             }
         }
@@ -50,6 +54,17 @@ impl Source {
             (Source::Identity(_), None) => Truth::Unknown,
             (Source::Block(block), _) => block.contains(call.address).into(),
             (Source::Unauthenticated, identity) => identity.is_none().into(),
+            (Source::Host(host), _) => call
+                .host
+                .map_or(Truth::Unknown, |name| host.matches(name.as_bytes()).into()),
+        }
+    }
+
+    /// The names, of a condition on a name.
+    pub(super) fn host(&self) -> Option<&HostPattern> {
+        match self {
+            Source::Host(host) => Some(host),
+            _ => None,
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::mesh::v1::{RouteAuthorization, route_authorization};
 mod checks;
 mod claims;
 mod confusion;
+mod egress;
 mod naive;
 mod policies;
 mod random;
@@ -107,6 +108,7 @@ fn call<'a>(identity: Option<&'a Identity>, request: Option<&'a dyn Request>) ->
         identity,
         address: [10, 0, 0, 1].into(),
         port: 80,
+        host: None,
         request,
         token: None,
     }

@@ -91,6 +91,7 @@ fn judge(action: Action, condition: &RequestMatch, head: &Head<'_>) -> bool {
         identity: None,
         address: [10, 0, 0, 1].into(),
         port: 80,
+        host: None,
         request: Some(head),
         token: None,
     };

@@ -230,7 +230,7 @@ async fn control_proxy(
         };
         let update = match (is_backend, address) {
             (false, _) => snapshot(None, Some(routes.clone())),
-            (true, None) => Update::Unknown(proto::Unknown {}),
+            (true, None) => Update::Unknown(proto::Unknown::default()),
             (true, address) => snapshot(address, None),
         };
         let response = DiscoverResponse {

@@ -137,7 +137,7 @@ async fn receives_unknown_then_snapshot_and_delta() {
     let (watching, also_watching) = (proxy.watch(CART), proxy.watch(CART));
     assert_eq!(stream.request().await, format!("+{CART}@"));
     stream
-        .respond(CART, "1", Update::Unknown(proto::Unknown {}))
+        .respond(CART, "1", Update::Unknown(proto::Unknown::default()))
         .await;
     let mut receiver = soon(watching).await.expect("a response");
     assert_eq!(**receiver.borrow(), Target::default());

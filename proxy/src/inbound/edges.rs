@@ -281,6 +281,7 @@ impl Key<'_> {
                 PathKey::Segment(segment) => Some(Path::Segment(segment.to_owned())),
                 PathKey::Grpc(path) => Some(Path::Grpc(path.to_owned())),
             },
+            ..proto::Edge::default()
         }
     }
 }
@@ -305,6 +306,7 @@ mod tests {
             port: 8080,
             method: "GET".into(),
             path: Some(Path::Segment(segment.into())),
+            ..proto::Edge::default()
         }
     }
 

@@ -63,6 +63,7 @@ impl<'a> Client<'a> {
             identity: self.caller.identity(),
             address: self.address.to_canonical(),
             port: self.port,
+            host: None,
             request: request.map(|request| request as &dyn Request),
             token: credentials.and_then(|credentials| credentials.token.as_ref()),
         }

@@ -225,7 +225,7 @@ pub fn start_controller() -> (Vec<String>, Mounted) {
         if resource == name {
             Update::Snapshot(service.clone())
         } else {
-            Update::Unknown(proto::Unknown {})
+            Update::Unknown(proto::Unknown::default())
         }
     };
     let address = SocketAddr::from((APP.0, 8443));

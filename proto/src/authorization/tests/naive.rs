@@ -140,7 +140,9 @@ fn matches(rule: &AuthorizationRule, ask: Ask, call: &Call<'_>, head: Option<&He
 
 fn is_source(source: &AuthorizationSource, ask: Ask, call: &Call<'_>) -> bool {
     match (&source.kind, call.identity) {
-        (None, _) | (Some(SourceKind::Identity(_)), None) => ask.unknown(),
+        (None | Some(SourceKind::Host(_)), _) | (Some(SourceKind::Identity(_)), None) => {
+            ask.unknown()
+        }
         (Some(SourceKind::Identity(expected)), Some(identity)) => {
             let text = format!(
                 "{}/{}/{}",

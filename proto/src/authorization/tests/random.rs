@@ -267,6 +267,7 @@ fn agrees_with_the_verdict_of_the_naive_implementation() {
                     .parse()
                     .unwrap(),
                 port: random.one(&[80, 81]),
+                host: None,
                 request: head.as_ref().map(|head| head as &dyn Request),
             };
             let context = || {

@@ -136,7 +136,7 @@ fn applies_snapshot_then_deltas() {
             "[fd00::1]:8080"
         ]
     );
-    assert!(apply(&mut table, "3", Update::Unknown(Unknown {})).is_empty());
+    assert!(apply(&mut table, "3", Update::Unknown(Unknown::default())).is_empty());
     assert_eq!(addresses(&receiver), ["unknown"]);
 }
 
@@ -452,9 +452,9 @@ fn withholds_a_formerly_meshed_destination_until_its_target_changes() {
     }
     drop(watch(&mut table));
     // A replica that lags behind does not know the destination.
-    apply(&mut table, "3", Update::Unknown(Unknown {}));
+    apply(&mut table, "3", Update::Unknown(Unknown::default()));
     let receiver = watch(&mut table);
-    apply(&mut table, "3", Update::Unknown(Unknown {}));
+    apply(&mut table, "3", Update::Unknown(Unknown::default()));
     assert_eq!(addresses(&receiver), ["withheld"]);
     drop(receiver);
     expire(&mut table);
@@ -506,7 +506,7 @@ fn withholds_every_destination_beyond_the_remembered_limit() {
         assert_eq!(addresses(&receiver), ["withheld"]);
     }
     let receiver = watch(address("10.96.0.7:80"));
-    apply(&mut table, "1", Update::Unknown(Unknown {}));
+    apply(&mut table, "1", Update::Unknown(Unknown::default()));
     assert_eq!(
         addresses(&receiver),
         ["unknown"],
