@@ -165,6 +165,12 @@ codes! {
     Denied: "denied", &[403], Some(Grpc::PermissionDenied),
         "the AuthorizationPolicies of the pod do not allow the call",
         "the body: it names policy and rule to callers of the same namespace; to others it tells an identifier, which the log of the callee's proxy has with them";
+    EgressDenied: "egress-denied", &[403], Some(Grpc::PermissionDenied),
+        "the destination is outside of the cluster, and the AuthorizationPolicies of the caller's pod do not allow it",
+        "the body: it names the policy, and the name or the address; `mesh egress`";
+    Unresolved: "unresolved", &[502], Some(Grpc::Unavailable),
+        "the policies allow the name of the destination, and the proxy finds no address of it",
+        "the body; the name servers of the pod";
     ExternallyDenied: "externally-denied", &[], None,
         "the authorization server of an AuthorizationPolicy or of a route denies the request; status, fields and body are its own",
         "the log of the authorization server; the policy is in the log of the callee's proxy";

@@ -90,6 +90,9 @@ pub struct Config {
     /// Worker threads, one per available core
     #[arg(long, value_name = "N", default_value = "1", value_parser = workers())]
     pub workers: usize,
+    /// File with the name servers of the pod, which resolve the names that policies of egress allow
+    #[arg(long, value_name = "FILE", default_value = "/etc/resolv.conf")]
+    pub resolv_conf: PathBuf,
     /// Time for open connections to finish after SIGTERM
     #[arg(long = "drain-seconds", value_name = "SECONDS", default_value = "20", value_parser = drain())]
     pub drain: Duration,

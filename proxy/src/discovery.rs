@@ -48,7 +48,7 @@ use position::MAX_REFUSAL;
 use reported::Reported;
 pub use resource::Resource;
 use table::{Table, Watched};
-pub use target::{Target, TargetKind};
+pub use target::{Place, Target, TargetKind};
 #[cfg(test)]
 pub(crate) use testing::Questions;
 
@@ -216,7 +216,7 @@ impl Discovery {
         let resource = resource.into();
         let closed = |target| watch::channel(Arc::new(target)).1;
         let Some(requests) = self.requests.as_ref().filter(|_| resource.port() != 0) else {
-            return closed(Target::unknown(&resource));
+            return closed(Target::unknown(&resource, false));
         };
         let (response, received) = oneshot::channel();
         let request = WatchRequest { resource, response };
@@ -325,13 +325,11 @@ impl Driver {
         let DiscoveryStream {
             mut responses,
             sends_own_pod,
-            sends_authorization: receives_authorization,
+            sends_policies,
             ..
         } = stream;
         if sends_own_pod {
-            let subscription = self
-                .own_pod
-                .subscribe(receives_authorization, Instant::now());
+            let subscription = self.own_pod.subscribe(sends_policies, Instant::now());
             self.send([subscription]);
         } else {
             self.own_pod.apply_arguments();

@@ -17,4 +17,6 @@ pub struct EndpointInfo {
     pub identity: Option<Identity>,
     /// Whether the pod declares the port opaque.
     pub opaque: bool,
+    /// Whether the address is of no pod: egress has to allow it.
+    pub outside: bool,
 }

@@ -187,6 +187,22 @@ pub enum Failure {
         /// What a caller of another namespace is told in place of them.
         id: Option<u32>,
     },
+    /// The AuthorizationPolicies of the pod do not allow its call to outside of the cluster.
+    #[error("{destination} is outside of the cluster, and denied by {reason}")]
+    EgressDenied {
+        /// The address, and the name by which it was found.
+        destination: String,
+        /// The policy and its rule, or what is wrong with the address.
+        reason: String,
+    },
+    /// The proxy has no address of an allowed name.
+    #[error("cannot resolve {name}: {reason}")]
+    Unresolved {
+        /// The name.
+        name: Arc<str>,
+        /// Why.
+        reason: String,
+    },
     /// The authorization server of a policy denies the request.
     #[error("denied by the authorization server of {policy} with {}", reply.status)]
     ExternallyDenied {
@@ -386,6 +402,8 @@ impl Failure {
             Self::MtlsRequired => Code::MtlsRequired,
             Self::NotReady => Code::NotReady,
             Self::Denied { .. } => Code::Denied,
+            Self::EgressDenied { .. } => Code::EgressDenied,
+            Self::Unresolved { .. } => Code::Unresolved,
             Self::InvalidToken { .. } => Code::InvalidToken,
             Self::ExternallyDenied { .. } => Code::ExternallyDenied,
             Self::AuthorizerFailed { .. } => Code::AuthorizerFailed,

@@ -16,6 +16,7 @@
 pub mod config;
 pub mod context;
 pub mod discovery;
+pub mod egress;
 pub mod endpoint;
 pub mod error;
 pub mod http;

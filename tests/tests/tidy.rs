@@ -19,7 +19,7 @@ const MODULES_WITH_GENERATED_TYPES: [&str; 7] = [
 ];
 /// The folders and files of the proxy in the order of the path: code imports only from its own and from
 /// later ones. `lib.rs` and `config.rs` are outside of this order.
-const PROXY_ORDER: [&str; 12] = [
+const PROXY_ORDER: [&str; 13] = [
     "path",
     "serve",
     "context",
@@ -28,6 +28,7 @@ const PROXY_ORDER: [&str; 12] = [
     "secure",
     "observe",
     "inbound",
+    "egress",
     "route",
     "http",
     "limits",

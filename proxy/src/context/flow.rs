@@ -17,6 +17,7 @@ use diy_mesh_runtime::admission::network;
 use http::HeaderValue;
 
 use crate::context::worker::Worker;
+use crate::egress::Outside;
 use crate::error::Failure;
 use crate::http::credentials::{Credentials, PolicyFields};
 use crate::http::edits::MeshField;
@@ -65,6 +66,8 @@ pub struct Allowed {
     version: u64,
     /// The authorization servers that were asked.
     pub authorizers: Vec<Arc<Authorizer>>,
+    /// The endpoint, if it is outside of the cluster.
+    pub outside: Option<Outside>,
 }
 
 impl Flow {
@@ -118,6 +121,28 @@ impl Flow {
         permit.map_err(|failure| self.conceal(failure))
     }
 
+    /// Whether the client may have a connection before it has sent anything: its destination has no
+    /// name yet.
+    pub fn authorize_silent_client(&self) -> Result<(), Failure> {
+        self.authorize_connection()?;
+        match self.outside() {
+            Some(address) => {
+                let to = Outside {
+                    address,
+                    name: None,
+                };
+                self.worker.policy().judge_outside(&to)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The original destination, if it is outside of the cluster.
+    pub fn outside(&self) -> Option<SocketAddr> {
+        let address = self.destination.outside();
+        address.filter(|_| self.direction == Direction::Outbound)
+    }
+
     /// Whether the request may be forwarded to the application.
     pub fn authorize_request(
         &self,
@@ -149,6 +174,7 @@ impl Flow {
         Allowed {
             version: self.worker.policy_version(),
             authorizers: vec![],
+            outside: None,
         }
     }
 
@@ -174,6 +200,9 @@ impl Flow {
         allowed: &Allowed,
     ) -> Result<(), Failure> {
         let (policy, client) = (self.worker.policy(), self.client());
+        if let Some(outside) = &allowed.outside {
+            policy.judge_outside(outside)?;
+        }
         let credentials = request.and_then(|request| policy.credentials(client, request));
         let credentials = credentials.as_deref();
         let verdict = policy.judge(client, request, credentials);

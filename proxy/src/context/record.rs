@@ -379,6 +379,7 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     let (worker, now) = (&flow.worker, Instant::now());
     let should_log = match failure {
         Failure::Denied { .. }
+        | Failure::EgressDenied { .. }
         | Failure::InvalidToken { .. }
         | Failure::ExternallyDenied { .. }
         | Failure::AuthorizerFailed { .. } => worker.denials.should_log(now),

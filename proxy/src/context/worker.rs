@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config::Config;
 use crate::context::destination::Destinations;
 use crate::discovery::Discovery;
+use crate::egress::resolver::Resolver;
 use crate::error::Failure;
 use crate::inbound::edges::SeenEdges;
 use crate::inbound::policy::Policy;
@@ -141,6 +142,8 @@ pub struct Worker {
     policy_changed: Notify,
     /// What the pod was called by on this day.
     pub edges: SeenEdges,
+    /// The addresses of destinations outside of the cluster.
+    pub resolver: Resolver,
     /// The random numbers of the balancers.
     pub rng: RefCell<fastrand::Rng>,
     /// Makes the choices for a connection repeatable, and those of other workers others.
@@ -184,6 +187,7 @@ impl Worker {
             policy_version: Cell::new(0),
             policy_changed: Notify::new(),
             edges: SeenEdges::new(context.metrics.edges.clone()),
+            resolver: Resolver::new(&context.config.resolv_conf),
             config: context.config,
             dumps: context.dumps,
             metrics: context.metrics,
@@ -312,14 +316,15 @@ impl Worker {
         self.policy_version.get()
     }
 
-    /// Runs the work of a task. If it is inbound, polls it after each change of the policy: what it
+    /// Runs the work of a task. If policies apply to it, polls it after each change of the policy: what it
     /// does may no longer be allowed.
     pub async fn run_under_policy<T>(
         &self,
         direction: Direction,
         mut work: Pin<&mut impl Future<Output = T>>,
     ) -> T {
-        if direction == Direction::Outbound {
+        // Without policies of egress, what is open is judged again with its next bytes.
+        if direction == Direction::Outbound && self.policy().egress.is_none() {
             return work.await;
         }
         let mut changed = pin!(self.policy_changed.notified());

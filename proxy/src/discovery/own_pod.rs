@@ -1,11 +1,13 @@
-//! The inbound configuration of the proxy's own pod, as the controller sends it: validated,
-//! acknowledged or rejected. Until the first one arrives, no client may call. With controllers that do
+//! The configuration of the proxy's own pod, as the controller sends it: validated,
+//! acknowledged or rejected. Until the first one arrives, no client may call, and the pod may not call
+//! outside of the cluster. With controllers that do
 //! not send it, the arguments of the proxy apply, which contain the same values, except for the
 //! policies. No configuration weakens these.
 
 use std::sync::Arc;
 
 use diy_mesh_model::ports::{EXPECTED, PortSet};
+use diy_mesh_proto::authorization::Authorization as Compiled;
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
 use diy_mesh_proto::mesh::v1::{Acknowledgement, Authorization, ResourceType, Subscribe, Workload};
@@ -15,8 +17,10 @@ use tracing::info;
 
 use super::position::{Order, Position};
 use super::{authorization, limits};
+use crate::egress::Egress;
 use crate::inbound::limit::RateLimits;
 use crate::inbound::policy::Policy;
+use crate::secure::control::SentPolicies;
 
 /// The subscription to the own pod's configuration.
 #[derive(Debug)]
@@ -31,14 +35,20 @@ pub(super) struct OwnPod {
     /// Version of the policy; empty if it has parts of several ones.
     version: String,
     order: Order,
-    /// The authorization in force, and the order of its states: it never goes back.
-    authorization: Option<Authorization>,
+    /// The policies in force, and the order of their states: they never go back.
+    policies: Policies,
     authorized: Order,
-    /// Whether the controller of the stream sends the authorization. What others send says nothing
-    /// about it.
-    receives_authorization: bool,
+    /// The policies that the controller of the stream sends. What it sends says nothing about others.
+    sent: SentPolicies,
     /// A configuration that is older than the policy: that of a replica that lags behind.
     refused: Option<Received>,
+}
+
+/// The AuthorizationPolicies of a configuration: about calls to the pod, and about its own.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Policies {
+    authorization: Option<Authorization>,
+    egress: Option<Authorization>,
 }
 
 /// A configuration, as a response has it.
@@ -58,9 +68,9 @@ impl OwnPod {
             is_configured: false,
             version: String::new(),
             order: Order::default(),
-            authorization: None,
+            policies: Policies::default(),
             authorized: Order::default(),
-            receives_authorization: true,
+            sent: SentPolicies::ALL,
             refused: None,
         }
     }
@@ -79,8 +89,8 @@ impl OwnPod {
     }
 
     /// The subscription on a new stream.
-    pub fn subscribe(&mut self, receives_authorization: bool, now: Instant) -> Action {
-        self.receives_authorization = receives_authorization;
+    pub fn subscribe(&mut self, sent: SentPolicies, now: Instant) -> Action {
+        self.sent = sent;
         self.refused = None;
         self.order.resume(now);
         Action::Subscribe(Subscribe {
@@ -118,11 +128,14 @@ impl OwnPod {
 
     /// Applies a configuration, unless it is older than the policy. Returns its acknowledgement.
     pub fn receive(&mut self, mut received: Received, now: Instant) -> Option<Acknowledgement> {
-        if !self.receives_authorization {
-            received.workload.authorization = self.authorization.clone();
+        if !self.sent.authorization {
+            received.workload.authorization = self.policies.authorization.clone();
+        }
+        if !self.sent.egress {
+            received.workload.egress = self.policies.egress.clone();
         }
         let is_accepted = self.order.accepts(&received.position, now);
-        if self.is_configured() && !(is_accepted && self.keeps_authorization(&received)) {
+        if self.is_configured() && !(is_accepted && self.keeps_policies(&received)) {
             self.refused = Some(received);
             return None;
         }
@@ -134,17 +147,17 @@ impl OwnPod {
     pub fn accept_refused(&mut self, now: Instant) -> Option<Acknowledgement> {
         let is_due = self.order.is_due(now);
         let refused = self.refused.take_if(|_| is_due)?;
-        if self.keeps_authorization(&refused) {
+        if self.keeps_policies(&refused) {
             return Some(self.apply(refused, now));
         }
         self.refused = Some(refused);
         None
     }
 
-    /// Whether the authorization of a configuration is that in force, or no older one.
-    fn keeps_authorization(&self, received: &Received) -> bool {
+    /// Whether the policies of a configuration are those in force, or no older ones.
+    fn keeps_policies(&self, received: &Received) -> bool {
         !self.authorized.is_older(&received.position)
-            || received.workload.authorization == self.authorization
+            || Policies::of(&received.workload) == self.policies
     }
 
     /// Applies a valid configuration; an invalid one leaves the previous one in force, except for the
@@ -156,14 +169,20 @@ impl OwnPod {
             position,
         } = received;
         let earlier = self.policy.borrow().clone();
-        let authorization = if workload.authorization == self.authorization {
-            earlier
-                .as_ref()
-                .and_then(|policy| policy.authorization.clone())
+        let policies = Policies::of(&workload);
+        let in_force = earlier.as_deref();
+        let authorization = if policies.authorization == self.policies.authorization {
+            in_force.and_then(|policy| policy.authorization.clone())
         } else {
             let plain_paths = self.arguments.plain_paths;
-            let message = workload.authorization.as_ref();
+            let message = policies.authorization.as_ref();
             message.map(|message| authorization::compile(message, plain_paths))
+        };
+        let egress = if policies.egress == self.policies.egress {
+            in_force.and_then(|policy| policy.egress.clone())
+        } else {
+            let message = policies.egress.as_ref();
+            message.map(|message| Egress::new(Compiled::compile(message)))
         };
         self.authorized.advance(&position);
         let limits = earlier.as_ref().map(|policy| &policy.rate_limits);
@@ -179,14 +198,15 @@ impl OwnPod {
                 (earlier.clone(), reason)
             }
         };
-        let is_authorization_new = workload.authorization != self.authorization;
-        self.authorization = workload.authorization;
-        if is_authorization_new && !rejection.is_empty() {
+        let are_policies_new = policies != self.policies;
+        self.policies = policies;
+        if are_policies_new && !rejection.is_empty() {
             self.version.clear();
         }
-        if is_authorization_new || rejection.is_empty() {
+        if are_policies_new || rejection.is_empty() {
             let policy = Policy {
                 authorization,
+                egress,
                 ..policy
             };
             self.log(&policy);
@@ -201,7 +221,16 @@ impl OwnPod {
     }
 }
 
-/// Converts a configuration without its authorization. Fails if a part is unknown to this proxy: it
+impl Policies {
+    fn of(workload: &Workload) -> Self {
+        Self {
+            authorization: workload.authorization.clone(),
+            egress: workload.egress.clone(),
+        }
+    }
+}
+
+/// Converts a configuration without its policies. Fails if a part is unknown to this proxy: it
 /// cannot enforce it. The rate limits keep the fill of `earlier` ones.
 fn policy(
     workload: &Workload,
@@ -233,6 +262,7 @@ fn policy(
             None => limits::parse(&workload.rate_limits, &RateLimits::default(), now)?,
         },
         authorization: None,
+        egress: None,
     })
 }
 
@@ -309,7 +339,7 @@ mod tests {
         let policy = receiver.borrow().clone().unwrap();
         assert!(policy.strict && policy.opaque_ports.contains(26) && !policy.allow_connect);
         assert_eq!(policy.zone, "eu-1a");
-        let Action::Subscribe(subscribe) = own.subscribe(true, Instant::now()) else {
+        let Action::Subscribe(subscribe) = own.subscribe(SentPolicies::ALL, Instant::now()) else {
             panic!("expected a subscription");
         };
         assert_eq!(subscribe.known_version, "2");
@@ -331,7 +361,7 @@ mod tests {
             let policy = receiver.borrow().clone();
             policy.is_some_and(|policy| policy.authorization.is_some())
         };
-        let version = |own: &mut OwnPod| match own.subscribe(true, now) {
+        let version = |own: &mut OwnPod| match own.subscribe(SentPolicies::ALL, now) {
             Action::Subscribe(subscribe) => subscribe.known_version,
             other => panic!("{other:?}"),
         };
@@ -368,7 +398,7 @@ mod tests {
         };
         own.receive(received(state(1, denial()), "20", 20), start);
         own.pause(start);
-        own.subscribe(true, start);
+        own.subscribe(SentPolicies::ALL, start);
         let due = start + MAX_REFUSAL;
         // The rest goes back with the same authorization, and no further.
         let same = received(state(2, denial()), "10", 10);
@@ -401,12 +431,18 @@ mod tests {
         };
         own.receive(received(denying, "20", 20), now);
         own.pause(now);
-        own.subscribe(false, now);
+        own.subscribe(
+            SentPolicies {
+                authorization: false,
+                ..SentPolicies::ALL
+            },
+            now,
+        );
         let of_earlier_release = received(workload(2, (25, 25)), "30", 30);
         assert!(own.receive(of_earlier_release, now).is_some() && denies());
         assert!(receiver.borrow().as_ref().unwrap().strict);
         own.pause(now);
-        own.subscribe(true, now);
+        own.subscribe(SentPolicies::ALL, now);
         let without = received(workload(2, (25, 25)), "40", 40);
         assert!(own.receive(without, now).is_some() && !denies());
     }
@@ -420,7 +456,7 @@ mod tests {
         let newer = received(strict, "newer", 20);
         assert!(own.receive(newer, start).is_some() && is_strict());
         own.pause(start);
-        let Action::Subscribe(subscribe) = own.subscribe(true, start) else {
+        let Action::Subscribe(subscribe) = own.subscribe(SentPolicies::ALL, start) else {
             panic!("expected a subscription");
         };
         let known = subscribe.known_position.unwrap();

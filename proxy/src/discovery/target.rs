@@ -24,6 +24,8 @@ pub(super) const BYTES_OF_ENDPOINT: usize = 400;
 pub struct Target {
     /// What it is.
     pub kind: TargetKind,
+    /// Where it is, if its kind is unknown.
+    pub place: Place,
     /// The namespace of the Service or the pod.
     pub namespace: String,
     /// The name of the Service or the pod.
@@ -70,6 +72,18 @@ pub enum TargetKind {
     Pod,
 }
 
+/// Where an address is that is neither of a Service nor of a pod.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Place {
+    /// There is no response yet.
+    #[default]
+    Unanswered,
+    /// It is that of a node.
+    Node,
+    /// Outside of the cluster.
+    Outside,
+}
+
 /// Endpoints in the order of their addresses.
 type Endpoints = Vec<Arc<EndpointInfo>>;
 
@@ -84,9 +98,12 @@ impl From<TargetKind> for Target {
 
 impl Target {
     /// The target of a resource that the controller does not know.
-    pub(super) fn unknown(resource: &Resource) -> Self {
+    pub(super) fn unknown(resource: &Resource, is_node: bool) -> Self {
         match resource.service() {
-            None => Self::default(),
+            None => Self {
+                place: if is_node { Place::Node } else { Place::Outside },
+                ..Self::default()
+            },
             Some((namespace, name)) => Self {
                 kind: TargetKind::Service,
                 namespace: namespace.to_owned(),
@@ -211,7 +228,7 @@ impl Target {
 }
 
 impl EndpointInfo {
-    /// An endpoint without metadata.
+    /// An address of which nothing is known: its own endpoint.
     pub fn bare(address: SocketAddr) -> Self {
         Self {
             address,
@@ -219,6 +236,7 @@ impl EndpointInfo {
             pod: String::new(),
             identity: None,
             opaque: false,
+            outside: true,
         }
     }
 }
@@ -460,6 +478,7 @@ fn parse_endpoint(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
         pod,
         identity,
         opaque: endpoint.opaque,
+        outside: endpoint.outside,
     }))
 }
 

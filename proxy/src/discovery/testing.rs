@@ -36,6 +36,18 @@ impl Discovery {
         }
     }
 
+    /// The same, with this policy.
+    pub(crate) fn by_hand_with(policy: watch::Receiver<Option<Arc<Policy>>>) -> (Self, Questions) {
+        let (discovery, questions) = Self::by_hand();
+        (
+            Self {
+                policy,
+                ..discovery
+            },
+            questions,
+        )
+    }
+
     /// Discovery whose requests the test responds to.
     pub(crate) fn by_hand() -> (Self, Questions) {
         let (sender, requests) = mpsc::channel(MAX_QUEUED_REQUESTS);

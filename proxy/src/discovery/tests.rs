@@ -140,7 +140,8 @@ async fn receives_unknown_then_snapshot_and_delta() {
         .respond(CART, "1", Update::Unknown(proto::Unknown::default()))
         .await;
     let mut receiver = soon(watching).await.expect("a response");
-    assert_eq!(**receiver.borrow(), Target::default());
+    let outside = Target::unknown(&address(CART).into(), false);
+    assert_eq!(**receiver.borrow(), outside);
     let mut second_receiver = soon(also_watching).await.expect("a response");
     stream
         .respond(CART, "2", service(&["10.0.0.1:80", "10.0.0.2:80"]))
@@ -549,7 +550,7 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
     soon(driver).await.expect("the task ends");
     let off = Discovery::off();
     let receiver = off.watch(address(CART)).await;
-    assert!(off.is_off() && **receiver.borrow() == Target::default());
+    assert!(off.is_off() && receiver.borrow().kind == TargetKind::Unknown);
     assert_eq!(*off.unready().borrow(), None);
 }
 

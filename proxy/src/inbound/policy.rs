@@ -13,6 +13,7 @@ use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request, fields
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 use diy_mesh_proto::mesh::v1 as proto;
 
+use crate::egress::{Egress, Outside};
 use crate::error::Failure;
 use crate::http::credentials::{Credentials, PolicyFields};
 use crate::http::view::RequestView;
@@ -73,9 +74,25 @@ impl<'a> Client<'a> {
 /// The proof that a policy allows a request or a connection. Without it, there is no attempt to send
 /// it: no protocol can forget authorization.
 #[derive(Debug)]
-pub struct Permit(());
+pub struct Permit {
+    named: Option<Outside>,
+}
 
-/// The inbound policy of the pod.
+impl Permit {
+    const GRANTED: Self = Self { named: None };
+
+    /// It is for this destination outside of the cluster, which was found by its name.
+    pub fn name(&mut self, destination: Outside) {
+        self.named = Some(destination);
+    }
+
+    /// The destination, if it was found by its name.
+    pub fn into_named(self) -> Option<Outside> {
+        self.named
+    }
+}
+
+/// The policy of the pod: who may call it, and what it may call.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
     /// Nothing has arrived from the controller yet: no client may call.
@@ -94,6 +111,8 @@ pub struct Policy {
     pub rate_limits: RateLimits,
     /// Who may call the application. None: everyone.
     pub authorization: Option<Policies>,
+    /// What the application may call outside of the cluster. None: everything.
+    pub egress: Option<Egress>,
 }
 
 /// The AuthorizationPolicies of the pod.
@@ -162,7 +181,7 @@ impl Policy {
     pub fn authorize_connection(&self, client: Client<'_>) -> Result<Permit, Failure> {
         self.accept(client)?;
         self.judge(client, None, None)?;
-        Ok(Permit(()))
+        Ok(Permit::GRANTED)
     }
 
     /// What the policies read from a request, and set in it. None: nothing.
@@ -223,7 +242,7 @@ impl Policy {
             return Err(Failure::ConnectNotAllowed);
         }
         self.judge(client, Some(request), credentials)?;
-        Ok(Permit(()))
+        Ok(Permit::GRANTED)
     }
 
     /// A strict workload refuses clients that have not authenticated, and one without policies all.
@@ -254,6 +273,15 @@ impl Policy {
             },
             _ => Failure::Denied { denial, id: None },
         })
+    }
+
+    /// Whether the application may call a destination outside of the cluster.
+    pub fn judge_outside(&self, to: &Outside) -> Result<(), Failure> {
+        match &self.egress {
+            _ if self.pending => Err(Failure::NotReady),
+            Some(egress) => egress.judge(to),
+            None => Ok(()),
+        }
     }
 
     /// The denial of an allowed call, if the policies under audit were in force too.

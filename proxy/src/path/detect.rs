@@ -66,7 +66,7 @@ pub async fn detect(
     };
     let mut detector = Detector::new(rules);
     let mut allowed = flow.allowed();
-    if let Err(refused) = flow.authorize_connection() {
+    if let Err(refused) = flow.authorize_silent_client() {
         // The application gets no connection for a client that has to authenticate first, or that may
         // only send requests.
         let protocol = timeout(UNAUTHENTICATED_TIMEOUT, detector.read(client, flow)).await;
@@ -141,7 +141,7 @@ fn dial(flow: &Flow, dialed: Option<Dialed>) -> Dialing {
         Some(dialed) => Box::pin(ready(Ok(dialed))),
         None => {
             let flow = flow.clone();
-            Box::pin(async move { opaque::dial(&flow, Alpn::Detect).await })
+            Box::pin(async move { opaque::dial(&flow, Alpn::Detect, None).await })
         }
     }
 }

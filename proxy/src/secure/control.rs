@@ -16,7 +16,7 @@ use diy_mesh_proto::mesh::v1::{
 };
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_EDGES,
-    CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
+    CAPABILITY_EGRESS, CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -107,8 +107,8 @@ pub struct DiscoveryStream {
     pub responses: Streaming<DiscoverResponse>,
     /// The controller announces the inbound configuration of the proxy's own pod.
     pub sends_own_pod: bool,
-    /// With the AuthorizationPolicies.
-    pub sends_authorization: bool,
+    /// With these AuthorizationPolicies.
+    pub sends_policies: SentPolicies,
     /// The controller announces that it keeps edges.
     pub accepts_edges: bool,
 }
@@ -120,6 +120,23 @@ pub struct Control {
     endpoint: Endpoint,
     tls: Option<Tls>,
     token_file: Option<PathBuf>,
+}
+
+/// The AuthorizationPolicies that a controller sends.
+#[derive(Clone, Copy, Debug)]
+pub struct SentPolicies {
+    /// About calls to the pod.
+    pub authorization: bool,
+    /// About calls by the pod.
+    pub egress: bool,
+}
+
+impl SentPolicies {
+    /// Those that this release knows.
+    pub const ALL: Self = Self {
+        authorization: true,
+        egress: true,
+    };
 }
 
 impl Control {
@@ -166,7 +183,10 @@ impl Control {
             let capabilities = capabilities.and_then(|text| text.to_str().ok());
             Ok(DiscoveryStream {
                 sends_own_pod: announces(capabilities, CAPABILITY_SELF),
-                sends_authorization: announces(capabilities, CAPABILITY_AUTHORIZATION),
+                sends_policies: SentPolicies {
+                    authorization: announces(capabilities, CAPABILITY_AUTHORIZATION),
+                    egress: announces(capabilities, CAPABILITY_EGRESS),
+                },
                 accepts_edges: announces(capabilities, CAPABILITY_EDGES),
                 responses: response.into_inner(),
             })
@@ -182,6 +202,7 @@ impl Control {
             CAPABILITY_ROUTES,
             CAPABILITY_POLICY,
             CAPABILITY_AUTHORIZATION,
+            CAPABILITY_EGRESS,
         ]
         .join(", ");
         let capabilities = capabilities.parse().expect("the names are words");

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::context::flow::Flow;
 use crate::context::worker::Worker;
+use crate::egress::Outside;
 use crate::error::{Failure, Limit};
 use crate::http::verdict::{Overload, Retryable, Verdict};
 use crate::inbound::policy::Permit;
@@ -158,11 +159,18 @@ pub struct Attempts {
     failures: Vec<Failure>,
     /// The next attempt has its share of the budget already.
     is_granted: bool,
+    /// The destination outside of the cluster, found by its name.
+    named: Option<Outside>,
 }
 
 impl Attempts {
     /// No attempt yet to reach `backend`, which the permit allows.
-    pub fn new(flow: &Flow, backend: &Rc<Backend>, settings: AttemptSettings, _: Permit) -> Self {
+    pub fn new(
+        flow: &Flow,
+        backend: &Rc<Backend>,
+        settings: AttemptSettings,
+        permit: Permit,
+    ) -> Self {
         let time_to_connect = backend.policy().connect_timeout;
         Self {
             settings,
@@ -171,6 +179,7 @@ impl Attempts {
             avoided: Avoided::default(),
             failures: Vec::new(),
             is_granted: false,
+            named: permit.into_named(),
         }
     }
 
@@ -186,6 +195,7 @@ impl Attempts {
             Ok(endpoint) => endpoint,
             Err(failure) => return Err(self.summary().unwrap_or(failure)),
         };
+        let outside = self.judge_outside(&endpoint, flow)?;
         let attempts_left = self.max().saturating_sub(self.failed()).max(1);
         let endpoints = self.backend.endpoints_len();
         let endpoints_left = endpoints.saturating_sub(self.avoided.tried.len());
@@ -196,8 +206,25 @@ impl Attempts {
             connect_timeout: self.time_to_connect / attempts_left,
             in_flight: endpoint.begin(),
             endpoint,
+            outside,
             attempts: self,
         })
+    }
+
+    /// The endpoint, if it is outside of the cluster: whoever has listed it, the policies of egress
+    /// have to allow it.
+    fn judge_outside(&self, endpoint: &Endpoint, flow: &Flow) -> Result<Option<Outside>, Failure> {
+        if !endpoint.info.outside || flow.direction == Direction::Inbound {
+            return Ok(None);
+        }
+        let named = self.named.as_ref();
+        let named = named.filter(|named| named.address == endpoint.address);
+        let outside = named.cloned().unwrap_or(Outside {
+            address: endpoint.address,
+            name: None,
+        });
+        flow.worker.policy().judge_outside(&outside)?;
+        Ok(Some(outside))
     }
 
     fn pick(&self, flow: &Flow) -> Result<Rc<Endpoint>, Failure> {
@@ -329,6 +356,8 @@ pub struct Attempt<'a> {
     pub endpoint: Rc<Endpoint>,
     /// Measures the endpoint.
     pub in_flight: InFlight,
+    /// The endpoint, if it is outside of the cluster.
+    pub outside: Option<Outside>,
     attempts: &'a mut Attempts,
     began: tokio::time::Instant,
     connect_timeout: Duration,

@@ -5,11 +5,13 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use crate::context::flow::Allowed;
 use crate::context::record::ExchangeRecord;
+use crate::egress::name_of;
 use crate::error::Failure;
 use crate::http::credentials::Credentials;
 use crate::http::view::RequestView;
@@ -18,7 +20,8 @@ use crate::limits::deadline::Deadline;
 use crate::route::fault::{FaultKind, Injection};
 use crate::route::matching::MatchInput;
 use crate::route::{Answer, Plan};
-use crate::serve::external;
+use crate::serve::{external, outside};
+use crate::upstream::balance::Backend;
 use diy_mesh_model::exchange::Direction;
 
 /// Whether the request may be forwarded. None if the client leaves in the meantime: `poll_gone` is
@@ -26,13 +29,14 @@ use diy_mesh_model::exchange::Direction;
 pub async fn apply(
     plan: &mut Plan,
     request: &RequestView<'_>,
+    backend: &mut Rc<Backend>,
     deadline: Deadline,
     record: &mut ExchangeRecord,
     allowed: &mut Allowed,
     mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
 ) -> Option<Result<Permit, Answer>> {
     let credentials = plan.credentials.as_deref();
-    let permit = match record.flow.authorize_request(request, credentials) {
+    let mut permit = match record.flow.authorize_request(request, credentials) {
         Ok(permit) => permit,
         Err(failure) => return Some(Err(failure.into())),
     };
@@ -40,6 +44,17 @@ pub async fn apply(
         Ok(authorizers) => authorizers,
         Err(failure) => return Some(Err(failure.into())),
     };
+    if record.flow.outside().is_some() {
+        let name = request.authority().and_then(name_of);
+        let flow = record.flow.clone();
+        // Boxed: most requests stay in the cluster.
+        let found = Box::pin(outside::find(&flow, name, backend, &mut permit));
+        match deadline.limit(pin!(async { Ok(found.await) })).await {
+            Ok(Ok(denial)) => denial.iter().for_each(|denial| record.would_deny(denial)),
+            Ok(Err(failure)) => return Some(Err(failure.into())),
+            Err(limit) => return Some(Err(Failure::Timeout(limit).into())),
+        }
+    }
     if !allowed.authorizers.is_empty() {
         let authorizers = &allowed.authorizers;
         // Boxed: most requests need no answer.

@@ -10,3 +10,4 @@ pub mod http1;
 pub mod http2;
 pub mod mirror;
 pub mod opaque;
+mod outside;

@@ -1,23 +1,30 @@
 //! Steps 4 to 8 of a connection that is not HTTP: it is authorized as a whole, forwarded once, and
 //! then copied.
 
+use std::future::poll_fn;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::io::AsyncWriteExt;
+use tokio::time::timeout_at;
 
 use crate::context::flow::Flow;
 use crate::context::record::ConnectionRecord;
+use crate::egress::{Outside, name_of};
 use crate::error::Failure;
 use crate::http::request_line::RequestDetector;
-use crate::limits::memory::EXHAUSTED;
+use crate::limits::memory::{Charge, EXHAUSTED};
 use crate::route::AttemptSettings;
 use crate::secure::io::Io;
-use crate::secure::tls::Alpn;
+use crate::secure::tls::{self, Alpn};
 use crate::serve::attempts::{AttemptError, Attempts, Step};
 use crate::serve::copy::{self, End};
+use crate::serve::outside;
 use crate::upstream::balance::{Endpoint, InFlight};
 use crate::upstream::connect::{Slot, Upstream};
+
+/// How long a client may take for its ClientHello to a destination that needs its name.
+const CLIENT_HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A new connection to an endpoint, which counts as in flight there.
 pub struct Dialed {
@@ -28,6 +35,8 @@ pub struct Dialed {
     /// The endpoint.
     pub endpoint: Rc<Endpoint>,
     in_flight: InFlight,
+    /// The endpoint, if it is outside of the cluster.
+    outside: Option<Outside>,
 }
 
 /// Copies bytes in both directions. `dialed` is the upstream connection, if it exists already. The
@@ -42,11 +51,15 @@ pub async fn serve(
     let mut memory = flow.charge();
     let mut allowed = flow.allowed();
     let dialed = match dialed {
-        Some(dialed) => flow.authorize_connection().map(|_| dialed),
-        None => dial(&flow, Alpn::Opaque).await,
+        Some(dialed) => flow.authorize_silent_client().map(|()| dialed),
+        None => match server_name(&mut client, &flow, &mut memory).await {
+            Ok(name) => dial(&flow, Alpn::Opaque, name).await,
+            Err(failure) => Err(failure),
+        },
     };
     // The policy may have changed in the meantime.
     let dialed = dialed.and_then(|dialed| {
+        allowed.outside.clone_from(&dialed.outside);
         let verdict = flow.judge_again(&mut allowed, || None);
         verdict.map(|()| dialed)
     });
@@ -66,7 +79,7 @@ pub async fn serve(
     if let Some(edge) = flow.new_edge(None) {
         flow.worker.edges.add(*edge);
     }
-    let mut end = flow.copy_end(&client, &upstream, allowed, None);
+    let mut end = flow.copy_end(&client, &upstream, allowed.clone(), None);
     let charge = &mut |bytes| memory.hold(bytes).is_ok();
     let copied = copy::bidirectional(&mut client, &mut upstream, detector, &mut end, charge).await;
     in_flight.closed(copied.received > 0, copied.upstream_ended_first);
@@ -77,19 +90,46 @@ pub async fn serve(
         )),
         End::Overloaded => record.fail(&EXHAUSTED),
         End::Expired => {
-            let denied = flow.judge(None, &flow.allowed()).err();
+            let denied = flow.judge(None, &allowed).err();
             denied.iter().for_each(|failure| record.fail(failure));
         }
         End::Complete | End::Failed => {}
     }
 }
 
+/// The name that the client's ClientHello has, of a destination outside of the cluster. Without
+/// policies of egress, only if the ClientHello is complete.
+async fn server_name(
+    client: &mut Io,
+    flow: &Flow,
+    memory: &mut Charge,
+) -> Result<Option<String>, Failure> {
+    if flow.outside().is_none() {
+        return Ok(None);
+    }
+    let waits = flow.worker.policy().egress.is_some();
+    let until = Instant::now() + CLIENT_HELLO_TIMEOUT;
+    loop {
+        let name = tls::server_name(client.unread());
+        if !waits || name.is_some() {
+            return Ok(name.and_then(|name| name_of(name.as_bytes())));
+        }
+        let filled = timeout_at(until.into(), poll_fn(|cx| client.poll_fill(cx)));
+        if !matches!(filled.await, Ok(Ok(1..))) {
+            return Ok(None);
+        }
+        memory.hold(client.buffered())?;
+    }
+}
+
 /// Connects to one of the endpoints that the destination, or its routes, have for the connection.
-pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
+/// `name` is that of a destination outside of the cluster.
+pub async fn dial(flow: &Flow, alpn: Alpn, name: Option<String>) -> Result<Dialed, Failure> {
     // 4. Authorization.
-    let permit = flow.authorize_connection()?;
+    let mut permit = flow.authorize_connection()?;
     // 5. Route.
-    let backend = flow.connection_backend().await?;
+    let mut backend = flow.connection_backend().await?;
+    outside::find(flow, name, &mut backend, &mut permit).await?;
     let settings = AttemptSettings {
         preference: backend.preference(None, flow.peer),
         ..AttemptSettings::default()
@@ -110,6 +150,7 @@ pub async fn dial(flow: &Flow, alpn: Alpn) -> Result<Dialed, Failure> {
                 return Ok(Dialed {
                     upstream: io,
                     slot: connection,
+                    outside: attempt.outside,
                     endpoint: attempt.endpoint,
                     in_flight: attempt.in_flight,
                 });

@@ -176,7 +176,7 @@ impl Entry {
             }
             // The replica may lag behind.
             Some(Update::Unknown(_)) if self.meshed => Ok(TargetKind::Withheld.into()),
-            Some(Update::Unknown(_)) => Ok(Target::unknown(resource)),
+            Some(Update::Unknown(known)) => Ok(Target::unknown(resource, known.node)),
             Some(Update::Unchanged(_)) if self.settled && !self.version.is_empty() => {
                 self.phase = Phase::Current;
                 self.refused = None;

@@ -1,5 +1,7 @@
-//! Detects mesh TLS by the ALPN extension of the ClientHello (RFC 8446, section 4.1.2; RFC 7301),
-//! without consuming bytes. Pure, bounded and total.
+//! Detects mesh TLS by the ALPN extension of the ClientHello (RFC 8446, section 4.1.2; RFC 7301), and
+//! reads the server name of others, without consuming bytes. Pure, bounded and total.
+
+use rustls::server::Acceptor;
 
 use super::Alpn;
 
@@ -50,6 +52,24 @@ pub fn inspect(bytes: &[u8]) -> Hello {
         return Hello::Mesh;
     }
     Hello::Foreign
+}
+
+/// The server name in the first bytes of a TLS session (RFC 6066, section 3). None while they are a
+/// prefix of a ClientHello; without a name, or if they are anything else, it is empty.
+pub fn server_name(mut bytes: &[u8]) -> Option<String> {
+    let mut acceptor = Acceptor::default();
+    while !bytes.is_empty() {
+        let is_read = acceptor.read_tls(&mut bytes).is_ok_and(|read| read > 0);
+        match acceptor.accept() {
+            Ok(None) if is_read => {}
+            Ok(Some(accepted)) => {
+                let hello = accepted.client_hello();
+                return Some(hello.server_name().unwrap_or_default().to_owned());
+            }
+            Ok(None) | Err(_) => return Some(String::new()),
+        }
+    }
+    None
 }
 
 /// Protocol list of the ALPN extension of a ClientHello.

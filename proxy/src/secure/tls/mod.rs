@@ -49,7 +49,7 @@ use crate::secure::io::Io;
 use diy_mesh_model::exchange::Direction;
 
 pub use handshake::{Handshake, Negotiated};
-pub use hello::{Hello, inspect};
+pub use hello::{Hello, inspect, server_name};
 pub use session::{Acceptance, Buffered, Kernel, Session};
 
 /// Maximum number of stored sessions for one identity and protocol, keyed by endpoint.

@@ -832,7 +832,7 @@ fn pooled_connection_has_completed_its_handshake() {
     on_worker(async {
         let app = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let pair = Pair::usual(app.local_addr().unwrap()).await;
-        let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Detect)
+        let dialed = opaque::dial(&pair.flow(pair.address), super::Alpn::Detect, None)
             .await
             .unwrap();
         let endpoint = dialed.endpoint.clone();

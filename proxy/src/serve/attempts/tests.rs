@@ -228,6 +228,7 @@ async fn retry_finds_the_endpoint_that_does_not_refuse_it_without_a_list_of_the_
     let mut attempt = Attempt {
         endpoint: endpoint(1),
         in_flight: endpoint(1).begin(),
+        outside: None,
         attempts: &mut attempts,
         began: tokio::time::Instant::now(),
         connect_timeout: Duration::ZERO,

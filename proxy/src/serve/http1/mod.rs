@@ -211,7 +211,7 @@ impl<'a> Exchange<'a> {
         // 5. Plan.
         let request = self.request.view();
         let mut plan = flow.plan(request);
-        let backend = flow.backend(&plan).await;
+        let mut backend = flow.backend(&plan).await;
         let settings = plan.attempts(AttemptSettings {
             preference: backend.preference(Some(&request), flow.peer),
             previous: flow.previous_attempts(&self.request),
@@ -231,6 +231,7 @@ impl<'a> Exchange<'a> {
         let applied = filters::apply(
             &mut plan,
             &request,
+            &mut backend,
             deadline,
             record,
             &mut self.allowed,
@@ -257,6 +258,7 @@ impl<'a> Exchange<'a> {
                 Err(failure) => return self.fail(failure).await,
             };
             self.record.attempt(&attempt.endpoint);
+            self.allowed.outside.clone_from(&attempt.outside);
             // 7. Connect, 8. serve.
             let deadline = attempt.deadline();
             let ended = deadline

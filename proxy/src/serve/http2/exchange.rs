@@ -172,7 +172,7 @@ impl Exchange {
         // 5. Plan.
         let request = head::view(&self.parts);
         let mut plan = flow.plan(request);
-        let backend = flow.backend(&plan).await;
+        let mut backend = flow.backend(&plan).await;
         let settings = plan.attempts(AttemptSettings {
             deadline,
             preference: backend.preference(Some(&request), flow.peer),
@@ -189,6 +189,7 @@ impl Exchange {
         let applied = filters::apply(
             &mut plan,
             &request,
+            &mut backend,
             deadline,
             record,
             &mut self.allowed,
@@ -209,6 +210,7 @@ impl Exchange {
             // 6. Balance.
             let mut attempt = attempts.begin(&flow)?;
             self.record.attempt(&attempt.endpoint);
+            self.allowed.outside.clone_from(&attempt.outside);
             // 7. Connect, 8. serve.
             let deadline = attempt.deadline();
             let ended = deadline

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use crate::discovery::{Resource, Target, TargetKind};
+use crate::discovery::{Place, Resource, Target, TargetKind};
 use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
 use crate::observe::exceptions::{Event, Exceptions, Kind};
@@ -94,6 +94,17 @@ impl Backend {
     /// The same, with connections of its own.
     pub fn alone(address: SocketAddr) -> Rc<Self> {
         Rc::new(Self::fixed(address, &Rc::default()))
+    }
+
+    /// The address, if it is that of neither a Service nor a pod, as far as discovery knows.
+    pub fn outside(&self) -> Option<SocketAddr> {
+        let is_unknown = self.state.borrow().target.kind == TargetKind::Unknown;
+        self.address().filter(|_| is_unknown)
+    }
+
+    /// Where such an address is.
+    pub fn place(&self) -> Place {
+        self.state.borrow().target.place
     }
 
     /// The address, if it is the backend of a destination.
@@ -509,5 +520,8 @@ fn merge(
 /// Whether both describe the same pod. Another pod may have the address now, or the pod may have
 /// joined the mesh.
 fn is_same(one: &EndpointInfo, other: &EndpointInfo) -> bool {
-    one.address == other.address && one.pod == other.pod && one.identity == other.identity
+    one.address == other.address
+        && one.pod == other.pod
+        && one.identity == other.identity
+        && one.outside == other.outside
 }

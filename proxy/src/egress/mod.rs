@@ -1,0 +1,228 @@
+//! What the pod may call outside of the cluster. A destination is allowed by its address, or by a name
+//! of which the proxy itself has resolved the address: what an application says about an address
+//! counts for nothing. Pure, but for the resolver.
+
+pub mod resolver;
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+
+use diy_mesh_proto::authorization::{Authorization, Call, Denial};
+
+use crate::error::Failure;
+
+/// A destination outside of the cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outside {
+    /// Where the proxy connects to.
+    pub address: SocketAddr,
+    /// The name that has this address, as the proxy has resolved it.
+    pub name: Option<Arc<str>>,
+}
+
+/// For messages.
+impl fmt::Display for Outside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.name {
+            Some(name) => write!(f, "{name} at {}", self.address),
+            None => write!(f, "{}", self.address),
+        }
+    }
+}
+
+/// The AuthorizationPolicies about calls by the pod.
+#[derive(Clone, Debug)]
+pub struct Egress(Arc<Authorization>);
+
+/// Only the same policies are equal.
+impl PartialEq for Egress {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Egress {}
+
+impl Egress {
+    /// The policies in this order of precedence: as of calls to pods.
+    pub fn new(authorization: Authorization) -> Self {
+        Self(Arc::new(authorization))
+    }
+
+    /// Whether the pod may call the destination.
+    pub fn judge(&self, to: &Outside) -> Result<(), Failure> {
+        let verdict = self.0.judge(&call(to.address, to.name.as_deref()));
+        verdict.map_err(|denial| Failure::EgressDenied {
+            destination: to.to_string(),
+            reason: denial.to_string(),
+        })
+    }
+
+    /// Whether it may call this address, whatever its name is.
+    pub fn allows_address(&self, address: SocketAddr) -> bool {
+        self.0.judge(&call(address, None)).is_ok()
+    }
+
+    /// Whether a rule allows the name at this port, if an address of it is allowed too.
+    pub fn names(&self, name: &str, port: u16) -> bool {
+        self.0.names(name, port)
+    }
+
+    /// The denial of an allowed call, if the policies under audit were in force too.
+    pub fn audit(&self, address: SocketAddr, name: Option<&str>) -> Option<Denial> {
+        self.0.audit(&call(address, name))
+    }
+}
+
+fn call(address: SocketAddr, host: Option<&str>) -> Call<'_> {
+    Call {
+        identity: None,
+        address: address.ip().to_canonical(),
+        port: address.port(),
+        host,
+        request: None,
+        token: None,
+    }
+}
+
+/// The name in an authority, in lower case, without the port and a trailing dot. None for an address.
+pub fn name_of(authority: &[u8]) -> Option<String> {
+    let text = std::str::from_utf8(authority).ok()?;
+    let host = match text.rsplit_once(':') {
+        Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
+        _ => text,
+    };
+    let host = host.strip_suffix('.').unwrap_or(host);
+    let is_label = |label: &str| {
+        let is_in_label = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
+        (1..=63).contains(&label.len()) && label.bytes().all(is_in_label)
+    };
+    // A last label of digits is that of an address (RFC 1123, section 2.1).
+    let is_address = |host: &str| {
+        let last = host.rsplit('.').next().unwrap_or_default();
+        last.bytes().all(|byte| byte.is_ascii_digit()) || last.starts_with("0x")
+    };
+    let host = host.to_ascii_lowercase();
+    (host.len() <= 253 && host.split('.').all(is_label) && !is_address(&host)).then_some(host)
+}
+
+/// Whether no name leads there, unless a block of addresses allows it: the pod itself, its link, and
+/// what is no address of one host.
+pub fn is_local(address: IpAddr) -> bool {
+    match embedded(address) {
+        IpAddr::V4(address) => {
+            let [first, ..] = address.octets();
+            first == 0 || first >= 224 || address.is_loopback() || address.is_link_local()
+        }
+        IpAddr::V6(address) => {
+            address.is_loopback()
+                || address.is_unspecified()
+                || address.is_multicast()
+                || address.is_unicast_link_local()
+        }
+    }
+}
+
+/// Whether the address is of a private network (RFC 1918, RFC 4193, RFC 6598), as those of clusters.
+pub fn is_private(address: IpAddr) -> bool {
+    match embedded(address) {
+        IpAddr::V4(address) => {
+            let [first, second, ..] = address.octets();
+            address.is_private() || first == 100 && second & 0xc0 == 0x40
+        }
+        IpAddr::V6(address) => address.is_unique_local(),
+    }
+}
+
+/// The address of IPv4 that an address of IPv6 leads to: mapped, or by NAT64 (RFC 6052).
+fn embedded(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) if address.segments()[..6] == [0x64, 0xff9b, 0, 0, 0, 0] => {
+            let [.., a, b, c, d] = Ipv6Addr::octets(&address);
+            Ipv4Addr::new(a, b, c, d).into()
+        }
+        address => address,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_compared_in_one_spelling_and_addresses_are_none() {
+        for (authority, expected) in [
+            ("API.example.com", Some("api.example.com")),
+            ("api.example.com:443", Some("api.example.com")),
+            ("api.example.com.", Some("api.example.com")),
+            ("api.example.com.:443", Some("api.example.com")),
+            ("localhost", Some("localhost")),
+            ("192.0.2.1", None),
+            ("192.0.2.1:80", None),
+            ("0x7f000001", None),
+            ("2130706433", None),
+            ("0177.0.0.1", None),
+            ("[::1]:80", None),
+            ("::1", None),
+            ("", None),
+            (".", None),
+            ("a..b", None),
+            ("a%2eb", None),
+            ("user@api.example.com", None),
+            ("api.example.com:x", None),
+        ] {
+            assert_eq!(
+                name_of(authority.as_bytes()).as_deref(),
+                expected,
+                "{authority}"
+            );
+        }
+        assert_eq!(name_of(b"a\xff.test"), None);
+        assert_eq!(name_of("a".repeat(64).as_bytes()), None);
+    }
+
+    #[test]
+    fn local_and_private_addresses_are_recognized_in_every_form() {
+        for local in [
+            "127.0.0.1",
+            "127.9.9.9",
+            "0.0.0.0",
+            "169.254.169.254",
+            "224.0.0.1",
+            "255.255.255.255",
+            "::1",
+            "::",
+            "fe80::1",
+            "ff02::1",
+            "::ffff:127.0.0.1",
+            "64:ff9b::7f00:1",
+            "64:ff9b::a9fe:a9fe",
+        ] {
+            assert!(is_local(local.parse().unwrap()), "{local}");
+        }
+        for private in [
+            "10.0.0.1",
+            "172.31.0.1",
+            "192.168.0.1",
+            "100.64.0.1",
+            "100.127.0.1",
+            "fd00::1",
+            "::ffff:10.0.0.1",
+            "64:ff9b::a00:1",
+        ] {
+            let private: IpAddr = private.parse().unwrap();
+            assert!(is_private(private) && !is_local(private), "{private}");
+        }
+        for public in [
+            "192.0.2.1",
+            "100.128.0.1",
+            "172.32.0.1",
+            "2001:db8::1",
+            "64:ff9b::c000:201",
+        ] {
+            let public: IpAddr = public.parse().unwrap();
+            assert!(!is_private(public) && !is_local(public), "{public}");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Calls to destinations outside of the cluster: the address that a name leads to. The attempts judge
+//! it (`attempts.rs`); here is only what they need to allow it.
+
+#[cfg(test)]
+mod tests;
+
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use diy_mesh_proto::authorization::Denial;
+
+use crate::context::flow::Flow;
+use crate::discovery::Place;
+use crate::egress::{Egress, Outside, is_local, is_private};
+use crate::error::Failure;
+use crate::inbound::policy::Permit;
+use crate::upstream::balance::Backend;
+
+/// Replaces the backend of a call to outside of the cluster by an address that the proxy has resolved
+/// itself, where the policies allow the name and not the address that the application has chosen.
+/// That address stays if it is among those of the name. Returns the denial of policies under audit.
+pub async fn find(
+    flow: &Flow,
+    name: Option<String>,
+    backend: &mut Rc<Backend>,
+    permit: &mut Permit,
+) -> Result<Option<Denial>, Failure> {
+    let egress = flow.worker.policy().egress.clone();
+    let (Some(egress), Some(chosen)) = (egress, flow.outside()) else {
+        return Ok(None);
+    };
+    let named = name
+        .as_deref()
+        .filter(|name| !egress.allows_address(chosen) && egress.names(name, chosen.port()));
+    if let Some(name) = named {
+        let (to, found) = resolve(flow, &egress, name.into(), chosen).await?;
+        permit.name(to);
+        *backend = found;
+    }
+    let denial = egress.audit(chosen, name.as_deref());
+    if denial.is_some() {
+        flow.worker.metrics.would_deny.inc();
+    }
+    Ok(denial)
+}
+
+/// An address of the name, of the family that the application has chosen.
+async fn resolve(
+    flow: &Flow,
+    egress: &Egress,
+    name: Arc<str>,
+    chosen: SocketAddr,
+) -> Result<(Outside, Rc<Backend>), Failure> {
+    let resolved = flow.worker.resolver.resolve(&name, chosen.is_ipv6()).await;
+    let mut addresses = resolved.map_err(|reason| Failure::Unresolved {
+        name: name.clone(),
+        reason,
+    })?;
+    addresses.sort_by_key(|address| *address != chosen.ip());
+    let mut refusal = Failure::Unresolved {
+        name: name.clone(),
+        reason: "it has no address of this family".to_owned(),
+    };
+    for address in addresses {
+        let to = Outside {
+            address: SocketAddr::new(address, chosen.port()),
+            name: Some(name.clone()),
+        };
+        match judge(flow, egress, &to).await {
+            Ok(backend) => return Ok((to, backend)),
+            Err(failure) => refusal = failure,
+        }
+    }
+    Err(refusal)
+}
+
+/// The backend of an address of the name. A name must not lead into the cluster: whoever answers for
+/// it could choose any address there. A block of addresses may.
+async fn judge(flow: &Flow, egress: &Egress, to: &Outside) -> Result<Rc<Backend>, Failure> {
+    egress.judge(to)?;
+    let address = to.address.ip();
+    let backend = if is_local(address) {
+        None
+    } else {
+        let destinations = &flow.worker.destinations;
+        Some(destinations.get_or_watch(to.address).await)
+    };
+    let is_outside = backend.as_ref().is_some_and(|backend| {
+        let place = backend.outside().map(|_| backend.place());
+        match place {
+            Some(Place::Outside) => true,
+            // The controller has not answered.
+            Some(Place::Unanswered) => !is_private(address),
+            Some(Place::Node) | None => false,
+        }
+    });
+    match backend {
+        Some(backend) if is_outside => Ok(backend),
+        _ if egress.allows_address(to.address) => {
+            Ok(flow.worker.destinations.get_or_watch(to.address).await)
+        }
+        _ => Err(Failure::EgressDenied {
+            destination: to.to_string(),
+            reason: "the address, which is local or of the cluster: no name leads there, \
+                     but a block of addresses may"
+                .to_owned(),
+        }),
+    }
+}
