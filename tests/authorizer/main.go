@@ -3,10 +3,12 @@
 //
 //	authorizer [--grpc=9000] [--http=8000]     serves until it is killed
 //	authorizer get URL                         prints the status, the fields and the body of a response
+//	authorizer tls ADDRESS NAME                prints the address and the names of a TLS server, asked for a name
 package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"flag"
 	"fmt"
@@ -43,6 +45,10 @@ func main() {
 		get(os.Args[2])
 		return
 	}
+	if len(os.Args) == 4 && os.Args[1] == "tls" {
+		handshake(os.Args[2], os.Args[3])
+		return
+	}
 	grpcPort := flag.Int("grpc", 9000, "port of ext_authz")
 	httpPort := flag.Int("http", 8000, "port of HTTP")
 	flag.Parse()
@@ -51,6 +57,24 @@ func main() {
 	auth.RegisterAuthorizationServer(server, &envoy{connections: connections})
 	go func() { log.Fatal(server.Serve(connections.listen(*grpcPort))) }()
 	log.Fatal(http.Serve(connections.listen(*httpPort), plain{connections}))
+}
+
+// handshake verifies nothing: it tells which server answers.
+func handshake(address, name string) {
+	dialer := tls.Dialer{
+		NetDialer: &net.Dialer{Timeout: requestTimeout},
+		Config:    &tls.Config{ServerName: name, InsecureSkipVerify: true},
+	}
+	context, cancel := context.WithTimeout(context.Background(), requestTimeout)
+	defer cancel()
+	conn, err := dialer.DialContext(context, "tcp", address)
+	if err != nil {
+		fmt.Println("no handshake:", err)
+		return
+	}
+	defer conn.Close()
+	leaf := conn.(*tls.Conn).ConnectionState().PeerCertificates[0]
+	fmt.Println("handshake:", leaf.Subject, leaf.DNSNames)
 }
 
 // connections are those that a test may want to be reset, by the addresses of their clients.

@@ -3,6 +3,7 @@
 
 mod admission;
 mod authorization;
+mod egress;
 mod external;
 mod invalid_routes;
 mod policies;

@@ -325,6 +325,19 @@ fn forged_host_or_server_name_leads_to_the_address_of_the_name() {
                 .await
                 .starts_with("HTTP/1.1 200")
         );
+        let (mut client, connection) = h2::client::handshake(pod.connect().await).await.unwrap();
+        tokio::task::spawn_local(connection);
+        let head = http::Request::get(format!("http://{NAME}/"))
+            .body(())
+            .unwrap();
+        let (response, _) = client.send_request(head, true).unwrap();
+        // The server speaks HTTP/1 only, and has got the connection.
+        assert_eq!(response.await.unwrap().status(), 502);
+        assert_eq!(pod.connections(), (0, 2));
+        let denied = http::Request::get("http://evil.test/").body(()).unwrap();
+        let (response, _) = client.send_request(denied, true).unwrap();
+        let response = response.await.unwrap();
+        assert_eq!(response.headers()["x-mesh-error"], "egress-denied");
         let hello = client_hello(NAME);
         assert!(is_echoed(&mut pod.connect().await, &hello).await);
         // In two records, each in pieces.
