@@ -232,11 +232,11 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     )
 }
 
-/// Encodes how much of what pods were called by is kept, and what was cut.
+/// Encodes how much is kept of what pods were called by and what they called, and what was cut.
 pub fn encode_edges(edges: &Edges, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let (cut, bytes) = edges.counts();
     let values = [("kept bytes", bytes as i64), ("cut", cut as i64)];
-    let help = "Kinds of calls to pods: bytes that are kept, and reports without room";
+    let help = "Kinds of calls to and by pods: bytes that are kept, and reports without room";
     encode_gauges(encoder, "edges", help, "of", values)
 }
 

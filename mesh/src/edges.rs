@@ -1,4 +1,5 @@
-//! The calls that proxies saw: the calls that policies judge, and their callees as pods. Pure.
+//! The calls that proxies saw: the calls to pods that policies judge, with their callees as pods, and
+//! the calls by pods to outside of the cluster. Pure.
 
 use std::path::PathBuf;
 
@@ -19,15 +20,53 @@ use crate::{
 
 /// The calls that proxies saw, and the trust domain of the mesh.
 pub struct Observed {
-    /// By the pods that were called.
+    /// By the pods whose proxies saw them.
     pub groups: Vec<Group>,
     /// Of all accounts.
     pub trust_domain: String,
 }
 
 impl Observed {
-    /// Those that a controller keeps, of a namespace or of all, or those of a file.
+    /// The calls to pods that a controller keeps, of a namespace or of all, or those of a file.
     pub async fn read(
+        controllers: &controller::Arguments,
+        file: Option<&PathBuf>,
+        namespace: &str,
+    ) -> Result<Self> {
+        Self::select(controllers, file, namespace, |edge| {
+            edge.destination.is_empty()
+        })
+        .await
+    }
+
+    /// The calls by pods to outside of the cluster, likewise.
+    pub async fn read_egress(
+        controllers: &controller::Arguments,
+        file: Option<&PathBuf>,
+        namespace: &str,
+    ) -> Result<Self> {
+        Self::select(controllers, file, namespace, |edge| {
+            !edge.destination.is_empty()
+        })
+        .await
+    }
+
+    async fn select(
+        controllers: &controller::Arguments,
+        file: Option<&PathBuf>,
+        namespace: &str,
+        is_selected: impl Fn(&Edge) -> bool,
+    ) -> Result<Self> {
+        let mut observed = Self::read_all(controllers, file, namespace).await?;
+        for group in &mut observed.groups {
+            group
+                .edges
+                .retain(|seen| seen.edge.as_ref().is_some_and(&is_selected));
+        }
+        Ok(observed)
+    }
+
+    async fn read_all(
         controllers: &controller::Arguments,
         file: Option<&PathBuf>,
         namespace: &str,
@@ -88,9 +127,6 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
 
 /// What is known of the calls of an edge. `None`: the caller has no valid identity.
 pub fn call(edge: &Edge) -> Option<Call> {
-    if !edge.destination.is_empty() {
-        return None;
-    }
     let caller = match &*edge.caller {
         "" => Caller::Unauthenticated,
         identity => Caller::Spiffe(identity.parse().ok()?),

@@ -6,6 +6,7 @@ pub mod cluster;
 pub mod commands;
 pub mod controller;
 pub mod edges;
+pub mod egress;
 pub mod files;
 pub mod identity;
 pub mod plan;

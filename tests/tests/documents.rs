@@ -381,6 +381,7 @@ fn reference_lists_all_flags() {
             &["mesh", "authz", "generate", "--help"],
         ),
         ("mesh check", &["mesh", "check", "--help"]),
+        ("mesh egress", &["mesh", "egress", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh plan", &["mesh", "plan", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),

@@ -1,6 +1,7 @@
-//! The edges of the last days: what pods were called by, as their proxies report it. Pods that are
-//! alike form a group. Bounded, and never pushed out by others: what has no room is cut, and its
-//! group is incomplete. Pure: the caller passes the time. `store` keeps them in ConfigMaps.
+//! The edges of the last days: what pods were called by, and what they called outside of the cluster,
+//! as their proxies report it. Pods that are alike form a group. Bounded, and never pushed out by
+//! others: what has no room is cut, and its group is incomplete. Pure: the caller passes the time.
+//! `store` keeps them in ConfigMaps.
 //!
 //! A proxy, or whoever has the token of its pod, reports about the group of this pod only. What is
 //! stored is read as a report too: replicas unite what they know.
@@ -22,13 +23,15 @@ use crate::index::object::Pod;
 const MAX_DAYS: i64 = 7;
 const SECONDS_PER_DAY: u64 = 24 * 3600;
 /// The bytes of the edges of a group, of a namespace, and of all.
-const MAX_GROUP_BYTES: usize = 64 * 1024;
-const MAX_NAMESPACE_BYTES: usize = 256 * 1024;
-const MAX_BYTES: usize = 16 * 1024 * 1024;
+const MAX_GROUP_BYTES: Bytes = [64 * 1024, 16 * 1024];
+const MAX_NAMESPACE_BYTES: Bytes = [256 * 1024, 64 * 1024];
+const MAX_BYTES: Bytes = [16 * 1024 * 1024, 4 * 1024 * 1024];
 /// The bytes of the labels and ports of a group.
 const MAX_HEADER_BYTES: usize = 4 * 1024;
 /// The bytes of an entry besides its text.
 const ENTRY_BYTES: usize = 16;
+/// The first byte of the encoded edge of a destination, which has no other field.
+const DESTINATION_TAG: u8 = 7 << 3 | 2;
 /// Labels that controllers and nodes set for each pod.
 const POD_LABELS: [&str; 9] = [
     "pod-template-hash",
@@ -42,14 +45,18 @@ const POD_LABELS: [&str; 9] = [
     "topology.kubernetes.io/zone",
 ];
 
-/// What pods were called by. Cheap to clone.
+/// Bytes of calls to pods with the headers of groups, and of destinations: neither takes the bytes of
+/// the other.
+type Bytes = [usize; 2];
+
+/// What pods were called by, and what they called. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Edges(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
     namespaces: BTreeMap<String, Namespace>,
-    bytes: usize,
+    bytes: Bytes,
     /// The number of reported edges that were cut.
     cut: u64,
     /// The namespaces with something new that is not stored yet.
@@ -60,7 +67,7 @@ struct Inner {
 struct Namespace {
     /// By the encoded header. That of the empty header stands for groups that were cut.
     groups: BTreeMap<Vec<u8>, Group>,
-    bytes: usize,
+    bytes: Bytes,
 }
 
 #[derive(Debug, Default)]
@@ -69,7 +76,7 @@ struct Group {
     last_day: i64,
     /// The last days of encoded edges. That of the empty edge is the day on which others were cut.
     edges: BTreeMap<Vec<u8>, i64>,
-    bytes: usize,
+    bytes: Bytes,
 }
 
 /// Days since 1970.
@@ -82,10 +89,15 @@ fn seconds(now: SystemTime) -> u64 {
         .map_or(0, |since| since.as_secs())
 }
 
+/// The labels that the pods of a group share.
+pub fn shared_labels(labels: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+    let mut labels = labels.clone();
+    labels.retain(|name, _| !POD_LABELS.contains(&name.as_str()));
+    labels
+}
+
 /// The group of a meshed pod, without edges.
 pub fn group(pod: &Pod) -> Message {
-    let is_shared = |name: &str| !POD_LABELS.contains(&name);
-    let labels = pod.labels.iter().filter(|(name, _)| is_shared(name));
     let ports = pod.inbound.ports.iter().map(|port| proto::workload::Port {
         name: port.name.to_string(),
         port: port.port.into(),
@@ -94,9 +106,7 @@ pub fn group(pod: &Pod) -> Message {
     Message {
         namespace: pod.key.namespace.to_string(),
         service_account: pod.service_account().unwrap_or_default().to_owned(),
-        labels: labels
-            .map(|(name, value)| (name.clone(), value.clone()))
-            .collect(),
+        labels: shared_labels(&pod.labels),
         ports: ports.collect(),
         ..Message::default()
     }
@@ -165,7 +175,7 @@ impl Edges {
     /// The number of reported edges that were cut, and the bytes of those that are kept.
     pub fn counts(&self) -> (u64, usize) {
         let inner = self.lock();
-        (inner.cut, inner.bytes)
+        (inner.cut, inner.bytes.iter().sum())
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -180,33 +190,40 @@ impl Inner {
             return false;
         }
         let namespace = self.namespaces.entry(group.namespace.clone()).or_default();
-        let free = MAX_NAMESPACE_BYTES.saturating_sub(namespace.bytes);
+        let free = |kind: usize| {
+            let free = MAX_NAMESPACE_BYTES[kind].saturating_sub(namespace.bytes[kind]);
+            free.min(MAX_BYTES[kind].saturating_sub(self.bytes[kind]))
+        };
         let mut room = Room {
-            free: free.min(MAX_BYTES.saturating_sub(self.bytes)),
-            used: 0,
+            free: [free(0), free(1)],
+            used: Bytes::default(),
             cut: 0,
         };
         let is_new = namespace.merge(group, today, &mut room);
-        namespace.bytes += room.used;
-        self.bytes += room.used;
+        add(&mut namespace.bytes, room.used);
+        add(&mut self.bytes, room.used);
         self.cut += room.cut;
         is_new
     }
 
     fn expire(&mut self, today: i64) {
-        self.bytes = 0;
+        self.bytes = Bytes::default();
         for namespace in self.namespaces.values_mut() {
-            namespace.bytes = 0;
+            namespace.bytes = Bytes::default();
             namespace.groups.retain(|header, group| {
                 group.edges.retain(|_, last| is_kept(*last, today));
-                group.bytes = group.edges.keys().map(|edge| cost(edge)).sum();
+                group.bytes = Bytes::default();
+                for edge in group.edges.keys() {
+                    group.bytes[kind(edge)] += cost(edge);
+                }
                 let is_kept = is_kept(group.last_day, today);
                 if is_kept {
-                    namespace.bytes += group.bytes + cost(header);
+                    add(&mut namespace.bytes, group.bytes);
+                    namespace.bytes[kind(header)] += cost(header);
                 }
                 is_kept
             });
-            self.bytes += namespace.bytes;
+            add(&mut self.bytes, namespace.bytes);
         }
         self.namespaces
             .retain(|_, namespace| !namespace.groups.is_empty());
@@ -236,22 +253,33 @@ fn cost(key: &[u8]) -> usize {
     }
 }
 
+/// Whose bytes those of an encoded edge or header are.
+fn kind(key: &[u8]) -> usize {
+    (key.first() == Some(&DESTINATION_TAG)).into()
+}
+
+fn add(sum: &mut Bytes, bytes: Bytes) {
+    let [calls, destinations] = bytes;
+    sum[0] += calls;
+    sum[1] += destinations;
+}
+
 /// What a report may add.
 struct Room {
-    free: usize,
-    used: usize,
+    free: Bytes,
+    used: Bytes,
     cut: u64,
 }
 
 impl Room {
     /// Takes the bytes of an entry. `None`: it is cut.
     fn take(&mut self, key: Vec<u8>, is_valid: bool) -> Option<Vec<u8>> {
-        let cost = cost(&key);
-        if !is_valid || self.used + cost > self.free {
+        let (cost, kind) = (cost(&key), kind(&key));
+        if !is_valid || self.used[kind] + cost > self.free[kind] {
             self.cut += 1;
             return None;
         }
-        self.used += cost;
+        self.used[kind] += cost;
         Some(key)
     }
 }
@@ -310,10 +338,11 @@ impl Group {
             .map(prost::Message::encode_to_vec)
             .unwrap_or_default();
         if !self.edges.contains_key(&key) {
-            let is_small = self.bytes + cost(&key) <= MAX_GROUP_BYTES;
+            let kind = kind(&key);
+            let is_small = self.bytes[kind] + cost(&key) <= MAX_GROUP_BYTES[kind];
             let is_valid = is_small && edge.as_ref().is_none_or(is_valid);
             key = room.take(key, is_valid).unwrap_or_default();
-            self.bytes += cost(&key);
+            self.bytes[kind] += cost(&key);
         }
         let before = self.edges.get(&key).copied();
         self.edges

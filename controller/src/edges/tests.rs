@@ -110,7 +110,7 @@ fn hostile_pod_fills_only_its_group_and_pushes_nothing_out() {
     let [bad, web] = &groups[..] else {
         panic!("expected two groups: {groups:?}");
     };
-    assert!(bad.incomplete && bad.encoded_len() < MAX_GROUP_BYTES + 4096);
+    assert!(bad.incomplete && bad.encoded_len() < MAX_GROUP_BYTES[0] + 4096);
     assert!(edges.counts().0 > cut);
     assert_eq!(
         (lines(web), web.incomplete),
@@ -140,7 +140,7 @@ fn namespace_has_a_bound_and_says_that_groups_were_cut() {
     }
     let groups = edges.groups("shop");
     let bytes: usize = groups.iter().map(prost::Message::encoded_len).sum();
-    assert!(bytes < MAX_NAMESPACE_BYTES + 8192, "{bytes}");
+    assert!(bytes < MAX_NAMESPACE_BYTES[0] + 8192, "{bytes}");
     let cut = &groups[0];
     assert_eq!((&*cut.service_account, cut.incomplete), ("", true));
     assert_eq!(cut.edges.len() + cut.labels.len(), 0);
@@ -163,11 +163,98 @@ fn all_namespaces_have_a_bound() {
     }
     let (cut, bytes) = edges.counts();
     assert!(
-        cut > 0 && bytes <= MAX_BYTES && bytes > MAX_BYTES - 4096,
+        cut > 0 && bytes <= MAX_BYTES[0] && bytes > MAX_BYTES[0] - 4096,
         "{bytes}"
     );
     assert_eq!(edges.namespaces().len(), 80);
     assert!(edges.groups("n79").iter().all(|group| group.incomplete));
+}
+
+fn to(destination: &str) -> proto::Edge {
+    proto::Edge {
+        destination: destination.into(),
+        ..proto::Edge::default()
+    }
+}
+
+/// The number of calls of a group, and of its destinations.
+fn count(group: &Message) -> [usize; 2] {
+    let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
+    let (destinations, calls): (Vec<_>, Vec<_>) =
+        edges.partition(|edge| !edge.destination.is_empty());
+    [calls.len(), destinations.len()]
+}
+
+#[test]
+fn destinations_are_stored_united_and_forgotten_as_calls() {
+    let (one, other) = (Edges::default(), Edges::default());
+    let web = || named("shop", "web");
+    let destinations = ["api.example.com:443", "[2001:db8::7]:80"].map(to);
+    one.report(web(), report([edge("GET", "/a"), to("a.example:1")]), at(0));
+    other.report(web(), report(destinations.clone()), at(DAY));
+    let now = at(DAY);
+    let stored = one.unite("shop", other.unite("shop", vec![], now), now);
+    assert_eq!(other.unite("shop", stored.clone(), now), stored);
+    let group = &one.groups("shop")[0];
+    let seen = group.edges.iter();
+    let seen: Vec<_> = seen
+        .filter_map(|seen| Some((&*seen.edge.as_ref()?.destination, seen.last_day)))
+        .collect();
+    let expected = [
+        ("", 0),
+        ("a.example:1", 0),
+        ("[2001:db8::7]:80", 1),
+        ("api.example.com:443", 1),
+    ];
+    assert_eq!((seen, group.incomplete), (expected.to_vec(), false));
+    let bytes = one.counts().1;
+    one.expire(now);
+    assert_eq!(one.counts().1, bytes);
+    one.expire(at(7 * DAY));
+    assert_eq!(count(&one.groups("shop")[0]), [0, 2]);
+    one.expire(at(8 * DAY));
+    assert_eq!(one.counts(), (0, 0));
+    // A destination with anything else is none.
+    let mixed = proto::Edge {
+        port: 443,
+        ..to("api.example.com:443")
+    };
+    one.report(web(), report([mixed]), at(8 * DAY));
+    assert_eq!(count(&one.groups("shop")[0]), [0, 0]);
+    assert_eq!(one.counts().0, 1);
+}
+
+#[test]
+fn destinations_and_calls_do_not_displace_each_other() {
+    let edges = Edges::default();
+    let long = |number: usize| format!("{number}-{}", "x".repeat(200));
+    let calls = || report((0..1000).map(|number| edge("GET", &format!("/{}", long(number)))));
+    let names = || report((0..1000).map(|number| to(&format!("{}.example:443", long(number)))));
+    let full = |group: &Message| count(group).map(|count| count * (long(100).len() + 30));
+    for (first, then) in [(names(), calls()), (calls(), names())] {
+        for app in 0..8 {
+            let app = app.to_string();
+            edges.report(named("shop", &app), first.clone(), at(0));
+        }
+        for app in 0..8 {
+            edges.report(named("shop", &app.to_string()), then.clone(), at(0));
+        }
+        let groups = edges.groups("shop");
+        assert!(groups.iter().all(|group| group.incomplete));
+        let most = groups.iter().map(full).fold([0, 0], |most, full| {
+            [most[0].max(full[0]), most[1].max(full[1])]
+        });
+        let bytes: usize = groups.iter().map(prost::Message::encoded_len).sum();
+        // Both fill their bytes of a group, and of the namespace.
+        for kind in 0..2 {
+            let (most, bound) = (most[kind], MAX_GROUP_BYTES[kind]);
+            assert!((bound * 3 / 4..bound * 5 / 4).contains(&most), "{most}");
+        }
+        let bound: usize = MAX_NAMESPACE_BYTES.iter().sum();
+        assert!((bound * 3 / 4..bound + 8192).contains(&bytes), "{bytes}");
+        edges.expire(at(7 * DAY));
+        assert_eq!(edges.counts().1, 0);
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ mod gateway;
 mod identity;
 mod permissions;
 mod platform;
-mod pods;
+pub(crate) mod pods;
 mod policies;
 mod services;
 mod settings;

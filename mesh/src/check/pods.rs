@@ -60,7 +60,7 @@ pub(super) fn annotation<'a>(pod: &'a Pod, name: &str) -> Option<&'a str> {
     pod.annotations().get(name).map(String::as_str)
 }
 
-pub(super) fn is_active(pod: &Pod) -> bool {
+pub(crate) fn is_active(pod: &Pod) -> bool {
     let phase = pod
         .status
         .as_ref()

@@ -2,7 +2,7 @@
 //! or files say, which changes nothing; and commands about policies.
 
 mod forget;
-mod generate;
+pub(crate) mod generate;
 
 use std::{io, net::IpAddr, path::PathBuf, process::ExitCode};
 

@@ -3,6 +3,7 @@
 pub mod authz;
 pub mod check;
 pub mod demo;
+pub mod egress;
 pub mod identity;
 pub mod plan;
 pub mod rotate_root;
@@ -46,6 +47,8 @@ enum Command {
     Authz(Box<authz::Arguments>),
     /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
+    /// List what pods call outside of the cluster, or write policies that allow exactly that
+    Egress(egress::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
     Identity(identity::Arguments),
     /// Tell what policies, or strict mode, would have denied of the calls that were seen
@@ -74,6 +77,7 @@ impl Command {
             Self::Demo(arguments) => demo::run(&arguments),
             Self::Authz(arguments) => Ok(authz::run(&arguments)),
             Self::Check(arguments) => check::run(&arguments),
+            Self::Egress(arguments) => Ok(egress::run(&arguments)),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::Plan(arguments) => Ok(plan::run(&arguments)),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),

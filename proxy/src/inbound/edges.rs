@@ -1,11 +1,14 @@
-//! What the pod is called by: the kinds of calls of the day, without duplicates. Workers add those
-//! that they have not seen on that day, discovery sends them to the controller.
+//! What the pod is called by, and what it calls outside of the cluster: the kinds of calls of the
+//! day, without duplicates. Workers add those that they have not seen on that day, discovery sends
+//! them to the controller.
 //!
-//! Callers choose most of an edge. What has no room is cut, and never displaces others.
+//! Callers choose most of an edge, the application chooses destinations. What has no room is cut, and
+//! never displaces others: destinations have a share of their own.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher as _;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -25,11 +28,15 @@ use crate::inbound::policy::{Client, Policies};
 const MAX_PATHS: usize = 64;
 /// Edges of one caller.
 const MAX_CALLER_EDGES: usize = MAX_EDGES / 4;
+/// Destinations, and the bytes of their edges. The rest is for calls to the pod.
+const MAX_DESTINATIONS: usize = MAX_EDGES / 4;
+const MAX_DESTINATION_BYTES: usize = MAX_EDGES_BYTES / 8;
 /// The encoded length of an edge besides its content, and of the rest of a message.
 const EDGE_BYTES: usize = 4;
 const REST_BYTES: usize = 16;
-/// Edges that a worker remembers, those that were cut included.
+/// Edges and destinations that a worker remembers, those that were cut included.
 const MAX_KNOWN: usize = 4 * MAX_EDGES;
+const MAX_KNOWN_DESTINATIONS: usize = 4 * MAX_DESTINATIONS;
 const SECONDS_PER_DAY: u64 = 24 * 3600;
 /// The status of a gRPC call of a method that the application does not have.
 const UNIMPLEMENTED: &[u8] = b"12";
@@ -58,9 +65,29 @@ struct Today {
     paths: HashMap<u32, HashSet<Path>>,
     /// The number of edges by caller.
     callers: HashMap<String, usize>,
-    bytes: usize,
+    calls: Share,
+    destinations: Share,
     is_incomplete: bool,
 }
+
+/// The number of edges, and their bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Share {
+    edges: usize,
+    bytes: usize,
+}
+
+/// The bounds of calls and of destinations.
+const MAX_SHARES: [Share; 2] = [
+    Share {
+        edges: MAX_EDGES - MAX_DESTINATIONS,
+        bytes: MAX_EDGES_BYTES - MAX_DESTINATION_BYTES - REST_BYTES,
+    },
+    Share {
+        edges: MAX_DESTINATIONS,
+        bytes: MAX_DESTINATION_BYTES,
+    },
+];
 
 /// Which edges the controller knows: those of a day up to this number, and that others were cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,16 +150,26 @@ impl Today {
         if self.known.contains(&edge) {
             return is_complete;
         }
-        let bytes = self.bytes + edge.encoded_len() + EDGE_BYTES;
+        let is_call = edge.destination.is_empty();
         let of_caller = self.callers.get(&edge.caller).copied().unwrap_or_default();
-        let has_room = self.edges.len() < MAX_EDGES
-            && bytes + REST_BYTES <= MAX_EDGES_BYTES
-            && of_caller < MAX_CALLER_EDGES;
+        let [of_calls, of_destinations] = MAX_SHARES;
+        let (share, most) = if is_call {
+            (&mut self.calls, of_calls)
+        } else {
+            (&mut self.destinations, of_destinations)
+        };
+        let bytes = share.bytes + edge.encoded_len() + EDGE_BYTES;
+        let has_room = share.edges < most.edges
+            && bytes <= most.bytes
+            && (!is_call || of_caller < MAX_CALLER_EDGES);
         if !has_room || !is_valid(&edge) {
             return false;
         }
-        self.bytes = bytes;
-        self.callers.insert(edge.caller.clone(), of_caller + 1);
+        share.edges += 1;
+        share.bytes = bytes;
+        if is_call {
+            self.callers.insert(edge.caller.clone(), of_caller + 1);
+        }
         if let Some(path) = counted_path(&edge) {
             let paths = self.paths.entry(edge.port).or_default();
             paths.insert(path.clone());
@@ -163,6 +200,8 @@ pub struct SeenEdges {
     day: Cell<u64>,
     /// The hashes of those that need no further attention. Callers cannot predict them.
     known: RefCell<HashSet<u64, RandomState>>,
+    /// The same of destinations, which the application chooses.
+    destinations: RefCell<HashSet<u64, RandomState>>,
     state: RandomState,
 }
 
@@ -197,6 +236,7 @@ impl SeenEdges {
             all,
             day: Cell::new(day(SystemTime::now())),
             known: RefCell::default(),
+            destinations: RefCell::default(),
             state: RandomState::default(),
         }
     }
@@ -206,6 +246,7 @@ impl SeenEdges {
         let today = day(now);
         if self.day.replace(today) != today {
             self.known.borrow_mut().clear();
+            self.destinations.borrow_mut().clear();
         }
     }
 
@@ -253,6 +294,36 @@ impl SeenEdges {
         if known.len() < MAX_KNOWN {
             known.insert(hash);
         }
+        self.all.add(edge, self.day.get());
+    }
+
+    /// Adds an allowed call to outside of the cluster, unless the worker has seen it: by the name that
+    /// was allowed or, without one, by the address.
+    pub fn add_destination(&self, name: Option<&str>, address: SocketAddr) {
+        let (ip, port) = (address.ip().to_canonical(), address.port());
+        let hash = self
+            .state
+            .hash_one((name, name.is_none().then_some(ip), port));
+        {
+            let mut known = self.destinations.borrow_mut();
+            if known.contains(&hash) {
+                return;
+            }
+            if known.len() < MAX_KNOWN_DESTINATIONS {
+                known.insert(hash);
+            }
+        }
+        let destination = name.map_or_else(
+            || SocketAddr::new(ip, port).to_string(),
+            |name| {
+                let name = name.strip_suffix('.').unwrap_or(name);
+                format!("{}:{port}", name.to_ascii_lowercase())
+            },
+        );
+        let edge = proto::Edge {
+            destination,
+            ..proto::Edge::default()
+        };
         self.all.add(edge, self.day.get());
     }
 }
@@ -432,6 +503,84 @@ mod tests {
         seen.follow(UNIX_EPOCH + std::time::Duration::from_secs((today + 1) * SECONDS_PER_DAY));
         assert!(call(&seen, "GET", "/shop/b", 200));
         assert_eq!(all(&edges, today + 1).edges.len(), 1);
+    }
+
+    fn destinations(message: &proto::Edges) -> Vec<&str> {
+        let all = message.edges.iter().map(|edge| &*edge.destination);
+        all.filter(|destination| !destination.is_empty()).collect()
+    }
+
+    #[test]
+    fn calls_to_outside_are_edges_by_name_or_address_once_a_day() {
+        let edges = Arc::new(Edges::default());
+        let seen = SeenEdges::new(edges.clone());
+        let today = seen.day.get();
+        for (name, address) in [
+            (Some("API.example.com"), "203.0.113.1:443"),
+            (Some("api.example.com."), "203.0.113.2:443"),
+            (Some("api.example.com"), "203.0.113.1:80"),
+            (None, "203.0.113.1:443"),
+            (None, "[::ffff:203.0.113.1]:443"),
+            (None, "[2001:db8::7]:443"),
+        ] {
+            let address = address.parse().expect("an address");
+            seen.add_destination(name, address);
+            seen.add_destination(name, address);
+        }
+        let expected = [
+            "api.example.com:443",
+            "api.example.com:80",
+            "203.0.113.1:443",
+            "[2001:db8::7]:443",
+        ];
+        let message = all(&edges, today);
+        assert_eq!(destinations(&message), expected);
+        assert!(message.edges.iter().all(is_valid) && !message.incomplete);
+        assert_eq!(seen.destinations.borrow().len(), 5);
+        seen.follow(UNIX_EPOCH + std::time::Duration::from_secs((today + 1) * SECONDS_PER_DAY));
+        seen.add_destination(None, "203.0.113.1:443".parse().expect("an address"));
+        assert_eq!(destinations(&all(&edges, today + 1)), ["203.0.113.1:443"]);
+    }
+
+    #[test]
+    fn destinations_and_calls_do_not_displace_each_other() {
+        let edges = Arc::new(Edges::default());
+        let seen = SeenEdges::new(edges.clone());
+        let today = seen.day.get();
+        let address = "203.0.113.1:443".parse().expect("an address");
+        let flood = |length: usize| {
+            for number in 0..1000 {
+                let name = format!("{number}-{}.example.com", "x".repeat(length));
+                seen.add_destination(Some(&name), address);
+            }
+        };
+        flood(1);
+        let message = all(&edges, today);
+        assert_eq!(destinations(&message).len(), MAX_DESTINATIONS);
+        assert!(message.incomplete && edges.cut.get() > 0);
+        assert_eq!(seen.destinations.borrow().len(), MAX_KNOWN_DESTINATIONS);
+        // Calls still have their share, those without an identity too.
+        for port in 1..=1000 {
+            let method = if port % 2 == 0 { "GET" } else { "PUT" };
+            let mut call = edge(port as usize / 100, "/a");
+            (call.port, call.method) = (port, method.into());
+            edges.add(call, today);
+        }
+        let message = all(&edges, today);
+        assert_eq!(message.edges.len(), MAX_EDGES);
+        assert!(message.encoded_len() <= MAX_EDGES_BYTES);
+        // The other way around: calls leave the share of destinations.
+        seen.follow(UNIX_EPOCH + std::time::Duration::from_secs((today + 1) * SECONDS_PER_DAY));
+        for (caller, number) in (0..10).flat_map(|one| (0..MAX_PATHS).map(move |at| (one, at))) {
+            let segment = format!("/{number}-{}", "x".repeat(240));
+            edges.add(edge(caller, &segment), today + 1);
+        }
+        let calls = all(&edges, today + 1).edges.len();
+        flood(50);
+        let message = all(&edges, today + 1);
+        let count = message.edges.len() - calls;
+        assert!((100..MAX_DESTINATIONS).contains(&count), "{count}");
+        assert!(message.encoded_len() <= MAX_EDGES_BYTES);
     }
 
     #[test]

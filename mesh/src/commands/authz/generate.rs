@@ -58,7 +58,7 @@ pub struct Arguments {
 
 /// Whether the policies refuse calls.
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
-enum Mode {
+pub(in crate::commands) enum Mode {
     /// They refuse nothing, and what they would refuse is counted
     #[default]
     Audit,
@@ -78,13 +78,18 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let observed = super::super::block_on(observed)??;
     let mut notes = Vec::new();
     let policies = policies(&observed, arguments.mode, &mut notes);
-    let mut text = String::new();
-    for policy in &policies {
-        text += &format!("---\n{}", serde_yaml_ng::to_string(policy)?);
-    }
-    terminal::print(&text)?;
+    terminal::print(&yaml(&policies)?)?;
     files::print(&notes);
     Ok(Outcome::Allowed)
+}
+
+/// Objects as YAML.
+pub(in crate::commands) fn yaml(objects: &[Value]) -> Result<String> {
+    let mut text = String::new();
+    for object in objects {
+        text += &format!("---\n{}", serde_yaml_ng::to_string(object)?);
+    }
+    Ok(text)
 }
 
 /// The policies of all groups. What they lack is added to `notes`.
@@ -98,7 +103,7 @@ fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Val
             ));
         }
         for rules in rules(group, &observed.trust_domain, notes).chunks(MAX_RULES) {
-            let name = unique(&name(group), &group.namespace, &mut names);
+            let name = unique(&name("observed", group), &group.namespace, &mut names);
             all.push(json!({
                 "apiVersion": "diy-service-mesh.dev/v1alpha1",
                 "kind": "AuthorizationPolicy",
@@ -111,7 +116,7 @@ fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Val
     all
 }
 
-fn target(group: &Group) -> Value {
+pub(in crate::commands) fn target(group: &Group) -> Value {
     if (1..=MAX_LABELS).contains(&group.labels.len()) {
         json!({"group": "", "kind": "Pod", "selector": {"matchLabels": group.labels}})
     } else {
@@ -119,7 +124,7 @@ fn target(group: &Group) -> Value {
     }
 }
 
-fn name(group: &Group) -> String {
+pub(in crate::commands) fn name(prefix: &str, group: &Group) -> String {
     let labels = ["app.kubernetes.io/name", "app"];
     let name = labels.iter().find_map(|label| group.labels.get(*label));
     let name = name.unwrap_or(&group.service_account).to_ascii_lowercase();
@@ -133,10 +138,14 @@ fn name(group: &Group) -> String {
             }
         })
         .collect();
-    format!("observed-{}", name.trim_matches('-'))
+    format!("{prefix}-{}", name.trim_matches('-'))
 }
 
-fn unique(name: &str, namespace: &str, names: &mut BTreeSet<(String, String)>) -> String {
+pub(crate) fn unique(
+    name: &str,
+    namespace: &str,
+    names: &mut BTreeSet<(String, String)>,
+) -> String {
     let numbered = (2..).map(|number| format!("{name}-{number}"));
     let mut candidates = std::iter::once(name.to_owned()).chain(numbered);
     let is_new = |name: &String| names.insert((namespace.to_owned(), name.clone()));

@@ -1,0 +1,313 @@
+//! `mesh egress`: lists what pods call outside of the cluster, and writes policies that allow it and
+//! bound it. Changes nothing.
+
+mod policy;
+
+use std::{collections::BTreeSet, io, path::PathBuf, process::ExitCode};
+
+use anyhow::{Result, anyhow, bail};
+use clap::Args;
+use diy_mesh_controller::kinds::Kind;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, api::ListParams};
+use serde_json::{Value, json};
+
+use super::{
+    authz::generate::{Mode, yaml},
+    terminal::{self, Colors, Output, TextStyle, printable},
+};
+use crate::{
+    authorization::Outcome,
+    cluster::{self, Cluster, describe_error},
+    controller,
+    edges::Observed,
+    egress::{self, Report, boundary::boundary},
+    files, routes,
+};
+
+/// The arguments of `mesh egress`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Exit codes: 0 success, 2 error, 3 pods of a policy get no NetworkPolicy.\n\n\
+    Examples:\n  mesh egress shop                    what the pods of a namespace called in the last 7 days\n  \
+    mesh egress shop --policy           policies under audit that allow exactly that\n  \
+    mesh egress shop --network-policy   NetworkPolicies for what enforced policies close\n  \
+    mesh egress -o json | jq '.groups[] | select(.incomplete)'"
+)]
+pub struct Arguments {
+    /// Namespace of the pods [default: all]
+    #[arg(value_name = "NAMESPACE")]
+    of: Option<String>,
+    /// Print AuthorizationPolicies that allow what was seen
+    #[arg(long, conflicts_with_all = ["network_policy", "output"])]
+    policy: bool,
+    /// Mode of the AuthorizationPolicies [default: audit]
+    #[arg(long, value_enum, requires = "policy")]
+    mode: Option<Mode>,
+    /// Print NetworkPolicies for the pods of NAMESPACE that enforced AuthorizationPolicies with the
+    /// direction Outbound close
+    #[arg(long, requires = "of", conflicts_with = "output")]
+    network_policy: bool,
+    /// File or folder with AuthorizationPolicies and Services, in place of those of the cluster;
+    /// repeatable
+    #[arg(short, long, value_name = "FILE", requires = "network_policy")]
+    filename: Vec<PathBuf>,
+    /// File with the calls, the JSON of GetEdgesResponse, in place of a controller
+    #[arg(long, value_name = "FILE", conflicts_with = "network_policy")]
+    edges: Option<PathBuf>,
+    #[command(flatten)]
+    controller: controller::Arguments,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// Lists calls, or prints policies.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let of = arguments.of.as_deref().unwrap_or_default();
+    super::exit(if arguments.network_policy {
+        bound(arguments, of)
+    } else {
+        list(arguments, of)
+    })
+}
+
+fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
+    let (observed, unwatched) = super::block_on(read(arguments, of))??;
+    let mut notes = Vec::new();
+    if arguments.policy {
+        let mode = arguments.mode.unwrap_or_default();
+        let policies = policy::policies(&observed, mode, &mut notes);
+        terminal::print(&yaml(&policies)?)?;
+        let unwatched = unwatched.iter();
+        notes.extend(unwatched.map(|pods| format!("{pods}: no proxy has reported, and no policy")));
+    } else {
+        let report = egress::report(&observed, unwatched);
+        terminal::print(&match arguments.output {
+            Output::Json => format!("{:#}\n", json!(report)),
+            Output::Text => text(&report, Colors::of(&io::stdout())),
+        })?;
+    }
+    files::print(&notes);
+    Ok(Outcome::Allowed)
+}
+
+/// The calls, and the pods of the cluster of which no proxy has reported.
+async fn read(arguments: &Arguments, of: &str) -> Result<(Observed, BTreeSet<String>)> {
+    let controller = &arguments.controller;
+    let mut observed = Observed::read_egress(controller, arguments.edges.as_ref(), of).await?;
+    let is_wanted = |namespace: &str| of.is_empty() || namespace == of;
+    observed.groups.retain(|group| is_wanted(&group.namespace));
+    if arguments.edges.is_some() || !controller.access.controller.is_empty() {
+        return Ok((observed, BTreeSet::new()));
+    }
+    let client = Cluster::connect(&controller.cluster).await?.client;
+    let pods: Api<Pod> = if of.is_empty() {
+        Api::all(client)
+    } else {
+        Api::namespaced(client, of)
+    };
+    let pods = match cluster::list(pods, &ListParams::default()).await {
+        Ok(pods) => pods,
+        Err(error) => {
+            let error = describe_error(&error);
+            files::print(&[format!(
+                "failed to list pods, so those without a proxy are not known: {error}"
+            )]);
+            vec![]
+        }
+    };
+    let unwatched = egress::unwatched(&pods, &observed.groups, of);
+    Ok((observed, unwatched))
+}
+
+fn text(report: &Report, colors: Colors) -> String {
+    if report.groups.is_empty() && report.unwatched.is_empty() {
+        return "no proxy of these pods has reported in the last 7 days\n".to_owned();
+    }
+    let cell = |style, text: &str| (style, text.to_owned());
+    let plain = |text: &str| cell(TextStyle::Ok, text);
+    let headings = ["PODS", "SINCE", "DESTINATION", "PORT", "LAST DAY"];
+    let mut rows = vec![terminal::headings(headings)];
+    for group in &report.groups {
+        let since = group.since.as_deref().unwrap_or("-");
+        let mut details: Vec<Vec<_>> = group
+            .destinations
+            .iter()
+            .map(|one| {
+                let port = one.port.to_string();
+                [&one.host, &port, &one.last_day]
+                    .map(|text| plain(text))
+                    .to_vec()
+            })
+            .collect();
+        if group.incomplete {
+            let text = "others: there were more calls than are kept";
+            details.push(vec![cell(TextStyle::Warning, text)]);
+        }
+        if details.is_empty() {
+            details.push(vec![cell(TextStyle::Dim, "none")]);
+        }
+        let mut heads = [cell(TextStyle::Bold, &group.pods), plain(since)];
+        for detail in details {
+            let heads = std::mem::replace(&mut heads, [(); 2].map(|()| plain("")));
+            rows.push(heads.into_iter().chain(detail).collect());
+        }
+    }
+    rows.extend(report.unwatched.iter().map(|pods| {
+        let text = "not watched: no proxy has reported";
+        let pods = cell(TextStyle::Bold, pods);
+        vec![pods, plain("-"), cell(TextStyle::Warning, text)]
+    }));
+    colors.table(&rows)
+}
+
+fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
+    let objects = super::block_on(objects(arguments, of))??;
+    let mesh = &arguments.controller.cluster.namespace;
+    let boundary = boundary(&objects, of, mesh)?;
+    let mut text = format!(
+        "# The boundary of the namespace {}: in the cluster TCP, and UDP to port 53; outside what\n\
+         # AuthorizationPolicies allow. It does not express:\n\
+         # - nodes, and pods in the network of their node: the API server and node-local DNS require\n\
+         #   an ipBlock\n",
+        printable(of)
+    );
+    for gap in boundary.gaps.iter().chain(&boundary.missing) {
+        text += &format!("# - {}\n", printable(gap));
+    }
+    terminal::print(&(text + &yaml(&boundary.policies)?))?;
+    let gaps = boundary.gaps.iter();
+    let gaps = gaps.map(|gap| format!("NetworkPolicies do not express {gap}"));
+    files::print(&gaps.collect::<Vec<_>>());
+    files::print(&boundary.missing);
+    Ok(if boundary.missing.is_empty() {
+        Outcome::Allowed
+    } else {
+        Outcome::Unknown
+    })
+}
+
+/// The policies, and the Services that they may name.
+async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
+    if !arguments.filename.is_empty() {
+        return files::read(&arguments.filename);
+    }
+    let controller = &arguments.controller;
+    if !controller.access.controller.is_empty() {
+        bail!("--controller requires --filename: policies are read from a cluster or from files");
+    }
+    let cluster = Cluster::connect(&controller.cluster).await?;
+    let mut all = Vec::new();
+    for namespace in BTreeSet::from([of, &cluster.namespace]) {
+        let kinds = [Kind::Service, Kind::Authorization];
+        let objects = routes::fetch(&cluster.client, Some(namespace), kinds).await;
+        all.extend(objects.map_err(|error| {
+            anyhow!("failed to list policies and Services of the namespace {namespace}: {error}")
+        })?);
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, FromArgMatches, Parser};
+
+    use super::*;
+    use crate::egress::tests::observed;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn parsed(line: &str) -> Result<Arguments, clap::Error> {
+        let matches = Line::command().try_get_matches_from(line.split(' '))?;
+        Ok(Line::from_arg_matches(&matches)?.arguments)
+    }
+
+    const CALLS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tutorial/calls.json");
+
+    #[test]
+    fn arguments_are_checked() {
+        for line in [
+            "egress --network-policy",
+            "egress shop --policy --network-policy",
+            "egress shop --policy -o json",
+            "egress shop --mode enforce",
+            "egress shop -f policies.yaml",
+            "egress shop --network-policy --edges calls.json",
+        ] {
+            assert!(parsed(line).is_err(), "{line}");
+        }
+        let arguments = parsed("egress shop --network-policy -f a -f b").unwrap();
+        assert_eq!(
+            (arguments.of.as_deref(), arguments.filename.len()),
+            (Some("shop"), 2)
+        );
+    }
+
+    #[test]
+    fn calls_to_pods_and_by_pods_are_told_apart() {
+        let arguments = parsed(&format!("egress http-server --edges {CALLS}")).unwrap();
+        let (egress, _) = super::super::block_on(read(&arguments, "http-server"))
+            .unwrap()
+            .unwrap();
+        let file = arguments.edges.as_ref();
+        let calls = Observed::read(&arguments.controller, file, "");
+        let calls = super::super::block_on(calls).unwrap().unwrap();
+        let edges = |observed: &Observed| {
+            let edges = observed.groups.iter().map(|group| group.edges.len());
+            edges.collect::<Vec<_>>()
+        };
+        assert_eq!((edges(&egress), edges(&calls)), (vec![1], vec![1, 1]));
+        assert_eq!(
+            egress::destinations(&egress.groups[0])[0].host,
+            "api.example.com"
+        );
+        assert_eq!(egress::destinations(&calls.groups[0]), []);
+        assert_eq!(run(&arguments), ExitCode::SUCCESS);
+    }
+
+    #[test]
+    fn table_lists_destinations_by_pods_and_what_is_not_known() {
+        let mut observed = observed(&["api.example.com:443", "[2001:db8::7]:80"]);
+        let mut group = observed.groups[0].clone();
+        group.edges.clear();
+        group.labels.clear();
+        observed.groups.push(group.clone());
+        (group.service_account, group.incomplete) = (String::new(), true);
+        observed.groups.push(group);
+        let unwatched = BTreeSet::from(["shop/db".to_owned()]);
+        let report = egress::report(&observed, unwatched);
+        let expected = "\
+PODS                SINCE                 DESTINATION                                  PORT  LAST DAY
+shop/cart app=cart  1970-01-09T00:00:00Z  2001:db8::7                                  80    1970-01-10
+                                          api.example.com                              443   1970-01-10
+shop/cart           1970-01-09T00:00:00Z  none
+shop, other pods    -                     others: there were more calls than are kept
+shop/db             -                     not watched: no proxy has reported
+";
+        assert_eq!(text(&report, Colors::DISABLED), expected);
+        let report = json!(report);
+        assert_eq!(report["groups"][0]["destinations"][1]["port"], 443);
+        assert_eq!(report["groups"][2]["since"], Value::Null);
+        let nothing = egress::report(&self::observed_nothing(), BTreeSet::new());
+        let expected = "no proxy of these pods has reported in the last 7 days\n";
+        assert_eq!(text(&nothing, Colors::DISABLED), expected);
+    }
+
+    fn observed_nothing() -> Observed {
+        let mut observed = observed(&[]);
+        observed.groups.clear();
+        observed
+    }
+
+    #[test]
+    fn files_without_a_policy_about_egress_are_an_error() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tutorial");
+        let line = format!("egress shop --network-policy -f {folder}/authorization.yaml");
+        assert_eq!(run(&parsed(&line).unwrap()), ExitCode::from(2));
+    }
+}
