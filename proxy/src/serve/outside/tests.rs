@@ -22,6 +22,7 @@ use crate::context::worker::{Worker, WorkerContext};
 use crate::discovery::{Discovery, Target, TargetKind};
 use crate::egress::resolver::Resolver;
 use crate::endpoint::EndpointInfo;
+use crate::inbound::edges::day;
 use crate::inbound::policy::{Caller, Policy};
 use crate::path::connection::carry;
 use crate::secure::control::testing::soon;
@@ -501,6 +502,29 @@ fn no_name_leads_to_an_address_of_the_cluster() {
             let found = permit.into_named().map(|to| to.address.ip());
             assert_eq!(found, is_allowed.then(|| ip.parse().unwrap()));
         }
+    });
+}
+
+#[test]
+fn what_is_allowed_is_an_edge_by_its_name_or_address() {
+    on_worker(async {
+        let pod = Pod::new(allow(&[NAME, "127.0.0.2/32"])).await;
+        let port = pod.dialed.address.port();
+        let seen = || {
+            let today = day(std::time::SystemTime::now());
+            let message = pod.worker.metrics.edges.unsent(&mut None, today).unwrap();
+            let edges = message.edges.into_iter().map(|edge| edge.destination);
+            edges.collect::<Vec<_>>()
+        };
+        assert!(pod.get("evil.test").await.starts_with(DENIED));
+        assert!(seen().is_empty());
+        pod.get(NAME).await;
+        assert_eq!(seen(), [format!("{NAME}:{port}")]);
+        pod.set(Arc::default()).await;
+        assert!(is_echoed(&mut pod.connect().await, &client_hello("web.test")).await);
+        assert!(is_echoed(&mut pod.connect().await, b"\0\0ping").await);
+        let expected = [NAME, "web.test", "127.0.0.1"];
+        assert_eq!(seen(), expected.map(|host| format!("{host}:{port}")));
     });
 }
 
