@@ -283,7 +283,7 @@ impl Requests {
             backends: vec![proto::RouteBackend {
                 name: format!("{service}:{}", port.port),
                 weight: 1,
-                filters: Vec::new(),
+                ..proto::RouteBackend::default()
             }],
             to_destination: true,
             ..proto::RouteRule::default()

@@ -419,7 +419,7 @@ fn rule(
             backends = vec![RouteBackend {
                 name: parent,
                 weight: 1,
-                filters: Vec::new(),
+                ..RouteBackend::default()
             }];
         }
         Arc::make_mut(&mut shared).backends = backends;

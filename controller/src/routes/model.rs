@@ -212,6 +212,7 @@ impl ParsedRule {
             name: reference.name(),
             weight: *weight,
             filters: Vec::new(),
+            ..RouteBackend::default()
         });
         let message = RouteRule {
             name,

@@ -430,6 +430,7 @@ fn backend(
         name,
         weight,
         filters,
+        ..RouteBackend::default()
     })
 }
 
