@@ -106,6 +106,7 @@ fn pod(namespace: &str, app: &str, name: &str, address: IpAddr, ready: bool) -> 
         zone: "z".into(),
         identity: Some(format!("spiffe://cluster.local/ns/{namespace}/sa/web").into()),
         bypassed: Default::default(),
+        restricts_udp: false,
         inbound: Inbound::default(),
         labels: [("app".to_owned(), app.to_owned())].into(),
     })

@@ -296,6 +296,7 @@ mod tests {
             zone: "".into(),
             identity: None,
             bypassed: Default::default(),
+            restricts_udp: false,
             inbound: Default::default(),
             labels: Default::default(),
         }))]);

@@ -133,6 +133,7 @@ impl Replica {
         self.hub.apply(pods.iter().map(|name| {
             Change::Apply(Object::Pod(Pod {
                 bypassed: Default::default(),
+                restricts_udp: false,
                 inbound: Default::default(),
                 labels: Default::default(),
                 key: Key::new("shop", name),

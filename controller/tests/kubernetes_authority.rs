@@ -318,6 +318,7 @@ impl Replica {
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
             bypassed: Default::default(),
+            restricts_udp: false,
             inbound: Default::default(),
             labels: Default::default(),
         }))]);

@@ -83,6 +83,7 @@ pub fn proxy_init(settings: &Settings, own: &SidecarSettings, ports: Ports) -> V
     args.push(format!("{PROXY_UID_FLAG}={PROXY_UID}"));
     args.extend(ports_arg("--skip-inbound-ports", &own.skip_inbound_ports));
     args.extend(ports_arg("--skip-outbound-ports", &own.skip_outbound_ports));
+    args.extend(own.outbound_udp.argument());
     json!({
         "name": PROXY_INIT,
         "image": settings.proxy_init_image,

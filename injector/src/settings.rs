@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use diy_mesh_model::ports::PortSet;
-use diy_mesh_model::sidecar::Settings;
+use diy_mesh_model::sidecar::{OutboundUdp, Settings};
 use serde_json::{Map, Value, json};
 
 use crate::annotations::{INBOUND, quoted};
@@ -18,6 +18,8 @@ use crate::pod::annotation;
 pub const STRICT: &str = "strict";
 /// Accepts unauthenticated connections.
 pub const PERMISSIVE: &str = "permissive";
+/// The annotation of outbound UDP.
+pub const OUTBOUND_UDP: &str = "diy-service-mesh/outbound-udp";
 /// The annotation of the drain period.
 pub const DRAIN: &str = "diy-service-mesh/proxy-drain";
 
@@ -41,6 +43,8 @@ pub struct SidecarSettings {
     pub skip_inbound_ports: PortSet,
     /// Outbound ports that bypass the proxy.
     pub skip_outbound_ports: PortSet,
+    /// The UDP that the containers may send.
+    pub outbound_udp: OutboundUdp,
     /// CPU time.
     pub cpu: Resource,
     /// Memory.
@@ -87,7 +91,7 @@ pub struct Flag {
 }
 
 /// All settings.
-pub static SETTINGS: [Setting; 17] = [
+pub static SETTINGS: [Setting; 18] = [
     Setting {
         annotation: INBOUND,
         values: "`permissive` (default), `strict`",
@@ -111,6 +115,16 @@ pub static SETTINGS: [Setting; 17] = [
         description: "outbound connections to these destination ports bypass the proxy",
         flag: None,
         read: |settings, value| set(&mut settings.skip_outbound_ports, ports(value)),
+    },
+    Setting {
+        annotation: OUTBOUND_UDP,
+        values: "`all` (default), `dns`",
+        description: "`dns`: UDP of the containers reaches port 53 of the pod's resolvers and the clients of its own UDP servers; [all else is refused](#outbound-udp)",
+        flag: None,
+        read: |settings, value| {
+            let value = OutboundUdp::from_str(value).map_err(|error| error.to_string());
+            set(&mut settings.outbound_udp, value)
+        },
     },
     Setting {
         annotation: "diy-service-mesh/opaque-ports",
@@ -255,7 +269,7 @@ pub static SETTINGS: [Setting; 17] = [
 ];
 
 /// The settings whose annotation must not be blank. A blank one is none for all others.
-const NEVER_BLANK: [&str; 2] = [INBOUND, "diy-service-mesh/dump-format"];
+const NEVER_BLANK: [&str; 3] = [INBOUND, OUTBOUND_UDP, "diy-service-mesh/dump-format"];
 
 const fn flag(name: &'static str, variable: &'static str, default: &'static str) -> Option<Flag> {
     Some(Flag {
@@ -474,7 +488,7 @@ mod tests {
         assert_eq!(for_pod(&json!({})), Ok(defaults()));
         let settings = for_pod(&json!({
             INBOUND: "Strict ", named("skip-inbound-ports"): " 25, 9000 - 9100",
-            named("skip-outbound-ports"): "3306", named("opaque-ports"): "5432",
+            named("skip-outbound-ports"): "3306", OUTBOUND_UDP: " DNS", named("opaque-ports"): "5432",
             named("allow-connect"): " True", named("plain-paths"): "true", named("observe-edges"): "false",
             named("max-connection-age"): " 30m ",
             named("dump"): "Full", named("dump-format"): "JSON",
@@ -505,6 +519,7 @@ mod tests {
             },
             skip_inbound_ports: ports("25,9000-9100"),
             skip_outbound_ports: ports("3306"),
+            outbound_udp: OutboundUdp::Dns,
             cpu: settings.cpu.clone(),
             memory: settings.memory.clone(),
         };
@@ -558,6 +573,7 @@ mod tests {
                 "skip-outbound-ports",
                 &["x", "25,", "+5", "0-10", "--help", "25\n26"],
             ),
+            ("outbound-udp", &["none", "", "dns,all"]),
             ("allow-connect", &["yes"]),
             (
                 "max-connection-age",

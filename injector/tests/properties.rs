@@ -250,6 +250,7 @@ fn annotations(rng: &mut Rng) -> Value {
         ("diy-service-mesh/inject", "True"),
         ("diy-service-mesh/skip-inbound-ports", "25, 80-90"),
         ("diy-service-mesh/skip-outbound-ports", "3306"),
+        ("diy-service-mesh/outbound-udp", "dns"),
         ("diy-service-mesh/dump", "off"),
         (
             "diy-service-mesh/inbound",

@@ -116,6 +116,7 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
         zone: "".into(),
         identity: Some(format!("spiffe://{trust_domain}/ns/{namespace}/sa/{account}").into()),
         bypassed: PortSet::default(),
+        restricts_udp: false,
         inbound: Inbound {
             allow_connect: true,
             ports: ports.collect(),

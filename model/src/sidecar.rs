@@ -5,6 +5,7 @@
 //! still, and reads the settings as the flags that they stand for.
 
 use std::ffi::OsString;
+use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -133,6 +134,60 @@ impl FromStr for Settings {
 /// The flag of the proxy, before its value.
 const FLAG: &str = "--settings=";
 
+/// The UDP that the containers of a pod may send: an argument of proxy-init. Pods of earlier
+/// releases have none, and may send all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OutboundUdp {
+    /// All of it, past the proxy.
+    #[default]
+    All,
+    /// To port 53 of the pod's resolvers.
+    Dns,
+}
+
+/// A text that is no [`OutboundUdp`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("expected one of all, dns")]
+pub struct InvalidOutboundUdp;
+
+impl OutboundUdp {
+    /// The argument of proxy-init. None for the default.
+    pub fn argument(self) -> Option<String> {
+        (self != Self::All).then(|| format!("{UDP_FLAG}{self}"))
+    }
+
+    /// The value in the arguments of proxy-init. The default, if it is invalid: then proxy-init fails,
+    /// and the pod does not start.
+    pub fn of_arguments<'a>(mut arguments: impl Iterator<Item = &'a str>) -> Self {
+        let value = arguments.find_map(|argument| argument.strip_prefix(UDP_FLAG));
+        value
+            .and_then(|value| value.parse().ok())
+            .unwrap_or_default()
+    }
+}
+
+impl FromStr for OutboundUdp {
+    type Err = InvalidOutboundUdp;
+
+    fn from_str(text: &str) -> Result<Self, InvalidOutboundUdp> {
+        let mut all = [Self::All, Self::Dns].into_iter();
+        all.find(|one| text.eq_ignore_ascii_case(&one.to_string()))
+            .ok_or(InvalidOutboundUdp)
+    }
+}
+
+impl fmt::Display for OutboundUdp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::All => "all",
+            Self::Dns => "dns",
+        })
+    }
+}
+
+/// The flag of proxy-init, before its value.
+const UDP_FLAG: &str = "--outbound-udp=";
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -208,6 +263,20 @@ mod tests {
         let later = "--settings={\"strict\":true,\"ofALaterRelease\":[1]}";
         let expanded = Settings::expand([later.into()].into_iter()).unwrap();
         assert_eq!(expanded, ["--inbound=strict"]);
+    }
+
+    #[test]
+    fn outbound_udp_is_absent_in_the_arguments_of_the_default() {
+        let read = |arguments: &[&str]| OutboundUdp::of_arguments(arguments.iter().copied());
+        assert_eq!(OutboundUdp::All.argument(), None);
+        let argument = OutboundUdp::Dns.argument().unwrap();
+        assert_eq!(argument, "--outbound-udp=dns");
+        assert_eq!(read(&["--proxy-uid=1337", &argument]), OutboundUdp::Dns);
+        for none in [&["--proxy-uid=1337"][..], &["--outbound-udp=none"], &[]] {
+            assert_eq!(read(none), OutboundUdp::All, "{none:?}");
+        }
+        assert_eq!("DNS".parse(), Ok(OutboundUdp::Dns));
+        assert_eq!("".parse::<OutboundUdp>(), Err(InvalidOutboundUdp));
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Loads rules: finds an iptables backend that the kernel supports, reads the nat table, and
-//! replaces our rules in one transaction.
+//! Loads rules: finds an iptables backend that the kernel supports, reads its tables, and replaces
+//! our rules in one run, with one transaction for each table.
 //!
 //! The only file that starts programs. The input is computed in [`crate::rules`].
 
@@ -102,10 +102,10 @@ fn tools(family: Family, backend: &str) -> Vec<Tool> {
 
 impl Tool {
     fn set(&self, rules: &Rules, search_path: &OsStr) -> Result<(), ToolError> {
-        let output = self.run(&self.save, &["-t", "nat"], "", search_path)?;
+        let output = self.run(&self.save, &[], "", search_path)?;
         if !output.status.success() {
             return Err(ToolError::Failed(format!(
-                "cannot read the nat table: {}",
+                "cannot read the tables: {}",
                 error_summary(&output)
             )));
         }

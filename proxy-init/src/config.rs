@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, value_parser};
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_model::sidecar::OutboundUdp;
 
 /// Search path for iptables when `PATH` is unset or empty: the image has no shell that sets one.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -18,7 +19,7 @@ const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
     about = "Redirects the TCP traffic of a network namespace to the proxy",
     long_about = "Redirects the IPv4 and IPv6 TCP traffic of its network namespace to the proxy, then exits.\n\n\
                   Loopback traffic, the proxy's own connections, the admin port, skipped ports and all protocols other than TCP are \
-                  not redirected: UDP never passes the proxy. Requires the capabilities NET_ADMIN and NET_RAW. Idempotent."
+                  not redirected: UDP never passes the proxy. With --outbound-udp=dns, UDP that is neither DNS nor a reply is refused. Requires the capabilities NET_ADMIN and NET_RAW. Idempotent."
 )]
 pub struct Config {
     /// Proxy port that accepts inbound connections
@@ -52,6 +53,9 @@ pub struct Config {
         allow_hyphen_values = true
     )]
     pub skip_outbound_ports: PortSet,
+    /// Outbound UDP: all, or dns: only to port 53 of the nameservers in /etc/resolv.conf
+    #[arg(long, value_name = "WHICH", default_value_t, hide_default_value = true)]
+    pub outbound_udp: OutboundUdp,
     /// Print the rules of both address families and change nothing; requires no privileges
     #[arg(long)]
     pub dry_run: bool,
@@ -96,6 +100,7 @@ impl Config {
             proxy_uid: 1337,
             skip_inbound_ports: "25,9000-9100".parse().expect("valid"),
             skip_outbound_ports: "3306".parse().expect("valid"),
+            outbound_udp: OutboundUdp::All,
             dry_run: false,
             search_path: search_path(),
         }
@@ -144,6 +149,7 @@ mod tests {
             ("--skip-inbound-ports", "5,x", "\"x\" is neither"),
             ("--skip-outbound-ports", "-1", "\"-1\" is neither"),
             ("--skip-outbound-ports", "9-3", "\"9-3\" is neither"),
+            ("--outbound-udp", "none", "expected one of all, dns"),
         ] {
             let report = parse(&format!("{flag} {value}")).expect_err(value);
             assert!(

@@ -2,17 +2,21 @@
 //! [`apply`] loads.
 //!
 //! Inbound TCP is redirected to the proxy's inbound port, outbound TCP to its outbound port, for
-//! IPv4 and IPv6. UDP and other protocols are not redirected. A run is idempotent, and loads the
-//! rules of one address family atomically. The program exits after that; it uses neither the
-//! network nor the Kubernetes API.
+//! IPv4 and IPv6. UDP and other protocols are not redirected. Outbound UDP can be restricted to DNS:
+//! to the [`resolvers`] of the pod. A run is idempotent, and loads the rules of one table of one
+//! address family atomically. The program exits after that; it uses neither the network nor the
+//! Kubernetes API.
 
 pub mod apply;
 pub mod config;
+pub mod resolvers;
 pub mod rules;
 
 use std::fmt::Write;
+use std::net::IpAddr;
 
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_model::sidecar::OutboundUdp;
 use thiserror::Error;
 
 use crate::config::Config;
@@ -21,6 +25,12 @@ use crate::rules::{Family, Rules};
 /// Error of a run.
 #[derive(Debug, Error)]
 pub enum Error {
+    /// The resolvers, to which UDP is to be restricted, are unknown.
+    #[error(
+        "cannot restrict outbound UDP to DNS: {0}; correct dnsConfig of the pod or the resolv.conf of its node, \
+         or set the annotation diy-service-mesh/outbound-udp to all"
+    )]
+    Resolvers(#[from] resolvers::Error),
     /// The IPv4 rules could not be loaded.
     #[error("cannot set the IPv4 rules: {0}")]
     Ipv4(apply::Error),
@@ -34,24 +44,32 @@ pub enum Error {
 
 /// Sets the rules, or only prints them on a dry run, and returns the report for standard output.
 pub fn run(config: &Config) -> Result<String, Error> {
+    let resolvers = match config.outbound_udp {
+        OutboundUdp::All => None,
+        OutboundUdp::Dns => Some(resolvers::read()?),
+    };
+    let resolvers = resolvers.as_deref();
+    let rules = |family| Rules::new(config, resolvers, family);
     if config.dry_run {
-        return Ok(dry_run(config));
+        return Ok(dry_run(rules));
     }
-    let ipv4 =
-        apply::apply(&Rules::new(config, Family::V4), &config.search_path).map_err(Error::Ipv4)?;
-    let ipv6 = match apply::apply(&Rules::new(config, Family::V6), &config.search_path) {
+    let ipv4 = apply::apply(&rules(Family::V4), &config.search_path).map_err(Error::Ipv4)?;
+    let ipv6 = match apply::apply(&rules(Family::V6), &config.search_path) {
         Ok(backend) => format!("IPv6: set by {backend}"),
         Err(error) if apply::has_ipv6_address() => return Err(Error::Ipv6(error)),
         Err(error) => format!("IPv6: skipped, this pod has no IPv6 address: {error}"),
     };
-    Ok(format!("{}IPv4: set by {ipv4}\n{ipv6}\n", summary(config)))
+    Ok(format!(
+        "{}IPv4: set by {ipv4}\n{ipv6}\n",
+        summary(config, resolvers)
+    ))
 }
 
 /// Input of iptables-restore for a namespace without rules, for both address families.
-fn dry_run(config: &Config) -> String {
+fn dry_run(rules: impl Fn(Family) -> Rules) -> String {
     let mut text = String::new();
     for family in [Family::V4, Family::V6] {
-        let input = Rules::new(config, family).restore_input("");
+        let input = rules(family).restore_input("");
         writeln!(
             text,
             "# {family}, for {}-restore --noflush",
@@ -63,7 +81,7 @@ fn dry_run(config: &Config) -> String {
     text
 }
 
-fn summary(config: &Config) -> String {
+fn summary(config: &Config, resolvers: Option<&[IpAddr]>) -> String {
     let Config {
         inbound_port,
         outbound_port,
@@ -80,11 +98,18 @@ fn summary(config: &Config) -> String {
             format!(", ports {ports}")
         }
     };
+    let udp = resolvers.map(|resolvers| {
+        format!(
+            "outbound UDP is refused, except: loopback, replies, the proxy's own (uid {proxy_uid}), \
+             DNS to the nameservers {resolvers:?}\n"
+        )
+    });
     format!(
         "inbound TCP goes to port {inbound_port}, except: loopback, the admin port {admin_port}{}\n\
-         outbound TCP goes to port {outbound_port}, except: loopback, the proxy's own (uid {proxy_uid}){}\n",
+         outbound TCP goes to port {outbound_port}, except: loopback, the proxy's own (uid {proxy_uid}){}\n{}",
         skipped(skip_inbound_ports),
         skipped(skip_outbound_ports),
+        udp.unwrap_or_default(),
     )
 }
 
@@ -94,10 +119,18 @@ mod tests {
 
     #[test]
     fn summary_lists_redirects_and_exceptions() {
+        let tcp = "inbound TCP goes to port 4000, except: loopback, the admin port 4001, ports 25,9000-9100\n\
+             outbound TCP goes to port 5000, except: loopback, the proxy's own (uid 1337), ports 3306\n";
+        assert_eq!(summary(&Config::example(), None), tcp);
+        let resolvers = ["10.96.0.10", "fd00::a"].map(|address| address.parse().expect("valid"));
+        let udp = "outbound UDP is refused, except: loopback, replies, the proxy's own (uid 1337), DNS to the nameservers ";
         assert_eq!(
-            summary(&Config::example()),
-            "inbound TCP goes to port 4000, except: loopback, the admin port 4001, ports 25,9000-9100\n\
-             outbound TCP goes to port 5000, except: loopback, the proxy's own (uid 1337), ports 3306\n"
+            summary(&Config::example(), Some(&resolvers)),
+            format!("{tcp}{udp}[10.96.0.10, fd00::a]\n")
+        );
+        assert_eq!(
+            summary(&Config::example(), Some(&[])),
+            format!("{tcp}{udp}[]\n")
         );
     }
 }

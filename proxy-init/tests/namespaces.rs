@@ -3,10 +3,12 @@
 
 mod support;
 
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::process::Command;
 
+use nix::sys::socket::{setsockopt, sockopt::BindToDevice};
 use support::{
     Namespace, PROXY_INIT, backend_programs, can_create_namespaces, programs, receive, script, text,
 };
@@ -41,7 +43,7 @@ fn loads_golden_rules_and_is_idempotent() {
             &[&FLAGS[..], &SKIPS[..]].concat(),
             programs.path(),
         );
-        let once = both_families(&namespace, name);
+        let once = both_families(&namespace, name, "nat");
         for (saved, golden) in once.iter().zip([
             include_str!("golden/ipv4.rules"),
             include_str!("golden/ipv6.rules"),
@@ -53,7 +55,7 @@ fn loads_golden_rules_and_is_idempotent() {
             &[&FLAGS[..], &SKIPS[..]].concat(),
             programs.path(),
         );
-        assert_eq!(both_families(&namespace, name), once, "{name}");
+        assert_eq!(both_families(&namespace, name, "nat"), once, "{name}");
     }
 }
 
@@ -93,7 +95,7 @@ fn replaces_own_rules_and_keeps_foreign_rules() {
             programs.path(),
         );
         succeed(&namespace, &FLAGS, programs.path());
-        let saved = namespace.saved(&format!("iptables-{name}-save"));
+        let saved = namespace.saved(&format!("iptables-{name}-save"), "nat");
         for line in [
             "-A PREROUTING -p udp -j OTHERS\n",
             "-A OUTPUT -p tcp -m tcp --dport 99 -j ACCEPT\n",
@@ -204,6 +206,141 @@ fn does_not_redirect_udp() {
 }
 
 #[test]
+fn restricts_udp_by_golden_rules_and_removes_them_again() {
+    if !can_create_namespaces() {
+        return;
+    }
+    let resolv_conf = "nameserver 10.96.0.10\nnameserver fd00::a\nnameserver 10.96.0.11\n";
+    let args = [&FLAGS[..], &SKIPS[..]].concat();
+    for name in BACKENDS {
+        let (namespace, programs) = (Namespace::new(), backend_programs(name));
+        let other = format!("iptables-{name}");
+        namespace.run(move || {
+            let args = "-A OUTPUT -p udp --dport 99 -j ACCEPT".split(' ');
+            let status = Command::new(&other).args(args).status();
+            assert!(status.expect("the program starts").success());
+        });
+        for _ in 0..2 {
+            let output = namespace.proxy_init_with_dns(resolv_conf, &args, programs.path());
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            let saved = ["filter", "nat"].map(|table| both_families(&namespace, name, table));
+            for (family, golden) in [
+                include_str!("golden/dns-ipv4.rules"),
+                include_str!("golden/dns-ipv6.rules"),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let (filter, nat) = golden.split_once("*nat").expect("two tables");
+                let foreign = "-A OUTPUT -p udp -m udp --dport 99 -j ACCEPT";
+                let mut own = rules(&saved[0][family]);
+                own.retain(|line| *line != foreign);
+                assert_eq!(own, rules(filter), "{name}");
+                assert_eq!(rules(&saved[1][family]), rules(nat), "{name}");
+            }
+            assert!(saved[0][0].contains("--dport 99 -j ACCEPT"), "{saved:?}");
+        }
+        succeed(&namespace, &args, programs.path());
+        let filter = both_families(&namespace, name, "filter");
+        assert!(!filter.concat().contains("PROXY_UDP"), "{name}: {filter:?}");
+        assert!(filter[0].contains("--dport 99 -j ACCEPT"), "{filter:?}");
+        let nat = both_families(&namespace, name, "nat");
+        let golden = include_str!("golden/ipv4.rules");
+        assert_eq!(rules(&nat[0]), rules(golden), "{name}");
+    }
+}
+
+#[test]
+fn udp_reaches_only_resolvers_clients_and_the_pod_itself() {
+    if !can_create_namespaces() {
+        return;
+    }
+    for name in BACKENDS {
+        let (pod, peer) = pod_and_peer();
+        // The other address of the peer is no resolver.
+        for address in ["10.123.0.9/24", "fd00:123::9/64"] {
+            peer.add_address(address);
+        }
+        let resolv_conf = "nameserver 10.123.0.1\nnameserver fd00:123::1%eth0\n";
+        let output = pod.proxy_init_with_dns(resolv_conf, &FLAGS, backend_programs(name).path());
+        let report = text(&output.stdout);
+        let expected = "\noutbound UDP is refused, except: loopback, replies, the proxy's own (uid 1337), \
+                        DNS to the nameservers [10.123.0.1, fd00:123::1]\n";
+        assert!(report.contains(expected), "{output:?}");
+        for (family, pod_ip, peer_ip) in addresses() {
+            let what = format!("{name} {family}");
+            let (client, resolver) = (pod.udp(pod_ip, 8081), peer.udp(peer_ip, 53));
+            client.send_to(b"question", (peer_ip, 53)).expect("sent");
+            let question = (b"question".to_vec(), (pod_ip, 8081).into());
+            assert_eq!(receive(&resolver), question, "{what}");
+            resolver.send_to(b"answer", (pod_ip, 8081)).expect("sent");
+            assert_eq!(receive(&client).0, b"answer", "{what}");
+
+            let (server, https) = (pod.udp(pod_ip, 8080), peer.udp(peer_ip, 443));
+            https.send_to(b"request", (pod_ip, 8080)).expect("sent");
+            assert_eq!(receive(&server).0, b"request", "{what}");
+            server.send_to(b"reply", (peer_ip, 443)).expect("sent");
+            assert_eq!(receive(&https).0, b"reply", "{what}");
+
+            // The request to port 8080 permits replies of that port only.
+            let other = if family == "IPv4" {
+                "10.123.0.9"
+            } else {
+                "fd00:123::9"
+            };
+            let other: IpAddr = other.parse().expect("an address");
+            for to in [(peer_ip, 443), (peer_ip, 54), (other, 53)] {
+                let refused = |result: io::Result<usize>| {
+                    let error = result.expect_err(&what).kind();
+                    assert_eq!(error, ErrorKind::PermissionDenied, "{what} {to:?}");
+                };
+                refused(client.send_to(b"refused", to));
+                let connected = pod.udp(pod_ip, 0);
+                connected.connect(to).expect("a route");
+                refused(connected.send(b"refused"));
+                let bound = pod.udp(pod_ip, 0);
+                setsockopt(&bound, BindToDevice, &"eth0".into()).expect("permitted");
+                refused(bound.send_to(b"refused", to));
+            }
+            assert!(!pod.sends_udp_as(1338, peer_ip, 443), "{what}");
+            assert!(pod.sends_udp_as(1337, peer_ip, 443), "{what}");
+            assert_eq!(receive(&https).0, b"user", "{what}");
+
+            let sibling = pod.udp(pod_ip, 8082);
+            client.send_to(b"sibling", (pod_ip, 8082)).expect("sent");
+            assert_eq!(receive(&sibling).0, b"sibling", "{what}");
+        }
+        for loopback in [
+            Ipv4Addr::LOCALHOST.into(),
+            IpAddr::from(Ipv6Addr::LOCALHOST),
+        ] {
+            let (server, client) = (pod.udp(loopback, 443), pod.udp(loopback, 0));
+            client.send_to(b"loopback", (loopback, 443)).expect("sent");
+            assert_eq!(receive(&server).0, b"loopback", "{name}");
+        }
+    }
+}
+
+#[test]
+fn invalid_resolv_conf_fails_and_changes_nothing() {
+    if !can_create_namespaces() {
+        return;
+    }
+    let (namespace, programs) = (Namespace::new(), backend_programs("nft"));
+    let output =
+        namespace.proxy_init_with_dns("search x\nnameserver dns\n", &FLAGS, programs.path());
+    let expected = "proxy-init: cannot restrict outbound UDP to DNS: line 2 of /etc/resolv.conf: \
+                    nameserver \"dns\", expected an IP address; correct dnsConfig of the pod or \
+                    the resolv.conf of its node, or set the annotation diy-service-mesh/outbound-udp to all\n";
+    assert_eq!(
+        (output.status.code(), &*text(&output.stderr)),
+        (Some(1), expected)
+    );
+    let saved = both_families(&namespace, "nft", "nat").concat();
+    assert!(!saved.contains("PROXY_"), "{saved}");
+}
+
+#[test]
 fn skips_sixty_port_ranges() {
     if !can_create_namespaces() {
         return;
@@ -298,10 +435,13 @@ fn names_rejected_rule_and_changes_nothing() {
     // A user namespace with root as its only user: the kernel rejects owner rules for unmapped
     // users.
     let script = format!(
-        "ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save -t nat",
+        "ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save",
         FLAGS.join(" ")
     );
-    for name in BACKENDS {
+    let dns = script.replacen("2>&1", "--outbound-udp=dns 2>&1", 1);
+    let scripts = [(script, "PROXY_OUTBOUND"), (dns, "PROXY_UDP")];
+    let scripts = scripts.iter();
+    for ((script, chain), name) in scripts.flat_map(|one| BACKENDS.map(|name| (one, name))) {
         let programs = backend_programs(name);
         let script = script.replace("NAME", name).replace(
             PROXY_INIT,
@@ -315,7 +455,7 @@ fn names_rejected_rule_and_changes_nothing() {
         let (report, saved) = stdout
             .split_once("code 1\n")
             .unwrap_or_else(|| panic!("proxy-init did not fail: {stdout}"));
-        let rule = "rule `-A PROXY_OUTBOUND -m owner --uid-owner 1337 -j RETURN` rejected: ";
+        let rule = format!("rule `-A {chain} -m owner --uid-owner 1337 -j RETURN` rejected: ");
         assert!(
             report.starts_with(&format!(
                 "proxy-init: cannot set the IPv4 rules: iptables-{name}: {rule}"
@@ -411,8 +551,9 @@ fn succeed(namespace: &Namespace, args: &[&str], path: &Path) -> String {
     text(&output.stdout)
 }
 
-fn both_families(namespace: &Namespace, backend: &str) -> [String; 2] {
-    ["iptables", "ip6tables"].map(|family| namespace.saved(&format!("{family}-{backend}-save")))
+fn both_families(namespace: &Namespace, backend: &str, table: &'static str) -> [String; 2] {
+    ["iptables", "ip6tables"]
+        .map(|family| namespace.saved(&format!("{family}-{backend}-save"), table))
 }
 
 /// The rules sorted by chain, in their order within a chain: iptables-save does not preserve the

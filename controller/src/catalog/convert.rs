@@ -202,6 +202,7 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
             .as_ref()
             .map(Injected::bypassed)
             .unwrap_or_default(),
+        restricts_udp: injected.as_ref().is_some_and(Injected::restricts_udp),
         inbound: injected.map_or(Inbound::default(), |injected| injected.inbound()),
         labels: metadata.labels.clone().unwrap_or_default(),
         key,

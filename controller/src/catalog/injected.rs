@@ -5,7 +5,7 @@
 //! the pod that runs.
 
 use diy_mesh_model::ports::PortSet;
-use diy_mesh_model::sidecar::Settings;
+use diy_mesh_model::sidecar::{OutboundUdp, Settings};
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec};
 
@@ -44,6 +44,12 @@ impl<'a> Injected<'a> {
         let skipped = self.proxy_init;
         let skipped = skipped.map(|init| ports(init, "--skip-inbound-ports="));
         skipped.unwrap_or_default() | ports(self.proxy, "--admin-port=")
+    }
+
+    /// Whether UDP of the containers reaches the resolvers of the pod only.
+    pub fn restricts_udp(&self) -> bool {
+        let arguments = self.proxy_init.iter().flat_map(|init| &init.args).flatten();
+        OutboundUdp::of_arguments(arguments.map(String::as_str)) == OutboundUdp::Dns
     }
 
     /// The inbound configuration of the proxy, and the ports that the application declares.
@@ -126,6 +132,7 @@ mod tests {
             let [before, now] = [&before, now].map(|pod| Injected::of(pod).unwrap());
             assert_eq!(before.inbound(), now.inbound(), "{name}");
             assert_eq!(before.bypassed(), now.bypassed(), "{name}");
+            assert!(!before.restricts_udp(), "{name}");
         }
     }
 
@@ -146,6 +153,7 @@ mod tests {
             .unwrap();
         let injected = Injected::of(&after).unwrap();
         assert_eq!(injected.bypassed().to_string(), "25,4001");
+        assert!(injected.restricts_udp());
         let opaque = injected.inbound().opaque_ports;
         assert_eq!(opaque.to_string(), "25,9000-9100");
         let first = pod(serde_yaml_ng::from_str(

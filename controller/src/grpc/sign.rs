@@ -300,6 +300,7 @@ mod tests {
             zone: "".into(),
             identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
             bypassed: Default::default(),
+            restricts_udp: false,
             inbound: Default::default(),
             labels: Default::default(),
         }))

@@ -19,6 +19,7 @@ fn pod(name: &str, ip: &str) -> Change {
         zone: "".into(),
         identity: None,
         bypassed: Default::default(),
+        restricts_udp: false,
         inbound: Default::default(),
         labels: Default::default(),
     }))

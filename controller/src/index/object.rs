@@ -386,6 +386,8 @@ pub struct Pod {
     pub identity: Option<Arc<str>>,
     /// The ports that are not redirected to the proxy of a meshed pod.
     pub bypassed: PortSet,
+    /// Whether UDP of its containers reaches the resolvers of the pod only.
+    pub restricts_udp: bool,
     /// The inbound configuration of its proxy.
     pub inbound: Inbound,
     /// The labels, which selectors of Services match.

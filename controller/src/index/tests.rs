@@ -138,6 +138,7 @@ pub(crate) fn pod(name: &str, addresses: &[&str]) -> Pod {
         zone: "".into(),
         identity: Some("spiffe://cluster.local/ns/shop/sa/web".into()),
         bypassed: Default::default(),
+        restricts_udp: false,
         inbound: Default::default(),
         labels: [("app".to_owned(), "web".to_owned())].into(),
     }

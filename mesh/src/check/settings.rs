@@ -2,7 +2,8 @@
 //! strict pods. Pure.
 
 use diy_mesh_injector::annotations::{self, INBOUND, INJECT, PREFIX, STATUS};
-use diy_mesh_model::sidecar::Settings;
+use diy_mesh_injector::settings::OUTBOUND_UDP;
+use diy_mesh_model::sidecar::{OutboundUdp, Settings};
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::ResourceExt;
 
@@ -23,6 +24,7 @@ pub(super) fn labels_and_annotations(facts: &Facts) -> Findings<'_> {
     if let Ok(pods) = &facts.pods {
         findings.extend(invalid_inject_annotations(pods));
         findings.extend(unknown_annotations(pods));
+        findings.extend(changed_udp_annotations(pods));
         if let Ok(namespaces) = &facts.namespaces {
             findings.extend(ineffective_annotations(pods, namespaces));
         }
@@ -81,6 +83,27 @@ fn unknown_annotations(pods: &[Pod]) -> Option<Finding> {
         active(pods).filter_map(unknown),
         "with an unknown annotation of the mesh, which has no effect",
         "correct the name: docs/reference.md lists the annotations",
+    )
+}
+
+/// Pods whose spec has another value than their annotation, which has changed since.
+fn changed_udp_annotations(pods: &[Pod]) -> Option<Finding> {
+    let changed = |pod: &Pod| {
+        let init = init_container(pod, "proxy-init")?;
+        let arguments = init.args.iter().flatten().map(String::as_str);
+        let created = OutboundUdp::of_arguments(arguments);
+        let default = OutboundUdp::default().to_string();
+        let now = annotation(pod, OUTBOUND_UDP).unwrap_or(&default);
+        let is_changed = now.trim().parse() != Ok(created);
+        is_changed.then(|| {
+            let name = name(pod);
+            format!("{name}: the annotation is {now}, and the pod was created with {created}")
+        })
+    };
+    warning(
+        meshed(pods).filter_map(changed),
+        &format!("with a change of {OUTBOUND_UDP}, which has no effect until they are recreated"),
+        "kubectl rollout restart (delete and create single pods)",
     )
 }
 
@@ -200,6 +223,42 @@ mod tests {
         let findings = labels_and_annotations(&facts(pods, json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
         assert_eq!(findings[0].details, ["shop/typo: diy-service-mesh/inbund"]);
+    }
+
+    #[test]
+    fn warns_of_changes_of_outbound_udp_until_the_restart() {
+        let pod = |name: &str, annotation: Option<&str>, argument: &str| {
+            let mut pod = meshed_pod(name, ready());
+            let containers = &mut pod.spec.as_mut().unwrap().init_containers;
+            let init = json!({"name": "proxy-init", "args": ["--proxy-uid=1337", argument]});
+            containers.as_mut().unwrap().push(object(init));
+            let annotation = annotation.map(|value| (OUTBOUND_UDP.into(), value.into()));
+            pod.annotations_mut().extend(annotation);
+            pod
+        };
+        let (none, dns) = ("--skip-outbound-ports=25", "--outbound-udp=dns");
+        let pods = vec![
+            pod("open", None, none),
+            pod("also-open", Some("all"), none),
+            pod("closed", Some(" DNS"), dns),
+            pod("web", Some("dns"), none),
+            pod("opened", Some("all"), dns),
+            pod("removed", None, dns),
+            pod("invalid", Some("none"), none),
+        ];
+        let findings = labels_and_annotations(&facts(pods, json!({}))).unwrap();
+        assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
+        let text = "4 pods with a change of diy-service-mesh/outbound-udp, which has no effect until they are recreated";
+        assert_eq!(findings[0].text, text);
+        assert_eq!(
+            findings[0].details,
+            [
+                "shop/web: the annotation is dns, and the pod was created with all",
+                "shop/opened: the annotation is all, and the pod was created with dns",
+                "shop/removed: the annotation is all, and the pod was created with dns",
+                "shop/invalid: the annotation is none, and the pod was created with all",
+            ]
+        );
     }
 
     #[test]

@@ -100,6 +100,13 @@ impl Namespace {
         }
     }
 
+    /// Adds an address to `eth0`.
+    pub fn add_address(&self, address: &'static str) {
+        let mut args = vec!["addr", "add", address, "dev", "eth0"];
+        args.extend(address.contains(':').then_some("nodad"));
+        self.run(move || command("ip", &args));
+    }
+
     /// Runs proxy-init with `path` as `PATH`.
     pub fn proxy_init(&self, args: &[&str], path: &Path) -> Output {
         let args: Vec<OsString> = args.iter().map(OsString::from).collect();
@@ -114,10 +121,23 @@ impl Namespace {
         })
     }
 
-    /// Output of `iptables-save` for the nat table without comments, which contain timestamps.
-    pub fn saved(&self, program: &str) -> String {
+    /// Like [`Self::proxy_init`], restricted to DNS to the nameservers in a resolv.conf.
+    pub fn proxy_init_with_dns(&self, resolv_conf: &str, args: &[&str], path: &Path) -> Output {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), resolv_conf).expect("written");
+        let script = "mount --bind \"$0\" /etc/resolv.conf; exec env -i PATH=\"$1\" \"$2\" --outbound-udp=dns $3";
+        let mut command = Command::new("unshare");
+        command
+            .args(["-m", "sh", "-ec", script])
+            .args([file.path(), path, Path::new(PROXY_INIT)])
+            .arg(args.join(" "));
+        self.run(move || command.output().expect("it starts"))
+    }
+
+    /// Output of `iptables-save` for a table without comments, which contain timestamps.
+    pub fn saved(&self, program: &str, table: &'static str) -> String {
         let program = program.to_owned();
-        let text = self.run(move || command(&program, &["-t", "nat"]));
+        let text = self.run(move || command(&program, &["-t", table]));
         text.lines()
             .filter(|line| !line.starts_with('#'))
             .map(|line| format!("{line}\n"))
@@ -163,6 +183,16 @@ impl Namespace {
                 .expect("bash starts");
             assert!(output.status.success(), "{}", text(&output.stderr));
             text(&output.stdout)
+        })
+    }
+
+    /// Sends a datagram as another user, and returns whether the kernel accepted it.
+    pub fn sends_udp_as(&self, uid: u32, address: impl Into<IpAddr>, port: u16) -> bool {
+        let script = format!("printf user > /dev/udp/{}/{port}", address.into());
+        self.run(move || {
+            let mut command = Command::new("bash");
+            let output = command.args(["-c", &script]).uid(uid).output();
+            output.expect("bash starts").status.success()
         })
     }
 

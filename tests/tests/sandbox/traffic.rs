@@ -1,6 +1,7 @@
 //! Traffic in a sandbox: meshed and unmeshed pods, injection by namespace, skipped and opaque
 //! ports.
 
+use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::sandbox::{
     MESHED, get, http_server, request_until, shell, single_pod, wait_for_line, with_mesh,
 };
@@ -118,6 +119,39 @@ fn skipped_ports_bypass_the_proxy() {
             .iter()
             .any(|line| line.starts_with("Inbound connection"))
     );
+}
+
+#[test]
+fn pod_restricted_to_dns_sends_no_udp_and_calls_over_tcp() {
+    let closed = format!("{MESHED}, diy-service-mesh/outbound-udp: dns");
+    let open = shell(MESHED).replace("namespace: clients", "namespace: open");
+    let objects = [http_server(1, "1.0", MESHED), shell(&closed), open];
+    let Some(sandbox) = with_mesh(&objects.join("---")) else {
+        return;
+    };
+    let server = single_pod(&sandbox, "servers", "http-server");
+    let [closed, open] = ["clients", "open"].map(|name| single_pod(&sandbox, name, "shell"));
+    let send = |from: &PodView, to: &PodView| {
+        let to = to.ip.as_deref().unwrap();
+        let script = format!("printf datagram > /dev/udp/{to}/443");
+        sandbox
+            .exec(from, "shell", &["bash", "-c", &script])
+            .unwrap()
+    };
+    let refused = send(&closed, &server);
+    assert!(
+        refused.stderr.contains("Operation not permitted"),
+        "{refused:?}"
+    );
+    for (from, to) in [(&open, &server), (&open, &closed), (&closed, &closed)] {
+        let sent = send(from, to);
+        assert_eq!(sent.stderr, "", "{from:?} {to:?}");
+    }
+    let response = get(&sandbox, &closed, "http-server.servers", 80);
+    assert!(response.contains(HELLO), "{response}");
+    wait_for_line(&sandbox, &closed, "proxy-init", "the refusal", |line| {
+        line.starts_with("outbound UDP is refused, except: loopback, replies, ")
+    });
 }
 
 #[test]
