@@ -210,6 +210,17 @@ async fn opaque_ports_are_named_where_a_server_would_be_asked() {
 #[tokio::test(start_paused = true)]
 async fn outbound_policy_names_the_proxies_that_enforce_inbound_ones_only() {
     let hub = catalog();
+    // Ports of destinations are none that pods declare.
+    for (name, address) in [("replica", "10.0.0.1"), ("client", "10.0.0.2")] {
+        let mut one = pod(name, &[address]);
+        one.inbound.ports = [ContainerPort {
+            name: "".into(),
+            port: 8080,
+            protocol: Transport::Tcp,
+        }]
+        .into();
+        apply(&hub, [Object::Pod(one)]);
+    }
     let spec = json!({
         "targetRefs": [{"kind": "Pod", "selector": {}}],
         "direction": "Outbound",
