@@ -99,6 +99,7 @@ fn pod(namespace: &str, app: &str, name: &str, address: IpAddr, ready: bool) -> 
         key: Key::new(namespace, name),
         uid: "".into(),
         addresses: vec![address],
+        host_network: false,
         terminating: false,
         ready,
         created: 0,

@@ -126,6 +126,8 @@ pub struct Counts {
     pub earlier: usize,
     /// Those without AuthorizationPolicies.
     pub unauthorizing: usize,
+    /// Those without AuthorizationPolicies about calls by their pods.
+    pub without_egress: usize,
 }
 
 impl Default for Hub {
@@ -446,6 +448,7 @@ impl Hub {
         Counts {
             earlier: subscribers.count_lacking(|lacking| lacking.policies),
             unauthorizing: subscribers.count_lacking(|lacking| lacking.authorization),
+            without_egress: subscribers.count_lacking(|lacking| lacking.egress),
             objects: Kind::ALL.map(|kind| (kind, index.count(kind))).into(),
             resources,
             subscriptions,

@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use diy_mesh_proto::{CAPABILITY_AUTHORIZATION, CAPABILITY_POLICY, CAPABILITY_ROUTES};
+use diy_mesh_proto::{
+    CAPABILITY_AUTHORIZATION, CAPABILITY_EGRESS, CAPABILITY_POLICY, CAPABILITY_ROUTES,
+};
 use diy_mesh_runtime::metrics::{on_scrape, register_family, register_process, render};
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
@@ -194,6 +196,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         subscriptions,
         earlier,
         unauthorizing,
+        without_egress,
     } = hub.counts();
     let objects = objects
         .into_iter()
@@ -228,6 +231,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             (CAPABILITY_ROUTES, earlier as i64),
             (CAPABILITY_POLICY, earlier as i64),
             (CAPABILITY_AUTHORIZATION, unauthorizing as i64),
+            (CAPABILITY_EGRESS, without_egress as i64),
         ],
     )
 }
@@ -289,6 +293,7 @@ mod tests {
             key: Key::new("shop", "web"),
             uid: "".into(),
             addresses: vec!["10.0.0.1".parse().unwrap()],
+            host_network: false,
             terminating: false,
             ready: true,
             created: 0,

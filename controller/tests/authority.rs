@@ -139,6 +139,7 @@ impl Replica {
                 key: Key::new("shop", name),
                 uid: (*name).into(),
                 addresses: vec![],
+                host_network: false,
                 terminating: false,
                 ready: true,
                 created: 0,

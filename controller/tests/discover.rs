@@ -218,7 +218,10 @@ fn own_pod(uid: &str, arguments: &str) -> String {
 async fn self_is_the_inbound_configuration_of_the_pod_that_the_token_names() {
     let sandbox = Sandbox::start(&[]).await;
     let mut discover = sandbox.client().await.discover().await;
-    assert_eq!(discover.capabilities, "self,edges,authorization,backend");
+    assert_eq!(
+        discover.capabilities,
+        "self,edges,authorization,egress,backend"
+    );
     discover.subscribe_to(ResourceType::Self_, "").await;
     discover.subscribe("192.0.2.1:80", "").await;
     assert_eq!(

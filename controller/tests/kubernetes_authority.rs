@@ -311,6 +311,7 @@ impl Replica {
             key: Key::new(namespace, "web"),
             uid: "web".into(),
             addresses: vec![],
+            host_network: false,
             terminating: false,
             ready,
             created: 0,

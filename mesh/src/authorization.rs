@@ -1,12 +1,13 @@
-//! Who may call pods: calls, and the verdict on them of what the proxies of the pods are told, with
-//! the evaluator that they run. Of a call, not everything may be known. Pure.
+//! Who may call pods, and what they may call outside of the cluster: calls, and the verdict on them of
+//! what the proxies of the pods are told, with the evaluator that they run. Of a call, not everything
+//! may be known. Pure.
 
 mod assume;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
-    net::{IpAddr, Ipv4Addr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     str::FromStr,
     sync::Arc,
 };
@@ -17,9 +18,9 @@ use diy_mesh_controller::{
 };
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_proto::{
-    authorization::{Authorization, Call as Judged, Denial, Request, Token, authorizers},
+    authorization::{Authorization, Call as Judged, Denial, Request, Token, authorizers, edge},
     mesh::v1::{
-        self as proto, AuthorizedPath, authorization_policy::Action,
+        self as proto, AuthorizedPath, Workload, authorization_policy::Action,
         get_authorization_response::Pod, workload::InboundMode,
     },
 };
@@ -103,6 +104,33 @@ impl FromStr for Target {
             }
             _ => Err("expected NAMESPACE/NAME or NAMESPACE/NAME:PORT of a Service or a pod".into()),
         }
+    }
+}
+
+/// A destination outside of the cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Destination {
+    /// The name in the ClientHello or in Host. `None`: there is none.
+    pub host: Option<String>,
+    /// The address. `None`: not known.
+    pub address: Option<IpAddr>,
+    /// The port.
+    pub port: u16,
+}
+
+impl FromStr for Destination {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.to_ascii_lowercase();
+        let expected = "expected HOST:PORT or ADDRESS:PORT of a destination outside of the cluster";
+        let (host, port) = edge::destination(&text).ok_or(expected)?;
+        let address = text.parse().ok().map(|address: SocketAddr| address.ip());
+        Ok(Self {
+            host: address.is_none().then(|| host.to_owned()),
+            address,
+            port,
+        })
     }
 }
 
@@ -258,34 +286,72 @@ pub fn pods(index: &Index, target: &Target) -> Option<Vec<Pod>> {
     Some(pods.iter().filter_map(pod).collect())
 }
 
-/// The verdicts at all ports of the pods, each with the pods that have it.
-pub fn verdicts(pods: &[Pod], call: &Call) -> Vec<(u32, Verdict, Vec<String>)> {
+/// A port, the verdict there, and the pods that have it.
+pub type Row = (u32, Verdict, Vec<String>);
+
+/// The verdicts at all ports of the pods.
+pub fn verdicts(pods: &[Pod], call: &Call) -> Vec<Row> {
+    let judged = pods.iter().flat_map(|pod| {
+        let ports = pod.ports.iter();
+        ports.map(move |port| (pod, *port, judge(pod, *port, call)))
+    });
+    grouped(judged)
+}
+
+/// The verdicts on a call by the pods to outside of the cluster.
+pub fn outbound_verdicts(pods: &[Pod], to: &Destination) -> Vec<Row> {
+    let judged = pods.iter();
+    grouped(judged.map(|pod| (pod, to.port.into(), judge_outbound(pod, to))))
+}
+
+fn grouped<'a>(judged: impl Iterator<Item = (&'a Pod, u32, Verdict)>) -> Vec<Row> {
     let mut all: BTreeMap<_, Vec<String>> = BTreeMap::new();
-    for pod in pods {
-        for port in &pod.ports {
-            let name = format!("{}/{}", pod.namespace, pod.name);
-            all.entry((*port, judge(pod, *port, call)))
-                .or_default()
-                .push(name);
-        }
+    for (pod, port, verdict) in judged {
+        let name = format!("{}/{}", pod.namespace, pod.name);
+        all.entry((port, verdict)).or_default().push(name);
     }
     let all = all.into_iter();
     all.map(|((port, verdict), pods)| (port, verdict, pods))
         .collect()
 }
 
-/// The verdict on a call at a port of a pod.
-pub fn judge(pod: &Pod, port: u32, call: &Call) -> Verdict {
+/// What the proxy of a pod is told, or the verdict without it.
+fn told(pod: &Pod) -> Result<&Workload, Verdict> {
     if pod.identity.is_empty() {
-        return Verdict::new(Outcome::Allowed, "the pod has no proxy");
+        return Err(Verdict::new(Outcome::Allowed, "the pod has no proxy"));
     }
-    if pod.bypassed.contains(&port) {
-        return Verdict::new(Outcome::Allowed, "the port bypasses the proxy");
-    }
-    let Some(workload) = &pod.workload else {
+    pod.workload.as_ref().ok_or_else(|| {
         let reason = "a policy of the mesh is invalid, or policies cannot be read: the proxy keeps \
                       those that it has";
-        return Verdict::new(Outcome::Unknown, reason);
+        Verdict::new(Outcome::Unknown, reason)
+    })
+}
+
+/// The verdict on a call by a pod to outside of the cluster.
+pub fn judge_outbound(pod: &Pod, to: &Destination) -> Verdict {
+    let call = Call {
+        caller: Caller::Unauthenticated,
+        address: to.address,
+        request: None,
+    };
+    let none = proto::Authorization::default();
+    match told(pod) {
+        Err(verdict) => verdict,
+        Ok(workload) => {
+            let message = workload.egress.as_ref().unwrap_or(&none);
+            judge_policies(message, None, to.host.as_deref(), to.port.into(), &call)
+        }
+    }
+}
+
+/// The verdict on a call at a port of a pod.
+pub fn judge(pod: &Pod, port: u32, call: &Call) -> Verdict {
+    if pod.bypassed.contains(&port) && !pod.identity.is_empty() {
+        return Verdict::new(Outcome::Allowed, "the port bypasses the proxy");
+    }
+    let workload = match told(pod) {
+        Ok(workload) => workload,
+        Err(verdict) => return verdict,
     };
     let is_strict = workload.inbound_mode() == InboundMode::Strict;
     if is_strict && call.caller == Caller::Unauthenticated {
@@ -306,13 +372,15 @@ pub fn judge(pod: &Pod, port: u32, call: &Call) -> Verdict {
     };
     let none = proto::Authorization::default();
     let message = workload.authorization.as_ref().unwrap_or(&none);
-    judge_policies(message, call.caller.identity(pod).as_ref(), port, &call)
+    let identity = call.caller.identity(pod);
+    judge_policies(message, identity.as_ref(), None, port, &call)
 }
 
 /// The verdict of policies, with what is not known assumed against the call, and for it.
 fn judge_policies(
     message: &proto::Authorization,
     identity: Option<&Identity>,
+    host: Option<&str>,
     port: u32,
     call: &Call,
 ) -> Verdict {
@@ -320,7 +388,7 @@ fn judge_policies(
         identity,
         address: call.address.unwrap_or(Ipv4Addr::UNSPECIFIED.into()),
         port: port.try_into().unwrap_or_default(),
-        host: None,
+        host,
         request: call.request.as_ref().map(|request| request as &dyn Request),
         token: None,
     };

@@ -109,6 +109,7 @@ pub fn pod(group: &Group, name: &str, trust_domain: &str) -> Pod {
         key: Key::new(namespace, name),
         uid: "".into(),
         addresses: vec![],
+        host_network: false,
         terminating: false,
         ready: true,
         created: 0,

@@ -10,13 +10,13 @@ use diy_mesh_controller::{
     },
 };
 use diy_mesh_proto::mesh::v1::{
-    authorization_policy::Action, get_authorization_response::Pod as Row,
-    get_edges_response::Group, workload::InboundMode,
+    AuthorizationPolicy, Edge, authorization_policy::Action,
+    get_authorization_response::Pod as Row, get_edges_response::Group, workload::InboundMode,
 };
 use serde::Serialize;
 
 use crate::{
-    authorization::{Outcome, Verdict, judge},
+    authorization::{Destination, Outcome, Verdict, judge, judge_outbound},
     edges::{self, Observed},
 };
 
@@ -32,7 +32,8 @@ pub struct Plan {
     /// Calls that would be denied, allowed again, a question to an authorization server, or of which
     /// that is not known.
     pub effects: Vec<Effect>,
-    /// Ports that no rule of the new policies is about.
+    /// Ports that no rule of the new policies is about, and pods whose calls to outside of the cluster
+    /// need a rule now.
     pub closed: Vec<Closed>,
     /// Groups of which not all calls were kept.
     pub incomplete: Vec<String>,
@@ -41,9 +42,9 @@ pub struct Plan {
 /// The new verdict on a kind of calls.
 #[derive(Debug, Serialize)]
 pub struct Effect {
-    /// The called pods.
+    /// The called pods, or those that call outside of the cluster.
     pub pods: String,
-    /// Their port.
+    /// The called port.
     pub port: u32,
     /// The calls.
     pub call: String,
@@ -52,13 +53,13 @@ pub struct Effect {
     pub verdict: Verdict,
 }
 
-/// A port that ALLOW policies cover, without a rule for it.
+/// A port that ALLOW policies cover, without a rule for it, or all outside of the cluster.
 #[derive(Debug, Serialize)]
 pub struct Closed {
     /// The pods.
     pub pods: String,
-    /// Their port.
-    pub port: u32,
+    /// Their port. `None`: calls by them to outside of the cluster.
+    pub port: Option<u32>,
     /// The first of the policies.
     pub policy: String,
 }
@@ -114,30 +115,65 @@ impl Plan {
         let pods = edges::title(group);
         let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
         for edge in edges.clone() {
-            let Some(call) = edges::call(edge) else {
+            let Some((port, call, [before, after])) = verdicts(edge, [old, new]) else {
                 continue;
             };
-            let [before, after] = [old, new].map(|row| judge(row, edge.port, &call));
             let is_news = after.verdict != Outcome::Allowed || before.verdict == Outcome::Denied;
             if is_news && before != after {
                 self.effects.push(Effect {
                     pods: pods.clone(),
-                    port: edge.port,
-                    call: edges::describe(edge),
+                    port,
+                    call,
                     verdict: after,
                 });
             }
         }
-        let seen = edges.map(|edge| edge.port);
+        let seen = edges.map(|edge| edge.port).filter(|port| *port > 0);
         let ports: BTreeSet<u32> = new.ports.iter().copied().chain(seen).collect();
         let closed = ports.into_iter().filter_map(|port| {
             let policy = closed(new, port).filter(|_| closed(old, port).is_none())?;
             let pods = pods.clone();
-            Some(Closed { pods, port, policy })
+            Some(Closed {
+                pods,
+                port: Some(port),
+                policy,
+            })
         });
         self.closed.extend(closed);
+        let closing = closing(new).filter(|_| closing(old).is_none());
+        self.closed.extend(closing.map(|policy| Closed {
+            pods: pods.clone(),
+            port: None,
+            policy,
+        }));
         self.incomplete.extend(group.incomplete.then_some(pods));
     }
+}
+
+/// The port and the text of the calls of an edge, and the verdicts on them.
+fn verdicts(edge: &Edge, rows: [&Row; 2]) -> Option<(u32, String, [Verdict; 2])> {
+    if edge.destination.is_empty() {
+        let call = edges::call(edge)?;
+        let verdicts = rows.map(|row| judge(row, edge.port, &call));
+        return Some((edge.port, edges::describe(edge), verdicts));
+    }
+    let to: Destination = edge.destination.parse().ok()?;
+    let call = format!("to {}", edge.destination);
+    let verdicts = rows.map(|row| judge_outbound(row, &to));
+    Some((to.port.into(), call, verdicts))
+}
+
+/// The policy that denies calls to outside of the cluster unless a rule allows them: the first ALLOW
+/// policy, or that of the default.
+fn closing(row: &Row) -> Option<String> {
+    let egress = row.workload.as_ref()?.egress.as_ref()?;
+    let mut policies = egress.policies.iter();
+    let is_closing = |policy: &&AuthorizationPolicy| {
+        !policy.audit && policy.action() == Action::Allow && policy.ports.is_empty()
+    };
+    let default = egress.deny_by_default.then_some(&egress.default_name);
+    let first = policies.find(is_closing).map(|policy| &policy.name);
+    first.or(default).cloned()
 }
 
 /// The first ALLOW policy that covers a port, if no rule of them is about it.

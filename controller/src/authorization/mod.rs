@@ -1,4 +1,4 @@
-//! AuthorizationPolicies: who may call which pods. Pure.
+//! AuthorizationPolicies: who may call which pods, and what pods may call outside of the cluster. Pure.
 //!
 //! `parse.rs` reads objects, and `crate::index::authorization` selects the policies of each pod, whose
 //! proxy enforces them. A policy that is invalid denies the calls that it could be about.
@@ -47,8 +47,24 @@ pub type AuthorizationPolicy = Checked<Arc<Content>>;
 pub struct Content {
     /// In the order of the parents.
     pub targets: Arc<[Target]>,
+    /// The calls that it is about: of both directions, if the direction cannot be read.
+    pub directions: &'static [Direction],
     /// What applies to them.
     pub effect: Effect,
+}
+
+/// The direction of calls, seen from a pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Calls to the pod.
+    Inbound,
+    /// Calls by the pod to outside of the cluster.
+    Outbound,
+}
+
+impl Direction {
+    /// Both directions.
+    pub const ALL: [Direction; 2] = [Direction::Inbound, Direction::Outbound];
 }
 
 /// Pods.
@@ -172,13 +188,18 @@ impl AuthorizationPolicy {
         meta: Meta,
         parents: Vec<ParentReference>,
         targets: Arc<[Target]>,
+        directions: &'static [Direction],
         effect: Result<Effect, (Rejection, Mode)>,
     ) -> AuthorizationPolicy {
         let (effect, invalid) = match effect {
             Ok(effect) => (effect, None),
             Err((rejection, mode)) => (Effect::denying(&meta.key, mode), Some(rejection)),
         };
-        let content = Arc::new(Content { targets, effect });
+        let content = Arc::new(Content {
+            targets,
+            directions,
+            effect,
+        });
         let mut policy = Checked::new(meta, parents, Ok(content));
         policy.invalid = invalid;
         policy
@@ -189,6 +210,11 @@ impl AuthorizationPolicy {
         self.content.as_ref().expect("an invalid policy denies")
     }
 
+    /// Whether it is about the calls of a direction.
+    pub fn is_about(&self, direction: Direction) -> bool {
+        self.applied().directions.contains(&direction)
+    }
+
     /// The policy as one of the namespace of the mesh: an ALLOW there covers only ports that it names.
     pub fn of_mesh(mut self) -> AuthorizationPolicy {
         if let Effect::Rules(rules) = &self.applied().effect
@@ -196,8 +222,12 @@ impl AuthorizationPolicy {
             && rules.message.ports.is_empty()
         {
             let effect = Effect::denying(&self.key, rules.mode());
-            let targets = self.applied().targets.clone();
-            self.content = Ok(Arc::new(Content { targets, effect }));
+            let content = self.applied();
+            self.content = Ok(Arc::new(Content {
+                targets: content.targets.clone(),
+                directions: content.directions,
+                effect,
+            }));
             let message = "spec.scope: an ALLOW in the namespace of the mesh requires Ports";
             self.invalid = Some(Rejection::new(INVALID, message.to_owned()));
         }

@@ -2,7 +2,8 @@
 //!
 //! Nothing relies on the validation of the API server: objects from files have none. Each invalid
 //! field is named, with its value and the expected value. An invalid policy denies the calls of its
-//! targets, or, if these cannot be read, of all pods of its namespace.
+//! targets, or, if these cannot be read, of all pods of its namespace: those of its direction, or, if
+//! this cannot be read, of both.
 
 pub(crate) mod authorizer;
 mod issuers;
@@ -14,7 +15,7 @@ use std::sync::Arc;
 
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_proto::authorization::{
-    ISSUERS_REVISION, MAX_ISSUERS, MAX_ITEMS, MAX_RULES, REVISION, check,
+    ISSUERS_REVISION, MAX_ISSUERS, MAX_ITEMS, MAX_RULES, REVISION, check, check_egress,
 };
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::Violation;
@@ -23,9 +24,10 @@ use proto::authorization_source::Kind as SourceKind;
 use serde_json::Value;
 
 use super::keys::{self, Entry};
-use super::spec::{AuthorizationPolicySpec, Rule, Selector, Source};
+use super::spec::{AuthorizationPolicySpec, Destination, Rule, Selector, Source};
 use super::{
-    AuthorizationPolicy, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target, name,
+    AuthorizationPolicy, Direction, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target,
+    name,
 };
 use crate::fields::with_unknown_fields;
 use crate::index::object::Key;
@@ -42,8 +44,10 @@ const MAX_REQUESTS: usize = 16;
 /// Parses a policy. Service accounts are of the trust domain. The status has keys of issuers.
 pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> AuthorizationPolicy {
     let targets = targets(&meta.key, &spec["targetRefs"]);
+    let directions = directions(spec);
     let reader = Reader {
         key: &meta.key,
+        directions,
         trust_domain,
         known: keys::entries(status),
     };
@@ -65,7 +69,16 @@ pub fn policy(meta: Meta, spec: &Value, status: &Value, trust_domain: &str) -> A
     });
     let targets = targets.unwrap_or_else(|_| vec![Target::Pods(Selector::default())]);
     let parents = targets.iter().map(reference).collect();
-    AuthorizationPolicy::with(meta, parents, targets.into(), effect)
+    AuthorizationPolicy::with(meta, parents, targets.into(), directions, effect)
+}
+
+fn directions(spec: &Value) -> &'static [Direction] {
+    let direction = spec.as_object().map(|spec| spec.get("direction"));
+    match direction.map(|direction| direction.map(Value::as_str)) {
+        Some(None | Some(Some("Inbound"))) => &[Direction::Inbound],
+        Some(Some(Some("Outbound"))) => &[Direction::Outbound],
+        _ => &Direction::ALL,
+    }
 }
 
 /// Reads a spec. What it does not have differs from what is empty, and `null` is neither.
@@ -137,6 +150,7 @@ fn each<S, T>(
 /// What sources depend on.
 struct Reader<'a> {
     key: &'a Key,
+    directions: &'static [Direction],
     trust_domain: &'a str,
     /// The keys in the status.
     known: Vec<Entry>,
@@ -148,6 +162,21 @@ impl Reader<'_> {
         spec: AuthorizationPolicySpec,
         targets: &[Target],
     ) -> Result<Effect, Rejection> {
+        let [direction] = *self.directions else {
+            let direction = spec.direction.unwrap_or_default();
+            return Err(unsupported(
+                "spec.direction",
+                &direction,
+                "Inbound or Outbound",
+            ));
+        };
+        let check = match direction {
+            Direction::Inbound => check,
+            Direction::Outbound => {
+                check_outbound(&spec, targets)?;
+                check_egress
+            }
+        };
         if let Some(default) = &spec.default_action {
             return self::default(default, &spec, targets);
         }
@@ -182,8 +211,16 @@ impl Reader<'_> {
         let specs = specs.into_iter().enumerate();
         let rules = specs.map(|(at, rule)| {
             let field = format!("spec.rules[{at}]");
-            policy.rules = vec![self.rule(rule, !policy.issuers.is_empty(), &field)?];
-            check(&policy).map_err(|violation| rejected(&field, "rules.", &violation))?;
+            check_fields(&rule, direction, &field)?;
+            let has_issuers = !policy.issuers.is_empty();
+            policy.rules = vec![self.rule(rule, action, has_issuers, &field)?];
+            check(&policy).map_err(|violation| match (direction, violation.field) {
+                (Direction::Outbound, "rules.sources.ipBlock" | "rules.hosts") => {
+                    let field = format!("{field}.destinations");
+                    unsupported(&field, &violation.value, &violation.expected)
+                }
+                _ => rejected(&field, "rules.", &violation),
+            })?;
             Ok(policy.rules.swap_remove(0))
         });
         let rules = rules.collect::<Result<Vec<_>, _>>()?;
@@ -201,14 +238,15 @@ impl Reader<'_> {
     fn rule(
         &self,
         spec: Rule,
+        action: Action,
         has_issuers: bool,
         field: &str,
     ) -> Result<proto::AuthorizationRule, Rejection> {
-        let sources = match spec.sources {
-            Some(sources) if sources.is_empty() => Some(vec![]),
-            Some(sources) => Some(self.sources(&format!("{field}.sources"), Some(sources))?),
-            None => None,
-        };
+        let source = |source, field: &str| self.source(source, field);
+        let destination = |one, field: &str| destination(one, action, field);
+        let sources = ends(&format!("{field}.sources"), spec.sources, source)?;
+        let at = format!("{field}.destinations");
+        let destinations = ends(&at, spec.destinations, destination)?;
         let at = format!("{field}.networkAttributes.ports");
         let ports = spec.network_attributes.map(|one| one.ports);
         let ports = each(&at, ports, MAX_ITEMS, |port, _| Ok(port.into()))?;
@@ -220,20 +258,15 @@ impl Reader<'_> {
         };
         Ok(proto::AuthorizationRule {
             revision,
-            sources: sources.map(|sources| proto::AuthorizationSources { sources }),
-            not_sources: self.sources(&format!("{field}.notSources"), spec.not_sources)?,
+            sources: sources.or(destinations),
+            not_sources: each(
+                &format!("{field}.notSources"),
+                spec.not_sources,
+                MAX_ITEMS,
+                source,
+            )?,
             ports,
             requests: each(&at, spec.requests, MAX_REQUESTS, request)?,
-        })
-    }
-
-    fn sources(
-        &self,
-        field: &str,
-        specs: Option<Vec<Source>>,
-    ) -> Result<Vec<proto::AuthorizationSource>, Rejection> {
-        each(field, specs, MAX_ITEMS, |source, field| {
-            self.source(source, field)
         })
     }
 
@@ -288,6 +321,84 @@ impl Reader<'_> {
             trust_domain: self.trust_domain.to_owned(),
             ..matches
         }))
+    }
+}
+
+/// The callers, or the destinations. An empty list has none.
+fn ends<S>(
+    field: &str,
+    list: Option<Vec<S>>,
+    convert: impl Fn(S, &str) -> Result<proto::AuthorizationSource, Rejection>,
+) -> Result<Option<proto::AuthorizationSources>, Rejection> {
+    let Some(list) = list else {
+        return Ok(None);
+    };
+    let list = Some(list).filter(|list| !list.is_empty());
+    let sources = each(field, list, MAX_ITEMS, convert)?;
+    Ok(Some(proto::AuthorizationSources { sources }))
+}
+
+fn destination(
+    spec: Destination,
+    action: Action,
+    field: &str,
+) -> Result<proto::AuthorizationSource, Rejection> {
+    let kind = match (&*spec.kind, spec.host, spec.ip_block) {
+        ("Host", Some(_), None) if action == Action::Deny => {
+            let message = "a DENY by name cannot be made safe: the application may leave the name \
+                           out; use IPBlock, or an ALLOW of other names";
+            return Err(invalid(format!("{field}.host: {message}")));
+        }
+        ("Host", Some(host), None) => SourceKind::Host(host),
+        ("IPBlock", None, Some(block)) => SourceKind::IpBlock(block),
+        (kind, ..) => {
+            let expected = "Host or IPBlock, with its field and no other";
+            return Err(unsupported(&format!("{field}.type"), kind, expected));
+        }
+    };
+    Ok(proto::AuthorizationSource { kind: Some(kind) })
+}
+
+/// Calls to outside of the cluster have no Service, no token, and no authorization server.
+fn check_outbound(spec: &AuthorizationPolicySpec, targets: &[Target]) -> Result<(), Rejection> {
+    let mut services = targets.iter();
+    let is_external = spec.action.as_deref() == Some("ExternalAuth");
+    let fields = [
+        ("issuers", spec.issuers.is_some()),
+        ("externalAuth", spec.external_auth.is_some() || is_external),
+        (
+            "targetRefs of kind Service",
+            services.any(|target| matches!(target, Target::Service(_))),
+        ),
+    ];
+    excluded("spec", &fields, "Outbound")
+}
+
+/// A rule has no field of the other direction.
+fn check_fields(rule: &Rule, direction: Direction, field: &str) -> Result<(), Rejection> {
+    match direction {
+        Direction::Inbound => {
+            let fields = [("destinations", rule.destinations.is_some())];
+            excluded(field, &fields, "Inbound")
+        }
+        Direction::Outbound => {
+            let fields = [
+                ("sources", rule.sources.is_some()),
+                ("notSources", rule.not_sources.is_some()),
+                ("requests", rule.requests.is_some()),
+            ];
+            excluded(field, &fields, "Outbound")
+        }
+    }
+}
+
+fn excluded(field: &str, fields: &[(&str, bool)], direction: &str) -> Result<(), Rejection> {
+    match fields.iter().find(|(_, is_set)| *is_set) {
+        None => Ok(()),
+        Some((name, _)) => {
+            let message = format!("{field}.{name}: expected none with direction {direction}");
+            Err(invalid(message))
+        }
     }
 }
 

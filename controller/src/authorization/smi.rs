@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::spec::Selector;
-use super::{AuthorizationPolicy, INVALID, Mode, Target, parse};
+use super::{AuthorizationPolicy, Direction, INVALID, Mode, Target, parse};
 use crate::checked::Checked;
 use crate::index::object::{Key, Kind};
 use crate::routes::UNSUPPORTED_VALUE;
@@ -122,7 +122,8 @@ pub fn tcp(meta: Meta, spec: &Value) -> TcpGroup {
 fn denying(meta: Meta, target: Target, rejection: &Rejection) -> AuthorizationPolicy {
     let parent = parse::reference(&target);
     let effect = Err((rejection.clone(), Mode::Enforce));
-    AuthorizationPolicy::with(meta, vec![parent], [target].into(), effect)
+    let (targets, directions) = ([target].into(), &[Direction::Inbound]);
+    AuthorizationPolicy::with(meta, vec![parent], targets, directions, effect)
 }
 
 fn invalid(message: &str) -> Rejection {

@@ -12,9 +12,10 @@ use serde::Deserialize;
 #[cfg(test)]
 use super::tests::crd;
 
-/// Who may call pods. A call that a rule of a DENY policy matches is denied. Else, where ALLOW
-/// policies cover its port, a rule of one of them has to match. Else the default decides. A request
-/// that is allowed so, and that a rule of an ExternalAuth policy matches, is for its server to allow.
+/// Who may call pods, or what they may call outside of the cluster. A call that a rule of a DENY
+/// policy matches is denied. Else, where ALLOW policies cover its port, a rule of one of them has to
+/// match. Else the default decides. A request that is allowed so, and that a rule of an ExternalAuth
+/// policy matches, is for its server to allow.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
@@ -26,6 +27,10 @@ pub struct AuthorizationPolicySpec {
     /// all namespaces.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend("x-kubernetes-list-type" = "atomic")))]
     pub target_refs: Vec<TargetRef>,
+    /// Inbound (default): calls to the pods. Outbound: calls by the pods to outside of the cluster, of
+    /// which rules name destinations and their ports.
+    #[cfg_attr(test, schemars(extend("enum" = ["Inbound", "Outbound"])))]
+    pub direction: Option<String>,
     /// ALLOW: calls are allowed if a rule matches. DENY: calls are denied if a rule matches.
     /// ExternalAuth: requests that a rule matches are denied unless a server allows them.
     #[cfg_attr(test, schemars(extend("enum" = ["ALLOW", "DENY", "ExternalAuth"])))]
@@ -289,6 +294,9 @@ pub struct Rule {
     /// Callers that do not match.
     #[cfg_attr(test, schemars(length(min = 1, max = 64), extend("x-kubernetes-list-type" = "atomic")))]
     pub not_sources: Option<Vec<Source>>,
+    /// The destinations, of Outbound. Omitted: every one. []: none.
+    #[cfg_attr(test, schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic")))]
+    pub destinations: Option<Vec<Destination>>,
     /// The ports. Omitted: all.
     pub network_attributes: Option<NetworkAttributes>,
     /// Of several conditions on the request, one holds. Omitted: every request, and every connection.
@@ -327,6 +335,27 @@ pub struct Source {
     pub ip_block: Option<String>,
 }
 
+/// A destination outside of the cluster.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[cfg_attr(test, schemars(extend("required" = ["type"], "x-kubernetes-validations" = crd::rule(
+    "has(self.host) == (self.type == 'Host') && has(self.ipBlock) == (self.type == 'IPBlock')",
+    "expected the field of the type, and no other",
+))))]
+#[serde(default, rename_all = "camelCase")]
+pub struct Destination {
+    /// Host, of ALLOW, or IPBlock.
+    #[serde(rename = "type")]
+    #[cfg_attr(test, schemars(extend("enum" = ["Host", "IPBlock"])))]
+    pub kind: String,
+    /// The name in the ClientHello or in Host: api.example.com, or *.example.com.
+    #[cfg_attr(test, schemars(regex(pattern = crd::HOST), length(max = 253)))]
+    pub host: Option<String>,
+    /// Addresses: 203.0.113.0/24 or 2001:db8::/32.
+    #[cfg_attr(test, schemars(regex(pattern = crd::IP_BLOCK), length(max = 43)))]
+    pub ip_block: Option<String>,
+}
+
 /// A service account.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
@@ -347,7 +376,7 @@ pub struct ServiceAccount {
 #[cfg_attr(test, schemars(extend("required" = ["ports"])))]
 #[serde(default, rename_all = "camelCase")]
 pub struct NetworkAttributes {
-    /// Ports of the pod.
+    /// Ports of the pod. Of Outbound, ports of the destination.
     #[cfg_attr(test, schemars(length(min = 1, max = 64), inner(range(min = 1, max = 65_535)), extend(
         "x-kubernetes-list-type" = "set",
     )))]

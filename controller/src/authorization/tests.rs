@@ -2,6 +2,7 @@
 
 mod authorizer;
 pub(crate) mod crd;
+mod egress;
 mod issuers;
 
 use proto::authorization_source::Kind as SourceKind;

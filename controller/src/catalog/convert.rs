@@ -184,11 +184,12 @@ fn pod(object: &core::Pod, trust_domain: &str) -> Result<Pod, ConvertError> {
     let injected = Injected::of(object);
     Ok(Pod {
         uid: metadata.uid.as_deref().unwrap_or_default().into(),
-        addresses: if is_finished || host_network {
+        addresses: if is_finished {
             vec![]
         } else {
             pod_addresses(&status)?
         },
+        host_network,
         terminating: metadata.deletion_timestamp.is_some(),
         ready: !is_finished && is_ready(&status),
         created: created(metadata),

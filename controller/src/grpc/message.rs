@@ -109,7 +109,6 @@ pub(crate) fn workload(workload: &Workload) -> proto::Workload {
     let opaque = inbound.opaque_ports.ranges().iter();
     let ports = inbound.ports.iter();
     proto::Workload {
-        egress: None,
         inbound_mode: mode.into(),
         opaque_ports: opaque
             .map(|range| proto::workload::PortRange {
@@ -128,6 +127,7 @@ pub(crate) fn workload(workload: &Workload) -> proto::Workload {
         zone: workload.zone.to_string(),
         rate_limits: workload.rate_limits.clone(),
         authorization: workload.authorization.message(),
+        egress: workload.egress.message(),
     }
 }
 
@@ -160,7 +160,7 @@ fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
         pod_namespace: pod.map(|pod| pod.namespace.to_string()).unwrap_or_default(),
         identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
         opaque: endpoint.opaque,
-        outside: false,
+        outside: endpoint.outside,
     }
 }
 

@@ -243,7 +243,9 @@ impl PodCheck {
             // The address of a node, or a translated one.
             None => PodCheck::Valid,
             Some(_) if owners.contains(&&key) => PodCheck::Valid,
-            Some(other) if known.addresses.is_empty() => PodCheck::AddressPending((*other).clone()),
+            Some(other) if known.own_addresses().is_empty() => {
+                PodCheck::AddressPending((*other).clone())
+            }
             Some(other) => PodCheck::OtherAddress((*other).clone()),
         }
     }
@@ -293,6 +295,7 @@ mod tests {
                 .iter()
                 .map(|address| address.parse().unwrap())
                 .collect(),
+            host_network: false,
             terminating: false,
             ready: true,
             created: 0,

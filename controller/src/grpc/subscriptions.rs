@@ -397,7 +397,10 @@ impl Subscriptions {
         }
         subscription.unacknowledged = Some(state.version);
         match &state.target {
-            None => plain(Sent::Unknown, Response::Unknown(proto::Unknown::default())),
+            None => {
+                let node = state.is_node;
+                plain(Sent::Unknown, Response::Unknown(proto::Unknown { node }))
+            }
             Some(target) => match &target.kind {
                 TargetKind::Workload(workload) => plain(
                     Sent::Workload,
@@ -1146,6 +1149,65 @@ mod tests {
         let update = |stream: &mut Subscriptions| messages(frames(stream)).remove(0).update;
         assert!(matches!(update(&mut known), Some(Response::Unchanged(_))));
         assert!(matches!(update(&mut new), Some(Response::Snapshot(_))));
+    }
+
+    #[test]
+    fn proxies_are_told_what_is_outside_and_what_pods_may_call_there() {
+        use crate::authorization::tests::policy;
+        use crate::index::object::Node;
+        use crate::index::tests::{endpoint, service, slice};
+
+        let spec = serde_json::json!({
+            "targetRefs": [{"kind": "Pod", "selector": {}}], "direction": "Outbound",
+            "defaultAction": "DENY",
+        });
+        let node = Node {
+            key: Key::new("", "n"),
+            addresses: vec!["10.1.0.1".parse().unwrap()],
+            zone: "".into(),
+        };
+        let hub = Hub::default();
+        hub.apply([
+            apply(Object::Node(node)),
+            apply(Object::Service(service("web", &["10.96.0.1"]))),
+            apply(Object::Slice(slice(
+                "s",
+                "web",
+                443,
+                vec![endpoint("203.0.113.1", "")],
+            ))),
+            apply(Object::Pod(crate::index::tests::pod("p", &["10.0.0.1"]))),
+            apply(Object::Authorization(policy("shop", "closed", &spec))),
+        ]);
+        let pod = PodRef {
+            namespace: "shop".into(),
+            name: "p".into(),
+            uid: "".into(),
+        };
+        let resources = hub.watch_resources(Some(pod.clone()));
+        let mut stream = Subscriptions::new(resources, Some(pod), charge(), false);
+        let mut update = |name: &str, kind: ResourceType| {
+            let request = proto::Subscribe {
+                name: name.to_owned(),
+                r#type: kind.into(),
+                ..proto::Subscribe::default()
+            };
+            stream.subscribe(request).unwrap();
+            messages(frames(&mut stream)).remove(0).update.unwrap()
+        };
+        let destination = ResourceType::Destination;
+        let Response::Snapshot(web) = update("10.96.0.1:80", destination) else {
+            panic!("a Service")
+        };
+        assert!(web.endpoints[0].outside);
+        for (address, node) in [("10.1.0.1:22", true), ("10.1.0.2:22", false)] {
+            let expected = Response::Unknown(proto::Unknown { node });
+            assert_eq!(update(address, destination), expected);
+        }
+        let Response::Workload(own) = update("", ResourceType::Self_) else {
+            panic!("the state of the pod")
+        };
+        assert!(own.authorization.is_none() && own.egress.unwrap().deny_by_default);
     }
 
     #[test]

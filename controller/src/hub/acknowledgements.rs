@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep};
 use super::Lacking;
 use super::watched::Subscriber;
 use super::{Hub, Resources};
-use crate::authorization::smi;
+use crate::authorization::{Direction, smi};
 use crate::index::authorization::Covering;
 use crate::index::object::{Key, Kind, Resource};
 use crate::index::state::{State, TargetKind};
@@ -118,14 +118,19 @@ impl Review {
                 };
                 self.add_part(service, Side::Pods, None, (pod, outcome));
             }
-            let outcome = subscriber.outcome(None, state.rest, lacking.authorization);
-            for (policy, is_too_large) in workload.authorization.keys() {
-                let outcome = if is_too_large {
-                    outcome.clone().min(Outcome::TooLarge)
-                } else {
-                    outcome.clone()
-                };
-                self.add_authorization(policy, (pod, outcome));
+            for (policies, is_incapable) in [
+                (&workload.authorization, lacking.authorization),
+                (&workload.egress, lacking.egress),
+            ] {
+                let outcome = subscriber.outcome(None, state.rest, is_incapable);
+                for (policy, is_too_large) in policies.keys() {
+                    let outcome = if is_too_large {
+                        outcome.clone().min(Outcome::TooLarge)
+                    } else {
+                        outcome.clone()
+                    };
+                    self.add_authorization(policy, (pod, outcome));
+                }
             }
         }
         let Some(service) = &target.service else {
@@ -179,8 +184,9 @@ pub(super) fn is_reviewed(state: &State) -> bool {
     state.target.as_ref().is_some_and(|target| {
         let is_limited = match &target.kind {
             TargetKind::Workload(workload) => {
-                let has_policies = workload.authorization.keys().next().is_some();
-                has_policies || !workload.limiting.is_empty()
+                let authorizations = [&workload.authorization, &workload.egress];
+                let mut policies = authorizations.into_iter().flat_map(|one| one.keys());
+                policies.next().is_some() || !workload.limiting.is_empty()
             }
             _ => false,
         };
@@ -253,8 +259,14 @@ impl Hub {
                     review.add_part(service, Side::Pods, None, (pod, outcome.clone()));
                 }
             }
-            if let Some(outcome) = outcome(lacking.authorization) {
-                for policy in index.authorizations_of(key) {
+            for (direction, is_incapable) in [
+                (Direction::Inbound, lacking.authorization),
+                (Direction::Outbound, lacking.egress),
+            ] {
+                let Some(outcome) = outcome(is_incapable) else {
+                    continue;
+                };
+                for policy in index.authorizations_of(key, direction) {
                     review.add_authorization(policy, (pod, outcome.clone()));
                 }
             }

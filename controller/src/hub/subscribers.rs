@@ -56,8 +56,10 @@ pub(super) struct Client {
 pub struct Lacking {
     /// Routes and policies.
     pub policies: bool,
-    /// AuthorizationPolicies.
+    /// AuthorizationPolicies about calls to its pod.
     pub authorization: bool,
+    /// Those about calls by its pod.
+    pub egress: bool,
 }
 
 /// The location of a pod, if a token is bound to one.

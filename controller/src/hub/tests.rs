@@ -12,6 +12,7 @@ fn pod(name: &str, ip: &str) -> Change {
         key: Key::new("shop", name),
         uid: "".into(),
         addresses: vec![ip.parse().unwrap()],
+        host_network: false,
         terminating: false,
         ready: false,
         created: 0,

@@ -1,5 +1,5 @@
 //! The AuthorizationPolicies of pods: those of their own namespace, and those of the namespace of the
-//! mesh, that select them. All of them apply. Pure.
+//! mesh, that select them. All of a direction apply, and change nothing in the other one. Pure.
 //!
 //! A policy that is invalid denies the calls of its targets, as one over the bound does. An invalid
 //! one of the mesh changes nothing: pods keep what they have, and new ones wait. The filters
@@ -24,8 +24,8 @@ use crate::authorization::keys::{self, Source};
 use crate::authorization::server::Server;
 use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
 use crate::authorization::{
-    AuthorizationPolicy, Content, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target, denying,
-    name,
+    AuthorizationPolicy, Content, Direction, Effect, MAX_BYTES, MAX_POLICIES, Mode, Rules, Target,
+    denying, name,
 };
 use crate::routes::attach::RouteId;
 use crate::routes::model::Rejection;
@@ -56,7 +56,7 @@ pub(super) struct Authorizations {
     lost: BTreeSet<Arc<str>>,
 }
 
-/// Who may call a pod.
+/// Who may call a pod, or what it may call outside of the cluster.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Authorization {
     /// The policies that select it, in the order of their names.
@@ -87,7 +87,7 @@ pub struct Applied {
 }
 
 impl Authorization {
-    /// The message. `None`: every client may call the pod.
+    /// The message. `None`: every call is allowed.
     pub fn message(&self) -> Option<proto::Authorization> {
         let policies = self.policies.iter().chain(&self.routes);
         let policies = policies.map(|one| proto::AuthorizationPolicy {
@@ -352,10 +352,12 @@ impl Index {
         !invalid.is_empty() || lost.contains(namespace) || lost.contains(mesh)
     }
 
-    /// The policies that select a pod, with the ports that they cover: those of the mesh first.
+    /// The policies of a direction that select a pod, with the ports that they cover: those of the
+    /// mesh first.
     fn authorizing<'a>(
         &'a self,
         pod: &'a Pod,
+        direction: Direction,
     ) -> impl Iterator<Item = (&'a AuthorizationPolicy, Vec<u32>)> {
         let (own, mesh) = (&pod.key.namespace, &self.authorizations.mesh);
         let is_other = !mesh.is_empty() && mesh != own;
@@ -372,6 +374,7 @@ impl Index {
             keys
         });
         let policies = keys.map(|key| &self.authorizations.objects[key]);
+        let policies = policies.filter(move |policy| policy.is_about(direction));
         policies.filter_map(|policy| Some((policy, self.ports(policy, pod)?)))
     }
 
@@ -388,7 +391,10 @@ impl Index {
         if self.is_server(policy, pod) {
             return None;
         }
-        let Content { targets, effect } = policy.applied();
+        let Content {
+            targets, effect, ..
+        } = policy.applied();
+        let is_outbound = policy.is_about(Direction::Outbound);
         let is_own = policy.key.namespace == pod.key.namespace;
         let mut ports = BTreeSet::new();
         let mut covers_all = false;
@@ -401,8 +407,9 @@ impl Index {
                 Target::Service(key) => {
                     let service = self.services.get(key).filter(|service| has_pods(service));
                     if let Some(service) = service.filter(|service| service.selects(pod)) {
-                        // Those over the limit are not known.
-                        covers_all |= service.excess.is_some();
+                        // Those over the limit are not known. Those of destinations are others, and
+                        // only an invalid policy is about both.
+                        covers_all |= service.excess.is_some() || is_outbound;
                         ports.extend(target_ports(service.tcp_ports(), pod));
                     }
                 }
@@ -419,14 +426,15 @@ impl Index {
         (!ports.is_empty()).then(|| ports.into_iter().collect())
     }
 
-    /// Who may call a pod.
-    pub(super) fn authorization(&self, pod: &Pod) -> Authorization {
+    /// Who may call a pod, or what it may call.
+    pub(super) fn authorization(&self, pod: &Pod, direction: Direction) -> Authorization {
+        let is_inbound = direction == Direction::Inbound;
         let mut all = Authorization {
-            plain_paths: pod.inbound.plain_paths,
+            plain_paths: is_inbound && pod.inbound.plain_paths,
             ..Authorization::default()
         };
         let mut bytes = 2 * (MAX_PORTS * PORT_BYTES + MAX_NAME_BYTES);
-        for (policy, ports) in self.authorizing(pod) {
+        for (policy, ports) in self.authorizing(pod, direction) {
             let key = &policy.key;
             match &policy.applied().effect {
                 Effect::Default { deny } => {
@@ -457,7 +465,8 @@ impl Index {
                 }
             }
         }
-        for one in self.routes_to(pod) {
+        let routes = is_inbound.then(|| self.routes_to(pod));
+        for one in routes.into_iter().flatten() {
             let length = one.rules.bytes + one.ports.len() * PORT_BYTES + POLICY_BYTES;
             if all.routes.len() < MAX_POLICIES && bytes + length <= MAX_BYTES {
                 bytes += length;
@@ -524,10 +533,10 @@ impl Index {
         }
     }
 
-    /// The policies that select a pod.
-    pub fn authorizations_of(&self, pod: &Key) -> impl Iterator<Item = &Key> {
+    /// The policies of a direction that select a pod.
+    pub fn authorizations_of(&self, pod: &Key, direction: Direction) -> impl Iterator<Item = &Key> {
         let pod = self.pods.get(pod).into_iter();
-        let policies = pod.flat_map(|pod| self.authorizing(pod));
+        let policies = pod.flat_map(move |pod| self.authorizing(pod, direction));
         policies.map(|(policy, _)| &policy.key)
     }
 }

@@ -36,6 +36,8 @@ pub struct Endpoint {
     pub opaque: bool,
     /// Whether the endpoint terminates and still serves: used only while none is ready.
     pub draining: bool,
+    /// Whether no pod has the address, and it is not that of the API server.
+    pub outside: bool,
 }
 
 /// The difference between two sets of endpoints.
@@ -122,7 +124,9 @@ impl Endpoints {
             digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.namespace));
             digest.text(endpoint.pod.as_ref().map_or("", |pod| &pod.name));
             digest.text(endpoint.identity.as_deref().unwrap_or(""));
-            digest.number(u64::from(endpoint.opaque) | u64::from(endpoint.draining) << 1);
+            let flags = [endpoint.opaque, endpoint.draining, endpoint.outside];
+            let flags = flags.iter().enumerate();
+            digest.number(flags.map(|(at, flag)| u64::from(*flag) << at).sum());
         }
         Endpoints {
             version: digest.finish(),
@@ -393,6 +397,12 @@ impl Index {
         let (draining, slice, pod) = all.min_by_key(|(draining, ..)| *draining)?;
         // Whoever maintains the slice: the pod at the address is meshed or not.
         let holder = pod.or_else(|| self.holder(address.ip()));
+        // Whatever the slice refers to: the pod has the address or not. The address of a node is that of
+        // pods of the Service, but of no others.
+        let is_inside = holder.is_some_and(|pod| {
+            let is_own = !pod.host_network || pod.key.namespace == service.key.namespace;
+            is_own && pod.addresses.contains(&address.ip())
+        });
         let endpoint = Endpoint {
             address,
             zone: slice.zone.clone(),
@@ -400,6 +410,7 @@ impl Index {
             identity: holder.and_then(|pod| pod.identity_at(address.port())),
             opaque: pod.is_some_and(|pod| pod.is_opaque_at(address.port())),
             draining,
+            outside: !is_inside && !service.is_api(),
         };
         let place = Place {
             node: slice.node.clone(),

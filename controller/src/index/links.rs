@@ -195,7 +195,7 @@ impl Linked for Slice {
 
 impl Linked for Pod {
     fn links(&self) -> Vec<Link> {
-        let addresses = self.addresses.iter().copied().map(Link::PodAt);
+        let addresses = self.own_addresses().iter().copied().map(Link::PodAt);
         let own = Link::PodIn(self.key.namespace.clone());
         addresses.chain([own]).collect()
     }

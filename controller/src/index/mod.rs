@@ -586,7 +586,7 @@ impl Index {
         if self.links.contains(&of_pod) {
             self.links.dirty.insert(Dirty::Headless(key.clone()));
         }
-        let addresses = old.iter().chain(new).flat_map(|pod| &pod.addresses);
+        let addresses = old.iter().chain(new).flat_map(Pod::own_addresses);
         let bare = addresses.clone().map(|ip| Link::EndpointAt(*ip));
         for link in bare.chain([of_pod]) {
             for slice in self.links.keys(&link) {
@@ -609,7 +609,7 @@ impl Index {
     /// Adds the addresses of the pods of a slice.
     fn touch_pods(&self, slice: &Slice, touched: &mut Touched) {
         let pods = pods_of(slice).filter_map(|key| self.pods.get(key));
-        pods.for_each(|pod| touched.addresses.extend(&pod.addresses));
+        pods.for_each(|pod| touched.addresses.extend(pod.own_addresses()));
     }
 
     fn set_node(&mut self, key: &Key, new: Option<Node>, touched: &mut Touched) {

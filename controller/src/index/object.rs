@@ -214,6 +214,11 @@ impl Service {
         Some(parent.key(&self.key))
     }
 
+    /// Whether it is that of the API server, whose endpoints are no pods.
+    pub fn is_api(&self) -> bool {
+        (&*self.key.namespace, &*self.key.name) == ("default", "kubernetes")
+    }
+
     /// The TCP ports. Only TCP is redirected: other transports have no destinations.
     pub fn tcp_ports(&self) -> impl Iterator<Item = &ServicePort> + Clone {
         let ports = self.ports.iter();
@@ -370,8 +375,10 @@ pub struct Pod {
     pub key: Key,
     /// The UID, or empty.
     pub uid: Arc<str>,
-    /// The pod's own addresses. Empty for finished pods and in the host network.
+    /// The addresses. Empty for finished pods.
     pub addresses: Vec<IpAddr>,
+    /// Whether they are those of its node.
+    pub host_network: bool,
     /// Whether the pod is being deleted.
     pub terminating: bool,
     /// Whether the pod is ready. Destinations depend on the slices instead.
@@ -422,6 +429,15 @@ pub struct ContainerPort {
 }
 
 impl Pod {
+    /// The addresses that no other pod has. Empty in the host network.
+    pub fn own_addresses(&self) -> &[IpAddr] {
+        if self.host_network {
+            &[]
+        } else {
+            &self.addresses
+        }
+    }
+
     /// The SPIFFE ID at a port.
     pub fn identity_at(&self, port: u16) -> Option<Arc<str>> {
         self.identity

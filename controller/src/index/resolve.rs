@@ -12,6 +12,7 @@ use super::links::Link;
 use super::locality::{Area, Location, Scope};
 use super::object::{Key, Pod, PodReference, Resource, Service, ServicePort, Slice};
 use super::state::{State, Target, TargetKind, Workload};
+use crate::authorization::Direction;
 use crate::policy::Effective;
 use crate::routes::attach::Table;
 
@@ -32,11 +33,20 @@ impl Index {
         let is_new_pod = target.is_none() && matches!(resource, Resource::Workload(..));
         let state = if is_new_pod || self.is_withheld(resource, target.as_ref()) {
             State::withheld()
+        } else if target.is_none() && self.is_node(resource) {
+            State::of_node()
         } else {
             State::new(target)
         };
         let position = self.position.clone();
         (scope.unwrap_or_default(), State { position, ..state })
+    }
+
+    fn is_node(&self, resource: &Resource) -> bool {
+        match resource {
+            Resource::Destination(address) => self.links.contains(&Link::NodeAt(address.ip())),
+            _ => false,
+        }
     }
 
     /// The namespace, and the node and the zone of a pod, not of another one with its name.
@@ -232,7 +242,8 @@ impl Index {
             zone: client.zone.clone(),
             rate_limits,
             limiting,
-            authorization: self.authorization(pod),
+            authorization: self.authorization(pod, Direction::Inbound),
+            egress: self.authorization(pod, Direction::Outbound),
         };
         let target = Target::new(TargetKind::Workload(Box::new(workload)), pod.key.clone());
         (pod.identity.is_some() && *pod.uid == *uid).then_some((scope, target))
@@ -267,6 +278,7 @@ impl Index {
                 identity: pod.identity_at(destination.port()),
                 opaque: pod.is_opaque_at(destination.port()),
                 draining: false,
+                outside: false,
             }])),
             ..Target::new(TargetKind::Pod, pod.key.clone())
         };

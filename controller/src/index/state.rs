@@ -25,6 +25,8 @@ pub struct State {
     pub rest: Version,
     /// The target. `None`: neither a Service nor a pod, or a withheld state.
     pub target: Option<Target>,
+    /// Without a target: it is the address of a node.
+    pub is_node: bool,
     /// The state is not known yet. Subscribers keep what they have.
     pub is_withheld: bool,
 }
@@ -78,6 +80,8 @@ pub struct Workload {
     pub limiting: Vec<(Key, bool)>,
     /// Who may call it.
     pub authorization: Authorization,
+    /// What it may call outside of the cluster.
+    pub egress: Authorization,
 }
 
 /// The update for a subscriber.
@@ -134,17 +138,32 @@ impl State {
             version: version::of("state", &(rest, endpoints)),
             rest,
             target,
+            is_node: false,
             is_withheld: false,
         }
     }
 
     /// The state of a resource that is not known yet.
     pub fn withheld() -> State {
-        let rest = Digest::new("withheld").finish();
+        State {
+            is_withheld: true,
+            ..State::without_target("withheld")
+        }
+    }
+
+    /// The state of an address of a node that is neither a Service nor a pod.
+    pub fn of_node() -> State {
+        State {
+            is_node: true,
+            ..State::without_target("node")
+        }
+    }
+
+    fn without_target(what: &str) -> State {
+        let rest = Digest::new(what).finish();
         State {
             version: rest,
             rest,
-            is_withheld: true,
             ..State::new(None)
         }
     }
@@ -188,6 +207,11 @@ fn digest_of_rest(target: Option<&Target>) -> Version {
             digest.number((*is_surplus).into());
         }
         workload.authorization.digest(&mut digest);
+        // Without any, the version is that of earlier releases.
+        if workload.egress != Authorization::default() {
+            digest.text("egress");
+            workload.egress.digest(&mut digest);
+        }
     }
     if let TargetKind::UnknownPort(ports) = &target.kind {
         digest.number(ports.len() as u64);
@@ -237,6 +261,7 @@ mod tests {
             identity: None,
             opaque: false,
             draining: false,
+            outside: false,
         }
     }
 

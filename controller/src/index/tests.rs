@@ -1,6 +1,7 @@
 //! The index as its callers see it: scenarios, and properties over random histories.
 
 mod isolation;
+mod outside;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -131,6 +132,7 @@ pub(crate) fn pod(name: &str, addresses: &[&str]) -> Pod {
         key: key(name),
         uid: "".into(),
         addresses: addresses.iter().map(|text| ip(text)).collect(),
+        host_network: false,
         terminating: false,
         ready: false,
         created: 0,
@@ -1075,7 +1077,10 @@ impl Chance {
             _ => json!({"kind": "ServiceAccount", "name": "web"}),
         };
         let action = self.one(&["ALLOW", "DENY", "NONE"]);
-        let spec = json!({"targetRefs": [target], "action": action, "rules": [{}]});
+        let direction = self.one(&["Inbound", "Outbound", "Neither"]);
+        let spec = json!({
+            "targetRefs": [target], "direction": direction, "action": action, "rules": [{}],
+        });
         let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["p1", "p2"]));
         let meta = self.meta(Kind::Authorization, &spec);
         authorization::parse::policy(Meta { key, ..meta }, &spec, &Value::Null, "cluster.local")

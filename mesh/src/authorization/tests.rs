@@ -367,3 +367,120 @@ fn servers_of_routes_are_asked_for_certain_if_each_rule_has_one() {
     let denied = "Denied: HTTPRoute shop/web, rules[0]";
     assert_eq!(told(both, ""), denied);
 }
+
+fn outbound(spec: Value) -> Value {
+    let mut spec = spec;
+    spec["direction"] = "Outbound".into();
+    spec
+}
+
+#[test]
+fn calls_to_outside_are_judged_by_outbound_policies_only() {
+    let names = json!([{"type": "Host", "host": "*.example.com"}]);
+    let blocks = json!([{"type": "IPBlock", "ipBlock": "192.0.2.0/24"}]);
+    let never = json!([{"type": "IPBlock", "ipBlock": "198.51.100.0/24"}]);
+    let at_443 = json!({"ports": [443]});
+    let pods = web(
+        json!({}),
+        &[
+            policy("DENY", json!([{}])),
+            outbound(policy(
+                "ALLOW",
+                json!([
+                    {"destinations": names, "networkAttributes": at_443},
+                    {"destinations": blocks},
+                ]),
+            )),
+            outbound(policy("DENY", json!([{"destinations": never}]))),
+        ],
+    );
+    let told = |to: &str, address: Option<[u8; 4]>| {
+        let mut to: Destination = to.parse().unwrap();
+        to.address = to.address.or(address.map(IpAddr::from));
+        let [(port, verdict, names)] = &outbound_verdicts(&pods, &to)[..] else {
+            panic!("one kind of pods")
+        };
+        assert_eq!(
+            (*port, &**names),
+            (to.port.into(), &["shop/web-v1".to_owned()][..])
+        );
+        (
+            verdict.verdict,
+            verdict.policy.clone().unwrap_or_default(),
+            verdict.rule,
+        )
+    };
+    let allowed = |rule| {
+        (
+            Outcome::Allowed,
+            "AuthorizationPolicy shop/p1".to_owned(),
+            Some(rule),
+        )
+    };
+    let elsewhere = Some([203, 0, 113, 1]);
+    assert_eq!(told("API.example.com:443", elsewhere), allowed(0));
+    assert_eq!(told("192.0.2.7:5432", None), allowed(1));
+    assert_eq!(told("api.example.com:80", elsewhere).0, Outcome::Denied);
+    assert_eq!(told("203.0.113.1:443", None).0, Outcome::Denied);
+    let denied = told("api.example.com:443", Some([198, 51, 100, 1]));
+    let policy = "AuthorizationPolicy shop/p2";
+    assert_eq!((denied.0, &*denied.1), (Outcome::Denied, policy));
+    // Without the address, the DENY may match.
+    let unknown = told("api.example.com:443", None);
+    assert_eq!((unknown.0, &*unknown.1), (Outcome::Unknown, policy));
+    assert_eq!(told("other.test:443", None).0, Outcome::Unknown);
+    // Calls to the pods are for the other policy.
+    let (_, verdict, _) = &verdicts(&pods, &call("shop/web", ""))[0];
+    assert_eq!(
+        verdict.policy.as_deref(),
+        Some("AuthorizationPolicy shop/p0")
+    );
+}
+
+#[test]
+fn default_decides_about_calls_to_outside_without_policies() {
+    let to = "[2001:db8::1]:443".parse().unwrap();
+    let told = |policies: &[Value]| {
+        let mut rows = outbound_verdicts(&web(json!({}), policies), &to);
+        let (_, verdict, _) = rows.remove(0);
+        (verdict.verdict, verdict.policy)
+    };
+    let default = json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "defaultAction": "DENY"});
+    assert_eq!(told(&[]), (Outcome::Allowed, None));
+    assert_eq!(
+        told(std::slice::from_ref(&default)),
+        (Outcome::Allowed, None)
+    );
+    let policy = Some("AuthorizationPolicy shop/p0".to_owned());
+    assert_eq!(told(&[outbound(default)]), (Outcome::Denied, policy));
+    let mut pods = web(json!({}), &[]);
+    pods[0].workload = None;
+    assert_eq!(judge_outbound(&pods[0], &to).verdict, Outcome::Unknown);
+    pods[0].identity.clear();
+    assert_eq!(judge_outbound(&pods[0], &to).reason, "the pod has no proxy");
+}
+
+#[test]
+fn destinations_have_a_name_or_an_address_and_a_port() {
+    let parsed = |text: &str| text.parse::<Destination>().ok();
+    let of = |host: Option<&str>, address: Option<&str>, port| {
+        Some(Destination {
+            host: host.map(str::to_owned),
+            address: address.map(|text| text.parse().unwrap()),
+            port,
+        })
+    };
+    assert_eq!(parsed("API.test:443"), of(Some("api.test"), None, 443));
+    assert_eq!(parsed("192.0.2.1:80"), of(None, Some("192.0.2.1"), 80));
+    assert_eq!(parsed("[fd00::1]:80"), of(None, Some("fd00::1"), 80));
+    for text in [
+        "api.test",
+        "api.test:0",
+        ":443",
+        "a_b c:1",
+        "192.0.2.1",
+        "api.test:65536",
+    ] {
+        assert_eq!(parsed(text), None, "{text}");
+    }
+}

@@ -1,19 +1,20 @@
-//! `mesh authz`: tells whether a call is allowed, by which policy and rule, and why, as the controller
+//! `mesh authz`: tells whether a call to pods, or by them to outside of the cluster, is allowed, by which policy and rule, and why, as the controller
 //! or files say, which changes nothing; and commands about policies.
 
 mod forget;
 pub(crate) mod generate;
 
-use std::{io, net::IpAddr, path::PathBuf, process::ExitCode};
+use std::{io, net::IpAddr, path::PathBuf, process::ExitCode, str::FromStr};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
+use diy_mesh_controller::index::object::Key;
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
 use serde_json::{Value, json};
 
 use super::terminal::{self, Colors, Output, TextStyle};
 use crate::{
-    authorization::{self, Call, Caller, Claims, Head, Outcome, Path, Target, Verdict},
+    authorization::{self, Call, Caller, Claims, Destination, Head, Outcome, Path, Row, Target},
     controller::{self, Controllers},
     files,
 };
@@ -29,18 +30,20 @@ use crate::{
     mesh authz shop/web shop/db-0:5432            a connection to a pod that carries no HTTP\n  \
     mesh authz unauthenticated shop/cart GET /    a client without mutual TLS\n  \
     mesh authz shop/web shop/greeter POST /hello.Greeter/SayHello   a gRPC call\n  \
+    mesh authz shop/web api.example.com:443       by the pods of a Service to outside of the cluster\n  \
     mesh authz shop/web shop/cart GET /items -f manifests/          without a cluster"
 )]
 pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
-    /// Client: NAMESPACE/SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated
+    /// Client: NAMESPACE/SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated; of a call to outside of the
+    /// cluster, NAMESPACE/NAME of a Service or a pod
     #[arg(required = true)]
     from: Option<Caller>,
     /// Service or pod: NAMESPACE/NAME or NAMESPACE/NAME:PORT; without PORT, all TCP ports of the
-    /// Service, or all that the pod declares
+    /// Service, or all that the pod declares; HOST:PORT or ADDRESS:PORT outside of the cluster
     #[arg(required = true)]
-    to: Option<Target>,
+    to: Option<To>,
     /// Method of the request; without it, a connection that carries no HTTP
     #[arg(requires = "path")]
     method: Option<String>,
@@ -57,7 +60,7 @@ pub struct Arguments {
     /// repeatable [default: no token]
     #[arg(long, value_name = "NAME=VALUE", value_parser = field, requires = "method")]
     claim: Vec<(String, String)>,
-    /// Address of the client [default: not known]
+    /// Address of the client, or of the destination HOST [default: not known]
     #[arg(long, value_name = "IP")]
     address: Option<IpAddr>,
     #[command(flatten)]
@@ -65,6 +68,27 @@ pub struct Arguments {
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
+}
+
+/// What is called.
+#[derive(Clone, Debug)]
+enum To {
+    /// Pods.
+    Pods(Target),
+    /// A destination outside of the cluster.
+    Outside(Destination),
+}
+
+impl FromStr for To {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.contains('/') {
+            text.parse().map(Self::Pods)
+        } else {
+            text.parse().map(Self::Outside)
+        }
+    }
 }
 
 /// Other commands about authorization.
@@ -128,14 +152,18 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     })
 }
 
-fn judge(arguments: &Arguments, from: &Caller, target: &Target) -> Result<Outcome> {
+fn judge(arguments: &Arguments, from: &Caller, to: &To) -> Result<Outcome> {
+    let target = match to {
+        To::Pods(target) => target,
+        To::Outside(_) => &caller(arguments, from)?,
+    };
     let pods = arguments.source.pods(target)?;
     ensure!(
         !pods.is_empty(),
         "no pod of the Service {} has a proxy",
         target.key
     );
-    let verdicts = authorization::verdicts(&pods, &call(arguments, from));
+    let verdicts = verdicts(arguments, from, to, &pods);
     let Some(outcome) = verdicts.iter().map(|(_, verdict, _)| verdict.verdict).max() else {
         bail!(
             "{0} has no such TCP port, or declares none; name one, as {0}:8080",
@@ -150,6 +178,36 @@ fn judge(arguments: &Arguments, from: &Caller, target: &Target) -> Result<Outcom
         Output::Text => table(&verdicts, Colors::of(&io::stdout())),
     })?;
     Ok(outcome)
+}
+
+/// The pods that call a destination outside of the cluster.
+fn caller(arguments: &Arguments, from: &Caller) -> Result<Target> {
+    ensure!(
+        arguments.method.is_none(),
+        "METHOD and PATH: expected none for a call to outside of the cluster"
+    );
+    match from {
+        Caller::Account(namespace, name) => Ok(Target {
+            key: Key::new(namespace, name),
+            port: 0,
+        }),
+        _ => bail!(
+            "{from}: expected NAMESPACE/NAME of a Service or a pod that calls outside of the cluster"
+        ),
+    }
+}
+
+fn verdicts(arguments: &Arguments, from: &Caller, to: &To, pods: &[Pod]) -> Vec<Row> {
+    match to {
+        To::Pods(_) => authorization::verdicts(pods, &call(arguments, from)),
+        To::Outside(destination) => {
+            let destination = Destination {
+                address: destination.address.or(arguments.address),
+                ..destination.clone()
+            };
+            authorization::outbound_verdicts(pods, &destination)
+        }
+    }
 }
 
 fn call(arguments: &Arguments, from: &Caller) -> Call {
@@ -180,8 +238,6 @@ fn claims(claims: &[(String, String)]) -> Claims {
         Claims::Known(claims.into())
     }
 }
-
-type Row = (u32, Verdict, Vec<String>);
 
 fn row((port, verdict, pods): &Row) -> Value {
     let mut row = json!(verdict);
@@ -246,10 +302,9 @@ mod tests {
         );
         let samples = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests/sample-apps");
         let arguments = parsed(&format!("authz {line} -f {file} -f {samples}")).unwrap();
-        let (from, to) = (
-            arguments.from.as_ref().unwrap(),
-            arguments.to.as_ref().unwrap(),
-        );
+        let (Some(from), Some(To::Pods(to))) = (&arguments.from, &arguments.to) else {
+            panic!("a call to pods")
+        };
         let pods = arguments.source.pods(to).unwrap();
         let verdicts = authorization::verdicts(&pods, &call(&arguments, from));
         (table(&verdicts, Colors::DISABLED), run(&arguments))
@@ -283,11 +338,36 @@ allowed  http-server/http-server-v1 and 1 more  8080  AuthorizationPolicy http-s
             "authz shop/web shop/cart GET items",
             "authz shop/web shop/cart --host a",
             "authz shop/web shop/cart GET / --header a",
+            "authz shop/web api.example.com",
+            "authz shop/web api.example.com:0",
         ] {
             assert!(parsed(line).is_err(), "{line}");
         }
         let arguments = parsed("authz a/b shop/cart GET /items?x=1 --header a=b=c").unwrap();
         assert_eq!(arguments.path.as_deref(), Some("/items"));
         assert_eq!(arguments.header, [("a".to_owned(), "b=c".to_owned())]);
+    }
+
+    #[test]
+    fn pods_of_a_service_or_a_pod_call_outside() {
+        let file = std::env::temp_dir().join(format!("mesh-authz-{}", std::process::id()));
+        let closed = "{apiVersion: diy-service-mesh.dev/v1alpha1, kind: AuthorizationPolicy, \
+                      metadata: {name: closed, namespace: http-server}, spec: {targetRefs: \
+                      [{kind: Pod, selector: {}}], direction: Outbound, defaultAction: DENY}}";
+        std::fs::write(&file, closed).unwrap();
+        let samples = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests/sample-apps");
+        let run = |line: &str| {
+            let files = format!("-f {} -f {samples}", file.display());
+            run(&parsed(&format!("authz {line} {files}")).unwrap())
+        };
+        let [denied, error] = [ExitCode::FAILURE, ExitCode::from(2)];
+        assert_eq!(run("http-server/http-server api.example.com:443"), denied);
+        assert_eq!(run("http-server/http-server-v1 192.0.2.1:80"), denied);
+        let client = "http-client/http-client api.example.com:443";
+        assert_eq!(run(client), ExitCode::SUCCESS);
+        assert_eq!(run("http-server/none 192.0.2.1:80"), error);
+        assert_eq!(run("unauthenticated 192.0.2.1:80"), error);
+        assert_eq!(run(&format!("{client} GET /")), error);
+        std::fs::remove_file(file).unwrap();
     }
 }

@@ -137,10 +137,21 @@ fn text(plan: &Plan, colors: Colors) -> String {
         vec![outcome, pods, port, call, plain(&effect.verdict.reason)]
     }));
     rows.extend(plan.closed.iter().map(|closed| {
-        let (pods, port) = (plain(&closed.pods), plain(&closed.port.to_string()));
-        let reason = format!("{} has no rule for the port", closed.policy);
+        let policy = &closed.policy;
+        let (port, calls, reason) = match closed.port {
+            Some(port) => (
+                port.to_string(),
+                "all",
+                format!("{policy} has no rule for the port"),
+            ),
+            None => {
+                let reason = format!("{policy}: rules have to allow them");
+                ("-".to_owned(), "all to outside of the cluster", reason)
+            }
+        };
         let verdict = (TextStyle::Warning, "closed".to_owned());
-        vec![verdict, pods, port, plain("all"), plain(&reason)]
+        let [port, calls, reason] = [&port, calls, &reason].map(plain);
+        vec![verdict, plain(&closed.pods), port, calls, reason]
     }));
     rows.extend(plan.incomplete.iter().map(|pods| {
         let reason = plain("there were more calls than are kept");

@@ -261,7 +261,7 @@ fn denied_and_closed_are_told_and_what_stays_is_not() {
     assert_eq!(plan.outcome(), Outcome::Denied);
     let [
         Closed {
-            port: 9090,
+            port: Some(9090),
             policy: name,
             ..
         },
@@ -358,4 +358,54 @@ fn calls_that_were_cut_cannot_be_told() {
         (plan.incomplete, plan.groups),
         (vec!["shop, other pods".to_owned()], 0)
     );
+}
+
+#[test]
+fn outbound_policies_are_planned_with_calls_to_outside_only() {
+    let to = |destination: &str| Edge {
+        destination: destination.to_owned(),
+        ..Edge::default()
+    };
+    let seen = || {
+        vec![group(vec![
+            edge("web", 8080, "GET", segment("/items")),
+            to("api.example.com:443"),
+            to("192.0.2.1:5432"),
+        ])]
+    };
+    let outbound = |mut spec: Value| {
+        spec["direction"] = "Outbound".into();
+        policy("out", spec)
+    };
+    let told = |before: &[Value], change: &Value| {
+        let plan = planned(seen(), before, std::slice::from_ref(change), false);
+        let effects = plan.effects.into_iter();
+        let effects = effects.map(|one| (one.port, one.call, one.verdict.verdict));
+        let closed = plan.closed.into_iter().map(|one| (one.port, one.policy));
+        (effects.collect::<Vec<_>>(), closed.collect::<Vec<_>>())
+    };
+    let closes = || vec![(None, "AuthorizationPolicy shop/out".to_owned())];
+    let denied = |port, call: &str| (port, format!("to {call}"), Outcome::Denied);
+    let names = json!([{"type": "Host", "host": "api.example.com"}]);
+    let allow = outbound(spec("ALLOW", json!([{"destinations": names}])));
+    let to_database = denied(5432, "192.0.2.1:5432");
+    assert_eq!(told(&[], &allow), (vec![to_database.clone()], closes()));
+    let all = json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "defaultAction": "DENY"});
+    let default = outbound(all.clone());
+    let to_api = denied(443, "api.example.com:443");
+    assert_eq!(told(&[], &default), (vec![to_api, to_database], closes()));
+    // Closed already, or of the ports of rules only.
+    let closed = [policy("default", default["spec"].clone())];
+    assert_eq!(told(&closed, &allow).1, []);
+    let mut scoped = spec(
+        "ALLOW",
+        json!([{"destinations": names, "networkAttributes": {"ports": [443]}}]),
+    );
+    scoped["scope"] = "Ports".into();
+    assert_eq!(told(&[], &outbound(scoped)), (vec![], vec![]));
+    // Inbound policies say nothing about calls to outside.
+    let (effects, closed) = told(&[], &policy("in", spec("ALLOW", json!([]))));
+    assert_eq!(effects.len(), 1, "{effects:?}");
+    let ports: Vec<_> = closed.iter().map(|(port, _)| *port).collect();
+    assert_eq!(ports, [Some(8080), Some(9090)]);
 }

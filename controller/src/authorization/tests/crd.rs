@@ -81,6 +81,25 @@ pub(crate) fn policies() -> Value {
             "!has(self.externalAuth) || !has(self.mode) || self.mode == 'Enforce'",
             "ExternalAuth has no mode Audit",
         ),
+        (
+            "!has(self.direction) || self.direction == 'Inbound' || \
+             !(has(self.issuers) || has(self.externalAuth) || \
+             self.targetRefs.exists(target, target.kind == 'Service'))",
+            "Outbound excludes issuers, externalAuth and targetRefs of kind Service",
+        ),
+        (
+            "!has(self.rules) || self.rules.all(one, \
+             has(self.direction) && self.direction == 'Outbound' ? \
+             !(has(one.sources) || has(one.notSources) || has(one.requests)) : \
+             !has(one.destinations))",
+            "rules have destinations and ports with direction Outbound, or else no destinations",
+        ),
+        (
+            "!has(self.action) || self.action != 'DENY' || !has(self.rules) || \
+             self.rules.all(one, !has(one.destinations) || \
+             one.destinations.all(to, !has(to.host)))",
+            "a DENY by name cannot be made safe: the application may leave the name out",
+        ),
     ];
     let all = all.map(|(rule, message)| json!({"rule": rule, "message": message}));
     Value::from(all.to_vec())
@@ -91,10 +110,11 @@ fn definition() -> Value {
     let resource = Resource {
         kind: "AuthorizationPolicy",
         plural: "authorizationpolicies",
-        description: "Who may call pods of a namespace.",
+        description: "Who may call pods of a namespace, or what they may call outside of the cluster.",
         // GEP-713.
         labels: json!({"gateway.networking.k8s.io/policy": "Direct"}),
         columns: vec![
+            column("Direction", ".spec.direction"),
             column("Action", ".spec.action"),
             column("Mode", ".spec.mode"),
         ],

@@ -8,7 +8,7 @@ use diy_mesh_proto::mesh::v1::authorization_policy::Action;
 use super::super::Index;
 use super::super::links::Link;
 use super::super::object::{Key, Pod};
-use crate::authorization::{AuthorizationPolicy, Mode, Rules, Target};
+use crate::authorization::{AuthorizationPolicy, Direction, Mode, Rules, Target};
 use crate::routes::programmed::{Coverage, Outcome, shown};
 
 /// The coverage of a policy while the pods are counted.
@@ -84,7 +84,7 @@ impl Index {
 
     /// Whether everyone may call a pod but for DENY policies.
     fn is_open(&self, pod: &Pod) -> bool {
-        let authorization = self.authorization(pod);
+        let authorization = self.authorization(pod, Direction::Inbound);
         let mut policies = authorization.policies.iter();
         !policies.any(|one| is_enforced_allow(&one.rules))
             && authorization.default.is_none_or(|(_, deny)| !deny)
@@ -97,7 +97,10 @@ impl Index {
         if coverage.is_empty() {
             return None;
         }
-        let mut absent = policy.rules().map_or_else(BTreeSet::new, named_ports);
+        // Others name ports of destinations.
+        let rules = policy.rules();
+        let rules = rules.filter(|_| policy.is_about(Direction::Inbound));
+        let mut absent = rules.map_or_else(BTreeSet::new, named_ports);
         absent.retain(|port| !covering.has_any_port && !covering.declared.contains(port));
         coverage.set_absent(absent);
         Some((policy.generation, coverage))
@@ -110,6 +113,13 @@ impl Covering {
         let add = |one: &mut Coverage, outcome| one.add(&policy.key.namespace, &pod.key, &outcome);
         if pod.identity.is_none() {
             return add(&mut self.coverage, Outcome::NoProxy);
+        }
+        // A pod without an address is not started.
+        if !pod.own_addresses().is_empty() {
+            add(&mut self.coverage, Outcome::Waiting);
+        }
+        if !policy.is_about(Direction::Inbound) {
+            return;
         }
         let declared: BTreeSet<u32> = pod
             .inbound
@@ -127,10 +137,6 @@ impl Covering {
         let all = covered.iter().filter_map(|port| u16::try_from(*port).ok());
         let bypassed = shown(all.clone().filter(|port| pod.bypassed.contains(*port)));
         let opaque = shown(all.filter(|port| pod.is_opaque_at(*port)));
-        // A pod without an address is not started.
-        if !pod.addresses.is_empty() {
-            add(&mut self.coverage, Outcome::Waiting);
-        }
         if !bypassed.is_empty() {
             add(&mut self.coverage, Outcome::Bypassed(bypassed));
         }

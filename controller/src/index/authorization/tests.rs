@@ -1,5 +1,6 @@
 //! The policies of pods: which ones select them, what applies together, and the effect of changes.
 
+mod egress;
 mod routes;
 
 use diy_mesh_proto::mesh::v1::authorization_policy::Action;

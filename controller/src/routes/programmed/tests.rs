@@ -81,6 +81,7 @@ fn stream(hub: &Hub, pod: &Key, is_earlier: bool, subscriptions: &[&str]) -> Res
     stream.set_lacking(Lacking {
         policies: is_earlier,
         authorization: is_earlier,
+        egress: is_earlier,
     });
     for address in subscriptions {
         stream.subscribe(&Resource::Destination(address.parse().unwrap()));
@@ -166,6 +167,7 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
     tool.set_lacking(Lacking {
         policies: true,
         authorization: true,
+        egress: true,
     });
     tool.subscribe(&Resource::Destination(WEB.parse().unwrap()));
     let (shop, bank) = (Key::new("shop", "client"), Key::new("bank", "client"));

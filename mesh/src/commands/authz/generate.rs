@@ -160,7 +160,9 @@ type Requests = BTreeMap<String, BTreeSet<String>>;
 /// A rule for each port, and for the callers that asked for the same.
 fn rules(group: &Group, trust_domain: &str, notes: &mut Vec<String>) -> Vec<Value> {
     let mut calls: BTreeMap<(u32, &str), (bool, Requests)> = BTreeMap::new();
-    for edge in group.edges.iter().filter_map(|seen| seen.edge.as_ref()) {
+    let edges = group.edges.iter().filter_map(|seen| seen.edge.as_ref());
+    // Others are calls by the pods.
+    for edge in edges.filter(|edge| edge.destination.is_empty()) {
         let (is_any, requests) = calls.entry((edge.port, &edge.caller)).or_default();
         match (item(edge), &*edge.method) {
             (_, "") => *is_any = true,
@@ -314,6 +316,10 @@ mod tests {
             edge("api", 8080, "GET", segment("/")),
             edge("job", 8080, "GET", segment("/")),
             edge("", 9090, "", None),
+            Edge {
+                destination: "api.example.com:443".to_owned(),
+                ..Edge::default()
+            },
         ]);
         let (policies, notes) = generated(&observed, 0);
         assert_eq!(notes, [""; 0]);

@@ -26,8 +26,8 @@ async fn policy_names_the_proxies_that_do_not_enforce_it() {
     apply(&hub, [of_shop("p", json!([{}]))]);
     let current = with_state(&hub, "replica", Lacking::default());
     let lacking = Lacking {
-        policies: false,
         authorization: true,
+        ..Lacking::default()
     };
     let old = with_state(&hub, "client", lacking);
     for stream in [&current, &old] {
@@ -205,4 +205,53 @@ async fn opaque_ports_are_named_where_a_server_would_be_asked() {
     let expected = "replica (ports 5432 are opaque: no request is matched)";
     let (_, condition) = &all_conditions(&hub)[0];
     assert!(condition.message.contains(expected), "{condition:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn outbound_policy_names_the_proxies_that_enforce_inbound_ones_only() {
+    let hub = catalog();
+    // Ports of destinations are none that pods declare.
+    for (name, address) in [("replica", "10.0.0.1"), ("client", "10.0.0.2")] {
+        let mut one = pod(name, &[address]);
+        one.inbound.ports = [ContainerPort {
+            name: "".into(),
+            port: 8080,
+            protocol: Transport::Tcp,
+        }]
+        .into();
+        apply(&hub, [Object::Pod(one)]);
+    }
+    let spec = json!({
+        "targetRefs": [{"kind": "Pod", "selector": {}}],
+        "direction": "Outbound",
+        "action": "ALLOW",
+        "rules": [{"networkAttributes": {"ports": [443]}}],
+    });
+    let policy = Object::Authorization(authorization("shop", "out", &spec));
+    apply(&hub, [of_shop("in", json!([{}])), policy]);
+    let current = with_state(&hub, "replica", Lacking::default());
+    let lacking = Lacking {
+        egress: true,
+        ..Lacking::default()
+    };
+    let old = with_state(&hub, "client", lacking);
+    for stream in [&current, &old] {
+        answer(stream, None);
+    }
+    review(&hub).await;
+    let all = all_conditions(&hub).into_iter();
+    let all: Vec<_> = all
+        .map(|(name, one)| (name, one.holds, one.message))
+        .collect();
+    let message = "1 of 2 pods have generation 1; not: client \
+                   (the proxy is of an older release: restart the pod)";
+    let expected = [
+        ("in", true, "2 of 2 pods have generation 1"),
+        ("out", false, message),
+    ];
+    let expected = expected.map(|(name, holds, message)| {
+        let name = format!("AuthorizationPolicy shop/{name} at *");
+        (name, holds, message.to_owned())
+    });
+    assert_eq!(all, expected);
 }
