@@ -172,11 +172,9 @@ impl Reader<'_> {
         };
         let check = match direction {
             Direction::Inbound => check,
-            Direction::Outbound => {
-                check_outbound(&spec, targets)?;
-                check_egress
-            }
+            Direction::Outbound => check_egress,
         };
+        check_direction(direction, &spec, targets)?;
         if let Some(default) = &spec.default_action {
             return self::default(default, &spec, targets);
         }
@@ -211,7 +209,6 @@ impl Reader<'_> {
         let specs = specs.into_iter().enumerate();
         let rules = specs.map(|(at, rule)| {
             let field = format!("spec.rules[{at}]");
-            check_fields(&rule, direction, &field)?;
             let has_issuers = !policy.issuers.is_empty();
             policy.rules = vec![self.rule(rule, action, has_issuers, &field)?];
             check(&policy).map_err(|violation| match (direction, violation.field) {
@@ -359,47 +356,40 @@ fn destination(
     Ok(proto::AuthorizationSource { kind: Some(kind) })
 }
 
-/// Calls to outside of the cluster have no Service, no token, and no authorization server.
-fn check_outbound(spec: &AuthorizationPolicySpec, targets: &[Target]) -> Result<(), Rejection> {
+/// Rejects fields of the other direction. Calls to outside of the cluster have no Service, no token, and
+/// no authorization server.
+fn check_direction(
+    direction: Direction,
+    spec: &AuthorizationPolicySpec,
+    targets: &[Target],
+) -> Result<(), Rejection> {
+    let is_outbound = direction == Direction::Outbound;
+    let asks = spec.external_auth.is_some() || spec.action.as_deref() == Some("ExternalAuth");
     let mut services = targets.iter();
-    let is_external = spec.action.as_deref() == Some("ExternalAuth");
-    let fields = [
+    let has_service = services.any(|target| matches!(target, Target::Service(_)));
+    let of_spec = [
         ("issuers", spec.issuers.is_some()),
-        ("externalAuth", spec.external_auth.is_some() || is_external),
-        (
-            "targetRefs of kind Service",
-            services.any(|target| matches!(target, Target::Service(_))),
-        ),
+        ("externalAuth", asks),
+        ("targetRefs of kind Service", has_service),
     ];
-    excluded("spec", &fields, "Outbound")
-}
-
-/// A rule has no field of the other direction.
-fn check_fields(rule: &Rule, direction: Direction, field: &str) -> Result<(), Rejection> {
-    match direction {
-        Direction::Inbound => {
-            let fields = [("destinations", rule.destinations.is_some())];
-            excluded(field, &fields, "Inbound")
-        }
-        Direction::Outbound => {
-            let fields = [
-                ("sources", rule.sources.is_some()),
-                ("notSources", rule.not_sources.is_some()),
-                ("requests", rule.requests.is_some()),
-            ];
-            excluded(field, &fields, "Outbound")
-        }
-    }
-}
-
-fn excluded(field: &str, fields: &[(&str, bool)], direction: &str) -> Result<(), Rejection> {
-    match fields.iter().find(|(_, is_set)| *is_set) {
-        None => Ok(()),
-        Some((name, _)) => {
-            let message = format!("{field}.{name}: expected none with direction {direction}");
+    let of_spec = of_spec.map(|(name, is_set)| (name.to_owned(), is_set && is_outbound));
+    let rules = spec.rules.iter().flatten().enumerate();
+    let of_rules = rules.flat_map(|(at, rule)| {
+        let fields = [
+            ("destinations", rule.destinations.is_some() && !is_outbound),
+            ("sources", rule.sources.is_some() && is_outbound),
+            ("notSources", rule.not_sources.is_some() && is_outbound),
+            ("requests", rule.requests.is_some() && is_outbound),
+        ];
+        fields.map(|(name, is_set)| (format!("rules[{at}].{name}"), is_set))
+    });
+    let mut fields = of_spec.into_iter().chain(of_rules);
+    fields
+        .find(|(_, is_set)| *is_set)
+        .map_or(Ok(()), |(field, _)| {
+            let message = format!("spec.{field}: expected none with direction {direction:?}");
             Err(invalid(message))
-        }
-    }
+        })
 }
 
 /// An identity, of which each part may be `*`.
