@@ -52,7 +52,7 @@ struct List {
 
 /// The content of a text.
 #[derive(Debug, Default)]
-pub(crate) struct Parsed {
+pub struct Parsed {
     /// All objects of the catalog, in their order.
     pub objects: Vec<Object>,
     /// Fields that their kinds do not have, such as misspelt ones, with the object.
@@ -60,7 +60,7 @@ pub(crate) struct Parsed {
 }
 
 /// Parses a text. Identities are in the trust domain.
-pub(crate) fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
+pub fn parse(text: &str, trust_domain: &str) -> Result<Parsed, ManifestError> {
     let mut parsed = Parsed::default();
     // Each document is parsed twice, first for its kind, so that errors of the second pass have a
     // line.

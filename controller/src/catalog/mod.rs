@@ -18,6 +18,6 @@ mod resources;
 pub(crate) mod testing;
 mod watch;
 
-pub(crate) use manifest::parse;
+pub use manifest::parse;
 pub(crate) use resources::resource;
 pub use resources::resources;

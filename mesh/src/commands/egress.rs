@@ -48,8 +48,7 @@ pub struct Arguments {
     /// direction Outbound close
     #[arg(long, requires = "of", conflicts_with = "output")]
     network_policy: bool,
-    /// File or folder with AuthorizationPolicies and Services, in place of those of the cluster;
-    /// repeatable
+    /// File or folder with AuthorizationPolicies, in place of those of the cluster; repeatable
     #[arg(short, long, value_name = "FILE", requires = "network_policy")]
     filename: Vec<PathBuf>,
     /// File with the calls, the JSON of GetEdgesResponse, in place of a controller
@@ -188,7 +187,7 @@ fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
     })
 }
 
-/// The policies, and the Services that they may name.
+/// The policies.
 async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
     if !arguments.filename.is_empty() {
         return files::read(&arguments.filename);
@@ -200,10 +199,10 @@ async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
     let cluster = Cluster::connect(&controller.cluster).await?;
     let mut all = Vec::new();
     for namespace in BTreeSet::from([of, &cluster.namespace]) {
-        let kinds = [Kind::Service, Kind::Authorization];
+        let kinds = [Kind::Authorization];
         let objects = routes::fetch(&cluster.client, Some(namespace), kinds).await;
         all.extend(objects.map_err(|error| {
-            anyhow!("failed to list policies and Services of the namespace {namespace}: {error}")
+            anyhow!("failed to list policies of the namespace {namespace}: {error}")
         })?);
     }
     Ok(all)

@@ -13,7 +13,7 @@ use diy_mesh_proto::mesh::v1::{
 };
 use serde_json::{Value, json};
 
-use super::outbound::{self, Outbound, Target};
+use super::outbound::{self, Outbound};
 use crate::{commands::authz::generate::unique, files};
 
 /// Addresses in private networks, of nodes and of services of clouds. No rule with a name opens them.
@@ -50,23 +50,16 @@ enum Peer {
 /// The NetworkPolicies for the policies among the objects that close pods of the namespace. `mesh`:
 /// the namespace of the mesh.
 pub fn boundary(objects: &[Value], namespace: &str, mesh: &str) -> Result<Boundary> {
-    let of = |kind: Kind, namespace: &str| {
-        let objects = objects.iter();
-        let is_wanted =
-            |one: &&Value| one["kind"] == kind.name() && files::namespace(one) == namespace;
-        objects.filter(is_wanted).collect::<Vec<_>>()
-    };
-    let mut policies = of(Kind::Authorization, namespace);
-    if mesh != namespace {
-        policies.append(&mut of(Kind::Authorization, mesh));
-    }
-    let read = policies.into_iter().map(outbound::read);
+    let policies = objects.iter().filter(|one| {
+        one["kind"] == Kind::Authorization.name()
+            && [namespace, mesh].contains(&files::namespace(one))
+    });
+    let read = policies.map(outbound::read);
     let mut all: Vec<Outbound> = read.filter_map(Result::transpose).collect::<Result<_>>()?;
     all.sort_by(|one, other| {
         let order = |policy: &Outbound| (policy.namespace != namespace, policy.name.clone());
         order(one).cmp(&order(other))
     });
-    let services = of(Kind::Service, namespace);
     let (mut boundary, mut names) = (Boundary::default(), BTreeSet::new());
     for policy in &all {
         if policy.message.action() == Action::Deny {
@@ -76,16 +69,7 @@ pub fn boundary(objects: &[Value], namespace: &str, mesh: &str) -> Result<Bounda
         }
         let egress = egress(&policy.message);
         for target in &policy.targets {
-            let selector = match target {
-                Target::Pod { selector } => Ok(json!(selector)),
-                // The mesh selects pods of other namespaces by labels only.
-                _ if policy.namespace != namespace => continue,
-                Target::Service { name } => selector(&services, name),
-                Target::ServiceAccount { name } => Err(format!(
-                    "ServiceAccount {name} (name its pods by their labels)"
-                )),
-            };
-            match selector {
+            match target {
                 Ok(selector) => {
                     let name = unique(
                         &format!("mesh-egress-{}", policy.name),
@@ -99,10 +83,12 @@ pub fn boundary(objects: &[Value], namespace: &str, mesh: &str) -> Result<Bounda
                         "spec": {"podSelector": selector, "policyTypes": ["Egress"], "egress": egress},
                     }));
                 }
-                Err(target) => {
-                    let missing = format!("{}: no NetworkPolicy for {target}", policy.message.name);
-                    boundary.missing.push(missing);
-                }
+                // The mesh selects pods of other namespaces by labels only.
+                Err(_) if policy.namespace != namespace => {}
+                Err(account) => boundary.missing.push(format!(
+                    "{}: no NetworkPolicy for ServiceAccount {account} (name its pods by their labels)",
+                    policy.message.name
+                )),
             }
         }
         if has_names(&policy.message) {
@@ -119,17 +105,6 @@ pub fn boundary(objects: &[Value], namespace: &str, mesh: &str) -> Result<Bounda
          the namespace {namespace}: there is nothing to bound"
     );
     Ok(boundary)
-}
-
-/// The labels of the pods of a Service.
-fn selector(services: &[&Value], name: &str) -> Result<Value, String> {
-    let mut services = services.iter();
-    let service = services.find(|one| one["metadata"]["name"] == name);
-    let labels = service.and_then(|one| one["spec"]["selector"].as_object());
-    match labels {
-        Some(labels) if !labels.is_empty() => Ok(json!({"matchLabels": labels})),
-        _ => Err(format!("Service {name} (it selects no pods)")),
-    }
 }
 
 fn has_names(policy: &AuthorizationPolicy) -> bool {
@@ -286,13 +261,9 @@ spec:
     fn each_target_that_has_labels_is_bounded() {
         let cart = json!({"kind": "Pod", "selector": {"matchLabels": {"app": "cart"},
             "matchExpressions": [{"key": "tier", "operator": "In", "values": ["b", "a"]}]}});
-        let service = |name: &str| json!({"kind": "Service", "name": name});
         let account = json!({"kind": "ServiceAccount", "name": "job"});
-        let targets = json!([cart, service("web"), service("gone"), account]);
-        let web = json!({"kind": "Service", "metadata": {"name": "web", "namespace": "shop"},
-            "spec": {"selector": {"app": "web"}}});
+        let targets = json!([cart, account]);
         let objects = [
-            web,
             policy(
                 "shop",
                 "a",
@@ -305,7 +276,8 @@ spec:
             policy(
                 "service-mesh",
                 "c",
-                json!({"action": "ALLOW", "targetRefs": [service("web")]}),
+                json!({"action": "ALLOW", "scope": "Ports", "targetRefs": [account],
+                    "rules": [{"networkAttributes": {"ports": [443]}}]}),
             ),
         ];
         let boundary = bounded(&objects);
@@ -315,12 +287,10 @@ spec:
         });
         let expected = [
             ("mesh-egress-a", cart["selector"].clone()),
-            ("mesh-egress-a-2", json!({"matchLabels": {"app": "web"}})),
-            ("mesh-egress-a-3", json!({})),
+            ("mesh-egress-a-2", json!({})),
         ];
         assert_eq!(selected.collect::<Vec<_>>(), expected);
         let missing = [
-            "AuthorizationPolicy shop/a: no NetworkPolicy for Service gone (it selects no pods)",
             "AuthorizationPolicy shop/a: no NetworkPolicy for ServiceAccount job (name its pods by their labels)",
         ];
         assert_eq!(boundary.missing, missing);
