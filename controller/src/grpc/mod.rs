@@ -23,7 +23,7 @@ use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_EDGES,
-    CAPABILITY_POLICY, CAPABILITY_SELF, announces,
+    CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -240,7 +240,14 @@ fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
         known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
     };
     let of_pod = caller.pod.as_ref().filter(is_injected);
-    let of_pod = of_pod.map(|_| [CAPABILITY_SELF, CAPABILITY_EDGES, CAPABILITY_AUTHORIZATION]);
+    let of_pod = of_pod.map(|_| {
+        [
+            CAPABILITY_SELF,
+            CAPABILITY_EDGES,
+            CAPABILITY_AUTHORIZATION,
+            CAPABILITY_KEYS,
+        ]
+    });
     let all: Vec<&str> = of_pod
         .into_iter()
         .flatten()
