@@ -14,6 +14,7 @@
 
 mod acknowledgements;
 mod history;
+mod keys;
 mod queue;
 mod resources;
 mod services;
@@ -34,7 +35,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::{Namespaces, PodRef};
 use crate::authorization;
-use crate::authorization::keys::{Results, Source};
+use crate::authorization::keys::Results;
+use crate::authorization::keys::schedule::Schedule;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Resource};
@@ -103,6 +105,8 @@ pub struct Hub {
     changed_statuses: watch::Sender<BTreeSet<RouteId>>,
     /// The fetched keys of issuers.
     results: Arc<Mutex<Results>>,
+    /// When to fetch which.
+    fetches: Arc<Mutex<Schedule>>,
     /// What connected proxies do with routes and policies.
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
@@ -144,6 +148,7 @@ impl Default for Hub {
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
             results: Arc::default(),
+            fetches: Arc::default(),
             reports: Arc::default(),
             history: Arc::default(),
             requests: watch::Sender::default(),
@@ -530,36 +535,6 @@ impl Hub {
     /// Records the pages of all other live replicas.
     pub fn receive_pages(&self, pages: BTreeMap<String, Page>) {
         self.reports().exchange.receive(pages);
-    }
-
-    /// Where the keys of issuers are, each with the policies that need them.
-    pub fn key_sources(&self) -> BTreeMap<Source, BTreeSet<RouteId>> {
-        self.index().key_sources()
-    }
-
-    /// Records the result of an attempt to fetch keys, for the statuses of the policies that need
-    /// them. Forgets those of other sources.
-    pub fn record_keys(
-        &self,
-        sources: &BTreeMap<Source, BTreeSet<RouteId>>,
-        source: Source,
-        result: Result<String, String>,
-    ) {
-        let mut known = self.results();
-        known.retain(sources);
-        let policies = sources
-            .get(&source)
-            .filter(|_| known.record(source, result));
-        drop(known);
-        if let Some(policies) = policies {
-            let policies = policies.iter().cloned();
-            self.changed_statuses
-                .send_modify(|all| all.extend(policies));
-        }
-    }
-
-    fn results(&self) -> MutexGuard<'_, Results> {
-        self.results.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn reports(&self) -> MutexGuard<'_, Reports> {

@@ -3,11 +3,20 @@
 
 mod support;
 
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::ResourceType;
 use proto::discover_request::Action;
 use proto::discover_response::Update;
-use support::{Sandbox, claims, pod_manifest, say, web};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
+use rustls::pki_types::PrivateKeyDer;
+use support::{DEADLINE, Issuer, Sandbox, claims, pod_manifest, say, web};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_rustls::TlsAcceptor;
 
 #[tokio::test]
 async fn returns_snapshot_of_a_service_then_deltas() {
@@ -220,7 +229,7 @@ async fn self_is_the_inbound_configuration_of_the_pod_that_the_token_names() {
     let mut discover = sandbox.client().await.discover().await;
     assert_eq!(
         discover.capabilities,
-        "self,edges,authorization,egress,backend"
+        "self,edges,authorization,egress,keys,backend"
     );
     discover.subscribe_to(ResourceType::Self_, "").await;
     discover.subscribe("192.0.2.1:80", "").await;
@@ -321,6 +330,87 @@ async fn resource_types_and_actions_of_later_releases_are_ignored() {
     discover.requests.send(empty).await.unwrap();
     discover.subscribe("192.0.2.1:80", "").await;
     assert_eq!(discover.said().await, "192.0.2.1:80: unknown");
+}
+
+/// Serves keys at the returned URL, with a certificate of the returned CA. Tells the time of each
+/// request.
+async fn serve_keys(keys: String) -> (String, String, mpsc::Receiver<Instant>) {
+    let mut ca = CertificateParams::default();
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let (ca_key, key) = (KeyPair::generate().unwrap(), KeyPair::generate().unwrap());
+    let root = ca.self_signed(&ca_key).unwrap().pem();
+    let leaf = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+    let leaf = leaf.signed_by(&key, &rcgen::Issuer::new(ca, ca_key));
+    let chain = vec![leaf.unwrap().der().clone()];
+    let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+    let tls = rustls::ServerConfig::builder().with_no_client_auth();
+    let tls = TlsAcceptor::from(Arc::new(tls.with_single_cert(chain, key).unwrap()));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!(
+        "https://localhost:{}/keys",
+        listener.local_addr().unwrap().port()
+    );
+    let (sender, requests) = mpsc::channel(16);
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut stream = tls.accept(stream).await.unwrap();
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await.unwrap());
+            }
+            let length = keys.len();
+            let response = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{keys}");
+            stream.write_all(response.as_bytes()).await.unwrap();
+            let _ = stream.shutdown().await;
+            let _ = sender.send(Instant::now()).await;
+        }
+    });
+    (url, root, requests)
+}
+
+#[tokio::test]
+async fn keys_that_a_proxy_lacks_are_fetched_long_before_their_time() {
+    let (url, root, mut requests) = serve_keys(Issuer::new("old").jwks()).await;
+    let policy = format!(
+        "apiVersion: diy-service-mesh.dev/v1alpha1
+kind: AuthorizationPolicy
+metadata: {{name: tokens, namespace: shop}}
+spec:
+  targetRefs: [{{kind: Pod, selector: {{}}}}]
+  action: ALLOW
+  issuers:
+  - {{issuer: 'https://id.example.com', audiences: [shop], keys: {{type: URL, url: '{url}'}}}}
+  rules: [{{}}]
+"
+    );
+    let manifests = [("pod.yaml", own_pod("1", "")), ("policy.yaml", policy)];
+    let sandbox = Sandbox::start_with(&manifests, |config| {
+        config.private_key_urls = vec![url];
+        std::fs::write(&config.key_roots_file, root).unwrap();
+    })
+    .await;
+    let mut request = async || tokio::time::timeout(DEADLINE, requests.recv()).await;
+    let first = request().await.unwrap().unwrap();
+    let discover = sandbox.client().await.discover().await;
+    // The controller learns when the response has arrived, and reads a report every 5 seconds.
+    let reports = async {
+        loop {
+            let issuers = vec!["https://id.example.com".to_owned(); 1000];
+            let keys = proto::UnknownKeys { issuers };
+            discover.send(Action::UnknownKeys(keys)).await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    let second = tokio::select! {
+        second = request() => second.unwrap().unwrap(),
+        () = reports => unreachable!("it never ends"),
+    };
+    assert!(
+        second - first >= Duration::from_secs(9),
+        "{:?}",
+        second - first
+    );
 }
 
 #[tokio::test]

@@ -67,6 +67,11 @@ pub fn unverified_claims<C: DeserializeOwned>(token: &str) -> Option<C> {
     jsonwebtoken::dangerous::insecure_decode_claims(token).ok()
 }
 
+/// The key ID of a token, which need not be true.
+pub fn unverified_key_id(token: &str) -> Option<String> {
+    jsonwebtoken::decode_header(token).ok()?.kid
+}
+
 /// What a token has to say.
 #[derive(Clone, Debug)]
 pub struct Expected {
@@ -135,6 +140,11 @@ impl Keys {
     /// The number of keys, at least 1.
     pub fn count(&self) -> usize {
         self.0.len()
+    }
+
+    /// Whether a key has this ID.
+    pub fn contains(&self, id: &str) -> bool {
+        self.0.iter().any(|key| key.id.as_deref() == Some(id))
     }
 
     /// The claims of a token.

@@ -242,3 +242,18 @@ fn claims_are_those_that_are_expected() {
         assert_eq!(verify(&keys, &token).err(), expected, "{name} {value}");
     }
 }
+
+#[test]
+fn key_ids_are_those_of_the_keys() {
+    let signer = Signer::p256();
+    let keys = keys(&[signer.jwk(&[("kid", json!("a"))]), Signer::rsa().jwk(&[])]);
+    assert!(keys.contains("a") && !keys.contains("b") && !keys.contains(""));
+    let mut header = signer.header();
+    let token = signer.sign(&header, &claims(&[]));
+    assert_eq!(unverified_key_id(&token), None);
+    header.kid = Some("b".to_owned());
+    let token = signer.sign(&header, &claims(&[]));
+    assert_eq!(unverified_key_id(&token).as_deref(), Some("b"));
+    assert_eq!(verify(&keys, &token), Err(Refused::UnknownKey));
+    assert_eq!(unverified_key_id("opaque"), None);
+}

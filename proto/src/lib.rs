@@ -42,6 +42,9 @@ pub const MAX_EDGES_BYTES: usize = 64 * 1024;
 /// See [`MAX_EDGES_BYTES`].
 pub const MAX_EDGES: usize = 512;
 
+/// The number of issuers of an `UnknownKeys` message.
+pub const MAX_UNKNOWN_KEYS: usize = 64;
+
 /// Metadata of a Discover call and of its response: what the sender understands, words separated by
 /// commas.
 pub const CAPABILITIES_METADATA: &str = "diy-mesh-capabilities";
@@ -67,3 +70,5 @@ pub const CAPABILITY_AUTHORIZATION: &str = "authorization";
 pub const CAPABILITY_EGRESS: &str = "egress";
 /// The controller keeps the edges that proxies report.
 pub const CAPABILITY_EDGES: &str = "edges";
+/// The controller fetches the keys of issuers again when proxies report tokens of unknown ones.
+pub const CAPABILITY_KEYS: &str = "keys";

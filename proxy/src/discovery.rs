@@ -86,7 +86,7 @@ struct Timing {
     /// Time until a destination without receivers expires.
     idle_timeout: Duration,
     sweep_interval: Duration,
-    /// Minimum interval between messages about exceptions, and about edges.
+    /// Minimum interval between messages about exceptions, edges and unknown keys, each.
     report_interval: Duration,
     max_destinations: usize,
 }
@@ -319,7 +319,7 @@ impl Driver {
             self.table.len()
         );
         self.controller_unavailable = false;
-        self.reported.stream_opened(stream.accepts_edges);
+        self.reported.stream_opened(stream.accepts);
         self.stream = Some(requests);
         self.send_status();
         let DiscoveryStream {
@@ -534,6 +534,9 @@ impl Driver {
             self.send(exceptions.map(Action::Exceptions));
             let edges = self.reported.edges(interval, now, day(SystemTime::now()));
             self.send(edges.map(Action::Edges));
+            let take = || self.own_pod.take_unknown_keys();
+            let keys = self.reported.unknown_keys(interval, now, take);
+            self.send(keys.map(Action::UnknownKeys));
         }
     }
 

@@ -324,6 +324,8 @@ impl<S: Store> Reconciler<S> {
         };
         let reports = self.exchange_reports(&mut memory.liveness, report).await?;
         let others = reports.iter().filter(|(name, _)| **name != self.replica);
+        let urls = others.clone().flat_map(|(_, report)| &report.unknown_keys);
+        self.hub.receive_unknown_keys(urls.cloned());
         let page = |report: &Report| Page::deserialize(&report.programmed).unwrap_or_default();
         let pages = others.map(|(name, report)| (name.clone(), page(report)));
         self.hub.receive_pages(pages.collect());
@@ -396,6 +398,7 @@ impl<S: Store> Reconciler<S> {
             issuer: trust.issuer.id().to_owned(),
             namespaces: self.unpublished(&trust.roots.version),
             programmed: json!(self.hub.page()),
+            unknown_keys: self.hub.unknown_keys(Instant::now()),
             ..Report::default()
         };
         // An incomplete catalog excludes nothing.

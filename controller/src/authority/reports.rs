@@ -55,6 +55,8 @@ pub struct Report {
     /// What its proxies do with routes and policies: a [`Page`](crate::routes::programmed::exchange::Page),
     /// which replicas of other releases may not understand.
     pub programmed: Value,
+    /// The URLs of issuers whose tokens name unknown keys, as its proxies have reported.
+    pub unknown_keys: Vec<String>,
 }
 
 /// The connected pods of a replica in a range of digests.

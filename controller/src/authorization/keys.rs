@@ -4,6 +4,7 @@
 //! issuer loses keys. Pure, but for `fetch.rs`.
 
 pub mod fetch;
+pub mod schedule;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -56,6 +57,8 @@ pub struct Entry {
 /// Keys that a policy has from its status, or lacks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Fetched {
+    /// The claim `iss` of the tokens.
+    pub issuer: String,
     /// Where they are.
     pub source: Source,
     /// The policy has some.

@@ -15,9 +15,19 @@ use crate::index::object::Kind;
 
 /// A policy of the trust domain `cluster.local`.
 pub(crate) fn policy(namespace: &str, name: &str, spec: &Value) -> AuthorizationPolicy {
+    policy_with(namespace, name, spec, &Value::Null)
+}
+
+/// The same, with a status.
+pub(crate) fn policy_with(
+    namespace: &str,
+    name: &str,
+    spec: &Value,
+    status: &Value,
+) -> AuthorizationPolicy {
     let key = Key::new(namespace, name);
     let meta = Meta::new(Kind::Authorization, key, 0, ("", 1), spec);
-    parse::policy(meta, spec, &Value::Null, "cluster.local")
+    parse::policy(meta, spec, status, "cluster.local")
 }
 
 /// The message of a policy in `shop`, without its name.

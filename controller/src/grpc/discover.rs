@@ -10,7 +10,9 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_proto::{MAX_EDGES, MAX_EDGES_BYTES, MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
+use diy_mesh_proto::{
+    MAX_EDGES, MAX_EDGES_BYTES, MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES, MAX_UNKNOWN_KEYS,
+};
 use futures::{Stream, stream};
 use prost::Message as _;
 use proto::ResourceType;
@@ -25,7 +27,7 @@ use super::{Context, frames};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::edges::group;
-use crate::hub::{Notifications, Resources};
+use crate::hub::{Hub, Notifications, Resources};
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
 use crate::proxies::ConnectedGuard;
@@ -35,6 +37,8 @@ use crate::quota::Charge;
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// The length of versions and numbers in a proxy's status.
 const MAX_TEXT_BYTES: usize = 128;
+/// Time between two reports of unknown keys that are read. Proxies send them every 10 seconds.
+const MIN_UNKNOWN_KEYS_INTERVAL: Duration = Duration::from_secs(5);
 /// The length of a reason in the log.
 const MAX_REASON_CHARS: usize = 256;
 
@@ -48,6 +52,7 @@ pub(super) async fn read(
 ) -> Result<Infallible, Status> {
     let metrics = &context.metrics;
     let (mut has_rejected, mut has_exceeded) = (false, false);
+    let mut next_unknown_keys = Instant::now();
     let mut published = subscriptions.lock().published();
     let refusals = subscriptions.lock().refusals();
     loop {
@@ -85,6 +90,9 @@ pub(super) async fn read(
             }
             Some(Action::Edges(edges)) => {
                 add_edges(edges, &mut has_exceeded, proxy, context);
+            }
+            Some(Action::UnknownKeys(keys)) => {
+                report_unknown_keys(&keys, &mut next_unknown_keys, proxy, &context.hub);
             }
             None => tracing::debug!("ignoring a request with an action of a later release"),
         }
@@ -238,6 +246,21 @@ fn add_edges(
     }
 }
 
+/// Has keys fetched again that a proxy lacks, if it is time for a report.
+fn report_unknown_keys(
+    keys: &proto::UnknownKeys,
+    next: &mut Instant,
+    proxy: &ConnectedGuard,
+    hub: &Hub,
+) {
+    let now = Instant::now();
+    if let Some(pod) = proxy.pod().filter(|_| *next <= now) {
+        *next = now + MIN_UNKNOWN_KEYS_INTERVAL;
+        let count = keys.issuers.len().min(MAX_UNKNOWN_KEYS);
+        hub.report_unknown_keys(&pod, &keys.issuers[..count], now);
+    }
+}
+
 /// Whether the number of items in a message, and their bytes, are within a maximum. If not, that is
 /// logged once for a stream.
 fn is_within(
@@ -302,7 +325,6 @@ mod tests {
 
     use super::*;
     use crate::authority::{Roots, self_signed};
-    use crate::hub::Hub;
     use crate::issuer::Issuer;
     use crate::routes::testing::Log;
 

@@ -23,7 +23,7 @@ use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_EDGES,
-    CAPABILITY_EGRESS, CAPABILITY_POLICY, CAPABILITY_SELF, announces,
+    CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_SELF, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -246,6 +246,7 @@ fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
             CAPABILITY_EDGES,
             CAPABILITY_AUTHORIZATION,
             CAPABILITY_EGRESS,
+            CAPABILITY_KEYS,
         ]
     });
     let all: Vec<&str> = of_pod

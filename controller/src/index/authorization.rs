@@ -20,6 +20,7 @@ use super::routes::check_backend;
 use super::store::{Replaced, Store};
 use super::version::Digest;
 use super::{Index, Touched};
+use crate::authenticate::PodRef;
 use crate::authorization::keys::{self, Source};
 use crate::authorization::server::Server;
 use crate::authorization::smi::{self, Condition, Groups, TcpGroup, TrafficTarget, policy_key};
@@ -329,6 +330,17 @@ impl Index {
             }
         }
         all
+    }
+
+    /// The URLs of the keys of these issuers in the policies of a meshed pod.
+    pub fn key_urls(&self, pod: &PodRef, issuers: &[String]) -> BTreeSet<Source> {
+        let known = self.pods.get(&pod.key());
+        let known = known.filter(|known| known.uid == pod.uid && known.identity.is_some());
+        let policies = known.into_iter().flat_map(|pod| self.authorizing(pod));
+        let fetched = policies.flat_map(|(policy, _)| policy.fetched());
+        let urls = fetched
+            .filter(|one| matches!(one.source, Source::Url(_)) && issuers.contains(&one.issuer));
+        urls.map(|one| one.source.clone()).collect()
     }
 
     /// The invalid policies of the namespace of the mesh.

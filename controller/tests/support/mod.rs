@@ -100,6 +100,14 @@ pub struct Sandbox {
 
 impl Sandbox {
     pub async fn start(manifests: &[(&str, String)]) -> Sandbox {
+        Sandbox::start_with(manifests, |_| {}).await
+    }
+
+    /// A controller with other settings.
+    pub async fn start_with(
+        manifests: &[(&str, String)],
+        change: impl FnOnce(&mut Config),
+    ) -> Sandbox {
         let dir = scratch();
         let issuer = Issuer::new("first");
         std::fs::create_dir(dir.path().join("catalog")).unwrap();
@@ -108,7 +116,9 @@ impl Sandbox {
             replace(&dir.path().join("catalog").join(name), text);
         }
         replace(&dir.path().join("jwks.json"), &issuer.jwks());
-        let controller = Controller::bind(config(dir.path())).await.unwrap();
+        let mut config = config(dir.path());
+        change(&mut config);
+        let controller = Controller::bind(config).await.unwrap();
         let (address, admin, kept) = (
             controller.address(),
             controller.admin_address(),

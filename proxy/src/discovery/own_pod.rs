@@ -80,6 +80,14 @@ impl OwnPod {
         self.is_configured
     }
 
+    /// The issuers of which tokens have named unknown keys since the last call.
+    pub fn take_unknown_keys(&self) -> Vec<String> {
+        let policy = self.policy.borrow().clone();
+        let policies = policy.as_ref().and_then(|one| one.authorization.as_ref());
+        let issuers = policies.map(|policies| policies.take_unknown_keys());
+        issuers.into_iter().flatten().collect()
+    }
+
     /// The controller sends no configuration: unless an earlier one did, the arguments apply.
     pub fn apply_arguments(&mut self) {
         if !self.is_configured {

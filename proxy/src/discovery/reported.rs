@@ -1,5 +1,5 @@
-//! The messages to the controller about the proxy itself, what failed there and what its pod is called
-//! by: their bounds, and when to send them.
+//! The messages to the controller about the proxy itself, what failed there, what its pod is called
+//! by and which issuers have unknown keys: their bounds, and when to send them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use crate::inbound::edges::{Edges, Sent};
 use crate::observe::exceptions::{Exception, Exceptions};
+use crate::secure::control::AcceptedReports;
 
 /// The encoded length of the number of exceptions that have no room.
 const OMITTED_BYTES: usize = 6;
@@ -26,8 +27,9 @@ pub(super) struct Reported {
     /// Those that were sent on this stream.
     sent: Option<Sent>,
     edges_pace: Pace,
-    /// The controller keeps edges.
-    accepts_edges: bool,
+    keys_pace: Pace,
+    /// Those that the controller of the stream reads.
+    accepts: AcceptedReports,
 }
 
 /// The time of the latest message of a kind.
@@ -59,15 +61,16 @@ impl Reported {
             edges,
             sent: None,
             edges_pace: Pace::default(),
-            accepts_edges: false,
+            keys_pace: Pace::default(),
+            accepts: AcceptedReports::default(),
         }
     }
 
     /// The controller of a new stream knows nothing.
-    pub(super) fn stream_opened(&mut self, accepts_edges: bool) {
+    pub(super) fn stream_opened(&mut self, accepts: AcceptedReports) {
         self.latest = proto::Exceptions::default();
         self.sent = None;
-        self.accepts_edges = accepts_edges;
+        self.accepts = accepts;
     }
 
     /// The current exceptions, if they have changed and it is time for a message.
@@ -92,10 +95,26 @@ impl Reported {
         now: Instant,
         day: u64,
     ) -> Option<proto::Edges> {
-        let edges = self.edges.as_ref().filter(|_| self.accepts_edges)?;
+        let edges = self.edges.as_ref().filter(|_| self.accepts.edges)?;
         let sent = &mut self.sent;
         self.edges_pace
             .limit(interval, now, || edges.unsent(sent, day))
+    }
+
+    /// The issuers with unknown keys that `take` returns, if it is time for a message.
+    pub(super) fn unknown_keys(
+        &mut self,
+        interval: Duration,
+        now: Instant,
+        take: impl FnOnce() -> Vec<String>,
+    ) -> Option<proto::UnknownKeys> {
+        if !self.accepts.keys {
+            return None;
+        }
+        self.keys_pace.limit(interval, now, || {
+            let issuers = take();
+            (!issuers.is_empty()).then_some(proto::UnknownKeys { issuers })
+        })
     }
 }
 
@@ -124,6 +143,11 @@ fn message(exceptions: Vec<Exception>) -> proto::Exceptions {
 mod tests {
     use super::*;
     use crate::observe::exceptions::{Event, Kind};
+
+    const ALL: AcceptedReports = AcceptedReports {
+        edges: true,
+        keys: true,
+    };
 
     #[test]
     fn message_is_bounded_and_says_what_it_lacks() {
@@ -183,11 +207,11 @@ mod tests {
         assert_eq!((sent_at(30), sent_at(59)), (None, None));
         // Nothing has failed for a minute.
         assert_eq!((sent_at(60), sent_at(80)), (Some(0), None));
-        reported.stream_opened(true);
+        reported.stream_opened(ALL);
         assert_eq!(reported.exceptions(interval, after(100)), None);
         exceptions.record(failed, 1, after(100).into_std());
         assert!(reported.exceptions(interval, after(100)).is_some());
-        reported.stream_opened(true);
+        reported.stream_opened(ALL);
         assert!(reported.exceptions(interval, after(110)).is_some());
     }
 
@@ -199,13 +223,38 @@ mod tests {
         let exceptions = Arc::new(Exceptions::new(start.into_std()));
         let mut reported = Reported::new(exceptions, Some(Arc::default()));
         assert_eq!(reported.edges(interval, after(0), 7), None);
-        reported.stream_opened(true);
+        reported.stream_opened(ALL);
         let empty = Some(proto::Edges::default());
         assert_eq!(reported.edges(interval, after(0), 7), empty);
         assert_eq!(reported.edges(interval, after(30), 7), None);
         assert_eq!(reported.edges(interval, after(30), 8), empty);
-        reported.stream_opened(true);
+        reported.stream_opened(ALL);
         assert_eq!(reported.edges(interval, after(39), 8), None);
         assert_eq!(reported.edges(interval, after(40), 8), empty);
+    }
+
+    #[test]
+    fn unknown_keys_are_sent_to_controllers_that_fetch_keys_and_at_most_every_ten_seconds() {
+        let start = Instant::now();
+        let exceptions = Arc::new(Exceptions::new(start.into_std()));
+        let mut reported = Reported::new(exceptions, None);
+        let sent_at = |reported: &mut Reported, second, issuers: &[&str]| {
+            let now = start + Duration::from_secs(second);
+            let take = || issuers.iter().map(|one| one.to_string()).collect();
+            let sent = reported.unknown_keys(Duration::from_secs(10), now, take);
+            sent.map(|sent| sent.issuers)
+        };
+        let edges_only = AcceptedReports { keys: false, ..ALL };
+        reported.stream_opened(edges_only);
+        assert_eq!(sent_at(&mut reported, 0, &["a"]), None);
+        reported.stream_opened(ALL);
+        assert_eq!(sent_at(&mut reported, 0, &[]), None);
+        let sent = Some(vec!["a".to_owned()]);
+        assert_eq!(sent_at(&mut reported, 1, &["a"]), sent);
+        assert_eq!(sent_at(&mut reported, 10, &["a"]), None);
+        // Another stream is no other limit.
+        reported.stream_opened(ALL);
+        assert_eq!(sent_at(&mut reported, 10, &["a"]), None);
+        assert_eq!(sent_at(&mut reported, 11, &["a"]), sent);
     }
 }

@@ -148,6 +148,12 @@ impl Policies {
         }
     }
 
+    /// The issuers of which tokens have named unknown keys since the last call.
+    pub fn take_unknown_keys(&self) -> BTreeSet<String> {
+        let issuers = self.issuers.as_ref();
+        issuers.map_or_else(BTreeSet::new, |issuers| issuers.take_unknown_keys())
+    }
+
     /// The most specific pattern of a path in the policies.
     pub fn pattern(&self, port: u16, path: &[u8]) -> Option<&proto::AuthorizedPath> {
         self.authorization.pattern(port, path)

@@ -4,10 +4,13 @@
 
 mod verified;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use diy_mesh_jwt::{Expected, Keys, unverified_claims};
+use diy_mesh_jwt::{Expected, Keys, Refused, unverified_claims, unverified_key_id};
+use diy_mesh_proto::MAX_UNKNOWN_KEYS;
 use diy_mesh_proto::authorization::{claim, issuer_ports};
 use diy_mesh_proto::mesh::v1 as proto;
 use http::HeaderValue;
@@ -36,6 +39,9 @@ struct Verifier {
     expected: Expected,
     policies: Vec<Accepting>,
     verified: Verified,
+    /// A token has named a key that is not among `keys`. The only trace of such tokens: clients
+    /// choose their number and their key IDs.
+    lacks_key: AtomicBool,
 }
 
 /// A policy that accepts the tokens of an issuer.
@@ -70,6 +76,18 @@ impl Issuers {
             }
         }
         (!verifiers.is_empty()).then_some(Issuers { verifiers })
+    }
+
+    /// The names of the issuers of which tokens have named unknown keys since the last call. At most
+    /// as many as a message has: the others follow in the next one.
+    pub fn take_unknown_keys(&self) -> BTreeSet<String> {
+        let mut names = BTreeSet::new();
+        for verifier in &self.verifiers {
+            if names.len() < MAX_UNKNOWN_KEYS && verifier.lacks_key.swap(false, Ordering::Relaxed) {
+                names.insert(verifier.message.name.clone());
+            }
+        }
+        names
     }
 
     /// Reads the credentials of a request at a port.
@@ -136,6 +154,7 @@ impl Verifier {
             message: issuer.clone(),
             policies: vec![accepting],
             verified: Verified::default(),
+            lacks_key: AtomicBool::new(false),
         }
     }
 
@@ -153,7 +172,14 @@ impl Verifier {
         let now = now.map_or(u64::MAX, |elapsed| elapsed.as_secs());
         let verify = || keys.verify(token, &self.expected);
         let claims = self.verified.claims(token, now, verify);
-        claims.map_err(|refused| refused.to_string())
+        claims.map_err(|refused| {
+            let is_about_keys = matches!(refused, Refused::UnknownKey | Refused::Signature);
+            let id = unverified_key_id(token).filter(|_| is_about_keys);
+            if id.is_some_and(|id| !keys.contains(&id)) {
+                self.lacks_key.store(true, Ordering::Relaxed);
+            }
+            refused.to_string()
+        })
     }
 }
 

@@ -16,7 +16,8 @@ use diy_mesh_proto::mesh::v1::{
 };
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_EDGES,
-    CAPABILITY_EGRESS, CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF, announces,
+    CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF,
+    announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -109,8 +110,8 @@ pub struct DiscoveryStream {
     pub sends_own_pod: bool,
     /// With these AuthorizationPolicies.
     pub sends_policies: SentPolicies,
-    /// The controller announces that it keeps edges.
-    pub accepts_edges: bool,
+    /// The controller announces that it reads these reports.
+    pub accepts: AcceptedReports,
 }
 
 /// Client of the controller. Cheap to clone; holds no connection.
@@ -137,6 +138,15 @@ impl SentPolicies {
         authorization: true,
         egress: true,
     };
+}
+
+/// The reports that a controller reads. Earlier releases do not read all.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AcceptedReports {
+    /// About edges.
+    pub edges: bool,
+    /// About unknown keys.
+    pub keys: bool,
 }
 
 impl Control {
@@ -187,7 +197,10 @@ impl Control {
                     authorization: announces(capabilities, CAPABILITY_AUTHORIZATION),
                     egress: announces(capabilities, CAPABILITY_EGRESS),
                 },
-                accepts_edges: announces(capabilities, CAPABILITY_EDGES),
+                accepts: AcceptedReports {
+                    edges: announces(capabilities, CAPABILITY_EDGES),
+                    keys: announces(capabilities, CAPABILITY_KEYS),
+                },
                 responses: response.into_inner(),
             })
         })

@@ -2,7 +2,7 @@
 //! URL is asked without proxies and redirects, at an address that was checked, so that a policy does
 //! not make the controller a client of what only the controller reaches.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -12,6 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use diy_mesh_jwt::Keys;
 use futures::StreamExt as _;
+use futures::stream::FuturesUnordered;
 use http::{Request, StatusCode, Uri, header};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::client::conn::http1;
@@ -21,7 +22,8 @@ use kube::{Api, Client};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_rustls::TlsConnector;
 
 use super::{MAX_KEY_BYTES, Source};
@@ -31,9 +33,7 @@ use crate::index::object::Key;
 
 /// Time for a response of an issuer.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time between two attempts for a source.
-const FETCH_INTERVAL: Duration = Duration::from_secs(60);
-/// Time between two looks for new sources.
+/// Time between two looks for attempts that are due.
 const REVIEW_INTERVAL: Duration = Duration::from_secs(2);
 /// Attempts at a time. None waits for more than some that are slow.
 const MAX_ATTEMPTS: usize = 16;
@@ -65,26 +65,29 @@ impl Fetcher {
     /// Fetches the keys of all sources, each again and again. Never ends.
     pub async fn run(&self, hub: &Hub) -> Infallible {
         hub.synced().await;
-        let mut next: BTreeMap<Source, Instant> = BTreeMap::new();
+        let (slots, mut attempts) = (Semaphore::new(MAX_ATTEMPTS), FuturesUnordered::new());
+        let mut review = interval(REVIEW_INTERVAL);
+        review.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            let (sources, now) = (hub.key_sources(), Instant::now());
-            next.retain(|source, _| sources.contains_key(source));
-            let is_due = |source: &&Source| next.get(*source).is_none_or(|time| *time <= now);
-            let due: Vec<Source> = sources.keys().filter(is_due).cloned().collect();
-            let attempts = futures::stream::iter(due).map(async |source| {
-                let result = self.fetch(&source).await;
-                if let Err(message) = &result {
-                    tracing::warn!("cannot fetch the keys of {source}: {message}");
+            tokio::select! {
+                _ = review.tick() => {
+                    let due = hub.begin_fetches(Instant::now()).into_iter();
+                    attempts.extend(due.map(|source| self.attempt(source, &slots)));
                 }
-                (source, result)
-            });
-            let mut attempts = attempts.buffer_unordered(MAX_ATTEMPTS);
-            while let Some((source, result)) = attempts.next().await {
-                next.insert(source.clone(), Instant::now() + FETCH_INTERVAL);
-                hub.record_keys(&sources, source, result);
+                Some((source, result)) = attempts.next() => {
+                    hub.end_fetch(source, result, Instant::now());
+                }
             }
-            sleep(REVIEW_INTERVAL).await;
         }
+    }
+
+    async fn attempt(&self, source: Source, slots: &Semaphore) -> (Source, Result<String, String>) {
+        let _slot = slots.acquire().await;
+        let result = self.fetch(&source).await;
+        if let Err(message) = &result {
+            tracing::warn!("cannot fetch the keys of {source}: {message}");
+        }
+        (source, result)
     }
 
     /// The keys of a source.

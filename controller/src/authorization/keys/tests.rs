@@ -66,6 +66,7 @@ fn secrets_of_other_namespaces_are_other_sources() {
 #[test]
 fn condition_tells_which_keys_are_missing_or_stale() {
     let fetched = |has_keys, message: &str| Fetched {
+        issuer: "https://id.example.com".to_owned(),
         source: url(),
         has_keys,
         message: Some(message.to_owned()).filter(|message| !message.is_empty()),

@@ -29,6 +29,7 @@ pub(super) fn issuer(
                 .keys
                 .filter(|keys| Keys::parse(keys.as_bytes()).is_ok());
             let fetched = Fetched {
+                issuer: spec.issuer.clone(),
                 source,
                 has_keys: keys.is_some(),
                 message: entry.message,

@@ -120,9 +120,7 @@ fn keys_of_secrets_and_urls_are_in_the_status() {
     let of_secret = json!({"type": "Secret", "secret": {"name": "idp", "key": "jwks"}});
     let of_secret = issuing(&json!({"keys": of_secret}), &json!({}));
     let keys = |spec: &Value, entry: Value| {
-        let meta = Meta::new(Kind::Authorization, Key::new("shop", "p"), 0, ("", 1), spec);
-        let status = json!({"issuers": [entry]});
-        let policy = parse::policy(meta, spec, &status, "cluster.local");
+        let policy = policy_with("shop", "p", spec, &json!({"issuers": [entry]}));
         assert_eq!(policy.rejection(), None);
         let Effect::Rules(rules) = &policy.applied().effect else {
             panic!("it has rules")

@@ -14,7 +14,7 @@ use crate::secure::tls::tests::{CART, credentials};
 /// A pod of the namespace `shop`.
 pub(super) struct Pod {
     pub(super) worker: Rc<Worker>,
-    own: OwnPod,
+    pub(super) own: OwnPod,
     app: SocketAddr,
 }
 

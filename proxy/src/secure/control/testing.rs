@@ -173,6 +173,7 @@ impl FakeStream {
             Action::Status(status) => format!("={}", status.roots_version),
             Action::Exceptions(exceptions) => format!("{exceptions:?}"),
             Action::Edges(edges) => format!("{edges:?}"),
+            Action::UnknownKeys(keys) => format!("{keys:?}"),
         }
     }
 
@@ -239,7 +240,7 @@ impl ServiceMeshService for FakeService {
             .map_err(|_| Status::unavailable("the test has ended"))?;
         let mut response = Response::new(ReceiverStream::new(outgoing));
         if self.announces_self.load(Ordering::SeqCst) {
-            let capabilities = MetadataValue::from_static("later, self, authorization");
+            let capabilities = MetadataValue::from_static("later, self, authorization, keys");
             let metadata = response.metadata_mut();
             metadata.insert(CAPABILITIES_METADATA, capabilities);
         }

@@ -2,11 +2,22 @@
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::pki_types::PrivateKeyDer;
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use super::*;
+use crate::authenticate::PodRef;
+use crate::authorization::keys;
+use crate::authorization::tests::policy_with;
+use crate::grpc::message;
+use crate::index::dependencies::CONFIGURATION;
+use crate::index::object::{Change, Kind, Object, Resource};
+use crate::index::state::TargetKind;
+use crate::index::tests::pod;
+use crate::routes::attach::RouteId;
+use crate::routes::statuses::Statuses as _;
 
 /// The key of RFC 7515, appendix A.3.
 const KEYS: &str = r#"{"keys": [{"kty": "EC", "crv": "P-256",
@@ -192,5 +203,92 @@ fn only_addresses_of_the_internet_are_public() {
         ("2002:a00:1::", false),
     ] {
         assert_eq!(is_public(address.parse().unwrap()), expected, "{address}");
+    }
+}
+
+/// A policy for all pods of `shop` whose issuer has its keys at a URL.
+fn policy(url: &str, status: &Value) -> Object {
+    let issuer = json!({"issuer": "https://id.example.com", "audiences": ["shop"],
+        "keys": {"type": "URL", "url": url}});
+    let spec = json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "action": "ALLOW",
+        "issuers": [issuer], "rules": [{}]});
+    let policy = policy_with("shop", "p", &spec, status);
+    assert_eq!(policy.rejection(), None);
+    Object::Authorization(policy)
+}
+
+fn policy_id() -> RouteId {
+    (Kind::Authorization, Key::new("shop", "p"))
+}
+
+/// A controller that has started with these objects.
+fn hub(objects: impl IntoIterator<Item = Object>) -> Hub {
+    let hub = Hub::default();
+    hub.apply(
+        CONFIGURATION
+            .iter()
+            .map(|kind| Change::Reset(*kind, vec![])),
+    );
+    hub.apply(objects.into_iter().map(Change::Apply));
+    hub
+}
+
+#[tokio::test(start_paused = true)]
+async fn reported_keys_are_fetched_again_within_seconds() {
+    let pod = Object::Pod(pod("a", &[]));
+    let hub = hub([pod, policy("https://id/keys", &json!({}))]);
+    for source in hub.begin_fetches(Instant::now()) {
+        hub.end_fetch(source, Ok(KEYS.to_owned()), Instant::now());
+    }
+    // Attempts fail: the operator has not allowed the URL.
+    let fetcher = Fetcher::new(None, Allowed::default());
+    let has_failed = async |time| {
+        let _ = timeout(time, fetcher.run(&hub)).await;
+        let status = hub.get(&policy_id()).unwrap().unwrap();
+        status.issuers[0].1.message.is_some()
+    };
+    assert!(!has_failed(Duration::from_secs(50)).await);
+    let pod = PodRef {
+        namespace: "shop".into(),
+        name: "a".into(),
+        uid: "".into(),
+    };
+    let issuers = ["https://id.example.com".to_owned()];
+    hub.report_unknown_keys(&pod, &issuers, Instant::now());
+    assert!(has_failed(REVIEW_INTERVAL).await);
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_of_the_status_outlive_an_hour_without_issuer_and_a_restart() {
+    let gone = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("https://{}/keys", gone.local_addr().unwrap());
+    drop(gone);
+    let allowed = Allowed {
+        private_urls: [url.clone()].into(),
+        ..Allowed::default()
+    };
+    let mut status = json!({"issuers": [{"source": url, "keys": KEYS}], "ancestors": []});
+    for _restart in 0..2 {
+        let hub = hub([Object::Pod(pod("a", &[])), policy(&url, &status)]);
+        let mut subscriber = hub.watch_resources(None);
+        let own = Resource::Workload(Key::new("shop", "a"), "".into());
+        subscriber.subscribe(&own);
+        let fetcher = Fetcher::new(None, allowed.clone());
+        let _ = timeout(Duration::from_secs(3600), fetcher.run(&hub)).await;
+        // As the holder of the Lease writes it.
+        let written = hub.get(&policy_id()).unwrap().unwrap();
+        status["issuers"] =
+            keys::merge(&written.issuers, &status).unwrap_or(status["issuers"].take());
+        let entry = &keys::entries(&status)[0];
+        assert_eq!(entry.keys.as_deref(), Some(KEYS));
+        assert!(entry.message.is_some(), "the issuer is gone");
+        hub.apply([Change::Apply(policy(&url, &status))]);
+        let (_, state) = subscriber.next().expect("a state of the pod");
+        let Some(TargetKind::Workload(workload)) = state.target.as_ref().map(|one| &one.kind)
+        else {
+            panic!("{state:?}")
+        };
+        let sent = message::workload(workload).authorization.unwrap();
+        assert_eq!(sent.policies[0].issuers[0].keys, KEYS);
     }
 }

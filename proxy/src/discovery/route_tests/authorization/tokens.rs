@@ -1,7 +1,9 @@
 //! Tokens of requests, and claims that the application gets as fields.
 
+use std::sync::atomic::Ordering;
 use std::time::SystemTime;
 
+use diy_mesh_proto::mesh::v1::discover_request::Action as Report;
 use jsonwebtoken::jwk::Jwk;
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use serde_json::{Value, json};
@@ -12,17 +14,28 @@ const ISSUER: &str = "https://id.example.com";
 const UNAUTHORIZED: &str = "HTTP/1.1 401 Unauthorized\r\n";
 
 /// An issuer of tokens.
-struct Signer(EncodingKey);
+struct Signer {
+    key: EncodingKey,
+    id: Option<String>,
+}
 
 impl Signer {
     fn new() -> Self {
         let key = rcgen::KeyPair::generate().unwrap().serialize_pem();
-        Self(EncodingKey::from_ec_pem(key.as_bytes()).unwrap())
+        let key = EncodingKey::from_ec_pem(key.as_bytes()).unwrap();
+        Self { key, id: None }
+    }
+
+    /// With this key ID.
+    fn named(id: &str) -> Self {
+        let id = Some(id.to_owned());
+        Self { id, ..Self::new() }
     }
 
     /// Its keys, which are those of a policy.
     fn issuer(&self, fields: &[(&str, &str)]) -> proto::TokenIssuer {
-        let key = Jwk::from_encoding_key(&self.0, Algorithm::ES256).unwrap();
+        let mut key = Jwk::from_encoding_key(&self.key, Algorithm::ES256).unwrap();
+        key.common.key_id = self.id.clone();
         let field = |(claim, name): &(&str, &str)| proto::ClaimField {
             claim: (*claim).to_owned(),
             name: (*name).to_owned(),
@@ -45,7 +58,9 @@ impl Signer {
         for (name, value) in claims {
             all[*name] = value.clone();
         }
-        jsonwebtoken::encode(&Header::new(Algorithm::ES256), &all, &self.0).unwrap()
+        let mut header = Header::new(Algorithm::ES256);
+        header.kid = self.id.clone();
+        jsonwebtoken::encode(&header, &all, &self.key).unwrap()
     }
 }
 
@@ -286,5 +301,156 @@ fn new_keys_apply_to_the_next_request_and_those_under_audit_to_none() {
         let mut client = pod.connect(Some("a")).await;
         exchange(&mut client, ask(&new).as_bytes(), OK.as_bytes()).await;
         assert!(pod.counts("would_deny_total 1\n"));
+    });
+}
+
+/// The `Authorization` field with the usual token.
+fn bearer(signer: &Signer) -> String {
+    format!("Authorization: Bearer {}\r\n", signer.token(&[]))
+}
+
+#[test]
+fn unknown_key_ids_of_known_issuers_are_reported_without_a_trace_of_their_number() {
+    on_worker(async {
+        let signer = Signer::named("a");
+        let (app, _) = app("web").await;
+        let mut pod = Pod::new(app);
+        pod.authorize(with_group(signer.issuer(&[]), "ops")).await;
+        let forged = Signer::named("a");
+        let unnamed = Signer::new();
+        let of_other = Signer::named("b").token(&[("iss", json!("https://other"))]);
+        for field in [
+            bearer(&signer),
+            bearer(&forged),
+            bearer(&unnamed),
+            format!("Authorization: Bearer {of_other}\r\n"),
+            "Authorization: Bearer opaque\r\n".to_owned(),
+        ] {
+            get(&pod, &field).await;
+            assert_eq!(pod.own.take_unknown_keys(), [""; 0], "{field}");
+        }
+        for number in 0..20 {
+            let response = get(&pod, &bearer(&Signer::named(&number.to_string()))).await;
+            assert!(response.starts_with(UNAUTHORIZED), "{response}");
+        }
+        assert_eq!(pod.own.take_unknown_keys(), [ISSUER]);
+        assert_eq!(pod.own.take_unknown_keys(), [""; 0]);
+        // Keys without an ID are tried, and their failure says that the key is another one.
+        pod.authorize(with_group(unnamed.issuer(&[]), "ops")).await;
+        get(&pod, &bearer(&signer)).await;
+        assert_eq!(pod.own.take_unknown_keys(), [ISSUER]);
+    });
+}
+
+/// A pod whose policy comes from a controller.
+struct Controlled {
+    pod: Pod,
+    controller: FakeController,
+    stream: FakeStream,
+    metrics: DiscoveryMetrics,
+}
+
+impl Controlled {
+    async fn new(app: SocketAddr) -> Self {
+        let mut controller = FakeController::start().await;
+        controller.announces_self.store(true, Ordering::SeqCst);
+        let exceptions = Arc::new(Exceptions::new(std::time::Instant::now()));
+        let timing = Timing {
+            sweep_interval: Duration::from_millis(5),
+            ..Timing::default()
+        };
+        let metrics = DiscoveryMetrics::default();
+        let (discovery, driver) = start_with(
+            Control::new(controller.url(), None, None),
+            Trust::default(),
+            crate::secure::identity::none(),
+            metrics.clone(),
+            Reported::new(exceptions, None),
+            timing,
+            OwnProxy::default(),
+        );
+        tokio::spawn(driver);
+        let stream = controller.stream().await;
+        let pod = Pod::with(app, |context| WorkerContext {
+            discovery,
+            ..context
+        });
+        Self {
+            pod,
+            controller,
+            stream,
+            metrics,
+        }
+    }
+
+    /// Sends the keys of an issuer in a policy.
+    async fn send(&mut self, signer: &Signer) {
+        let version = self.pod.worker.policy_version();
+        let workload = proto::Workload {
+            inbound_mode: proto::workload::InboundMode::Permissive.into(),
+            authorization: Some(with_group(signer.issuer(&[]), "ops")),
+            ..proto::Workload::default()
+        };
+        let version_sent = version.to_string();
+        self.stream
+            .respond("", &version_sent, Update::Workload(workload))
+            .await;
+        until(|| self.pod.worker.policy_version() > version).await;
+    }
+
+    async fn expect(&self, signer: &Signer, expected: &str) {
+        let response = get(&self.pod, &bearer(signer)).await;
+        assert!(response.starts_with(expected), "{response}");
+    }
+}
+
+#[test]
+fn controller_is_told_about_unknown_keys_and_their_tokens_are_valid_when_it_sends_them() {
+    on_worker(async {
+        let (old, new) = (Signer::named("old"), Signer::named("new"));
+        let mut controlled = Controlled::new(app("web").await.0).await;
+        controlled.send(&old).await;
+        controlled.expect(&old, OK).await;
+        controlled.expect(&new, UNAUTHORIZED).await;
+        let issuers = loop {
+            if let Report::UnknownKeys(keys) = controlled.stream.action().await {
+                break keys.issuers;
+            }
+        };
+        assert_eq!(issuers, [ISSUER]);
+        controlled.send(&new).await;
+        controlled.expect(&new, OK).await;
+    });
+}
+
+#[test]
+fn tokens_are_verified_an_hour_after_the_last_contact_with_a_controller() {
+    // Without the timeout of other tests: the clock advances.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        let (known, unknown) = (Signer::named("known"), Signer::named("unknown"));
+        let mut controlled = Controlled::new(app("web").await.0).await;
+        controlled.send(&known).await;
+        let Controlled {
+            pod,
+            controller,
+            stream,
+            metrics,
+        } = controlled;
+        drop(stream);
+        controller.stop().await;
+        until(|| metrics.connected.get() == 0).await;
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(3600)).await;
+        tokio::time::resume();
+        until(|| metrics.reconnects.get() > 0).await;
+        // No token was verified before: the proxy has the keys, not only former results.
+        for (signer, expected) in [(&known, OK), (&unknown, UNAUTHORIZED)] {
+            let response = get(&pod, &bearer(signer)).await;
+            assert!(response.starts_with(expected), "{response}");
+        }
     });
 }

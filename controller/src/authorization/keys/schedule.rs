@@ -1,0 +1,195 @@
+//! When to fetch the keys of which source: every minute, and those of a URL sooner if proxies report
+//! tokens of unknown keys. Each source has limits of its own, whatever the number of reports: clients
+//! choose the key IDs of their tokens. Pure: the caller passes the clock.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Source;
+
+/// Time between two attempts for a source.
+const FETCH_INTERVAL: Duration = Duration::from_secs(60);
+/// The same, while proxies report unknown keys.
+const REQUESTED_INTERVAL: Duration = Duration::from_secs(10);
+/// Time for which the other replicas see a report: the one that writes statuses has to fetch the
+/// keys, too. Replicas read each other's state every 10 seconds.
+const SHARE_TIME: Duration = Duration::from_secs(20);
+/// URLs in the state of a replica, each of at most 2 KiB.
+const MAX_SHARED: usize = 32;
+
+/// The attempts of this replica for each source.
+#[derive(Debug, Default)]
+pub struct Schedule(BTreeMap<Source, Attempts>);
+
+#[derive(Debug, Default)]
+struct Attempts {
+    is_running: bool,
+    /// The end of the latest one.
+    ended: Option<Instant>,
+    /// One was successful. Else the URL may be one that the operator of the mesh does not allow.
+    has_succeeded: bool,
+    /// Proxies have reported an unknown key since the latest attempt began.
+    is_requested: bool,
+    /// The latest report of a proxy of this replica.
+    reported: Option<Instant>,
+}
+
+impl Attempts {
+    fn is_due(&self, now: Instant) -> bool {
+        let interval = if self.is_requested {
+            REQUESTED_INTERVAL
+        } else {
+            FETCH_INTERVAL
+        };
+        let has_passed = |ended| now.saturating_duration_since(ended) >= interval;
+        !self.is_running && self.ended.is_none_or(has_passed)
+    }
+}
+
+impl Schedule {
+    /// Begins the attempts that are due, for some of these sources. Forgets all others.
+    pub fn begin<T>(&mut self, sources: &BTreeMap<Source, T>, now: Instant) -> Vec<Source> {
+        self.0.retain(|source, _| sources.contains_key(source));
+        let mut due = vec![];
+        for source in sources.keys() {
+            let attempts = self.0.entry(source.clone()).or_default();
+            if attempts.is_due(now) {
+                attempts.is_running = true;
+                attempts.is_requested = false;
+                due.push(source.clone());
+            }
+        }
+        due
+    }
+
+    /// An attempt has ended.
+    pub fn end(&mut self, source: &Source, is_success: bool, now: Instant) {
+        if let Some(attempts) = self.0.get_mut(source) {
+            attempts.is_running = false;
+            attempts.ended = Some(now);
+            attempts.has_succeeded |= is_success;
+        }
+    }
+
+    /// A proxy of this replica has reported an unknown key of a source.
+    pub fn report(&mut self, source: &Source, now: Instant) {
+        if let Some(attempts) = self.0.get_mut(source) {
+            attempts.is_requested |= attempts.has_succeeded;
+            attempts.reported = Some(now).filter(|_| attempts.has_succeeded);
+        }
+    }
+
+    /// A proxy of another replica has.
+    pub fn request(&mut self, source: &Source) {
+        if let Some(attempts) = self.0.get_mut(source) {
+            attempts.is_requested |= attempts.has_succeeded;
+        }
+    }
+
+    /// The URLs that proxies of this replica have reported of late.
+    pub fn reported(&self, now: Instant) -> Vec<String> {
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < SHARE_TIME;
+        let all = self.0.iter();
+        let recent = all.filter(|(_, attempts)| attempts.reported.is_some_and(is_recent));
+        let urls = recent.filter_map(|(source, _)| match source {
+            Source::Url(url) => Some(url.clone()),
+            Source::Secret(..) => None,
+        });
+        urls.take(MAX_SHARED).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::object::Key;
+
+    fn url(number: usize) -> Source {
+        Source::Url(format!("https://id.example.com/{number}"))
+    }
+
+    /// A schedule whose sources have had keys at a time.
+    fn schedule(sources: &BTreeMap<Source, ()>, now: Instant) -> Schedule {
+        let mut schedule = Schedule::default();
+        let due = schedule.begin(sources, now);
+        assert_eq!(due.len(), sources.len());
+        due.iter()
+            .for_each(|source| schedule.end(source, true, now));
+        schedule
+    }
+
+    #[test]
+    fn reports_bring_the_attempts_of_their_source_forward_to_every_10_seconds() {
+        let (start, sources) = (Instant::now(), [url(1), url(2)].map(|one| (one, ())).into());
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut schedule = schedule(&sources, start);
+        let mut attempts = vec![];
+        for second in 1..=120 {
+            // As many reports as clients can cause, until a key is known.
+            if second <= 25 {
+                (0..1000).for_each(|_| schedule.report(&url(1), after(second)));
+            }
+            for source in schedule.begin(&sources, after(second)) {
+                // One that fails counts, too.
+                schedule.end(&source, second != 10, after(second));
+                attempts.push((source, second));
+            }
+        }
+        let expected = [(1, 10), (1, 20), (1, 30), (2, 60), (1, 90), (2, 120)];
+        assert_eq!(attempts, expected.map(|(one, second)| (url(one), second)));
+    }
+
+    #[test]
+    fn report_during_an_attempt_causes_one_that_begins_after_it() {
+        let (start, sources) = (Instant::now(), [(url(1), ())].into());
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let mut schedule = schedule(&sources, start);
+        assert_eq!(schedule.begin(&sources, after(60)), [url(1)]);
+        schedule.report(&url(1), after(61));
+        assert_eq!(schedule.begin(&sources, after(75)), []);
+        schedule.end(&url(1), true, after(75));
+        assert_eq!(schedule.begin(&sources, after(84)), []);
+        assert_eq!(schedule.begin(&sources, after(85)), [url(1)]);
+        schedule.end(&url(1), true, after(85));
+        assert_eq!(schedule.begin(&sources, after(144)), []);
+    }
+
+    #[test]
+    fn reports_about_sources_that_have_had_no_keys_change_nothing() {
+        let start = Instant::now();
+        let mut schedule = Schedule::default();
+        let sources = [(url(1), ())].into();
+        assert_eq!(schedule.begin(&sources, start), [url(1)]);
+        schedule.end(&url(1), false, start);
+        // The first one has failed, and no policy has the second one.
+        for source in [url(1), url(2)] {
+            schedule.report(&source, start);
+            schedule.request(&source);
+        }
+        assert_eq!(schedule.begin(&sources, start + REQUESTED_INTERVAL), []);
+        assert_eq!(schedule.reported(start), [""; 0]);
+        assert_eq!(schedule.begin(&sources, start + FETCH_INTERVAL), [url(1)]);
+        assert_eq!(schedule.0.len(), 1);
+        schedule.begin::<()>(&BTreeMap::new(), start);
+        assert_eq!(schedule.0.len(), 0);
+    }
+
+    #[test]
+    fn replicas_share_recent_reports_of_their_own_proxies() {
+        let secret = Source::Secret(Key::new("shop", "idp"), "jwks".to_owned());
+        let urls = (1..100).map(url);
+        let sources = urls.chain([secret]).map(|source| (source, ())).collect();
+        let start = Instant::now();
+        let mut schedule = schedule(&sources, start);
+        sources.keys().for_each(|source| schedule.request(source));
+        assert_eq!(schedule.reported(start), [""; 0], "those of other replicas");
+        schedule.report(&url(7), start);
+        assert_eq!(schedule.reported(start), ["https://id.example.com/7"]);
+        assert_eq!(schedule.reported(start + SHARE_TIME), [""; 0]);
+        let all = sources.keys();
+        all.for_each(|source| schedule.report(source, start));
+        assert_eq!(schedule.reported(start).len(), MAX_SHARED);
+    }
+}

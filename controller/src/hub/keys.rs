@@ -1,0 +1,156 @@
+//! The keys of issuers: what is to be fetched, for which policies, and what was fetched.
+
+use std::sync::{MutexGuard, PoisonError};
+
+use tokio::time::Instant;
+
+use super::Hub;
+use crate::authenticate::PodRef;
+use crate::authorization::keys::schedule::Schedule;
+use crate::authorization::keys::{Results, Source};
+
+impl Hub {
+    /// Begins the attempts to fetch keys that are due. Forgets what no policy needs.
+    pub fn begin_fetches(&self, now: Instant) -> Vec<Source> {
+        let sources = self.index().key_sources();
+        self.results().retain(&sources);
+        self.fetches().begin(&sources, now)
+    }
+
+    /// Records the result of an attempt to fetch keys, for the statuses of the policies that need
+    /// them.
+    pub fn end_fetch(&self, source: Source, result: Result<String, String>, now: Instant) {
+        self.fetches().end(&source, result.is_ok(), now);
+        if self.results().record(source.clone(), result) {
+            let policies = self.index().key_sources().remove(&source);
+            let policies = policies.unwrap_or_default();
+            self.changed_statuses
+                .send_modify(|all| all.extend(policies));
+        }
+    }
+
+    /// The proxy of a pod has met tokens with unknown keys of these issuers. Only those in its own
+    /// policies count.
+    pub fn report_unknown_keys(&self, pod: &PodRef, issuers: &[String], now: Instant) {
+        let urls = self.index().key_urls(pod, issuers);
+        let mut fetches = self.fetches();
+        urls.iter().for_each(|url| fetches.report(url, now));
+    }
+
+    /// The URLs whose keys proxies of this replica lack, for the other replicas.
+    pub fn unknown_keys(&self, now: Instant) -> Vec<String> {
+        self.fetches().reported(now)
+    }
+
+    /// Other replicas have told that their proxies lack the keys of these URLs.
+    pub fn receive_unknown_keys(&self, urls: impl IntoIterator<Item = String>) {
+        let mut fetches = self.fetches();
+        for url in urls {
+            fetches.request(&Source::Url(url));
+        }
+    }
+
+    fn fetches(&self) -> MutexGuard<'_, Schedule> {
+        self.fetches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn results(&self) -> MutexGuard<'_, Results> {
+        self.results.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::authorization::tests::policy;
+    use crate::index::object::{Change, Key, Object, Pod};
+    use crate::index::tests::pod;
+
+    /// A policy for all pods of a namespace, with an issuer whose keys are there.
+    fn issuing(namespace: &str, issuer: &str, keys: Value) -> Change {
+        let issuer = json!({"issuer": issuer, "audiences": ["shop"], "keys": keys});
+        let spec = json!({"targetRefs": [{"kind": "Pod", "selector": {}}], "action": "ALLOW",
+            "issuers": [issuer], "rules": [{}]});
+        let policy = policy(namespace, "p", &spec);
+        assert_eq!(policy.rejection(), None);
+        Change::Apply(Object::Authorization(policy))
+    }
+
+    fn pod_in(namespace: &str) -> Change {
+        Change::Apply(Object::Pod(Pod {
+            key: Key::new(namespace, "a"),
+            uid: "1".into(),
+            ..pod("a", &[])
+        }))
+    }
+
+    fn reference(namespace: &str, uid: &str) -> PodRef {
+        PodRef {
+            namespace: namespace.into(),
+            name: "a".into(),
+            uid: uid.into(),
+        }
+    }
+
+    /// A replica that has fetched all keys.
+    fn replica(now: Instant) -> Hub {
+        let hub = Hub::default();
+        let url = |url: &str| json!({"type": "URL", "url": url});
+        let secret = json!({"type": "Secret", "secret": {"name": "idp", "key": "jwks"}});
+        hub.apply([
+            pod_in("shop"),
+            pod_in("bank"),
+            pod_in("cafe"),
+            issuing("shop", "https://shop", url("https://shop/keys")),
+            issuing("bank", "https://bank", url("https://bank/keys")),
+            issuing("cafe", "https://cafe", secret),
+        ]);
+        let sources = hub.begin_fetches(now);
+        assert_eq!(sources.len(), 3);
+        for source in sources {
+            hub.end_fetch(source, Ok(String::new()), now);
+        }
+        hub
+    }
+
+    #[test]
+    fn proxies_report_only_issuers_with_a_url_in_the_policies_of_their_pod() {
+        let issuers = ["https://shop", "https://bank", "https://cafe", "https://x"];
+        let issuers = issuers.map(str::to_owned);
+        for (pod, expected) in [
+            (reference("shop", "1"), &["https://shop/keys"][..]),
+            (reference("bank", "1"), &["https://bank/keys"]),
+            (reference("cafe", "1"), &[]),
+            (reference("shop", "2"), &[]),
+            (reference("other", "1"), &[]),
+        ] {
+            let start = Instant::now();
+            let hub = replica(start);
+            hub.report_unknown_keys(&pod, &issuers[1..1], start);
+            assert_eq!(hub.unknown_keys(start), [""; 0]);
+            hub.report_unknown_keys(&pod, &issuers, start);
+            assert_eq!(hub.unknown_keys(start), expected, "{pod:?}");
+            assert_eq!(hub.begin_fetches(start), []);
+            let due = hub.begin_fetches(start + Duration::from_secs(10));
+            let urls = expected.iter().map(|url| Source::Url(url.to_string()));
+            assert_eq!(due, Vec::from_iter(urls), "{pod:?}");
+        }
+    }
+
+    #[test]
+    fn other_replicas_fetch_too_and_do_not_pass_the_report_on() {
+        let start = Instant::now();
+        let (hub, other) = (replica(start), replica(start));
+        let issuers = ["https://shop".to_owned()];
+        hub.report_unknown_keys(&reference("shop", "1"), &issuers, start);
+        let unknown = ["https://elsewhere/keys".to_owned()].into_iter();
+        other.receive_unknown_keys(hub.unknown_keys(start).into_iter().chain(unknown));
+        assert_eq!(other.unknown_keys(start), [""; 0]);
+        let due = other.begin_fetches(start + Duration::from_secs(10));
+        assert_eq!(due, [Source::Url("https://shop/keys".to_owned())]);
+    }
+}
