@@ -20,11 +20,14 @@ use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
 use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;
+use crate::routes::backend::backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::Grant;
 use crate::routes::parse::{self, Meta};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
-use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch};
+use crate::routes::spec::{
+    BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
+};
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
 pub fn resources(kind: Kind) -> Vec<ApiResource> {
@@ -61,6 +64,7 @@ impl CatalogObject for DynamicObject {
             Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
             Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
             Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
+            Kind::Backend => Ok(Object::Backend(backend(meta, spec, trust_domain))),
             _ => parse::route(meta, spec).map(Object::Route),
         };
         object.map_err(ConvertError)
@@ -73,6 +77,7 @@ impl CatalogObject for DynamicObject {
             Kind::GrpcRoute => unknown::<RouteSpec<Rule<GrpcMatch>>>(spec),
             Kind::TcpRoute => unknown::<RouteSpec<Rule<TcpMatch>>>(spec),
             Kind::Grant => unknown::<GrantSpec>(spec),
+            Kind::Backend => unknown::<BackendSpec>(spec),
             Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
             Kind::Authorization => unknown::<AuthorizationPolicySpec>(spec),
             Kind::TrafficSplit => unknown::<SplitSpec>(spec),
@@ -96,15 +101,18 @@ fn unknown<T: DeserializeOwned>(spec: &Value) -> Vec<String> {
 
 fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
     let spec = GrantSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
+    let is_kind =
+        |kind: &Kind, group: &str, name: &str| (kind.row().group, kind.name()) == (group, name);
     let from = spec.from.into_iter().filter_map(|from| {
-        let is_kind = |kind: &Kind| (kind.row().group, kind.name()) == (&*from.group, &*from.kind);
-        let kind = Kind::routes().find(is_kind)?;
+        let kind = Kind::routes().find(|kind| is_kind(kind, &from.group, &from.kind))?;
         Some((kind, Arc::from(from.namespace)))
     });
-    let to = spec.to.into_iter();
-    let to = to.filter(|to| to.group.is_empty() && to.kind == "Service");
-    let name = |name: String| Some(name).filter(|name| !name.is_empty());
-    let to = to.map(|to| to.name.and_then(name).map(Into::into));
+    let to = spec.to.into_iter().filter_map(|to| {
+        let mut kinds = [Kind::Service, Kind::Backend].into_iter();
+        let kind = kinds.find(|kind| is_kind(kind, &to.group, &to.kind))?;
+        let name = to.name.filter(|name| !name.is_empty());
+        Some((kind, name.map(Into::into)))
+    });
     Ok(Grant {
         key,
         from: from.collect(),

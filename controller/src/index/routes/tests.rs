@@ -10,6 +10,8 @@ use crate::index::tests::{Chance, endpoint, index, ip, key, pod, service, slice}
 use crate::index::{Index, Touched};
 use crate::routes::tests::{route, route_of};
 
+mod backends;
+
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
     index.apply(Change::Apply(object), &mut touched);
@@ -126,7 +128,7 @@ fn change_touches_only_the_destinations_whose_routes_differ() {
     let grant = Grant {
         key: Key::new("shop", "g"),
         from: vec![(Kind::HttpRoute, "x".into())],
-        to: vec![None],
+        to: vec![(Kind::Service, None)],
     };
     assert_eq!(apply(&mut index, Object::Grant(grant)), Touched::default());
 }

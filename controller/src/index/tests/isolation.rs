@@ -79,9 +79,24 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             });
             let permitted = routes.filter(|route| {
                 let mut references = route.references();
-                references.any(|one| grant.permits(route, &one.key))
+                references.any(|one| grant.permits(route, one))
             });
             let parents = permitted.flat_map(|route| {
+                let parents = route.parents.iter();
+                parents.map(|parent| parent.key(&route.key))
+            });
+            parents.collect()
+        }
+        Object::Backend(backend) => {
+            let routes = all.iter().filter_map(|object| match object {
+                Object::Route(route) => Some(route),
+                _ => None,
+            });
+            let routes = routes.filter(|route| {
+                let mut references = route.external();
+                references.any(|one| one.key == backend.key)
+            });
+            let parents = routes.flat_map(|route| {
                 let parents = route.parents.iter();
                 parents.map(|parent| parent.key(&route.key))
             });
@@ -185,6 +200,7 @@ fn object_changes_connections_to_its_own_services_only() {
         Kind::Slice,
         Kind::HttpRoute,
         Kind::GrpcRoute,
+        Kind::Backend,
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
     ];
@@ -241,10 +257,11 @@ fn hostile(chance: &mut Chance, objects: &[Object]) -> Vec<Object> {
         let kind = [
             Kind::HttpRoute,
             Kind::GrpcRoute,
+            Kind::Backend,
             Kind::TrafficPolicy,
             Kind::TrafficSplit,
             Kind::RouteGroup,
-        ][chance.0.usize(..5)];
+        ][chance.0.usize(..6)];
         let object = chance.object(kind);
         if *object.key().namespace == *HOSTILE {
             hostile.push(object);
