@@ -101,18 +101,15 @@ fn unknown<T: DeserializeOwned>(spec: &Value) -> Vec<String> {
 
 fn grant(key: Key, spec: &Value) -> Result<Grant, String> {
     let spec = GrantSpec::deserialize(spec).map_err(|error| format!("spec: {error}"))?;
-    let is_kind =
-        |kind: &Kind, group: &str, name: &str| (kind.row().group, kind.name()) == (group, name);
     let from = spec.from.into_iter().filter_map(|from| {
-        let kind = Kind::routes().find(|kind| is_kind(kind, &from.group, &from.kind))?;
+        let is_kind = |kind: &Kind| (kind.row().group, kind.name()) == (&*from.group, &*from.kind);
+        let kind = Kind::routes().find(is_kind)?;
         Some((kind, Arc::from(from.namespace)))
     });
-    let to = spec.to.into_iter().filter_map(|to| {
-        let mut kinds = [Kind::Service, Kind::Backend].into_iter();
-        let kind = kinds.find(|kind| is_kind(kind, &to.group, &to.kind))?;
-        let name = to.name.filter(|name| !name.is_empty());
-        Some((kind, name.map(Into::into)))
-    });
+    let to = spec.to.into_iter();
+    let to = to.filter(|to| to.group.is_empty() && to.kind == "Service");
+    let name = |name: String| Some(name).filter(|name| !name.is_empty());
+    let to = to.map(|to| to.name.and_then(name).map(Into::into));
     Ok(Grant {
         key,
         from: from.collect(),

@@ -106,7 +106,7 @@ impl Index {
             let depends = match kind {
                 Kind::TrafficTarget => is_group,
                 // It names the Services of its routes.
-                Kind::Backend => *other == Kind::Grant || Kind::routes().any(|one| one == *other),
+                Kind::Backend => Kind::routes().any(|one| one == *other),
                 _ => false,
             };
             other == kind
@@ -147,7 +147,8 @@ impl Index {
         let mut routes = self.routes.of_service(&self.links, service);
         routes.any(|route| {
             let mut references = route.references();
-            references.any(|reference| reference.needs_grant(route, service))
+            let own = |key: &Key| key.namespace == route.key.namespace || key == service;
+            references.any(|reference| !own(&reference.key))
         })
     }
 
@@ -295,7 +296,7 @@ mod tests {
             let expected = match kind {
                 Kind::Node | Kind::Authorization => [].into(),
                 Kind::TrafficTarget | Kind::TcpGroup => [].into(),
-                Kind::Grant => ["host", "other"].into(),
+                Kind::Grant => ["other"].into(),
                 Kind::Backend => ["host", "outer"].into(),
                 Kind::RouteGroup => ["split"].into(),
                 Kind::TrafficPolicy => &all - &["host"].into(),

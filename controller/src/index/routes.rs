@@ -178,11 +178,7 @@ impl Routes {
     pub(super) fn set_grant(&mut self, links: &mut Links, key: &Key, new: Option<Grant>) {
         let is_changed = self.grants.replace(links, Kind::Grant, key, new);
         if is_changed.is_some() {
-            let link = Link::BackendIn(key.namespace.clone());
-            let routes = links.ids(&link).filter_map(|id| self.get(id));
-            let backends: Vec<RouteId> = routes.flat_map(backends_of).collect();
-            links.statuses.extend(backends);
-            self.mark_referring(links, &link);
+            self.mark_referring(links, &Link::BackendIn(key.namespace.clone()));
         }
     }
 
@@ -346,11 +342,28 @@ impl Routes {
         let (field, key) = (&reference.field, &reference.key);
         let invalid =
             |reason, problem: String| Err(Rejection::new(reason, format!("{field}: {problem}")));
+        let not_found = |Rejection {
+                             reason, message, ..
+                         }| invalid(reason, message);
         let other = reference.other_kind.as_ref();
         if let Some(kind) = other.filter(|_| !reference.is_external) {
             return invalid(INVALID_KIND, format!("{kind} is not Service"));
         }
-        if reference.needs_grant(route, parent) && !self.is_permitted(links, route, reference) {
+        let is_near = key.namespace == route.key.namespace;
+        if reference.is_external {
+            if !is_near {
+                let problem = format!("the XBackend {key} is not of the namespace of the route");
+                return invalid(REF_NOT_PERMITTED, problem);
+            }
+            let found = self.external(key);
+            let found = found.and_then(|one| one.of_route(route.kind, reference.port));
+            return found.map(Some).or_else(not_found);
+        }
+        // Clients of the parent reach it without any route.
+        let is_own = is_near || key == parent;
+        let grants = links.keys(&Link::GrantIn(key.namespace.clone()));
+        let mut grants = grants.map(|grant| &self.grants[grant]);
+        if !is_own && !grants.any(|grant| grant.permits(route, key)) {
             let from = format!("{} of namespace {}", route.kind, route.key.namespace);
             let problem = format!(
                 "no ReferenceGrant in {} permits {from} to refer to {key}",
@@ -358,25 +371,8 @@ impl Routes {
             );
             return invalid(REF_NOT_PERMITTED, problem);
         }
-        let found = if reference.is_external {
-            let found = self.external(key);
-            let found = found.and_then(|one| one.of_route(route.kind, reference.port));
-            found.map(Some)
-        } else {
-            check_backend(services, key, reference.port).map(|()| None)
-        };
-        found.or_else(
-            |Rejection {
-                 reason, message, ..
-             }| invalid(reason, message),
-        )
-    }
-
-    /// Whether a grant permits a reference of a route.
-    fn is_permitted(&self, links: &Links, route: &Route, reference: &Reference) -> bool {
-        let grants = links.keys(&Link::GrantIn(reference.key.namespace.clone()));
-        let mut grants = grants.map(|grant| &self.grants[grant]);
-        grants.any(|grant| grant.permits(route, reference))
+        let exists = check_backend(services, key, reference.port);
+        exists.map(|()| None).or_else(not_found)
     }
 
     /// An accepted XBackend.
@@ -405,9 +401,7 @@ impl Routes {
         let routes = links.ids(&Link::External(key.clone()));
         let routes = routes.filter_map(|id| self.get(id)).filter(|route| {
             let mut references = route.external().filter(|one| one.key == *key);
-            references.any(|one| {
-                one.key.namespace == route.key.namespace || self.is_permitted(links, route, one)
-            })
+            references.any(|one| one.key.namespace == route.key.namespace)
         });
         let parents = |route: &Route| {
             let parents = route.parents.iter();

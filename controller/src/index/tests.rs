@@ -1007,10 +1007,7 @@ impl Chance {
             Kind::Grant => Object::Grant(Grant {
                 key: Key::new(self.one(&Self::NAMESPACES), self.one(&["g1", "g2"])),
                 from: vec![(Kind::HttpRoute, self.one(&Self::NAMESPACES).into())],
-                to: vec![(
-                    [Kind::Service, Kind::Backend][self.0.usize(..2)],
-                    self.0.bool().then(|| self.one(&Self::SERVICES).into()),
-                )],
+                to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
             Kind::Backend => {
                 let host = self.one(&["a.example.com", "b.example.com", "invalid"]);

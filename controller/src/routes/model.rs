@@ -121,15 +121,15 @@ pub struct Reference {
     pub field: String,
 }
 
-/// A ReferenceGrant: references from these kinds and namespaces to these objects of its namespace.
+/// A ReferenceGrant: references from these kinds and namespaces to these Services of its namespace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
     /// Namespace and name.
     pub key: Key,
     /// Kinds of routes, with their namespaces.
     pub from: Vec<(Kind, Arc<str>)>,
-    /// Services and XBackends, with their names. `None`: all of the namespace.
-    pub to: Vec<(Kind, Option<Arc<str>>)>,
+    /// Names of Services. `None`: all of the namespace.
+    pub to: Vec<Option<Arc<str>>>,
 }
 
 impl Route {
@@ -195,13 +195,6 @@ impl Reference {
             (None, Some(port)) => format!("{}:{port}", self.key),
             _ => String::new(),
         }
-    }
-
-    /// Whether a route at a parent needs a ReferenceGrant for it. Clients of the parent reach that
-    /// Service without any route.
-    pub fn needs_grant(&self, route: &Route, parent: &Key) -> bool {
-        let is_parent = self.key == *parent && !self.is_external;
-        self.key.namespace != route.key.namespace && !is_parent
     }
 
     /// A reference to a Service, without a port.
@@ -313,21 +306,14 @@ impl RequestSettings {
 }
 
 impl Grant {
-    /// Whether the grant permits a reference of a route to an object of its namespace.
-    pub fn permits(&self, route: &Route, reference: &Reference) -> bool {
-        let object = &reference.key;
-        let kind = if reference.is_external {
-            Kind::Backend
-        } else {
-            Kind::Service
-        };
+    /// Whether the grant permits a reference from a route to a Service of its namespace.
+    pub fn permits(&self, route: &Route, service: &Key) -> bool {
         let is_from = |(kind, namespace): &(Kind, Arc<str>)| {
             (*kind, namespace) == (route.kind, &route.key.namespace)
         };
-        let is_to = |(to, name): &(Kind, Option<Arc<str>>)| {
-            *to == kind && name.as_ref().is_none_or(|name| *name == object.name)
-        };
-        self.key.namespace == object.namespace
+        let is_to =
+            |name: &Option<Arc<str>>| name.as_ref().is_none_or(|name| *name == service.name);
+        self.key.namespace == service.namespace
             && self.from.iter().any(is_from)
             && self.to.iter().any(is_to)
     }

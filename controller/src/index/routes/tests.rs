@@ -128,7 +128,7 @@ fn change_touches_only_the_destinations_whose_routes_differ() {
     let grant = Grant {
         key: Key::new("shop", "g"),
         from: vec![(Kind::HttpRoute, "x".into())],
-        to: vec![(Kind::Service, None)],
+        to: vec![None],
     };
     assert_eq!(apply(&mut index, Object::Grant(grant)), Touched::default());
 }

@@ -79,7 +79,7 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             });
             let permitted = routes.filter(|route| {
                 let mut references = route.references();
-                references.any(|one| grant.permits(route, one))
+                references.any(|one| grant.permits(route, &one.key))
             });
             let parents = permitted.flat_map(|route| {
                 let parents = route.parents.iter();

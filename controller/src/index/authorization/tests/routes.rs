@@ -195,7 +195,7 @@ fn server_of_another_namespace_requires_a_grant() {
     let grant = crate::routes::model::Grant {
         key: Key::new("iam", "g"),
         from: vec![(Kind::HttpRoute, "shop".into())],
-        to: vec![(Kind::Service, None)],
+        to: vec![None],
     };
     let touched = apply(&mut index, Object::Grant(grant));
     assert_eq!(touched.pods, [key("a")].into());
