@@ -242,7 +242,12 @@ fn row(rule: &proto::RouteRule, service: &str, is_headless: bool) -> Row {
     // The rule does not choose a backend.
     let stays = is_headless || rule.to_destination;
     let backends = rule.backends.iter().map(|backend| Backend {
-        service: Some(backend.name.clone()).filter(|name| !name.is_empty()),
+        service: match &backend.external {
+            Some(proto::ExternalBackend {
+                name, host, port, ..
+            }) => Some(format!("{name} ({host}:{port})")),
+            None => Some(backend.name.clone()).filter(|name| !name.is_empty()),
+        },
         weight: backend.weight,
     });
     let redirects = rule.filters.iter().any(is_redirect);
@@ -426,6 +431,26 @@ mod tests {
              spec.rules[0].backendRefs[1]: the Service shop/none does not exist",
         ];
         assert_eq!(text(&objects, "shop"), expected);
+    }
+
+    #[test]
+    fn hosts_outside_of_the_cluster_are_named() {
+        let backend = |name: &str| {
+            json!({"apiVersion": "gateway.networking.x-k8s.io/v1alpha1",
+            "kind": "XBackend", "metadata": {"name": name, "namespace": "shop"},
+            "spec": {"type": "ExternalHostname", "port": {"port": 443},
+                "externalHostname": {"hostname": "api.example.com"}}})
+        };
+        let to = |name: &str| json!({"group": "gateway.networking.x-k8s.io", "kind": "XBackend", "name": name});
+        let rules = json!([{"backendRefs": [to("api"), to("none")]}]);
+        let objects = [
+            service("web", "10.0.0.1"),
+            backend("api"),
+            route("r", "shop", rules),
+        ];
+        let expected =
+            "all | HTTPRoute shop/r | XBackend shop/api (api.example.com:443) 1, invalid 1 | ";
+        assert_eq!(text(&objects, "shop")[0], expected);
     }
 
     #[test]

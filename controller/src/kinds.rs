@@ -106,6 +106,8 @@ kinds! {
     TcpRoute: "TCPRoute", GATEWAY, "tcproutes", ["v1", "v1alpha2"], Route, Status, [];
     /// A ReferenceGrant.
     Grant: "ReferenceGrant", GATEWAY, "referencegrants", ["v1", "v1beta1"], Custom, Silent, [];
+    /// An XBackend.
+    Backend: "XBackend", EXPERIMENTAL, "xbackends", ["v1alpha1"], Custom, Status, [];
     /// A TrafficPolicy.
     TrafficPolicy: "TrafficPolicy", policy::GROUP, "trafficpolicies", [policy::VERSION],
         Custom, Status, [];

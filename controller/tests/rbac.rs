@@ -34,7 +34,7 @@ const UNUSED: [&str; 4] = [
 ];
 
 /// The custom kinds that are installed, and their versions.
-const DEFINITIONS: [(&str, &str); 11] = [
+const DEFINITIONS: [(&str, &str); 12] = [
     ("httproutes.gateway.networking.k8s.io", "v1"),
     ("grpcroutes.gateway.networking.k8s.io", "v1"),
     ("tcproutes.gateway.networking.k8s.io", "v1"),
@@ -45,6 +45,7 @@ const DEFINITIONS: [(&str, &str); 11] = [
     ("httproutegroups.specs.smi-spec.io", "v1alpha4"),
     ("tcproutes.specs.smi-spec.io", "v1alpha4"),
     ("traffictargets.access.smi-spec.io", "v1alpha3"),
+    ("xbackends.gateway.networking.x-k8s.io", "v1alpha1"),
     ("xmeshes.gateway.networking.x-k8s.io", "v1alpha1"),
 ];
 
@@ -117,6 +118,10 @@ async fn controller_makes_the_calls_that_the_manifests_permit() {
         // The GRPCRoute excludes the HTTPRoute, whose backends exist all the same.
         assert_eq!(entry["conditions"][1]["status"], "True", "{entry:#}");
     }
+    let backend = objects.get("gateway.networking.x-k8s.io", "xbackends", "api");
+    let entry = &backend.unwrap()["status"]["parents"][0];
+    assert_eq!(entry["parentRef"]["name"], "web");
+    assert_eq!(entry["conditions"][0]["status"], "True", "{entry:#}");
     for resource in ["trafficpolicies", "authorizationpolicies"] {
         let policy = objects.get("diy-service-mesh.dev", resource, "web");
         let entry = &policy.unwrap()["status"]["ancestors"][0];
@@ -303,7 +308,9 @@ impl Api {
                 "metadata": {"generation": 1},
                 "spec": {
                     "parentRefs": [{"group": "", "kind": "Service", "name": "web"}],
-                    "rules": [{"backendRefs": [{"name": "web", "port": 80}]}],
+                    "rules": [{"backendRefs": [{"name": "web", "port": 80}, {
+                        "group": "gateway.networking.x-k8s.io", "kind": "XBackend", "name": "api",
+                    }]}],
                 },
             });
             state.store(key, route);
@@ -348,6 +355,13 @@ impl Api {
             });
             state.store(key.map(String::from), definition);
         }
+        let backend = ["gateway.networking.x-k8s.io", "xbackends", "shop", "api"];
+        let spec = json!({
+            "type": "ExternalHostname", "externalHostname": {"hostname": "api.example.com"},
+            "port": {"port": 443},
+        });
+        let object = json!({"metadata": {"generation": 1}, "spec": spec});
+        state.store(backend.map(String::from), object);
         let mesh = ["gateway.networking.x-k8s.io", "xmeshes", "", "mesh"].map(String::from);
         let spec = json!({"controllerName": "diy-service-mesh.dev/controller"});
         state.store(mesh, json!({"metadata": {"generation": 1}, "spec": spec}));

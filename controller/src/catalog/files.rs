@@ -255,6 +255,7 @@ mod tests {
                 "reset GRPCRoute 0",
                 "reset TCPRoute 0",
                 "reset ReferenceGrant 0",
+                "reset XBackend 0",
                 "reset TrafficPolicy 0",
                 "reset TrafficSplit 0",
                 "reset HTTPRouteGroup 0",

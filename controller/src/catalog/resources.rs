@@ -20,11 +20,14 @@ use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
 use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;
+use crate::routes::backend::backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::Grant;
 use crate::routes::parse::{self, Meta};
 use crate::routes::smi::{self, GroupSpec, SplitSpec};
-use crate::routes::spec::{GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch};
+use crate::routes::spec::{
+    BackendSpec, GrantSpec, GrpcMatch, HttpMatch, RouteSpec, Rule, TcpMatch,
+};
 
 /// A kind in the versions that have all fields that are read, the preferred one first.
 pub fn resources(kind: Kind) -> Vec<ApiResource> {
@@ -61,6 +64,7 @@ impl CatalogObject for DynamicObject {
             Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
             Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
             Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
+            Kind::Backend => Ok(Object::Backend(backend(meta, spec, trust_domain))),
             _ => parse::route(meta, spec).map(Object::Route),
         };
         object.map_err(ConvertError)
@@ -73,6 +77,7 @@ impl CatalogObject for DynamicObject {
             Kind::GrpcRoute => unknown::<RouteSpec<Rule<GrpcMatch>>>(spec),
             Kind::TcpRoute => unknown::<RouteSpec<Rule<TcpMatch>>>(spec),
             Kind::Grant => unknown::<GrantSpec>(spec),
+            Kind::Backend => unknown::<BackendSpec>(spec),
             Kind::TrafficPolicy => unknown::<TrafficPolicySpec>(spec),
             Kind::Authorization => unknown::<AuthorizationPolicySpec>(spec),
             Kind::TrafficSplit => unknown::<SplitSpec>(spec),

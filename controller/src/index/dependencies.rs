@@ -96,14 +96,19 @@ impl Index {
         let mut unreadable = self.unreadable.iter();
         unreadable.any(|other| {
             let mut parents = match kind {
-                Kind::TrafficPolicy | Kind::Mesh => &[],
+                Kind::TrafficPolicy | Kind::Mesh | Kind::Backend => &[],
                 Kind::Authorization | Kind::TrafficTarget => &[],
                 Kind::Service => self.canary_parents(key),
                 _ => self.routes.get(id).map_or(&[][..], |route| &route.parents),
             }
             .iter();
             let is_group = matches!(other, Kind::RouteGroup | Kind::TcpGroup);
-            let depends = *kind == Kind::TrafficTarget && is_group;
+            let depends = match kind {
+                Kind::TrafficTarget => is_group,
+                // It names the Services of its routes.
+                Kind::Backend => Kind::routes().any(|one| one == *other),
+                _ => false,
+            };
             other == kind
                 || depends
                 || parents.any(|parent| self.may_change(*other, &parent.key(key)))
@@ -127,6 +132,7 @@ impl Index {
             // The called pods enforce them.
             Kind::Authorization | Kind::TrafficTarget | Kind::TcpGroup => false,
             Kind::Grant => self.needs_grants(service),
+            Kind::Backend => self.needs_backends(service),
             Kind::RouteGroup => self.needs_groups(service),
             _ => true,
         }
@@ -144,6 +150,12 @@ impl Index {
             let own = |key: &Key| key.namespace == route.key.namespace || key == service;
             references.any(|reference| !own(&reference.key))
         })
+    }
+
+    /// Whether routes of a Service refer to XBackends.
+    fn needs_backends(&self, service: &Key) -> bool {
+        let mut routes = self.routes.of_service(&self.links, service);
+        routes.any(|route| route.external().next().is_some())
     }
 
     /// Whether TrafficSplits of a Service refer to HTTPRouteGroups.
@@ -191,6 +203,13 @@ mod tests {
  spec: {parentRefs: [{group: "", kind: Service, name: other}],
   rules: [{backendRefs: [{name: api, namespace: till, port: 80}]}]}}
 ---
+{apiVersion: v1, kind: Service, metadata: {name: outer, namespace: shop}, spec: {
+  clusterIP: 10.96.0.5, ports: [{port: 80}]}}
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, metadata: {name: outer, namespace: shop},
+ spec: {parentRefs: [{group: "", kind: Service, name: outer}],
+  rules: [{backendRefs: [{group: gateway.networking.x-k8s.io, kind: XBackend, name: host}]}]}}
+---
 {apiVersion: v1, kind: Pod, metadata: {name: alone, namespace: shop, uid: u}, status: {
   podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}]}}
 "#;
@@ -208,6 +227,7 @@ mod tests {
             ("plain", "10.96.0.1:80"),
             ("split", "10.96.0.2:80"),
             ("other", "10.96.0.3:80"),
+            ("outer", "10.96.0.5:80"),
             ("no port", "10.96.0.1:81"),
             ("pod", "10.0.0.1:80"),
             ("node port", "10.1.0.1:30080"),
@@ -255,9 +275,16 @@ mod tests {
 {apiVersion: v1, kind: Service, metadata: {name: canary, namespace: shop, annotations: {
   diy-service-mesh/canary-of: plain, diy-service-mesh/canary-weight: "1"}}, spec: {
   clusterIP: 10.96.0.4, ports: [{port: 80}]}}
+---
+{apiVersion: gateway.networking.x-k8s.io/v1alpha1, kind: XBackend,
+ metadata: {name: host, namespace: shop}, spec: {type: ExternalHostname, port: {port: 443},
+  externalHostname: {hostname: api.example.com}}}
 "#;
         let objects = parse(&format!("{OBJECTS}{OTHERS}"), "cluster.local").unwrap();
-        let all: BTreeSet<&str> = ["canary", "other", "plain", "policy", "split"].into();
+        let all: BTreeSet<&str> = [
+            "canary", "host", "other", "outer", "plain", "policy", "split",
+        ]
+        .into();
         for kind in optional() {
             let mut index = index(objects.objects.clone());
             index.take_changed_statuses();
@@ -270,8 +297,10 @@ mod tests {
                 Kind::Node | Kind::Authorization => [].into(),
                 Kind::TrafficTarget | Kind::TcpGroup => [].into(),
                 Kind::Grant => ["other"].into(),
+                Kind::Backend => ["host", "outer"].into(),
                 Kind::RouteGroup => ["split"].into(),
-                Kind::TrafficPolicy => all.clone(),
+                Kind::TrafficPolicy => &all - &["host"].into(),
+                Kind::TrafficSplit => &all - &["host", "policy"].into(),
                 _ => &all - &["policy"].into(),
             };
             assert_eq!(withheld, expected, "{kind}");
@@ -290,7 +319,7 @@ mod tests {
 
     #[test]
     fn unreadable_kind_withholds_only_what_depends_on_it() {
-        let services = ["plain", "split", "other"];
+        let services = ["plain", "split", "other", "outer"];
         // The pod is not meshed: it has no configuration of its own.
         let own = ["self"];
         for kind in optional() {
@@ -301,6 +330,7 @@ mod tests {
                     services.to_vec()
                 }
                 Kind::Grant => vec!["other"],
+                Kind::Backend => vec!["outer"],
                 Kind::RouteGroup => vec!["split"],
                 Kind::TrafficPolicy => [&services[..], &["backend"]].concat(),
                 _ => panic!("{kind} has a place in the table"),

@@ -122,9 +122,9 @@ impl Index {
     }
 
     /// Not a policy with nothing but rate limits, which every Service of a pod has there, and no
-    /// AuthorizationPolicy.
+    /// AuthorizationPolicy or XBackend.
     fn concerns_clients(&self, kind: Kind, key: &Key) -> bool {
-        if kind == Kind::Authorization {
+        if matches!(kind, Kind::Authorization | Kind::Backend) {
             return false;
         }
         let policy = self.policies.objects.get(key);

@@ -11,6 +11,7 @@ use crate::authorization::smi::{TcpGroup, TrafficTarget};
 use crate::authorization::{self, AuthorizationPolicy};
 use crate::policy::{Policy, Target};
 use crate::routes::attach::RouteId;
+use crate::routes::backend::Backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -47,6 +48,8 @@ pub(super) enum Link {
     RouteOf(Key, Arc<str>),
     /// A route: the Service that is a backend.
     Backend(Key),
+    /// A route: the XBackend that is a backend.
+    External(Key),
     /// A route: the namespace of a backend, if it is not its own.
     BackendIn(Arc<str>),
     /// A TrafficSplit: its HTTPRouteGroup.
@@ -215,9 +218,12 @@ impl Linked for Route {
         let backends = self.references().flat_map(|reference| {
             let namespace = &reference.key.namespace;
             let other = (namespace != own).then(|| Link::BackendIn(namespace.clone()));
-            [Link::Backend(reference.key.clone())]
-                .into_iter()
-                .chain(other)
+            let object = if reference.is_external {
+                Link::External(reference.key.clone())
+            } else {
+                Link::Backend(reference.key.clone())
+            };
+            [object].into_iter().chain(other)
         });
         parents.chain(backends).collect()
     }
@@ -279,5 +285,7 @@ impl Linked for TrafficTarget {
 impl Linked for RouteGroup {}
 
 impl Linked for TcpGroup {}
+
+impl Linked for Backend {}
 
 impl Linked for Mesh {}

@@ -287,6 +287,7 @@ impl Index {
                 self.authorizations.status(&policy_key(key), &self.services)
             }
             (Kind::Service, key) => self.service_status(key),
+            (Kind::Backend, key) => self.routes.backend_status(&self.links, key),
             (Kind::Mesh, key) => self.meshes.get(key).and_then(|mesh| mesh.status.clone()),
             _ => self.routes.route_status(id),
         };
@@ -323,7 +324,10 @@ impl Index {
         });
         let services = services.map(|service| (Kind::Service, service.key.clone()));
         let meshes = self.meshes.keys().map(|key| (Kind::Mesh, key.clone()));
-        let others = services.chain(meshes).chain(self.routes.ids());
+        let backends = self.routes.backends.keys();
+        let backends = backends.map(|key| (Kind::Backend, key.clone()));
+        let others = services.chain(meshes).chain(backends);
+        let others = others.chain(self.routes.ids());
         policies.chain(others).collect()
     }
 
@@ -422,6 +426,7 @@ impl Index {
                 Box::new(self.routes.of_kind(kind))
             }
             Kind::Grant => Box::new(self.routes.grants.keys()),
+            Kind::Backend => Box::new(self.routes.backends.keys()),
             Kind::TrafficSplit => Box::new(self.routes.traffic_splits.keys()),
             Kind::RouteGroup => Box::new(self.routes.route_groups.keys()),
             Kind::TrafficPolicy => Box::new(self.policies.objects.keys()),
@@ -456,6 +461,7 @@ impl Index {
                 self.routes.set_route(links, kind, key, typed!(Route))
             }
             Kind::Grant => self.routes.set_grant(links, key, typed!(Grant)),
+            Kind::Backend => self.routes.set_backend(links, key, typed!(Backend)),
             Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
             Kind::RouteGroup => {
                 self.routes.set_group(links, key, typed!(RouteGroup));

@@ -14,6 +14,7 @@ use crate::authorization::smi::{TcpGroup, TrafficTarget};
 use crate::checked::Checked;
 pub use crate::kinds::Kind;
 use crate::policy::Policy;
+use crate::routes::backend::Backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -111,6 +112,8 @@ pub enum Object {
     Route(Route),
     /// A ReferenceGrant.
     Grant(Grant),
+    /// An XBackend.
+    Backend(Backend),
     /// A TrafficSplit of SMI.
     Split(Split),
     /// An HTTPRouteGroup of SMI.
@@ -137,6 +140,7 @@ impl Object {
             Object::Node(_) => Kind::Node,
             Object::Route(route) => route.kind,
             Object::Grant(_) => Kind::Grant,
+            Object::Backend(_) => Kind::Backend,
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,
@@ -156,6 +160,7 @@ impl Object {
             Object::Node(node) => &node.key,
             Object::Route(route) => &route.key,
             Object::Grant(grant) => &grant.key,
+            Object::Backend(backend) => &backend.key,
             Object::Split(split) => &split.key,
             Object::RouteGroup(group) => &group.key,
             Object::Policy(policy) => &policy.key,

@@ -10,18 +10,25 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
+use diy_mesh_proto::mesh::v1::ExternalBackend;
+
 use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Service};
 use super::policies::Policies;
 use super::store::{Replaced, Store};
 use crate::authorization::Rules;
 use crate::routes::attach::{Attachment, RouteId, Table, attach};
+use crate::routes::backend::{Backend, External};
 use crate::routes::canary::Canaries;
 use crate::routes::model::{Grant, Reference, Rejection, Route};
 use crate::routes::smi::{RouteGroup, Split};
 use crate::routes::{
-    BACKEND_NOT_FOUND, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED, RouteStatus,
+    BACKEND_NOT_FOUND, Condition, INVALID_KIND, ParentReference, ParentStatus, REF_NOT_PERMITTED,
+    RouteStatus,
 };
+
+/// The parents in the status of an XBackend. Kubernetes rejects more.
+const MAX_PARENTS: usize = 32;
 
 /// The routes, what they refer to, and what results from both.
 #[derive(Debug, Default)]
@@ -31,6 +38,7 @@ pub(super) struct Routes {
     pub(super) traffic_splits: Store<Split>,
     pub(super) route_groups: Store<RouteGroup>,
     pub(super) grants: Store<Grant>,
+    pub(super) backends: Store<Backend>,
     canaries: HashMap<Key, Canaries>,
     /// The routes of each Service by their namespace.
     attachments: HashMap<Key, BTreeMap<Arc<str>, Attachment>>,
@@ -139,6 +147,7 @@ impl Routes {
             return;
         };
         let both = old.iter().chain(store.get(key));
+        links.statuses.extend(both.clone().flat_map(backends_of));
         links.dirty.extend(both.flat_map(groups_of));
     }
 
@@ -170,6 +179,13 @@ impl Routes {
         let is_changed = self.grants.replace(links, Kind::Grant, key, new);
         if is_changed.is_some() {
             self.mark_referring(links, &Link::BackendIn(key.namespace.clone()));
+        }
+    }
+
+    pub(super) fn set_backend(&mut self, links: &mut Links, key: &Key, new: Option<Backend>) {
+        let is_changed = self.backends.replace(links, Kind::Backend, key, new);
+        if is_changed.is_some() {
+            self.mark_referring(links, &Link::External(key.clone()));
         }
     }
 
@@ -322,15 +338,29 @@ impl Routes {
         parent: &Key,
         route: &Route,
         reference: &Reference,
-    ) -> Result<(), Rejection> {
+    ) -> Result<Option<ExternalBackend>, Rejection> {
         let (field, key) = (&reference.field, &reference.key);
         let invalid =
             |reason, problem: String| Err(Rejection::new(reason, format!("{field}: {problem}")));
-        if let Some(kind) = &reference.other_kind {
+        let not_found = |Rejection {
+                             reason, message, ..
+                         }| invalid(reason, message);
+        let other = reference.other_kind.as_ref();
+        if let Some(kind) = other.filter(|_| !reference.is_external) {
             return invalid(INVALID_KIND, format!("{kind} is not Service"));
         }
+        let is_near = key.namespace == route.key.namespace;
+        if reference.is_external {
+            if !is_near {
+                let problem = format!("the XBackend {key} is not of the namespace of the route");
+                return invalid(REF_NOT_PERMITTED, problem);
+            }
+            let found = self.external(key);
+            let found = found.and_then(|one| one.of_route(route.kind, reference.port));
+            return found.map(Some).or_else(not_found);
+        }
         // Clients of the parent reach it without any route.
-        let is_own = key.namespace == route.key.namespace || key == parent;
+        let is_own = is_near || key == parent;
         let grants = links.keys(&Link::GrantIn(key.namespace.clone()));
         let mut grants = grants.map(|grant| &self.grants[grant]);
         if !is_own && !grants.any(|grant| grant.permits(route, key)) {
@@ -342,11 +372,59 @@ impl Routes {
             return invalid(REF_NOT_PERMITTED, problem);
         }
         let exists = check_backend(services, key, reference.port);
-        exists.or_else(
-            |Rejection {
-                 reason, message, ..
-             }| invalid(reason, message),
-        )
+        exists.map(|()| None).or_else(not_found)
+    }
+
+    /// An accepted XBackend.
+    fn external(&self, key: &Key) -> Result<&External, Rejection> {
+        let Some(backend) = self.backends.get(key) else {
+            let row = Kind::Backend.row();
+            let message = format!(
+                "the {} {key} does not exist, or the definition {}.{} is not installed",
+                row.name, row.plural, row.group
+            );
+            return Err(Rejection::new(BACKEND_NOT_FOUND, message));
+        };
+        backend.content.as_deref().map_err(|rejection| {
+            let message = format!("the {} {key} is not accepted: {rejection}", backend.kind);
+            Rejection::new(rejection.reason, message)
+        })
+    }
+
+    /// The status of an XBackend: at each Service whose routes may use it.
+    pub(super) fn backend_status(&self, links: &Links, key: &Key) -> Option<RouteStatus> {
+        let backend = self.backends.get(key)?;
+        let conditions = backend.conditions(match backend.rejection() {
+            Some(rejection) => rejection.condition(),
+            None => Condition::new("Accepted", true, "Accepted", String::new()),
+        });
+        let routes = links.ids(&Link::External(key.clone()));
+        let routes = routes.filter_map(|id| self.get(id)).filter(|route| {
+            let mut references = route.external().filter(|one| one.key == *key);
+            references.any(|one| one.key.namespace == route.key.namespace)
+        });
+        let parents = |route: &Route| {
+            let parents = route.parents.iter();
+            Vec::from_iter(parents.map(|parent| parent.key(&route.key)))
+        };
+        let services: BTreeSet<Key> = routes.flat_map(parents).collect();
+        let parents = services
+            .iter()
+            .take(MAX_PARENTS)
+            .map(|service| ParentStatus {
+                parent: ParentReference {
+                    group: Some(String::new()),
+                    namespace: Some(service.namespace.to_string()),
+                    ..ParentReference::service(&service.name)
+                },
+                conditions: conditions.clone(),
+            });
+        let parents = parents.collect();
+        let status = RouteStatus::new(backend.kind, key.clone(), backend.generation, parents);
+        Some(RouteStatus {
+            uid: backend.uid.clone(),
+            ..status
+        })
     }
 
     /// The routes that may have a status.
@@ -436,6 +514,12 @@ pub(super) fn check_backend(
         return invalid(BACKEND_NOT_FOUND, problem);
     }
     Ok(())
+}
+
+/// The XBackends of a route, whose statuses name its parents.
+fn backends_of(route: &Route) -> impl Iterator<Item = RouteId> {
+    let references = route.external();
+    references.map(|reference| (Kind::Backend, reference.key.clone()))
 }
 
 fn groups_of(route: &Route) -> impl Iterator<Item = Dirty> {

@@ -17,6 +17,7 @@ use super::state::{State, Update};
 use super::*;
 use crate::authorization::{self, AuthorizationPolicy};
 use crate::policy::{self, Policy};
+use crate::routes::backend::backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Rejection, Route};
 use crate::routes::parse::{self, Meta};
@@ -1010,6 +1011,16 @@ impl Chance {
                 from: vec![(Kind::HttpRoute, self.one(&Self::NAMESPACES).into())],
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
+            Kind::Backend => {
+                let host = self.one(&["a.example.com", "b.example.com", "invalid"]);
+                let port = json!({"port": 80 + self.0.u8(..2)});
+                let spec = json!({
+                    "type": "ExternalHostname", "externalHostname": {"hostname": host}, "port": port,
+                });
+                let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["a", "b"]));
+                let meta = self.meta(kind, &spec);
+                Object::Backend(backend(Meta { key, ..meta }, &spec, "cluster.local"))
+            }
             Kind::TrafficPolicy => Object::Policy(self.policy()),
             Kind::Authorization => Object::Authorization(self.authorization()),
             Kind::TrafficTarget => {
@@ -1103,8 +1114,12 @@ impl Chance {
         });
         let parents: Vec<Value> = parents.collect();
         let backends = (0..2).map(|_| {
+            let (group, kind) = match self.0.u8(..3) {
+                0 => ("gateway.networking.x-k8s.io", "XBackend"),
+                _ => ("", "Service"),
+            };
             json!({
-                "namespace": "shop", "name": self.one(&["a", "b", "c", "missing"]),
+                "group": group, "kind": kind, "namespace": "shop", "name": self.one(&["a", "b", "c", "missing"]),
                 "port": 80 + self.0.u8(..2), "weight": self.0.u8(..3),
             })
         });

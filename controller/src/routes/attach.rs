@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use diy_mesh_proto::mesh::v1::{Fault, RouteBackend, RouteMatch, Routes};
+use diy_mesh_proto::mesh::v1::{ExternalBackend, Fault, RouteBackend, RouteMatch, Routes};
 
 use super::external::{self, Place};
 use super::matches;
@@ -178,13 +178,14 @@ enum Verdict {
 }
 
 /// Attaches the routes of one namespace to a Service, which may not exist. `requests` are the
-/// settings of its policy. `resolve` checks a reference.
+/// settings of its policy. `resolve` checks a reference, and returns what proxies are told about an
+/// XBackend.
 pub fn attach(
     key: &Key,
     service: Option<&Service>,
     mut routes: Vec<&Route>,
     requests: Option<&Requests>,
-    resolve: impl Fn(&Route, &Reference) -> Result<(), Rejection>,
+    resolve: impl Fn(&Route, &Reference) -> Result<Option<ExternalBackend>, Rejection>,
 ) -> Attachment {
     routes.sort_by_key(|route| (route.created, &route.key, route.kind));
     let parent = service.filter(|service| service.external_name.is_empty());
@@ -342,7 +343,7 @@ fn candidate<'a>(
     key: &Key,
     ports: &[u16],
     policy: &RequestSettings,
-    resolve: &impl Fn(&Route, &Reference) -> Result<(), Rejection>,
+    resolve: &impl Fn(&Route, &Reference) -> Result<Option<ExternalBackend>, Rejection>,
 ) -> Candidate<'a> {
     let mut problems = Vec::new();
     let ports: Vec<Option<u16>> = match route.is_split() {
@@ -379,17 +380,22 @@ fn rule(
     parsed: &ParsedRule,
     parent: &Key,
     port: Option<u16>,
-    resolve: &impl Fn(&Route, &Reference) -> Result<(), Rejection>,
+    resolve: &impl Fn(&Route, &Reference) -> Result<Option<ExternalBackend>, Rejection>,
     problems: &mut Vec<Rejection>,
 ) -> Rule {
     let (mut unresolved, mut resolved) = (BTreeSet::new(), Vec::new());
+    let mut external = Vec::new();
     for reference in &parsed.references {
         let reference = Reference {
             port: port.or(reference.port),
             ..reference.clone()
         };
-        match resolve(route, &reference) {
-            Ok(()) => resolved.push(Some(reference.name())),
+        let found = resolve(route, &reference);
+        if reference.is_external {
+            external.push(found.as_ref().ok().cloned().flatten());
+        }
+        match found {
+            Ok(_) => resolved.push(Some(reference.name())),
             Err(problem) => {
                 resolved.push(None);
                 unresolved.insert(reference.name());
@@ -400,6 +406,14 @@ fn rule(
         }
     }
     let mut shared = parsed.message.clone();
+    if !external.is_empty() {
+        // References are in the order of their backends.
+        let backends = &mut Arc::make_mut(&mut shared).backends;
+        let backends = backends.iter_mut().filter(|one| one.external.is_some());
+        for (backend, found) in backends.zip(external) {
+            backend.external = found;
+        }
+    }
     if let Some(port) = port {
         let parent = format!("{parent}:{port}");
         let backends = shared.backends.iter().zip(resolved);

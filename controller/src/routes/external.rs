@@ -150,9 +150,10 @@ impl<'a> Place<'a> {
         }
         let mut backends = rule.shared.backends.iter();
         if let Some(other) = backends.find(|backend| !self.is_here(route, &backend.name)) {
-            let name = match &*other.name {
-                "" => "an invalid backend",
-                name => name,
+            let name = match (&*other.name, &other.external) {
+                ("", Some(external)) => &external.name,
+                ("", None) => "an invalid backend",
+                (name, _) => name,
             };
             return Some(format!(
                 "the rule sends requests to {name}, whose pods do not have the filter: expected \

@@ -1,10 +1,11 @@
 //! Routes of the Gateway API: HTTPRoutes, GRPCRoutes, TCPRoutes and ReferenceGrants with Services as
-//! parents and backends. Pure: `parse.rs` reads objects, `attach.rs` merges the routes of a Service, and
+//! parents, and with Services and XBackends as backends. Pure: `parse.rs` reads objects, `attach.rs` merges the routes of a Service, and
 //! `crate::index::routes` applies both to the catalog.
 //!
 //! This file is what the mesh reports about each route to its author. Plain values.
 
 pub mod attach;
+pub mod backend;
 pub mod canary;
 pub(crate) mod external;
 pub(crate) mod filters;
@@ -33,6 +34,7 @@ use crate::index::object::{Key, Kind, ServicePort};
 
 /// The reasons of conditions that do not hold, as the specification names them.
 pub(crate) const UNSUPPORTED_VALUE: &str = "UnsupportedValue";
+const UNSUPPORTED_PROTOCOL: &str = "UnsupportedProtocol";
 const INCOMPATIBLE_FILTERS: &str = "IncompatibleFilters";
 const NO_MATCHING_PARENT: &str = "NoMatchingParent";
 const CONFLICTED: &str = "Conflicted";
@@ -51,7 +53,7 @@ pub const REF_NOT_PERMITTED: &str = "RefNotPermitted";
 /// The status of a route: one entry for each of its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RouteStatus {
-    /// A kind of routes, TrafficPolicy or XMesh. Of canary annotations and of too many ports, Service.
+    /// A kind of routes, XBackend, TrafficPolicy or XMesh. Of canary annotations and of too many ports, Service.
     pub kind: Kind,
     /// Its namespace and name.
     pub key: Key,
@@ -59,7 +61,8 @@ pub struct RouteStatus {
     pub uid: Arc<str>,
     /// The generation of the route that the conditions describe.
     pub generation: i64,
-    /// In the order of `spec.parentRefs`, only those that are Services. Of an XMesh, itself.
+    /// In the order of `spec.parentRefs`, only those that are Services. Of an XMesh, itself. Of
+    /// an XBackend, the Services of its routes.
     pub parents: Vec<ParentStatus>,
     /// Of an AuthorizationPolicy: where keys of its issuers are, and what was fetched.
     pub issuers: Vec<(Source, Entry)>,

@@ -115,6 +115,8 @@ pub struct Reference {
     pub key: Key,
     /// The port of the Service.
     pub port: Option<u16>,
+    /// An XBackend as a backend of a rule. In its place, the rule has an empty `external`.
+    pub is_external: bool,
     /// The field of the route, for conditions.
     pub field: String,
 }
@@ -154,6 +156,11 @@ impl Route {
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         let rules = self.content.iter().flatten();
         rules.flat_map(|parsed| &parsed.references)
+    }
+
+    /// The references to XBackends.
+    pub fn external(&self) -> impl Iterator<Item = &Reference> {
+        self.references().filter(|reference| reference.is_external)
     }
 }
 
@@ -196,6 +203,7 @@ impl Reference {
             other_kind: None,
             key,
             port: None,
+            is_external: false,
             field,
         }
     }

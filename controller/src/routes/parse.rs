@@ -8,12 +8,15 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::{RouteBackend, RouteRetry, RouteRule, SessionPersistence};
+use diy_mesh_proto::mesh::v1::{
+    ExternalBackend, RouteBackend, RouteRetry, RouteRule, SessionPersistence,
+};
 use diy_mesh_proto::policy::{self, Violation};
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 
+use super::backend::BACKEND_BYTES;
 use super::filters::{self, Found, is_token};
 use super::matches::{self, MatchSpec};
 use super::model::{ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
@@ -134,6 +137,7 @@ pub fn route(meta: Meta, spec: &Value) -> Result<Route, String> {
     route.ignored = ignored;
     let rules = route.content.iter().flatten().count();
     route.bytes += rules * RULE_BYTES + route.references().count() * REFERENCE_BYTES;
+    route.bytes += route.external().count() * BACKEND_BYTES;
     Ok(route)
 }
 
@@ -416,6 +420,9 @@ fn backend(
         let message = format!("{filters_at}: ExternalAuth is a filter of rules only");
         return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
     }
+    let row = Kind::Backend.row();
+    let kind = (backend.group.as_deref(), backend.kind.as_deref());
+    let is_external = kind == (Some(row.group), Some(row.name));
     let object = ObjectRef {
         group: backend.group,
         kind: backend.kind,
@@ -423,14 +430,18 @@ fn backend(
         name: backend.name,
         port: backend.port,
     };
-    let reference = reference(object, &context.meta.key, at.to_owned());
+    let reference = Reference {
+        is_external,
+        ..reference(object, &context.meta.key, at.to_owned())
+    };
     let name = reference.name();
     found.references.insert(position, reference);
     Ok(RouteBackend {
         name,
         weight,
         filters,
-        ..RouteBackend::default()
+        // The catalog has the host, or not.
+        external: is_external.then(ExternalBackend::default),
     })
 }
 
@@ -455,6 +466,7 @@ pub(super) fn reference(object: ObjectRef, from: &Key, field: String) -> Referen
             name: object.name.into(),
         },
         port: object.port.filter(|port| *port != 0),
+        is_external: false,
         field,
     }
 }

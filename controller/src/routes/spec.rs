@@ -1,5 +1,5 @@
-//! The fields of HTTPRoutes, GRPCRoutes, TCPRoutes and ReferenceGrants (Gateway API v1.5) that the
-//! mesh reads.
+//! The fields of HTTPRoutes, GRPCRoutes, TCPRoutes, ReferenceGrants and XBackends (Gateway API v1.5,
+//! XBackends v1.6) that the mesh reads.
 //!
 //! Values of enumerations are texts, so that a value of a later release does not make the object
 //! unreadable: `parse.rs` rejects it with a reason.
@@ -257,4 +257,48 @@ pub struct GrantTo {
     pub group: String,
     pub kind: String,
     pub name: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct BackendSpec {
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub port: BackendPort,
+    pub external_hostname: ExternalHostname,
+    pub protocol: Option<String>,
+    pub tls: Option<BackendTls>,
+}
+
+/// The name has no meaning for a single port.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct BackendPort {
+    pub name: Option<String>,
+    pub port: u16,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct ExternalHostname {
+    pub hostname: String,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct BackendTls {
+    pub mode: String,
+    pub client_certificate_ref: Value,
+    pub validation: BackendTlsValidation,
+}
+
+/// As in a BackendTLSPolicy.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+pub struct BackendTlsValidation {
+    pub hostname: Option<String>,
+    pub ca_certificate_refs: Vec<Value>,
+    #[serde(rename = "wellKnownCACertificates")]
+    pub well_known_ca_certificates: Option<String>,
+    pub subject_alt_names: Vec<Value>,
 }

@@ -10,6 +10,7 @@ use super::parse::{Meta, route as parse};
 use super::*;
 use crate::index::object::{Service, TargetPort, Transport};
 
+mod backend;
 mod external;
 mod invalid;
 
@@ -80,7 +81,7 @@ fn attach_all(routes: &[Route]) -> Attachment {
 }
 
 fn attach_to(service: &Service, routes: &[Route]) -> Attachment {
-    let resolve = |_: &Route, _: &Reference| Ok(());
+    let resolve = |_: &Route, _: &Reference| Ok(None);
     let routes = routes.iter().collect();
     attach(&service.key, Some(service), routes, None, resolve)
 }
@@ -400,7 +401,7 @@ fn parents_select_ports_by_number_and_by_name() {
 #[test]
 fn parents_that_are_missing_or_external_accept_no_route() {
     let routes = [route("r", 0, json!([rule("b", json!([]))]))];
-    let resolve = |_: &Route, _: &Reference| Ok(());
+    let resolve = |_: &Route, _: &Reference| Ok(None);
     let key = Key::new("shop", "web");
     let missing = attach(&key, None, routes.iter().collect(), None, resolve);
     let first = |attachment| conditions(&attachment, Kind::HttpRoute, "shop", "r").remove(0);
@@ -1017,7 +1018,7 @@ fn invalid_references_are_reported_and_leave_a_backend_without_a_name() {
     let routes = [route("r", 0, rules)];
     let service = web();
     let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
-        "a" => Ok(()),
+        "a" => Ok(None),
         _ => Err(super::model::Rejection {
             is_partial: false,
             reason: BACKEND_NOT_FOUND,
@@ -1077,7 +1078,7 @@ fn backends_without_effect_at_a_headless_service_are_named() {
     };
     let message = |service: &Service, kind, rule: Value| {
         let route = route_of(kind, "shop", "r", 0, json!([rule]));
-        let resolve = |_: &Route, _: &Reference| Ok(());
+        let resolve = |_: &Route, _: &Reference| Ok(None);
         let attachment = attach(&service.key, Some(service), vec![&route], None, resolve);
         let accepted = attachment.conditions[&(kind, route.key.clone())][&0][0].clone();
         assert!(accepted.holds);

@@ -103,9 +103,10 @@ pub enum DryRun {
 }
 
 /// What routes and policies refer to, and the kinds of SMI.
-const OTHER_KINDS: [Kind; 6] = [
+const OTHER_KINDS: [Kind; 7] = [
     Kind::Service,
     Kind::Grant,
+    Kind::Backend,
     Kind::TrafficSplit,
     Kind::RouteGroup,
     Kind::TrafficTarget,

@@ -21,7 +21,7 @@ use super::{services::ClusterIps, workloads::Workload};
 pub(super) type Key = (String, String);
 
 /// The kinds that the controller reads, too.
-pub(super) const CATALOG_KINDS: [&str; 11] = [
+pub(super) const CATALOG_KINDS: [&str; 12] = [
     "Node",
     "Service",
     "EndpointSlice",
@@ -29,6 +29,7 @@ pub(super) const CATALOG_KINDS: [&str; 11] = [
     "GRPCRoute",
     "TCPRoute",
     "ReferenceGrant",
+    "XBackend",
     "TrafficPolicy",
     "AuthorizationPolicy",
     "TrafficSplit",

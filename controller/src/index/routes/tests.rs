@@ -10,6 +10,8 @@ use crate::index::tests::{Chance, endpoint, index, ip, key, pod, service, slice}
 use crate::index::{Index, Touched};
 use crate::routes::tests::{route, route_of};
 
+mod backends;
+
 fn apply(index: &mut Index, object: Object) -> Touched {
     let mut touched = Touched::default();
     index.apply(Change::Apply(object), &mut touched);

@@ -87,6 +87,21 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             });
             parents.collect()
         }
+        Object::Backend(backend) => {
+            let routes = all.iter().filter_map(|object| match object {
+                Object::Route(route) => Some(route),
+                _ => None,
+            });
+            let routes = routes.filter(|route| {
+                let mut references = route.external();
+                references.any(|one| one.key == backend.key)
+            });
+            let parents = routes.flat_map(|route| {
+                let parents = route.parents.iter();
+                parents.map(|parent| parent.key(&route.key))
+            });
+            parents.collect()
+        }
         Object::Mesh(_) | Object::Authorization(_) => BTreeSet::new(),
         Object::TrafficTarget(_) | Object::TcpGroup(_) => BTreeSet::new(),
         Object::Policy(policy) => {
@@ -185,6 +200,7 @@ fn object_changes_connections_to_its_own_services_only() {
         Kind::Slice,
         Kind::HttpRoute,
         Kind::GrpcRoute,
+        Kind::Backend,
         Kind::TrafficPolicy,
         Kind::TrafficSplit,
     ];
@@ -241,10 +257,11 @@ fn hostile(chance: &mut Chance, objects: &[Object]) -> Vec<Object> {
         let kind = [
             Kind::HttpRoute,
             Kind::GrpcRoute,
+            Kind::Backend,
             Kind::TrafficPolicy,
             Kind::TrafficSplit,
             Kind::RouteGroup,
-        ][chance.0.usize(..5)];
+        ][chance.0.usize(..6)];
         let object = chance.object(kind);
         if *object.key().namespace == *HOSTILE {
             hostile.push(object);

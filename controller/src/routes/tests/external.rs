@@ -433,7 +433,7 @@ fn server_that_is_no_valid_reference_allows_nothing_and_is_reported() {
         )];
         let resolve = |_: &Route, reference: &Reference| match &*reference.key.name {
             "auth" => Err(Rejection::new(reason, format!("{}: no", reference.field))),
-            _ => Ok(()),
+            _ => Ok(None),
         };
         let service = selecting();
         let attachment = attach(
