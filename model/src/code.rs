@@ -151,7 +151,7 @@ codes! {
         "the destination is meshed, and the caller's proxy has no valid certificate; nothing is sent in plaintext",
         "the log and `/ready` of the caller's proxy; the controller ([details](troubleshooting.md#503-with-x-mesh-error-no-certificate))";
     HandshakeFailed: "handshake-failed", &[502], Some(Grpc::Unavailable),
-        "the upstream did not authenticate as the workload that discovery expects, or rejected the caller's certificate",
+        "the upstream did not authenticate as the workload that discovery expects, or as the external host, or rejected the caller's certificate",
         "the body: it names the upstream's identity ([details](troubleshooting.md#502-with-x-mesh-error-handshake-failed))";
     MtlsRequired: "mtls-required", &[403], Some(Grpc::PermissionDenied),
         "the workload is strict, and the caller did not use mutual TLS",
@@ -169,7 +169,7 @@ codes! {
         "the destination is outside of the cluster, and the AuthorizationPolicies of the caller's pod do not allow it",
         "the body: it names the policy, and the name or the address; `mesh egress`";
     Unresolved: "unresolved", &[502], Some(Grpc::Unavailable),
-        "the policies allow the name of the destination, and the proxy finds no address of it",
+        "the policies allow the name of the destination, or a route names it, and the proxy finds no address of it that it may use",
         "the body; the name servers of the pod";
     ExternallyDenied: "externally-denied", &[], None,
         "the authorization server of an AuthorizationPolicy or of a route denies the request; status, fields and body are its own",

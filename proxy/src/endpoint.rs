@@ -1,8 +1,12 @@
-//! An endpoint as discovery announces it.
+//! An endpoint as discovery announces it, and a host outside of the cluster that has some.
 
+use std::hash::{Hash, Hasher};
 use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
 
 use diy_mesh_model::identity::Identity;
+use rustls::ClientConfig;
+use rustls::pki_types::{CertificateDer, ServerName};
 
 /// One endpoint. Each announcement is a new `Arc`, even without changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,4 +23,54 @@ pub struct EndpointInfo {
     pub opaque: bool,
     /// Whether the address is of no pod: egress has to allow it.
     pub outside: bool,
+    /// The host that has the address, as the proxy has resolved it.
+    pub external: Option<Arc<ExternalHost>>,
+}
+
+impl EndpointInfo {
+    /// The TLS settings of a server outside of the mesh.
+    pub fn server_tls(&self) -> Option<&Arc<ServerTls>> {
+        self.external.as_ref()?.tls.as_ref()
+    }
+}
+
+/// A host outside of the cluster that routes have as a backend. The field `Host` of its requests is
+/// that of the application, unless the route rewrites it.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct ExternalHost {
+    /// "XBackend NAMESPACE/NAME", for logs.
+    pub name: Arc<str>,
+    /// A DNS name in lower case.
+    pub host: Arc<str>,
+    /// The port of the server.
+    pub port: u16,
+    /// None: plaintext.
+    pub tls: Option<Arc<ServerTls>>,
+}
+
+/// TLS to a server outside of the mesh.
+#[derive(Debug)]
+pub struct ServerTls {
+    /// The name in the ClientHello and in the certificate.
+    pub server_name: ServerName<'static>,
+    /// Empty: the public certificate authorities.
+    pub roots: Vec<CertificateDer<'static>>,
+    /// The configurations for HTTP/1, HTTP/2 and other protocols, made by the first connections.
+    pub configs: [OnceLock<Arc<ClientConfig>>; 3],
+}
+
+/// Only the settings count.
+impl PartialEq for ServerTls {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.server_name, &self.roots) == (&other.server_name, &other.roots)
+    }
+}
+
+impl Eq for ServerTls {}
+
+/// Without the certificates, which are large.
+impl Hash for ServerTls {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.server_name.hash(state);
+    }
 }

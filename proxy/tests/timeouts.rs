@@ -205,6 +205,7 @@ fn every_socket_has_user_timeout_and_keepalive() {
             pod: String::new(),
             address: listener.local_addr().unwrap(),
             identity: None,
+            tls: None,
         };
         let slot = mesh.slot();
         let dialer = Dialer::new(&mesh.worker.tls, support::TEST_TIMEOUT, &slot);

@@ -282,7 +282,7 @@ impl Flow {
     pub async fn backend(&self, plan: &Plan) -> Rc<Backend> {
         match plan.backend() {
             // Boxed: most destinations have no routes.
-            Some(name) => Box::pin(self.worker.destinations.backend(name)).await,
+            Some(to) => Box::pin(self.worker.backend(to)).await,
             None => self.destination.clone(),
         }
     }
@@ -296,7 +296,7 @@ impl Flow {
         };
         let mut rng = self.worker.rng_of(self.peer);
         match routes.connection_backend(&mut rng)? {
-            Some(name) => Ok(self.worker.destinations.backend(name).await),
+            Some(to) => Ok(Box::pin(self.worker.backend(to)).await),
             None => Ok(own.clone()),
         }
     }

@@ -2,6 +2,7 @@
 //! of its exchange.
 
 pub mod destination;
+pub mod external;
 pub mod flow;
 pub mod record;
 pub mod worker;

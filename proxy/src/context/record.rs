@@ -75,7 +75,7 @@ impl ExchangeRecord {
     /// The plan of the request, which goes to `backend`.
     pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>) {
         if let Some(rule) = plan.rule() {
-            self.rule = Some((rule.clone(), plan.backend().cloned()));
+            self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());
         }
     }

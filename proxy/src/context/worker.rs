@@ -311,6 +311,11 @@ impl Worker {
         Ref::map(self.policy.borrow(), |policy| &**policy)
     }
 
+    /// Waits for the next change of the policy.
+    pub async fn policy_changed(&self) {
+        self.policy_changed.notified().await;
+    }
+
     /// The number of changes of the policy.
     pub fn policy_version(&self) -> u64 {
         self.policy_version.get()

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1::ResourceType;
 
 use super::target::canonical;
+use crate::endpoint::ExternalHost;
 
 /// A resource with endpoints.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -15,6 +16,8 @@ pub enum Resource {
     Destination(SocketAddr),
     /// A Service port, "NAMESPACE/SERVICE:PORT", to which a route sends requests.
     Backend(Arc<str>),
+    /// A host outside of the cluster, to which a route sends requests. The controller is not asked.
+    External(Arc<ExternalHost>),
 }
 
 impl Resource {
@@ -43,7 +46,7 @@ impl Resource {
     pub(super) fn kind(&self) -> ResourceType {
         match self {
             Self::Destination(_) => ResourceType::Destination,
-            Self::Backend(_) => ResourceType::Backend,
+            Self::Backend(_) | Self::External(_) => ResourceType::Backend,
         }
     }
 
@@ -55,11 +58,12 @@ impl Resource {
         }
     }
 
-    /// The port of the address, or of the Service.
+    /// The port of the address, or of the Service. 0: there is none to ask the controller for.
     pub fn port(&self) -> u16 {
         match self {
             Self::Destination(address) => address.port(),
             Self::Backend(name) => Self::split(name).map_or(0, |(.., port)| port),
+            Self::External(_) => 0,
         }
     }
 
@@ -67,14 +71,14 @@ impl Resource {
     pub fn address(&self) -> Option<SocketAddr> {
         match self {
             Self::Destination(address) => Some(*address),
-            Self::Backend(_) => None,
+            Self::Backend(_) | Self::External(_) => None,
         }
     }
 
     /// Namespace and name of a backend's Service.
     pub(super) fn service(&self) -> Option<(&str, &str)> {
         match self {
-            Self::Destination(_) => None,
+            Self::Destination(_) | Self::External(_) => None,
             Self::Backend(name) => Self::split(name).map(|(namespace, name, _)| (namespace, name)),
         }
     }
@@ -99,6 +103,7 @@ impl fmt::Display for Resource {
         match self {
             Self::Destination(address) => address.fmt(f),
             Self::Backend(name) => name.fmt(f),
+            Self::External(host) => host.name.fmt(f),
         }
     }
 }

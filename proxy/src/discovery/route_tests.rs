@@ -1013,7 +1013,73 @@ fn hostile_routes_are_rejected_with_a_reason() {
         method: "G T".to_owned(),
         ..proto::RouteMatch::default()
     };
+    let external = |change: fn(&mut proto::RouteBackend, &mut proto::ExternalBackend)| {
+        let mut external = proto::ExternalBackend {
+            name: "XBackend shop/api".to_owned(),
+            host: "api.example.test".to_owned(),
+            port: 443,
+            tls: Some(proto::ExternalTls {
+                server_name: "api.example.test".to_owned(),
+                ..proto::ExternalTls::default()
+            }),
+        };
+        let mut rule = to(&[("", 1)]);
+        change(&mut rule.backends[0], &mut external);
+        rule.backends[0].external = Some(external);
+        one(rule)
+    };
+    fn tls(external: &mut proto::ExternalBackend) -> &mut proto::ExternalTls {
+        external.tls.as_mut().unwrap()
+    }
+    assert_eq!(rejection(external(|_, _| {})), "");
+    let root = crate::secure::identity::testing::Authority::new("public").pem();
+    let mut with_roots = external(|_, _| {});
+    let of_rule = with_roots.rules[0].backends[0].external.as_mut().unwrap();
+    tls(of_rule).roots = format!("{root}{root}");
+    assert_eq!(rejection(with_roots), "");
     for (routes, reason) in [
+        (
+            external(|backend, _| backend.name = V1.to_owned()),
+            "rule 0 (HTTPRoute shop/web): backend \"shop/web-v1:80\" and \"XBackend shop/api\"",
+        ),
+        (external(|_, one| one.name.clear()), "without a name"),
+        (
+            external(|_, one| one.host.clear()),
+            "XBackend shop/api: host \"\": expected a DNS name",
+        ),
+        (
+            external(|_, one| one.host = "API.example.test".to_owned()),
+            "in lower case",
+        ),
+        (
+            external(|_, one| one.host = "192.0.2.1".to_owned()),
+            "host \"192.0.2.1\"",
+        ),
+        (
+            external(|_, one| one.host = "a".repeat(1 << 20)),
+            "expected a DNS name",
+        ),
+        (external(|_, one| one.port = 0), "port 0, expected 1"),
+        (external(|_, one| one.port = 65_536), "port 65536"),
+        (
+            external(|_, one| tls(one).server_name = "::1".to_owned()),
+            "host \"::1\"",
+        ),
+        (
+            external(|_, one| tls(one).roots = "no PEM".to_owned()),
+            "no certificate in the roots",
+        ),
+        (
+            external(|_, one| tls(one).roots = "x".repeat(65 * 1024)),
+            "expected at most 65536",
+        ),
+        (
+            external(|_, one| {
+                let empty = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+                tls(one).roots = empty.to_owned();
+            }),
+            "root 0",
+        ),
         (
             regex("(a{1000}){1000}".to_owned()),
             "match 0: regular expression",

@@ -1,7 +1,7 @@
 //! Conversion of routes from the controller's messages. Rejects what this proxy cannot apply
 //! completely. Pure.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,14 +13,17 @@ use http::{Method, StatusCode};
 use proto::{field_match, path_match, path_modifier, route_filter::Kind};
 
 use super::resource::Resource;
+use crate::egress::name_of;
+use crate::endpoint::{ExternalHost, ServerTls};
 use crate::http::fields::FieldEdit;
 use crate::route::fault::{Fault, Share};
 use crate::route::matching::{FieldMatch, Match, Matches, PathMatch, ValueMatch};
 use crate::route::session::{Carrier, SessionPersistence};
 use crate::route::url::{PathChange, Redirect, Rewrite};
 use crate::route::{
-    Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
+    BackendRef, Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
 };
+use crate::secure::tls::parse_roots;
 
 /// Maximum number of matches and of rules of a destination.
 pub(super) const MAX_MATCHES: usize = 10_000;
@@ -71,19 +74,20 @@ fn convert(routes: proto::Routes) -> Result<Routes, String> {
         let one = parse_match(one, rules.len(), &mut patterns);
         parsed.push(one.map_err(|error| format!("match {index}: {error}"))?);
     }
+    let mut externals = Externals::new();
     let in_rule = |(index, rule): (usize, proto::RouteRule)| {
         let name = rule.name.clone();
         let needs_prefix = parsed
             .iter()
             .any(|one| one.rule == index && one.prefix_len().is_none());
-        let rule = parse_rule(rule, !needs_prefix);
+        let rule = parse_rule(rule, !needs_prefix, &mut externals);
         rule.map(Arc::new)
             .map_err(|error| format!("rule {index} ({name}): {error}"))
     };
     let rules: Result<_, _> = rules.into_iter().enumerate().map(in_rule).collect();
     let tcp = tcp.map(|rule| {
         let name = rule.name.clone();
-        let rule = parse_connection_rule(rule);
+        let rule = parse_connection_rule(rule, &mut externals);
         rule.map(Arc::new)
             .map_err(|error| format!("rule of connections ({name}): {error}"))
     });
@@ -94,7 +98,10 @@ fn convert(routes: proto::Routes) -> Result<Routes, String> {
 }
 
 /// A rule of connections has a name and backends. The rest would have no effect on them.
-fn parse_connection_rule(rule: proto::RouteRule) -> Result<Rule, String> {
+fn parse_connection_rule(
+    rule: proto::RouteRule,
+    externals: &mut Externals,
+) -> Result<Rule, String> {
     let backends = rule.backends.iter().map(|backend| proto::RouteBackend {
         filters: vec![],
         ..backend.clone()
@@ -106,7 +113,7 @@ fn parse_connection_rule(rule: proto::RouteRule) -> Result<Rule, String> {
         ..proto::RouteRule::default()
     };
     if rule == expected {
-        parse_rule(expected, true)
+        parse_rule(expected, true, externals)
     } else {
         Err("more than backends".to_owned())
     }
@@ -243,7 +250,11 @@ fn parse_match(
 }
 
 /// `selects_by_prefix`: all matches of the rule have one that can be replaced.
-fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, String> {
+fn parse_rule(
+    rule: proto::RouteRule,
+    selects_by_prefix: bool,
+    externals: &mut Externals,
+) -> Result<Rule, String> {
     let mut parsed = Rule {
         name: rule.name,
         request_timeout: timeout(rule.request_timeout),
@@ -264,15 +275,13 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
     }
     parsed.changes = Arc::new(changes);
     for backend in rule.backends {
-        if !backend.name.is_empty() {
-            Resource::backend(&backend.name)?;
-        }
+        let to = parse_backend(backend.name, backend.external, externals)?;
         let mut changes = parsed.changes.clone();
         for filter in backend.filters {
             change(Arc::make_mut(&mut changes), filter.kind)?;
         }
         parsed.backends.push(RouteBackend {
-            name: Some(backend.name.into()).filter(|name: &Arc<str>| !name.is_empty()),
+            to,
             weight: backend.weight,
             changes,
         });
@@ -287,6 +296,78 @@ fn parse_rule(rule: proto::RouteRule, selects_by_prefix: bool) -> Result<Rule, S
         return Err("a prefix is replaced, and not all matches have a prefix".to_owned());
     }
     Ok(parsed)
+}
+
+/// Backends outside of the cluster that are parsed, by name: equal messages are one backend.
+type Externals = HashMap<String, (proto::ExternalBackend, Arc<ExternalHost>)>;
+
+fn parse_backend(
+    name: String,
+    external: Option<proto::ExternalBackend>,
+    externals: &mut Externals,
+) -> Result<Option<BackendRef>, String> {
+    let Some(external) = external else {
+        return if name.is_empty() {
+            Ok(None)
+        } else {
+            Resource::backend(&name).map(|_| Some(BackendRef::Service(name.into())))
+        };
+    };
+    if !name.is_empty() {
+        let other = external.name;
+        return Err(format!(
+            "backend {name:?} and {other:?}: expected one of them"
+        ));
+    }
+    let host = match externals.get(&external.name) {
+        Some((known, host)) if *known == external => host.clone(),
+        _ => {
+            let name = external.name.clone();
+            let host = parse_external(external.clone());
+            let host = Arc::new(host.map_err(|error| format!("{name}: {error}"))?);
+            externals.insert(name, (external, host.clone()));
+            host
+        }
+    };
+    Ok(Some(BackendRef::External(host)))
+}
+
+fn parse_external(external: proto::ExternalBackend) -> Result<ExternalHost, String> {
+    if external.name.is_empty() {
+        return Err("a backend outside of the cluster without a name".to_owned());
+    }
+    let port = u16::try_from(external.port).ok().filter(|port| *port != 0);
+    let port = port.ok_or_else(|| format!("port {}, expected 1 to 65535", external.port))?;
+    Ok(ExternalHost {
+        name: external.name.into(),
+        host: dns_name(external.host)?.into(),
+        port,
+        tls: external.tls.map(parse_tls).transpose()?,
+    })
+}
+
+fn parse_tls(tls: proto::ExternalTls) -> Result<Arc<ServerTls>, String> {
+    let name = dns_name(tls.server_name)?;
+    let server_name = name.clone().try_into();
+    Ok(Arc::new(ServerTls {
+        server_name: server_name.map_err(|error| format!("server name {name:?}: {error}"))?,
+        roots: if tls.roots.is_empty() {
+            vec![]
+        } else {
+            parse_roots(&tls.roots)?
+        },
+        configs: Default::default(),
+    }))
+}
+
+/// A name that can be resolved: in lower case, and no address.
+fn dns_name(name: String) -> Result<String, String> {
+    if name_of(name.as_bytes()).as_ref() == Some(&name) {
+        Ok(name)
+    } else {
+        let shown: String = name.chars().take(100).collect();
+        Err(format!("host {shown:?}: expected a DNS name in lower case"))
+    }
 }
 
 fn parse_retry(retry: proto::RouteRetry) -> Result<Arc<RetryPolicy>, String> {

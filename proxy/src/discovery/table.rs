@@ -114,7 +114,7 @@ impl Table {
                 let meshed = self.were_meshed.addresses.remove(address);
                 (meshed, meshed || self.were_meshed.is_incomplete)
             }
-            Resource::Backend(_) => (false, true),
+            Resource::Backend(_) | Resource::External(_) => (false, true),
         };
         let kind = if withheld {
             TargetKind::Withheld

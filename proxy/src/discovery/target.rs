@@ -57,6 +57,13 @@ pub enum TargetKind {
     Unknown,
     /// Formerly meshed, or possibly, and the controller has not sent a current target: unreachable.
     Withheld,
+    /// A host outside of the cluster without usable addresses.
+    Unresolved {
+        /// The host.
+        host: Arc<str>,
+        /// Why.
+        reason: String,
+    },
     /// There is no room for it: unreachable, because the destination may be meshed.
     Refused,
     /// A port of a Service: balanced over its endpoints.
@@ -237,6 +244,7 @@ impl EndpointInfo {
             identity: None,
             opaque: false,
             outside: true,
+            external: None,
         }
     }
 }
@@ -479,6 +487,7 @@ fn parse_endpoint(endpoint: Endpoint, report: &mut dyn FnMut(String)) -> Option<
         identity,
         opaque: endpoint.opaque,
         outside: endpoint.outside,
+        external: None,
     }))
 }
 

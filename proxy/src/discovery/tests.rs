@@ -89,6 +89,7 @@ fn addresses(target: &Target) -> Vec<String> {
         TargetKind::UnknownPort { ports, max_ports } => vec![format!("of {ports:?}, {max_ports}")],
         TargetKind::Refused => vec!["refused".to_owned()],
         TargetKind::Unknown => vec!["unknown".to_owned()],
+        TargetKind::Unresolved { .. } => vec!["unresolved".to_owned()],
         TargetKind::Service => addresses.collect(),
         TargetKind::Pod => addresses.map(|address| format!("pod {address}")).collect(),
     }

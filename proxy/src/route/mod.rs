@@ -18,6 +18,7 @@ use std::time::{Duration, SystemTime};
 use get_size2::{GetSize, StandardTracker};
 use http::StatusCode;
 
+use crate::endpoint::ExternalHost;
 use crate::error::Failure;
 use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
@@ -93,12 +94,31 @@ pub struct RetryPolicy {
 /// A backend of a rule.
 #[derive(Debug)]
 pub struct RouteBackend {
-    /// "NAMESPACE/SERVICE:PORT". None: the route names something else.
-    pub name: Option<Arc<str>>,
+    /// None: the route names something else.
+    pub to: Option<BackendRef>,
     /// Its share of the sum of weights.
     pub weight: u32,
     /// The changes of the rule and those of this backend.
     pub changes: Arc<Changes>,
+}
+
+/// Where a rule sends requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BackendRef {
+    /// "NAMESPACE/SERVICE:PORT".
+    Service(Arc<str>),
+    /// A host outside of the cluster.
+    External(Arc<ExternalHost>),
+}
+
+impl BackendRef {
+    /// The name for logs and dumps.
+    pub fn name(&self) -> &Arc<str> {
+        match self {
+            Self::Service(name) => name,
+            Self::External(host) => &host.name,
+        }
+    }
 }
 
 /// What a rule and a backend change.
@@ -165,12 +185,12 @@ impl Routes {
     pub fn connection_backend(
         &self,
         rng: &mut fastrand::Rng,
-    ) -> Result<Option<&Arc<str>>, Failure> {
+    ) -> Result<Option<&BackendRef>, Failure> {
         let Some(rule) = &self.tcp else {
             return Ok(None);
         };
         let index = rule.choose(rng)?;
-        Ok(rule.backends[index].name.as_ref())
+        Ok(rule.backends[index].to.as_ref())
     }
 
     /// The same routes, measured.
@@ -261,7 +281,7 @@ impl Rule {
         for (index, backend) in self.backends.iter().enumerate() {
             match at.checked_sub(backend.weight.into()) {
                 Some(rest) => at = rest,
-                None if backend.name.is_some() => return Ok(index),
+                None if backend.to.is_some() => return Ok(index),
                 None => break,
             }
         }
@@ -272,8 +292,8 @@ impl Rule {
     fn backend_of(&self, session: &Session) -> Option<usize> {
         let tag = session.backend()?;
         let is_kept = |one: &RouteBackend| {
-            let name = one.name.as_ref();
-            name.is_some_and(|name| session::tag(&[name]) == tag)
+            let to = one.to.as_ref();
+            to.is_some_and(|to| session::tag(&[to.name()]) == tag)
         };
         self.backends.iter().position(is_kept)
     }

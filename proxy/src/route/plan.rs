@@ -10,7 +10,7 @@ use http::HeaderValue;
 use super::fault::Injection;
 use super::matching::Match;
 use super::session::{self, Session, Tag};
-use super::{Answer, Changes, Mirror, RetryPolicy, Rule, Service};
+use super::{Answer, BackendRef, Changes, Mirror, RetryPolicy, Rule, Service};
 use crate::error::{Failure, Limit};
 use crate::http::credentials::Credentials;
 use crate::http::edits::{Edits, MeshField};
@@ -149,9 +149,9 @@ impl Plan {
         self.rule.as_ref()
     }
 
-    /// The name of the backend. None: the destination itself.
-    pub fn backend(&self) -> Option<&Arc<str>> {
-        self.rule.as_ref()?.backends[self.backend?].name.as_ref()
+    /// The backend. None: the destination itself.
+    pub fn backend(&self) -> Option<&BackendRef> {
+        self.rule.as_ref()?.backends[self.backend?].to.as_ref()
     }
 
     /// The backends that get a copy.
@@ -227,7 +227,7 @@ impl Plan {
     /// The session's field in a response from the endpoint with this tag.
     pub fn session_edit(&self, endpoint: Tag) -> Option<FieldEdit> {
         let session = self.session.as_ref()?;
-        let backend = self.backend().map(|name| &**name);
+        let backend = self.backend().map(|to| &**to.name());
         let backend = session::tag(&[backend.unwrap_or_default()]);
         session.edit(backend, endpoint, seconds(SystemTime::now()))
     }

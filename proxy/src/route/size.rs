@@ -7,8 +7,12 @@ use super::fault::Fault;
 use super::matching::{FieldMatch, Index, Match, Matches, PathMatch, Positions, ValueMatch};
 use super::session::{Carrier, SessionPersistence};
 use super::url::{PathChange, Redirect, Rewrite};
-use super::{Changes, Mirror, RetryPolicy, RouteBackend, Routes, Rule};
+use super::{BackendRef, Changes, Mirror, RetryPolicy, RouteBackend, Routes, Rule};
+use crate::endpoint::{ExternalHost, ServerTls};
 use crate::http::fields::FieldEdit;
+
+/// The memory of a configuration of TLS and its sessions, with the public certificate authorities.
+const CLIENT_CONFIG: usize = 32 * 1024;
 
 /// Sums the fields that have memory of their own.
 macro_rules! sum_of_fields {
@@ -34,7 +38,8 @@ sum_of_fields! {
     Index { exact, prefixes, lengths, others }
     Positions { by_header, others }
     Rule { name, backends, changes, redirect, cors, retry, session }
-    RouteBackend { name, changes }
+    RouteBackend { to, changes }
+    ExternalHost { name, host, tls }
     Changes { request, response, rewrite, mirrors }
     Mirror { backend }
     Rewrite { host, path }
@@ -57,6 +62,24 @@ macro_rules! size_of_variants {
             }
         })+
     };
+}
+
+impl GetSize for BackendRef {
+    fn get_heap_size_with_tracker<T: GetSizeTracker>(&self, tracker: T) -> (usize, T) {
+        match self {
+            Self::Service(name) => name.get_heap_size_with_tracker(tracker),
+            Self::External(host) => host.get_heap_size_with_tracker(tracker),
+        }
+    }
+}
+
+/// With one configuration: most clients use one protocol. It has a copy of the roots.
+impl GetSize for ServerTls {
+    fn get_heap_size_with_tracker<T: GetSizeTracker>(&self, tracker: T) -> (usize, T) {
+        let roots: usize = self.roots.iter().map(|root| root.len()).sum();
+        let name = self.server_name.to_str().len();
+        (name + 2 * roots + CLIENT_CONFIG, tracker)
+    }
 }
 
 size_of_variants! {
@@ -101,7 +124,7 @@ mod tests {
         };
         let size = |backends: Vec<Arc<Changes>>| {
             let backend = |changes| RouteBackend {
-                name: None,
+                to: None,
                 weight: 1,
                 changes,
             };
@@ -116,6 +139,31 @@ mod tests {
         assert!((15_000..20_000).contains(&once), "{once}");
         let copied = size((0..16).map(|_| changes()).collect());
         assert!((16 * 15_000..16 * 20_000).contains(&copied), "{copied}");
+    }
+
+    #[test]
+    fn roots_of_a_host_count_once() {
+        let host = Arc::new(ExternalHost {
+            name: "XBackend shop/api".into(),
+            host: "api.example.test".into(),
+            port: 443,
+            tls: Some(Arc::new(ServerTls {
+                server_name: "api.example.test".try_into().unwrap(),
+                roots: vec![vec![0; 30_000].into()],
+                configs: Default::default(),
+            })),
+        });
+        let backend = || RouteBackend {
+            to: Some(BackendRef::External(host.clone())),
+            weight: 1,
+            changes: Arc::default(),
+        };
+        let rule = Rule {
+            backends: vec![backend(), backend()],
+            ..Rule::default()
+        };
+        let size = Routes::new(vec![], vec![Arc::new(rule)]).measured().size();
+        assert!((90_000..95_000).contains(&size), "{size}");
     }
 
     #[test]

@@ -256,7 +256,7 @@ fn service() -> Service<'static> {
 
 fn backends(weights: &[(&str, u32)]) -> Vec<RouteBackend> {
     let backend = |(name, weight): &(&str, u32)| RouteBackend {
-        name: Some(Arc::from(*name)).filter(|name: &Arc<str>| !name.is_empty()),
+        to: Some(BackendRef::Service(Arc::from(*name))).filter(|_| !name.is_empty()),
         weight: *weight,
         changes: Arc::default(),
     };
@@ -281,7 +281,7 @@ fn shares(weights: &[(&str, u32)], times: usize) -> BTreeMap<String, usize> {
     for _ in 0..times {
         let plan = plan(&routes, service(), "/", &mut rng);
         let chosen = match &plan.answer {
-            None => plan.backend().expect("a backend").to_string(),
+            None => plan.backend().expect("a backend").name().to_string(),
             Some(Answer::Failure(failure)) => failure.code().label().to_owned(),
             Some(Answer::Reply(reply)) => panic!("{reply:?}"),
         };

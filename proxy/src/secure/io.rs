@@ -53,7 +53,7 @@ pub struct Io {
     slot: Option<Rc<ConnectionSlot>>,
 }
 
-/// The state of a connection to another proxy.
+/// The state of a connection with TLS. Only those to other proxies have a lifetime.
 #[derive(Default)]
 struct Tls {
     session: Option<Session>,
@@ -97,10 +97,19 @@ impl Io {
         self.tls.as_ref().is_some_and(|tls| tls.session.is_some())
     }
 
+    /// Whether the connection has mutual TLS: the peer is an authenticated proxy.
+    pub fn is_peer(&self) -> bool {
+        self.is_secured() && self.lifetime().is_some()
+    }
+
     /// Whether the peer has accepted the TLS handshake. Plaintext has none to reject.
     pub fn acceptance(&self) -> Acceptance {
         let session = self.tls.as_ref().and_then(|tls| tls.session.as_ref());
-        session.map_or(Acceptance::Accepted, Session::acceptance)
+        match session.map_or(Acceptance::Accepted, Session::acceptance) {
+            // A server outside of the mesh may send an alert after it has read a request.
+            Acceptance::Rejected if !self.is_peer() => Acceptance::Unknown,
+            acceptance => acceptance,
+        }
     }
 
     /// The lifetime of the connection. None for a plaintext connection.

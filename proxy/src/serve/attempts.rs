@@ -219,9 +219,9 @@ impl Attempts {
         }
         let named = self.named.as_ref();
         let named = named.filter(|named| named.address == endpoint.address);
-        let outside = named.cloned().unwrap_or(Outside {
+        let outside = named.cloned().unwrap_or_else(|| Outside {
             address: endpoint.address,
-            name: None,
+            name: (endpoint.info.external.as_ref()).map(|host| host.host.clone()),
         });
         flow.worker.policy().judge_outside(&outside)?;
         Ok(Some(outside))
@@ -397,10 +397,10 @@ impl Attempt<'_> {
 
     /// What the next proxy is told of the attempts before this one. Only an authenticated proxy that
     /// parses the request removes it.
-    pub fn announced(&self, is_secured: bool) -> Option<u32> {
+    pub fn announced(&self, is_peer: bool) -> Option<u32> {
         let previous = self.attempts.settings.previous;
         let previous = previous.saturating_add(self.attempts.failed());
-        (previous > 0 && is_secured && !self.endpoint.info.opaque).then_some(previous)
+        (previous > 0 && is_peer && !self.endpoint.info.opaque).then_some(previous)
     }
 
     /// The head of the response has arrived. Returns the time. Fails if another attempt begins: the

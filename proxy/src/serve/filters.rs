@@ -44,7 +44,7 @@ pub async fn apply(
         Ok(authorizers) => authorizers,
         Err(failure) => return Some(Err(failure.into())),
     };
-    if record.flow.outside().is_some() {
+    if record.flow.outside().is_some() || backend.external().is_some() {
         let name = request.authority().and_then(name_of);
         let flow = record.flow.clone();
         // Boxed: most requests stay in the cluster.

@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use diy_mesh_proto::authorization::Denial;
 
+use crate::context::external;
 use crate::context::flow::Flow;
-use crate::discovery::Place;
-use crate::egress::{Egress, Outside, is_local, is_private};
+use crate::egress::{Egress, Outside};
 use crate::error::Failure;
 use crate::inbound::policy::Permit;
 use crate::upstream::balance::Backend;
@@ -27,14 +27,27 @@ pub async fn find(
     backend: &mut Rc<Backend>,
     permit: &mut Permit,
 ) -> Result<Option<Denial>, Failure> {
-    let Some(chosen) = flow.outside() else {
+    // A host that a route has as its backend is resolved already.
+    let host = backend.external();
+    let Some(chosen) = host
+        .as_ref()
+        .map(|to| to.address)
+        .or_else(|| flow.outside())
+    else {
         return Ok(None);
+    };
+    let name = match &host {
+        Some(to) => to.name.as_deref().map(str::to_owned),
+        None => name,
     };
     let egress = flow.worker.policy().egress.clone();
     let (mut is_allowed, mut denial) = (true, None);
     if let Some(egress) = egress {
-        is_allowed = egress.allows_address(chosen);
-        let named = name.as_deref().filter(|_| !is_allowed);
+        is_allowed = match &host {
+            Some(to) => egress.judge(to).is_ok(),
+            None => egress.allows_address(chosen),
+        };
+        let named = name.as_deref().filter(|_| host.is_none() && !is_allowed);
         if let Some(name) = named.filter(|name| egress.names(name, chosen.port())) {
             let (to, found) = resolve(flow, &egress, name.into(), chosen).await?;
             permit.name(to);
@@ -82,36 +95,14 @@ async fn resolve(
     Err(refusal)
 }
 
-/// The backend of an address of the name. A name must not lead into the cluster: whoever answers for
-/// it could choose any address there. A block of addresses may.
+/// The backend of an address of the name.
 async fn judge(flow: &Flow, egress: &Egress, to: &Outside) -> Result<Rc<Backend>, Failure> {
     egress.judge(to)?;
-    let address = to.address.ip();
-    let backend = if is_local(address) {
-        None
-    } else {
-        let destinations = &flow.worker.destinations;
-        Some(destinations.get_or_watch(to.address).await)
-    };
-    let is_outside = backend.as_ref().is_some_and(|backend| {
-        let place = backend.outside().map(|_| backend.place());
-        match place {
-            Some(Place::Outside) => true,
-            // The controller has not answered.
-            Some(Place::Unanswered) => !is_private(address),
-            Some(Place::Node) | None => false,
-        }
-    });
-    match backend {
-        Some(backend) if is_outside => Ok(backend),
-        _ if egress.allows_address(to.address) => {
-            Ok(flow.worker.destinations.get_or_watch(to.address).await)
-        }
-        _ => Err(Failure::EgressDenied {
-            destination: to.to_string(),
-            reason: "the address, which is local or of the cluster: no name leads there, \
-                     but a block of addresses may"
-                .to_owned(),
-        }),
-    }
+    let backend = external::backend_at(&flow.worker, to.address).await;
+    backend.ok_or_else(|| Failure::EgressDenied {
+        destination: to.to_string(),
+        reason: "the address, which is local or of the cluster: no name leads there, \
+                 but a block of addresses may"
+            .to_owned(),
+    })
 }

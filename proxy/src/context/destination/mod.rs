@@ -12,9 +12,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, watch};
 
-use crate::discovery::{Discovery, Resource};
+use crate::discovery::{Discovery, Resource, Target};
+use crate::endpoint::ExternalHost;
 use crate::observe::exceptions::Exceptions;
 use crate::upstream::balance::Backend;
 use crate::upstream::connect::Pools;
@@ -70,20 +71,38 @@ impl Destinations {
         if self.discovery.is_off() {
             self.fixed(address)
         } else {
-            self.watched(address.into()).await
+            self.discovered(address.into()).await
         }
     }
 
     /// The backend with this name, "NAMESPACE/SERVICE:PORT". Waits as for a destination.
     pub async fn backend(&self, name: &Arc<str>) -> Rc<Backend> {
-        self.watched(Resource::Backend(name.clone())).await
+        self.discovered(Resource::Backend(name.clone())).await
+    }
+
+    /// The backend of a host outside of the cluster. `follow` resolves a new one.
+    pub async fn external(
+        &self,
+        host: &Arc<ExternalHost>,
+        follow: impl AsyncFn() -> watch::Receiver<Arc<Target>>,
+    ) -> Rc<Backend> {
+        self.watched(Resource::External(host.clone()), follow).await
+    }
+
+    async fn discovered(&self, resource: Resource) -> Rc<Backend> {
+        let follow = async || self.discovery.watch(resource.clone()).await;
+        self.watched(resource.clone(), follow).await
     }
 
     /// One that discovery refuses is not kept: the next caller subscribes again. Over the limit,
     /// backends are not shared.
-    async fn watched(&self, resource: Resource) -> Rc<Backend> {
+    async fn watched(
+        &self,
+        resource: Resource,
+        follow: impl AsyncFn() -> watch::Receiver<Arc<Target>>,
+    ) -> Rc<Backend> {
         let watch = async || {
-            let updates = self.discovery.watch(resource.clone()).await;
+            let updates = follow().await;
             Rc::new(Backend::watched(resource.clone(), updates, &self.pools))
         };
         let resolve = async || {

@@ -70,6 +70,7 @@ fn addresses(receiver: &watch::Receiver<Arc<Target>>) -> Vec<String> {
         TargetKind::Withheld => vec!["withheld".to_owned()],
         TargetKind::UnknownPort { .. } => vec!["unknown port".to_owned()],
         TargetKind::Refused => vec!["refused".to_owned()],
+        TargetKind::Unresolved { .. } => vec!["unresolved".to_owned()],
         TargetKind::Service => addresses.collect(),
         TargetKind::Pod => addresses.map(|address| format!("pod {address}")).collect(),
     }

@@ -147,7 +147,7 @@ impl Handshake {
             peer_closed,
         };
         let session = Session::new(kernel, &secrets, buffered)
-            .ok_or_else(|| io::Error::other("cipher suite is not of TLS 1.3"))?;
+            .ok_or_else(|| io::Error::other("unsupported cipher suite"))?;
         Ok((negotiated, session))
     }
 

@@ -9,6 +9,7 @@
 
 mod handshake;
 mod hello;
+mod origination;
 pub mod record;
 mod session;
 #[cfg(test)]
@@ -50,6 +51,7 @@ use diy_mesh_model::exchange::Direction;
 
 pub use handshake::{Handshake, Negotiated};
 pub use hello::{Hello, inspect, server_name};
+pub use origination::parse_roots;
 pub use session::{Acceptance, Buffered, Kernel, Session};
 
 /// Maximum number of stored sessions for one identity and protocol, keyed by endpoint.

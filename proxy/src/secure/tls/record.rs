@@ -1,6 +1,7 @@
 //! TLS 1.3 record protection (RFC 8446, section 5): seals and opens records from one buffer into
-//! another, without further copies. Pure: no sockets. The handshake (`handshake.rs`) provides the
-//! keys, the session (`session.rs`) interprets the content.
+//! another, without further copies. Servers outside of the mesh may select TLS 1.2, whose records
+//! have another form (RFC 5246, section 6.2.3.3; RFC 5288; RFC 7905). Pure: no sockets. The handshake
+//! (`handshake.rs`) provides the keys, the session (`session.rs`) interprets the content.
 
 use aws_lc_rs::aead::{
     AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey,
@@ -13,6 +14,8 @@ pub const MAX_PLAINTEXT: usize = 16 * 1024;
 pub const OVERHEAD: usize = HEADER + 1 + TAG;
 const HEADER: usize = 5;
 const TAG: usize = 16;
+/// The part of the nonce that AES-GCM records of TLS 1.2 have (RFC 5288, section 3).
+const EXPLICIT_NONCE: usize = 8;
 /// Maximum length after the header (section 5.2).
 const MAX_CIPHERTEXT: usize = MAX_PLAINTEXT + 256;
 
@@ -27,8 +30,19 @@ pub enum ContentType {
     Alert = 21,
     /// A post-handshake message: key updates, tickets.
     Handshake = 22,
-    /// Application data. The header of every protected record has this type.
+    /// Application data. The header of every protected record of TLS 1.3 has this type.
     ApplicationData = 23,
+}
+
+impl ContentType {
+    fn parse(byte: u8) -> Result<Self, RecordError> {
+        let mut all = [Self::Alert, Self::Handshake, Self::ApplicationData].into_iter();
+        let known = all.find(|content_type| *content_type as u8 == byte);
+        known.ok_or(RecordError(
+            Alert::UnexpectedMessage,
+            "record of unknown content type",
+        ))
+    }
 }
 
 /// An invalid record: the alert to send to the peer, and a description.
@@ -58,6 +72,8 @@ struct Key {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
     sequence: u64,
+    /// Of TLS 1.2: the bytes of the nonce that each record has.
+    tls12: Option<usize>,
 }
 
 impl Key {
@@ -73,7 +89,31 @@ impl Key {
             key,
             iv: iv.as_ref().try_into().ok()?,
             sequence,
+            tls12: None,
         })
+    }
+
+    /// The same key, for TLS 1.2 if `is_tls12`.
+    fn of_version(self, is_tls12: bool) -> Self {
+        let explicit = if *self.key.algorithm() == CHACHA20_POLY1305 {
+            0
+        } else {
+            EXPLICIT_NONCE
+        };
+        Self {
+            tls12: is_tls12.then_some(explicit),
+            ..self
+        }
+    }
+
+    /// What TLS 1.2 authenticates with the next record.
+    fn tls12_aad(&self, content_type: u8, length: usize) -> Aad<[u8; 13]> {
+        let mut aad = [0; 13];
+        aad[..8].copy_from_slice(&self.sequence.to_be_bytes());
+        aad[8..11].copy_from_slice(&[content_type, 3, 3]);
+        // A record has at most 16 KiB.
+        aad[11..].copy_from_slice(&(length as u16).to_be_bytes());
+        Aad::from(aad)
     }
 
     /// Nonce of the next record: sequence number XOR IV (section 5.3). Unique per key.
@@ -97,13 +137,21 @@ pub struct Sealer {
 }
 
 impl Sealer {
-    /// A sealer that continues at a sequence number. `None` for cipher suites other than those of
-    /// TLS 1.3.
+    /// A sealer that continues at a sequence number. `None` for cipher suites other than AES-GCM and
+    /// ChaCha20-Poly1305.
     pub fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         Some(Self {
             key: Key::new(sequence, secrets)?,
             max_records: MAX_RECORDS_PER_KEY,
         })
+    }
+
+    /// The same one, for TLS 1.2 if `is_tls12`.
+    pub fn of_version(self, is_tls12: bool) -> Self {
+        Self {
+            key: self.key.of_version(is_tls12),
+            ..self
+        }
     }
 
     /// Whether the key must be replaced before further data.
@@ -120,7 +168,13 @@ impl Sealer {
         out: &mut [u8],
     ) -> Result<usize, RecordError> {
         const FAILED: RecordError = RecordError(Alert::InternalError, "failed to seal a record");
-        let length = HEADER + plaintext.len() + 1 + TAG;
+        let inner = [content_type as u8];
+        // The header, the nonce in the record, and the content type after the plaintext.
+        let (outer, explicit, inner): (_, _, &[u8]) = match self.key.tls12 {
+            None => (ContentType::ApplicationData, 0, &inner),
+            Some(explicit) => (content_type, explicit, &[]),
+        };
+        let length = HEADER + explicit + plaintext.len() + inner.len() + TAG;
         let (header, rest) = out
             .get_mut(..length)
             .and_then(|out| out.split_first_chunk_mut::<HEADER>())
@@ -128,20 +182,19 @@ impl Sealer {
         let [high, low] = u16::try_from(length - HEADER)
             .map_err(|_| FAILED)?
             .to_be_bytes();
-        *header = [ContentType::ApplicationData as u8, 3, 3, high, low];
-        let (sealed, last) = rest.split_at_mut(plaintext.len());
+        *header = [outer as u8, 3, 3, high, low];
+        let aad13 = Aad::from(*header);
+        let aad12 = (self.key.tls12).map(|_| self.key.tls12_aad(outer as u8, plaintext.len()));
         let nonce = self.key.nonce();
-        self.key
-            .key
-            .seal_out_of_place_scatter(
-                nonce,
-                Aad::from(*header),
-                plaintext,
-                sealed,
-                &[content_type as u8],
-                last,
-            )
-            .map_err(|_| FAILED)?;
+        let (nonce_of_record, rest) = rest.split_at_mut(explicit);
+        nonce_of_record.copy_from_slice(&nonce.as_ref()[NONCE_LEN - explicit..]);
+        let (sealed, last) = rest.split_at_mut(plaintext.len());
+        let key = &self.key.key;
+        let result = match aad12 {
+            None => key.seal_out_of_place_scatter(nonce, aad13, plaintext, sealed, inner, last),
+            Some(aad) => key.seal_out_of_place_scatter(nonce, aad, plaintext, sealed, inner, last),
+        };
+        result.map_err(|_| FAILED)?;
         Ok(length)
     }
 
@@ -156,10 +209,24 @@ impl Sealer {
 pub struct Opener(Key);
 
 impl Opener {
-    /// An opener that continues at a sequence number. `None` for cipher suites other than those of
-    /// TLS 1.3.
+    /// An opener that continues at a sequence number. `None` for cipher suites other than AES-GCM and
+    /// ChaCha20-Poly1305.
     pub fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         Key::new(sequence, secrets).map(Self)
+    }
+
+    /// The same one, for TLS 1.2 if `is_tls12`.
+    pub fn of_version(self, is_tls12: bool) -> Self {
+        Self(self.0.of_version(is_tls12))
+    }
+
+    /// Splits the first record off `bytes`. `None` if it is incomplete. The header of a record of TLS
+    /// 1.2 has its content type.
+    pub fn split<'a>(&self, bytes: &'a [u8]) -> Result<Option<Split<'a>>, RecordError> {
+        match bytes.first() {
+            Some(21 | 22) if self.0.tls12.is_some() => split_any_record(bytes),
+            _ => split_record(bytes),
+        }
     }
 
     /// Opens a record into the beginning of `out` and returns content type and length of the
@@ -176,6 +243,21 @@ impl Opener {
         let (header, rest) = record
             .split_first_chunk::<HEADER>()
             .ok_or(DECRYPTION_FAILED)?;
+        if let Some(explicit) = self.0.tls12 {
+            let (explicit, rest) = rest.split_at_checked(explicit).ok_or(DECRYPTION_FAILED)?;
+            let (sealed, tag) = rest.split_last_chunk::<TAG>().ok_or(DECRYPTION_FAILED)?;
+            if sealed.len() > MAX_PLAINTEXT {
+                return Err(TOO_LONG);
+            }
+            let out = out.get_mut(..sealed.len()).ok_or(TOO_LONG)?;
+            let aad = self.0.tls12_aad(header[0], sealed.len());
+            let mut nonce = *self.0.nonce().as_ref();
+            nonce[NONCE_LEN - explicit.len()..].copy_from_slice(explicit);
+            let nonce = Nonce::assume_unique_for_key(nonce);
+            let opened = (self.0.key).open_separate_gather(nonce, aad, sealed, tag, out);
+            opened.map_err(|_| DECRYPTION_FAILED)?;
+            return Ok((ContentType::parse(header[0])?, sealed.len()));
+        }
         let (sealed, tag) = rest.split_last_chunk::<TAG>().ok_or(DECRYPTION_FAILED)?;
         let out = out.get_mut(..sealed.len()).ok_or(TOO_LONG)?;
         let nonce = self.0.nonce();
@@ -191,17 +273,7 @@ impl Opener {
         if at > MAX_PLAINTEXT {
             return Err(TOO_LONG);
         }
-        let content_type = [
-            ContentType::Alert,
-            ContentType::Handshake,
-            ContentType::ApplicationData,
-        ]
-        .into_iter()
-        .find(|content_type| *content_type as u8 == out[at]);
-        match content_type.ok_or(RecordError(
-            Alert::UnexpectedMessage,
-            "record of unknown content type",
-        ))? {
+        match ContentType::parse(out[at])? {
             ContentType::Alert | ContentType::Handshake if at == 0 => Err(RecordError(
                 Alert::UnexpectedMessage,
                 "record with an empty message",
@@ -214,17 +286,20 @@ impl Opener {
 /// A record, and the bytes after it.
 pub type Split<'a> = (&'a [u8], &'a [u8]);
 
-/// Splits the first record off `bytes`. `None` if it is incomplete.
+/// Splits the first record of TLS 1.3 off `bytes`. `None` if it is incomplete.
 pub fn split_record(bytes: &[u8]) -> Result<Option<Split<'_>>, RecordError> {
-    let Some(([content_type, _, _, high, low], _)) = bytes.split_first_chunk::<HEADER>() else {
+    match bytes.first() {
+        Some(content_type) if *content_type != ContentType::ApplicationData as u8 => Err(
+            RecordError(Alert::UnexpectedMessage, "record is not protected"),
+        ),
+        _ => split_any_record(bytes),
+    }
+}
+
+fn split_any_record(bytes: &[u8]) -> Result<Option<Split<'_>>, RecordError> {
+    let Some(([_, _, _, high, low], _)) = bytes.split_first_chunk::<HEADER>() else {
         return Ok(None);
     };
-    if *content_type != ContentType::ApplicationData as u8 {
-        return Err(RecordError(
-            Alert::UnexpectedMessage,
-            "record is not protected",
-        ));
-    }
     let length = usize::from(u16::from_be_bytes([*high, *low]));
     if length > MAX_CIPHERTEXT {
         return Err(RecordError(
@@ -240,6 +315,49 @@ mod tests {
     use rustls::crypto::cipher::{AeadKey, Iv};
 
     use super::*;
+
+    #[test]
+    fn opens_sealed_records_of_tls_1_2() {
+        for (sealer, opener) in pairs() {
+            let (mut sealer, mut opener) = (sealer.of_version(true), opener.of_version(true));
+            for (content_type, length) in [
+                (ContentType::ApplicationData, 0),
+                (ContentType::ApplicationData, MAX_PLAINTEXT),
+                (ContentType::Alert, 2),
+            ] {
+                let plaintext = vec![7; length];
+                let mut record = vec![0; length + 40];
+                let sealed = sealer.seal(content_type, &plaintext, &mut record).unwrap();
+                record.truncate(sealed);
+                assert_eq!(record[0], content_type as u8);
+                let (first, rest) = opener.split(&record).unwrap().unwrap();
+                assert!(first == record && rest.is_empty());
+                let mut out = vec![1; record.len()];
+                let opened = opener.open(first, &mut out).unwrap();
+                assert_eq!(opened, (content_type, length));
+                assert_eq!(&out[..length], plaintext);
+            }
+            for change in [0, 4, 5, 20, 40] {
+                let mut record = vec![0; 100];
+                let sealed = sealer.seal(ContentType::ApplicationData, &[1; 64], &mut record);
+                record.truncate(sealed.unwrap());
+                let mut changed = record.clone();
+                changed[change] ^= 1;
+                if change == 4 {
+                    changed.pop();
+                }
+                let before = opener.0.sequence;
+                let failed = opener.open(&changed, &mut [0; 100]);
+                assert_eq!(failed.unwrap_err().0, Alert::BadRecordMac, "byte {change}");
+                opener.0.sequence = before;
+                opener.open(&record, &mut [0; 100]).unwrap();
+            }
+            for length in 0..24 {
+                assert!(opener.open(&[23; 24][..length], &mut [0; 100]).is_err());
+            }
+            assert!(opener.split(&[20, 3, 3, 0, 1, 1]).is_err());
+        }
+    }
 
     /// Both ends of one direction. Session tests cover the third suite, AES-128.
     fn pairs() -> [(Sealer, Opener); 2] {
@@ -331,6 +449,7 @@ mod tests {
                 key: LessSafeKey::new(UnboundKey::new(&AES_128_GCM, &bytes(key)).unwrap()),
                 iv: bytes(iv).try_into().unwrap(),
                 sequence,
+                tls12: None,
             };
             let (key, mut opener) = (key(), Opener(key()));
             let max_records = MAX_RECORDS_PER_KEY;

@@ -9,17 +9,15 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, BytesMut};
-use rustls::ExtractedSecrets;
 use rustls::client::ClientConnectionData;
 use rustls::kernel::KernelConnection;
 use rustls::server::ServerConnectionData;
+use rustls::{ExtractedSecrets, ProtocolVersion};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::handshake::unexpected_eof;
-use super::record::{
-    Alert, ContentType, MAX_PLAINTEXT, OVERHEAD, Opener, RecordError, Sealer, split_record,
-};
+use super::record::{Alert, ContentType, MAX_PLAINTEXT, OVERHEAD, Opener, RecordError, Sealer};
 use crate::secure::scratch::Scratch;
 
 /// Maximum plaintext of one write: eight full records.
@@ -33,7 +31,7 @@ const MAX_HANDSHAKE_MESSAGE: usize = 64 * 1024;
 const MAX_RECORDS_WITHOUT_DATA: u8 = 32;
 
 /// Maximum output of one write.
-const MAX_SEALED: usize = MAX_DELAYED + 10 * OVERHEAD + MAX_WRITE;
+const MAX_SEALED: usize = MAX_DELAYED + 12 * OVERHEAD + MAX_WRITE;
 
 const NEW_SESSION_TICKET: u8 = 4;
 const KEY_UPDATE: u8 = 24;
@@ -104,18 +102,23 @@ pub struct Buffered {
 }
 
 impl Session {
-    /// A session with the keys of a handshake. `None` for cipher suites other than those of TLS
-    /// 1.3.
+    /// A session with the keys of a handshake. `None` for cipher suites that rustls does not have. TLS
+    /// 1.2 has no key updates: a session of it ends with the last record of its key.
     pub fn new(kernel: Kernel, secrets: &ExtractedSecrets, buffered: Buffered) -> Option<Self> {
         let Buffered {
             incoming,
             outgoing,
             peer_closed,
         } = buffered;
+        let version = match &kernel {
+            Kernel::Client(kernel) => kernel.protocol_version(),
+            Kernel::Server(kernel) => kernel.protocol_version(),
+        };
+        let is_tls12 = version == ProtocolVersion::TLSv1_2;
         Some(Self {
             kernel,
-            sealer: Sealer::new(secrets.tx.0, &secrets.tx.1)?,
-            opener: Opener::new(secrets.rx.0, &secrets.rx.1)?,
+            sealer: Sealer::new(secrets.tx.0, &secrets.tx.1)?.of_version(is_tls12),
+            opener: Opener::new(secrets.rx.0, &secrets.rx.1)?.of_version(is_tls12),
             incoming: if incoming.is_empty() {
                 BytesMut::new()
             } else {
@@ -127,7 +130,12 @@ impl Session {
             message: Vec::new(),
             key_update_requested: false,
             records_without_data: 0,
-            acceptance: Acceptance::Unknown,
+            // In TLS 1.2, the last message is that of the server, unless it resumes a session.
+            acceptance: if is_tls12 {
+                Acceptance::Accepted
+            } else {
+                Acceptance::Unknown
+            },
             peer_closed,
             closed: false,
         })
@@ -295,7 +303,7 @@ impl Session {
         }
         let mut filled = 0;
         let result = loop {
-            match split_record(sealed) {
+            match self.opener.split(sealed) {
                 Ok(Some((record, rest))) if !self.peer_closed => {
                     sealed = rest;
                     match self.open_one(record, &mut plain[filled..]) {

@@ -51,7 +51,7 @@ impl Exchange<'_> {
             attempt.in_flight.connected();
         }
         self.judge_again().map_err(AttemptError::last)?;
-        if let Some(previous) = attempt.announced(upstream.io.is_secured()) {
+        if let Some(previous) = attempt.announced(upstream.io.is_peer()) {
             self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
         }
         // 8. Serve.
@@ -59,7 +59,7 @@ impl Exchange<'_> {
             upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
-        let is_peer = upstream.io.is_secured();
+        let is_peer = upstream.io.is_peer();
         let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
@@ -128,7 +128,7 @@ impl Exchange<'_> {
             let mut out = BytesMut::new();
             head.write(
                 &mut out,
-                Edits::of(response_edits(upstream.io.is_secured())),
+                Edits::of(response_edits(upstream.io.is_peer())),
                 None,
             );
             // The attempt may end here.
@@ -244,7 +244,7 @@ impl Exchange<'_> {
         } = upstream;
         let status = StatusCode::from_u16(head.status).unwrap_or(StatusCode::BAD_GATEWAY);
         let session = plan.session_edit(endpoint.tag());
-        let edits = plan.response_edits(response_edits(upstream.is_secured()), &session);
+        let edits = plan.response_edits(response_edits(upstream.is_peer()), &session);
         self.record.response(status, head.reason(), &head, edits);
         let is_tunnel = head.status == 101
             || (self.request.method() == b"CONNECT" && (200..300).contains(&head.status));

@@ -54,7 +54,7 @@ pub async fn attempt(
     let written: std::io::Result<()> = written.await;
     written.map_err(|error| closed(error.to_string()))?;
     let (head, body) = read(io, method, call.max_answer).await.map_err(closed)?;
-    let is_peer = io.is_secured();
+    let is_peer = io.is_peer();
     let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
     let answered_at = attempt.answered(head.status, verdict, call.replayable(), flow)?;
     let reusable = head.connection.persists(head.version)

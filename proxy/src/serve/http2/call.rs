@@ -40,7 +40,7 @@ pub async fn attempt(
             .map_err(failed)?;
     }
     let (mut head, body) = response.await.map_err(failed)?.into_parts();
-    let (status, is_peer) = (head.status.as_u16(), lease.is_secured());
+    let (status, is_peer) = (head.status.as_u16(), lease.is_peer());
     let verdict = Verdict::of(status, &head.headers, is_peer, SystemTime::now);
     let answered = attempt.answered(status, verdict, call.replayable(), flow);
     let read = read(body, &mut head.headers, call.max_answer).await;

@@ -297,11 +297,14 @@ impl Exchange {
         attempt.in_flight.connected();
         self.judge_again().map_err(AttemptError::last)?;
         let mut parts = self.parts.clone();
-        if let Some(previous) = attempt.announced(lease.is_secured()) {
+        if let Some(previous) = attempt.announced(lease.is_peer()) {
             let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
             parts.headers.insert(name, previous.into());
         }
         head::set_deadline(&mut parts, attempt.exchange_deadline());
+        if attempt.endpoint.info.server_tls().is_some() {
+            head::set_https(&mut parts);
+        }
         let request = Request::from_parts(parts, ());
         let (places, is_complete) = (self.client.places.clone(), self.upload.is_done());
         let (response, to_upstream) = match lease.send(request, is_complete, Some(places)) {
@@ -337,7 +340,7 @@ impl Exchange {
             flow.destination.supports_extended_connect.set(true);
         }
         let (mut parts, body) = response.into_parts();
-        let is_peer = upstream.lease.is_secured();
+        let is_peer = upstream.lease.is_peer();
         Edits::of(response_edits(is_peer)).apply(&mut parts.headers);
         let status = parts.status.as_u16();
         let verdict = Verdict::of(status, &parts.headers, is_peer, SystemTime::now);
@@ -423,7 +426,7 @@ impl Exchange {
         while self.interim_left > 0 {
             match upstream.response.poll_informational(cx) {
                 Poll::Ready(Some(Ok(mut interim))) => {
-                    let edits = response_edits(upstream.lease.is_secured());
+                    let edits = response_edits(upstream.lease.is_peer());
                     Edits::of(edits).apply(interim.headers_mut());
                     // An error means that the client has closed, which is detected below.
                     drop(self.respond.send_informational(interim));
@@ -477,7 +480,7 @@ impl Exchange {
         }
         self.record
             .response(parts.status, b"", &parts.headers, Edits::default());
-        let from_proxy = upstream.lease.is_secured();
+        let from_proxy = upstream.lease.is_peer();
         let mut download = Relay::new(body, Message::Response { from_proxy });
         let is_grpc = self.is_grpc && head::is_grpc(&parts.headers);
         let head = Response::from_parts(parts, ());

@@ -3,7 +3,7 @@
 
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, HOST};
 use http::request::Parts;
-use http::uri::{Authority, PathAndQuery};
+use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version};
 
 use crate::error::{Failure, Limit};
@@ -122,6 +122,16 @@ pub(super) fn set_deadline(parts: &mut Parts, deadline: Deadline) {
         && let Ok(left) = HeaderValue::try_from(left)
     {
         *field = left;
+    }
+}
+
+/// Sets the scheme of a request that is sent with TLS, if it has one.
+pub(super) fn set_https(parts: &mut Parts) {
+    let mut uri = parts.uri.clone().into_parts();
+    if uri.scheme.replace(Scheme::HTTPS).is_some()
+        && let Ok(uri) = Uri::from_parts(uri)
+    {
+        parts.uri = uri;
     }
 }
 

@@ -1,6 +1,8 @@
 //! Tests of calls to outside of the cluster: a worker with policies of egress, a name server, and
 //! clients and servers over sockets.
 
+mod external;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::future::Future;
@@ -10,7 +12,7 @@ use diy_mesh_proto::authorization::Authorization;
 use diy_mesh_proto::mesh::v1 as proto;
 use domain::base::iana::Rcode;
 use domain::base::{Message, MessageBuilder, Rtype, Ttl};
-use domain::rdata::A;
+use domain::rdata::{A, Aaaa};
 use proto::authorization_policy::Action;
 use proto::authorization_source::Kind;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -19,7 +21,7 @@ use tokio::sync::watch;
 
 use super::*;
 use crate::context::worker::{Worker, WorkerContext};
-use crate::discovery::{Discovery, Target, TargetKind};
+use crate::discovery::{Discovery, Place, Target, TargetKind};
 use crate::egress::resolver::Resolver;
 use crate::endpoint::EndpointInfo;
 use crate::inbound::edges::day;
@@ -124,6 +126,12 @@ impl Names {
                     .push((question.qname(), Ttl::from_secs(0), data))
                     .unwrap();
             }
+            if let (IpAddr::V6(address), Rtype::AAAA) = (address, question.qtype()) {
+                let data = Aaaa::from(*address);
+                answer
+                    .push((question.qname(), Ttl::from_secs(0), data))
+                    .unwrap();
+            }
         }
         answer.finish()
     }
@@ -180,11 +188,18 @@ struct Pod {
 
 impl Pod {
     async fn new(policy: Arc<Policy>) -> Self {
+        Self::with(policy, Discovery::with_policy).await
+    }
+
+    async fn with(
+        policy: Arc<Policy>,
+        discovery: impl FnOnce(watch::Receiver<Option<Arc<Policy>>>) -> Discovery,
+    ) -> Self {
         let dialed = Server::new("127.0.0.1:0", "").await;
         let named = Server::new(&format!("127.0.0.2:{}", dialed.address.port()), "").await;
         let (sender, receiver) = watch::channel(Some(policy));
         let mut worker = Worker::new(WorkerContext {
-            discovery: Discovery::with_policy(receiver),
+            discovery: discovery(receiver),
             ..WorkerContext::for_a_test("")
         });
         let names = Names::default();

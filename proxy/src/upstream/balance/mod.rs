@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
 use crate::discovery::{Place, Resource, Target, TargetKind};
+use crate::egress::Outside;
 use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
 use crate::observe::exceptions::{Event, Exceptions, Kind};
@@ -110,6 +111,19 @@ impl Backend {
     /// The address, if it is the backend of a destination.
     pub fn address(&self) -> Option<SocketAddr> {
         self.resource.address()
+    }
+
+    /// The host and an address of it, if the backend is a host outside of the cluster.
+    pub fn external(&self) -> Option<Outside> {
+        let Resource::External(host) = &self.resource else {
+            return None;
+        };
+        self.apply_updates();
+        let state = self.state.borrow();
+        Some(Outside {
+            address: state.members.first()?.info.address,
+            name: Some(host.host.clone()),
+        })
     }
 
     /// A backend that follows the updates of discovery for `resource`.
@@ -251,6 +265,7 @@ impl Backend {
         match (direction, &self.resource) {
             (Direction::Inbound, _) => (Kind::Inbound, String::new()),
             (_, Resource::Backend(backend)) => (Kind::Requests, backend.to_string()),
+            (_, Resource::External(host)) => (Kind::Requests, host.name.to_string()),
             (_, Resource::Destination(address)) if name.contains('/') => {
                 (Kind::Requests, format!("{name}:{}", address.port()))
             }
@@ -439,6 +454,10 @@ impl State {
         match &self.target.kind {
             TargetKind::Refused => Failure::Overloaded("too many destinations are in use"),
             TargetKind::Withheld => Failure::Withheld(resource.to_string()),
+            TargetKind::Unresolved { host, reason } => Failure::Unresolved {
+                name: host.clone(),
+                reason: reason.clone(),
+            },
             TargetKind::UnknownPort { ports, max_ports } => Failure::UnknownPort {
                 service,
                 port: resource.port(),
@@ -524,4 +543,5 @@ fn is_same(one: &EndpointInfo, other: &EndpointInfo) -> bool {
         && one.pod == other.pod
         && one.identity == other.identity
         && one.outside == other.outside
+        && one.external == other.external
 }

@@ -70,7 +70,7 @@ pub struct Connections {
 pub(super) struct Connection {
     sender: RefCell<SendRequest<Queued>>,
     io: Batched,
-    is_secured: bool,
+    is_peer: bool,
     streams: Rc<Streams>,
     /// What the task keeps until the peer has read all earlier frames.
     unread: mpsc::UnboundedSender<Unread>,
@@ -377,8 +377,8 @@ impl Lease {
     }
 
     /// Whether the connection has mutual TLS: the peer is an authenticated proxy.
-    pub fn is_secured(&self) -> bool {
-        self.connection.is_secured
+    pub fn is_peer(&self) -> bool {
+        self.connection.is_peer
     }
 
     /// Whether the peer accepts extended CONNECT requests (RFC 8441), which open WebSockets.
@@ -461,7 +461,7 @@ async fn open(
     memory.begin(CONNECTION_COST)?;
     let mut io = dialer.dial(remote, Alpn::Http2).await?;
     io.count(limiter.count_connection());
-    let is_secured = io.is_secured();
+    let is_peer = io.is_peer();
     let lifetime = io.lifetime().copied();
     let mut expiry = expiry(&io);
     let io = Batched::new(io, memory);
@@ -535,7 +535,7 @@ async fn open(
     Ok(Rc::new(Connection {
         sender: RefCell::new(sender),
         io,
-        is_secured,
+        is_peer,
         streams,
         unread,
         reused: Cell::new(false),

@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout_at;
 
 use self::http2::{Connections, Lease};
-use crate::endpoint::EndpointInfo;
+use crate::endpoint::{EndpointInfo, ServerTls};
 use crate::error::Failure;
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot};
@@ -379,6 +379,8 @@ pub struct Remote {
     pub pod: String,
     /// The SPIFFE ID that it has to prove. None: it is not meshed.
     pub identity: Option<Identity>,
+    /// The TLS settings of a server outside of the mesh.
+    pub tls: Option<Arc<ServerTls>>,
 }
 
 impl From<&EndpointInfo> for Remote {
@@ -387,6 +389,7 @@ impl From<&EndpointInfo> for Remote {
             address: info.address,
             pod: info.pod.clone(),
             identity: info.identity.clone(),
+            tls: info.server_tls().cloned(),
         }
     }
 }
@@ -415,7 +418,8 @@ impl<'a> Dialer<'a> {
         }
     }
 
-    /// Opens a connection: with mutual TLS if the remote is meshed, never in plaintext then.
+    /// Opens a connection: with mutual TLS if the remote is meshed, and with TLS if its settings say
+    /// so, never in plaintext then.
     pub async fn dial(&self, remote: &Remote, alpn: Alpn) -> Result<Io, Failure> {
         let Self {
             tls,
@@ -425,19 +429,24 @@ impl<'a> Dialer<'a> {
         } = *self;
         let address = remote.address;
         let io = connect(address, tls.timeouts().tcp_user, deadline).await?;
-        match &remote.identity {
-            // A connection to the pod itself never leaves it, and does not pass its own proxy again.
-            Some(expected) if !is_own(&io) => {
-                let memory = Charge::new(slot.clone());
-                let secured = tls.connect(io, address, expected, alpn, memory);
-                let secured = timeout_at(deadline, secured);
-                secured.await.unwrap_or_else(|_| {
-                    let reason = format!("not completed within {timeout:?}");
-                    Err(Failure::Handshake { address, reason })
-                })
+        let memory = || Charge::new(slot.clone());
+        let secured = match (&remote.tls, &remote.identity) {
+            (Some(server), _) => {
+                // Boxed: most connections stay in the cluster.
+                let secured = Box::pin(tls.connect_to_server(io, address, server, alpn, memory()));
+                timeout_at(deadline, secured).await
             }
-            _ => Ok(io),
-        }
+            // A connection to the pod itself never leaves it, and does not pass its own proxy again.
+            (None, Some(expected)) if !is_own(&io) => {
+                let secured = tls.connect(io, address, expected, alpn, memory());
+                timeout_at(deadline, secured).await
+            }
+            (None, _) => return Ok(io),
+        };
+        secured.unwrap_or_else(|_| {
+            let reason = format!("not completed within {timeout:?}");
+            Err(Failure::Handshake { address, reason })
+        })
     }
 }
 

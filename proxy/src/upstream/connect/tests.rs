@@ -39,6 +39,7 @@ fn remote() -> Remote {
         address: ([127, 0, 0, 1], 1).into(),
         pod: String::new(),
         identity: None,
+        tls: None,
     }
 }
 

@@ -1,0 +1,192 @@
+//! Step 5, outbound: hosts outside of the cluster as backends of routes. A task follows the addresses of
+//! a host as long as it has a backend. This module opens no connections.
+
+use std::net::{IpAddr, SocketAddr};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use crate::context::worker::Worker;
+use crate::discovery::{Place, Target, TargetKind};
+use crate::egress::{Outside, is_local, is_private};
+use crate::endpoint::{EndpointInfo, ExternalHost};
+use crate::route::BackendRef;
+use crate::upstream::balance::Backend;
+
+/// How often the addresses of a host are resolved: the resolver keeps them for this time at least.
+const RESOLVE_INTERVAL: Duration = Duration::from_secs(5);
+/// The same for a host without usable addresses.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// The maximum number of addresses of a host that are used.
+const MAX_ADDRESSES: usize = 16;
+
+impl Worker {
+    /// The backend of a rule. Waits for the first response about a new one, from the controller or
+    /// from name servers.
+    pub async fn backend(self: &Rc<Self>, to: &BackendRef) -> Rc<Backend> {
+        match to {
+            BackendRef::Service(name) => self.destinations.backend(name).await,
+            BackendRef::External(host) => {
+                let follow = async || follow(self, host).await;
+                self.destinations.external(host, follow).await
+            }
+        }
+    }
+}
+
+/// The addresses of a host, and their changes until the result is dropped.
+async fn follow(worker: &Rc<Worker>, host: &Arc<ExternalHost>) -> watch::Receiver<Arc<Target>> {
+    let first = resolve(worker, host, &[]).await;
+    let (updates, receiver) = watch::channel(Arc::new(first));
+    let (worker, host) = (worker.clone(), host.clone());
+    tokio::task::spawn_local(async move {
+        loop {
+            let before = updates.borrow().clone();
+            let interval = if before.endpoints.is_empty() {
+                RETRY_INTERVAL
+            } else {
+                RESOLVE_INTERVAL
+            };
+            tokio::select! {
+                () = updates.closed() => return,
+                () = tokio::time::sleep(interval) => {}
+                () = worker.policy_changed() => {}
+            }
+            let target = resolve(&worker, &host, &before.endpoints).await;
+            if target != *before {
+                updates.send_replace(Arc::new(target));
+            }
+        }
+    });
+    receiver
+}
+
+/// The endpoints of a host: its IPv4 addresses if it has any, else those of IPv6. Without an answer,
+/// those of `before` stay.
+pub(crate) async fn resolve(
+    worker: &Rc<Worker>,
+    host: &Arc<ExternalHost>,
+    before: &[Arc<EndpointInfo>],
+) -> Target {
+    let resolver = &worker.resolver;
+    let mut resolved = resolver.resolve(&host.host, false).await;
+    if resolved.as_ref().is_ok_and(Vec::is_empty) {
+        resolved = resolver.resolve(&host.host, true).await;
+    }
+    let (addresses, mut reason) = match resolved {
+        Ok(addresses) if addresses.is_empty() => (addresses, Some("it has no address".to_owned())),
+        Ok(addresses) => (addresses, None),
+        Err(reason) => {
+            let before = before.iter().map(|info| info.address.ip());
+            (before.collect(), Some(reason))
+        }
+    };
+    let endpoints = usable(worker, host, addresses).await;
+    if endpoints.is_empty() && reason.is_none() {
+        let local = "its addresses are local or of the cluster: no name leads there, \
+                     but a block of addresses in a policy may";
+        reason = Some(local.to_owned());
+    }
+    if let Some(reason) = &reason
+        && worker.warnings.should_log(Instant::now())
+    {
+        tracing::warn!(backend = %host.name, "cannot resolve {}: {reason}", host.host);
+    }
+    match reason {
+        Some(reason) if endpoints.is_empty() => Target::from(TargetKind::Unresolved {
+            host: host.host.clone(),
+            reason,
+        }),
+        _ => Target {
+            endpoints: endpoints
+                .into_iter()
+                .map(|address| endpoint(host, address, before))
+                .collect(),
+            ..Target::from(TargetKind::Service)
+        },
+    }
+}
+
+/// An endpoint, the same one as before if there was one.
+fn endpoint(
+    host: &Arc<ExternalHost>,
+    address: SocketAddr,
+    before: &[Arc<EndpointInfo>],
+) -> Arc<EndpointInfo> {
+    let known = before.iter().find(|info| info.address == address);
+    known.cloned().unwrap_or_else(|| {
+        Arc::new(EndpointInfo {
+            external: Some(host.clone()),
+            ..EndpointInfo::bare(address)
+        })
+    })
+}
+
+/// The addresses to which the name may lead, sorted: those that the policies allow, if there are any.
+async fn usable(
+    worker: &Rc<Worker>,
+    host: &ExternalHost,
+    mut addresses: Vec<IpAddr>,
+) -> Vec<SocketAddr> {
+    addresses.sort_unstable();
+    addresses.dedup();
+    let mut judged = JoinSet::new();
+    for ip in addresses.into_iter().take(MAX_ADDRESSES) {
+        let (worker, address) = (worker.clone(), SocketAddr::new(ip, host.port));
+        judged.spawn_local(async move {
+            let backend = backend_at(&worker, address).await?;
+            // A block may contain pods and Services. Their endpoints may be meshed: only discovery
+            // knows how to connect to them.
+            backend.outside().map(|_| address)
+        });
+    }
+    let mut usable: Vec<_> = judged.join_all().await.into_iter().flatten().collect();
+    usable.sort_unstable();
+    let policy = worker.policy();
+    let is_allowed = |address: &SocketAddr| {
+        let to = Outside {
+            address: *address,
+            name: Some(host.host.clone()),
+        };
+        policy.judge_outside(&to).is_ok()
+    };
+    if usable.iter().any(is_allowed) {
+        usable.retain(is_allowed);
+    }
+    usable
+}
+
+/// The backend of an address that a name has. A name must not lead to local addresses or into the
+/// cluster: whoever answers for it could choose any address there. A block of addresses may.
+pub async fn backend_at(worker: &Worker, address: SocketAddr) -> Option<Rc<Backend>> {
+    let backend = if is_local(address.ip()) {
+        None
+    } else {
+        Some(worker.destinations.get_or_watch(address).await)
+    };
+    let is_outside = backend.as_ref().is_some_and(|backend| {
+        let place = backend.outside().map(|_| backend.place());
+        match place {
+            Some(Place::Outside) => true,
+            // The controller has not answered.
+            Some(Place::Unanswered) => !is_private(address.ip()),
+            Some(Place::Node) | None => false,
+        }
+    });
+    if is_outside {
+        return backend;
+    }
+    let is_in_block = {
+        let policy = worker.policy();
+        let egress = policy.egress.as_ref();
+        egress.is_some_and(|egress| egress.allows_address(address))
+    };
+    if is_in_block {
+        Some(worker.destinations.get_or_watch(address).await)
+    } else {
+        None
+    }
+}
