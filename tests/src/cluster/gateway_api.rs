@@ -17,7 +17,12 @@ pub const ACCEPTED: [&str; 3] = ["Accepted", "True", "Accepted"];
 /// Prevents the installation of the experimental channel.
 const SAFE_UPGRADES: &str = "safe-upgrades.gateway.networking.k8s.io";
 /// The definitions that differ between the channels, and that the mesh reads.
-const EXPERIMENTAL: [&str; 3] = ["httproutes", "grpcroutes", "tcproutes"];
+const EXPERIMENTAL: [&str; 4] = [
+    "k8s.io_httproutes",
+    "k8s.io_grpcroutes",
+    "k8s.io_tcproutes",
+    "x-k8s.io_xbackends",
+];
 
 /// Installs the standard channel if the cluster has no HTTPRoutes.
 pub fn install() -> Result<()> {
@@ -47,7 +52,7 @@ impl Experimental {
             kubectl(&[&["delete", kind], &names[..]].concat())?;
         }
         for name in EXPERIMENTAL {
-            let file = folder.join(format!("gateway.networking.k8s.io_{name}.yaml"));
+            let file = folder.join(format!("gateway.networking.{name}.yaml"));
             // The policy has an effect for some seconds after its deletion.
             wait_for("the experimental channel is installed", || {
                 apply(&file).map(Some)
@@ -59,8 +64,12 @@ impl Experimental {
 
 impl Drop for Experimental {
     fn drop(&mut self) {
-        let definition = "tcproutes.gateway.networking.k8s.io";
-        let deleted = kubectl(&["delete", "crd", definition, "--ignore-not-found"]);
+        let definitions_of_channel = [
+            "tcproutes.gateway.networking.k8s.io",
+            "xbackends.gateway.networking.x-k8s.io",
+            "--ignore-not-found",
+        ];
+        let deleted = kubectl(&[&["delete", "crd"], &definitions_of_channel[..]].concat());
         let restored = definitions("standard").and_then(|folder| apply(&folder));
         for result in [deleted.map(drop), restored] {
             if let Err(error) = result {

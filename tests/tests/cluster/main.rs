@@ -15,3 +15,4 @@ mod tokens;
 mod traffic;
 mod traffic_shift;
 mod walkthrough;
+mod xbackend;
