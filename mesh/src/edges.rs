@@ -27,46 +27,9 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// The calls to pods that a controller keeps, of a namespace or of all, or those of a file.
+    /// The calls to pods and by pods that a controller keeps, of a namespace or of all, or those of a
+    /// file.
     pub async fn read(
-        controllers: &controller::Arguments,
-        file: Option<&PathBuf>,
-        namespace: &str,
-    ) -> Result<Self> {
-        Self::select(controllers, file, namespace, |edge| {
-            edge.destination.is_empty()
-        })
-        .await
-    }
-
-    /// The calls by pods to outside of the cluster, likewise.
-    pub async fn read_egress(
-        controllers: &controller::Arguments,
-        file: Option<&PathBuf>,
-        namespace: &str,
-    ) -> Result<Self> {
-        Self::select(controllers, file, namespace, |edge| {
-            !edge.destination.is_empty()
-        })
-        .await
-    }
-
-    async fn select(
-        controllers: &controller::Arguments,
-        file: Option<&PathBuf>,
-        namespace: &str,
-        is_selected: impl Fn(&Edge) -> bool,
-    ) -> Result<Self> {
-        let mut observed = Self::read_all(controllers, file, namespace).await?;
-        for group in &mut observed.groups {
-            group
-                .edges
-                .retain(|seen| seen.edge.as_ref().is_some_and(&is_selected));
-        }
-        Ok(observed)
-    }
-
-    async fn read_all(
         controllers: &controller::Arguments,
         file: Option<&PathBuf>,
         namespace: &str,

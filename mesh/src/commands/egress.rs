@@ -94,7 +94,7 @@ fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
 /// The calls, and the pods of the cluster of which no proxy has reported.
 async fn read(arguments: &Arguments, of: &str) -> Result<(Observed, BTreeSet<String>)> {
     let controller = &arguments.controller;
-    let mut observed = Observed::read_egress(controller, arguments.edges.as_ref(), of).await?;
+    let mut observed = Observed::read(controller, arguments.edges.as_ref(), of).await?;
     let is_wanted = |namespace: &str| of.is_empty() || namespace == of;
     observed.groups.retain(|group| is_wanted(&group.namespace));
     if arguments.edges.is_some() || !controller.access.controller.is_empty() {
@@ -248,24 +248,16 @@ mod tests {
     }
 
     #[test]
-    fn calls_to_pods_and_by_pods_are_told_apart() {
+    fn calls_to_pods_are_no_destinations() {
         let arguments = parsed(&format!("egress http-server --edges {CALLS}")).unwrap();
-        let (egress, _) = super::super::block_on(read(&arguments, "http-server"))
-            .unwrap()
-            .unwrap();
-        let file = arguments.edges.as_ref();
-        let calls = Observed::read(&arguments.controller, file, "");
-        let calls = super::super::block_on(calls).unwrap().unwrap();
-        let edges = |observed: &Observed| {
-            let edges = observed.groups.iter().map(|group| group.edges.len());
-            edges.collect::<Vec<_>>()
+        let read = super::super::block_on(read(&arguments, "http-server"));
+        let (observed, _) = read.unwrap().unwrap();
+        let [group] = &observed.groups[..] else {
+            panic!("{:?}", observed.groups)
         };
-        assert_eq!((edges(&egress), edges(&calls)), (vec![1], vec![1, 1]));
-        assert_eq!(
-            egress::destinations(&egress.groups[0])[0].host,
-            "api.example.com"
-        );
-        assert_eq!(egress::destinations(&calls.groups[0]), []);
+        let destinations = egress::destinations(group);
+        assert_eq!((group.edges.len(), destinations.len()), (2, 1));
+        assert_eq!(destinations[0].host, "api.example.com");
         assert_eq!(run(&arguments), ExitCode::SUCCESS);
     }
 

@@ -72,10 +72,14 @@ pub(crate) async fn resolve(
     before: &[Arc<EndpointInfo>],
 ) -> Target {
     let resolver = &worker.resolver;
-    let mut resolved = resolver.resolve(&host.host, false).await;
-    if resolved.as_ref().is_ok_and(Vec::is_empty) {
-        resolved = resolver.resolve(&host.host, true).await;
-    }
+    let (v4, v6) = tokio::join!(
+        resolver.resolve(&host.host, false),
+        resolver.resolve(&host.host, true),
+    );
+    let resolved = match v4 {
+        Ok(none) if none.is_empty() => v6,
+        found => found,
+    };
     let (addresses, mut reason) = match resolved {
         Ok(addresses) if addresses.is_empty() => (addresses, Some("it has no address".to_owned())),
         Ok(addresses) => (addresses, None),
