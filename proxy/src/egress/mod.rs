@@ -107,10 +107,18 @@ pub fn name_of(authority: &[u8]) -> Option<String> {
     (host.len() <= 253 && host.split('.').all(is_label) && !is_address(&host)).then_some(host)
 }
 
-/// Whether no name leads there, unless a block of addresses allows it: the pod itself, its link, and
-/// what is no address of one host.
+/// The metadata of a machine, in clouds where its address is not link-local.
+const METADATA: [IpAddr; 2] = [
+    IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)),
+    IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)),
+];
+
+/// Whether no name leads there, unless a block of addresses allows it: the pod itself, its machine and
+/// its link, and what is no address of one host. NAT64 has no private addresses (RFC 6052, section
+/// 3.1).
 pub fn is_local(address: IpAddr) -> bool {
-    match embedded(address) {
+    let (given, address) = (address.to_canonical(), embedded(address));
+    let is_local = match address {
         IpAddr::V4(address) => {
             let [first, ..] = address.octets();
             first == 0 || first >= 224 || address.is_loopback() || address.is_link_local()
@@ -121,7 +129,8 @@ pub fn is_local(address: IpAddr) -> bool {
                 || address.is_multicast()
                 || address.is_unicast_link_local()
         }
-    }
+    };
+    is_local || METADATA.contains(&address) || given != address && is_private(given)
 }
 
 /// Whether the address is of a private network (RFC 1918, RFC 4193, RFC 6598), as those of clusters.
@@ -198,6 +207,9 @@ mod tests {
             "::ffff:127.0.0.1",
             "64:ff9b::7f00:1",
             "64:ff9b::a9fe:a9fe",
+            "64:ff9b::a00:1",
+            "fd00:ec2::254",
+            "100.100.100.200",
         ] {
             assert!(is_local(local.parse().unwrap()), "{local}");
         }
@@ -209,7 +221,6 @@ mod tests {
             "100.127.0.1",
             "fd00::1",
             "::ffff:10.0.0.1",
-            "64:ff9b::a00:1",
         ] {
             let private: IpAddr = private.parse().unwrap();
             assert!(is_private(private) && !is_local(private), "{private}");
