@@ -25,6 +25,7 @@ use crate::mesh::v1 as proto;
 pub use check::{MAX_ISSUERS, MAX_ITEMS, MAX_RULES, check, check_egress, check_issuer};
 pub use claims::claim;
 use edge::Patterns;
+pub use fields::host_name;
 use index::Rules;
 pub use index::{authorizers, fields, issuer_ports};
 pub use readings::other_readings;

@@ -74,8 +74,8 @@ pub(super) fn judge_fields(fields: &[Option<FieldCondition>], request: &dyn Requ
     !Truth::any_known(fields, |field| !field.truth(request))
 }
 
-/// The name in a host with an optional port, without a dot at its end.
-fn host_name(host: &[u8]) -> Option<&[u8]> {
+/// The name, or the address, in a host with an optional port, without a dot at its end.
+pub fn host_name(host: &[u8]) -> Option<&[u8]> {
     let colon = host.iter().rposition(|byte| *byte == b':');
     let is_port = |port: &[u8]| port.iter().all(u8::is_ascii_digit);
     let name = match (colon, host.last()) {

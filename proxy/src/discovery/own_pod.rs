@@ -1,8 +1,7 @@
-//! The configuration of the proxy's own pod, as the controller sends it: validated,
-//! acknowledged or rejected. Until the first one arrives, no client may call, and the pod may not call
-//! outside of the cluster. With controllers that do
-//! not send it, the arguments of the proxy apply, which contain the same values, except for the
-//! policies. No configuration weakens these.
+//! The configuration of the proxy's own pod, as the controller sends it: validated, acknowledged or
+//! rejected. Until the first one arrives, no client may call, and the pod may not call outside of the
+//! cluster. With controllers that do not send it, the arguments of the proxy apply, which contain the
+//! same values, except for the policies. No configuration weakens these.
 
 use std::sync::Arc;
 

@@ -8,7 +8,7 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
-use diy_mesh_proto::authorization::{Authorization, Call, Denial};
+use diy_mesh_proto::authorization::{Authorization, Call, Denial, host_name};
 
 use crate::error::Failure;
 
@@ -88,23 +88,17 @@ fn call(address: SocketAddr, host: Option<&str>) -> Call<'_> {
 
 /// The name in an authority, in lower case, without the port and a trailing dot. None for an address.
 pub fn name_of(authority: &[u8]) -> Option<String> {
-    let text = std::str::from_utf8(authority).ok()?;
-    let host = match text.rsplit_once(':') {
-        Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
-        _ => text,
-    };
-    let host = host.strip_suffix('.').unwrap_or(host);
-    let is_label = |label: &str| {
-        let is_in_label = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-        (1..=63).contains(&label.len()) && label.bytes().all(is_in_label)
-    };
+    let name = std::str::from_utf8(host_name(authority)?).ok()?;
     // A last label of digits is that of an address (RFC 1123, section 2.1).
-    let is_address = |host: &str| {
-        let last = host.rsplit('.').next().unwrap_or_default();
+    let is_address = |name: &str| {
+        let last = name.rsplit('.').next().unwrap_or_default();
         last.bytes().all(|byte| byte.is_ascii_digit()) || last.starts_with("0x")
     };
-    let host = host.to_ascii_lowercase();
-    (host.len() <= 253 && host.split('.').all(is_label) && !is_address(&host)).then_some(host)
+    // RFC 1035, section 2.3.4.
+    let is_short = |label: &str| label.len() <= 63;
+    let name = name.to_ascii_lowercase();
+    let is_name = name.len() <= 253 && name.split('.').all(is_short) && !name.starts_with('[');
+    (is_name && !is_address(&name)).then_some(name)
 }
 
 /// The metadata of a machine, in clouds where its address is not link-local.

@@ -73,6 +73,13 @@ impl Resolver {
         }
     }
 
+    /// Whether a name would be kept, for tests.
+    #[cfg(test)]
+    pub(crate) fn keeps(&self, name: &str) -> bool {
+        let _entry = self.entry(name, false);
+        self.entries.borrow().contains_key(&(name.into(), false))
+    }
+
     /// The addresses of a name, of one family. None of a name that does not exist.
     pub async fn resolve(&self, name: &str, ipv6: bool) -> Result<Vec<IpAddr>, String> {
         let entry = self.entry(name, ipv6);
@@ -83,13 +90,16 @@ impl Resolver {
     fn entry(&self, name: &str, ipv6: bool) -> Rc<OnceCell<Answer>> {
         let (mut entries, now) = (self.entries.borrow_mut(), Instant::now());
         let key = (name.into(), ipv6);
-        let is_expired =
-            |entry: &OnceCell<Answer>| entry.get().is_some_and(|answer| answer.expires <= now);
-        if let Some(entry) = entries.get(&key).filter(|entry| !is_expired(entry)) {
+        // One without an answer is of use only while a call waits for it.
+        let is_of_use = |entry: &Rc<OnceCell<Answer>>| match entry.get() {
+            Some(answer) => answer.expires > now,
+            None => Rc::strong_count(entry) > 1,
+        };
+        if let Some(entry) = entries.get(&key).filter(|entry| is_of_use(entry)) {
             return entry.clone();
         }
         if entries.len() >= MAX_NAMES {
-            entries.retain(|_, entry| !is_expired(entry) && Rc::strong_count(entry) == 1);
+            entries.retain(|_, entry| is_of_use(entry));
         }
         let entry = Rc::new(OnceCell::new());
         if entries.len() < MAX_NAMES || entries.contains_key(&key) {
@@ -131,6 +141,10 @@ fn read(message: &Message<impl AsRef<[u8]>>) -> Option<Answer> {
         addresses.extend(v6.map(|record| IpAddr::from(record.data().addr())));
     }
     addresses.truncate(MAX_ADDRESSES);
+    if addresses.is_empty() {
+        // The name may get one.
+        ttl = TTL.0;
+    }
     Some(Answer {
         addresses,
         expires: Instant::now() + ttl.max(TTL.0),

@@ -521,6 +521,28 @@ fn no_name_leads_to_an_address_of_the_cluster() {
 }
 
 #[test]
+fn names_that_cannot_be_resolved_leave_room_for_others() {
+    on_worker(async {
+        let pod = Pod::new(allow(&["*.test", "127.0.0.2/32"])).await;
+        let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let failing = Resolver::of(silent.local_addr().unwrap());
+        // More names than are kept, each of a call that ends before there is an answer.
+        for number in 0..300 {
+            let name = format!("n{number}.test");
+            let call = std::pin::pin!(failing.resolve(&name, false));
+            let none = std::task::Context::from_waker(std::task::Waker::noop());
+            assert!(call.poll(&mut { none }).is_pending());
+        }
+        assert!(failing.keeps("a.test"), "the cache has room again");
+        let names = || pod.names.asked.borrow().len();
+        for _ in 0..2 {
+            assert!(pod.get(NAME).await.starts_with("HTTP/1.1 200"));
+            assert_eq!(names(), 1);
+        }
+    });
+}
+
+#[test]
 fn what_is_allowed_is_an_edge_by_its_name_or_address() {
     on_worker(async {
         let pod = Pod::new(allow(&[NAME, "127.0.0.2/32"])).await;
