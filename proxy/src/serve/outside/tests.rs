@@ -293,6 +293,27 @@ fn client_hello(name: &str) -> Vec<u8> {
     bytes
 }
 
+/// The ClientHello with one more extension that has a server name: one for it, with the type 0.
+fn with_name(mut hello: Vec<u8>, kind: u8, name: &str) -> Vec<u8> {
+    let length = |bytes: &[u8]| usize::from(u16::from_be_bytes([bytes[0], bytes[1]]));
+    let add = |bytes: &mut [u8], more: usize| {
+        let sum = length(bytes) + more;
+        bytes.copy_from_slice(&u16::try_from(sum).unwrap().to_be_bytes());
+    };
+    // Record and message, version and random, session, cipher suites, compression methods.
+    let ciphers = 44 + usize::from(hello[43]);
+    let methods = ciphers + 2 + length(&hello[ciphers..]);
+    let extensions = methods + 1 + usize::from(hello[methods]);
+    let size = u8::try_from(name.len()).unwrap();
+    let mut extension = vec![kind, kind, 0, size + 5, 0, size + 3, 0, 0, size];
+    extension.extend_from_slice(name.as_bytes());
+    for at in [3, 7, extensions] {
+        add(&mut hello[at..at + 2], extension.len());
+    }
+    hello.extend_from_slice(&extension);
+    hello
+}
+
 /// Whether the server returns these bytes.
 async fn is_echoed(client: &mut TcpStream, sent: &[u8]) -> bool {
     let mut returned = vec![0; sent.len()];
@@ -356,6 +377,8 @@ fn forged_host_or_server_name_leads_to_the_address_of_the_name() {
         assert_eq!(response.headers()["x-mesh-error"], "egress-denied");
         let hello = client_hello(NAME);
         assert!(is_echoed(&mut pod.connect().await, &hello).await);
+        let unknown = with_name(client_hello(NAME), 0xfa, "evil.test");
+        assert!(is_echoed(&mut pod.connect().await, &unknown).await);
         // In two records, each in pieces.
         let (record, rest) = hello[5..].split_at(100);
         let mut fragments = Vec::new();
@@ -391,6 +414,8 @@ fn what_has_no_allowed_name_is_denied_and_not_resolved() {
             assert!(pod.get(host).await.starts_with(DENIED), "{host}");
         }
         for bytes in [
+            with_name(client_hello(NAME), 0, "evil.test"),
+            with_name(client_hello("evil.test"), 0, NAME),
             client_hello("evil.test"),
             b"\0\0ping".to_vec(),
             b"SSH-2.0-x\r\n".to_vec(),
