@@ -279,19 +279,10 @@ pub(super) fn outcome(outcome: Outcome) -> terminal::Cell {
 
 #[cfg(test)]
 mod tests {
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
     use super::*;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
-
     fn parsed(line: &str) -> Result<Arguments, clap::Error> {
-        let matches = Line::command().try_get_matches_from(line.split(' '))?;
-        Ok(Line::from_arg_matches(&matches)?.arguments)
+        crate::commands::parsed(line)
     }
 
     /// What is printed of the files of the tutorial, and the exit code.

@@ -210,20 +210,11 @@ async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
 
 #[cfg(test)]
 mod tests {
-    use clap::{CommandFactory, FromArgMatches, Parser};
-
     use super::*;
     use crate::egress::tests::observed;
 
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        arguments: Arguments,
-    }
-
     fn parsed(line: &str) -> Result<Arguments, clap::Error> {
-        let matches = Line::command().try_get_matches_from(line.split(' '))?;
-        Ok(Line::from_arg_matches(&matches)?.arguments)
+        crate::commands::parsed(line)
     }
 
     const CALLS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tutorial/calls.json");

@@ -126,6 +126,13 @@ fn block_on<T>(future: impl Future<Output = T>) -> Result<T> {
     Ok(runtime.block_on(future))
 }
 
+/// The arguments of a command, for its tests.
+#[cfg(test)]
+fn parsed<A: clap::Args>(line: &str) -> Result<A, clap::Error> {
+    let command = A::augment_args(clap::Command::new("mesh"));
+    A::from_arg_matches(&command.try_get_matches_from(line.split(' '))?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -36,6 +36,15 @@ impl App<'_> {
         }
     }
 
+    /// A meshed pod of tests/authorizer, which is a client and an authorization server.
+    pub fn authorizer(name: &'static str) -> App<'static> {
+        App {
+            name,
+            program: "authorizer",
+            ..Self::http_server()
+        }
+    }
+
     /// An http-client that sends a request to `http_server` each second.
     pub fn http_client() -> App<'static> {
         App {

@@ -9,15 +9,6 @@ use serde_json::{Value, json};
 /// An address of the documentation (RFC 5737), where nothing answers.
 const NOWHERE: &str = "192.0.2.1";
 
-const CLIENT: App<'_> = App {
-    name: "client",
-    program: "authorizer",
-    inject: Some("true"),
-    replicas: 1,
-    endpoint: "",
-    interval_ms: "",
-};
-
 fn run(namespace: &Namespace, arguments: &[&str]) -> Result<String> {
     let program = [
         "exec",
@@ -100,7 +91,7 @@ fn closed_egress_reaches_what_is_allowed_by_name_or_address() -> Result<()> {
         );
         let (api, nowhere) = (format!("{ip}:{port}"), format!("{NOWHERE}:{port}"));
         let name = format!("named.{}.svc.cluster.local", namespace.name);
-        for app in [CLIENT, App::http_server()] {
+        for app in [App::authorizer("client"), App::http_server()] {
             namespace.apply(&app.deployment())?;
         }
         namespace.apply(&App::http_server().service())?;

@@ -11,15 +11,6 @@ use serde_json::{Value, json};
 const ALLOWED: &str = "404";
 const FAILED: &str = "503";
 
-const AUTHORIZER: App<'_> = App {
-    name: "authorizer",
-    program: "authorizer",
-    inject: Some("true"),
-    replicas: 1,
-    endpoint: "",
-    interval_ms: "",
-};
-
 /// What a request of a pod gets: the status, the fields and the body.
 fn get(namespace: &Namespace, from: &str, url: &str) -> Result<String> {
     let from = format!("deploy/{from}");
@@ -51,7 +42,7 @@ fn expect_from(
 fn authorization_servers_decide_and_the_failure_mode_without_them() -> Result<()> {
     in_namespace("external", |namespace| {
         kubectl(&["apply", "-k", &format!("{MANIFESTS}/crds")])?;
-        namespace.apply(&AUTHORIZER.deployment())?;
+        namespace.apply(&App::authorizer("authorizer").deployment())?;
         namespace.apply(&service().to_string())?;
         namespace.apply(&App::http_server().deployment())?;
         namespace.apply(&App::http_server().service())?;
@@ -108,9 +99,9 @@ fn filter_of_a_route_holds_at_the_called_pods_for_all_clients() -> Result<()> {
         let outside = App {
             name: "outside",
             inject: None,
-            ..AUTHORIZER
+            ..App::authorizer("authorizer")
         };
-        for app in [AUTHORIZER, outside, App::http_server()] {
+        for app in [App::authorizer("authorizer"), outside, App::http_server()] {
             namespace.apply(&app.deployment())?;
         }
         namespace.apply(&service().to_string())?;

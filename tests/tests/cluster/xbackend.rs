@@ -6,14 +6,6 @@ use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{Namespace, in_namespace, wait_for};
 use serde_json::{Value, json};
 
-const CLIENT: App<'_> = App {
-    name: "client",
-    program: "authorizer",
-    inject: Some("true"),
-    replicas: 1,
-    endpoint: "",
-    interval_ms: "",
-};
 /// No name server knows it (RFC 6761).
 const HOST: &str = "api.mesh.invalid";
 
@@ -48,7 +40,7 @@ fn backend(host: &str) -> Value {
 fn route_to_an_outside_host_is_accepted_and_resolved_by_the_proxy() -> Result<()> {
     in_namespace("xbackend", |namespace| {
         let _experimental = Experimental::install()?;
-        for app in [CLIENT, App::http_server()] {
+        for app in [App::authorizer("client"), App::http_server()] {
             namespace.apply(&app.deployment())?;
         }
         namespace.apply(&App::http_server().service())?;

@@ -94,6 +94,22 @@ pub(in crate::commands) fn yaml(objects: &[Value]) -> Result<String> {
 
 /// The policies of all groups. What they lack is added to `notes`.
 fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Value> {
+    let fields = json!({"mode": format!("{mode:?}")});
+    allowing(observed, "observed", &fields, notes, |group, notes| {
+        let rules = rules(group, &observed.trust_domain, notes);
+        Some(rules).filter(|rules| !rules.is_empty())
+    })
+}
+
+/// ALLOW policies with the `rules` of each group, a prefix of their names, and further fields. Rules
+/// that are an empty list allow nothing; without a list, there is no policy.
+pub(in crate::commands) fn allowing(
+    observed: &Observed,
+    prefix: &str,
+    fields: &Value,
+    notes: &mut Vec<String>,
+    rules: impl Fn(&Group, &mut Vec<String>) -> Option<Vec<Value>>,
+) -> Vec<Value> {
     let (mut all, mut names) = (Vec::new(), BTreeSet::new());
     for group in &observed.groups {
         if group.incomplete {
@@ -102,21 +118,31 @@ fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Val
                 edges::title(group)
             ));
         }
-        for rules in rules(group, &observed.trust_domain, notes).chunks(MAX_RULES) {
-            let name = unique(&name("observed", group), &group.namespace, &mut names);
+        let Some(rules) = rules(group, notes) else {
+            continue;
+        };
+        let mut parts: Vec<&[Value]> = rules.chunks(MAX_RULES).collect();
+        if parts.is_empty() {
+            parts.push(&[]);
+        }
+        for rules in parts {
+            let name = unique(&name(prefix, group), &group.namespace, &mut names);
+            let mut spec = fields.clone();
+            spec["action"] = json!("ALLOW");
+            spec["rules"] = json!(rules);
+            spec["targetRefs"] = json!([target(group)]);
             all.push(json!({
                 "apiVersion": "diy-service-mesh.dev/v1alpha1",
                 "kind": "AuthorizationPolicy",
                 "metadata": {"name": name, "namespace": group.namespace},
-                "spec": {"action": "ALLOW", "mode": format!("{mode:?}"), "rules": rules,
-                    "targetRefs": [target(group)]},
+                "spec": spec,
             }));
         }
     }
     all
 }
 
-pub(in crate::commands) fn target(group: &Group) -> Value {
+fn target(group: &Group) -> Value {
     if (1..=MAX_LABELS).contains(&group.labels.len()) {
         json!({"group": "", "kind": "Pod", "selector": {"matchLabels": group.labels}})
     } else {
@@ -124,7 +150,7 @@ pub(in crate::commands) fn target(group: &Group) -> Value {
     }
 }
 
-pub(in crate::commands) fn name(prefix: &str, group: &Group) -> String {
+fn name(prefix: &str, group: &Group) -> String {
     let labels = ["app.kubernetes.io/name", "app"];
     let name = labels.iter().find_map(|label| group.labels.get(*label));
     let name = name.unwrap_or(&group.service_account).to_ascii_lowercase();

@@ -3,13 +3,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use diy_mesh_proto::{
-    authorization::{MAX_ITEMS, MAX_RULES},
-    mesh::v1::get_edges_response::Group,
-};
+use diy_mesh_proto::{authorization::MAX_ITEMS, mesh::v1::get_edges_response::Group};
 use serde_json::{Value, json};
 
-use super::super::authz::generate::{Mode, name, target, unique};
+use super::super::authz::generate::{Mode, allowing};
 use crate::{
     edges::{self, Observed},
     egress::{Destination, destinations},
@@ -17,36 +14,21 @@ use crate::{
 
 /// The policies of all groups. What they lack is added to `notes`.
 pub(super) fn policies(observed: &Observed, mode: Mode, notes: &mut Vec<String>) -> Vec<Value> {
-    let (mut all, mut names) = (Vec::new(), BTreeSet::new());
-    for group in &observed.groups {
-        let title = edges::title(group);
-        if group.incomplete {
-            notes.push(format!("{title}: there were more calls than are kept"));
-        }
+    let fields = json!({"direction": "Outbound", "mode": format!("{mode:?}")});
+    allowing(observed, "egress", &fields, notes, |group, notes| {
         // It stands for others.
         if group.service_account.is_empty() {
-            continue;
+            return None;
         }
         let rules = rules(group);
-        let mut parts: Vec<&[Value]> = rules.chunks(MAX_RULES).collect();
-        if parts.is_empty() {
+        if rules.is_empty() {
+            let title = edges::title(group);
             notes.push(format!(
                 "{title}: no call was seen, and the policy allows none"
             ));
-            parts.push(&[]);
         }
-        for rules in parts {
-            let name = unique(&name("egress", group), &group.namespace, &mut names);
-            all.push(json!({
-                "apiVersion": "diy-service-mesh.dev/v1alpha1",
-                "kind": "AuthorizationPolicy",
-                "metadata": {"name": name, "namespace": group.namespace},
-                "spec": {"action": "ALLOW", "direction": "Outbound", "mode": format!("{mode:?}"),
-                    "rules": rules, "targetRefs": [target(group)]},
-            }));
-        }
-    }
-    all
+        Some(rules)
+    })
 }
 
 /// A rule for the destinations that were called at the same ports.

@@ -27,20 +27,12 @@ use crate::endpoint::EndpointInfo;
 use crate::inbound::edges::day;
 use crate::inbound::policy::{Caller, Policy};
 use crate::path::connection::carry;
-use crate::secure::control::testing::soon;
 use crate::secure::io::Io;
+use crate::secure::tls::tests::on_worker;
 use diy_mesh_model::exchange::Direction;
 
 const NAME: &str = "api.example.test";
 const DENIED: &str = "HTTP/1.1 403 Forbidden\r\n";
-
-fn on_worker<F: Future<Output = ()>>(test: F) {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    tokio::task::LocalSet::new().block_on(&runtime, async { soon(test).await });
-}
 
 fn rule(destinations: &[&str]) -> proto::AuthorizationRule {
     let sources = destinations.iter().map(|text| proto::AuthorizationSource {
