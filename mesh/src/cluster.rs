@@ -99,6 +99,13 @@ impl Cluster {
         })
     }
 
+    /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the namespace of the context.
+    pub fn namespaced(&self, name: &str) -> (String, String) {
+        let default = self.client.default_namespace();
+        let (namespace, name) = name.split_once('/').unwrap_or((default, name));
+        (namespace.to_owned(), name.to_owned())
+    }
+
     /// Reads a page of the admin server of a pod through the API server. `path` is
     /// `POD:PORT/proxy/PAGE`. The text of an error is the page: one that is not ready has the status
     /// 503.

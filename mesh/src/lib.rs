@@ -10,5 +10,7 @@ pub mod egress;
 pub mod files;
 pub mod identity;
 pub mod plan;
+pub mod proxies;
 pub mod routes;
 mod time;
+pub mod why;

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::GRPC_STATUSES;
 use crate::escape;
+pub use crate::exchange_id::ExchangeId;
 
 /// The value of [`Exchange::incomplete`] while an exchange is open.
 pub const STILL_OPEN: &str = "still open; what follows is not shown";
@@ -73,6 +74,54 @@ pub struct Exchange {
     /// Bytes of an opaque connection.
     #[serde(flatten)]
     pub opaque: Option<Transfer>,
+    /// The same at the proxies of the caller and of the callee.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<ExchangeId>,
+    /// What the records of recent exchanges have besides.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub course: Option<Course>,
+}
+
+/// What a proxy did with an exchange or an opaque connection.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Course {
+    /// Namespace and name of the destination's Service or pod, or an address.
+    pub service: String,
+    /// In order; none, if the proxy sent nothing.
+    pub attempts: Vec<Attempt>,
+    /// The time from the start to the head of the response.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub responded_ms: Option<f64>,
+    /// The proxy's own address of an opaque connection to the endpoint.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub local: Option<SocketAddr>,
+}
+
+/// An attempt to reach an endpoint.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Attempt {
+    /// Its address.
+    pub endpoint: SocketAddr,
+    /// Namespace and name of the pod. Empty: none.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub pod: String,
+    /// The identity that it has to prove. None: it is not meshed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub identity: Option<String>,
+    /// The time from the start of the exchange.
+    pub began_ms: f64,
+    /// Why another attempt followed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure: Option<Failure>,
+}
+
+/// Recent exchanges of a proxy, in the order of their ends.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Recent {
+    /// The number of exchanges that have ended since the proxy started.
+    pub ended: u64,
+    /// Those that were asked for and are still known.
+    pub exchanges: Vec<Exchange>,
 }
 
 /// Direction of a connection, as seen from the application.
@@ -138,7 +187,7 @@ pub struct Failure {
 }
 
 /// Bytes that the client sent and received.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct Transfer {
     pub sent: u64,
@@ -247,6 +296,20 @@ impl Exchange {
             None => text += ", no mutual TLS]",
         }
         text
+    }
+
+    /// Whether it went out to this Service or pod, `namespace/name`, or from a route to it as a backend.
+    pub fn is_to(&self, name: &str) -> bool {
+        let course = self.course.as_ref();
+        let is_backend = |backend: &String| {
+            let service = backend
+                .rsplit_once(':')
+                .map_or(&**backend, |(name, _)| name);
+            service == name
+        };
+        self.direction == Direction::Outbound
+            && (course.is_some_and(|course| course.service == name)
+                || self.backend.as_ref().is_some_and(is_backend))
     }
 
     /// The path and query of the request.

@@ -5,6 +5,7 @@
 pub mod code;
 pub mod escape;
 pub mod exchange;
+mod exchange_id;
 pub mod identity;
 pub mod ports;
 pub mod sidecar;

@@ -5,8 +5,15 @@
 pub const CALLED_BY: &str = "x-called-by";
 /// The field in which a proxy tells the next one how often the request was sent before.
 pub const PREVIOUS_ATTEMPTS: &str = "x-mesh-previous-attempts";
+/// The field with the identifier of the exchange, from proxy to proxy, and in responses that a proxy
+/// made itself.
+pub const EXCHANGE: &str = "x-mesh-exchange";
 /// The field that tells a caller that a proxy replied, and why.
 pub const MESH_ERROR: &str = "x-mesh-error";
+/// The fields of requests that only a proxy sets.
+pub const OF_REQUESTS: [&str; 3] = [CALLED_BY, PREVIOUS_ATTEMPTS, EXCHANGE];
+/// The fields of responses that only a proxy sets.
+pub const OF_RESPONSES: [&str; 2] = [MESH_ERROR, EXCHANGE];
 
 /// The field of a question to an authorization server that counts the questions before it, whose answer
 /// it is for. Clients can only refuse themselves with it.
@@ -35,13 +42,14 @@ pub const OF_CONNECTIONS: [&str; 13] = [
 /// Whether no route changes this field: one of connections, or, in every spelling that some server
 /// reads as it, one of the mesh.
 pub fn is_reserved(name: &str) -> bool {
-    let is_same = |other: &&str| is_same_name(name.as_bytes(), other.as_bytes());
-    OF_CONNECTIONS
-        .iter()
-        .any(|one| name.eq_ignore_ascii_case(one))
-        || [CALLED_BY, PREVIOUS_ATTEMPTS, MESH_ERROR]
-            .iter()
-            .any(is_same)
+    let mut of_connections = OF_CONNECTIONS.iter();
+    of_connections.any(|one| name.eq_ignore_ascii_case(one)) || is_of_mesh(name.as_bytes())
+}
+
+/// Whether only a proxy sets this field, in every spelling.
+pub fn is_of_mesh(name: &[u8]) -> bool {
+    let mut fields = OF_REQUESTS.iter().chain(&OF_RESPONSES);
+    fields.any(|own| is_same_name(name, own.as_bytes()))
 }
 
 /// Compares names as CGI does (RFC 3875, section 4.1.18), and servers that follow it: without case,

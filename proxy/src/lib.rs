@@ -35,14 +35,16 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ::http::StatusCode;
 use anyhow::Context as _;
 use diy_mesh_runtime::{
-    Admin, Condition, Readiness, listen, raise_max_open_files, shutdown_signal,
+    Admin, Condition, Page, Readiness, listen, raise_max_open_files, shutdown_signal,
 };
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
+use crate::context::recent::{Query, Recent};
 use crate::discovery::{Discovery, OwnProxy};
 use crate::limits::memory::Memory;
 use crate::observe::dump::{DumpConfig, Dumps};
@@ -91,6 +93,9 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             "--probe is ignored: an earlier injector created this strict pod, and the kubelet's probes fail; recreate it"
         );
     }
+    let recent = Arc::<Recent>::default();
+    let ended = recent.clone();
+    let admin = admin.local_route("/exchanges", move |query| exchanges(&ended, query));
     let admin = match config.kubelet_probes() {
         Some((pod, probes)) => observe::probe::add_routes(admin, probes, pod, &metrics.exceptions),
         None => admin,
@@ -119,6 +124,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             credentials: credentials.clone(),
             limit,
             memory: memory.clone(),
+            recent: recent.clone(),
             drain: drain.clone(),
         };
         let serve = move |worker| path::connection::serve(worker, listeners);
@@ -152,6 +158,16 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     dumps.flush(Duration::from_secs(1));
     tracing::info!("stopped");
     Ok(())
+}
+
+/// The latest exchanges that the query of a URL asks for, in JSON.
+fn exchanges(recent: &Recent, query: &str) -> Page {
+    let found = Query::parse(query).map(|query| recent.query(query));
+    let json = found.map(|found| serde_json::to_string(&found).expect("all keys are strings"));
+    json.map_or_else(
+        |error| Page::failure(StatusCode::BAD_REQUEST, format!("{error}\n")),
+        Page::json,
+    )
 }
 
 /// Starts discovery and, if the controller is authenticated, the renewal of the workload identity.

@@ -47,9 +47,17 @@ pub struct Admin {
     routes: BTreeMap<Cow<'static, str>, Handler>,
 }
 
-type Handler = Box<dyn Fn() -> PendingPage + Send + Sync>;
+type Handler = Box<dyn Fn(&Asked<'_>) -> PendingPage + Send + Sync>;
 /// `None` closes the connection without a response.
 type PendingPage = Pin<Box<dyn Future<Output = Option<Page>> + Send>>;
+
+/// What a handler may know of a request.
+struct Asked<'a> {
+    peer: IpAddr,
+    query: &'a str,
+}
+
+const LOCAL_ONLY: &str = "only connections from the pod itself get this page: use kubectl port-forward, or the commands of mesh\n";
 
 /// The response of a route.
 #[derive(Debug)]
@@ -64,6 +72,11 @@ impl Page {
     /// A page of plain text with another status than 200.
     pub fn failure(status: StatusCode, body: impl Into<Bytes>) -> Self {
         Self::new(status, TEXT, body)
+    }
+
+    /// A page in JSON.
+    pub fn json(body: impl Into<Bytes>) -> Self {
+        Self::new(StatusCode::OK, "application/json", body)
     }
 
     fn new(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Self {
@@ -102,9 +115,28 @@ impl Admin {
     where
         F: Future<Output: Into<Option<Page>>> + Send + 'static,
     {
-        let handler: Handler = Box::new(move || {
+        let handler: Handler = Box::new(move |_| {
             let page = handler();
             Box::pin(async { page.await.into() })
+        });
+        self.routes.insert(path.into(), handler);
+        self
+    }
+
+    /// Adds a route for GET requests that come from the pod itself, or from a user by `kubectl
+    /// port-forward`. The handler gets the query of the URL.
+    pub fn local_route(
+        mut self,
+        path: impl Into<Cow<'static, str>>,
+        handler: impl Fn(&str) -> Page + Send + Sync + 'static,
+    ) -> Self {
+        let handler: Handler = Box::new(move |asked| {
+            let page = if asked.peer.to_canonical().is_loopback() {
+                handler(asked.query)
+            } else {
+                Page::failure(StatusCode::FORBIDDEN, LOCAL_ONLY)
+            };
+            Box::pin(ready(Some(page)))
         });
         self.routes.insert(path.into(), handler);
         self
@@ -154,16 +186,23 @@ impl Admin {
             };
             let admin = admin.clone();
             connections.spawn(async move {
-                slot.run(pin!(admin.serve_connection(stream, &slot))).await;
+                slot.run(pin!(admin.serve_connection(stream, peer.ip(), &slot)))
+                    .await;
             });
         }
     }
 
-    async fn serve_connection(&self, stream: TcpStream, slot: &Slot<IpAddr>) {
+    async fn serve_connection(&self, stream: TcpStream, peer: IpAddr, slot: &Slot<IpAddr>) {
         let responded = Notify::new();
         let service = service_fn(async |request: Request<Incoming>| {
             slot.set(Class::InUse);
-            let page = self.respond(request.method(), request.uri().path()).await;
+            let asked = Asked {
+                peer,
+                query: request.uri().query().unwrap_or_default(),
+            };
+            let page = self
+                .respond(request.method(), request.uri().path(), &asked)
+                .await;
             responded.notify_one();
             page.map(|Page(response)| response)
         });
@@ -186,7 +225,12 @@ impl Admin {
     }
 
     /// An error closes the connection without a response.
-    async fn respond(&self, method: &Method, path: &str) -> Result<Page, &'static str> {
+    async fn respond(
+        &self,
+        method: &Method,
+        path: &str,
+        asked: &Asked<'_>,
+    ) -> Result<Page, &'static str> {
         if ![Method::GET, Method::HEAD].contains(method) {
             let text = "only GET and HEAD are allowed\n";
             let mut page = Page::failure(StatusCode::METHOD_NOT_ALLOWED, text);
@@ -195,7 +239,7 @@ impl Admin {
             return Ok(page);
         }
         match self.routes.get(path) {
-            Some(handler) => handler().await.ok_or("the handler gives no response"),
+            Some(handler) => handler(asked).await.ok_or("the handler gives no response"),
             None => {
                 let paths: Vec<&str> = self.routes.keys().map(|path| &**path).collect();
                 let text = format!("{path} not found; paths: {}\n", paths.join(", "));
@@ -252,6 +296,25 @@ mod tests {
         let mut response = String::new();
         stream.read_to_string(&mut response).await.unwrap();
         response
+    }
+
+    #[tokio::test]
+    async fn local_routes_are_for_local_clients() {
+        let admin = Admin::new(Readiness::default(), String::new)
+            .local_route("/local", |query| Page::text(query.to_owned()));
+        for (peer, status) in [
+            ("127.0.0.1", 200),
+            ("::1", 200),
+            ("::ffff:127.0.0.1", 200),
+            ("10.244.1.7", 403),
+            ("::ffff:10.244.1.7", 403),
+            ("fd00::7", 403),
+        ] {
+            let peer = peer.parse().unwrap();
+            let asked = Asked { peer, query: "a=b" };
+            let Page(response) = admin.respond(&Method::GET, "/local", &asked).await.unwrap();
+            assert_eq!(response.status(), status, "{peer}");
+        }
     }
 
     #[tokio::test]

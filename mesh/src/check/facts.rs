@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use diy_mesh_controller::{kinds::Kind, policy};
-use diy_mesh_injector::containers::{ADMIN_PORT_FLAG, ROOTS_CONFIG_MAP};
+use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
 use futures::future::join_all;
 use k8s_openapi::{
     api::{
@@ -240,9 +240,8 @@ async fn ready_pages(cluster: &Cluster, pods: &[Pod], now: u64) -> BTreeMap<Stri
 
 /// Reads a page of the admin server of a proxy.
 pub(super) async fn admin_page(cluster: &Cluster, pod: &Pod, page: &str) -> Fact<String> {
-    let port = pods::proxy(pod).and_then(|proxy| pods::argument(proxy, ADMIN_PORT_FLAG));
     let (namespace, name) = (pod.namespace().unwrap_or_default(), pod.name_any());
-    let path = format!("{name}:{}/proxy/{page}", port.unwrap_or("4001"));
+    let path = format!("{name}:{}/proxy/{page}", pods::admin_port(pod));
     cluster.admin_page(&namespace, &path).await
 }
 

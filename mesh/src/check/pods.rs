@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
+use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
 use kube::ResourceExt;
 
@@ -22,18 +23,24 @@ pub(super) fn is_injected(pod: &Pod) -> bool {
 }
 
 /// The active pods with a proxy.
-pub(super) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
+pub(crate) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
     pods.iter().filter(|pod| is_injected(pod) && is_active(pod))
 }
 
 /// `namespace/name`.
-pub(super) fn name(pod: &Pod) -> String {
+pub(crate) fn name(pod: &Pod) -> String {
     format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
 }
 
 /// The proxy container of a pod.
 pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
     init_container(pod, "proxy")
+}
+
+/// The port of the admin server of the proxy.
+pub(crate) fn admin_port(pod: &Pod) -> u16 {
+    let port = proxy(pod).and_then(|proxy| argument(proxy, ADMIN_PORT_FLAG));
+    port.and_then(|port| port.parse().ok()).unwrap_or(4001)
 }
 
 /// An init container of a pod.

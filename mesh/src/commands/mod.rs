@@ -9,8 +9,10 @@ pub mod plan;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
+pub mod tap;
 pub(crate) mod terminal;
 pub mod test;
+pub mod why;
 
 use std::{env, process::ExitCode};
 
@@ -59,8 +61,12 @@ enum Command {
     Routes(routes::Arguments),
     /// List the Services that the controller knows, with endpoints and identities
     Services(services::Arguments),
+    /// Show the exchanges of pods as they end
+    Tap(tap::Arguments),
     /// Run expectations about calls against manifests, without a cluster
     Test(test::Arguments),
+    /// Tell why an exchange did what it did, from both of its proxies
+    Why(why::Arguments),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -83,7 +89,9 @@ impl Command {
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::Routes(arguments) => routes::run(&arguments),
             Self::Services(arguments) => services::run(arguments),
+            Self::Tap(arguments) => Ok(tap::run(&arguments)),
             Self::Test(arguments) => Ok(test::run(&arguments)),
+            Self::Why(arguments) => Ok(why::run(&arguments)),
             Self::Completions { shell } => completions(shell),
             Self::Version => {
                 terminal::print(&format!("mesh {VERSION}\n"))?;
@@ -110,11 +118,14 @@ fn exit(outcome: Result<Outcome>) -> ExitCode {
         Ok(Outcome::Allowed) => ExitCode::SUCCESS,
         Ok(Outcome::Denied) => ExitCode::FAILURE,
         Ok(Outcome::Asks | Outcome::Unknown) => ExitCode::from(3),
-        Err(error) => {
-            eprintln!("mesh: {error:#}");
-            ExitCode::from(2)
-        }
+        Err(error) => failed(&error),
     }
+}
+
+/// Prints an error. The exit code is 2.
+fn failed(error: &anyhow::Error) -> ExitCode {
+    eprintln!("mesh: {error:#}");
+    ExitCode::from(2)
 }
 
 /// Runs a future on a new single-threaded runtime.

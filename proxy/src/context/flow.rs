@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::SystemTime;
 
-use diy_mesh_model::exchange::Direction;
+use diy_mesh_model::exchange::{Direction, ExchangeId};
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::authorization::Denial;
+use diy_mesh_proto::field::{EXCHANGE, OF_REQUESTS, PREVIOUS_ATTEMPTS};
 use diy_mesh_runtime::admission::network;
-use http::HeaderValue;
+use http::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::context::worker::Worker;
 use crate::egress::Outside;
@@ -24,7 +25,7 @@ use crate::http::edits::MeshField;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
 use crate::inbound::external::Authorizer;
-use crate::inbound::policy::{Caller, Client, PREVIOUS_ATTEMPTS, Permit};
+use crate::inbound::policy::{Caller, Client, Permit};
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot, Holder};
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
@@ -36,7 +37,7 @@ use crate::secure::io::Io;
 use crate::upstream::balance::Backend;
 
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
-const GRPC_PREVIOUS_ATTEMPTS: &[u8] = b"grpc-previous-rpc-attempts";
+const GRPC_PREVIOUS_ATTEMPTS: &str = "grpc-previous-rpc-attempts";
 
 /// One connection on its way through the proxy.
 #[derive(Clone)]
@@ -68,6 +69,42 @@ pub struct Allowed {
     pub authorizers: Vec<Arc<Authorizer>>,
     /// The endpoint, if it is outside of the cluster.
     pub outside: Option<Outside>,
+}
+
+/// What the sender of a request tells the proxy about it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Announced {
+    /// How often it was sent before.
+    pub attempts: u32,
+    /// The identifier that the caller's proxy has given it.
+    pub exchange: Option<ExchangeId>,
+}
+
+impl Announced {
+    /// The lines of a head in HTTP/1.
+    pub fn lines(self) -> String {
+        let id = self.exchange.map(|id| format!("{EXCHANGE}: {id}\r\n"));
+        let mut lines = id.unwrap_or_default();
+        if self.attempts > 0 {
+            lines += &format!("{PREVIOUS_ATTEMPTS}: {}\r\n", self.attempts);
+        }
+        lines
+    }
+
+    /// Adds the fields to a head in HTTP/2, where the identifier is no use to the compression of others.
+    pub fn add_to(self, headers: &mut HeaderMap) {
+        let id = self
+            .exchange
+            .map(|id| HeaderValue::from_str(&id.to_string()));
+        if let Some(Ok(mut id)) = id {
+            id.set_sensitive(true);
+            headers.insert(HeaderName::from_static(EXCHANGE), id);
+        }
+        if self.attempts > 0 {
+            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
+            headers.insert(name, self.attempts.into());
+        }
+    }
 }
 
 impl Flow {
@@ -354,30 +391,43 @@ impl Flow {
 
     /// The changes that the proxy makes to every request's head: only it tells the application the
     /// caller's identity, and the next proxy the previous attempts, which no application gets.
-    pub fn request_edits(&self) -> [MeshField<'_>; 2] {
+    pub fn request_edits(&self) -> [MeshField<'_>; OF_REQUESTS.len()] {
         let value = || HeaderValue::from_str(self.called_by()?).ok();
         [
             MeshField("X-Called-By", self.called_by.get_or_init(value).as_ref()),
             MeshField(PREVIOUS_ATTEMPTS, None),
+            MeshField(EXCHANGE, None),
         ]
     }
 
-    /// How often this request was sent before: by the proxy of its caller, or by the gRPC library of
-    /// the application.
-    pub fn previous_attempts(&self, request: &dyn Fields) -> u32 {
+    /// What the proxy of the caller, or the gRPC library of the application, tells of the request.
+    pub fn announced(&self, request: &dyn Fields) -> Announced {
         let by_proxy =
             self.direction == Direction::Inbound && matches!(self.caller, Caller::Peer(_));
-        let mut attempts = 0;
+        let is = |name: &[u8], other: &str| name.eq_ignore_ascii_case(other.as_bytes());
+        let mut announced = Announced::default();
         request.visit(&mut |name, value| {
-            let counts = name.eq_ignore_ascii_case(GRPC_PREVIOUS_ATTEMPTS)
-                || by_proxy && name.eq_ignore_ascii_case(PREVIOUS_ATTEMPTS.as_bytes());
-            if counts {
-                let number = std::str::from_utf8(value).ok();
-                let number = number.and_then(|text| text.parse().ok());
-                attempts = attempts.max(number.unwrap_or(0));
+            let text = || std::str::from_utf8(value).ok();
+            if is(name, GRPC_PREVIOUS_ATTEMPTS) || by_proxy && is(name, PREVIOUS_ATTEMPTS) {
+                let number = text().and_then(|text| text.parse().ok());
+                announced.attempts = announced.attempts.max(number.unwrap_or(0));
+            } else if by_proxy && is(name, EXCHANGE) {
+                let id = text().and_then(|text| text.parse::<ExchangeId>().ok());
+                // A peer names exchanges of its own pod only.
+                announced.exchange = id.filter(|id| id.pod == self.peer.ip().to_canonical());
             }
         });
-        attempts
+        announced
+    }
+
+    /// The identifier of an exchange that begins now. The pod's own address is that of the
+    /// application's end of the connection.
+    pub fn new_exchange(&self) -> ExchangeId {
+        let own = match self.direction {
+            Direction::Inbound => self.original,
+            Direction::Outbound => self.peer,
+        };
+        ExchangeId::new(own.ip(), self.worker.recent.number())
     }
 
     /// The proxy shuts down.

@@ -4,5 +4,6 @@
 pub mod destination;
 pub mod external;
 pub mod flow;
+pub mod recent;
 pub mod record;
 pub mod worker;

@@ -3,15 +3,17 @@
 //! forgets them.
 
 use std::fmt::Display;
+use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{self, Direction, Fault, Transfer};
+use diy_mesh_model::exchange::{self, Direction, ExchangeId, Fault, Protocol, Transfer};
 use diy_mesh_model::identity::Identity;
 use http::StatusCode;
 
 use crate::context::flow::Flow;
+use crate::context::recent::{Attempt, Cause, Entry};
 use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::reply::LocalReply;
@@ -32,17 +34,25 @@ pub struct ExchangeRecord {
     rule: Option<(Arc<Rule>, Option<Arc<str>>)>,
     /// The backend. None: the destination itself.
     backend: Option<Rc<Backend>>,
-    /// The number of attempts, and the endpoint of the latest one.
+    /// The number of attempts, and the endpoint and the start of the latest one.
     attempts: u32,
     endpoint: Option<Rc<Endpoint>>,
+    attempt_began: Duration,
+    /// The attempts that were followed by others.
+    failed_attempts: Vec<(Attempt, Cause)>,
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
     version: HttpVersion,
+    /// The same at both proxies of the exchange.
+    pub id: ExchangeId,
+    /// Method and path.
+    line: Box<[u8]>,
     started: Instant,
     status: Option<StatusCode>,
-    sent: u64,
-    received: u64,
-    failure: Option<&'static str>,
+    /// The time until the response.
+    responded: Option<Duration>,
+    transfer: Transfer,
+    failure: Option<Cause>,
     /// The policy of the latest fault.
     fault: Option<Arc<str>>,
     dump: Option<ExchangeDump>,
@@ -59,12 +69,16 @@ impl ExchangeRecord {
             backend: None,
             attempts: 0,
             endpoint: None,
+            attempt_began: Duration::ZERO,
+            failed_attempts: Vec::new(),
             mirror: None,
             version,
+            id: flow.new_exchange(),
+            line: Box::default(),
             started: Instant::now(),
             status: None,
-            sent: 0,
-            received: 0,
+            responded: None,
+            transfer: Transfer::default(),
             failure: None,
             fault: None,
             dump: flow.worker.dumps.exchange(&flow.info()),
@@ -72,8 +86,9 @@ impl ExchangeRecord {
         }
     }
 
-    /// The plan of the request, which goes to `backend`.
-    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>) {
+    /// The plan of the request, which goes to `backend`. `id` is that of the caller's proxy.
+    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>, id: Option<ExchangeId>) {
+        self.id = id.unwrap_or(self.id);
         if let Some(rule) = plan.rule() {
             self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());
@@ -110,6 +125,20 @@ impl ExchangeRecord {
     pub fn attempt(&mut self, endpoint: &Rc<Endpoint>) {
         self.attempts += 1;
         self.endpoint = Some(endpoint.clone());
+        self.attempt_began = self.started.elapsed();
+    }
+
+    /// Another attempt follows the latest one.
+    pub fn retried(&mut self, failure: &Failure) {
+        if let Some(attempt) = self.latest_attempt() {
+            Entry::fail_attempt(&mut self.failed_attempts, attempt, failure);
+        }
+    }
+
+    fn latest_attempt(&self) -> Option<Attempt> {
+        let endpoint = self.endpoint.as_ref()?.info.clone();
+        let began = self.attempt_began;
+        Some(Attempt { endpoint, began })
     }
 
     /// The rule of the request and the backend that it chose, for dumps and logs.
@@ -126,6 +155,7 @@ impl ExchangeRecord {
 
     /// The request's head, with the changes that the proxy makes to it.
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        self.line = Entry::line(request);
         self.dump(|dump| dump.request_head(request, edits));
     }
 
@@ -151,7 +181,7 @@ impl ExchangeRecord {
 
     /// Bytes of the request's body.
     pub fn request_body(&mut self, data: &[u8]) {
-        self.sent += data.len() as u64;
+        self.transfer.sent += data.len() as u64;
         self.mirror.take_if(|mirror| !mirror.body(data));
         if let Some(dump) = &mut self.dump {
             dump.request_body(data);
@@ -176,7 +206,7 @@ impl ExchangeRecord {
 
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
-        self.received += data.len() as u64;
+        self.transfer.received += data.len() as u64;
         if let Some(dump) = &mut self.dump {
             dump.response_body(data);
         }
@@ -192,6 +222,7 @@ impl ExchangeRecord {
         edits: Edits<'_>,
     ) {
         self.status = Some(status);
+        self.responded = Some(self.started.elapsed());
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
@@ -227,7 +258,8 @@ impl ExchangeRecord {
             }
             Answer::Failure(failure) => failure,
         };
-        let reply = LocalReply::from(&failure);
+        let mut reply = LocalReply::from(&failure);
+        reply.name_exchange(self.id);
         self.status = Some(reply.status);
         self.fail(&failure);
         self.dump(|dump| {
@@ -241,7 +273,7 @@ impl ExchangeRecord {
 
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
-        self.failure = Some(failure.code().label());
+        self.failure = Some(failure.into());
         report(&self.flow, failure, false);
     }
 
@@ -253,6 +285,7 @@ impl ExchangeRecord {
         };
         dump.fill(|record| {
             let dump = &mut record.exchange;
+            dump.id = Some(self.id);
             if let Some((rule, backend)) = self.rule() {
                 dump.route = Some(rule.to_owned());
                 dump.backend = backend.map(str::to_owned);
@@ -279,8 +312,8 @@ impl ExchangeRecord {
 
     /// The connection became a tunnel, which carried so many bytes.
     pub fn tunnel(&mut self, sent: u64, received: u64) {
-        self.sent += sent;
-        self.received += received;
+        self.transfer.sent += sent;
+        self.transfer.received += received;
         self.dump(|dump| dump.exchange.upgraded = Some(Transfer { sent, received }));
     }
 }
@@ -288,23 +321,20 @@ impl ExchangeRecord {
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
-        let Flow {
-            worker,
-            direction,
-            peer,
-            destination,
-            ..
-        } = &*self.flow;
+        let flow = self.flow.clone();
+        let (worker, direction, destination) = (&flow.worker, &flow.direction, &flow.destination);
+        let code = self.failure.as_ref().map(|cause| cause.code);
         if let Some(status) = self.status {
             worker.metrics.request(*direction, self.version, status);
         }
         if self.status.is_some() || self.failure.is_some() {
             let backend = self.backend.as_ref().unwrap_or(destination);
-            worker.ended(*direction, backend, self.failure);
+            worker.ended(*direction, backend, code);
         }
         tracing::debug!(
             direction = direction.name(),
-            %peer,
+            id = %self.id,
+            peer = %flow.peer,
             caller = self.flow.called_by(),
             destination = %destination.name(),
             route = self.rule().map(|(rule, _)| rule),
@@ -312,13 +342,29 @@ impl Drop for ExchangeRecord {
             endpoint = self.endpoint.as_ref().map(|endpoint| tracing::field::display(endpoint.address)),
             attempts = self.attempts,
             status = self.status.map(|status| status.as_u16()),
-            failure = self.failure,
+            failure = code,
             fault = self.fault.as_deref(),
-            sent = self.sent,
-            received = self.received,
+            sent = self.transfer.sent,
+            received = self.transfer.received,
             duration = ?self.started.elapsed(),
             "exchange",
         );
+        flow.worker.recent.add(Entry {
+            responded: self.responded,
+            protocol: match self.version {
+                HttpVersion::Http1 => Protocol::Http1,
+                HttpVersion::Http2 => Protocol::Http2,
+            },
+            rule: self.rule.take(),
+            attempt: self.latest_attempt(),
+            failed: std::mem::take(&mut self.failed_attempts),
+            line: std::mem::take(&mut self.line),
+            status: self.status,
+            transfer: self.transfer,
+            failure: self.failure.take(),
+            fault: self.fault.take(),
+            ..Entry::new(&flow, self.id, self.started)
+        });
     }
 }
 
@@ -326,8 +372,10 @@ impl Drop for ExchangeRecord {
 pub struct ConnectionRecord {
     flow: Rc<Flow>,
     started: Instant,
-    copied: Option<(u64, u64)>,
-    failure: Option<&'static str>,
+    copied: Option<Transfer>,
+    /// The endpoint, and the proxy's own address of the connection to it.
+    attempt: Option<(Attempt, Option<SocketAddr>)>,
+    failure: Option<Cause>,
 }
 
 impl ConnectionRecord {
@@ -337,19 +385,29 @@ impl ConnectionRecord {
             flow: flow.clone(),
             started: Instant::now(),
             copied: None,
+            attempt: None,
             failure: None,
         }
     }
 
+    /// There is a connection to the endpoint, from the proxy's `local` address.
+    pub fn connected(&mut self, endpoint: &Endpoint, local: Option<SocketAddr>) {
+        let attempt = Attempt {
+            endpoint: endpoint.info.clone(),
+            began: self.started.elapsed(),
+        };
+        self.attempt = Some((attempt, local));
+    }
+
     /// The bytes that the client sent and received.
     pub fn copied(&mut self, sent: u64, received: u64) {
-        self.copied = Some((sent, received));
+        self.copied = Some(Transfer { sent, received });
     }
 
     /// The proxy could not carry the connection. The log is the only place where a failed
     /// authentication shows: the client cannot be told.
     pub fn fail(&mut self, failure: &Failure) {
-        self.failure = Some(failure.code().label());
+        self.failure = Some(failure.into());
         report(&self.flow, failure, failure.is_identity_failure());
     }
 }
@@ -359,15 +417,24 @@ impl Drop for ConnectionRecord {
         let worker = &self.flow.worker;
         if self.copied.is_some() || self.failure.is_some() {
             let backend = &self.flow.destination;
-            worker.ended(self.flow.direction, backend, self.failure);
+            let code = self.failure.as_ref().map(|cause| cause.code);
+            worker.ended(self.flow.direction, backend, code);
         }
-        if let Some((sent, received)) = self.copied {
+        if let Some(Transfer { sent, received }) = self.copied {
             worker.metrics.opaque(self.flow.direction, sent, received);
             let duration = self.started.elapsed();
             worker
                 .dumps
                 .opaque(&self.flow.info(), sent, received, duration);
         }
+        let (attempt, local) = self.attempt.take().unzip();
+        worker.recent.add(Entry {
+            attempt,
+            local: local.flatten(),
+            transfer: self.copied.unwrap_or_default(),
+            failure: self.failure.take(),
+            ..Entry::new(&self.flow, self.flow.new_exchange(), self.started)
+        });
     }
 }
 

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::context::destination::Destinations;
+use crate::context::recent::Recent;
 use crate::discovery::Discovery;
 use crate::egress::resolver::Resolver;
 use crate::error::Failure;
@@ -65,6 +66,8 @@ pub struct WorkerContext {
     pub limit: usize,
     /// The memory of the proxy.
     pub memory: Memory,
+    /// What has ended at the proxy.
+    pub recent: Arc<Recent>,
     /// Cancelled when the proxy shuts down.
     pub drain: CancellationToken,
 }
@@ -142,6 +145,8 @@ pub struct Worker {
     policy_changed: Notify,
     /// What the pod was called by on this day.
     pub edges: SeenEdges,
+    /// The latest exchanges and opaque connections.
+    pub recent: Arc<Recent>,
     /// The addresses of destinations outside of the cluster.
     pub resolver: Resolver,
     /// The random numbers of the balancers.
@@ -187,6 +192,7 @@ impl Worker {
             policy_version: Cell::new(0),
             policy_changed: Notify::new(),
             edges: SeenEdges::new(context.metrics.edges.clone()),
+            recent: context.recent,
             resolver: Resolver::new(&context.config.resolv_conf),
             config: context.config,
             dumps: context.dumps,
@@ -430,6 +436,7 @@ mod tests {
                 discovery: Discovery::off(),
                 credentials: crate::secure::identity::none(),
                 limit: 1000,
+                recent: Arc::default(),
                 drain: CancellationToken::new(),
             }
         }

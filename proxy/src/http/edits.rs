@@ -1,7 +1,7 @@
 //! Changes that the proxy makes to a head on its way: an overlay, which both versions of HTTP apply
 //! when they write the head. In HTTP/1 the other fields keep their case and order.
 
-use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_name};
+use diy_mesh_proto::field::{CALLED_BY, OF_REQUESTS, OF_RESPONSES, is_same_name};
 use http::header::HOST;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
@@ -14,19 +14,23 @@ use super::fields::FieldEdit;
 pub struct MeshField<'a>(pub &'a str, pub Option<&'a HeaderValue>);
 
 /// The changes of a request's trailers: only the mesh sets these fields, and never there.
-pub const REQUEST_TRAILER_EDITS: [MeshField<'static>; 2] = [
-    MeshField(CALLED_BY, None),
-    MeshField(PREVIOUS_ATTEMPTS, None),
-];
+pub const REQUEST_TRAILER_EDITS: [MeshField<'static>; OF_REQUESTS.len()] = removed(OF_REQUESTS);
+const RESPONSE_EDITS: [MeshField<'static>; OF_RESPONSES.len()] = removed(OF_RESPONSES);
+
+const fn removed<const N: usize>(names: [&'static str; N]) -> [MeshField<'static>; N] {
+    let mut fields = [MeshField("", None); N];
+    let mut index = 0;
+    while index < N {
+        fields[index] = MeshField(names[index], None);
+        index += 1;
+    }
+    fields
+}
 
 /// The changes of a response's head and trailers: only a peer's proxy, which has authenticated,
 /// replies for the mesh.
 pub fn response_edits(from_proxy: bool) -> &'static [MeshField<'static>] {
-    if from_proxy {
-        &[]
-    } else {
-        &[MeshField(MESH_ERROR, None)]
-    }
+    if from_proxy { &[] } else { &RESPONSE_EDITS }
 }
 
 /// The changes of one head. What is set or added stands last.
@@ -134,6 +138,7 @@ impl<'a> Edits<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use diy_mesh_proto::field::MESH_ERROR;
 
     fn route() -> [FieldEdit; 2] {
         [

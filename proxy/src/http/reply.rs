@@ -4,13 +4,15 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use diy_mesh_proto::field::MESH_ERROR;
+use diy_mesh_model::exchange::ExchangeId;
+use diy_mesh_proto::field::{EXCHANGE, MESH_ERROR};
 use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 
 use crate::error::Failure;
 
 const X_MESH_ERROR: HeaderName = HeaderName::from_static(MESH_ERROR);
+const X_MESH_EXCHANGE: HeaderName = HeaderName::from_static(EXCHANGE);
 /// The status of a gRPC call.
 const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
@@ -78,6 +80,13 @@ impl From<&Failure> for LocalReply {
 }
 
 impl LocalReply {
+    /// Tells the client the identifier of the exchange.
+    pub fn name_exchange(&mut self, id: ExchangeId) {
+        let value = HeaderValue::from_str(&id.to_string());
+        let value = value.map(|value| (X_MESH_EXCHANGE, value));
+        self.headers.extend(value.ok());
+    }
+
     /// A reply without a body.
     pub fn bare(status: StatusCode, headers: Vec<(HeaderName, HeaderValue)>) -> Self {
         Self {

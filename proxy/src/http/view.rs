@@ -4,7 +4,7 @@
 pub(crate) mod testing;
 
 use diy_mesh_proto::authorization;
-use diy_mesh_proto::field::{CALLED_BY, PREVIOUS_ATTEMPTS, is_same_name};
+use diy_mesh_proto::field::is_of_mesh;
 use http::header::HOST;
 use http::request::Parts;
 use http::{HeaderMap, Version};
@@ -182,8 +182,7 @@ impl authorization::Request for RequestView<'_> {
 
     fn fields(&self, each: &mut dyn FnMut(&[u8], &[u8])) {
         self.head.visit_forwarded(&mut |name, value| {
-            let is_same = |own: &str| is_same_name(name, own.as_bytes());
-            if ![CALLED_BY, PREVIOUS_ATTEMPTS].into_iter().any(is_same) {
+            if !is_of_mesh(name) {
                 each(name, value);
             }
         });

@@ -4,13 +4,11 @@
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request, fields};
-pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 use diy_mesh_proto::mesh::v1 as proto;
 
 use crate::egress::{Egress, Outside};
@@ -29,10 +27,18 @@ pub enum Caller {
     /// A client without mutual TLS.
     Unauthenticated,
     /// A workload of the mesh, authenticated by mutual TLS.
-    Peer(Rc<Identity>),
+    Peer(Arc<Identity>),
 }
 
 impl Caller {
+    /// The identity, for a record of the call.
+    pub fn shared_identity(&self) -> Option<Arc<Identity>> {
+        match self {
+            Self::Peer(identity) => Some(identity.clone()),
+            Self::App | Self::Unauthenticated => None,
+        }
+    }
+
     /// The identity, if the client has authenticated with one.
     pub fn identity(&self) -> Option<&Identity> {
         match self {
@@ -325,7 +331,7 @@ mod tests {
     use crate::http::view::testing::request;
 
     fn peer() -> Caller {
-        Caller::Peer(Rc::new(
+        Caller::Peer(Arc::new(
             Identity::new("cluster.local", "shop", "web").expect("an identity"),
         ))
     }

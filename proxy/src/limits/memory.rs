@@ -169,7 +169,7 @@ pub enum Holder {
     /// All clients of the application: they share half.
     Clients,
     /// A workload of the mesh.
-    Peer(Rc<Identity>),
+    Peer(Arc<Identity>),
     /// A client without mutual TLS.
     Plaintext(IpAddr),
     /// A client that has not authenticated, and whose protocol is unknown.

@@ -5,6 +5,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use diy_mesh_runtime::listen::Acceptor;
 use socket2::SockRef;
@@ -153,7 +154,7 @@ async fn carry_steps(mut client: Io, mut flow: Flow) {
             Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),
         };
         client = secured;
-        flow.caller = Caller::Peer(Rc::new(identity));
+        flow.caller = Caller::Peer(Arc::new(identity));
         flow.assign_slot();
         match (declared, alpn) {
             (Some(protocol), _) => break protocol,

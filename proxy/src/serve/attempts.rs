@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::context::flow::Flow;
+use crate::context::flow::{Announced, Flow};
 use crate::context::worker::Worker;
 use crate::egress::Outside;
 use crate::error::{Failure, Limit};
@@ -20,7 +20,7 @@ use crate::limits::deadline::Deadline;
 use crate::secure::tls::Acceptance;
 use crate::upstream::balance::{Avoided, Backend, Endpoint, InFlight};
 use crate::upstream::connect::Dialer;
-use diy_mesh_model::exchange::Direction;
+use diy_mesh_model::exchange::{Direction, ExchangeId};
 
 /// Endpoints that one request is sent to at most, unless its route asks for another number.
 pub const MAX_ATTEMPTS: u32 = 3;
@@ -140,8 +140,8 @@ impl Replayable {
 /// What follows a failed attempt.
 #[derive(Debug)]
 pub enum Step {
-    /// Another attempt, after this time.
-    Retry(Option<Duration>),
+    /// Another attempt, after this time; and why.
+    Retry(Option<Duration>, Failure),
     /// The failure of the request.
     Done(Failure),
 }
@@ -395,12 +395,14 @@ impl Attempt<'_> {
         })
     }
 
-    /// What the next proxy is told of the attempts before this one. Only an authenticated proxy that
-    /// parses the request removes it.
-    pub fn announced(&self, is_peer: bool) -> Option<u32> {
+    /// What the next proxy is told: the exchange, and the number of attempts before this one. Only an
+    /// authenticated proxy that parses the request removes it.
+    pub fn announced(&self, is_peer: bool, exchange: ExchangeId) -> Option<Announced> {
         let previous = self.attempts.settings.previous;
-        let previous = previous.saturating_add(self.attempts.failed());
-        (previous > 0 && is_peer && !self.endpoint.info.opaque).then_some(previous)
+        (is_peer && !self.endpoint.info.opaque).then(|| Announced {
+            attempts: previous.saturating_add(self.attempts.failed()),
+            exchange: Some(exchange),
+        })
     }
 
     /// The head of the response has arrived. Returns the time. Fails if another attempt begins: the
@@ -471,7 +473,7 @@ impl Attempt<'_> {
             return Step::Done(attempts.summary().unwrap_or(failure));
         }
         tracing::debug!(destination = %attempts.backend.name(), "retrying: {failure}");
-        Step::Retry(attempts.backoff())
+        Step::Retry(attempts.backoff(), failure)
     }
 }
 

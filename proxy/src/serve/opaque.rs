@@ -66,6 +66,7 @@ pub async fn serve(
     let Dialed {
         mut upstream,
         slot: _slot,
+        endpoint,
         in_flight,
         ..
     } = match dialed {
@@ -75,6 +76,7 @@ pub async fn serve(
             return client.reset();
         }
     };
+    record.connected(&endpoint, upstream.socket().local_addr().ok());
     flow.audit(None, None);
     if let Some(edge) = flow.new_edge(None) {
         flow.worker.edges.add(*edge);

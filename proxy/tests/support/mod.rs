@@ -114,6 +114,7 @@ impl Mesh {
             credentials: diy_mesh_proxy::secure::identity::none(),
             limit: 1000,
             memory: Memory::new(memory * workers * 8),
+            recent: Arc::default(),
             drain: drain.clone(),
         };
         Self {
@@ -147,7 +148,7 @@ impl Mesh {
         self.carry(
             Direction::Inbound,
             &Backend::alone(address),
-            Caller::Peer(Rc::new(identity)),
+            Caller::Peer(Arc::new(identity)),
             Some(lifetime),
         )
         .await

@@ -77,7 +77,7 @@ impl Pod {
             Identity::new("cluster.local", namespace, account).unwrap()
         };
         let caller = account.map_or(Caller::Unauthenticated, |account| {
-            Caller::Peer(Rc::new(identity(account)))
+            Caller::Peer(Arc::new(identity(account)))
         });
         self.connect_as(Direction::Inbound, caller).await
     }

@@ -123,6 +123,8 @@ impl ConnectionInfo {
             incomplete: None,
             upgraded: None,
             opaque: None,
+            id: None,
+            course: None,
         }
     }
 }
@@ -241,7 +243,7 @@ impl Shared {
 }
 
 /// A time in UTC with milliseconds.
-fn rfc3339(time: SystemTime) -> String {
+pub(crate) fn rfc3339(time: SystemTime) -> String {
     const FORMAT: &[BorrowedFormatItem<'_>] =
         format_description!("[year]-[month]-[day]T[hour]:[minute]:[second].[subsecond digits:3]Z");
     OffsetDateTime::from(time)

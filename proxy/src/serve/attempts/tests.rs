@@ -36,7 +36,7 @@ impl Scripted {
                 return (Ok(()), count);
             };
             match attempt.next(error, flow, || self.can_rewind) {
-                Step::Retry(backoff) => pause(backoff).await,
+                Step::Retry(backoff, _) => pause(backoff).await,
                 Step::Done(failure) => return (Err(failure), count),
             }
         }
@@ -138,12 +138,7 @@ async fn retries_nothing_that_was_retried_before_or_cannot_finish() {
 #[tokio::test]
 async fn announces_as_many_previous_attempts_as_fit() {
     let flow = flow_to_one();
-    for (previous, count, expected) in [
-        (0, 1, None),
-        (0, 2, Some(1)),
-        (3, 2, Some(4)),
-        (u32::MAX, 2, Some(u32::MAX)),
-    ] {
+    for (previous, count, expected) in [(0, 1, 0), (0, 2, 1), (3, 2, 4), (u32::MAX, 2, u32::MAX)] {
         let settings = AttemptSettings {
             previous,
             ..AttemptSettings::default()
@@ -151,8 +146,11 @@ async fn announces_as_many_previous_attempts_as_fit() {
         let mut attempts = new(&flow, &flow.destination, settings);
         attempts.failures = vec![Failure::RequestTimeout; count - 1];
         let attempt = attempts.begin(&flow).expect("it is fixed");
-        assert_eq!(attempt.announced(true), expected);
-        assert_eq!(attempt.announced(false), None);
+        let id = flow.new_exchange();
+        let announced = attempt.announced(true, id).expect("a proxy reads it");
+        assert_eq!(announced.attempts, expected);
+        assert_eq!(announced.exchange, Some(id));
+        assert_eq!(attempt.announced(false, id), None);
     }
 }
 
@@ -260,7 +258,7 @@ async fn failure_of_an_attempt_leads_to_a_step() {
     let with = |failure, retry| AttemptError { failure, retry };
     let refused = || with(Failure::ConnectTimeout(address), OtherEndpoint);
     let at_deadline = || AttemptError::from(Limit::Attempt);
-    let retried = |after: Option<Duration>| format!("{:?}", Step::Retry(after));
+    let retried = |after: Option<Duration>| format!("retry after {after:?}");
     for (error, retries, can_rewind, expected) in [
         (refused(), None, true, retried(None)),
         (refused(), None, false, "connect-timeout".to_owned()),
@@ -294,7 +292,7 @@ async fn failure_of_an_attempt_leads_to_a_step() {
         let attempt = attempts.begin(&flow).expect("an endpoint");
         let step = match attempt.next(error, &flow, || can_rewind) {
             Step::Done(failure) => failure.code().label().to_owned(),
-            retry => format!("{retry:?}"),
+            Step::Retry(after, _) => retried(after),
         };
         assert_eq!(step, expected, "{text}");
     }

@@ -17,7 +17,6 @@ use crate::context::flow::Flow;
 use crate::error::Failure;
 use crate::http::edits::{Edits, response_edits};
 use crate::http::verdict::Verdict;
-use crate::inbound::policy::PREVIOUS_ATTEMPTS;
 use crate::route::Plan;
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempt, AttemptError, Replayable};
@@ -51,8 +50,8 @@ impl Exchange<'_> {
             attempt.in_flight.connected();
         }
         self.judge_again().map_err(AttemptError::last)?;
-        if let Some(previous) = attempt.announced(upstream.io.is_peer()) {
-            self.upload.add_field(PREVIOUS_ATTEMPTS, previous);
+        if let Some(announced) = attempt.announced(upstream.io.is_peer(), self.record.id) {
+            self.upload.add_lines(announced.lines().as_bytes());
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, &endpoint).await? else {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
-use diy_mesh_proto::field::{CALLED_BY, MESH_ERROR, PREVIOUS_ATTEMPTS, is_same_name};
+use diy_mesh_proto::field::{is_of_mesh, is_same_name};
 use thiserror::Error;
 use tokio::io::AsyncWrite;
 
@@ -66,6 +66,8 @@ pub struct Relay {
     replay: Replay,
     /// Some bytes were written since the last attempt began.
     written: bool,
+    /// `prefix` without the lines that were added for this attempt, until some bytes are written.
+    unchanged: Option<Bytes>,
     /// The receiver accepts no more bytes.
     stopped: bool,
     /// Bytes were read since the last acknowledgment. The sender may keep the rest until then.
@@ -86,6 +88,7 @@ impl Relay {
             pending: head,
             replay: Replay::off(),
             written: false,
+            unchanged: None,
             stopped: false,
             unacknowledged: true,
             removed: None,
@@ -125,7 +128,8 @@ impl Relay {
 
     /// The size of the buffers of the relay.
     pub fn buffered(&self) -> usize {
-        self.prefix.len() + self.pending.capacity() + self.replay.buffered()
+        let unchanged = self.unchanged.as_ref().map_or(0, Bytes::len);
+        self.prefix.len() + unchanged + self.pending.capacity() + self.replay.buffered()
     }
 
     /// Whether some bytes were written since the last attempt began.
@@ -145,22 +149,23 @@ impl Relay {
                 Some(kept) => self.prefix = kept,
                 None => return false,
             }
+        } else if let Some(unchanged) = self.unchanged.take() {
+            self.prefix = unchanged;
         }
         self.written = false;
         self.stopped = false;
         true
     }
 
-    /// Adds a field to the head, for the attempt that begins now.
-    pub fn add_field(&mut self, name: &str, value: u32) {
+    /// Adds lines to the head, for the attempt that begins now.
+    pub fn add_lines(&mut self, lines: &[u8]) {
         if self.prefix.is_empty() {
             self.keep_pending();
         }
         // Before the empty line. The bytes that are kept for further attempts stay as they are.
         let (head, rest) = self.prefix.split_at(self.head.saturating_sub(2));
-        let field = format!("{name}: {value}\r\n");
-        self.prefix = [head, field.as_bytes(), rest].concat().into();
-        self.written = true;
+        let changed = [head, lines, rest].concat().into();
+        self.unchanged = Some(std::mem::replace(&mut self.prefix, changed));
     }
 
     /// Drops the bytes that are kept for another attempt.
@@ -261,7 +266,10 @@ impl Relay {
             Poll::Ready(Ok(())) => poll_write_all(cx, to, &mut self.pending),
             unfinished => unfinished,
         };
-        self.written |= self.prefix.len() + self.pending.len() < length;
+        if self.prefix.len() + self.pending.len() < length {
+            self.written = true;
+            self.unchanged = None;
+        }
         flushed
     }
 
@@ -408,9 +416,7 @@ fn is_forbidden_in_trailers(name: &str) -> bool {
     ]
     .iter()
     .any(|forbidden| name.eq_ignore_ascii_case(forbidden))
-        || [CALLED_BY, PREVIOUS_ATTEMPTS, MESH_ERROR]
-            .iter()
-            .any(|own| is_same_name(name.as_bytes(), own.as_bytes()))
+        || is_of_mesh(name.as_bytes())
 }
 
 fn take(from: &mut BytesMut, at_most: u64) -> BytesMut {

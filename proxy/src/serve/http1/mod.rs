@@ -212,12 +212,13 @@ impl<'a> Exchange<'a> {
         let request = self.request.view();
         let mut plan = flow.plan(request);
         let mut backend = flow.backend(&plan).await;
+        let announced = flow.announced(&self.request);
         let settings = plan.attempts(AttemptSettings {
             preference: backend.preference(Some(&request), flow.peer),
-            previous: flow.previous_attempts(&self.request),
+            previous: announced.attempts,
             ..AttemptSettings::default()
         });
-        self.record.plan(&plan, &backend);
+        self.record.plan(&plan, &backend, announced.exchange);
         self.write_head(&plan, &flow);
         if let Err(failure) = self.take_body() {
             return self.fail(failure).await;
@@ -275,7 +276,10 @@ impl<'a> Exchange<'a> {
             };
             let rewind = || !self.in_interim && self.upload.rewind();
             match attempt.next(error, &flow, rewind) {
-                Step::Retry(backoff) => pause(backoff).await,
+                Step::Retry(backoff, failure) => {
+                    self.record.retried(&failure);
+                    pause(backoff).await;
+                }
                 Step::Done(failure) => return self.fail(failure).await,
             }
         }

@@ -11,7 +11,7 @@ use std::time::{Instant, SystemTime};
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::{EXPECT, HeaderName};
+use http::header::EXPECT;
 use http::request::Parts;
 use http::{Method, Request, Response};
 use tokio::time::timeout_at;
@@ -25,7 +25,6 @@ use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::http::edits::{Edits, response_edits};
 use crate::http::reply::LocalReply;
 use crate::http::verdict::Verdict;
-use crate::inbound::policy::PREVIOUS_ATTEMPTS;
 use crate::limits::deadline::Deadline;
 use crate::limits::memory::Charge;
 use crate::observe::metrics::HttpVersion;
@@ -173,13 +172,14 @@ impl Exchange {
         let request = head::view(&self.parts);
         let mut plan = flow.plan(request);
         let mut backend = flow.backend(&plan).await;
+        let announced = flow.announced(&self.parts.headers);
         let settings = plan.attempts(AttemptSettings {
             deadline,
             preference: backend.preference(Some(&request), flow.peer),
-            previous: flow.previous_attempts(&self.parts.headers),
+            previous: announced.attempts,
             ..AttemptSettings::default()
         });
-        self.record.plan(&plan, &backend);
+        self.record.plan(&plan, &backend, announced.exchange);
         self.prepare_head(&plan, &flow)?;
         // 4. Authorization, limits, and faults.
         let request = head::view(&self.parts);
@@ -227,7 +227,8 @@ impl Exchange {
                 Err(error) => error,
             };
             match attempt.next(error, &flow, || self.upload.rewind()) {
-                Step::Retry(backoff) => {
+                Step::Retry(backoff, failure) => {
+                    self.record.retried(&failure);
                     let mut pause = pin!(pause(backoff));
                     let is_reset = poll_fn(|cx| match pause.as_mut().poll(cx) {
                         Poll::Ready(()) => Poll::Ready(false),
@@ -297,9 +298,8 @@ impl Exchange {
         attempt.in_flight.connected();
         self.judge_again().map_err(AttemptError::last)?;
         let mut parts = self.parts.clone();
-        if let Some(previous) = attempt.announced(lease.is_peer()) {
-            let name = HeaderName::from_static(PREVIOUS_ATTEMPTS);
-            parts.headers.insert(name, previous.into());
+        if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id) {
+            announced.add_to(&mut parts.headers);
         }
         head::set_deadline(&mut parts, attempt.exchange_deadline());
         if attempt.endpoint.info.server_tls().is_some() {

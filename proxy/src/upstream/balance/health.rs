@@ -30,7 +30,7 @@ pub(super) struct Health {
 
 #[derive(Default)]
 struct Labels {
-    destination: Rc<str>,
+    destination: Arc<str>,
     policy: Arc<BackendPolicy>,
 }
 
@@ -52,7 +52,7 @@ impl Health {
     }
 
     /// Applies the settings of `policy`.
-    pub fn apply(&self, destination: &Rc<str>, policy: &Arc<BackendPolicy>) {
+    pub fn apply(&self, destination: &Arc<str>, policy: &Arc<BackendPolicy>) {
         self.labels.replace(Labels {
             destination: destination.clone(),
             policy: policy.clone(),

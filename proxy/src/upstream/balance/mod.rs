@@ -70,7 +70,7 @@ pub struct Backend {
 struct State {
     /// What discovery knows.
     target: Arc<Target>,
-    name: Rc<str>,
+    name: Arc<str>,
     app_protocol: Option<Protocol>,
     /// Sorted by address, without duplicates.
     members: Vec<Member>,
@@ -181,7 +181,7 @@ impl Backend {
     }
 
     /// The name for logs and errors: `namespace/name` of the Service or pod, else the address.
-    pub fn name(&self) -> Rc<str> {
+    pub fn name(&self) -> Arc<str> {
         self.state.borrow().name.clone()
     }
 

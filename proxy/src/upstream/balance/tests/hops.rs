@@ -8,6 +8,8 @@ use std::time::Duration;
 use h2::Reason;
 
 use super::*;
+use crate::context::recent::Query;
+use crate::context::recent::testing::without_ids;
 use crate::secure::tls::Alpn;
 use crate::upstream::connect::{Dialer, Remote};
 
@@ -77,12 +79,83 @@ fn retry_announces_previous_attempts_to_the_next_proxy() {
             assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
         }
         let announced = "x-mesh-previous-attempts: 1\r\n\r\n";
-        let heads = heads.borrow();
+        let heads: Vec<_> = heads
+            .borrow()
+            .iter()
+            .map(|head| without_ids(head))
+            .collect();
         let (retries, others): (Vec<_>, Vec<_>) =
             heads.iter().partition(|head| head.ends_with(announced));
         assert!(!retries.is_empty() && !others.is_empty(), "{heads:?}");
         assert!(others.iter().all(|head| !head.contains("x-mesh-")));
         assert_eq!(retries[0].replace(announced, "\r\n"), *others[0]);
+    });
+}
+
+#[test]
+fn exchange_has_one_identifier_in_the_mesh_and_none_at_applications() {
+    on_worker(async {
+        let service = Service::new(&[app().await]).await;
+        let forged = "GET /a?b HTTP/1.1\r\nHost: cart\r\nX-Mesh-Exchange: 127.0.0.1-000000000001\r\n\
+                      x_mesh.exchange: 127.0.0.1-000000000002\r\nConnection: close\r\n\r\n";
+        let plain = service.caller.connect(&Backend::alone(app().await)).await;
+        for answer in [service.call(forged).await, exchange(plain, forged).await] {
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+            let seen = answer.to_ascii_lowercase();
+            assert!(
+                seen.contains("get /a?b ") && !seen.contains("exchange"),
+                "{answer}"
+            );
+        }
+        let recent = |side: &Side| side.worker.recent.query(Query::After(0)).exchanges;
+        let (caller, callee) = (recent(&service.caller), recent(&service.endpoints[0]));
+        assert_eq!((caller.len(), callee.len()), (2, 1));
+        assert_eq!(caller[0].id, callee[0].id);
+        assert_ne!(caller[0].id, caller[1].id);
+        assert_eq!(caller[0].subject(), "GET /a");
+        let course = caller[0].course.as_ref().expect("it is recent");
+        assert_eq!(course.attempts[0].endpoint, service.addresses[0]);
+        assert!(course.attempts[0].identity.is_some() && callee[0].identity.is_some());
+    });
+}
+
+#[test]
+fn peer_names_only_exchanges_of_its_own_pod() {
+    on_worker(async {
+        let service = Service::new(&[app().await]).await;
+        for (pod, is_taken) in [("127.0.0.1", true), ("10.9.9.9", false)] {
+            let id = format!("{pod}-00000000002a");
+            let request = format!(
+                "GET / HTTP/1.1\r\nHost: cart\r\nX-Mesh-Exchange: {id}\r\nConnection: close\r\n\r\n"
+            );
+            let mut peer = peer_of(&service, 0).await;
+            peer.write_all(request.as_bytes()).await.expect("it reads");
+            let answer = read_until(&mut peer, "none").await;
+            assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+            let query = Query::Id(id.parse().expect("an identifier"));
+            let found = service.endpoints[0].worker.recent.query(query).exchanges;
+            assert_eq!(!found.is_empty(), is_taken, "{id}");
+        }
+    });
+}
+
+#[test]
+fn failure_names_the_exchange_that_both_proxies_know() {
+    on_worker(async {
+        let service = Service::new(&[closed_address()]).await;
+        let answer = service.call(POST).await;
+        let id = answer
+            .lines()
+            .find_map(|line| line.strip_prefix("x-mesh-exchange: "));
+        let query = Query::Id(id.expect("a field").parse().expect("an identifier"));
+        let recent = |side: &Side| side.worker.recent.query(query).exchanges;
+        let caller = recent(&service.caller);
+        assert_eq!(
+            caller[0].failure.as_ref().expect("it failed").code,
+            "connect-failed",
+            "{answer}"
+        );
+        assert_eq!(recent(&service.endpoints[0])[0].id, caller[0].id);
     });
 }
 

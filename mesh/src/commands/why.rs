@@ -1,0 +1,98 @@
+//! `mesh why`: why an exchange did what it did, from the records of its two proxies. Changes nothing.
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use diy_mesh_model::exchange::{Exchange, ExchangeId};
+use k8s_openapi::api::core::v1::Pod;
+
+use super::terminal::{self, printable};
+use crate::{
+    cluster::{self, Cluster},
+    proxies::Proxies,
+    why::Story,
+};
+
+/// The arguments of `mesh why`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "The proxies of both pods are asked by port-forward; this needs the right pods/portforward in \
+    their namespaces, and no controller. A proxy keeps its latest 256 failures and 256 other exchanges.\n\n\
+    Exit codes: 0 the exchange did not fail, 1 it failed, 2 error, 3 no proxy knows such an exchange.\n\n\
+    Examples:\n  mesh why 10.244.1.7-5f3a9c210b44   the exchange that a response names in x-mesh-exchange\n  \
+    mesh why shop/web shop/cart        the latest failure from a workload or pod to a Service"
+)]
+pub struct Arguments {
+    /// Identifier of an exchange, or the caller: [NAMESPACE/]NAME of a pod, or of its workload
+    #[arg(value_name = "ID|FROM")]
+    exchange: String,
+    /// [NAMESPACE/]NAME of the Service or pod that it called
+    #[arg(value_name = "TO")]
+    to: Option<String>,
+    #[command(flatten)]
+    cluster: cluster::Arguments,
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    match super::block_on(story(arguments)).and_then(|story| story) {
+        Ok(story) => {
+            let is_known = story.caller.is_some() || story.callee.is_some();
+            match terminal::print(&printable_lines(&story.page())) {
+                Err(error) => super::failed(&error),
+                Ok(()) if !is_known => ExitCode::from(3),
+                Ok(()) if story.is_failure() => ExitCode::FAILURE,
+                Ok(()) => ExitCode::SUCCESS,
+            }
+        }
+        Err(error) => super::failed(&error),
+    }
+}
+
+/// The records come from proxies, which may be hostile.
+fn printable_lines(page: &str) -> String {
+    page.lines().map(|line| printable(line) + "\n").collect()
+}
+
+async fn story(arguments: &Arguments) -> Result<Story> {
+    let called = match (&arguments.to, arguments.exchange.parse::<ExchangeId>()) {
+        (None, Err(error)) => {
+            bail!("{error}; or name the caller and the called Service: mesh why FROM TO")
+        }
+        (to, id) => to.as_deref().ok_or(id.ok()),
+    };
+    let cluster = Cluster::connect(&arguments.cluster).await?;
+    let proxies = Proxies { cluster: &cluster };
+    match called {
+        Err(id) => Ok(proxies.story(id.expect("it was parsed")).await?),
+        Ok(to) => latest(&proxies, &arguments.exchange, to).await,
+    }
+}
+
+/// The story of the latest failure from a pod or workload to a Service, or of the latest exchange.
+async fn latest(proxies: &Proxies<'_>, from: &str, to: &str) -> Result<Story> {
+    let (namespace, name) = proxies.cluster.namespaced(from);
+    let (to_namespace, to_name) = proxies.cluster.namespaced(to);
+    let service = format!("{to_namespace}/{to_name}");
+    let mut found: Option<(Pod, Exchange)> = None;
+    for pod in proxies.named(&namespace, &name).await? {
+        let recent = proxies.recent(&pod, "").await?;
+        for exchange in recent.exchanges {
+            let order = |one: &Exchange| (one.is_failure(), one.time.clone());
+            let is_later = |(_, best): &(Pod, Exchange)| order(&exchange) >= order(best);
+            if exchange.is_to(&service) && found.as_ref().is_none_or(is_later) {
+                found = Some((pod.clone(), exchange));
+            }
+        }
+    }
+    match found {
+        Some((pod, exchange)) => Ok(proxies.complete(&pod, exchange).await),
+        None => Ok(Story {
+            missing: vec![format!(
+                "No proxy of {namespace}/{name} knows a recent exchange to {service}."
+            )],
+            ..Story::default()
+        }),
+    }
+}
