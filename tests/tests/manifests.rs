@@ -148,6 +148,7 @@ fn warnings_of_routes_know_all_reserved_headers() {
         field::CALLED_BY,
         field::PREVIOUS_ATTEMPTS,
         field::MESH_ERROR,
+        field::EXCHANGE,
     ];
     let of_mesh = of_mesh.map(|name| name.replace('-', "[^a-z0-9]"));
     let of_connections = field::OF_CONNECTIONS.map(str::to_owned);

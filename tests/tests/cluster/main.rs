@@ -15,4 +15,5 @@ mod tokens;
 mod traffic;
 mod traffic_shift;
 mod walkthrough;
+mod why;
 mod xbackend;
