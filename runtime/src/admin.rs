@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE};
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{ACCEPT, ALLOW, CONTENT_TYPE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -55,6 +55,7 @@ type PendingPage = Pin<Box<dyn Future<Output = Option<Page>> + Send>>;
 struct Asked<'a> {
     peer: IpAddr,
     query: &'a str,
+    headers: &'a HeaderMap,
 }
 
 const LOCAL_ONLY: &str = "only connections from the pod itself get this page: use kubectl port-forward, or the commands of mesh\n";
@@ -90,18 +91,24 @@ impl Page {
 
 impl Admin {
     /// A server of `/live`, `/ready` (the conditions of `readiness`) and `/metrics` (the text of
-    /// `metrics`).
+    /// `metrics` in OpenMetrics, in the format that the client accepts).
     pub fn new(readiness: Readiness, metrics: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let is_ready = move || match readiness.unmet() {
             unmet if unmet.is_empty() => Page::text("ready\n"),
             unmet => Page::failure(StatusCode::SERVICE_UNAVAILABLE, unmet),
         };
-        let metrics = move || Page::new(StatusCode::OK, metrics::CONTENT_TYPE, metrics());
-        let routes = BTreeMap::new();
+        let metrics: Handler = Box::new(move |asked| {
+            let accept = asked
+                .headers
+                .get(ACCEPT)
+                .and_then(|value| value.to_str().ok());
+            let (kind, text) = metrics::negotiate(accept.unwrap_or_default(), metrics());
+            Box::pin(ready(Some(Page::new(StatusCode::OK, kind, text))))
+        });
+        let routes = BTreeMap::from([("/metrics".into(), metrics)]);
         Self { routes }
             .route("/live", || ready(Page::text("live\n")))
             .route("/ready", move || ready(is_ready()))
-            .route("/metrics", move || ready(metrics()))
     }
 
     /// Adds or replaces a route for GET requests. The handler must not block, and limits the time
@@ -196,13 +203,7 @@ impl Admin {
         let responded = Notify::new();
         let service = service_fn(async |request: Request<Incoming>| {
             slot.set(Class::InUse);
-            let asked = Asked {
-                peer,
-                query: request.uri().query().unwrap_or_default(),
-            };
-            let page = self
-                .respond(request.method(), request.uri().path(), &asked)
-                .await;
+            let page = self.respond(&request, peer).await;
             responded.notify_one();
             page.map(|Page(response)| response)
         });
@@ -225,21 +226,26 @@ impl Admin {
     }
 
     /// An error closes the connection without a response.
-    async fn respond(
-        &self,
-        method: &Method,
-        path: &str,
-        asked: &Asked<'_>,
-    ) -> Result<Page, &'static str> {
-        if ![Method::GET, Method::HEAD].contains(method) {
+    async fn respond<B>(&self, request: &Request<B>, peer: IpAddr) -> Result<Page, &'static str> {
+        if ![Method::GET, Method::HEAD].contains(request.method()) {
             let text = "only GET and HEAD are allowed\n";
             let mut page = Page::failure(StatusCode::METHOD_NOT_ALLOWED, text);
             let allowed = HeaderValue::from_static("GET, HEAD");
             page.0.headers_mut().insert(ALLOW, allowed);
             return Ok(page);
         }
+        let path = request.uri().path();
         match self.routes.get(path) {
-            Some(handler) => handler(asked).await.ok_or("the handler gives no response"),
+            Some(handler) => {
+                let query = request.uri().query().unwrap_or_default();
+                let headers = request.headers();
+                let page = handler(&Asked {
+                    peer,
+                    query,
+                    headers,
+                });
+                page.await.ok_or("the handler gives no response")
+            }
             None => {
                 let paths: Vec<&str> = self.routes.keys().map(|path| &**path).collect();
                 let text = format!("{path} not found; paths: {}\n", paths.join(", "));
@@ -310,9 +316,9 @@ mod tests {
             ("::ffff:10.244.1.7", 403),
             ("fd00::7", 403),
         ] {
-            let peer = peer.parse().unwrap();
-            let asked = Asked { peer, query: "a=b" };
-            let Page(response) = admin.respond(&Method::GET, "/local", &asked).await.unwrap();
+            let peer: IpAddr = peer.parse().unwrap();
+            let request = Request::get("/local?a=b").body(()).unwrap();
+            let Page(response) = admin.respond(&request, peer).await.unwrap();
             assert_eq!(response.status(), status, "{peer}");
         }
     }
@@ -367,8 +373,19 @@ mod tests {
     async fn serves_metrics_and_further_routes_and_names_them() {
         let (address, _) = start().await;
         let (status, head, body) = send(address, "GET", "/metrics").await;
-        assert_eq!((status, body.as_str()), (200, "# EOF\n"));
-        assert!(head.contains(metrics::CONTENT_TYPE), "{head}");
+        assert_eq!((status, body.as_str()), (200, ""));
+        assert!(head.contains("text/plain; version=0.0.4;"), "{head}");
+        let (_, head, body) = send(
+            address,
+            "GET",
+            "/metrics HTTP/1.1\r\naccept: application/openmetrics-text\r\nx:",
+        )
+        .await;
+        assert_eq!(body, "# EOF\n");
+        assert!(
+            head.contains("application/openmetrics-text; version=1.0.0;"),
+            "{head}"
+        );
         let (status, head, body) = send(address, "GET", "/other").await;
         assert_eq!((status, body.as_str()), (200, "{}"));
         assert!(head.contains("text/plain"), "{head}");

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use diy_mesh_model::code::GRPC_STATUSES;
 use diy_mesh_model::escape;
 use diy_mesh_model::exchange::{
     self, Course, Direction, Exchange, ExchangeId, Fault, Part, Protocol, Transfer, milliseconds,
@@ -63,6 +64,8 @@ pub struct Entry {
     pub line: Box<[u8]>,
     /// The response.
     pub status: Option<StatusCode>,
+    /// The name of the status of a gRPC call; empty for other requests.
+    pub grpc: &'static str,
     /// Bytes of the client, and to the client.
     pub transfer: Transfer,
     /// Why the proxy could not carry it to its end.
@@ -205,6 +208,7 @@ impl Entry {
             local: None,
             line: Box::default(),
             status: None,
+            grpc: "",
             transfer: Transfer::default(),
             failure: None,
             fault: None,
@@ -226,7 +230,9 @@ impl Entry {
     }
 
     fn is_failure(&self) -> bool {
-        self.failure.is_some() || self.status.is_some_and(|status| status.is_server_error())
+        self.failure.is_some()
+            || self.status.is_some_and(|status| status.is_server_error())
+            || !["", "OK"].contains(&self.grpc)
     }
 
     /// The record of the exchange.
@@ -251,7 +257,7 @@ impl Entry {
             peer: self.peer,
             destination: self.destination,
             endpoint: last.map(|attempt| attempt.endpoint.address),
-            route: self.rule.as_ref().map(|(rule, _)| rule.name.clone()),
+            route: self.rule.as_ref().map(|(rule, _)| rule.name.to_string()),
             backend: (self.rule.as_ref()).and_then(|(_, to)| Some(to.as_ref()?.to_string())),
             fault: (self.fault.as_ref()).map(|name| Fault::new(name.to_string(), None)),
             would_deny: None,
@@ -261,7 +267,10 @@ impl Entry {
             request: line.map(|line| part(line, self.transfer.sent)),
             response: self.status.map(|status| {
                 let line = format!("{} {}", version(self.protocol), status.as_str());
-                part(line, self.transfer.received)
+                Part {
+                    trailers: self.grpc_status().into_iter().collect(),
+                    ..part(line, self.transfer.received)
+                }
             }),
             failure,
             incomplete: None,
@@ -270,6 +279,12 @@ impl Entry {
             id: Some(self.id),
             course: Some(self.course()),
         }
+    }
+
+    /// The field of a response to a gRPC call.
+    fn grpc_status(&self) -> Option<(String, String)> {
+        let number = GRPC_STATUSES.iter().position(|name| *name == self.grpc)?;
+        Some(("grpc-status".to_owned(), number.to_string()))
     }
 
     fn course(&self) -> Course {

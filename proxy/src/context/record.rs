@@ -2,6 +2,8 @@
 //! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
 //! forgets them.
 
+mod metrics;
+
 use std::fmt::Display;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -16,11 +18,13 @@ use crate::context::flow::Flow;
 use crate::context::recent::{Attempt, Cause, Entry};
 use crate::error::Failure;
 use crate::http::edits::Edits;
+use crate::http::grpc_status::GrpcCall;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
+use crate::labels::{self, OTHER_VALUE, Verdict};
 use crate::observe::dump::{self, ExchangeDump};
-use crate::observe::metrics::HttpVersion;
+use crate::protocol::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
 use crate::serve::call::CallHead;
 use crate::serve::mirror::Mirror;
@@ -47,6 +51,9 @@ pub struct ExchangeRecord {
     pub id: ExchangeId,
     /// Method and path.
     line: Box<[u8]>,
+    /// As metrics name it.
+    method: &'static str,
+    grpc: Option<GrpcCall>,
     started: Instant,
     status: Option<StatusCode>,
     /// The time until the response.
@@ -55,6 +62,8 @@ pub struct ExchangeRecord {
     failure: Option<Cause>,
     /// The policy of the latest fault.
     fault: Option<Arc<str>>,
+    /// A part of the response is missing, and the client has not left.
+    is_broken: bool,
     dump: Option<ExchangeDump>,
     /// The edge of the request, if it is new, until the application answers.
     edge: Option<Box<NewEdge>>,
@@ -75,12 +84,15 @@ impl ExchangeRecord {
             version,
             id: flow.new_exchange(),
             line: Box::default(),
+            method: OTHER_VALUE,
+            grpc: None,
             started: Instant::now(),
             status: None,
             responded: None,
             transfer: Transfer::default(),
             failure: None,
             fault: None,
+            is_broken: false,
             dump: flow.worker.dumps.exchange(&flow.info()),
             edge: None,
         }
@@ -156,6 +168,8 @@ impl ExchangeRecord {
     /// The request's head, with the changes that the proxy makes to it.
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
         self.line = Entry::line(request);
+        self.method = labels::method(request.method);
+        self.grpc = GrpcCall::of(request);
         self.dump(|dump| dump.request_head(request, edits));
     }
 
@@ -207,6 +221,9 @@ impl ExchangeRecord {
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.transfer.received += data.len() as u64;
+        if let Some(grpc) = &mut self.grpc {
+            grpc.body(data);
+        }
         if let Some(dump) = &mut self.dump {
             dump.response_body(data);
         }
@@ -223,6 +240,9 @@ impl ExchangeRecord {
     ) {
         self.status = Some(status);
         self.responded = Some(self.started.elapsed());
+        if let Some(grpc) = &mut self.grpc {
+            grpc.response(fields);
+        }
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
@@ -232,6 +252,9 @@ impl ExchangeRecord {
 
     /// The response's trailers.
     pub fn response_trailers(&mut self, trailers: &dyn Fields) {
+        if let Some(grpc) = &mut self.grpc {
+            grpc.trailers(trailers);
+        }
         self.dump(|dump| dump.response.set_trailers(trailers));
     }
 
@@ -274,6 +297,9 @@ impl ExchangeRecord {
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
         self.failure = Some(failure.into());
+        if let Some(grpc) = &mut self.grpc {
+            grpc.fail(failure.grpc_status());
+        }
         report(&self.flow, failure, false);
     }
 
@@ -305,8 +331,17 @@ impl ExchangeRecord {
         self.dump = Some(dump);
     }
 
+    /// The client left before the end of the exchange.
+    pub fn client_left(&mut self) {
+        self.is_broken = false;
+        if let Some(grpc) = &mut self.grpc {
+            grpc.cancel();
+        }
+    }
+
     /// The exchange ended early.
     pub fn cut_off(&mut self, reason: &str) {
+        self.is_broken = true;
         self.dump(|dump| dump.cut_off = Some(reason.to_owned()));
     }
 
@@ -321,12 +356,11 @@ impl ExchangeRecord {
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
+        let took = self.started.elapsed();
+        self.count(took);
         let flow = self.flow.clone();
         let (worker, direction, destination) = (&flow.worker, &flow.direction, &flow.destination);
         let code = self.failure.as_ref().map(|cause| cause.code);
-        if let Some(status) = self.status {
-            worker.metrics.request(*direction, self.version, status);
-        }
         if self.status.is_some() || self.failure.is_some() {
             let backend = self.backend.as_ref().unwrap_or(destination);
             worker.ended(*direction, backend, code);
@@ -334,6 +368,7 @@ impl Drop for ExchangeRecord {
         tracing::debug!(
             direction = direction.name(),
             id = %self.id,
+            version = ?self.version,
             peer = %flow.peer,
             caller = self.flow.called_by(),
             destination = %destination.name(),
@@ -346,7 +381,7 @@ impl Drop for ExchangeRecord {
             fault = self.fault.as_deref(),
             sent = self.transfer.sent,
             received = self.transfer.received,
-            duration = ?self.started.elapsed(),
+            duration = ?took,
             "exchange",
         );
         flow.worker.recent.add(Entry {
@@ -360,6 +395,7 @@ impl Drop for ExchangeRecord {
             failed: std::mem::take(&mut self.failed_attempts),
             line: std::mem::take(&mut self.line),
             status: self.status,
+            grpc: self.grpc.as_ref().map_or("", GrpcCall::status),
             transfer: self.transfer,
             failure: self.failure.take(),
             fault: self.fault.take(),
@@ -444,13 +480,14 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code().label());
     let destination = flow.destination.name();
     let (worker, now) = (&flow.worker, Instant::now());
-    let should_log = match failure {
-        Failure::Denied { .. }
-        | Failure::EgressDenied { .. }
-        | Failure::InvalidToken { .. }
-        | Failure::ExternallyDenied { .. }
-        | Failure::AuthorizerFailed { .. } => worker.denials.should_log(now),
-        _ => is_warning && worker.warnings.should_log(now),
+    let is_denial = failure.is_denial();
+    if is_denial {
+        worker.metrics.verdict(flow.direction, Verdict::Denied);
+    }
+    let should_log = if is_denial && !failure.is_identity_failure() {
+        worker.denials.should_log(now)
+    } else {
+        is_warning && worker.warnings.should_log(now)
     };
     if should_log {
         let caller = flow.called_by();

@@ -11,6 +11,7 @@ fn flow(direction: Direction) -> Flow {
     let original = "10.96.0.7:80".parse().unwrap();
     Flow {
         called_by: Default::default(),
+        counted: Default::default(),
         slot: worker.slot(),
         worker,
         direction,
