@@ -219,7 +219,7 @@ pub async fn fetch(
     let mut all = Vec::new();
     for kind in kinds {
         let listed = list_kind(client, namespace, kind).await;
-        all.extend(listed.map_err(|error| describe_error(&error))?);
+        all.extend(listed.map_err(describe_error)?);
     }
     Ok(all)
 }
@@ -268,7 +268,7 @@ pub async fn definition(
     let resource = ApiResource::erase::<CustomResourceDefinition>(&());
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
     let found = api.get_opt(&format!("{plural}.{group}")).await;
-    let found = found.map_err(|error| describe_error(&error))?;
+    let found = found.map_err(describe_error)?;
     Ok(found.map(|found| json!(found)))
 }
 

@@ -91,7 +91,7 @@ pub(super) async fn review(cluster: &Cluster) -> Fact<Vec<(Permission, bool)>> {
             let response = api
                 .create(&PostParams::default(), &review)
                 .await
-                .map_err(|error| cluster::describe_error(&error))?;
+                .map_err(cluster::describe_error)?;
             Ok((
                 permission,
                 response.status.is_some_and(|status| status.allowed),

@@ -1,12 +1,12 @@
 //! `mesh check`: reports the findings of all checks with recommended actions. Changes nothing.
 
-use std::{io, process::ExitCode};
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use super::terminal::{Colors, Output, TextStyle};
 use crate::{
     check::{self, Finding, Level, facts::Facts},
     cluster::{self, Cluster, ConnectError},
@@ -44,10 +44,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let ok = findings
         .iter()
         .all(|finding| finding.level != Level::Problem);
-    terminal::print(&match arguments.output {
-        Output::Json => format!("{:#}\n", json!({"ok": ok, "checks": findings})),
-        Output::Text => text(&findings, Colors::of(&io::stdout())),
-    })?;
+    let all = json!({"ok": ok, "checks": findings});
+    let output = arguments.output;
+    output.print(&all, |colors| text(&findings, colors))?;
     Ok(if ok {
         ExitCode::SUCCESS
     } else {
