@@ -76,22 +76,16 @@ fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> 
     } else {
         "replace your own CA in Secret diy-service-mesh-ca (tls.crt, tls.key, ca.crt): the controller rotates to it"
     };
+    let name = format!("{name} ({})", authority.subject);
     match remaining {
-        0 => Some(Finding::problem(
-            format!(
-                "{name} ({}) has expired: all certificates of the mesh are invalid",
-                authority.subject
-            ),
-            advice,
-        )),
-        _ if remaining < lifetime / 3 => Some(Finding::warning(
-            format!(
-                "{name} ({}) expires in {}",
-                authority.subject,
-                format_duration(remaining)
-            ),
-            advice,
-        )),
+        0 => {
+            let text = format!("{name} has expired: all certificates of the mesh are invalid");
+            Some(Finding::problem(text, advice))
+        }
+        _ if remaining < lifetime / 3 => {
+            let text = format!("{name} expires in {}", format_duration(remaining));
+            Some(Finding::warning(text, advice))
+        }
         _ => None,
     }
 }
