@@ -56,11 +56,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 fn text(findings: &[Finding], colors: Colors) -> String {
     let mut text = String::new();
-    let width = findings
-        .iter()
-        .map(|finding| finding.check.len())
-        .max()
-        .unwrap_or(0);
+    let widths = findings.iter().map(|finding| finding.check.len());
+    let width = widths.max().unwrap_or(0);
     for finding in findings {
         let (style, label) = appearance(finding.level);
         let indent = " ".repeat(9 + width + 2);
@@ -70,25 +67,14 @@ fn text(findings: &[Finding], colors: Colors) -> String {
             finding.check,
             finding.text
         );
-        text.extend(
-            finding
-                .details
-                .iter()
-                .map(|detail| format!("{indent}  {detail}\n")),
-        );
+        let details = finding.details.iter();
+        text.extend(details.map(|detail| format!("{indent}  {detail}\n")));
         if !finding.advice.is_empty() {
-            text += &format!(
-                "{indent}{}\n",
-                colors.paint(TextStyle::Bold, &format!("-> {}", finding.advice))
-            );
+            let advice = format!("-> {}", finding.advice);
+            text += &format!("{indent}{}\n", colors.paint(TextStyle::Bold, &advice));
         }
     }
-    let number = |level: Level| {
-        findings
-            .iter()
-            .filter(|finding| finding.level == level)
-            .count()
-    };
+    let number = |level: Level| findings.iter().filter(|one| one.level == level).count();
     let (problems, warnings) = (number(Level::Problem), number(Level::Warning));
     if (problems, warnings) == (0, 0) {
         return text + "\nno problems found\n";
