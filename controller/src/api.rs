@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use diy_mesh_runtime::error_chain;
+use kube::api::ObjectMeta;
 use tokio::time::timeout;
 
 /// Time for a request.
@@ -23,6 +24,16 @@ impl ApiError {
     /// Whether the API returned this status code.
     pub fn is(&self, code: u16) -> bool {
         matches!(self, ApiError::Client(kube::Error::Api(status)) if status.code == code)
+    }
+}
+
+/// The metadata of an object of the mesh.
+pub(crate) fn metadata(name: &str) -> ObjectMeta {
+    let label = ("app.kubernetes.io/part-of", "diy-service-mesh");
+    ObjectMeta {
+        name: Some(name.into()),
+        labels: Some([(label.0.into(), label.1.into())].into()),
+        ..ObjectMeta::default()
     }
 }
 

@@ -129,12 +129,8 @@ fn problems(status: &RouteStatus, is_parent: impl Fn(&ParentReference) -> bool) 
     let conditions = parents.flat_map(|parent| &parent.conditions);
     let conditions = conditions.filter(|one| one.is_problem());
     let text = conditions.map(|one| {
-        let (kind, key) = (status.kind, &status.key);
-        let value = if one.holds { "True" } else { "False" };
-        format!(
-            "{kind} {key}: {} is {value}, {}: {}",
-            one.kind, one.reason, one.message
-        )
+        let is = format!("{} is {}, {}", one.kind, one.status(), one.reason);
+        format!("{} {}: {is}: {}", status.kind, status.key, one.message)
     });
     text.collect()
 }

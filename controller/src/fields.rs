@@ -1,7 +1,24 @@
 //! Fields of objects that their types do not have. Pure.
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_ignored::Path;
+use serde_json::Value;
+
+use crate::routes::UNSUPPORTED_VALUE;
+use crate::routes::model::Rejection;
+use crate::routes::parse::shortened;
+
+/// Reads the field `at`. A field in it that its type does not have could change what it means.
+pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result<T, Rejection> {
+    let (read, unknown) = with_unknown_fields(value);
+    let read = match unknown.first() {
+        Some(name) if name.starts_with('[') => Err(format!("{at}{name}: unknown field")),
+        Some(name) => Err(format!("{at}.{name}: unknown field")),
+        None => read.map_err(|error| format!("{at}: {error}")),
+    };
+    read.map_err(|message| Rejection::new(UNSUPPORTED_VALUE, shortened(&message)))
+}
 
 /// Reads a value, and the paths of the fields that its type does not have.
 pub(crate) fn with_unknown_fields<'a, T, D>(document: D) -> (Result<T, D::Error>, Vec<String>)

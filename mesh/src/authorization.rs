@@ -334,12 +334,11 @@ pub fn judge_outbound(pod: &Pod, to: &Destination) -> Verdict {
         address: to.address,
         request: None,
     };
-    let none = proto::Authorization::default();
     match told(pod) {
         Err(verdict) => verdict,
         Ok(workload) => {
-            let message = workload.egress.as_ref().unwrap_or(&none);
-            judge_policies(message, None, to.host.as_deref(), to.port.into(), &call)
+            let message = workload.egress.clone().unwrap_or_default();
+            judge_policies(&message, None, to.host.as_deref(), to.port.into(), &call)
         }
     }
 }
@@ -370,10 +369,9 @@ pub fn judge(pod: &Pod, port: u32, call: &Call) -> Verdict {
         request,
         ..call.clone()
     };
-    let none = proto::Authorization::default();
-    let message = workload.authorization.as_ref().unwrap_or(&none);
+    let message = workload.authorization.clone().unwrap_or_default();
     let identity = call.caller.identity(pod);
-    judge_policies(message, identity.as_ref(), None, port, &call)
+    judge_policies(&message, identity.as_ref(), None, port, &call)
 }
 
 /// The verdict of policies, with what is not known assumed against the call, and for it.
@@ -458,12 +456,10 @@ fn allowed(message: &proto::Authorization, call: &Judged<'_>) -> Verdict {
                 policies: vec![proto::AuthorizationPolicy {
                     name: policy.name.clone(),
                     action: policy.action,
-                    audit: false,
                     ports: policy.ports.clone(),
                     rules: vec![rule.clone()],
                     issuers: policy.issuers.clone(),
-                    authorizer: None,
-                    routes: None,
+                    ..proto::AuthorizationPolicy::default()
                 }],
                 deny_by_default: true,
                 ..proto::Authorization::default()

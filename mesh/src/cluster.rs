@@ -115,7 +115,7 @@ impl Cluster {
         let request = request.map_err(|error| error.to_string())?;
         let read = async {
             let body = self.client.request_stream(request).await;
-            let body = body.map_err(|error| describe_error(&error))?;
+            let body = body.map_err(describe_error)?;
             let mut text = Vec::new();
             let mut body = Box::pin(body).take(MAX_ADMIN_PAGE_BYTES);
             let read = body.read_to_end(&mut text).await;
@@ -145,12 +145,10 @@ where
 }
 
 /// Formats an error of the Kubernetes API.
-pub fn describe_error(error: &kube::Error) -> String {
+pub fn describe_error(error: kube::Error) -> String {
     match error {
-        kube::Error::Api(status) if status.code == 403 => {
-            format!("forbidden: {}", status.message)
-        }
-        kube::Error::Api(status) => status.message.clone(),
-        other => error_chain(other),
+        kube::Error::Api(status) if status.code == 403 => format!("forbidden: {}", status.message),
+        kube::Error::Api(status) => status.message,
+        other => error_chain(&other),
     }
 }

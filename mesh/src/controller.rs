@@ -386,7 +386,7 @@ async fn running_pods(cluster: &Cluster) -> Result<Vec<String>, Error> {
         .list(&ListParams::default().labels("app=controller"))
         .await;
     let pods =
-        pods.map_err(|error| Error::Pods(namespace.clone(), cluster::describe_error(&error)))?;
+        pods.map_err(|error| Error::Pods(namespace.clone(), cluster::describe_error(error)))?;
     let running = pods.items.into_iter().filter(|pod| {
         let phase = pod
             .status
@@ -459,19 +459,16 @@ impl Controller {
 
     /// The named Services ("namespace/name"), or all.
     pub async fn services(&mut self, names: Vec<String>) -> Result<Vec<Service>, Error> {
-        let (mut services, mut page_token) = (Vec::new(), String::new());
-        loop {
+        let pages = pages(async |page_token| {
+            let services = names.clone();
             let request = self.authorize(GetServicesRequest {
-                services: names.clone(),
+                services,
                 page_token,
             });
             let page = self.client.get_services(request).await?.into_inner();
-            services.extend(page.services);
-            page_token = page.next_page_token;
-            if page_token.is_empty() {
-                return Ok(services);
-            }
-        }
+            Ok((page.services, page.next_page_token))
+        });
+        Ok(pages.await?.concat())
     }
 
     /// The named Services, or all, then each change.
@@ -489,24 +486,22 @@ impl Controller {
         service: String,
         clients: String,
     ) -> Result<GetRoutesResponse, Error> {
-        let mut all: Option<GetRoutesResponse> = None;
-        let mut page_token = String::new();
-        loop {
+        let pages = pages(async |page_token| {
             let request = self.authorize(GetRoutesRequest {
                 service: service.clone(),
                 clients: clients.clone(),
                 page_token,
             });
             let mut page = self.client.get_routes(request).await?.into_inner();
-            page_token = std::mem::take(&mut page.next_page_token);
-            match &mut all {
-                Some(all) => all.ports.append(&mut page.ports),
-                None => all = Some(page),
-            }
-            if page_token.is_empty() {
-                return Ok(all.unwrap_or_default());
-            }
-        }
+            let next = std::mem::take(&mut page.next_page_token);
+            Ok((page, next))
+        });
+        let first_has_all = |mut all: GetRoutesResponse, mut page: GetRoutesResponse| {
+            all.ports.append(&mut page.ports);
+            all
+        };
+        let all = pages.await?.into_iter().reduce(first_has_all);
+        Ok(all.unwrap_or_default())
     }
 
     /// The pods of a target ("namespace/name") with who may call them.
@@ -515,20 +510,16 @@ impl Controller {
         target: String,
         port: u32,
     ) -> Result<Vec<get_authorization_response::Pod>, Error> {
-        let (mut pods, mut page_token) = (Vec::new(), String::new());
-        loop {
+        let pages = pages(async |page_token| {
             let request = self.authorize(GetAuthorizationRequest {
                 target: target.clone(),
                 port,
                 page_token,
             });
             let page = self.client.get_authorization(request).await?.into_inner();
-            pods.extend(page.pods);
-            page_token = page.next_page_token;
-            if page_token.is_empty() {
-                return Ok(pods);
-            }
-        }
+            Ok((page.pods, page.next_page_token))
+        });
+        Ok(pages.await?.concat())
     }
 
     /// What the pods of a namespace were called by, or those of all ("").
@@ -536,19 +527,16 @@ impl Controller {
         &mut self,
         namespace: &str,
     ) -> Result<Vec<get_edges_response::Group>, Error> {
-        let (mut groups, mut page_token) = (Vec::new(), String::new());
-        loop {
+        let pages = pages(async |page_token| {
+            let namespace = namespace.to_owned();
             let request = self.authorize(GetEdgesRequest {
-                namespace: namespace.to_owned(),
+                namespace,
                 page_token,
             });
             let page = self.client.get_edges(request).await?.into_inner();
-            groups.extend(page.groups);
-            page_token = page.next_page_token;
-            if page_token.is_empty() {
-                return Ok(groups);
-            }
-        }
+            Ok((page.groups, page.next_page_token))
+        });
+        Ok(pages.await?.concat())
     }
 
     /// The certificate status of the replica with all its workloads.
@@ -570,6 +558,22 @@ impl Controller {
         let token = self.token.clone();
         request.metadata_mut().insert("authorization", token);
         request
+    }
+}
+
+/// The pages of a response, each by the token that `page` gives with the one before. The last one has
+/// none.
+async fn pages<P>(
+    mut page: impl AsyncFnMut(String) -> Result<(P, String), Status>,
+) -> Result<Vec<P>, Status> {
+    let (mut pages, mut token) = (Vec::new(), String::new());
+    loop {
+        let (page, next) = page(token).await?;
+        pages.push(page);
+        token = next;
+        if token.is_empty() {
+            return Ok(pages);
+        }
     }
 }
 
@@ -610,7 +614,7 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error
     let response = accounts
         .create_token_request(name, &PostParams::default(), &request)
         .await;
-    let response = response.map_err(|error| cluster::describe_error(&error));
+    let response = response.map_err(cluster::describe_error);
     let token = response.and_then(|response| {
         let status = response.status.map(|status| status.token);
         status.ok_or_else(|| "the response contains none".to_owned())
@@ -628,7 +632,7 @@ async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
     let namespace = &cluster.namespace;
     let config_maps: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
     let config_map = config_maps.get(ROOTS_CONFIG_MAP).await;
-    let config_map = config_map.map_err(|error| Error::Roots(cluster::describe_error(&error)))?;
+    let config_map = config_map.map_err(|error| Error::Roots(cluster::describe_error(error)))?;
     let pem = config_map.data.and_then(|mut data| data.remove(ROOTS));
     certificates(&pem.unwrap_or_default())
 }

@@ -83,7 +83,6 @@ impl Condition {
 impl Route {
     /// Reads a route. `None` if it has no Service as parent, or is of another kind.
     pub fn read(object: &Value) -> Option<Self> {
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let kind = text(&object["kind"]);
         let metadata = &object["metadata"];
         let namespace = metadata["namespace"].as_str().unwrap_or("default");
@@ -161,7 +160,6 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
     let is_current = |condition: &Value| condition["observedGeneration"].as_i64() >= generation;
     let conditions = list(entry.map_or(&Value::Null, |entry| &entry["conditions"]));
     let conditions = conditions.filter(|one| is_current(one));
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let condition = |condition: &Value| Condition {
         kind: text(&condition["type"]),
         holds: condition["status"] == "True",
@@ -204,7 +202,11 @@ fn named(reference: &Value, namespace: &str) -> String {
     )
 }
 
-fn list(value: &Value) -> std::slice::Iter<'_, Value> {
+pub(crate) fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+pub(crate) fn list(value: &Value) -> std::slice::Iter<'_, Value> {
     let list = value.as_array().map(Vec::as_slice);
     list.unwrap_or_default().iter()
 }
@@ -219,7 +221,7 @@ pub async fn fetch(
     let mut all = Vec::new();
     for kind in kinds {
         let listed = list_kind(client, namespace, kind).await;
-        all.extend(listed.map_err(|error| describe_error(&error))?);
+        all.extend(listed.map_err(describe_error)?);
     }
     Ok(all)
 }
@@ -268,7 +270,7 @@ pub async fn definition(
     let resource = ApiResource::erase::<CustomResourceDefinition>(&());
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
     let found = api.get_opt(&format!("{plural}.{group}")).await;
-    let found = found.map_err(|error| describe_error(&error))?;
+    let found = found.map_err(describe_error)?;
     Ok(found.map(|found| json!(found)))
 }
 

@@ -85,22 +85,15 @@ pub fn condition(fetched: &[Fetched]) -> Option<Condition> {
         |all: &mut dyn Iterator<Item = &Fetched>| all.map(reason).collect::<Vec<_>>().join("; ");
     let missing = list(&mut fetched.iter().filter(|one| !one.has_keys));
     let stale = list(&mut fetched.iter().filter(|one| one.message.is_some()));
-    let resolved = |holds, reason, message| Condition::new("ResolvedRefs", holds, reason, message);
-    Some(match (&*missing, &*stale) {
+    let message = match (&*missing, &*stale) {
         _ if fetched.is_empty() => return None,
-        ("", "") => resolved(
-            true,
-            "ResolvedRefs",
-            "the keys of all issuers are known".to_owned(),
-        ),
-        ("", stale) => {
-            let message = format!("the latest known keys are in use; {stale}");
-            resolved(true, "ResolvedRefs", message)
-        }
-        (missing, _) => {
-            let message = format!("no token of the issuer is valid without its keys; {missing}");
-            resolved(false, "KeysNotFound", message)
-        }
+        ("", "") => "the keys of all issuers are known".to_owned(),
+        ("", stale) => format!("the latest known keys are in use; {stale}"),
+        (missing, _) => format!("no token of the issuer is valid without its keys; {missing}"),
+    };
+    Some(match &*missing {
+        "" => Condition::new("ResolvedRefs", true, "ResolvedRefs", message),
+        _ => Condition::new("ResolvedRefs", false, "KeysNotFound", message),
     })
 }
 

@@ -171,14 +171,11 @@ pub fn denying(name: String, mode: Mode) -> proto::AuthorizationPolicy {
         name,
         action: Action::Deny.into(),
         audit: mode == Mode::Audit,
-        ports: vec![],
         rules: vec![proto::AuthorizationRule {
             revision: u32::MAX,
             ..proto::AuthorizationRule::default()
         }],
-        issuers: vec![],
-        authorizer: None,
-        routes: None,
+        ..proto::AuthorizationPolicy::default()
     }
 }
 

@@ -29,11 +29,11 @@ use super::{
     AuthorizationPolicy, Direction, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target,
     name,
 };
-use crate::fields::with_unknown_fields;
+use crate::fields::read_known;
 use crate::index::object::Key;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
-use crate::routes::parse::{Meta, bounded, shortened, unsupported};
+use crate::routes::parse::{Meta, bounded, refuse, shortened, unsupported};
 use issuers::issuer;
 use requests::request;
 pub(super) use targets::reference;
@@ -86,11 +86,7 @@ fn read(spec: &Value) -> Result<AuthorizationPolicySpec, Rejection> {
     if let Some(field) = null(spec, "spec") {
         return Err(invalid(format!("{field}: null is no value")));
     }
-    let (read, unknown) = with_unknown_fields::<AuthorizationPolicySpec, _>(spec);
-    match unknown.first() {
-        Some(field) => Err(invalid(format!("spec.{field}: unknown field"))),
-        None => read.map_err(|error| invalid(format!("spec: {error}"))),
-    }
+    read_known(spec, "spec")
 }
 
 /// The path of a null value.
@@ -112,11 +108,8 @@ fn null(value: &Value, path: &str) -> Option<String> {
 /// A violation below a field of the spec.
 pub(crate) fn rejected(field: &str, prefix: &str, violation: &Violation) -> Rejection {
     let at = violation.field.trim_start_matches(prefix);
-    unsupported(
-        &format!("{field}.{at}"),
-        &violation.value,
-        &violation.expected,
-    )
+    let field = format!("{field}.{at}");
+    unsupported(&field, &violation.value, &violation.expected)
 }
 
 fn invalid(message: String) -> Rejection {
@@ -164,11 +157,7 @@ impl Reader<'_> {
     ) -> Result<Effect, Rejection> {
         let [direction] = *self.directions else {
             let direction = spec.direction.unwrap_or_default();
-            return Err(unsupported(
-                "spec.direction",
-                &direction,
-                "Inbound or Outbound",
-            ));
+            return refuse("spec", "direction", direction, "Inbound or Outbound");
         };
         let check = match direction {
             Direction::Inbound => check,
@@ -182,7 +171,7 @@ impl Reader<'_> {
         let audit = match spec.mode.as_deref() {
             None | Some("Enforce") => false,
             Some("Audit") => true,
-            Some(other) => return Err(unsupported("spec.mode", other, "Enforce or Audit")),
+            Some(other) => return refuse("spec", "mode", other, "Enforce or Audit"),
         };
         let specs = spec.rules.unwrap_or_default();
         bounded("spec.rules", &specs, MAX_RULES)?;
@@ -195,11 +184,8 @@ impl Reader<'_> {
             name: name(self.key),
             action: action.into(),
             audit,
-            ports: vec![],
-            rules: vec![],
-            issuers: vec![],
             authorizer,
-            routes: None,
+            ..proto::AuthorizationPolicy::default()
         };
         check(&policy).map_err(|violation| rejected("spec", "", &violation))?;
         policy.issuers = issuers;
@@ -300,7 +286,7 @@ impl Reader<'_> {
             (kind, _) => {
                 let expected = "ServiceAccount, SPIFFE, Namespace, IPBlock or Unauthenticated, \
                                 with its field and no other";
-                return Err(unsupported(&format!("{field}.type"), kind, expected));
+                return refuse(field, "type", kind, expected);
             }
         };
         Ok(proto::AuthorizationSource { kind: Some(kind) })
@@ -350,7 +336,7 @@ fn destination(
         ("IPBlock", None, Some(block)) => SourceKind::IpBlock(block),
         (kind, ..) => {
             let expected = "Host or IPBlock, with its field and no other";
-            return Err(unsupported(&format!("{field}.type"), kind, expected));
+            return refuse(field, "type", kind, expected);
         }
     };
     Ok(proto::AuthorizationSource { kind: Some(kind) })

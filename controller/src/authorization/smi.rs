@@ -152,15 +152,9 @@ impl TrafficTarget {
             Ok(spec) => spec,
             Err(rejection) => return denying(meta, Target::Pods(Selector::default()), rejection),
         };
-        let (
-            own,
-            Subject {
-                kind,
-                name,
-                namespace,
-            },
-        ) = (&*self.key.namespace, &spec.destination);
-        if kind != "ServiceAccount" || namespace.as_deref().is_some_and(|name| name != own) {
+        let (own, to) = (&*self.key.namespace, &spec.destination);
+        let is_own = to.namespace.as_deref().is_none_or(|name| name == own);
+        if to.kind != "ServiceAccount" || !is_own {
             let problem = "spec.destination: expected a ServiceAccount of the own namespace";
             // No pod runs under it.
             return denying(
@@ -171,7 +165,7 @@ impl TrafficTarget {
         }
         let mut problems = Vec::new();
         let rules = self.converted(spec, groups, &mut problems);
-        let target = json!({"kind": "ServiceAccount", "name": name});
+        let target = json!({"kind": "ServiceAccount", "name": to.name});
         let converted = json!({"targetRefs": [target], "action": "ALLOW", "rules": rules});
         let mut policy = parse::policy(meta, &converted, &Value::Null, &spec.trust_domain);
         if policy.invalid.is_none() && !problems.is_empty() {

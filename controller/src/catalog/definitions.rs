@@ -19,7 +19,7 @@ use tokio::sync::watch::{self, Receiver, Sender};
 use super::convert::ConvertError;
 use super::objects::{Context, Objects};
 use super::resources::{resource, resources};
-use super::watch::{ALL, Selector, Sink, Target, Update, watch};
+use super::watch::{Sink, Target, Update, watch};
 use crate::api::{API_TIMEOUT, ApiError, request};
 use crate::index::object::Kind;
 
@@ -70,9 +70,7 @@ pub(super) async fn watch_custom(client: &Client, kind: Kind, context: Context<'
     let target = Target {
         name: format!("{} {name}", definitions.kind),
         apis: vec![Api::all_with(client.clone(), &definitions)],
-        selector: Selector {
-            fields: Some(&selector),
-        },
+        fields: Some(&selector),
         page_size: 1,
         permission: format!(
             "{} of {} with the name {name}",
@@ -105,7 +103,11 @@ async fn follow(client: &Client, kind: Kind, mut known: Receiver<Versions>, cont
             match versions.as_deref() {
                 None => {}
                 Some([]) => objects.remove().await,
-                Some(versions) => objects.watch(versions.iter().map(api).collect(), ALL).await,
+                Some(versions) => {
+                    objects
+                        .watch(versions.iter().map(api).collect(), None)
+                        .await
+                }
             }
             std::future::pending().await
         };

@@ -9,12 +9,14 @@
 use std::time::{Duration, SystemTime};
 
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::api::{ObjectMeta, Patch, PatchParams, PostParams};
+use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
 use serde_json::json;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
+use crate::api::{API_TIMEOUT, ApiError, metadata, request};
+use crate::authority::state::seconds;
 use crate::index::object::{Change, Event};
 use crate::index::position::Requests;
 
@@ -26,20 +28,6 @@ const FIELD: &str = "restored";
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum time between two reads.
 const MIN_READ_INTERVAL: Duration = Duration::from_secs(1);
-/// Time for a request to the API.
-const API_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why the epoch cannot be read or stored.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error("{0}; the controller's ServiceAccount needs the verbs get and patch on this ConfigMap")]
-    Forbidden(kube::Error),
-    #[error("{0}")]
-    Api(#[from] kube::Error),
-    #[error("the API server has not responded within {API_TIMEOUT:?}")]
-    Timeout(#[from] tokio::time::error::Elapsed),
-}
-
 /// The epoch that this replica knows.
 pub struct Epoch {
     config_maps: Api<ConfigMap>,
@@ -79,14 +67,10 @@ impl Epoch {
     /// Reads the epoch, if the API server responds. Returns whether a new one begins.
     pub async fn read(&mut self) -> bool {
         let is_restored = *self.is_restored.borrow();
-        let epoch = match timeout(API_TIMEOUT, self.exchange(is_restored)).await {
-            Ok(Ok(epoch)) => epoch,
-            Ok(Err(error)) => {
+        let epoch = match request(API_TIMEOUT, self.exchange(is_restored)).await {
+            Ok(epoch) => epoch,
+            Err(error) => {
                 self.failed(&error);
-                return false;
-            }
-            Err(elapsed) => {
-                self.failed(&elapsed.into());
                 return false;
             }
         };
@@ -118,13 +102,13 @@ impl Epoch {
     }
 
     /// The epoch from now on, which is stored if it is new.
-    async fn exchange(&self, is_restored: bool) -> Result<u64, Error> {
-        let stored = self.config_maps.get_opt(CONFIG_MAP).await;
-        let stored = stored.map_err(explain)?;
+    async fn exchange(&self, is_restored: bool) -> kube::Result<u64> {
+        let stored = self.config_maps.get_opt(CONFIG_MAP).await?;
         let data = stored.as_ref().and_then(|map| map.data.as_ref());
         let value = data.and_then(|data| data.get(FIELD)?.parse().ok());
         let value = value.unwrap_or_default();
-        let epoch = next(self.known, is_restored, value, now());
+        let now = seconds(SystemTime::now());
+        let epoch = next(self.known, is_restored, value, now);
         if epoch > value {
             self.store(stored, epoch).await?;
             tracing::warn!(
@@ -137,49 +121,41 @@ impl Epoch {
     }
 
     /// Fails if another replica has stored an epoch since.
-    async fn store(&self, before: Option<ConfigMap>, epoch: u64) -> Result<(), Error> {
+    async fn store(&self, before: Option<ConfigMap>, epoch: u64) -> kube::Result<()> {
         let data = (FIELD.to_owned(), epoch.to_string());
         let Some(before) = before else {
-            let label = ("app.kubernetes.io/part-of", "diy-service-mesh");
             let new = ConfigMap {
-                metadata: ObjectMeta {
-                    name: Some(CONFIG_MAP.to_owned()),
-                    labels: Some([(label.0.to_owned(), label.1.to_owned())].into()),
-                    ..ObjectMeta::default()
-                },
+                metadata: metadata(CONFIG_MAP),
                 data: Some([data].into()),
                 ..ConfigMap::default()
             };
-            let created = self.config_maps.create(&PostParams::default(), &new).await;
-            created.map_err(explain)?;
-            return Ok(());
+            let params = PostParams::default();
+            let created = self.config_maps.create(&params, &new);
+            return created.await.map(drop);
         };
         let patch = json!({
             "metadata": {"resourceVersion": before.metadata.resource_version},
             "data": {FIELD: data.1},
         });
         let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
-        let patched = self.config_maps.patch(CONFIG_MAP, &params, &patch).await;
-        patched.map_err(explain)?;
-        Ok(())
+        let patched = self.config_maps.patch(CONFIG_MAP, &params, &patch);
+        patched.await.map(drop)
     }
 
     /// Logs the first of several failures in a row.
-    fn failed(&mut self, error: &Error) {
+    fn failed(&mut self, error: &ApiError) {
         if !std::mem::replace(&mut self.has_failed, true) {
+            let remedy = if error.is(403) {
+                "; the controller's ServiceAccount needs the verbs get and patch on this ConfigMap"
+            } else {
+                ""
+            };
             tracing::warn!(
                 "cannot use the epoch in {}, retrying; replicas may disagree on the order of \
-                 states: {error}",
+                 states: {error}{remedy}",
                 self.place
             );
         }
-    }
-}
-
-fn explain(error: kube::Error) -> Error {
-    match &error {
-        kube::Error::Api(status) if status.code == 403 => Error::Forbidden(error),
-        _ => Error::Api(error),
     }
 }
 
@@ -192,11 +168,6 @@ pub fn next(known: Option<u64>, is_restored: bool, stored: u64, now: u64) -> u64
     } else {
         stored.max(known)
     }
-}
-
-fn now() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    since.map_or(0, |since| since.as_secs())
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use super::definitions::watch_custom;
 use super::epoch::Epoch;
 use super::freshness::{Freshness, Unreadable};
 use super::objects::{Context, Objects};
-use super::watch::{ALL, Selector, Timing};
+use super::watch::Timing;
 use crate::config::Config;
 use crate::index::object::{Change, Event, Kind};
 use crate::index::position::Requests;
@@ -64,16 +64,14 @@ async fn watch_all(client: &Client, context: Context<'_>, report: impl Fn(&Unrea
     let Context { freshness, .. } = context;
     Kind::ALL.into_iter().for_each(|kind| freshness.begin(kind));
     // Finished pods own no address. The watch reports them as deleted.
-    let running = Selector {
-        fields: Some("status.phase!=Succeeded,status.phase!=Failed"),
-    };
+    let running = Some("status.phase!=Succeeded,status.phase!=Failed");
     let core = async {
         let client = || client.clone();
         tokio::join!(
-            follow::<Service>(Kind::Service, Api::all(client()), ALL, context),
-            follow::<EndpointSlice>(Kind::Slice, Api::all(client()), ALL, context),
+            follow::<Service>(Kind::Service, Api::all(client()), None, context),
+            follow::<EndpointSlice>(Kind::Slice, Api::all(client()), None, context),
             follow::<Pod>(Kind::Pod, Api::all(client()), running, context),
-            follow::<Node>(Kind::Node, Api::all(client()), ALL, context),
+            follow::<Node>(Kind::Node, Api::all(client()), None, context),
         )
     };
     let custom = Kind::ALL.into_iter().filter(|kind| kind.is_custom());
@@ -102,12 +100,12 @@ async fn check(context: Context<'_>, report: impl Fn(&Unreadable)) {
 }
 
 /// Sends all objects of a kind that every cluster has, then changes. Never ends.
-async fn follow<K>(kind: Kind, api: Api<K>, selector: Selector<'_>, context: Context<'_>)
+async fn follow<K>(kind: Kind, api: Api<K>, fields: Option<&str>, context: Context<'_>)
 where
     K: CatalogObject + Resource + Clone + Debug + DeserializeOwned,
 {
     let mut objects = Objects::new(kind, context);
-    objects.watch(vec![api], selector).await;
+    objects.watch(vec![api], fields).await;
 }
 
 #[cfg(test)]

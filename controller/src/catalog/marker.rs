@@ -9,11 +9,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::api::{ObjectMeta, PostParams};
+use kube::api::PostParams;
 use kube::{Api, Client};
 
 use super::definitions::is_kept;
-use crate::api::{API_TIMEOUT, ApiError, request};
+use crate::api::{API_TIMEOUT, ApiError, metadata, request};
 use crate::index::object::Kind;
 
 /// The ConfigMap. Its keys are namespaces. That of the mesh stands for all.
@@ -70,16 +70,10 @@ impl Marker {
 
     /// Fails if another client has changed it since it was read.
     async fn write(&self, before: Option<ConfigMap>, new: &Namespaces) -> Result<(), ApiError> {
-        let label = ("app.kubernetes.io/part-of", "diy-service-mesh");
         let data = new.iter().map(|name| (name.to_string(), String::new()));
-        let metadata = ObjectMeta {
-            name: Some(CONFIG_MAP.to_owned()),
-            labels: Some([(label.0.to_owned(), label.1.to_owned())].into()),
-            ..ObjectMeta::default()
-        };
         let exists = before.is_some();
         let map = ConfigMap {
-            metadata: before.map_or(metadata, |before| before.metadata),
+            metadata: before.map_or(metadata(CONFIG_MAP), |before| before.metadata),
             data: Some(data.collect()),
             ..ConfigMap::default()
         };

@@ -14,7 +14,7 @@ use super::definitions;
 use super::freshness::Freshness;
 use super::marker::{self, Marker};
 use super::resources::resource;
-use super::watch::{Selector, Sink, Target, Timing, Update, watch as follow};
+use super::watch::{Sink, Target, Timing, Update, watch as follow};
 use crate::index::object::{Change, Event, Kind, Object};
 use crate::index::position::Requests;
 
@@ -77,12 +77,12 @@ where
 
     /// Sends all objects, then changes. `apis` are versions of the kind, of which the first one
     /// that is installed is used. Never ends.
-    pub async fn watch(&mut self, apis: Vec<Api<K>>, selector: Selector<'_>) {
-        let (target, timing) = (self.target(apis, selector), self.context.timing);
+    pub async fn watch(&mut self, apis: Vec<Api<K>>, fields: Option<&str>) {
+        let (target, timing) = (self.target(apis, fields), self.context.timing);
         follow(target, self, timing).await;
     }
 
-    pub(super) fn target<'s>(&self, apis: Vec<Api<K>>, selector: Selector<'s>) -> Target<'s, K> {
+    pub(super) fn target<'s>(&self, apis: Vec<Api<K>>, fields: Option<&'s str>) -> Target<'s, K> {
         let resource = resource(self.kind);
         let group = match &*resource.group {
             "" => "the core group",
@@ -91,7 +91,7 @@ where
         Target {
             name: self.kind.to_string(),
             apis,
-            selector,
+            fields,
             // A route may have 1 MiB.
             page_size: if self.kind.is_optional() { 50 } else { 500 },
             permission: format!("{} of {group}, in all namespaces", resource.plural),

@@ -56,24 +56,14 @@ impl Default for Timing {
     }
 }
 
-/// Selects some of the objects of a kind.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Selector<'a> {
-    /// By their fields.
-    pub fields: Option<&'a str>,
-}
-
-/// All objects.
-pub(super) const ALL: Selector<'_> = Selector { fields: None };
-
 /// The objects that a watch reads.
 pub(super) struct Target<'a, K> {
     /// The name in the log: the kind, or the kind and the name of one object.
     pub name: String,
     /// The resource in all versions that can be used. The first one that is installed is used.
     pub apis: Vec<Api<K>>,
-    /// Those of the resource that are watched.
-    pub selector: Selector<'a>,
+    /// Selects some of the objects by their fields.
+    pub fields: Option<&'a str>,
     /// Objects in one response to a LIST, which is in memory as a whole.
     pub page_size: u32,
     /// What the controller must be permitted to list and watch.
@@ -189,8 +179,7 @@ impl<S: Sink> Watch<'_, S> {
     /// Lists all objects, in pages, and sends them as one change.
     async fn list(&mut self) -> Result<(), Error> {
         let mut params = ListParams::default().limit(self.target.page_size);
-        let Selector { fields } = self.target.selector;
-        params.field_selector = fields.map(str::to_owned);
+        params.field_selector = self.target.fields.map(str::to_owned);
         let started = Instant::now();
         self.sink.begin_list();
         self.invalid.clear();
@@ -219,8 +208,7 @@ impl<S: Sink> Watch<'_, S> {
     /// Sends the changes since `version` until the API server ends the watch.
     async fn follow(&mut self, version: &str) -> Result<(), Error> {
         let mut params = WatchParams::default().timeout(WATCH_SECONDS);
-        let Selector { fields } = self.target.selector;
-        params.field_selector = fields.map(str::to_owned);
+        params.field_selector = self.target.fields.map(str::to_owned);
         let Timing {
             start_timeout,
             watch_timeout,
@@ -250,13 +238,11 @@ impl<S: Sink> Watch<'_, S> {
                 request: "watch",
                 deadline: watch_timeout,
             })?;
-            match event {
-                Some(event) => {
-                    self.receive(event.map_err(|error| self.error(error))?)
-                        .await?
-                }
-                None => break,
-            }
+            let Some(event) = event else {
+                break;
+            };
+            let event = event.map_err(|error| self.error(error))?;
+            self.receive(event).await?;
         }
         // An API server that ends each watch at once is not overloaded by the next one.
         sleep(MIN_RETRY_INTERVAL).await;
@@ -274,19 +260,17 @@ impl<S: Sink> Watch<'_, S> {
         let (update, version) = match event {
             WatchEvent::Added(object) | WatchEvent::Modified(object) => {
                 // An invalid object replaces its valid state.
-                let update = self
-                    .convert(&object)
-                    .map_or_else(|| Update::Delete(key(&object)), Update::Apply);
-                (Some(update), object.resource_version())
+                let update = self.convert(&object).map(Update::Apply);
+                let update = update.unwrap_or_else(|| Update::Delete(key(&object)));
+                (update, object.resource_version())
             }
             WatchEvent::Deleted(object) => {
                 let key = key(&object);
                 self.invalid.remove(&key);
-                (Some(Update::Delete(key)), object.resource_version())
+                (Update::Delete(key), object.resource_version())
             }
             WatchEvent::Bookmark(bookmark) => {
-                let version = bookmark.metadata.resource_version;
-                (Some(Update::Bookmark), Some(version))
+                (Update::Bookmark, Some(bookmark.metadata.resource_version))
             }
             WatchEvent::Error(status) => {
                 self.version = None;
@@ -294,13 +278,9 @@ impl<S: Sink> Watch<'_, S> {
             }
         };
         self.confirm();
-        if let Some(update) = update {
-            self.send(update, version.as_deref().unwrap_or_default())
-                .await;
-        }
-        if let Some(version) = version {
-            self.version = Some(version);
-        }
+        let sent = version.as_deref().unwrap_or_default();
+        self.send(update, sent).await;
+        self.version = version.or(self.version.take());
         Ok(())
     }
 

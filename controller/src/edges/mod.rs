@@ -10,13 +10,14 @@ pub mod store;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use diy_mesh_proto::authorization::edge::is_valid;
 use diy_mesh_proto::mesh::v1 as proto;
 use prost::Message as _;
 use proto::get_edges_response::{Group as Message, Seen};
 
+use crate::authority::state::seconds;
 use crate::index::object::Pod;
 
 /// Days for which an edge is kept, that of its last report included.
@@ -82,11 +83,6 @@ struct Group {
 /// Days since 1970.
 pub fn day(now: SystemTime) -> i64 {
     (seconds(now) / SECONDS_PER_DAY) as i64
-}
-
-fn seconds(now: SystemTime) -> u64 {
-    now.duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
 }
 
 /// The labels that the pods of a group share.

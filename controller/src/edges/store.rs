@@ -8,13 +8,13 @@ use std::time::{Duration, SystemTime};
 use diy_mesh_proto::mesh::v1::GetEdgesResponse;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ConfigMap;
-use kube::api::{DeleteParams, ListParams, ObjectMeta, PostParams, Preconditions};
+use kube::api::{DeleteParams, ListParams, PostParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use prost::Message as _;
 use tokio::time::sleep;
 
 use super::{Edges, day};
-use crate::api::{API_TIMEOUT, ApiError, request};
+use crate::api::{API_TIMEOUT, ApiError, metadata, request};
 
 /// The label with the namespace that a ConfigMap is about.
 const LABEL: &str = "diy-service-mesh.dev/edges";
@@ -85,12 +85,8 @@ impl Store {
             if !is_new && !is_changed && !is_new_day {
                 continue;
             }
-            match request(
-                API_TIMEOUT,
-                self.unite(&namespace, is_new || is_new_day, now),
-            )
-            .await
-            {
+            let united = self.unite(&namespace, is_new || is_new_day, now);
+            match request(API_TIMEOUT, united).await {
                 Ok(Some(version)) => drop(self.versions.insert(namespace, version)),
                 Ok(None) => drop(self.versions.remove(&namespace)),
                 Err(error) => {
@@ -145,17 +141,14 @@ impl Store {
         let after = GetEdgesResponse {
             groups,
             ..GetEdgesResponse::default()
-        }
-        .encode_to_vec();
+        };
+        let (after, params) = (after.encode_to_vec(), PostParams::default());
         let Some(stored) = stored else {
             if after.is_empty() {
                 return Ok(None);
             }
             let map = config_map(namespace, after, None);
-            let created = self
-                .config_maps
-                .create(&PostParams::default(), &map)
-                .await?;
+            let created = self.config_maps.create(&params, &map).await?;
             return Ok(created.resource_version());
         };
         let version = stored.resource_version();
@@ -171,7 +164,6 @@ impl Store {
             return Ok(version);
         }
         let map = config_map(namespace, after, version);
-        let params = PostParams::default();
         let replaced = self.config_maps.replace(&name, &params, &map).await?;
         Ok(replaced.resource_version())
     }
@@ -187,18 +179,12 @@ fn content(map: &ConfigMap) -> Vec<u8> {
 }
 
 fn config_map(namespace: &str, content: Vec<u8>, version: Option<String>) -> ConfigMap {
-    let labels = [
-        ("app.kubernetes.io/part-of", "diy-service-mesh"),
-        (LABEL, namespace),
-    ];
-    let labels = labels.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let mut metadata = metadata(&name(namespace));
+    let labels = metadata.labels.get_or_insert_default();
+    labels.insert(LABEL.to_owned(), namespace.to_owned());
+    metadata.resource_version = version;
     ConfigMap {
-        metadata: ObjectMeta {
-            name: Some(name(namespace)),
-            labels: Some(labels.into()),
-            resource_version: version,
-            ..ObjectMeta::default()
-        },
+        metadata,
         binary_data: Some([(FIELD.to_owned(), ByteString(content))].into()),
         ..ConfigMap::default()
     }

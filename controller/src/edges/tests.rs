@@ -1,6 +1,6 @@
 //! Tests of the edges: reports of pods, bounds, days and replicas.
 
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use proto::edge::Path;
 

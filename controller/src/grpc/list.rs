@@ -1,4 +1,4 @@
-//! The calls for people and tools, whose names begin with Get or Watch. A caller gets what is in the
+//! The calls of `mesh.proto`; here those for people and tools, whose names begin with Get or Watch. A caller gets what is in the
 //! namespaces whose pods it may list. Answers come in pages and are charged to the caller until they
 //! have been sent.
 
@@ -10,7 +10,8 @@ use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_runtime::metrics::Active;
 use futures::StreamExt as _;
 use prost::Message as _;
-use tonic::{Request, Response, Status};
+use proto::service_mesh_service_server::ServiceMeshService;
+use tonic::{Request, Response, Status, Streaming};
 
 use super::name::parse_key;
 use super::{Call, Mesh, ResponseStream, message, stream_age, watch};
@@ -30,9 +31,21 @@ struct Viewer {
     call: Arc<Call>,
     namespaces: Namespaces,
     charge: Charge,
+    /// The length of the page so far.
+    bytes: usize,
 }
 
 impl Viewer {
+    /// Charges a part of the page.
+    fn add(&mut self, bytes: usize) -> Result<(), Status> {
+        self.bytes += bytes;
+        self.charge.add(bytes)
+    }
+
+    fn is_full(&self) -> bool {
+        self.bytes >= MAX_PAGE_BYTES
+    }
+
     /// The response, which stays charged until it has been sent.
     fn respond<T>(self, response: T) -> Response<T> {
         self.call.unsent.push(self.charge);
@@ -52,11 +65,32 @@ impl Mesh {
             call,
             namespaces,
             charge,
+            bytes: 0,
         })
+    }
+}
+
+#[tonic::async_trait]
+impl ServiceMeshService for Mesh {
+    async fn sign_certificate(
+        &self,
+        request: Request<proto::SignCertificateRequest>,
+    ) -> Result<Response<proto::SignCertificateResponse>, Status> {
+        self.serve_certificate(request).await
+    }
+
+    type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
+
+    /// [`MeshServer`](super::MeshServer) calls [`Mesh::serve_discover`] instead.
+    async fn discover(
+        &self,
+        _: Request<Streaming<proto::DiscoverRequest>>,
+    ) -> Result<Response<Self::DiscoverStream>, Status> {
+        Err(Status::unimplemented("Discover is served as frames"))
     }
 
     /// A page of Services, in the order of their names.
-    pub(super) async fn list_services(
+    async fn get_services(
         &self,
         request: Request<proto::GetServicesRequest>,
     ) -> Result<Response<proto::GetServicesResponse>, Status> {
@@ -72,16 +106,14 @@ impl Mesh {
             "" => Bound::Unbounded,
             token => Bound::Excluded(parse_key(token).ok_or_else(|| invalid_token(token))?),
         };
-        let (mut page, mut bytes) = (proto::GetServicesResponse::default(), 0);
+        let mut page = proto::GetServicesResponse::default();
         let mut keys = keys.range((after, Bound::Unbounded)).peekable();
         while let Some(key) = keys.next() {
             let service = message::service(key, hub.service(key).as_ref());
             // Before another page is made in the meantime.
-            let length = service.encoded_len();
-            viewer.charge.add(length)?;
-            bytes += length;
+            viewer.add(service.encoded_len())?;
             page.services.push(service);
-            if bytes >= MAX_PAGE_BYTES && keys.peek().is_some() {
+            if viewer.is_full() && keys.peek().is_some() {
                 page.next_page_token = key.to_string();
                 break;
             }
@@ -90,15 +122,18 @@ impl Mesh {
         Ok(viewer.respond(page))
     }
 
+    type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;
+
     /// A stream of Services.
-    pub(super) async fn stream_services(
+    async fn watch_services(
         &self,
         request: Request<proto::WatchServicesRequest>,
-    ) -> Result<Response<ResponseStream<proto::WatchServicesResponse>>, Status> {
+    ) -> Result<Response<Self::WatchServicesStream>, Status> {
         let Viewer {
             call,
             namespaces,
             mut charge,
+            ..
         } = self.viewer(&request).await?;
         let keys = service_keys(&request.get_ref().services, &namespaces)?;
         let open = Active::new(&self.context.metrics.watch_streams);
@@ -120,7 +155,7 @@ impl Mesh {
     }
 
     /// A page of the ports of a Service, with what happens with the requests to them.
-    pub(super) async fn list_routes(
+    async fn get_routes(
         &self,
         request: Request<proto::GetRoutesRequest>,
     ) -> Result<Response<proto::GetRoutesResponse>, Status> {
@@ -151,31 +186,26 @@ impl Mesh {
             page = proto::GetRoutesResponse::default();
             objects.clear();
         }
-        let mut bytes = page.encoded_len();
-        viewer.charge.add(bytes)?;
+        viewer.add(page.encoded_len())?;
         for id in &objects {
-            if bytes >= MAX_PAGE_BYTES {
+            if viewer.is_full() {
                 page.problems
                     .push("others, which are not listed".to_owned());
                 break;
             }
             let mut problems = hub.read(|index| explain::problems_of(index, &key, id));
-            let length = problems.iter().map(String::len).sum();
-            viewer.charge.add(length)?;
-            bytes += length;
+            viewer.add(problems.iter().map(String::len).sum())?;
             page.problems.append(&mut problems);
             tokio::task::yield_now().await;
         }
         for (position, port) in ports.iter().enumerate().skip(first) {
-            if bytes >= MAX_PAGE_BYTES {
+            if viewer.is_full() {
                 page.next_page_token = position.to_string();
                 break;
             }
             let describe = hub.read(|index| explain::port(index, &key, *port, clients));
             let port = describe();
-            let length = port.encoded_len();
-            viewer.charge.add(length)?;
-            bytes += length;
+            viewer.add(port.encoded_len())?;
             page.ports.push(port);
             tokio::task::yield_now().await;
         }
@@ -183,7 +213,7 @@ impl Mesh {
     }
 
     /// A page of the pods of a target, with who may call them.
-    pub(super) async fn list_authorization(
+    async fn get_authorization(
         &self,
         request: Request<proto::GetAuthorizationRequest>,
     ) -> Result<Response<proto::GetAuthorizationResponse>, Status> {
@@ -198,14 +228,12 @@ impl Mesh {
         let mut pods = pods
             .range((Bound::Excluded(after), Bound::Unbounded))
             .peekable();
-        let (mut page, mut bytes) = (proto::GetAuthorizationResponse::default(), 0);
+        let mut page = proto::GetAuthorizationResponse::default();
         while let Some(key) = pods.next() {
             let pod = hub.read(|index| authorization::pod(index, &target, request.port, key));
-            let length = pod.as_ref().map_or(0, prost::Message::encoded_len);
-            viewer.charge.add(length)?;
-            bytes += length;
+            viewer.add(pod.as_ref().map_or(0, prost::Message::encoded_len))?;
             page.pods.extend(pod);
-            if bytes >= MAX_PAGE_BYTES && pods.peek().is_some() {
+            if viewer.is_full() && pods.peek().is_some() {
                 page.next_page_token = key.name.to_string();
                 break;
             }
@@ -215,7 +243,7 @@ impl Mesh {
     }
 
     /// A page of the workloads that are connected to this replica, with the state of the CA.
-    pub(super) async fn list_workloads(
+    async fn get_identity(
         &self,
         request: Request<proto::GetIdentityRequest>,
     ) -> Result<Response<proto::GetIdentityResponse>, Status> {
@@ -240,12 +268,12 @@ impl Mesh {
         page.workloads = workloads
             .map(|(_, proxy)| status::workload(proxy, trust_domain, Some(&trust)))
             .collect();
-        viewer.charge.add(page.encoded_len())?;
+        viewer.add(page.encoded_len())?;
         Ok(viewer.respond(page))
     }
 
     /// A page of what pods were called by: whole namespaces, each of which is bounded.
-    pub(super) async fn list_edges(
+    async fn get_edges(
         &self,
         request: Request<proto::GetEdgesRequest>,
     ) -> Result<Response<proto::GetEdgesResponse>, Status> {
@@ -261,22 +289,20 @@ impl Mesh {
         if !namespace.is_empty() && !viewer.namespaces.contains(&namespace) {
             return Err(denied("namespace", &namespace));
         }
-        let (mut page, mut bytes) = (proto::GetEdgesResponse::default(), 0);
+        let mut page = proto::GetEdgesResponse::default();
         let mut names = self.context.edges.namespaces();
         names.retain(|name| is_wanted(name) && *name > page_token);
         for name in names {
-            if bytes >= MAX_PAGE_BYTES {
+            if viewer.is_full() {
                 break;
             }
             let groups = self.context.edges.groups(&name);
-            let length: usize = groups.iter().map(prost::Message::encoded_len).sum();
-            viewer.charge.add(length)?;
-            bytes += length;
+            viewer.add(groups.iter().map(prost::Message::encoded_len).sum())?;
             page.groups.extend(groups);
             page.next_page_token = name;
             tokio::task::yield_now().await;
         }
-        if bytes < MAX_PAGE_BYTES {
+        if !viewer.is_full() {
             page.next_page_token.clear();
         }
         Ok(viewer.respond(page))

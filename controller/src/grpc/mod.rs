@@ -28,7 +28,7 @@ use diy_mesh_proto::{
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
 use hyper::header::HeaderValue;
-use proto::service_mesh_service_server::{SERVICE_NAME, ServiceMeshService};
+use proto::service_mesh_service_server::SERVICE_NAME;
 use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -152,80 +152,6 @@ struct Mesh {
 
 type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-#[tonic::async_trait]
-impl ServiceMeshService for Mesh {
-    async fn sign_certificate(
-        &self,
-        request: Request<proto::SignCertificateRequest>,
-    ) -> Result<Response<proto::SignCertificateResponse>, Status> {
-        let call = open_call(&request)?;
-        let message = request.into_inner();
-        let token = &message.token;
-        let authenticator = &self.context.authenticator;
-        let caller = authenticator.caller_by_token(token, call.peer.ip()).await?;
-        self.admit(&call, &caller)?;
-        let response = self
-            .signer
-            .sign(message, &caller, call.peer.address)
-            .await?;
-        Ok(Response::new(response))
-    }
-
-    async fn get_services(
-        &self,
-        request: Request<proto::GetServicesRequest>,
-    ) -> Result<Response<proto::GetServicesResponse>, Status> {
-        self.list_services(request).await
-    }
-
-    async fn get_routes(
-        &self,
-        request: Request<proto::GetRoutesRequest>,
-    ) -> Result<Response<proto::GetRoutesResponse>, Status> {
-        self.list_routes(request).await
-    }
-
-    async fn get_authorization(
-        &self,
-        request: Request<proto::GetAuthorizationRequest>,
-    ) -> Result<Response<proto::GetAuthorizationResponse>, Status> {
-        self.list_authorization(request).await
-    }
-
-    type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;
-
-    async fn watch_services(
-        &self,
-        request: Request<proto::WatchServicesRequest>,
-    ) -> Result<Response<Self::WatchServicesStream>, Status> {
-        self.stream_services(request).await
-    }
-
-    async fn get_identity(
-        &self,
-        request: Request<proto::GetIdentityRequest>,
-    ) -> Result<Response<proto::GetIdentityResponse>, Status> {
-        self.list_workloads(request).await
-    }
-
-    async fn get_edges(
-        &self,
-        request: Request<proto::GetEdgesRequest>,
-    ) -> Result<Response<proto::GetEdgesResponse>, Status> {
-        self.list_edges(request).await
-    }
-
-    type DiscoverStream = ResponseStream<proto::DiscoverResponse>;
-
-    /// [`MeshServer`] calls [`Mesh::serve_discover`] instead.
-    async fn discover(
-        &self,
-        _: Request<Streaming<proto::DiscoverRequest>>,
-    ) -> Result<Response<Self::DiscoverStream>, Status> {
-        Err(Status::unimplemented("Discover is served as frames"))
-    }
-}
-
 /// The age at which a stream ends, so that its client connects again, perhaps to another
 /// replica. Random, so that streams that begin together do not end together.
 fn stream_age() -> Duration {
@@ -263,6 +189,21 @@ impl Mesh {
             signer: Signer::new(context.clone()),
             context,
         }
+    }
+
+    /// Signs the certificate of a pod.
+    async fn serve_certificate(
+        &self,
+        request: Request<proto::SignCertificateRequest>,
+    ) -> Result<Response<proto::SignCertificateResponse>, Status> {
+        let call = open_call(&request)?;
+        let message = request.into_inner();
+        let token = &message.token;
+        let authenticator = &self.context.authenticator;
+        let caller = authenticator.caller_by_token(token, call.peer.ip()).await?;
+        self.admit(&call, &caller)?;
+        let response = self.signer.sign(message, &caller, call.peer.address);
+        Ok(Response::new(response.await?))
     }
 
     /// Serves one Discover stream.

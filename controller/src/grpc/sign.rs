@@ -17,6 +17,7 @@ use tonic::{Code, Status};
 
 use super::Context;
 use crate::authenticate::{Caller, PodRef};
+use crate::authority::state::seconds;
 use crate::events;
 use crate::index::Index;
 use crate::index::object::{Key, Kind};
@@ -112,9 +113,9 @@ impl Signer {
     fn limit(&self, pod: &PodRef) -> Result<(), Status> {
         let mut limiter = self.limiter.lock().unwrap_or_else(PoisonError::into_inner);
         limiter.take(&pod.uid, Instant::now()).map_err(|wait| {
-            let seconds = wait.as_secs_f64().ceil();
+            let left = wait.as_secs_f64().ceil();
             Status::resource_exhausted(format!(
-                "the pod {pod} requests certificates too often; try again in {seconds} s"
+                "the pod {pod} requests certificates too often; try again in {left} s"
             ))
         })
     }
@@ -174,8 +175,7 @@ impl Signer {
                     SignError::Crypto(_) => Status::internal(error.to_string()),
                 }
             })?;
-        let until = signed.not_after.duration_since(SystemTime::UNIX_EPOCH);
-        let until = until.unwrap_or_default().as_secs();
+        let until = seconds(signed.not_after);
         tracing::info!(%identity, %pod, serial = %signed.serial, until, issuer, "certificate issued");
         Ok(proto::SignCertificateResponse {
             cert: (signed.pem + trust.issuer.chain_pem()).into(),

@@ -152,16 +152,6 @@ struct Candidate<'a> {
     unapplied: BTreeSet<u16>,
 }
 
-/// The routes of some ports, and what follows from them.
-struct Merged {
-    table: Arc<Table>,
-    protected: Option<Arc<Rules>>,
-    /// By the position of the candidate.
-    verdicts: Vec<(usize, Verdict)>,
-    /// See [`verdicts`](Self::verdicts).
-    incompatible: Vec<(usize, Rejection)>,
-}
-
 /// The limits of one table.
 #[derive(Clone, Copy)]
 struct Limits {
@@ -216,22 +206,11 @@ pub fn attach(
     };
     let (mut tables, mut protected) = (BTreeMap::new(), BTreeMap::new());
     for (at, (selected, ports)) in groups.iter().enumerate() {
-        let merged = merge(
-            &candidates,
-            selected,
-            (parent, ports[0].port),
-            limits,
-            requests,
-        );
+        let first = (parent, ports[0].port);
+        let (table, rules) = merge(&mut candidates, (at, selected), first, limits, requests);
         for port in ports {
-            tables.insert(port.port, merged.table.clone());
-            protected.extend(merged.protected.clone().map(|rules| (port.port, rules)));
-        }
-        for (position, verdict) in merged.verdicts {
-            candidates[position].verdicts.push((at, verdict));
-        }
-        for (position, rejection) in merged.incompatible {
-            candidates[position].incompatible.push((at, rejection));
+            tables.insert(port.port, table.clone());
+            protected.extend(rules.clone().map(|rules| (port.port, rules)));
         }
     }
     for candidate in &mut candidates {
@@ -463,15 +442,16 @@ fn precedence(kind: Kind) -> u8 {
     }
 }
 
-/// Merges the routes at these positions for a port, in the order of their precedence. Connections
-/// that carry no HTTP follow the oldest TCPRoute or, without routes, a split of all requests.
+/// Merges the routes at these positions into the table `at`, for a port, in the order of their
+/// precedence. Connections that carry no HTTP follow the oldest TCPRoute or, without routes, a split
+/// of all requests. Records the verdicts. Returns what the pods are told, too.
 fn merge(
-    candidates: &[Candidate<'_>],
-    selected: &[usize],
+    candidates: &mut [Candidate<'_>],
+    (at, selected): (usize, &[usize]),
     (service, port): (Option<&Service>, u16),
     limits: Limits,
     requests: &Requests,
-) -> Merged {
+) -> (Arc<Table>, Option<Arc<Rules>>) {
     // A route without a readable rule excludes no other one.
     let mut selected: Vec<usize> = selected.to_vec();
     selected.sort_by_key(|one| candidates[*one].route.is_unreadable());
@@ -479,11 +459,10 @@ fn merge(
     let first = first(routes).expect("a port without routes has no table");
     let (kind, is_unreadable) = (first.kind, first.is_unreadable());
     let mut tcp: Option<Arc<Rule>> = None;
-    let (mut matches, mut rules, mut verdicts) = (Vec::new(), Vec::new(), Vec::new());
-    let mut filters = Vec::new();
+    let (mut matches, mut rules, mut filters) = (Vec::new(), Vec::new(), Vec::new());
     let (mut patterns, mut bytes, mut routes, mut unmatched) = (0, 0, Vec::new(), None);
     for position in &selected {
-        let candidate = &candidates[*position];
+        let candidate = &mut candidates[*position];
         let parsed = candidate.route.content.iter().flatten();
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
         let own_matches = own.clone().count();
@@ -502,7 +481,7 @@ fn merge(
         } else {
             Verdict::Accepted
         };
-        verdicts.push((*position, verdict));
+        candidate.verdicts.push((at, verdict));
         if verdict != Verdict::Accepted {
             continue;
         }
@@ -542,18 +521,16 @@ fn merge(
     let place = place.map(|service| Place::new(service, &matches));
     let route = |position: usize| candidates[position].route;
     let (filters, incompatible) = external::check_rules(place, &mut rules, filters, route);
+    for (position, rejection) in incompatible {
+        candidates[position].incompatible.push((at, rejection));
+    }
     let protected = external::rules(&matches, &rules, &filters);
     let is_grpc = kind == Kind::GrpcRoute;
     let table = Table {
         is_unreadable,
         ..Table::new(matches, rules, is_grpc, tcp, requests, routes)
     };
-    Merged {
-        table: Arc::new(table),
-        protected: protected.map(Arc::new),
-        verdicts,
-        incompatible,
-    }
+    (Arc::new(table), protected.map(Arc::new))
 }
 
 impl Candidate<'_> {
@@ -700,20 +677,11 @@ impl Candidate<'_> {
     fn resolved_refs(&self) -> Condition {
         let problems = self.problems.iter().take(MAX_PROBLEMS);
         let messages: Vec<&str> = problems.map(|problem| &*problem.message).collect();
-        match self.problems.first() {
-            None => Condition::new(
-                "ResolvedRefs",
-                true,
-                "ResolvedRefs",
-                "all backends exist".to_owned(),
-            ),
-            Some(first) => Condition::new(
-                "ResolvedRefs",
-                false,
-                first.reason,
-                shortened(&messages.join("; ")),
-            ),
-        }
+        let (reason, message) = match self.problems.first() {
+            None => ("ResolvedRefs", "all backends exist".to_owned()),
+            Some(first) => (first.reason, shortened(&messages.join("; "))),
+        };
+        Condition::new("ResolvedRefs", messages.is_empty(), reason, message)
     }
 }
 

@@ -10,11 +10,11 @@ use serde_json::Value;
 
 use super::filters::is_hostname;
 use super::model::Rejection;
-use super::parse::{Meta, shortened, unsupported};
+use super::parse::{Meta, unsupported};
 use super::spec::{BackendSpec, BackendTls};
 use super::{BACKEND_NOT_FOUND, UNSUPPORTED_PROTOCOL, UNSUPPORTED_VALUE};
 use crate::checked::Checked;
-use crate::fields::with_unknown_fields;
+use crate::fields::read_known;
 use crate::index::object::Kind;
 
 /// The protocols of a backend. Proxies keep the protocol of each request.
@@ -44,16 +44,12 @@ pub fn backend(meta: Meta, spec: &Value, trust_domain: &str) -> Backend {
 }
 
 fn external(name: String, spec: &Value, trust_domain: &str) -> Result<External, Rejection> {
-    let invalid = |message: String| Rejection::new(UNSUPPORTED_VALUE, shortened(&message));
-    let (read, unknown) = with_unknown_fields::<BackendSpec, _>(spec);
-    let spec = read.map_err(|error| invalid(format!("spec: {error}")))?;
-    if spec.kind != "ExternalHostname" {
-        return Err(unsupported("spec.type", &spec.kind, "ExternalHostname"));
+    // Another type may have other fields.
+    let kind = spec["type"].as_str().unwrap_or_default();
+    if kind != "ExternalHostname" {
+        return Err(unsupported("spec.type", kind, "ExternalHostname"));
     }
-    // It could change how proxies connect.
-    if let Some(field) = unknown.first() {
-        return Err(invalid(format!("spec.{field}: unknown field")));
-    }
+    let spec: BackendSpec = read_known(spec, "spec")?;
     let host = spec.external_hostname.hostname;
     let host = host_name("spec.externalHostname.hostname", &host)?;
     let domains = [CLUSTER_DOMAIN, trust_domain];

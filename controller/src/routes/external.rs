@@ -16,13 +16,13 @@ use serde_json::Value;
 
 use super::filters::{Context, Found};
 use super::model::{ExternalAuth, Match, Reference, Rejection, Route, Rule};
-use super::parse::{reference, shortened, unsupported};
-use super::{INCOMPATIBLE_FILTERS, UNSUPPORTED_VALUE, spec};
+use super::parse::{reference, refuse, unsupported};
+use super::{INCOMPATIBLE_FILTERS, spec};
 use crate::authorization::Rules;
 use crate::authorization::parse::authorizer::{DEFAULT_TIMEOUT, protocol};
 use crate::authorization::parse::rejected;
 use crate::authorization::server::Server;
-use crate::fields::with_unknown_fields;
+use crate::fields::read_known;
 use crate::index::object::{Service, ServicePort};
 
 /// Parses the filter in the field `at`.
@@ -33,17 +33,19 @@ pub(super) fn parse(
     found: &mut Found,
 ) -> Result<ExternalAuth, Rejection> {
     let field = format!("{at}.externalAuth");
+    if spec.is_null() {
+        return Err(unsupported(&field, "", "set"));
+    }
     let spec::ExternalAuth {
         protocol: name,
         backend_ref,
         mut grpc,
         mut http,
         forward_body,
-    } = read(spec, &field)?;
+    } = read_known(spec, &field)?;
     if let Some(body) = forward_body.filter(|body| body.max_size > 0) {
-        let (field, size) = (format!("{field}.forwardBody.maxSize"), body.max_size);
         let expected = "0: authorization servers get no body";
-        return Err(unsupported(&field, &size.to_string(), expected));
+        return refuse(&field, "forwardBody.maxSize", body.max_size, expected);
     }
     // Unlike those of policies, lists may be empty.
     let of_grpc = grpc.iter_mut();
@@ -72,19 +74,6 @@ pub(super) fn parse(
         server,
         authorizer,
     })
-}
-
-/// Reads the filter. A field that is not known could change what is asked.
-fn read(spec: &Value, field: &str) -> Result<spec::ExternalAuth, Rejection> {
-    let invalid = |message: String| Rejection::new(UNSUPPORTED_VALUE, shortened(&message));
-    if spec.is_null() {
-        return Err(unsupported(field, "", "set"));
-    }
-    let (read, unknown) = with_unknown_fields::<spec::ExternalAuth, _>(spec);
-    match unknown.first() {
-        Some(name) => Err(invalid(format!("{field}.{name}: unknown field"))),
-        None => read.map_err(|error| invalid(format!("{field}: {error}"))),
-    }
 }
 
 /// Checks the settings of a server as those of a policy.

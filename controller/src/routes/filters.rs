@@ -15,7 +15,7 @@ use diy_mesh_proto::mesh::v1::{
 };
 
 use super::model::{ExternalAuth, Match, Reference, Rejection};
-use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, unsupported};
+use super::parse::{MAX_ITEMS, Meta, bounded, header_name, reference, refuse, unsupported};
 use super::{INCOMPATIBLE_FILTERS, external, matches, spec};
 use crate::index::object::Kind;
 
@@ -148,7 +148,7 @@ fn filter(
         }
         kind => {
             let expected = format!("a type of filter of {}", context.meta.kind);
-            return Err(unsupported(&format!("{at}.type"), kind, &expected));
+            return refuse(at, "type", kind, &expected);
         }
     })
 }
@@ -235,16 +235,11 @@ pub(crate) fn share(
 fn redirect(spec: spec::Redirect, at: &str, context: &Context<'_>) -> Result<Redirect, Rejection> {
     let scheme = spec.scheme.unwrap_or_default();
     if !matches!(&*scheme, "" | "http" | "https") {
-        return Err(unsupported(
-            &format!("{at}.scheme"),
-            &scheme,
-            "http or https",
-        ));
+        return refuse(at, "scheme", &scheme, "http or https");
     }
     let status = spec.status_code.unwrap_or(302);
     if !matches!(status, 301 | 302 | 303 | 307 | 308) {
-        let (field, status) = (format!("{at}.statusCode"), status.to_string());
-        return Err(unsupported(&field, &status, "301, 302, 303, 307 or 308"));
+        return refuse(at, "statusCode", status, "301, 302, 303, 307 or 308");
     }
     Ok(Redirect {
         scheme,
@@ -294,10 +289,7 @@ fn path_modifier(
                 }
             }
         }
-        kind => {
-            let field = format!("{at}.type");
-            return Err(unsupported(&field, kind, "a type of path modifier"));
-        }
+        kind => return refuse(at, "type", kind, "a type of path modifier"),
     };
     Ok(Some(PathModifier { kind: Some(kind) }))
 }
@@ -352,11 +344,7 @@ fn hostname(hostname: &Option<String>, at: &str) -> Result<String, Rejection> {
     match hostname.as_deref().filter(|hostname| !hostname.is_empty()) {
         None => Ok(String::new()),
         Some(hostname) if is_hostname(hostname) => Ok(hostname.to_owned()),
-        Some(hostname) => Err(unsupported(
-            &format!("{at}.hostname"),
-            hostname,
-            "a host name",
-        )),
+        Some(hostname) => refuse(at, "hostname", hostname, "a host name"),
     }
 }
 

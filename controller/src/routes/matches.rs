@@ -9,7 +9,7 @@ use diy_mesh_proto::pattern::Pattern;
 
 use super::filters::is_token;
 use super::model::{Match, Rejection};
-use super::parse::{MAX_ITEMS, bounded, header_name, unsupported};
+use super::parse::{MAX_ITEMS, bounded, header_name, refuse, unsupported};
 use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
 
 const MAX_PATH_BYTES: usize = 1024;
@@ -36,7 +36,7 @@ impl MatchSpec for HttpMatch {
         let query = query(&self.query_params, &format!("{at}.queryParams"))?;
         let method = self.method.clone().unwrap_or_default();
         if self.method.is_some() && !METHODS.contains(&&*method) {
-            return Err(unsupported(&format!("{at}.method"), &method, "a method"));
+            return refuse(at, "method", &method, "a method");
         }
         let (kind, length) = match &path {
             PathKind::Exact(path) => (2, path.chars().count()),
@@ -165,11 +165,7 @@ fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathKind, Rejection> 
             pattern(&field, value)?;
             Ok(PathKind::Regex(value.to_owned()))
         }
-        Some(kind) => Err(unsupported(
-            &format!("{at}.type"),
-            kind,
-            "a type of path match",
-        )),
+        Some(kind) => refuse(at, "type", kind, "a type of path match"),
     }
 }
 
@@ -250,7 +246,7 @@ fn is_regex(kind: Option<&str>, at: &str) -> Result<bool, Rejection> {
     match kind {
         None | Some("Exact") => Ok(false),
         Some("RegularExpression") => Ok(true),
-        Some(kind) => Err(unsupported(&format!("{at}.type"), kind, "a type of match")),
+        Some(kind) => refuse(at, "type", kind, "a type of match"),
     }
 }
 

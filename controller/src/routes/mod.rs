@@ -172,6 +172,11 @@ impl Condition {
         }
     }
 
+    /// The value in a status.
+    pub fn status(&self) -> &'static str {
+        if self.holds { "True" } else { "False" }
+    }
+
     /// Whether its author has to do something.
     pub fn is_problem(&self) -> bool {
         self.holds == (self.kind == PARTIALLY_INVALID)

@@ -96,6 +96,17 @@ pub(crate) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection
     Rejection::new(UNSUPPORTED_VALUE, message)
 }
 
+/// Rejects the value of the field `name` in the field `at`.
+pub(crate) fn refuse<T>(
+    at: &str,
+    name: &str,
+    value: impl ToString,
+    expected: &str,
+) -> Result<T, Rejection> {
+    let field = format!("{at}.{name}");
+    Err(unsupported(&field, &value.to_string(), expected))
+}
+
 /// Rejects lists that are longer than Kubernetes permits.
 pub(crate) fn bounded<T>(field: &str, list: &[T], max: usize) -> Result<(), Rejection> {
     if list.len() <= max {
@@ -389,7 +400,7 @@ fn name(meta: &Meta, rule: Option<&str>, at: &str) -> Result<String, Rejection> 
     match rule.filter(|rule| !rule.is_empty()) {
         None => Ok(route),
         Some(rule) if filters::is_hostname(rule) => Ok(format!("{route}/{rule}")),
-        Some(rule) => Err(unsupported(&format!("{at}.name"), rule, "a name")),
+        Some(rule) => refuse(at, "name", rule, "a name"),
     }
 }
 
@@ -405,9 +416,7 @@ fn backend(
 ) -> Result<RouteBackend, Rejection> {
     let weight = backend.weight.unwrap_or(1);
     if weight > MAX_WEIGHT {
-        let expected = format!("at most {MAX_WEIGHT}");
-        let field = format!("{at}.weight");
-        return Err(unsupported(&field, &weight.to_string(), &expected));
+        return refuse(at, "weight", weight, &format!("at most {MAX_WEIGHT}"));
     }
     let filters_at = format!("{at}.filters");
     let position = found.references.len();
@@ -480,9 +489,9 @@ pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2]
     let request = parse("request", &timeouts.request)?;
     let backend_request = parse("backendRequest", &timeouts.backend_request)?;
     if request > Some(0) && backend_request > request {
-        let field = format!("{at}.timeouts.backendRequest");
         let value = timeouts.backend_request.as_deref().unwrap_or_default();
-        return Err(unsupported(&field, value, "at most the request timeout"));
+        let expected = "at most the request timeout";
+        return refuse(at, "timeouts.backendRequest", value, expected);
     }
     Ok([request, backend_request])
 }
@@ -490,14 +499,12 @@ pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2]
 pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<RouteRetry, Rejection> {
     bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
     if let Some(code) = retry.codes.iter().find(|code| !(400..600).contains(*code)) {
-        let (field, code) = (format!("{at}.retry.codes"), code.to_string());
-        return Err(unsupported(&field, &code, "a status from 400 to 599"));
+        return refuse(at, "retry.codes", code, "a status from 400 to 599");
     }
     let attempts = retry.attempts.unwrap_or(DEFAULT_RETRY_ATTEMPTS);
     if attempts > MAX_RETRY_ATTEMPTS {
         let expected = format!("at most {MAX_RETRY_ATTEMPTS}");
-        let field = format!("{at}.retry.attempts");
-        return Err(unsupported(&field, &attempts.to_string(), &expected));
+        return refuse(at, "retry.attempts", attempts, &expected);
     }
     let backoff = retry.backoff.as_deref();
     Ok(RouteRetry {
@@ -524,18 +531,15 @@ pub(crate) fn session_persistence(
         None | Some("Session") => false,
         Some("Permanent") => true,
         Some(other) => {
-            let field = format!("{at}.cookieConfig.lifetimeType");
-            return Err(unsupported(&field, other, "Session or Permanent"));
+            let field = "cookieConfig.lifetimeType";
+            return refuse(&at, field, other, "Session or Permanent");
         }
     };
     let name = |default: &str| spec.session_name.clone().unwrap_or(default.to_owned());
     let (cookie, header) = match spec.kind.as_deref() {
         None | Some("Cookie") => (name(DEFAULT_SESSION_COOKIE), String::new()),
         Some("Header") => (String::new(), name(DEFAULT_SESSION_HEADER)),
-        Some(other) => {
-            let field = format!("{at}.type");
-            return Err(unsupported(&field, other, "Cookie or Header"));
-        }
+        Some(other) => return refuse(&at, "type", other, "Cookie or Header"),
     };
     let session = SessionPersistence {
         absolute_timeout: timeout("absoluteTimeout", &spec.absolute_timeout)?,

@@ -130,18 +130,11 @@ fn described(parent: &ParentStatus) -> String {
 }
 
 fn describe(condition: &Condition) -> String {
-    let Condition {
-        kind,
-        holds,
-        reason,
-        message,
-        ..
-    } = condition;
-    let status = if *holds { "True" } else { "False" };
+    let status = format!("{}={}", condition.kind, condition.status());
     if condition.is_problem() {
-        format!("{kind}={status}, {reason}: {message}")
+        format!("{status}, {}: {}", condition.reason, condition.message)
     } else {
-        format!("{kind}={status}")
+        status
     }
 }
 

@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::matches::MatchSpec;
 use super::model::{Match, ParsedRule, Reference, Rejection, Route};
 use super::parse::{
-    MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, Meta, bounded, check_matches, unsupported,
+    MAX_ITEMS, MAX_MATCHES_OF_ROUTE, MAX_WEIGHT, Meta, bounded, check_matches, refuse, unsupported,
 };
 use super::spec::{HttpMatch, ValueMatch};
 use super::{BACKEND_NOT_FOUND, ParentReference};
@@ -107,10 +107,7 @@ pub fn split(meta: Meta, spec: &Value) -> Result<Split, String> {
     });
     let parent = ParentReference::service(&parsed.service);
     let bytes = 2 * meta.bytes + (2 + parsed.backends.len()) * ENTRY_BYTES;
-    Ok(Split {
-        bytes,
-        ..Split::new(meta, vec![parent], rule)
-    })
+    Ok(Split::new(Meta { bytes, ..meta }, vec![parent], rule))
 }
 
 fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
@@ -126,8 +123,7 @@ fn rule(meta: &Meta, spec: &SplitSpec) -> Result<ParsedRule, Rejection> {
         let weight = u32::deserialize(&backend.weight).ok();
         let Some(weight) = weight.filter(|weight| *weight <= MAX_WEIGHT) else {
             let expected = format!("an integer from 0 to {MAX_WEIGHT}");
-            let field = format!("{field}.weight");
-            return Err(unsupported(&field, &backend.weight.to_string(), &expected));
+            return refuse(&field, "weight", &backend.weight, &expected);
         };
         backends.push((to(&meta.key, &backend.service, &field), weight));
     }
@@ -205,10 +201,7 @@ pub fn group(meta: Meta, spec: &Value) -> Result<RouteGroup, String> {
         matches,
         conditions: conditions.collect(),
     });
-    Ok(RouteGroup {
-        bytes,
-        ..RouteGroup::new(meta, vec![], group)
-    })
+    Ok(RouteGroup::new(Meta { bytes, ..meta }, vec![], group))
 }
 
 /// The matches of a group. Their number is checked before they are made: each method of a match

@@ -167,7 +167,7 @@ fn is_of_others(kind: &Value) -> bool {
 
 /// A condition, with the time of its last transition.
 fn condition(new: &Condition, old: Option<&Value>, generation: i64, now: &str) -> Value {
-    let status = if new.holds { "True" } else { "False" };
+    let status = new.status();
     let unchanged = old.filter(|old| old["status"] == status);
     let since = unchanged.and_then(|old| old["lastTransitionTime"].as_str());
     let message = &new.message[..new.message.floor_char_boundary(MAX_MESSAGE_BYTES)];

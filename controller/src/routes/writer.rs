@@ -29,7 +29,7 @@ use progress::Progress;
 use super::attach::RouteId;
 use super::lease::{Election, LEASE};
 use super::statuses::{Statuses, Withheld, take_changed, wait_changed};
-use super::{Condition, RouteStatus, report, status};
+use super::{RouteStatus, report, status};
 use crate::api::{self, API_TIMEOUT, ApiError};
 use crate::catalog::marker::{self, Marker};
 use crate::catalog::resources;
@@ -329,18 +329,11 @@ impl Writer {
     ) {
         let reference = object.object_ref(resource);
         for parent in status.iter().flat_map(|status| &status.parents) {
-            let conditions = parent.conditions.iter().filter(|one| one.is_problem());
-            for Condition {
-                kind,
-                holds,
-                reason,
-                message,
-                ..
-            } in conditions
-            {
-                let status = if *holds { "True" } else { "False" };
-                let note = format!("{}: {kind} is {status}: {message}", parent.parent);
-                self.events.warn(reference.clone(), reason, "Attach", &note);
+            for one in parent.conditions.iter().filter(|one| one.is_problem()) {
+                let status = format!("{} is {}: {}", one.kind, one.status(), one.message);
+                let note = format!("{}: {status}", parent.parent);
+                self.events
+                    .warn(reference.clone(), one.reason, "Attach", &note);
             }
         }
     }

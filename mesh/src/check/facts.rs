@@ -250,15 +250,13 @@ pub(super) async fn list<K>(api: Api<K>, params: &ListParams) -> Fact<Vec<K>>
 where
     K: Clone + DeserializeOwned + std::fmt::Debug,
 {
-    let items = cluster::list(api, params).await;
-    items.map_err(|error| cluster::describe_error(&error))
+    let items = cluster::list(api, params);
+    items.await.map_err(cluster::describe_error)
 }
 
 async fn webhook(cluster: &Cluster) -> Fact<Option<MutatingWebhookConfiguration>> {
     let api = Api::all(cluster.client.clone());
-    api.get_opt(WEBHOOK)
-        .await
-        .map_err(|error| cluster::describe_error(&error))
+    api.get_opt(WEBHOOK).await.map_err(cluster::describe_error)
 }
 
 /// Reads the certificate only. The private key in the Secret is discarded.
@@ -267,7 +265,7 @@ async fn serving(cluster: &Cluster) -> Fact<Option<String>> {
     let secret = api
         .get_opt(SERVING_SECRET)
         .await
-        .map_err(|error| cluster::describe_error(&error))?;
+        .map_err(cluster::describe_error)?;
     let certificate = secret.and_then(|secret| secret.data?.remove("tls.crt"));
     Ok(certificate.map(|certificate| String::from_utf8_lossy(&certificate.0).into_owned()))
 }
@@ -294,7 +292,7 @@ async fn dry_run(cluster: &Cluster) -> Fact<DryRun> {
         {
             Ok(DryRun::Failed(status.message))
         }
-        Err(error) => Err(cluster::describe_error(&error)),
+        Err(error) => Err(cluster::describe_error(error)),
     }
 }
 

@@ -76,22 +76,16 @@ fn expires_soon(name: &str, authority: &Authority, now: u64) -> Option<Finding> 
     } else {
         "replace your own CA in Secret diy-service-mesh-ca (tls.crt, tls.key, ca.crt): the controller rotates to it"
     };
+    let name = format!("{name} ({})", authority.subject);
     match remaining {
-        0 => Some(Finding::problem(
-            format!(
-                "{name} ({}) has expired: all certificates of the mesh are invalid",
-                authority.subject
-            ),
-            advice,
-        )),
-        _ if remaining < lifetime / 3 => Some(Finding::warning(
-            format!(
-                "{name} ({}) expires in {}",
-                authority.subject,
-                format_duration(remaining)
-            ),
-            advice,
-        )),
+        0 => {
+            let text = format!("{name} has expired: all certificates of the mesh are invalid");
+            Some(Finding::problem(text, advice))
+        }
+        _ if remaining < lifetime / 3 => {
+            let text = format!("{name} expires in {}", format_duration(remaining));
+            Some(Finding::warning(text, advice))
+        }
         _ => None,
     }
 }
@@ -176,11 +170,12 @@ fn describe_outdated(namespace: &str, map: &ConfigMap) -> String {
 fn lacks_current_root(map: &ConfigMap, mesh: &Mesh) -> bool {
     let pem = map.data.as_ref().and_then(|data| data.get(ROOTS));
     let published = certificates::read(pem.map_or(b"", |pem| pem.as_bytes()));
-    mesh.roots.iter().any(|root| {
-        !published
-            .iter()
-            .any(|one| one.fingerprint().eq_ignore_ascii_case(&root.fingerprint))
-    })
+    let published: Vec<String> = published.iter().map(|one| one.fingerprint()).collect();
+    let is_published = |root: &Authority| {
+        let mut published = published.iter();
+        published.any(|one| one.eq_ignore_ascii_case(&root.fingerprint))
+    };
+    !mesh.roots.iter().all(is_published)
 }
 
 /// Whether no trust root covers the certificates of an issuer. Unknown for an intermediate: its
@@ -203,17 +198,15 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
         let lifetime = workload
             .certificate_not_after
             .saturating_sub(workload.certificate_issued_at);
+        let name = workload_name(workload);
         match () {
-            () if !has_certificate(workload) => pending.push(workload_name(workload)),
-            () if remaining == 0 => expired.push(workload_name(workload)),
-            () if is_untrusted(mesh, &workload.certificate_issuer) => {
-                untrusted.push(workload_name(workload))
+            () if !has_certificate(workload) => pending.push(name),
+            () if remaining == 0 => expired.push(name),
+            () if is_untrusted(mesh, &workload.certificate_issuer) => untrusted.push(name),
+            () if remaining < lifetime / 10 => {
+                let remaining = format_duration(remaining);
+                overdue.push(format!("{name}: expires in {remaining}"));
             }
-            () if remaining < lifetime / 10 => overdue.push(format!(
-                "{}: expires in {}",
-                workload_name(workload),
-                format_duration(remaining)
-            )),
             () => {}
         }
     }

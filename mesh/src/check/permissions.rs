@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_model::identity;
-use futures::{StreamExt, stream};
+use futures::{StreamExt, TryStreamExt, stream};
 use k8s_openapi::api::{
     authorization::v1::SubjectAccessReview,
     rbac::v1::{PolicyRule, RoleRef, Subject},
@@ -40,18 +40,11 @@ pub struct Permission {
 
 impl std::fmt::Display for Permission {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self {
-            account,
-            verb,
-            group,
-            resource,
-            ..
-        } = self;
-        write!(
-            f,
-            "{account} cannot {verb} {resource}{}{group}",
-            if group.is_empty() { "" } else { "." }
-        )?;
+        let (account, verb, resource) = (&self.account, &self.verb, &self.resource);
+        write!(f, "{account} cannot {verb} {resource}")?;
+        if !self.group.is_empty() {
+            write!(f, ".{}", self.group)?;
+        }
         self.name.iter().try_for_each(|name| write!(f, " {name}"))?;
         f.write_str(if self.cluster_wide {
             " in all namespaces"
@@ -91,19 +84,12 @@ pub(super) async fn review(cluster: &Cluster) -> Fact<Vec<(Permission, bool)>> {
             let response = api
                 .create(&PostParams::default(), &review)
                 .await
-                .map_err(|error| cluster::describe_error(&error))?;
-            Ok((
-                permission,
-                response.status.is_some_and(|status| status.allowed),
-            ))
+                .map_err(cluster::describe_error)?;
+            let is_allowed = response.status.is_some_and(|status| status.allowed);
+            Ok((permission, is_allowed))
         }
     });
-    reviews
-        .buffered(8)
-        .collect::<Vec<Fact<_>>>()
-        .await
-        .into_iter()
-        .collect()
+    reviews.buffered(8).try_collect().await
 }
 
 fn access_review(permission: &Permission, namespace: &str) -> Value {

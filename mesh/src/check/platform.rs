@@ -145,12 +145,10 @@ pub(super) fn versions(facts: &Facts) -> Findings<'_> {
     }
     if let Ok(mesh) = &facts.identity {
         let mut versions: BTreeMap<&str, usize> = BTreeMap::new();
-        mesh.workloads
-            .iter()
-            .filter(|workload| !workload.proxy_version.is_empty())
-            .for_each(|workload| {
-                *versions.entry(&workload.proxy_version).or_default() += 1;
-            });
+        let known = mesh.workloads.iter().map(|one| &*one.proxy_version);
+        for version in known.filter(|version| !version.is_empty()) {
+            *versions.entry(version).or_default() += 1;
+        }
         if versions.len() > 1 {
             let details = versions.iter().map(|(version, number)| {
                 format!("{version}: {}", count(*number, "proxy", "proxies"))
@@ -176,13 +174,9 @@ fn outdated_proxies(pods: &[Pod], expected: &str) -> Option<Finding> {
 }
 
 fn variable<'a>(container: &'a Container, name: &str) -> Option<&'a str> {
-    container
-        .env
-        .iter()
-        .flatten()
-        .find(|variable| variable.name == name)?
-        .value
-        .as_deref()
+    let mut variables = container.env.iter().flatten();
+    let variable = variables.find(|variable| variable.name == name)?;
+    variable.value.as_deref()
 }
 
 /// The digest or tag of an image.

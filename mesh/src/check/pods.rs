@@ -160,11 +160,10 @@ pub(super) fn proxies(facts: &Facts) -> Findings<'_> {
     let not_ready: Vec<String> = meshed(pods)
         .filter_map(|pod| {
             let reason = not_ready_reason(pod, facts.now)?;
-            let own = facts
-                .ready_pages
-                .get(&name(pod))
-                .map(|page| page.trim().replace('\n', "; "));
-            let own = own.map_or_else(String::new, |own| format!(": {own}"));
+            let own = facts.ready_pages.get(&name(pod)).map(|page| page.trim());
+            let own = own.map_or(String::new(), |own| {
+                format!(": {}", own.replace('\n', "; "))
+            });
             Some(format!("{}: {reason}{own}", name(pod)))
         })
         .collect();
@@ -231,23 +230,15 @@ fn not_ready_reason(pod: &Pod, now: u64) -> Option<String> {
         let Some(state) = status(pod, container).and_then(|status| status.state.as_ref()) else {
             continue;
         };
-        if let Some(waiting) = state
-            .waiting
-            .as_ref()
-            .and_then(|waiting| waiting.reason.as_deref())
-            && !["PodInitializing", "ContainerCreating"].contains(&waiting)
-        {
-            return Some(format!("{container} is waiting: {waiting}"));
+        let waiting = state.waiting.as_ref();
+        let waiting = waiting.and_then(|waiting| waiting.reason.as_deref());
+        let is_ordinary = |reason: &&str| ["PodInitializing", "ContainerCreating"].contains(reason);
+        if let Some(reason) = waiting.filter(|reason| !is_ordinary(reason)) {
+            return Some(format!("{container} is waiting: {reason}"));
         }
-        if let Some(terminated) = state
-            .terminated
-            .as_ref()
-            .filter(|terminated| terminated.exit_code != 0)
-        {
-            return Some(format!(
-                "{container} exited with code {}",
-                terminated.exit_code
-            ));
+        let exit_code = state.terminated.as_ref().map(|one| one.exit_code);
+        if let Some(code) = exit_code.filter(|code| *code != 0) {
+            return Some(format!("{container} exited with code {code}"));
         }
     }
     let state = if is_proxy_running(pod) {

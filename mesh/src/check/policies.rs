@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::facts::Facts;
 use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, Findings, count, or_ok};
-use crate::routes::CONTROLLER_NAME;
+use crate::routes::{CONTROLLER_NAME, list, text};
 
 /// The definitions of this version.
 const DEFINITIONS: [(&str, &str); 2] = [
@@ -60,8 +60,7 @@ fn compared((name, own): &(&str, &str), installed: &Option<Value>) -> Finding {
 
 /// The paths of all fields of this version.
 fn fields(definition: &Value) -> BTreeSet<String> {
-    let versions = definition["spec"]["versions"].as_array();
-    let mut versions = versions.into_iter().flatten();
+    let mut versions = list(&definition["spec"]["versions"]);
     let version = versions.find(|version| version["name"] == VERSION);
     let schema = version.and_then(|version| version.pointer("/schema/openAPIV3Schema"));
     let mut paths = BTreeSet::new();
@@ -117,20 +116,13 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
 /// What the mesh says about the targets of a policy that it does not accept, and about those where
 /// it does not apply everywhere.
 fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let metadata = &policy["metadata"];
-    let title = format!(
-        "{} {}/{}",
-        text(&policy["kind"]),
-        text(&metadata["namespace"]),
-        text(&metadata["name"])
-    );
-    let entries = policy["status"]["ancestors"].as_array();
-    let entries = entries.into_iter().flatten();
+    let [namespace, name] = ["namespace", "name"].map(|field| text(&metadata[field]));
+    let title = format!("{} {namespace}/{name}", text(&policy["kind"]));
+    let entries = list(&policy["status"]["ancestors"]);
     let own = entries.filter(|entry| entry["controllerName"] == CONTROLLER_NAME);
     let conditions = own.flat_map(|entry| {
-        let conditions = entry["conditions"].as_array().into_iter().flatten();
-        conditions.map(move |condition| (&entry["ancestorRef"], condition))
+        list(&entry["conditions"]).map(move |condition| (&entry["ancestorRef"], condition))
     });
     let is_current = |condition: &Value| condition["observedGeneration"] == metadata["generation"];
     let current: Vec<_> = conditions

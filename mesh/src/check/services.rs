@@ -26,7 +26,7 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
     let in_meshed = services
         .iter()
         .filter(|service| meshed.contains(&service.namespace().unwrap_or_default()));
-    let (mut unmatched, mut number) = (Vec::new(), 0);
+    let (mut unmatched, mut unknown, mut number) = (Vec::new(), Vec::new(), 0);
     for service in in_meshed {
         number += 1;
         if let Some(selector) = selector(service)
@@ -34,6 +34,8 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
         {
             unmatched.push(describe(service, selector));
         }
+        let ports = unknown_ports(service, pods).into_iter();
+        unknown.extend(ports.map(|(_, text)| format!("{}: {text}", full_name(service))));
     }
     let text = "no pod and no workload: requests fail with no-endpoint";
     let advice = "correct spec.selector of the Service, or the labels of the pods";
@@ -41,15 +43,8 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
     let unmatched = finding.about(unmatched, "Service selects", "Services select");
     let text = "whose pods declare no such port: connections fail with no-endpoint or are refused";
     let advice = "correct targetPort of the Service, or the ports of the containers";
-    let unknown = services
-        .iter()
-        .filter(|service| meshed.contains(&service.namespace().unwrap_or_default()))
-        .flat_map(|service| {
-            let unknown = unknown_ports(service, pods).into_iter();
-            unknown.map(|(_, text)| format!("{}: {text}", full_name(service)))
-        });
     let finding = Finding::warning(text, advice);
-    let unknown = finding.about(unknown.collect(), "target port", "target ports");
+    let unknown = finding.about(unknown, "target port", "target ports");
     let number = count(number, "Service", "Services");
     let text =
         format!("{number} in namespaces with meshed pods, no selector or port without a match");
@@ -114,19 +109,14 @@ fn unknown_ports(service: &Service, pods: &[Pod]) -> Vec<(i32, String)> {
     let unknown = ports.filter_map(|port| {
         let target = port.target_port.clone();
         let target = target.unwrap_or(IntOrString::Int(port.port));
-        is_unknown(&target).then(|| match target {
-            IntOrString::Int(number) => (port.port, number.to_string()),
-            IntOrString::String(name) => (port.port, format!("{name:?}")),
-        })
+        let shown = match &target {
+            IntOrString::Int(number) => number.to_string(),
+            IntOrString::String(name) => format!("{name:?}"),
+        };
+        let text = format!("targetPort {shown}, its pods have {described}");
+        is_unknown(&target).then_some((port.port, text))
     });
-    unknown
-        .map(|(port, target)| {
-            (
-                port,
-                format!("targetPort {target}, its pods have {described}"),
-            )
-        })
-        .collect()
+    unknown.collect()
 }
 
 /// The TCP ports that the containers of a pod declare, without those of the proxy.

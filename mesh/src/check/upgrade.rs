@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::facts::Facts;
 use super::{Finding, Findings, or_ok};
-use crate::routes::CONTROLLER_NAME;
+use crate::routes::{CONTROLLER_NAME, list, text};
 
 /// The conditions that the objects of the cluster alone decide.
 const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
@@ -68,7 +68,6 @@ fn errors(status: &RouteStatus) -> Vec<String> {
 
 fn differences(objects: &[Value], statuses: &[RouteStatus]) -> Vec<String> {
     let name = |object: &Value| {
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let metadata = &object["metadata"];
         [&object["kind"], &metadata["namespace"], &metadata["name"]].map(text)
     };
@@ -113,13 +112,8 @@ fn judgements(status: &Value) -> Vec<(&Value, &Value)> {
     conditions.filter(|(_, one)| is_judgement(one)).collect()
 }
 
-fn list(value: &Value) -> impl Iterator<Item = &Value> {
-    value.as_array().into_iter().flatten()
-}
-
 fn described(judgements: &[(&Value, &Value)]) -> BTreeSet<String> {
     let describe = |(entry, one): &(&Value, &Value)| {
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let parent = if entry["parentRef"].is_null() {
             &entry["ancestorRef"]
         } else {

@@ -73,21 +73,11 @@ fn significant_fields(webhook: &MutatingWebhook, namespace: &str) -> String {
     let selector = selector.map(|expression| {
         format!("{expression:?}").replace("\"service-mesh\"", &format!("{namespace:?}"))
     });
-    let parts = [
-        service
-            .and_then(|service| service.path.clone())
-            .unwrap_or_default(),
-        webhook
-            .failure_policy
-            .clone()
-            .unwrap_or_else(|| "Fail".into()),
-    ];
-    parts
-        .into_iter()
-        .chain(conditions)
-        .chain(selector)
-        .collect::<Vec<_>>()
-        .join("\n")
+    let path = service.and_then(|service| service.path.clone());
+    let failure = webhook.failure_policy.clone();
+    let parts = [path.unwrap_or_default(), failure.unwrap_or("Fail".into())].into_iter();
+    let parts: Vec<String> = parts.chain(conditions).chain(selector).collect();
+    parts.join("\n")
 }
 
 /// The API server can verify the serving certificate of the injector.
@@ -96,12 +86,8 @@ pub(super) fn ca_bundle(facts: &Facts) -> Findings<'_> {
         return Ok(Vec::new());
     };
     let bundle = |webhook: &MutatingWebhook| {
-        webhook
-            .client_config
-            .ca_bundle
-            .clone()
-            .map(|bundle| bundle.0)
-            .unwrap_or_default()
+        let bundle = webhook.client_config.ca_bundle.clone();
+        bundle.unwrap_or_default().0
     };
     let webhooks = configuration.webhooks.as_deref().unwrap_or_default();
     let invalid = |is_invalid: &dyn Fn(&[u8]) -> bool| -> Vec<String> {
@@ -114,9 +100,8 @@ pub(super) fn ca_bundle(facts: &Facts) -> Findings<'_> {
     let empty = invalid(&|bundle| certificates::read(bundle).is_empty());
     if !empty.is_empty() {
         let text = "caBundle contains no certificate: the API server cannot verify the injector";
-        return Ok(vec![
-            Finding::problem(text, CA_BUNDLE_ADVICE).with_details(empty),
-        ]);
+        let finding = Finding::problem(text, CA_BUNDLE_ADVICE);
+        return Ok(vec![finding.with_details(empty)]);
     }
     let Some(serving) = facts.serving.as_ref()? else {
         let text = format!(
@@ -130,29 +115,26 @@ pub(super) fn ca_bundle(facts: &Facts) -> Findings<'_> {
     let mismatched = invalid(&|bundle| !certificates::signed_by(serving, bundle));
     if !mismatched.is_empty() {
         let text = "caBundle does not match the serving certificate of the injector: pods that request injection cannot be created";
-        return Ok(vec![
-            Finding::problem(text, CA_BUNDLE_ADVICE).with_details(mismatched),
-        ]);
+        let finding = Finding::problem(text, CA_BUNDLE_ADVICE);
+        return Ok(vec![finding.with_details(mismatched)]);
     }
-    let lifetime_and_remaining = certificates::validity(serving).map(|(not_before, not_after)| {
-        (
-            not_after.saturating_sub(not_before),
-            not_after.saturating_sub(facts.now),
-        )
+    let validity = certificates::validity(serving);
+    let lifetime_and_remaining = validity.map(|(not_before, not_after)| {
+        [not_before, facts.now].map(|time| not_after.saturating_sub(time))
     });
     Ok(vec![match lifetime_and_remaining {
-        Some((_, 0)) => Finding::problem(
+        Some([_, 0]) => Finding::problem(
             "the serving certificate of the injector has expired",
             "the injector renews it while it runs: see its log",
         ),
-        Some((lifetime, remaining)) if remaining < lifetime / 5 => {
+        Some([lifetime, remaining]) if remaining < lifetime / 5 => {
             let text = format!(
                 "the serving certificate of the injector expires in {} and its renewal is overdue",
                 format_duration(remaining)
             );
             Finding::warning(text, "see the log of the injector")
         }
-        Some((_, remaining)) => Finding::ok(format!(
+        Some([_, remaining]) => Finding::ok(format!(
             "matches the serving certificate of the injector, which expires in {}",
             format_duration(remaining)
         )),
@@ -171,21 +153,20 @@ pub(super) fn injection(facts: &Facts) -> Findings<'_> {
             "a pod that requests injection receives no proxy (dry run)",
             "see the webhook check; restore the webhook with kubectl apply -k manifests",
         ),
-        DryRun::Failed(message) => Finding::problem(
-            format!(
-                "the API server failed to call the injector, so pods that request injection cannot be created: {message}"
-            ),
-            if message.contains("x509") {
+        DryRun::Failed(message) => {
+            let text = "the API server failed to call the injector, so pods that request injection cannot be created";
+            let advice = if message.contains("x509") {
                 format!(
                     "the API server does not trust the serving certificate of the injector: see the caBundle check; {CA_BUNDLE_ADVICE}"
                 )
             } else {
+                let namespace = &facts.namespace;
                 format!(
-                    "check that an injector is ready (kubectl get pods -n {}) and that the API server can reach it",
-                    facts.namespace
+                    "check that an injector is ready (kubectl get pods -n {namespace}) and that the API server can reach it"
                 )
-            },
-        ),
+            };
+            Finding::problem(format!("{text}: {message}"), advice)
+        }
     }])
 }
 

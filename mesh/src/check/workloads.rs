@@ -189,17 +189,11 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
         })
         .collect();
     let advice = "remove the cause in the message; Kubernetes then retries";
-    let failed = Finding::problem("injection and cannot create pods", advice).about(
-        failed,
-        "workload requests",
-        "workloads request",
-    );
+    let finding = Finding::problem("injection and cannot create pods", advice);
+    let failed = finding.about(failed, "workload requests", "workloads request");
     let text = "a setting of pods in its own metadata, where it has no effect";
-    let misplaced = Finding::warning(text, "move it to spec.template.metadata.annotations").about(
-        misplaced,
-        "workload has",
-        "workloads have",
-    );
+    let finding = Finding::warning(text, "move it to spec.template.metadata.annotations");
+    let misplaced = finding.about(misplaced, "workload has", "workloads have");
     let requested = count(requested, "workload requests", "workloads request");
     let text = format!("{requested} injection, and can create pods");
     Ok(or_ok([failed, misplaced], text))

@@ -4,7 +4,7 @@
 mod forget;
 pub(crate) mod generate;
 
-use std::{io, net::IpAddr, path::PathBuf, process::ExitCode, str::FromStr};
+use std::{net::IpAddr, path::PathBuf, process::ExitCode, str::FromStr};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
@@ -12,7 +12,7 @@ use diy_mesh_controller::index::object::Key;
 use diy_mesh_proto::mesh::v1::get_authorization_response::Pod;
 use serde_json::{Value, json};
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use super::terminal::{self, Colors, Output, TextStyle, plain};
 use crate::{
     authorization::{self, Call, Caller, Claims, Destination, Head, Outcome, Path, Row, Target},
     controller::{self, Controllers},
@@ -170,13 +170,9 @@ fn judge(arguments: &Arguments, from: &Caller, to: &To) -> Result<Outcome> {
             target.key
         );
     };
-    terminal::print(&match arguments.output {
-        Output::Json => format!(
-            "{:#}\n",
-            json!(verdicts.iter().map(row).collect::<Vec<_>>())
-        ),
-        Output::Text => table(&verdicts, Colors::of(&io::stdout())),
-    })?;
+    let rows: Value = verdicts.iter().map(row).collect();
+    let output = arguments.output;
+    output.print(&rows, |colors| table(&verdicts, colors))?;
     Ok(outcome)
 }
 
@@ -250,7 +246,6 @@ fn table(rows: &[Row], colors: Colors) -> String {
     let headings = ["VERDICT", "POD", "PORT", "REASON", "AUDIT"];
     let mut table = vec![terminal::headings(headings)];
     for (port, verdict, pods) in rows {
-        let plain = |text: &str| (TextStyle::Ok, text.to_owned());
         let others = match pods.len() {
             0 | 1 => String::new(),
             number => format!(" and {} more", number - 1),
@@ -258,9 +253,9 @@ fn table(rows: &[Row], colors: Colors) -> String {
         let pod = pods.first().map_or("", |pod| pod);
         table.push(vec![
             outcome(verdict.verdict),
-            plain(&format!("{pod}{others}")),
-            plain(&port.to_string()),
-            plain(&verdict.reason),
+            plain(format!("{pod}{others}")),
+            plain(port.to_string()),
+            plain(verdict.reason.as_str()),
             plain(verdict.audit.as_deref().unwrap_or("-")),
         ]);
     }
@@ -268,13 +263,12 @@ fn table(rows: &[Row], colors: Colors) -> String {
 }
 
 pub(super) fn outcome(outcome: Outcome) -> terminal::Cell {
-    let (style, text) = match outcome {
-        Outcome::Allowed => (TextStyle::Ok, "allowed"),
-        Outcome::Asks => (TextStyle::Warning, "asks"),
-        Outcome::Unknown => (TextStyle::Warning, "cannot tell"),
-        Outcome::Denied => (TextStyle::Error, "denied"),
-    };
-    (style, text.to_owned())
+    match outcome {
+        Outcome::Allowed => plain("allowed"),
+        Outcome::Asks => TextStyle::Warning.cell("asks"),
+        Outcome::Unknown => TextStyle::Warning.cell("cannot tell"),
+        Outcome::Denied => TextStyle::Error.cell("denied"),
+    }
 }
 
 #[cfg(test)]

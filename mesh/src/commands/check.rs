@@ -1,12 +1,12 @@
 //! `mesh check`: reports the findings of all checks with recommended actions. Changes nothing.
 
-use std::{io, process::ExitCode};
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
 
-use super::terminal::{self, Colors, Output, TextStyle};
+use super::terminal::{Colors, Output, TextStyle};
 use crate::{
     check::{self, Finding, Level, facts::Facts},
     cluster::{self, Cluster, ConnectError},
@@ -44,10 +44,9 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let ok = findings
         .iter()
         .all(|finding| finding.level != Level::Problem);
-    terminal::print(&match arguments.output {
-        Output::Json => format!("{:#}\n", json!({"ok": ok, "checks": findings})),
-        Output::Text => text(&findings, Colors::of(&io::stdout())),
-    })?;
+    let all = json!({"ok": ok, "checks": findings});
+    let output = arguments.output;
+    output.print(&all, |colors| text(&findings, colors))?;
     Ok(if ok {
         ExitCode::SUCCESS
     } else {
@@ -57,11 +56,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 fn text(findings: &[Finding], colors: Colors) -> String {
     let mut text = String::new();
-    let width = findings
-        .iter()
-        .map(|finding| finding.check.len())
-        .max()
-        .unwrap_or(0);
+    let widths = findings.iter().map(|finding| finding.check.len());
+    let width = widths.max().unwrap_or(0);
     for finding in findings {
         let (style, label) = appearance(finding.level);
         let indent = " ".repeat(9 + width + 2);
@@ -71,25 +67,14 @@ fn text(findings: &[Finding], colors: Colors) -> String {
             finding.check,
             finding.text
         );
-        text.extend(
-            finding
-                .details
-                .iter()
-                .map(|detail| format!("{indent}  {detail}\n")),
-        );
+        let details = finding.details.iter();
+        text.extend(details.map(|detail| format!("{indent}  {detail}\n")));
         if !finding.advice.is_empty() {
-            text += &format!(
-                "{indent}{}\n",
-                colors.paint(TextStyle::Bold, &format!("-> {}", finding.advice))
-            );
+            let advice = format!("-> {}", finding.advice);
+            text += &format!("{indent}{}\n", colors.paint(TextStyle::Bold, &advice));
         }
     }
-    let number = |level: Level| {
-        findings
-            .iter()
-            .filter(|finding| finding.level == level)
-            .count()
-    };
+    let number = |level: Level| findings.iter().filter(|one| one.level == level).count();
     let (problems, warnings) = (number(Level::Problem), number(Level::Warning));
     if (problems, warnings) == (0, 0) {
         return text + "\nno problems found\n";

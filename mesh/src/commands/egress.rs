@@ -3,18 +3,18 @@
 
 mod policy;
 
-use std::{collections::BTreeSet, io, path::PathBuf, process::ExitCode};
+use std::{collections::BTreeSet, path::PathBuf, process::ExitCode};
 
 use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use diy_mesh_controller::kinds::Kind;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, api::ListParams};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{
     authz::generate::{Mode, yaml},
-    terminal::{self, Colors, Output, TextStyle, printable},
+    terminal::{self, Colors, Output, TextStyle, plain, printable},
 };
 use crate::{
     authorization::Outcome,
@@ -82,10 +82,8 @@ fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
         notes.extend(unwatched.map(|pods| format!("{pods}: no proxy has reported, and no policy")));
     } else {
         let report = egress::report(&observed, unwatched);
-        terminal::print(&match arguments.output {
-            Output::Json => format!("{:#}\n", json!(report)),
-            Output::Text => text(&report, Colors::of(&io::stdout())),
-        })?;
+        let output = arguments.output;
+        output.print(&report, |colors| text(&report, colors))?;
     }
     files::print(&notes);
     Ok(Outcome::Allowed)
@@ -109,7 +107,7 @@ async fn read(arguments: &Arguments, of: &str) -> Result<(Observed, BTreeSet<Str
     let pods = match cluster::list(pods, &ListParams::default()).await {
         Ok(pods) => pods,
         Err(error) => {
-            let error = describe_error(&error);
+            let error = describe_error(error);
             files::print(&[format!(
                 "failed to list pods, so those without a proxy are not known: {error}"
             )]);
@@ -124,8 +122,6 @@ fn text(report: &Report, colors: Colors) -> String {
     if report.groups.is_empty() && report.unwatched.is_empty() {
         return "no proxy of these pods has reported in the last 7 days\n".to_owned();
     }
-    let cell = |style, text: &str| (style, text.to_owned());
-    let plain = |text: &str| cell(TextStyle::Ok, text);
     let headings = ["PODS", "SINCE", "DESTINATION", "PORT", "LAST DAY"];
     let mut rows = vec![terminal::headings(headings)];
     for group in &report.groups {
@@ -135,28 +131,22 @@ fn text(report: &Report, colors: Colors) -> String {
             .iter()
             .map(|one| {
                 let port = one.port.to_string();
-                [&one.host, &port, &one.last_day]
-                    .map(|text| plain(text))
-                    .to_vec()
+                [&one.host, &port, &one.last_day].map(plain).to_vec()
             })
             .collect();
         if group.incomplete {
             let text = "others: there were more calls than are kept";
-            details.push(vec![cell(TextStyle::Warning, text)]);
+            details.push(vec![TextStyle::Warning.cell(text)]);
         }
         if details.is_empty() {
-            details.push(vec![cell(TextStyle::Dim, "none")]);
+            details.push(vec![TextStyle::Dim.cell("none")]);
         }
-        let mut heads = [cell(TextStyle::Bold, &group.pods), plain(since)];
-        for detail in details {
-            let heads = std::mem::replace(&mut heads, [(); 2].map(|()| plain("")));
-            rows.push(heads.into_iter().chain(detail).collect());
-        }
+        let heads = [TextStyle::Bold.cell(&group.pods), plain(since)];
+        rows.append(&mut terminal::headed(heads, details));
     }
     rows.extend(report.unwatched.iter().map(|pods| {
-        let text = "not watched: no proxy has reported";
-        let pods = cell(TextStyle::Bold, pods);
-        vec![pods, plain("-"), cell(TextStyle::Warning, text)]
+        let state = TextStyle::Warning.cell("not watched: no proxy has reported");
+        vec![TextStyle::Bold.cell(pods), plain("-"), state]
     }));
     colors.table(&rows)
 }
@@ -210,6 +200,8 @@ async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::egress::tests::observed;
 

@@ -1,11 +1,10 @@
 //! `mesh identity`: shows the trust roots, the issuing CA, the state of a root rotation, and the
 //! certificates of the workloads. Changes nothing.
 
-use std::{io, process::ExitCode};
+use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Args;
-use serde_json::json;
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle};
 use crate::{
@@ -38,18 +37,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let controllers = Controllers::new(&arguments.controller).await?;
         Ok::<_, controller::Error>(Mesh::merge(controllers.identity().await?))
     })??;
-    let text = match arguments.output {
-        Output::Json => format!("{:#}\n", json!(mesh)),
-        Output::Text => text(&mesh, now(), Colors::of(&io::stdout())),
-    };
-    terminal::print(&text)?;
+    let output = arguments.output;
+    output.print(&mesh, |colors| text(&mesh, now(), colors))?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
     let label = |text: &str| (TextStyle::Bold, text.to_owned());
     let mut rows = Vec::new();
-    let mut row = |name: &str, (style, text): Cell| rows.push(vec![label(name), (style, text)]);
+    let mut row = |name: &str, cell: Cell| rows.push(vec![label(name), cell]);
     row("trust domain", label(&mesh.trust_domain));
     if let Some(issuer) = &mesh.issuer {
         row("issuer", authority(issuer, now));
@@ -70,7 +66,7 @@ fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {
     }
     row("controllers", (TextStyle::Ok, mesh.replicas.join(", ")));
     for (name, problem) in &mesh.problems {
-        row("", (TextStyle::Error, format!("{name}: {problem}")));
+        row("", TextStyle::Error.cell(format!("{name}: {problem}")));
     }
     for (name, error) in &mesh.unreachable {
         let text = format!("{name} does not respond: {error}");

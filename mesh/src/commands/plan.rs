@@ -1,17 +1,17 @@
 //! `mesh plan`: tells what a policy, or strict mode, would have denied of the calls that proxies saw.
 //! Changes nothing.
 
-use std::{io, path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use diy_mesh_controller::{explain, kinds::Kind};
 use diy_mesh_proto::mesh::v1::get_edges_response::Group;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{
     authz,
-    terminal::{self, Colors, Output, TextStyle},
+    terminal::{self, Colors, Output, TextStyle, plain},
 };
 use crate::{
     authorization::Outcome,
@@ -81,10 +81,8 @@ fn compare(arguments: &Arguments) -> Result<Outcome> {
         strict.any(|name| [&group.namespace, &account].contains(&name))
     };
     let plan = plan::plan(&observed, [&mut before, &mut after], is_strict, now());
-    terminal::print(&match arguments.output {
-        Output::Json => format!("{:#}\n", json!(plan)),
-        Output::Text => text(&plan, Colors::of(&io::stdout())),
-    })?;
+    let output = arguments.output;
+    output.print(&plan, |colors| text(&plan, colors))?;
     Ok(plan.outcome())
 }
 
@@ -126,40 +124,43 @@ fn changed(arguments: &Arguments) -> Result<Vec<Value>> {
 }
 
 fn text(plan: &Plan, colors: Colors) -> String {
-    let plain = |text: &str| (TextStyle::Ok, text.to_owned());
     let mut rows = vec![terminal::headings([
         "VERDICT", "PODS", "PORT", "CALLS", "REASON",
     ])];
     rows.extend(plan.effects.iter().map(|effect| {
         let port = effect.port.to_string();
-        let [pods, port, call] = [&effect.pods, &port, &effect.call].map(|text| plain(text));
+        let [pods, port, call, reason] =
+            [&effect.pods, &port, &effect.call, &effect.verdict.reason].map(plain);
         let outcome = authz::outcome(effect.verdict.verdict);
-        vec![outcome, pods, port, call, plain(&effect.verdict.reason)]
+        vec![outcome, pods, port, call, reason]
     }));
     rows.extend(plan.closed.iter().map(|closed| {
-        let policy = &closed.policy;
-        let (port, calls, reason) = match closed.port {
-            Some(port) => (
-                port.to_string(),
-                "all",
-                format!("{policy} has no rule for the port"),
+        let port = closed.port.map_or("-".to_owned(), |port| port.to_string());
+        let (calls, reason) = match closed.port {
+            Some(_) => ("all", " has no rule for the port"),
+            None => (
+                "all to outside of the cluster",
+                ": rules have to allow them",
             ),
-            None => {
-                let reason = format!("{policy}: rules have to allow them");
-                ("-".to_owned(), "all to outside of the cluster", reason)
-            }
         };
-        let verdict = (TextStyle::Warning, "closed".to_owned());
-        let [port, calls, reason] = [&port, calls, &reason].map(plain);
-        vec![verdict, plain(&closed.pods), port, calls, reason]
+        let reason = plain(format!("{}{reason}", closed.policy));
+        let verdict = TextStyle::Warning.cell("closed");
+        vec![
+            verdict,
+            plain(&closed.pods),
+            plain(port),
+            plain(calls),
+            reason,
+        ]
     }));
     rows.extend(plan.incomplete.iter().map(|pods| {
+        let [port, calls] = ["-", "others"].map(plain);
         let reason = plain("there were more calls than are kept");
         vec![
             authz::outcome(Outcome::Unknown),
             plain(pods),
-            plain("-"),
-            plain("others"),
+            port,
+            calls,
             reason,
         ]
     }));

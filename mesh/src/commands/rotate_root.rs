@@ -102,28 +102,17 @@ async fn rotate(arguments: &Arguments) -> Result<ExitCode> {
         }
     }
     if arguments.no_wait {
-        print(
-            TextStyle::Bold,
-            "watch the rotation with `mesh rotate-root`",
-        );
+        let text = "watch the rotation with `mesh rotate-root`";
+        print(TextStyle::Bold, text);
         return Ok(ExitCode::SUCCESS);
     }
     let (mesh, elapsed) = watch(&controllers, request).await;
-    let root = mesh
-        .issuer
-        .map(|issuer| {
-            format!(
-                "; issuer {} until {}",
-                issuer.subject,
-                format_timestamp(issuer.not_after)
-            )
-        })
-        .unwrap_or_default();
-    terminal::print(&format!(
-        "done after {}: {}{root}\n",
-        format_duration(elapsed.as_secs()),
-        mesh.rotation.reason
-    ))?;
+    let root = mesh.issuer.map_or(String::new(), |issuer| {
+        let until = format_timestamp(issuer.not_after);
+        format!("; issuer {} until {until}", issuer.subject)
+    });
+    let (elapsed, reason) = (format_duration(elapsed.as_secs()), mesh.rotation.reason);
+    terminal::print(&format!("done after {elapsed}: {reason}{root}\n"))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -186,17 +175,8 @@ async fn wait_for_answer(
 }
 
 fn differs(current: &Rotation, before: &Rotation) -> bool {
-    (
-        &current.phase,
-        current.since,
-        current.reverting,
-        &current.answer,
-    ) != (
-        &before.phase,
-        before.since,
-        before.reverting,
-        &before.answer,
-    )
+    (&current.phase, current.since) != (&before.phase, before.since)
+        || (current.reverting, &current.answer) != (before.reverting, &before.answer)
 }
 
 /// Prints each phase and what it waits for until the rotation is complete. After a forced one,
@@ -215,11 +195,8 @@ async fn watch(controllers: &Controllers, request: Request) -> (Mesh, Duration) 
                 if is_steady(&mesh.rotation) && outdated.is_empty() {
                     return (mesh, started_at.elapsed());
                 }
-                let heading = format!(
-                    "{}: {}",
-                    mesh.rotation.phase,
-                    describe_phase(&mesh.rotation)
-                );
+                let description = describe_phase(&mesh.rotation);
+                let heading = format!("{}: {description}", mesh.rotation.phase);
                 if heading != phase {
                     print(TextStyle::Bold, &heading);
                     phase = heading;

@@ -2,7 +2,7 @@
 //! prints what happens with the requests to a Service, as the controller or files say. Changes
 //! nothing.
 
-use std::{io, path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -10,9 +10,8 @@ use diy_mesh_controller::explain::explain;
 use diy_mesh_controller::index::object::Key;
 use diy_mesh_controller::kinds::Kind;
 use diy_mesh_proto::mesh::v1::{GetRoutesResponse as Explanation, get_routes_response::Rule};
-use serde_json::json;
 
-use super::terminal::{self, Cell, Colors, Output, TextStyle};
+use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     cluster::{self, Cluster},
     controller::{self, Access, Controllers},
@@ -75,29 +74,22 @@ fn service(text: &str) -> Result<Key, String> {
 
 /// Lists the routes, or explains the requests to Services.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let colors = Colors::of(&io::stdout());
-    let text = if arguments.services.is_empty() {
+    let output = arguments.output;
+    if arguments.services.is_empty() {
         if !arguments.access.controller.is_empty() {
             bail!(
                 "--controller requires names of Services: a list is read from a cluster or from files"
             );
         }
         let routes = routes(arguments)?;
-        match arguments.output {
-            Output::Json => format!("{:#}\n", json!(routes)),
-            Output::Text => table(&routes, colors),
-        }
+        output.print(&routes, |colors| table(&routes, colors))?;
     } else {
         let explained = explanations(arguments)?;
-        match arguments.output {
-            Output::Json => format!("{:#}\n", serde_json::to_value(&explained)?),
-            Output::Text => {
-                let texts = explained.iter().map(|one| explanation(one, colors));
-                texts.collect::<Vec<_>>().join("\n")
-            }
-        }
-    };
-    terminal::print(&text)?;
+        output.print(&explained, |colors| {
+            let texts = explained.iter().map(|one| explanation(one, colors));
+            texts.collect::<Vec<_>>().join("\n")
+        })?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -173,17 +165,16 @@ fn explanation(one: &Explanation, colors: Colors) -> String {
 }
 
 fn rows_of_rule(port: u32, rule: &Rule) -> Vec<Vec<Cell>> {
-    let plain = |text: String| (TextStyle::Ok, text);
     let backends = rule.backends.iter().map(|backend| {
         let name = match &backend.service {
-            Some(name) => plain(name.clone()),
-            None => (TextStyle::Error, "invalid".to_owned()),
+            Some(name) => plain(name),
+            None => TextStyle::Error.cell("invalid"),
         };
         [name, plain(backend.weight.to_string())]
     });
     let mut backends: Vec<[Cell; 2]> = backends.collect();
     if backends.is_empty() {
-        backends.push([(TextStyle::Dim, "none".to_owned()), plain(String::new())]);
+        backends.push([TextStyle::Dim.cell("none"), plain("")]);
     }
     let rows = backends.into_iter().enumerate().map(|(index, backend)| {
         let first = |text: String| plain(if index == 0 { text } else { String::new() });
@@ -228,8 +219,6 @@ fn table(routes: &[Route], colors: Colors) -> String {
 
 /// One row per parent or backend, whichever are more.
 fn rows_of(route: &Route) -> Vec<Vec<Cell>> {
-    let plain = |text: String| (TextStyle::Ok, text);
-    let empty = || plain(String::new());
     let parents = route.parents.iter().map(|parent| {
         let condition = |kind| condition(parent.condition(kind));
         [
@@ -243,26 +232,23 @@ fn rows_of(route: &Route) -> Vec<Vec<Cell>> {
     for (rule, of_rule) in route.rules.iter().enumerate() {
         let rule = || plain((rule + 1).to_string());
         let cells = of_rule.iter().map(|backend| {
-            [
-                rule(),
-                plain(backend.target.clone()),
-                plain(backend.weight.to_string()),
-            ]
+            let weight = plain(backend.weight.to_string());
+            [rule(), plain(&backend.target), weight]
         });
         backends.extend(cells);
         if of_rule.is_empty() {
-            backends.push([rule(), (TextStyle::Dim, "none".into()), empty()]);
+            backends.push([rule(), TextStyle::Dim.cell("none"), plain("")]);
         }
     }
     let number = parents.len().max(backends.len());
     let rows = (0..number).map(|index| {
         let title = match index {
-            0 => (TextStyle::Bold, route.title()),
-            _ => empty(),
+            0 => TextStyle::Bold.cell(route.title()),
+            _ => plain(""),
         };
         let parent = parents.get(index).cloned();
         let backend = backends.get(index).cloned();
-        let none = || [(); 3].map(|()| empty());
+        let none = || [(); 3].map(|()| plain(""));
         let mut row = vec![title];
         row.extend(parent.unwrap_or_else(none));
         row.extend(backend.unwrap_or_else(none));

@@ -8,7 +8,7 @@ use clap::Args;
 use diy_mesh_proto::mesh::v1::{Service, service::Endpoint};
 use serde_json::{Value, json};
 
-use super::terminal::{self, Cell, Colors, Output, TextStyle};
+use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::controller::{self, Controller, Controllers};
 
 /// The arguments of `mesh services`.
@@ -42,13 +42,10 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
             return watch(&mut controller, arguments.services, arguments.output).await;
         }
         let mut services = controller.services(arguments.services).await?;
-        terminal::print(&match arguments.output {
-            Output::Json => {
-                sort(&mut services);
-                format!("{:#}\n", services.iter().map(json).collect::<Value>())
-            }
-            Output::Text => table(&mut services, Colors::of(&io::stdout())),
-        })?;
+        sort(&mut services);
+        let all: Value = services.iter().map(json).collect();
+        let output = arguments.output;
+        output.print(&all, |colors| table(&mut services, colors))?;
         Ok(if services.iter().any(|service| service.deleted) {
             ExitCode::FAILURE
         } else {
@@ -107,12 +104,9 @@ fn table(services: &mut [Service], colors: Colors) -> String {
 
 /// One row per endpoint and canary, at least one. Only the first names the Service.
 fn rows_of(service: &Service) -> Vec<Vec<Cell>> {
-    let plain = |text: String| (TextStyle::Ok, text);
-    let mut heads = [
-        (
-            TextStyle::Bold,
-            format!("{}/{}", service.namespace, service.name),
-        ),
+    let name = format!("{}/{}", service.namespace, service.name);
+    let heads = [
+        TextStyle::Bold.cell(name),
         plain(address(service)),
         plain(ports(service)),
     ];
@@ -130,24 +124,15 @@ fn rows_of(service: &Service) -> Vec<Vec<Cell>> {
         vec![plain(text)]
     }));
     if details.is_empty() {
-        let state = if service.deleted {
-            (TextStyle::Error, "not found")
+        details.push(vec![if service.deleted {
+            TextStyle::Error.cell("not found")
         } else if service.external_name.is_empty() {
-            (TextStyle::Warning, "no endpoints")
+            TextStyle::Warning.cell("no endpoints")
         } else {
-            (TextStyle::Dim, "")
-        };
-        details.push(vec![(state.0, state.1.to_owned())]);
+            TextStyle::Dim.cell("")
+        }]);
     }
-    let mut rows = Vec::new();
-    for mut cells in details {
-        cells.splice(
-            0..0,
-            std::mem::replace(&mut heads, [(); 3].map(|()| plain(String::new()))),
-        );
-        rows.push(cells);
-    }
-    rows
+    terminal::headed(heads, details)
 }
 
 fn address(service: &Service) -> String {
@@ -187,23 +172,19 @@ fn endpoint_cells(endpoint: &Endpoint) -> Vec<Cell> {
                 (false, true) => format!("[{address}]:{}", ports.join(",")),
                 (false, false) => format!("{address}:{}", ports.join(",")),
             });
-    let (style, state) = match endpoint {
-        endpoint if endpoint.terminating => (TextStyle::Warning, "terminating"),
-        endpoint if endpoint.ready => (TextStyle::Ok, "ready"),
-        _ => (TextStyle::Warning, "not ready"),
+    let state = match endpoint {
+        endpoint if endpoint.terminating => TextStyle::Warning.cell("terminating"),
+        endpoint if endpoint.ready => plain("ready"),
+        _ => TextStyle::Warning.cell("not ready"),
     };
     let identity = match endpoint.identity.as_str() {
         // The controller knows the identity of a port.
-        "" if ports.is_empty() => (TextStyle::Warning, "has no port of the Service".to_owned()),
-        "" => (TextStyle::Dim, "not meshed".to_owned()),
-        identity => (TextStyle::Ok, identity.to_owned()),
+        "" if ports.is_empty() => TextStyle::Warning.cell("has no port of the Service"),
+        "" => TextStyle::Dim.cell("not meshed"),
+        identity => plain(identity),
     };
-    vec![
-        (TextStyle::Ok, addresses.collect::<Vec<_>>().join(" ")),
-        (TextStyle::Ok, endpoint.pod_name.clone()),
-        (style, state.to_owned()),
-        identity,
-    ]
+    let addresses = plain(addresses.collect::<Vec<_>>().join(" "));
+    vec![addresses, plain(&endpoint.pod_name), state, identity]
 }
 
 fn json(service: &Service) -> Value {

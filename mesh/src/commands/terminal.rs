@@ -6,6 +6,8 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use serde::Serialize;
+use serde_json::json;
 
 /// The output format of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -15,6 +17,16 @@ pub enum Output {
     Text,
     /// JSON
     Json,
+}
+
+impl Output {
+    /// Prints a value as JSON, or as a text.
+    pub fn print(self, value: &impl Serialize, text: impl FnOnce(Colors) -> String) -> Result<()> {
+        print(&match self {
+            Self::Text => text(Colors::of(&io::stdout())),
+            Self::Json => format!("{:#}\n", json!(value)),
+        })
+    }
 }
 
 /// Whether output is colored.
@@ -36,11 +48,31 @@ pub enum TextStyle {
 /// A cell of a table.
 pub type Cell = (TextStyle, String);
 
+impl TextStyle {
+    /// A cell in this style.
+    pub fn cell(self, text: impl Into<String>) -> Cell {
+        (self, text.into())
+    }
+}
+
+/// A cell in the style of most cells.
+pub fn plain(text: impl Into<String>) -> Cell {
+    TextStyle::Ok.cell(text)
+}
+
 /// The first row of a table.
 pub fn headings<const N: usize>(texts: [&str; N]) -> Vec<Cell> {
-    texts
-        .map(|text| (TextStyle::Bold, text.to_owned()))
-        .to_vec()
+    texts.map(|text| TextStyle::Bold.cell(text)).to_vec()
+}
+
+/// Rows with these details, of which only the first has the heads.
+pub fn headed<const N: usize>(heads: [Cell; N], details: Vec<Vec<Cell>>) -> Vec<Vec<Cell>> {
+    let mut heads = Some(heads);
+    let rows = details.into_iter().map(|detail| {
+        let heads = heads.take().unwrap_or([(); N].map(|()| plain("")));
+        heads.into_iter().chain(detail).collect()
+    });
+    rows.collect()
 }
 
 impl Colors {
@@ -78,11 +110,8 @@ impl Colors {
 
     /// Formats rows of cells as a table with aligned columns.
     pub fn table(self, rows: &[Vec<Cell>]) -> String {
-        let cells = |row: &Vec<Cell>| -> Vec<Cell> {
-            row.iter()
-                .map(|(style, text)| (*style, printable(text)))
-                .collect()
-        };
+        let cell = |(style, text): &Cell| style.cell(printable(text));
+        let cells = |row: &Vec<Cell>| -> Vec<Cell> { row.iter().map(cell).collect() };
         let rows: Vec<_> = rows.iter().map(cells).collect();
         let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |column: usize| {

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
+    fs,
     net::IpAddr,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -13,11 +13,11 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use diy_mesh_controller::index::Index;
 use serde::{Deserialize, Deserializer, de::Error};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{
     authz,
-    terminal::{self, Colors, Output, TextStyle, printable},
+    terminal::{Colors, Output, TextStyle, plain, printable},
 };
 use crate::{
     authorization::{self, Call, Caller, Claims, Head, Outcome, Target, Verdict},
@@ -129,10 +129,8 @@ fn test(arguments: &Arguments) -> Result<Outcome> {
         let written = fs::write(path, junit(&all));
         written.with_context(|| format!("failed to write {}", path.display()))?;
     }
-    terminal::print(&match arguments.output {
-        Output::Json => json(&all),
-        Output::Text => table(&all, Colors::of(&io::stdout())),
-    })?;
+    let output = arguments.output;
+    output.print(&json(&all), |colors| table(&all, colors))?;
     let is_expected = all.iter().all(|tested| tested.result.is_ok());
     Ok(if is_expected {
         Outcome::Allowed
@@ -233,13 +231,11 @@ impl Expectation {
 
 fn table(all: &[Tested], colors: Colors) -> String {
     let row = |tested: &Tested| {
-        let (style, word) = match tested.result {
-            Ok(_) => (TextStyle::Ok, "ok"),
-            Err(_) => (TextStyle::Error, "FAILED"),
+        let (result, reason) = match &tested.result {
+            Ok(reason) => (plain("ok"), reason),
+            Err(reason) => (TextStyle::Error.cell("FAILED"), reason),
         };
-        let (Ok(reason) | Err(reason)) = &tested.result;
-        let plain = |text: &str| (TextStyle::Ok, text.to_owned());
-        vec![(style, word.to_owned()), plain(&tested.name), plain(reason)]
+        vec![result, plain(&tested.name), plain(reason)]
     };
     let failed = all.iter().filter(|tested| tested.result.is_err()).count();
     let passed = all.len() - failed;
@@ -247,13 +243,13 @@ fn table(all: &[Tested], colors: Colors) -> String {
     format!("{}{passed} passed, {failed} failed\n", colors.table(&rows))
 }
 
-fn json(all: &[Tested]) -> String {
+fn json(all: &[Tested]) -> Value {
     let row = |tested: &Tested| {
         let (Ok(reason) | Err(reason)) = &tested.result;
         let (file, name) = (&tested.file, &tested.name);
         json!({"file": file, "name": name, "passed": tested.result.is_ok(), "reason": reason})
     };
-    format!("{:#}\n", json!(all.iter().map(row).collect::<Vec<_>>()))
+    all.iter().map(row).collect()
 }
 
 fn junit(all: &[Tested]) -> String {

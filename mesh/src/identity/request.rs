@@ -81,7 +81,7 @@ impl RequestTarget {
                     .await;
                 patched
                     .map(drop)
-                    .map_err(|error| secret_error(cluster, &error))
+                    .map_err(|error| secret_error(cluster, error))
             }
         }
     }
@@ -92,7 +92,7 @@ impl RequestTarget {
             Self::Directory(directory) => Ok(directory.join(FILE).exists()),
             Self::Cluster(cluster) => {
                 let secret = secrets(cluster).get_metadata(SECRET).await;
-                let secret = secret.map_err(|error| secret_error(cluster, &error))?;
+                let secret = secret.map_err(|error| secret_error(cluster, error))?;
                 Ok(secret
                     .metadata
                     .annotations
@@ -106,7 +106,7 @@ fn secrets(cluster: &Cluster) -> Api<Secret> {
     Api::namespaced(cluster.client.clone(), &cluster.namespace)
 }
 
-fn secret_error(cluster: &Cluster, error: &kube::Error) -> Error {
+fn secret_error(cluster: &Cluster, error: kube::Error) -> Error {
     Error::Secret(cluster.namespace.clone(), cluster::describe_error(error))
 }
 

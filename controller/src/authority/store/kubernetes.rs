@@ -11,7 +11,7 @@ use futures::{Stream, StreamExt};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use kube::api::{DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client};
 use serde_json::{Value, json};
@@ -97,7 +97,11 @@ impl Store for Kubernetes {
                 request(&action, &conflicts, self.secrets.create(&params, &secret)).await?
             }
             Some(before) => {
-                let (params, patch) = (params(), Patch::Merge(patch(fields, before)));
+                let patch = Patch::Merge(patch(fields, before));
+                let params = PatchParams {
+                    field_manager: Some(FIELD_MANAGER.into()),
+                    ..PatchParams::default()
+                };
                 let write = self.secrets.patch(SECRET, &params, &patch);
                 request(&action, &conflicts, write).await?
             }
@@ -159,27 +163,11 @@ fn lease_name(replica: &str) -> String {
     format!("diy-service-mesh-replica-{}", replica.to_lowercase())
 }
 
-fn params() -> PatchParams {
-    PatchParams {
-        field_manager: Some(FIELD_MANAGER.into()),
-        ..PatchParams::default()
-    }
-}
-
-fn metadata(name: &str) -> ObjectMeta {
-    let label = ("app.kubernetes.io/part-of", "diy-service-mesh");
-    ObjectMeta {
-        name: Some(name.into()),
-        labels: Some([(label.0.into(), label.1.into())].into()),
-        ..ObjectMeta::default()
-    }
-}
-
 fn secret(fields: &Fields) -> Secret {
     let data = fields.iter();
     let data = data.map(|(name, value)| (name.clone(), ByteString(value.clone())));
     Secret {
-        metadata: metadata(SECRET),
+        metadata: api::metadata(SECRET),
         type_: Some("kubernetes.io/tls".into()),
         data: Some(data.collect()),
         ..Secret::default()

@@ -10,7 +10,7 @@ use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
 use crate::index::object::Key;
 use crate::routes::filters::is_label;
 use crate::routes::model::Rejection;
-use crate::routes::parse::{duration, header_name, unsupported};
+use crate::routes::parse::{duration, header_name, refuse, unsupported};
 
 const FIELD: &str = "spec.externalAuth";
 /// In milliseconds.
@@ -31,10 +31,7 @@ pub(super) fn authorizer(
     let fail_open = match spec.failure_mode.as_deref() {
         None | Some("Deny") => false,
         Some("Allow") => true,
-        Some(other) => {
-            let field = format!("{FIELD}.failureMode");
-            return Err(unsupported(&field, other, "Deny or Allow"));
-        }
+        Some(other) => return refuse(FIELD, "failureMode", other, "Deny or Allow"),
     };
     let authorizer = proto::Authorizer {
         backend: server.to_string(),
@@ -104,7 +101,7 @@ pub(crate) fn protocol(
         }
         (other, ..) => {
             let expected = "GRPC or HTTP, without the field of the other one";
-            Err(unsupported(&format!("{at}.protocol"), other, expected))
+            refuse(at, "protocol", other, expected)
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::authorization::keys::{Entry, Fetched, Source};
 use crate::authorization::spec::{ClaimHeader, Issuer, IssuerKeys};
 use crate::index::object::Key;
 use crate::routes::model::Rejection;
-use crate::routes::parse::unsupported;
+use crate::routes::parse::{refuse, unsupported};
 
 /// An issuer, and its keys in the status, unless the spec has them.
 pub(super) fn issuer(
@@ -76,11 +76,11 @@ fn source(
                 return Ok(Err(Source::Url(url)));
             }
             let expected = "a URL such as https://id.example.com/keys";
-            Err(unsupported(&format!("{field}.url"), &url, expected))
+            refuse(field, "url", &url, expected)
         }
         (kind, ..) => {
             let expected = "Inline, Secret or URL, with its field and no other";
-            Err(unsupported(&format!("{field}.type"), kind, expected))
+            refuse(field, "type", kind, expected)
         }
     }
 }

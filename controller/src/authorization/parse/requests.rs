@@ -7,7 +7,7 @@ use proto::authorized_path::Kind as PathKind;
 use super::{each, invalid};
 use crate::authorization::spec::{ClaimMatch, GrpcMatch, HeaderMatch, PathMatch, RequestMatch};
 use crate::routes::model::Rejection;
-use crate::routes::parse::unsupported;
+use crate::routes::parse::{refuse, unsupported};
 
 /// Of each list of conditions.
 const MAX_CONDITIONS: usize = 32;
@@ -46,8 +46,12 @@ fn path(spec: PathMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection
         "Suffix" => PathKind::Suffix(value),
         "Template" => PathKind::Template(value),
         other => {
-            let expected = "Exact, PathPrefix, Suffix or Template";
-            return Err(unsupported(&format!("{field}.type"), other, expected));
+            return refuse(
+                field,
+                "type",
+                other,
+                "Exact, PathPrefix, Suffix or Template",
+            );
         }
     };
     Ok(proto::AuthorizedPath { kind: Some(kind) })
@@ -100,7 +104,7 @@ fn condition(
         ("Present", None) => FieldKind::Present(proto::Present {}),
         (other, _) => {
             let expected = "Exact, Prefix or Suffix with value, or Present without";
-            return Err(unsupported(&format!("{field}.type"), other, expected));
+            return refuse(field, "type", other, expected);
         }
     };
     Ok(proto::AuthorizedField {

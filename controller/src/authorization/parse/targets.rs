@@ -4,12 +4,12 @@ use serde_json::Value;
 
 use super::{invalid, listed};
 use crate::authorization::Target;
-use crate::authorization::spec::{Requirement, Selector, TargetRef};
-use crate::fields::with_unknown_fields;
+use crate::authorization::spec::{Selector, TargetRef};
+use crate::fields::read_known;
 use crate::index::object::Key;
 use crate::routes::ParentReference;
 use crate::routes::model::Rejection;
-use crate::routes::parse::{bounded, unsupported};
+use crate::routes::parse::{bounded, refuse};
 
 const MAX_TARGETS: usize = 16;
 /// Of a selector.
@@ -38,11 +38,7 @@ pub(in crate::authorization) fn reference(target: &Target) -> ParentReference {
 
 pub(super) fn targets(key: &Key, value: &Value) -> Result<Vec<Target>, Rejection> {
     let field = "spec.targetRefs";
-    let (targets, unknown) = with_unknown_fields::<Vec<TargetRef>, _>(value);
-    if let Some(unknown) = unknown.first() {
-        return Err(invalid(format!("{field}{unknown}: unknown field")));
-    }
-    let targets = targets.map_err(|error| invalid(format!("{field}: {error}")))?;
+    let targets: Vec<TargetRef> = read_known(value, field)?;
     listed(field, &targets, MAX_TARGETS)?;
     let targets = targets.into_iter().enumerate();
     let targets = targets.map(|(at, target)| self::target(key, target, &format!("{field}[{at}]")));
@@ -66,12 +62,7 @@ fn labels_and_values(target: &Target) -> usize {
 
 fn target(key: &Key, target: TargetRef, field: &str) -> Result<Target, Rejection> {
     if !target.group.is_empty() {
-        let expected = "empty, the core group";
-        return Err(unsupported(
-            &format!("{field}.group"),
-            &target.group,
-            expected,
-        ));
+        return refuse(field, "group", &target.group, "empty, the core group");
     }
     match (&*target.kind, target.name, target.selector) {
         ("Pod", None, Some(selector)) => {
@@ -87,7 +78,7 @@ fn target(key: &Key, target: TargetRef, field: &str) -> Result<Target, Rejection
         }
         (kind, ..) => {
             let expected = "Pod with selector, or Service or ServiceAccount with name";
-            Err(unsupported(&format!("{field}.kind"), kind, expected))
+            refuse(field, "kind", kind, expected)
         }
     }
 }
@@ -98,22 +89,15 @@ fn check_selector(selector: &Selector, field: &str) -> Result<(), Rejection> {
     let field = format!("{field}.matchExpressions");
     bounded(&field, &selector.match_expressions, MAX_LABELS)?;
     for (at, one) in selector.match_expressions.iter().enumerate() {
-        let Requirement {
-            operator, values, ..
-        } = one;
-        let field = format!("{field}[{at}]");
-        match (&**operator, values) {
+        let (field, operator) = (format!("{field}[{at}]"), &*one.operator);
+        match (operator, &one.values) {
             ("In" | "NotIn", Some(values)) => {
                 listed(&format!("{field}.values"), values, MAX_LABEL_VALUES)?;
             }
             ("Exists" | "DoesNotExist", None) => {}
             _ => {
                 let expected = "In or NotIn with values, or Exists or DoesNotExist without";
-                return Err(unsupported(
-                    &format!("{field}.operator"),
-                    operator,
-                    expected,
-                ));
+                return refuse(&field, "operator", operator, expected);
             }
         }
     }

@@ -38,7 +38,7 @@ where
     let apis = apis(cluster.client.clone());
     tokio::spawn(async move {
         let mut objects = Objects::<K>::new(kind, cluster.context());
-        objects.watch(apis, ALL).await;
+        objects.watch(apis, None).await;
     });
     server
 }
@@ -107,7 +107,7 @@ async fn one_list_replaces_a_silent_watch_if_proxies_know_of_later_events() {
     let api = vec![Api::<Service>::all(cluster.client.clone())];
     tokio::spawn(async move {
         let mut objects = Objects::new(Kind::Service, cluster.context());
-        objects.watch(api, ALL).await;
+        objects.watch(api, None).await;
     });
     server.respond(200, list("7", "", &[])).await;
     assert_eq!(server.change().await, "reset Service []");
@@ -235,7 +235,7 @@ async fn route_with_values_of_a_later_release_leaves_the_others_readable() {
 async fn names_missing_permissions() {
     let (_server, cluster) = Server::start(TIMING).await;
     let objects = Objects::<Service>::new(Kind::Slice, cluster.context());
-    let target = objects.target(Vec::new(), ALL);
+    let target = objects.target(Vec::new(), None);
     let status = Status::failure("forbidden", "Forbidden").with_code(403);
     let text = explain_status(&target.permission, &status);
     let expected = "verbs list and watch on endpointslices of discovery.k8s.io, in all namespaces";

@@ -14,10 +14,10 @@ use crate::catalog::{parse, resource};
 use crate::hub::Hub;
 use crate::index::object::Change;
 use crate::publish_statuses;
-use crate::routes::APPLIES_TO_ALL_PODS;
 use crate::routes::lease::Timing;
 use crate::routes::status::CONTROLLER_NAME;
 use crate::routes::testing::{ApiServer, KIND, Log, accepted, service, status};
+use crate::routes::{APPLIES_TO_ALL_PODS, Condition};
 
 const TIMEOUT: Duration = Duration::from_secs(3600);
 

@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, fmt::Write, time::Duration};
 
 use super::story::{Exchange, Story};
+use crate::check::count;
 use diy_mesh_sandbox::protocol::{Message, PodView};
 
 /// The statistics of a demo.
@@ -76,8 +77,8 @@ impl Summary {
         let mut out = format!(
             "mesh demo: ran {:.0} s, {ready}; {}, {meshed} of them with a proxy, {}",
             ran.as_secs_f64(),
-            count(self.pods.len() as u32, "pod"),
-            count(restarts, "restart")
+            count(self.pods.len(), "pod", "pods"),
+            count(restarts as usize, "restart", "restarts")
         );
         let width = self.pairs.keys().map(String::len).max().unwrap_or(0);
         for (pair, statistics) in &self.pairs {
@@ -89,7 +90,7 @@ impl Summary {
                 mutual_tls,
             } = statistics;
             let average = milliseconds / f64::from((*complete).max(1));
-            let exchanges = count(*exchanges, "exchange");
+            let exchanges = count(*exchanges as usize, "exchange", "exchanges");
             // Writing to a String does not fail.
             let _ = write!(
                 out,
@@ -98,9 +99,4 @@ impl Summary {
         }
         out
     }
-}
-
-fn count(count: u32, noun: &str) -> String {
-    let plural = if count == 1 { "" } else { "s" };
-    format!("{count} {noun}{plural}")
 }
