@@ -55,7 +55,7 @@ impl Proxies<'_> {
         let of_workload = format!("{name}-");
         let api = Api::namespaced(self.cluster.client.clone(), namespace);
         let listed = cluster::list(api, &ListParams::default()).await;
-        let listed: Vec<Pod> = listed.map_err(|error| Error::Pods(describe_error(&error)))?;
+        let listed: Vec<Pod> = listed.map_err(|error| Error::Pods(describe_error(error)))?;
         let mut found: Vec<Pod> = pods::meshed(&listed).cloned().collect();
         found.retain(|pod| {
             let pod = pod.name_any();
@@ -77,7 +77,7 @@ impl Proxies<'_> {
         if matches!(&listed, Err(kube::Error::Api(status)) if status.code == 403) {
             listed = cluster::list(Api::default_namespaced(client.clone()), &params).await;
         }
-        let listed = listed.map_err(|error| Error::Pods(describe_error(&error)))?;
+        let listed = listed.map_err(|error| Error::Pods(describe_error(error)))?;
         let found = pods::meshed(&listed).next().cloned();
         found.ok_or_else(|| Error::NoPod(format!("at {address}")))
     }
@@ -103,7 +103,7 @@ impl Proxies<'_> {
         );
         let port = pods::admin_port(pod);
         let forwarder = api.portforward(&pod.name_any(), &[port]).await;
-        let mut forwarder = forwarder.map_err(|error| describe_error(&error))?;
+        let mut forwarder = forwarder.map_err(|error| describe_error(error))?;
         let stream = forwarder.take_stream(port).ok_or("no stream")?;
         let handshake = http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
