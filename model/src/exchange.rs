@@ -76,7 +76,7 @@ pub struct Exchange {
 }
 
 /// Direction of a connection, as seen from the application.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
     /// To the application of the pod.

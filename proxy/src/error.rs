@@ -358,6 +358,19 @@ impl Failure {
         )
     }
 
+    /// Whether the policies of the pod deny the request or the connection.
+    pub fn is_denial(&self) -> bool {
+        matches!(
+            self,
+            Self::MtlsRequired
+                | Self::Denied { .. }
+                | Self::EgressDenied { .. }
+                | Self::InvalidToken { .. }
+                | Self::ExternallyDenied { .. }
+                | Self::AuthorizerFailed { .. }
+        )
+    }
+
     /// Whether the endpoint, or the network path to it, caused the failure. The balancer then
     /// prefers other endpoints.
     pub fn is_upstream_failure(&self) -> bool {

@@ -1,5 +1,14 @@
 //! The protocols of connections.
 
+/// The HTTP version of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HttpVersion {
+    /// HTTP/1.0 or HTTP/1.1.
+    Http1,
+    /// HTTP/2, including gRPC.
+    Http2,
+}
+
 /// The protocol of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Protocol {

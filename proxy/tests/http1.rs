@@ -493,12 +493,12 @@ fn counts_local_reply_as_request() {
         )
         .await;
         assert!(read_all(&mut client).await.starts_with("HTTP/1.1 502 "));
-        let metrics = mesh.metrics.render();
-        for sample in [
-            "requests_total{direction=\"outbound\",protocol=\"http1\",class=\"5xx\"} 1",
-            "failures_total{direction=\"outbound\",code=\"connect-failed\"} 1",
-        ] {
-            assert!(metrics.contains(sample), "{sample}: {metrics}");
-        }
+        let labels = [
+            "http_response_status_code=\"502\"",
+            "error_type=\"connect-failed\"",
+        ];
+        assert_eq!(mesh.requests(&labels), 1);
+        let failures = "failures_total{direction=\"outbound\",code=\"connect-failed\"}";
+        assert_eq!(mesh.metric(failures), 1);
     });
 }

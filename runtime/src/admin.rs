@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE};
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{ACCEPT, ALLOW, CONTENT_TYPE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -47,7 +47,7 @@ pub struct Admin {
     routes: BTreeMap<Cow<'static, str>, Handler>,
 }
 
-type Handler = Box<dyn Fn() -> PendingPage + Send + Sync>;
+type Handler = Box<dyn Fn(&HeaderMap) -> PendingPage + Send + Sync>;
 /// `None` closes the connection without a response.
 type PendingPage = Pin<Box<dyn Future<Output = Option<Page>> + Send>>;
 
@@ -77,18 +77,21 @@ impl Page {
 
 impl Admin {
     /// A server of `/live`, `/ready` (the conditions of `readiness`) and `/metrics` (the text of
-    /// `metrics`).
+    /// `metrics` in OpenMetrics, in the format that the client accepts).
     pub fn new(readiness: Readiness, metrics: impl Fn() -> String + Send + Sync + 'static) -> Self {
         let is_ready = move || match readiness.unmet() {
             unmet if unmet.is_empty() => Page::text("ready\n"),
             unmet => Page::failure(StatusCode::SERVICE_UNAVAILABLE, unmet),
         };
-        let metrics = move || Page::new(StatusCode::OK, metrics::CONTENT_TYPE, metrics());
-        let routes = BTreeMap::new();
+        let metrics: Handler = Box::new(move |headers| {
+            let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+            let (kind, text) = metrics::negotiate(accept.unwrap_or_default(), metrics());
+            Box::pin(ready(Some(Page::new(StatusCode::OK, kind, text))))
+        });
+        let routes = BTreeMap::from([("/metrics".into(), metrics)]);
         Self { routes }
             .route("/live", || ready(Page::text("live\n")))
             .route("/ready", move || ready(is_ready()))
-            .route("/metrics", move || ready(metrics()))
     }
 
     /// Adds or replaces a route for GET requests. The handler must not block, and limits the time
@@ -102,7 +105,7 @@ impl Admin {
     where
         F: Future<Output: Into<Option<Page>>> + Send + 'static,
     {
-        let handler: Handler = Box::new(move || {
+        let handler: Handler = Box::new(move |_| {
             let page = handler();
             Box::pin(async { page.await.into() })
         });
@@ -163,7 +166,7 @@ impl Admin {
         let responded = Notify::new();
         let service = service_fn(async |request: Request<Incoming>| {
             slot.set(Class::InUse);
-            let page = self.respond(request.method(), request.uri().path()).await;
+            let page = self.respond(&request).await;
             responded.notify_one();
             page.map(|Page(response)| response)
         });
@@ -186,16 +189,19 @@ impl Admin {
     }
 
     /// An error closes the connection without a response.
-    async fn respond(&self, method: &Method, path: &str) -> Result<Page, &'static str> {
-        if ![Method::GET, Method::HEAD].contains(method) {
+    async fn respond(&self, request: &Request<Incoming>) -> Result<Page, &'static str> {
+        if ![Method::GET, Method::HEAD].contains(request.method()) {
             let text = "only GET and HEAD are allowed\n";
             let mut page = Page::failure(StatusCode::METHOD_NOT_ALLOWED, text);
             let allowed = HeaderValue::from_static("GET, HEAD");
             page.0.headers_mut().insert(ALLOW, allowed);
             return Ok(page);
         }
+        let path = request.uri().path();
         match self.routes.get(path) {
-            Some(handler) => handler().await.ok_or("the handler gives no response"),
+            Some(handler) => handler(request.headers())
+                .await
+                .ok_or("the handler gives no response"),
             None => {
                 let paths: Vec<&str> = self.routes.keys().map(|path| &**path).collect();
                 let text = format!("{path} not found; paths: {}\n", paths.join(", "));
@@ -304,8 +310,19 @@ mod tests {
     async fn serves_metrics_and_further_routes_and_names_them() {
         let (address, _) = start().await;
         let (status, head, body) = send(address, "GET", "/metrics").await;
-        assert_eq!((status, body.as_str()), (200, "# EOF\n"));
-        assert!(head.contains(metrics::CONTENT_TYPE), "{head}");
+        assert_eq!((status, body.as_str()), (200, ""));
+        assert!(head.contains("text/plain; version=0.0.4;"), "{head}");
+        let (_, head, body) = send(
+            address,
+            "GET",
+            "/metrics HTTP/1.1\r\naccept: application/openmetrics-text\r\nx:",
+        )
+        .await;
+        assert_eq!(body, "# EOF\n");
+        assert!(
+            head.contains("application/openmetrics-text; version=1.0.0;"),
+            "{head}"
+        );
         let (status, head, body) = send(address, "GET", "/other").await;
         assert_eq!((status, body.as_str()), (200, "{}"));
         assert!(head.contains("text/plain"), "{head}");

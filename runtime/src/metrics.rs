@@ -1,5 +1,6 @@
-//! Metrics in the OpenMetrics text format.
+//! Metrics in the OpenMetrics text format, and in the older one of Prometheus.
 
+use std::collections::HashSet;
 use std::fmt;
 
 use prometheus_client::collector::Collector;
@@ -9,8 +10,11 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::{MetricType, TypedMetric};
 use prometheus_client::registry::{Metric, Registry};
 
-/// The content type of [`render`].
-pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// The media type of OpenMetrics.
+const OPEN_METRICS: &str = "application/openmetrics-text";
+const OPEN_METRICS_CONTENT_TYPE: &str =
+    "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const TEXT_CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// One label: its name and its value.
 pub type Label = [(&'static str, &'static str); 1];
@@ -98,7 +102,49 @@ fn open_files() -> Option<u64> {
     }
 }
 
-/// Encodes all metrics of a registry.
+/// The content type and the text of a page of [`render`] for a client with this `Accept` field.
+pub fn negotiate(accept: &str, page: String) -> (&'static str, String) {
+    let open_metrics = quality(accept, OPEN_METRICS);
+    if open_metrics > 0.0 && open_metrics >= quality(accept, "text/plain") {
+        (OPEN_METRICS_CONTENT_TYPE, page)
+    } else {
+        (TEXT_CONTENT_TYPE, to_text(&page))
+    }
+}
+
+/// The weight of a media type (RFC 9110, section 12.5.1). 0: the field does not name it.
+fn quality(accept: &str, kind: &str) -> f32 {
+    let items = accept.split(',').filter_map(|item| {
+        let mut parts = item.split(';').map(str::trim);
+        let is_same = parts.next()?.eq_ignore_ascii_case(kind);
+        let weight = parts.find_map(|part| part.strip_prefix("q="));
+        is_same.then(|| weight.map_or(1.0, |weight| weight.parse().unwrap_or(0.0)))
+    });
+    items.fold(0.0, f32::max)
+}
+
+/// The Prometheus text format 0.0.4 of a page in OpenMetrics: the family of a counter has the name of
+/// its samples.
+fn to_text(page: &str) -> String {
+    let is_counter = |line: &&str| line.starts_with("# TYPE ") && line.ends_with(" counter");
+    let names = page.lines().filter(is_counter);
+    let counters: HashSet<_> = names.filter_map(|line| line.split(' ').nth(2)).collect();
+    let mut text = String::with_capacity(page.len() + 32 * counters.len());
+    for line in page.lines() {
+        let mut words = line.splitn(4, ' ');
+        match [(); 4].map(|()| words.next()) {
+            [Some("#"), Some("EOF" | "UNIT"), ..] => continue,
+            [Some("#"), Some(kind), Some(name), Some(rest)] if counters.contains(name) => {
+                text.extend(["# ", kind, " ", name, "_total ", rest]);
+            }
+            _ => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Encodes all metrics of a registry in OpenMetrics.
 pub fn render(registry: &Registry) -> String {
     let mut text = String::with_capacity(4 * 1024);
     prometheus_client::encoding::text::encode(&mut text, registry)
@@ -163,5 +209,35 @@ mod tests {
         }
         drop(active);
         assert!(render(&registry).contains("test_streams 0\n"));
+    }
+
+    #[test]
+    fn text_format_names_families_of_counters_as_their_samples() {
+        let page = "# HELP a Calls  of # counter\n# TYPE a counter\na_total{b=\"# HELP a x\"} 1\n\
+                    # HELP a_seconds Time.\n# TYPE a_seconds gauge\n# UNIT a_seconds seconds\n\
+                    a_seconds 2.5\n# EOF\n";
+        let text = "# HELP a_total Calls  of # counter\n# TYPE a_total counter\n\
+                    a_total{b=\"# HELP a x\"} 1\n# HELP a_seconds Time.\n\
+                    # TYPE a_seconds gauge\na_seconds 2.5\n";
+        assert_eq!(to_text(page), text);
+    }
+
+    #[test]
+    fn client_chooses_the_format() {
+        let prometheus = "application/openmetrics-text;version=1.0.0,\
+             application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
+        for (accept, is_open) in [
+            (prometheus, true),
+            ("Application/OpenMetrics-Text", true),
+            ("text/plain, application/openmetrics-text; q=0.5", false),
+            ("application/openmetrics-text;q=0", false),
+            ("application/openmetrics-text;q=x", false),
+            ("*/*", false),
+            ("", false),
+        ] {
+            let (kind, text) = negotiate(accept, "# EOF\n".to_owned());
+            assert_eq!(kind.starts_with(OPEN_METRICS), is_open, "{accept}");
+            assert_eq!(text == "# EOF\n", is_open, "{accept}");
+        }
     }
 }

@@ -177,6 +177,10 @@ fn documented_metrics_exist() {
     let mut unknown = Vec::new();
     for (prefix, folder) in [
         ("diy_mesh_proxy_", "proxy/src"),
+        ("http_server_", "proxy/src"),
+        ("http_client_", "proxy/src"),
+        ("rpc_server_", "proxy/src"),
+        ("rpc_client_", "proxy/src"),
         ("diy_mesh_controller_", "controller/src"),
         ("diy_mesh_injector_", "injector/src"),
     ] {
@@ -185,11 +189,14 @@ fn documented_metrics_exist() {
             .flat_map(|folder| files_with_extension(folder, "rs"))
             .map(|path| read(&path))
             .collect();
-        // A registry adds the prefix, and `_total` to the name of a counter.
+        // A registry adds the prefix, and `_total` to the name of a counter. A histogram has three
+        // kinds of samples.
         let registered = |name: &str| {
             let short = &name[prefix.len()..];
             let counter = short.strip_suffix("_total").unwrap_or(short);
-            [name, short, counter]
+            let suffixes = ["_bucket", "_count", "_sum"];
+            let histogram = suffixes.iter().find_map(|suffix| name.strip_suffix(suffix));
+            [name, short, counter, histogram.unwrap_or(name)]
                 .iter()
                 .any(|literal| sources.contains(&format!("\"{literal}\"")))
         };

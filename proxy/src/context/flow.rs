@@ -25,10 +25,12 @@ use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
 use crate::inbound::external::Authorizer;
 use crate::inbound::policy::{Caller, Client, PREVIOUS_ATTEMPTS, Permit};
+use crate::labels::Verdict;
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot, Holder};
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
 use crate::observe::dump::ConnectionInfo;
+use crate::observe::metrics::Counted;
 use crate::protocol::Protocol;
 use crate::route::matching::MatchInput;
 use crate::route::{Plan, Service};
@@ -57,6 +59,8 @@ pub struct Flow {
     pub slot: Rc<ConnectionSlot>,
     /// The value of `X-Called-By`, which all requests of the connection share.
     pub called_by: OnceCell<Option<HeaderValue>>,
+    /// What metrics keep for its requests.
+    pub counted: Counted,
 }
 
 /// What allowed a request, or a connection, when it began.
@@ -218,16 +222,17 @@ impl Flow {
         }
     }
 
-    /// Counts an allowed request, or a connection that carries no HTTP, that the policies under audit
-    /// would deny. Returns the denial.
+    /// Counts an allowed request, or a connection that carries no HTTP, and whether the policies under
+    /// audit would deny it. Returns the denial.
     pub fn audit(
         &self,
         request: Option<&RequestView<'_>>,
         credentials: Option<&Credentials>,
     ) -> Option<Denial> {
-        let policy = self.worker.policy();
+        let (policy, metrics) = (self.worker.policy(), &self.worker.metrics);
+        metrics.verdict(self.direction, Verdict::Allowed);
         let denial = policy.audit(self.client(), request, credentials)?;
-        self.worker.metrics.would_deny.inc();
+        metrics.verdict(self.direction, Verdict::WouldDeny);
         Some(denial)
     }
 

@@ -2,6 +2,8 @@
 //! metrics, dumps and the log take what they need. No protocol calls these itself, and no exit path
 //! forgets them.
 
+mod metrics;
+
 use std::fmt::Display;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,11 +16,13 @@ use http::StatusCode;
 use crate::context::flow::Flow;
 use crate::error::Failure;
 use crate::http::edits::Edits;
+use crate::http::grpc_status::GrpcCall;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
+use crate::labels::{self, OTHER_VALUE, Verdict};
 use crate::observe::dump::{self, ExchangeDump};
-use crate::observe::metrics::HttpVersion;
+use crate::protocol::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
 use crate::serve::call::CallHead;
 use crate::serve::mirror::Mirror;
@@ -38,6 +42,9 @@ pub struct ExchangeRecord {
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
     version: HttpVersion,
+    /// As metrics name it.
+    method: &'static str,
+    grpc: GrpcCall,
     started: Instant,
     status: Option<StatusCode>,
     sent: u64,
@@ -45,6 +52,8 @@ pub struct ExchangeRecord {
     failure: Option<&'static str>,
     /// The policy of the latest fault.
     fault: Option<Arc<str>>,
+    /// A part of the response is missing, and the client has not left.
+    is_broken: bool,
     dump: Option<ExchangeDump>,
     /// The edge of the request, if it is new, until the application answers.
     edge: Option<Box<NewEdge>>,
@@ -61,12 +70,15 @@ impl ExchangeRecord {
             endpoint: None,
             mirror: None,
             version,
+            method: OTHER_VALUE,
+            grpc: GrpcCall::default(),
             started: Instant::now(),
             status: None,
             sent: 0,
             received: 0,
             failure: None,
             fault: None,
+            is_broken: false,
             dump: flow.worker.dumps.exchange(&flow.info()),
             edge: None,
         }
@@ -126,6 +138,8 @@ impl ExchangeRecord {
 
     /// The request's head, with the changes that the proxy makes to it.
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        self.method = labels::method(request.method);
+        self.grpc = GrpcCall::of(request);
         self.dump(|dump| dump.request_head(request, edits));
     }
 
@@ -177,6 +191,7 @@ impl ExchangeRecord {
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.received += data.len() as u64;
+        self.grpc.body(data);
         if let Some(dump) = &mut self.dump {
             dump.response_body(data);
         }
@@ -192,6 +207,7 @@ impl ExchangeRecord {
         edits: Edits<'_>,
     ) {
         self.status = Some(status);
+        self.grpc.response(fields);
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
@@ -201,6 +217,7 @@ impl ExchangeRecord {
 
     /// The response's trailers.
     pub fn response_trailers(&mut self, trailers: &dyn Fields) {
+        self.grpc.trailers(trailers);
         self.dump(|dump| dump.response.set_trailers(trailers));
     }
 
@@ -242,6 +259,7 @@ impl ExchangeRecord {
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
         self.failure = Some(failure.code().label());
+        self.grpc.fail(failure.grpc_status());
         report(&self.flow, failure, false);
     }
 
@@ -272,8 +290,15 @@ impl ExchangeRecord {
         self.dump = Some(dump);
     }
 
+    /// The client left before the end of the exchange.
+    pub fn client_left(&mut self) {
+        self.is_broken = false;
+        self.grpc.cancel();
+    }
+
     /// The exchange ended early.
     pub fn cut_off(&mut self, reason: &str) {
+        self.is_broken = true;
         self.dump(|dump| dump.cut_off = Some(reason.to_owned()));
     }
 
@@ -288,6 +313,8 @@ impl ExchangeRecord {
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
+        let took = self.started.elapsed();
+        self.count(took);
         let Flow {
             worker,
             direction,
@@ -295,15 +322,13 @@ impl Drop for ExchangeRecord {
             destination,
             ..
         } = &*self.flow;
-        if let Some(status) = self.status {
-            worker.metrics.request(*direction, self.version, status);
-        }
         if self.status.is_some() || self.failure.is_some() {
             let backend = self.backend.as_ref().unwrap_or(destination);
             worker.ended(*direction, backend, self.failure);
         }
         tracing::debug!(
             direction = direction.name(),
+            version = ?self.version,
             %peer,
             caller = self.flow.called_by(),
             destination = %destination.name(),
@@ -316,7 +341,7 @@ impl Drop for ExchangeRecord {
             fault = self.fault.as_deref(),
             sent = self.sent,
             received = self.received,
-            duration = ?self.started.elapsed(),
+            duration = ?took,
             "exchange",
         );
     }
@@ -377,13 +402,14 @@ fn report(flow: &Flow, failure: &Failure, is_warning: bool) {
     let (path, peer, code) = (flow.direction.name(), flow.peer, failure.code().label());
     let destination = flow.destination.name();
     let (worker, now) = (&flow.worker, Instant::now());
-    let should_log = match failure {
-        Failure::Denied { .. }
-        | Failure::EgressDenied { .. }
-        | Failure::InvalidToken { .. }
-        | Failure::ExternallyDenied { .. }
-        | Failure::AuthorizerFailed { .. } => worker.denials.should_log(now),
-        _ => is_warning && worker.warnings.should_log(now),
+    let is_denial = failure.is_denial();
+    if is_denial {
+        worker.metrics.verdict(flow.direction, Verdict::Denied);
+    }
+    let should_log = if is_denial && !failure.is_identity_failure() {
+        worker.denials.should_log(now)
+    } else {
+        is_warning && worker.warnings.should_log(now)
     };
     if should_log {
         let caller = flow.called_by();

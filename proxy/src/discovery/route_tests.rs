@@ -138,6 +138,7 @@ impl Mesh {
         let (stream, peer) = accepted.unwrap();
         let flow = Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction: Direction::Outbound,

@@ -256,7 +256,7 @@ fn parse_rule(
     externals: &mut Externals,
 ) -> Result<Rule, String> {
     let mut parsed = Rule {
-        name: rule.name,
+        name: rule.name.into(),
         request_timeout: timeout(rule.request_timeout),
         backend_request_timeout: timeout(rule.backend_request_timeout),
         retry: rule.retry.map(parse_retry).transpose()?,

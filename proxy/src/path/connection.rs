@@ -117,6 +117,7 @@ async fn redirected(
             caller,
             slot,
             called_by: Default::default(),
+            counted: Default::default(),
         },
     )
     .await;

@@ -57,7 +57,7 @@ impl Eq for Routes {}
 #[derive(Debug, Default)]
 pub struct Rule {
     /// The object that the rule comes from.
-    pub name: String,
+    pub name: Arc<str>,
     /// Chosen by weight.
     pub backends: Vec<RouteBackend>,
     /// The destination is the backend.
@@ -270,7 +270,7 @@ impl Rule {
     /// Chooses a backend by weight.
     fn choose(&self, rng: &mut fastrand::Rng) -> Result<usize, Failure> {
         let total: u64 = self.backends.iter().map(|one| u64::from(one.weight)).sum();
-        let no_backend = || Failure::InvalidBackend(self.name.clone());
+        let no_backend = || Failure::InvalidBackend(self.name.to_string());
         if total == 0 {
             return Err(no_backend());
         }

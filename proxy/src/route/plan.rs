@@ -107,7 +107,7 @@ impl Plan {
         rng: &mut fastrand::Rng,
     ) -> Result<Self, Answer> {
         if rule.is_invalid {
-            return Err(Failure::InvalidBackend(rule.name.clone()).into());
+            return Err(Failure::InvalidBackend(rule.name.to_string()).into());
         }
         let cors = match &rule.cors {
             Some(cors) => cors.apply(request).map_err(Answer::Reply)?,

@@ -125,6 +125,7 @@ mod tests {
         let worker = Worker::new(WorkerContext::for_a_test(""));
         let flow = Rc::new(Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: worker.slot(),
             worker: worker.clone(),
             direction: Direction::Outbound,

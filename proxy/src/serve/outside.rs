@@ -15,6 +15,7 @@ use crate::context::flow::Flow;
 use crate::egress::{Egress, Outside};
 use crate::error::Failure;
 use crate::inbound::policy::Permit;
+use crate::labels::Verdict;
 use crate::upstream::balance::Backend;
 
 /// Replaces the backend of a call to outside of the cluster by an address that the proxy has resolved
@@ -57,7 +58,8 @@ pub async fn find(
         denial = egress.audit(chosen, name.as_deref());
     }
     if denial.is_some() {
-        flow.worker.metrics.would_deny.inc();
+        let metrics = &flow.worker.metrics;
+        metrics.verdict(flow.direction, Verdict::WouldDeny);
     }
     if is_allowed && !flow.worker.config.hide_edges {
         flow.worker.edges.add_destination(name.as_deref(), chosen);

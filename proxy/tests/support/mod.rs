@@ -182,6 +182,7 @@ impl Mesh {
         };
         let flow = Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: self.slot_of(holder),
             worker: self.worker.clone(),
             direction,
@@ -210,6 +211,17 @@ impl Mesh {
         self.metric(&format!(
             "timeouts_total{{direction=\"{direction}\",kind=\"{kind}\"}}"
         ))
+    }
+
+    /// The number of requests with all of these labels.
+    pub fn requests(&self, labels: &[&str]) -> u64 {
+        let page = self.metrics.render();
+        let lines = page.lines().filter(|line| {
+            let is_count = line.starts_with("diy_mesh_proxy_requests_total{");
+            is_count && labels.iter().all(|label| line.contains(label))
+        });
+        let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
+        values.sum()
     }
 
     /// The value of a time series.

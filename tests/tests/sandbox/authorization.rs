@@ -244,7 +244,8 @@ fn audit_refuses_nothing_and_counts() {
             status(&sandbox, &clients, "GET /hello", ("web.shop", 80)),
             "200"
         );
-        if metric_of(&sandbox, &clients, &server, "would_deny_total") > 0 {
+        let sample = "verdicts_total{direction=\"inbound\",verdict=\"would-deny\"}";
+        if metric_of(&sandbox, &clients, &server, sample) > 0 {
             break;
         }
         assert!(Instant::now() < deadline, "nothing is counted");

@@ -81,6 +81,16 @@ impl Pod {
     fn counts(&self, line: &str) -> bool {
         self.worker.metrics.render().contains(line)
     }
+
+    /// Whether this is the number of calls that the policies under audit would deny.
+    fn audited(&self, count: u32) -> bool {
+        self.verdicts("would-deny", count)
+    }
+
+    fn verdicts(&self, verdict: &str, count: u32) -> bool {
+        let labels = format!("direction=\"inbound\",verdict=\"{verdict}\"");
+        self.counts(&format!("verdicts_total{{{labels}}} {count}\n"))
+    }
 }
 
 /// An application that counts its connections and what it gets, answers each head, and returns all
@@ -303,15 +313,19 @@ fn audit_refuses_nothing_and_is_counted_once() {
         let mut authorization = allow_namespace("clients");
         authorization.policies[0].audit = true;
         pod.authorize(authorization).await;
-        assert!(pod.counts("would_deny_total 0\n"));
+        assert!(pod.audited(0));
         assert!(pod.http1(Some("clients/a"), "/").await.starts_with(OK));
-        assert!(pod.counts("would_deny_total 0\n"));
+        assert!(pod.audited(0));
         assert!(pod.http1(Some("others/a"), "/").await.starts_with(OK));
-        assert!(pod.counts("would_deny_total 1\n"));
+        assert!(pod.audited(1));
         let mut client = pod.connect(None).await;
         exchange(&mut client, OPAQUE, OPAQUE).await;
-        assert!(pod.counts("would_deny_total 2\n"));
-        assert!(pod.counts("failures_total{direction=\"inbound\",code=\"denied\"} 0\n"));
+        assert!(pod.audited(2) && pod.verdicts("allowed", 3) && pod.verdicts("denied", 0));
+        drop(client);
+        pod.authorize(allow_namespace("clients")).await;
+        let denied = pod.http1(Some("others/a"), "/").await;
+        assert!(denied.contains("denied"), "{denied}");
+        assert!(pod.verdicts("allowed", 3) && !pod.verdicts("denied", 0));
     });
 }
 

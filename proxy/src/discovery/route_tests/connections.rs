@@ -74,6 +74,7 @@ fn connection_keeps_its_choice_over_several_dials() {
         for port in 1..=200 {
             let flow = Flow {
                 called_by: Default::default(),
+                counted: Default::default(),
                 slot: mesh.worker.slot(),
                 worker: mesh.worker.clone(),
                 direction: Direction::Outbound,

@@ -90,6 +90,7 @@ impl Pod {
         let (stream, peer) = accepted.unwrap();
         let flow = Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction,

@@ -35,10 +35,11 @@ use rustls::client::{Resumption, UnbufferedClientConnection};
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::ServerName;
 use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
-use rustls::{ClientConfig, ServerConfig};
+use rustls::{ClientConfig, HandshakeKind, ServerConfig};
 use tokio::time::timeout;
 
 use crate::error::Failure;
+use crate::labels::HandshakeResult;
 use crate::limits::lifetime::Lifetimes;
 use crate::limits::memory::Charge;
 use crate::limits::timeouts::{TimeoutKind, Timeouts};
@@ -229,7 +230,7 @@ impl Tls {
     ) -> Pin<Box<impl Future<Output = io::Result<(Io, Negotiated)>>>> {
         let limit = self.timeouts.tls_handshake;
         Box::pin(async move {
-            timeout(limit, io.secure(handshake))
+            let ended = timeout(limit, io.secure(handshake))
                 .await
                 .unwrap_or_else(|_| {
                     self.metrics.timeout(direction, TimeoutKind::TlsHandshake);
@@ -237,7 +238,16 @@ impl Tls {
                         io::ErrorKind::TimedOut,
                         format!("TLS handshake not completed within {limit:?}"),
                     ))
-                })
+                });
+            let result = match &ended {
+                Ok((_, negotiated)) if negotiated.kind == Some(HandshakeKind::Resumed) => {
+                    HandshakeResult::Resumed
+                }
+                Ok(_) => HandshakeResult::Full,
+                Err(_) => HandshakeResult::Failed,
+            };
+            self.metrics.handshake(direction, result);
+            ended
         })
     }
 

@@ -170,6 +170,7 @@ impl Side {
                 let destination = worker.apps.fixed(app);
                 let flow = Flow {
                     called_by: Default::default(),
+                    counted: Default::default(),
                     slot: worker.slot(),
                     worker: worker.clone(),
                     direction: Direction::Inbound,
@@ -205,6 +206,7 @@ impl Side {
         let (worker, destination) = (self.worker.clone(), destination.clone());
         let flow = Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,
@@ -320,6 +322,7 @@ impl Pair {
         let (worker, destination) = (self.outbound.worker.clone(), self.destination.clone());
         Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,
@@ -498,6 +501,12 @@ fn pools_connections_and_resumes_sessions() {
             "X25519MLKEM768 TLS13_AES_128_GCM_SHA256 Resumed",
             "{before}"
         );
+        let metrics = pair.outbound.metrics.render();
+        for result in ["full", "resumed"] {
+            let labels = format!("direction=\"outbound\",result=\"{result}\"");
+            let sample = format!("tls_handshakes_total{{{labels}}} 1\n");
+            assert!(metrics.contains(&sample), "{sample}: {metrics}");
+        }
         // A resumed session has the peer certificate.
         assert_eq!(super::authenticate(&negotiated).unwrap().0.as_str(), CART);
     });
@@ -925,13 +934,10 @@ fn rejects_client_with_invalid_certificate() {
                     && answer.contains("x-mesh-error: handshake-failed"),
                 "{what}: {answer}"
             );
-            assert!(
-                pair.inbound
-                    .metrics
-                    .render()
-                    .contains("code=\"handshake-failed\"} 1"),
-                "{what}"
-            );
+            let metrics = pair.inbound.metrics.render();
+            assert!(metrics.contains("code=\"handshake-failed\"} 1"), "{what}");
+            let failed = "tls_handshakes_total{direction=\"inbound\",result=\"failed\"} 1";
+            assert!(metrics.contains(failed), "{what}: {metrics}");
         }
     });
 }

@@ -76,6 +76,7 @@ fn flow_to_one() -> Flow {
     let worker = Worker::new(WorkerContext::for_a_test(""));
     Flow {
         called_by: Default::default(),
+        counted: Default::default(),
         slot: worker.slot(),
         worker,
         direction: Direction::Outbound,
@@ -200,6 +201,7 @@ async fn flow_to(endpoints: u32, policy: BackendPolicy) -> (Flow, Arc<Metrics>) 
     });
     let flow = Flow {
         called_by: Default::default(),
+        counted: Default::default(),
         slot: worker.slot(),
         worker,
         direction: Direction::Outbound,

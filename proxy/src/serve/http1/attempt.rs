@@ -56,6 +56,7 @@ impl Exchange<'_> {
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, &endpoint).await? else {
+            self.record.client_left();
             upstream.io.reset_on_drop();
             return Ok(Outcome::After(After::Closed));
         };
@@ -282,6 +283,9 @@ impl Exchange<'_> {
             Ok(()) => self.record.response_end(),
             Err(broken) => {
                 self.record.cut_off(&broken.to_string());
+                if matches!(broken, BodyError::ClientClosed) {
+                    self.record.client_left();
+                }
                 // The client sees that the response is cut off, as without the mesh.
                 upstream.reset_on_drop();
                 if !until_close && matches!(broken, BodyError::SenderClosed) {

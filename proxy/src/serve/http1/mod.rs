@@ -30,7 +30,7 @@ use crate::error::Failure;
 use crate::limits::lifetime::{Lifetime, drained_or};
 use crate::limits::memory::Charge;
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
-use crate::observe::metrics::HttpVersion;
+use crate::protocol::HttpVersion;
 use crate::route::{Answer, AttemptSettings, Plan};
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempts, Step, pause};
@@ -241,6 +241,7 @@ impl<'a> Exchange<'a> {
             Some(Ok(permit)) => permit,
             Some(Err(answer)) => return self.reply(answer).await,
             None => {
+                self.record.client_left();
                 self.client.reset_on_drop();
                 return After::Closed;
             }

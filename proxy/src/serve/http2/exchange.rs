@@ -28,7 +28,7 @@ use crate::http::verdict::Verdict;
 use crate::inbound::policy::PREVIOUS_ATTEMPTS;
 use crate::limits::deadline::Deadline;
 use crate::limits::memory::Charge;
-use crate::observe::metrics::HttpVersion;
+use crate::protocol::HttpVersion;
 use crate::route::{Answer, AttemptSettings, Plan};
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempt, AttemptError, Attempts, Replayable, Step, pause};
@@ -260,7 +260,10 @@ impl Exchange {
                 self.client.resets.record_completed();
                 self.client.io.queue_ended(self.cost);
             }
-            Ok(Outcome::Cancelled) => self.client.resets.record_reset(Instant::now()),
+            Ok(Outcome::Cancelled) => {
+                self.record.client_left();
+                self.client.resets.record_reset(Instant::now());
+            }
             Ok(Outcome::Reset(code)) => {
                 self.cut_off("the application reset the stream", code);
                 self.respond.send_reset(code);

@@ -28,6 +28,7 @@ use crate::discovery::{Place, Resource, Target, TargetKind};
 use crate::egress::Outside;
 use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
+use crate::labels::Peer;
 use crate::observe::exceptions::{Event, Exceptions, Kind};
 use crate::protocol::Protocol;
 use crate::upstream::connect::{Limits, OpenPool, Pools, Remote};
@@ -71,6 +72,8 @@ struct State {
     /// What discovery knows.
     target: Arc<Target>,
     name: Rc<str>,
+    /// As metrics name it.
+    peer: Peer,
     app_protocol: Option<Protocol>,
     /// Sorted by address, without duplicates.
     members: Vec<Member>,
@@ -183,6 +186,11 @@ impl Backend {
     /// The name for logs and errors: `namespace/name` of the Service or pod, else the address.
     pub fn name(&self) -> Rc<str> {
         self.state.borrow().name.clone()
+    }
+
+    /// The Service, or the host outside of the cluster that routes name, as the peer of requests.
+    pub fn peer(&self) -> Peer {
+        self.state.borrow().peer.clone()
     }
 
     /// The routes of HTTP requests, if there are any.
@@ -406,6 +414,23 @@ impl Backend {
     }
 }
 
+/// Neither pods by their own addresses nor addresses outside of the cluster have a name.
+fn peer(resource: &Resource, target: &Target) -> Peer {
+    match resource {
+        Resource::External(host) => Peer::new(&host.host, ""),
+        Resource::Backend(name) => {
+            let (namespace, rest) = name.split_once('/').unwrap_or_default();
+            Peer::new(rest.split(':').next().unwrap_or_default(), namespace)
+        }
+        Resource::Destination(_) => match target.kind {
+            TargetKind::Service | TargetKind::UnknownPort { .. } => {
+                Peer::new(&target.name, &target.namespace)
+            }
+            _ => Peer::default(),
+        },
+    }
+}
+
 impl State {
     fn new(
         target: Arc<Target>,
@@ -441,6 +466,7 @@ impl State {
         let members = merge(before, endpoints, pools, health, limits);
         Self {
             name: name.into(),
+            peer: peer(resource, &target),
             app_protocol,
             slow_start_since: slow_start(&members, target.policy.balancing.slow_start),
             members,

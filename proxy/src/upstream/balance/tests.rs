@@ -22,10 +22,11 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::policy::BackendPolicy;
-use super::{Avoided, Backend, BreakerSettings, Endpoint, Member};
-use crate::discovery::{Discovery, Target, TargetKind};
-use crate::endpoint::EndpointInfo;
+use super::{Avoided, Backend, BreakerSettings, Endpoint, Member, peer};
+use crate::discovery::{Discovery, Resource, Target, TargetKind};
+use crate::endpoint::{EndpointInfo, ExternalHost};
 use crate::error::Failure;
+use crate::labels::Peer;
 use crate::secure::identity::testing::{Authority, WEB};
 use crate::secure::io::Io;
 use crate::secure::tls::tests::{
@@ -33,6 +34,42 @@ use crate::secure::tls::tests::{
     on_worker,
 };
 use diy_mesh_model::exchange::Direction;
+
+/// A hundred rollouts add no labels to metrics.
+#[test]
+fn peer_of_requests_is_the_service_and_never_a_pod() {
+    let target = |kind, rollout: u8| {
+        let info = EndpointInfo {
+            pod: format!("cart-{rollout}"),
+            ..EndpointInfo::bare(([10, 1, 0, rollout], 80).into())
+        };
+        Target {
+            kind,
+            namespace: "shop".into(),
+            name: "cart".into(),
+            endpoints: vec![Arc::new(info)],
+            ..Target::default()
+        }
+    };
+    let address = SocketAddr::from(([10, 96, 0, 7], 80)).into();
+    let backend = Resource::backend("shop/cart:80").expect("a backend");
+    for rollout in 0..100 {
+        for resource in [&address, &backend] {
+            let named = peer(resource, &target(TargetKind::Service, rollout));
+            assert_eq!(named, Peer::new("cart", "shop"));
+        }
+        let own_address = peer(&address, &target(TargetKind::Pod, rollout));
+        assert_eq!(own_address, Peer::default());
+    }
+    assert_eq!(peer(&address, &Target::default()), Peer::default());
+    let host = Resource::External(Arc::new(ExternalHost {
+        name: "XBackend shop/api".into(),
+        host: "api.test".into(),
+        port: 443,
+        tls: None,
+    }));
+    assert_eq!(peer(&host, &Target::default()), Peer::new("api.test", ""));
+}
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
 const POST: &str =

@@ -62,6 +62,7 @@ async fn client_through(
         let (stream, peer) = listener.accept().await.unwrap();
         let flow = Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: worker.slot(),
             worker,
             direction: Direction::Outbound,

@@ -5,6 +5,7 @@ mod deadlines;
 mod endpoints;
 mod forgery;
 mod hostile;
+mod metrics;
 mod passing;
 mod resets;
 
@@ -178,6 +179,7 @@ impl Mesh {
         let (stream, peer) = accepted.unwrap();
         let flow = Flow {
             called_by: Default::default(),
+            counted: Default::default(),
             slot: self.worker.slot(),
             worker: self.worker.clone(),
             direction,
@@ -198,6 +200,17 @@ impl Mesh {
     /// Like [`Mesh::client`], to one address.
     async fn client_of(&self, address: SocketAddr) -> SendRequest<Bytes> {
         self.client(&Backend::alone(address)).await
+    }
+
+    /// The number of requests with all of these labels.
+    fn requests(&self, labels: &[&str]) -> u64 {
+        let page = self.metrics.render();
+        let lines = page.lines().filter(|line| {
+            let is_count = line.starts_with("diy_mesh_proxy_requests_total{");
+            is_count && labels.iter().all(|label| line.contains(label))
+        });
+        let values = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
+        values.sum()
     }
 
     fn metric(&self, name: &str) -> u64 {

@@ -64,7 +64,10 @@ fn forwards_heads_bodies_and_trailers_unchanged() {
         );
         assert_eq!(trailers, Some(fields(&[("x-took", "2")])));
         assert_eq!(
-            mesh.metric("requests_total{direction=\"outbound\",protocol=\"http2\",class=\"2xx\"}"),
+            mesh.requests(&[
+                "direction=\"outbound\"",
+                "http_response_status_code=\"201\""
+            ]),
             1
         );
     });

@@ -156,7 +156,7 @@ fn routed(backends: Vec<(BackendRef, u32)>) -> Rc<Backend> {
         changes: Arc::default(),
     };
     let rule = Arc::new(Rule {
-        name: "HTTPRoute shop/web".to_owned(),
+        name: "HTTPRoute shop/web".into(),
         backends: backends.into_iter().map(backend).collect(),
         ..Rule::default()
     });

@@ -1,0 +1,51 @@
+//! What metrics take from the record of an exchange.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use diy_mesh_model::exchange::Direction;
+
+use super::ExchangeRecord;
+use crate::labels::{ErrorType, Peer, TlsKind};
+use crate::observe::metrics::RequestLabels;
+
+impl ExchangeRecord {
+    /// Counts the exchange, which took so long.
+    pub(super) fn count(&self, took: Duration) {
+        let flow = &*self.flow;
+        let grpc = self.grpc.status();
+        let rule = self.rule.as_ref();
+        let labels = RequestLabels {
+            direction: flow.direction,
+            route: rule.map_or_else(Arc::default, |(rule, _)| rule.name.clone()),
+            peer: self.peer(),
+            method: self.method,
+            status: self.status.map_or(0, |status| status.as_u16()),
+            grpc,
+            error: ErrorType::of(self.failure, self.status, grpc, !self.is_broken),
+            tls: self.tls(),
+        };
+        let (bytes, now) = ([self.sent, self.received], self.started + took);
+        let metrics = &flow.worker.metrics;
+        metrics.request(&flow.counted, labels, bytes, took, now);
+    }
+
+    /// The verified caller, or the backend. Nothing that a request says.
+    fn peer(&self) -> Peer {
+        let flow = &*self.flow;
+        let caller = || flow.caller.identity().map(Peer::caller);
+        match flow.direction {
+            Direction::Inbound => flow.counted.caller(|| caller().unwrap_or_default()),
+            Direction::Outbound => self.backend.as_ref().unwrap_or(&flow.destination).peer(),
+        }
+    }
+
+    fn tls(&self) -> TlsKind {
+        match (self.flow.direction, &self.endpoint) {
+            (Direction::Inbound, _) if self.flow.caller.identity().is_some() => TlsKind::Mutual,
+            (Direction::Outbound, Some(to)) if to.info.server_tls().is_some() => TlsKind::Server,
+            (Direction::Outbound, Some(to)) if to.info.identity.is_some() => TlsKind::Mutual,
+            _ => TlsKind::None,
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! Requests by the OpenTelemetry semantic conventions: how many, and how long they took. Each
+//! connection keeps the sets of its latest request, so that an equal one takes no lock.
+
+use std::cell::{OnceCell, RefCell};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use diy_mesh_model::exchange::Direction;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+
+use super::series::{Labels, Series, Set};
+use super::{MAX_DURATION_SETS, MAX_REQUEST_SETS};
+use crate::labels::{ErrorType, OTHER, OTHER_VALUE, Peer, TlsKind};
+
+/// Upper bounds of the buckets, in microseconds.
+const BOUNDS: [u64; 14] = [
+    500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
+    2_500_000, 5_000_000, 10_000_000,
+];
+/// By [`DurationLabels::kind`].
+const DURATIONS: [&str; 4] = [
+    "http_server_request_duration_seconds",
+    "http_client_request_duration_seconds",
+    "rpc_server_call_duration_seconds",
+    "rpc_client_call_duration_seconds",
+];
+
+/// The labels of a request. Absent values are empty.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RequestLabels {
+    /// Of its connection.
+    pub direction: Direction,
+    /// The rule that it matched.
+    pub route: Arc<str>,
+    /// The caller or the Service.
+    pub peer: Peer,
+    /// One of the known methods.
+    pub method: &'static str,
+    /// 0: none. Less than 100: the class.
+    pub status: u16,
+    /// The name of the gRPC status.
+    pub grpc: &'static str,
+    /// Why it failed.
+    pub error: ErrorType,
+    /// Of the connection to the peer.
+    pub tls: TlsKind,
+}
+
+/// The labels of a duration.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct DurationLabels {
+    kind: usize,
+    route: Arc<str>,
+    peer: Peer,
+}
+
+/// All requests of the proxy.
+#[derive(Debug)]
+pub struct Requests {
+    counts: Series<RequestLabels, AtomicU64>,
+    durations: Series<DurationLabels, Histogram>,
+}
+
+/// What a connection keeps for its requests.
+#[derive(Clone, Debug, Default)]
+pub struct Counted {
+    caller: OnceCell<Peer>,
+    latest: RefCell<Option<Latest>>,
+}
+
+#[derive(Clone, Debug)]
+struct Latest {
+    labels: RequestLabels,
+    count: Arc<Set<AtomicU64>>,
+    duration: Arc<Set<Histogram>>,
+}
+
+#[derive(Debug, Default)]
+struct Histogram {
+    buckets: [AtomicU64; BOUNDS.len() + 1],
+    nanoseconds: AtomicU64,
+}
+
+impl Counted {
+    /// The caller, which all requests of the connection share.
+    pub fn caller(&self, find: impl FnOnce() -> Peer) -> Peer {
+        self.caller.get_or_init(find).clone()
+    }
+}
+
+impl Requests {
+    /// No requests yet.
+    pub fn new(start: Instant) -> Self {
+        Self {
+            counts: Series::new(MAX_REQUEST_SETS, start),
+            durations: Series::new(MAX_DURATION_SETS, start),
+        }
+    }
+
+    /// Counts a request that ended now, of a connection that keeps `counted`.
+    pub fn count(&self, counted: &Counted, labels: RequestLabels, took: Duration, now: Instant) {
+        let mut latest = counted.latest.borrow_mut();
+        let same = latest.take().filter(|latest| latest.labels == labels);
+        let sets = latest.insert(same.unwrap_or_else(|| Latest {
+            count: self.counts.get(&labels, now),
+            duration: self.durations.get(&labels.duration(), now),
+            labels,
+        }));
+        self.counts.used(&sets.count, now).fetch_add(1, Relaxed);
+        self.durations.used(&sets.duration, now).observe(took);
+    }
+
+    /// Writes the durations.
+    pub fn encode_durations(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let all = self.durations.all();
+        let help = "Durations of inbound (server) and outbound (client) requests or gRPC calls.";
+        for (kind, name) in DURATIONS.into_iter().enumerate() {
+            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
+            for (labels, set) in all.iter().filter(|(labels, _)| labels.kind == kind) {
+                let (seconds, count, buckets) = set.value().read();
+                let labels = peer_labels(&labels.route, &labels.peer);
+                let mut histogram = family.encode_family(&labels)?;
+                histogram.encode_histogram::<NoLabelSet>(seconds, count, &buckets, None)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the counters.
+    pub fn encode_counts(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Requests that ended, with or without a response.";
+        let mut family = encoder.encode_descriptor("requests", help, None, MetricType::Counter)?;
+        for (labels, set) in self.counts.all() {
+            let [route, name, namespace] = peer_labels(&labels.route, &labels.peer);
+            let status = labels.status_text();
+            let all = [
+                ("direction", labels.direction.name()),
+                route,
+                name,
+                namespace,
+                ("http_request_method", labels.method),
+                ("http_response_status_code", &status),
+                ("rpc_response_status_code", labels.grpc),
+                ("error_type", labels.error.value(&status, labels.grpc)),
+                ("tls", labels.tls.name()),
+            ];
+            let count = set.value().load(Relaxed);
+            let mut counter = family.encode_family(&all)?;
+            counter.encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
+        }
+        Ok(())
+    }
+}
+
+fn peer_labels<'a>(route: &'a str, peer: &'a Peer) -> [(&'static str, &'a str); 3] {
+    [
+        ("http_route", route),
+        ("service_peer_name", &peer.name),
+        ("service_peer_namespace", &peer.namespace),
+    ]
+}
+
+impl RequestLabels {
+    fn duration(&self) -> DurationLabels {
+        DurationLabels {
+            kind: self.direction as usize + 2 * usize::from(!self.grpc.is_empty()),
+            route: self.route.clone(),
+            peer: self.peer.clone(),
+        }
+    }
+
+    fn status_text(&self) -> String {
+        match self.status {
+            0 => String::new(),
+            class @ 1..100 => format!("{class}xx"),
+            status => status.to_string(),
+        }
+    }
+}
+
+/// The others have the class of a status, and tell failures from successes.
+impl Labels for RequestLabels {
+    fn namespace(&self) -> &str {
+        &self.peer.namespace
+    }
+
+    fn other(&self) -> Self {
+        let is_rpc = !self.grpc.is_empty();
+        let class = (self.status / 100).min(5);
+        Self {
+            direction: self.direction,
+            route: OTHER.into(),
+            peer: Peer::other(),
+            method: OTHER_VALUE,
+            // The status of a call is that of gRPC.
+            status: if is_rpc { 0 } else { class },
+            grpc: match self.grpc {
+                "" | "OK" => self.grpc,
+                _ => OTHER_VALUE,
+            },
+            error: match self.error {
+                ErrorType::None => ErrorType::None,
+                _ => ErrorType::Other,
+            },
+            tls: self.tls,
+        }
+    }
+}
+
+impl Labels for DurationLabels {
+    fn namespace(&self) -> &str {
+        &self.peer.namespace
+    }
+
+    fn other(&self) -> Self {
+        Self {
+            kind: self.kind,
+            route: OTHER.into(),
+            peer: Peer::other(),
+        }
+    }
+}
+
+impl Histogram {
+    fn observe(&self, took: Duration) {
+        let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = BOUNDS.partition_point(|bound| bound * 1000 < nanoseconds);
+        self.buckets[bucket].fetch_add(1, Relaxed);
+        self.nanoseconds.fetch_add(nanoseconds, Relaxed);
+    }
+
+    /// The sum in seconds, the number, and the number of each bucket with its upper bound.
+    fn read(&self) -> (f64, u64, [(f64, u64); BOUNDS.len() + 1]) {
+        let counts = self.buckets.each_ref().map(|bucket| bucket.load(Relaxed));
+        let mut buckets = counts.map(|count| (f64::INFINITY, count));
+        for (bucket, bound) in buckets.iter_mut().zip(BOUNDS) {
+            bucket.0 = bound as f64 / 1e6;
+        }
+        let seconds = self.nanoseconds.load(Relaxed) as f64 / 1e9;
+        (seconds, counts.iter().sum(), buckets)
+    }
+}
