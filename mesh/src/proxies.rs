@@ -103,7 +103,7 @@ impl Proxies<'_> {
         );
         let port = pods::admin_port(pod);
         let forwarder = api.portforward(&pod.name_any(), &[port]).await;
-        let mut forwarder = forwarder.map_err(|error| describe_error(error))?;
+        let mut forwarder = forwarder.map_err(describe_error)?;
         let stream = forwarder.take_stream(port).ok_or("no stream")?;
         let handshake = http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;

@@ -53,7 +53,7 @@ pub struct ExchangeRecord {
     line: Box<[u8]>,
     /// As metrics name it.
     method: &'static str,
-    grpc: Option<GrpcCall>,
+    grpc: GrpcCall,
     started: Instant,
     status: Option<StatusCode>,
     /// The time until the response.
@@ -85,7 +85,7 @@ impl ExchangeRecord {
             id: flow.new_exchange(),
             line: Box::default(),
             method: OTHER_VALUE,
-            grpc: None,
+            grpc: GrpcCall::default(),
             started: Instant::now(),
             status: None,
             responded: None,
@@ -221,9 +221,7 @@ impl ExchangeRecord {
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
         self.transfer.received += data.len() as u64;
-        if let Some(grpc) = &mut self.grpc {
-            grpc.body(data);
-        }
+        self.grpc.body(data);
         if let Some(dump) = &mut self.dump {
             dump.response_body(data);
         }
@@ -240,9 +238,7 @@ impl ExchangeRecord {
     ) {
         self.status = Some(status);
         self.responded = Some(self.started.elapsed());
-        if let Some(grpc) = &mut self.grpc {
-            grpc.response(fields);
-        }
+        self.grpc.response(fields);
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
@@ -252,9 +248,7 @@ impl ExchangeRecord {
 
     /// The response's trailers.
     pub fn response_trailers(&mut self, trailers: &dyn Fields) {
-        if let Some(grpc) = &mut self.grpc {
-            grpc.trailers(trailers);
-        }
+        self.grpc.trailers(trailers);
         self.dump(|dump| dump.response.set_trailers(trailers));
     }
 
@@ -297,9 +291,7 @@ impl ExchangeRecord {
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
         self.failure = Some(failure.into());
-        if let Some(grpc) = &mut self.grpc {
-            grpc.fail(failure.grpc_status());
-        }
+        self.grpc.fail(failure.grpc_status());
         report(&self.flow, failure, false);
     }
 
@@ -334,9 +326,7 @@ impl ExchangeRecord {
     /// The client left before the end of the exchange.
     pub fn client_left(&mut self) {
         self.is_broken = false;
-        if let Some(grpc) = &mut self.grpc {
-            grpc.cancel();
-        }
+        self.grpc.cancel();
     }
 
     /// The exchange ended early.
@@ -395,7 +385,7 @@ impl Drop for ExchangeRecord {
             failed: std::mem::take(&mut self.failed_attempts),
             line: std::mem::take(&mut self.line),
             status: self.status,
-            grpc: self.grpc.as_ref().map_or("", GrpcCall::status),
+            grpc: self.grpc.status(),
             transfer: self.transfer,
             failure: self.failure.take(),
             fault: self.fault.take(),

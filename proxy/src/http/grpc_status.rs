@@ -15,25 +15,30 @@ const TRAILERS: u8 = 0x80;
 /// The bytes of a line of trailers that are read.
 const MAX_LINE: usize = 32;
 
-/// One gRPC call.
+/// What is known of the gRPC call that a request makes, if it is one.
 #[derive(Debug, Default)]
 pub struct GrpcCall {
+    is_call: bool,
     status: Option<&'static str>,
     web: Option<Box<WebBody>>,
 }
 
 impl GrpcCall {
-    /// The call of a request, if it is one.
-    pub fn of(request: &RequestView<'_>) -> Option<Self> {
-        if request.method != b"POST" {
-            return None;
+    /// The call of a request.
+    pub fn of(request: &RequestView<'_>) -> Self {
+        let is_post = request.method == b"POST";
+        let kind = is_post.then(|| request.header("content-type")).flatten();
+        Self {
+            is_call: kind.is_some_and(|kind| starts_with(kind, GRPC)),
+            ..Self::default()
         }
-        let kind = request.header("content-type")?;
-        starts_with(kind, GRPC).then(Self::default)
     }
 
     /// The head of the response.
     pub fn response(&mut self, head: &dyn Fields) {
+        if !self.is_call {
+            return;
+        }
         self.trailers(head);
         let kind = head.field("content-type").unwrap_or_default();
         self.web = starts_with(kind, GRPC_WEB).then(|| {
@@ -54,9 +59,8 @@ impl GrpcCall {
 
     /// The trailers of the response.
     pub fn trailers(&mut self, fields: &dyn Fields) {
-        if let Some(value) = fields.field(GRPC_STATUS) {
-            self.status = Some(status_name(value));
-        }
+        let value = self.is_call.then(|| fields.field(GRPC_STATUS)).flatten();
+        self.status = value.map(status_name).or(self.status);
     }
 
     /// The proxy ends the call with this status.
@@ -69,9 +73,10 @@ impl GrpcCall {
         self.status.get_or_insert("CANCELLED");
     }
 
-    /// The name of the status. A call that ends without one has failed.
+    /// The name of the status. A call that ends without one has failed. Empty: the request is no call.
     pub fn status(&self) -> &'static str {
-        self.status.unwrap_or("UNKNOWN")
+        let missing = if self.is_call { "UNKNOWN" } else { "" };
+        self.status.filter(|_| self.is_call).unwrap_or(missing)
     }
 }
 
@@ -216,13 +221,20 @@ mod tests {
         pairs.iter().map(pair).collect()
     }
 
+    fn call() -> GrpcCall {
+        GrpcCall {
+            is_call: true,
+            ..GrpcCall::default()
+        }
+    }
+
     fn frame(flags: u8, content: &[u8]) -> Vec<u8> {
         let length = u32::try_from(content.len()).unwrap().to_be_bytes();
         [&[flags], &length[..], content].concat()
     }
 
     fn read(kind: &'static str, parts: impl IntoIterator<Item = Vec<u8>>) -> &'static str {
-        let mut call = GrpcCall::default();
+        let mut call = call();
         call.response(&fields(&[("content-type", kind)]));
         parts.into_iter().for_each(|part| call.body(&part));
         call.status()
@@ -238,7 +250,7 @@ mod tests {
             ("x", "_OTHER"),
             ("99999999999999999999999", "_OTHER"),
         ] {
-            let mut call = GrpcCall::default();
+            let mut call = call();
             call.response(&fields(&[("grpc-status", value)]));
             assert_eq!(call.status(), name);
             call.trailers(&fields(&[("grpc-status", "5")]));
@@ -249,13 +261,17 @@ mod tests {
 
     #[test]
     fn call_without_a_status_has_failed() {
-        let mut call = GrpcCall::default();
+        let mut call = call();
         call.response(&fields(&[("content-type", "application/grpc")]));
         assert_eq!(call.status(), "UNKNOWN");
         call.cancel();
         assert_eq!(call.status(), "CANCELLED");
         call.fail(4);
         assert_eq!(call.status(), "DEADLINE_EXCEEDED");
+        let mut none = GrpcCall::default();
+        none.response(&fields(&[("grpc-status", "14")]));
+        none.fail(4);
+        assert_eq!(none.status(), "");
     }
 
     #[test]
@@ -282,7 +298,7 @@ mod tests {
     #[test]
     fn hostile_bodies_are_bounded_and_have_no_status() {
         let endless = [vec![0x80, 255, 255, 255, 255], vec![b'g'; 100_000]].concat();
-        let mut call = GrpcCall::default();
+        let mut call = call();
         call.response(&fields(&[("content-type", "application/grpc-web")]));
         call.body(&endless);
         assert!(call.web.unwrap().line.len() <= MAX_LINE);

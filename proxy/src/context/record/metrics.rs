@@ -6,7 +6,6 @@ use std::time::Duration;
 use diy_mesh_model::exchange::Direction;
 
 use super::ExchangeRecord;
-use crate::http::grpc_status::GrpcCall;
 use crate::labels::{ErrorType, Peer, TlsKind};
 use crate::observe::metrics::RequestLabels;
 
@@ -14,7 +13,7 @@ impl ExchangeRecord {
     /// Counts the exchange, which took so long.
     pub(super) fn count(&self, took: Duration) {
         let flow = &*self.flow;
-        let grpc = self.grpc.as_ref().map_or("", GrpcCall::status);
+        let grpc = self.grpc.status();
         let rule = self.rule.as_ref();
         let code = self.failure.as_ref().map(|cause| cause.code);
         let labels = RequestLabels {

@@ -21,23 +21,11 @@ const BOUNDS: [u64; 14] = [
     2_500_000, 5_000_000, 10_000_000,
 ];
 /// By [`DurationLabels::kind`].
-const DURATIONS: [(&str, &str); 4] = [
-    (
-        "http_server_request_duration_seconds",
-        "Duration of inbound HTTP requests.",
-    ),
-    (
-        "http_client_request_duration_seconds",
-        "Duration of outbound HTTP requests.",
-    ),
-    (
-        "rpc_server_call_duration_seconds",
-        "Duration of inbound gRPC calls.",
-    ),
-    (
-        "rpc_client_call_duration_seconds",
-        "Duration of outbound gRPC calls.",
-    ),
+const DURATIONS: [&str; 4] = [
+    "http_server_request_duration_seconds",
+    "http_client_request_duration_seconds",
+    "rpc_server_call_duration_seconds",
+    "rpc_client_call_duration_seconds",
 ];
 
 /// The labels of a request. Absent values are empty.
@@ -128,7 +116,8 @@ impl Requests {
     /// Writes the durations.
     pub fn encode_durations(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let all = self.durations.all();
-        for (kind, (name, help)) in DURATIONS.into_iter().enumerate() {
+        let help = "Durations of inbound (server) and outbound (client) requests or gRPC calls.";
+        for (kind, name) in DURATIONS.into_iter().enumerate() {
             let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
             for (labels, set) in all.iter().filter(|(labels, _)| labels.kind == kind) {
                 let (seconds, count, buckets) = set.value().read();

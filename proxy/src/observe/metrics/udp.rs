@@ -1,7 +1,5 @@
 //! UDP of the pod, which the mesh does not carry, as the kernel counts it.
 
-use std::collections::BTreeMap;
-
 /// The values of the label `way`, in the order of [`datagrams`].
 pub const WAYS: [&str; 3] = ["received", "sent", "error"];
 
@@ -15,20 +13,20 @@ pub fn read() -> Option<[u64; WAYS.len()]> {
 
 /// Those that were received and sent, and those that could not be, of both versions of IP.
 fn datagrams(v4: &str, v6: &str) -> [u64; WAYS.len()] {
-    let mut counts = BTreeMap::new();
     // A line of names, then one of values.
     let mut lines = v4.lines().filter_map(|line| line.strip_prefix("Udp: "));
-    if let (Some(names), Some(values)) = (lines.next(), lines.next()) {
-        counts.extend(names.split(' ').zip(values.split(' ')));
-    }
-    let v6: BTreeMap<_, _> = v6
-        .lines()
-        .filter_map(|line| line.strip_prefix("Udp6")?.split_once(char::is_whitespace))
-        .collect();
-    let sum = |name: &str| {
-        let values = [counts.get(name), v6.get(name)].into_iter().flatten();
-        let numbers = values.filter_map(|value| value.trim().parse::<u64>().ok());
-        numbers.fold(0, u64::saturating_add)
+    let (names, values) = (lines.next(), lines.next());
+    let [names, values] = [names, values].map(|line| line.unwrap_or_default().split(' '));
+    let v4 = |name| names.clone().zip(values.clone()).find(|one| one.0 == name);
+    let v6 = |name| {
+        let of_udp = v6.lines().filter_map(|line| line.strip_prefix("Udp6"));
+        let mut values = of_udp.filter_map(|line| line.strip_prefix(name));
+        values.next()
+    };
+    let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
+    let sum = |name| {
+        let v4 = v4(name).map_or(0, |(_, value)| number(value));
+        v4.saturating_add(v6(name).map_or(0, number))
     };
     let errors = sum("InErrors").saturating_add(sum("SndbufErrors"));
     [sum("InDatagrams"), sum("OutDatagrams"), errors]
