@@ -70,6 +70,11 @@ impl Events {
             let _ = self.wake.try_send(());
         }
     }
+
+    /// The number of queued events.
+    pub fn queued(&self) -> usize {
+        lock(&self.queued).len()
+    }
 }
 
 impl Queue {
@@ -101,10 +106,13 @@ impl Turns {
             Some(items) => items.push_back(item),
             None => self.0.push_back([item].into()),
         }
-        let total: usize = self.0.iter().map(VecDeque::len).sum();
-        if total > MAX_QUEUED {
+        if self.len() > MAX_QUEUED {
             self.drop_latest_of_longest();
         }
+    }
+
+    fn len(&self) -> usize {
+        self.0.iter().map(VecDeque::len).sum()
     }
 
     fn drop_latest_of_longest(&mut self) {
@@ -185,12 +193,13 @@ mod tests {
         (0..10_000).for_each(|number| warn(&events, "noisy", &number.to_string()));
         warn(&events, "shop", "first");
         warn(&events, "shop", "second");
+        assert_eq!(events.queued(), MAX_QUEUED);
         let order: Vec<String> = std::iter::from_fn(|| next(&mut queue)).collect();
         assert_eq!(
             order[..5],
             ["noisy 0", "shop first", "noisy 1", "shop second", "noisy 2"]
         );
-        assert_eq!(order.len(), MAX_QUEUED);
+        assert_eq!((order.len(), events.queued()), (MAX_QUEUED, 0));
     }
 
     #[test]

@@ -28,6 +28,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
+use prometheus_client::metrics::histogram::Histogram;
 use tokio::sync::{mpsc, watch};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
@@ -54,7 +55,7 @@ pub use resources::{Notifications, Resources};
 pub use services::Services;
 pub use subscribers::Lacking;
 use subscribers::Subscribers;
-use timed::{Longest, Timed};
+use timed::{Holds, Timed};
 use turns::Turns;
 use update::Update;
 use watched::Resolved;
@@ -65,6 +66,8 @@ const MAX_BATCH: usize = 1024;
 const MAX_SLICE: Duration = Duration::from_millis(5);
 /// Minimum time between two publications, which merges the changes of a rollout.
 const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
+/// Upper bounds of the histogram of publications, in seconds.
+const PUBLICATION_BUCKETS: [f64; 8] = [0.001, 0.005, 0.02, 0.1, 0.2, 0.5, 2.0, 10.0];
 /// Minimum time between two publications of the replicas that share rate limits.
 const REPLICAS_INTERVAL: Duration = Duration::from_secs(5);
 /// Time that a call waits for a synced catalog.
@@ -112,7 +115,9 @@ pub struct Hub {
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
     requests: watch::Sender<Requests>,
-    holds: Arc<[Longest; 3]>,
+    holds: Arc<[Holds; 3]>,
+    /// The times from the receipt of changes to the notification of subscribers.
+    publications: Histogram,
 }
 
 type Unlisted = BTreeMap<Kind, bool>;
@@ -153,6 +158,7 @@ impl Default for Hub {
             history: Arc::default(),
             requests: watch::Sender::default(),
             holds: Arc::default(),
+            publications: Histogram::new(PUBLICATION_BUCKETS),
         }
     }
 }
@@ -175,10 +181,13 @@ impl Hub {
         let (mut replicas, mut due) = (BTreeSet::new(), BTreeSet::new());
         let (mut next_publication, mut next_replicas) = (Instant::now(), Instant::now());
         let mut turns = Turns::default();
+        // The time of the oldest change that is not published.
+        let mut since = None;
         let mut is_published = true;
         loop {
             tokio::select! {
                 count = changes.recv_many(&mut batch, MAX_BATCH) => {
+                    since.get_or_insert_with(Instant::now);
                     let mut update = Update::new(batch.drain(..));
                     while !self.update(&mut update, &mut touched) {
                         yield_now().await;
@@ -188,7 +197,7 @@ impl Hub {
                     if count == 0 {
                         due.append(&mut replicas);
                         touched.replicas = due;
-                        self.begin_publication(&touched, &mut turns);
+                        self.begin_publication(&touched, &mut turns, since);
                         while self.publish(&mut turns) {}
                         return;
                     }
@@ -201,7 +210,7 @@ impl Hub {
                 () = sleep_until(next_publication), if !is_published => {
                     let mut touched = std::mem::take(&mut touched);
                     touched.replicas = std::mem::take(&mut due);
-                    self.begin_publication(&touched, &mut turns);
+                    self.begin_publication(&touched, &mut turns, since.take());
                     is_published = true;
                     // A new position alone delays no change.
                     if touched != Touched::default() {
@@ -216,9 +225,10 @@ impl Hub {
     /// Applies changes and notifies the subscribers of the affected topics.
     pub fn apply<E: Into<Event>>(&self, changes: impl IntoIterator<Item = E>) {
         let (mut touched, mut turns) = (Touched::default(), Turns::default());
+        let since = Some(Instant::now());
         let mut update = Update::new(changes.into_iter().map(Into::into));
         while !self.update(&mut update, &mut touched) {}
-        self.begin_publication(&touched, &mut turns);
+        self.begin_publication(&touched, &mut turns, since);
         while self.publish(&mut turns) {}
     }
 
@@ -460,14 +470,15 @@ impl Hub {
         }
     }
 
-    /// Adds what is affected to the turns of its namespaces.
-    fn begin_publication(&self, touched: &Touched, turns: &mut Turns) {
+    /// Adds what is affected to the turns of its namespaces. `since` is the time of the oldest change.
+    fn begin_publication(&self, touched: &Touched, turns: &mut Turns, since: Option<Instant>) {
+        let since = since.unwrap_or_else(Instant::now);
         let index = self.index();
         let mut subscribers = self.subscribers();
         for resource in subscribers.affected(&index, touched) {
             let namespace = subscribers.namespace(&resource);
             subscribers.mark_pending(&resource);
-            turns.add(namespace, resource);
+            turns.add(namespace, resource, since);
         }
         // From here on, the states of all others are also those at this position.
         subscribers.published.send_if_modified(|published| {
@@ -486,8 +497,9 @@ impl Hub {
     fn publish(&self, turns: &mut Turns) -> bool {
         let index = self.index();
         let end = Instant::now() + MAX_SLICE;
-        while let Some(resource) = turns.next() {
+        while let Some((resource, since)) = turns.next() {
             self.publish_one(&index, &resource);
+            self.publications.observe(since.elapsed().as_secs_f64());
             if Instant::now() >= end {
                 break;
             }
@@ -509,7 +521,22 @@ impl Hub {
     /// The time for which the locks were held at most: that of the index, exclusive and shared, and
     /// that of the subscribers.
     pub fn longest_holds(&self) -> [Duration; 3] {
-        self.holds.each_ref().map(Longest::get)
+        self.holds.each_ref().map(Holds::longest)
+    }
+
+    /// The times for which the same locks were held.
+    pub fn holds(&self) -> [&Histogram; 3] {
+        self.holds.each_ref().map(|holds| &holds.times)
+    }
+
+    /// The times from the receipt of changes to the notification of subscribers.
+    pub fn publications(&self) -> &Histogram {
+        &self.publications
+    }
+
+    /// The number of subscribers with notifications that they have not read.
+    pub fn waiting(&self) -> usize {
+        self.subscribers().count_waiting()
     }
 
     /// After a panic under a lock, index and subscribers stay in use.

@@ -32,6 +32,7 @@ pub mod quota;
 pub mod routes;
 pub mod serving;
 
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -42,6 +43,7 @@ use diy_mesh_model::identity;
 use diy_mesh_runtime::{Admin, Readiness, listen, raise_max_open_files};
 use futures::FutureExt;
 use futures::future::{BoxFuture, FusedFuture};
+use prometheus_client::encoding::DescriptorEncoder;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -193,11 +195,22 @@ impl Controller {
         let trust_domain: Arc<str> = config.trust_domain.as_str().into();
         let freshness = Freshness::default();
         let (quotas, edges) = (Quotas::default(), Edges::default());
-        let metrics = metrics(&hub, &freshness, &self.authority, &quotas, &edges);
+        let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
+        let (events, queue) = Events::new();
+        let sources = Sources {
+            hub: hub.clone(),
+            freshness: freshness.clone(),
+            authority: self.authority.clone(),
+            quotas: quotas.clone(),
+            edges: edges.clone(),
+            readiness: readiness.clone(),
+            changes: sender.downgrade(),
+            events: events.clone(),
+        };
+        let metrics = Arc::new(Metrics::new(move |encoder| sources.encode(encoder)));
         add_conditions(&readiness, hub.clone(), &freshness, self.authority.clone());
         let page = metrics.clone();
         let admin = Admin::new(readiness.clone(), move || page.render());
-        let (events, queue) = Events::new();
         let replica = self.authority.status().replica;
         let writer = status_writer(&config, &self.client, replica, &metrics, &events);
         let statuses = publish_statuses(&hub, writer, &stopping);
@@ -223,7 +236,6 @@ impl Controller {
             context,
             &stopping,
         );
-        let (sender, changes) = mpsc::channel(MAX_QUEUED_CHANGES);
         let observe_authority = async {
             if config.ca == config::Storage::Kubernetes {
                 let authority = self.authority.clone();
@@ -297,22 +309,29 @@ fn add_conditions(
     readiness.check("catalog updates", move || freshness.stale());
 }
 
-fn metrics(
-    hub: &Hub,
-    freshness: &Freshness,
-    authority: &AuthorityHandle,
-    quotas: &Quotas,
-    edges: &Edges,
-) -> Arc<Metrics> {
-    let (hub, freshness, authority) = (hub.clone(), freshness.clone(), authority.clone());
-    let (quotas, edges) = (quotas.clone(), edges.clone());
-    Arc::new(Metrics::new(move |encoder| {
-        metrics::encode_counts(&hub, encoder)?;
-        metrics::encode_charged(&quotas, encoder)?;
-        metrics::encode_edges(&edges, encoder)?;
-        metrics::encode_ages(&freshness, encoder)?;
-        authority::status::encode_metrics(&authority.status(), encoder)
-    }))
+/// What is measured for each scrape.
+struct Sources {
+    hub: Hub,
+    freshness: Freshness,
+    authority: AuthorityHandle,
+    quotas: Quotas,
+    edges: Edges,
+    readiness: Readiness,
+    changes: mpsc::WeakSender<Event>,
+    events: Events,
+}
+
+impl Sources {
+    fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        metrics::encode_counts(&self.hub, encoder)?;
+        metrics::encode_times(&self.hub, encoder)?;
+        metrics::encode_queues(&self.hub, &self.changes, &self.events, encoder)?;
+        metrics::encode_charged(&self.quotas, encoder)?;
+        metrics::encode_edges(&self.edges, encoder)?;
+        metrics::encode_ages(&self.freshness, encoder)?;
+        metrics::encode_ready(&self.readiness, encoder)?;
+        authority::status::encode_metrics(&self.authority.status(), encoder)
+    }
 }
 
 /// The writer of statuses, and the election among the replicas. `None` without a cluster.

@@ -2,22 +2,30 @@
 
 use std::fmt;
 
+use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::{
     CAPABILITY_AUTHORIZATION, CAPABILITY_EGRESS, CAPABILITY_POLICY, CAPABILITY_ROUTES,
 };
-use diy_mesh_runtime::metrics::{on_scrape, register_family, register_process, render};
-use prometheus_client::encoding::DescriptorEncoder;
+use diy_mesh_runtime::Readiness;
+use diy_mesh_runtime::metrics::{on_scrape, register, register_family, register_process, render};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use tokio::sync::mpsc::WeakSender;
 
 use crate::catalog::freshness::Freshness;
 use crate::edges::Edges;
 use crate::hub::{Counts, Hub};
+use crate::index::object::Event;
 use crate::quota::Quotas;
 
-/// Counters and gauges that the RPCs update.
+/// Upper bounds of the histograms of requests, in seconds.
+const REQUEST_BUCKETS: [f64; 8] = [0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 5.0, 30.0];
+
+/// Metrics that the RPCs update.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -47,8 +55,14 @@ pub struct Metrics {
     pub status_conflicts: Counter,
     /// Statuses that could not be read or written.
     pub statuses_failed: Counter,
+    /// Statuses that are to be written.
+    pub statuses_waiting: Gauge,
     /// 1 while this replica writes the statuses of routes.
     pub status_leader: Gauge,
+    /// The times to verify tokens that are not cached.
+    pub token_reviews: Histogram,
+    /// The times to answer certificate requests.
+    pub signing: Histogram,
 }
 
 /// The kind of a message on a Discover stream.
@@ -131,12 +145,19 @@ impl Metrics {
             "result",
             ["written", "conflict", "failed"],
         );
-        let status_leader = Gauge::default();
-        r.register(
-            "route_status_leader",
-            "1 while this replica writes the status of routes",
-            status_leader.clone(),
-        );
+        let help = "Statuses of routes that are to be written";
+        let statuses_waiting = register(r, "route_status_writes_waiting", help);
+        let help = "1 while this replica writes the status of routes";
+        let status_leader = register(r, "route_status_leader", help);
+        let mut histogram = |name, help| {
+            let histogram = Histogram::new(REQUEST_BUCKETS);
+            r.register(name, help, histogram.clone());
+            histogram
+        };
+        let help = "Time to verify a token that is not cached, with the wait for a slot";
+        let token_reviews = histogram("token_review_duration_seconds", help);
+        let help = "Time to answer a certificate request";
+        let signing = histogram("signing_duration_seconds", help);
         register_process(r);
         on_scrape(r, state);
         Metrics {
@@ -155,7 +176,10 @@ impl Metrics {
             statuses_written,
             status_conflicts,
             statuses_failed,
+            statuses_waiting,
             status_leader,
+            token_reviews,
+            signing,
         }
     }
 
@@ -213,8 +237,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             ("subscribers", subscriptions as i64),
         ],
     )?;
-    let holds = ["index", "index, shared", "subscribers"].into_iter();
-    let holds = holds.zip(hub.longest_holds());
+    let holds = LOCKS.into_iter().zip(hub.longest_holds());
     encode_gauges(
         encoder,
         "longest_lock_hold_microseconds",
@@ -234,6 +257,41 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             (CAPABILITY_EGRESS, without_egress as i64),
         ],
     )
+}
+
+/// The locks of the hub: the index, exclusive and shared, and the subscribers.
+const LOCKS: [&str; 3] = ["index", "index, shared", "subscribers"];
+
+/// Encodes the times for which locks are held, and the delay of publications.
+pub fn encode_times(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let (name, kind) = ("lock_hold_seconds", MetricType::Histogram);
+    let mut family = encoder.encode_descriptor(name, "Holds of locks.", None, kind)?;
+    for (lock, times) in LOCKS.into_iter().zip(hub.holds()) {
+        times.encode(family.encode_family(&[("lock", lock)])?)?;
+    }
+    let name = "publication_duration_seconds";
+    let help = "Time from a change to the notification of subscribers, for each resource.";
+    let times = encoder.encode_descriptor(name, help, None, kind)?;
+    hub.publications().encode(times)
+}
+
+/// Encodes the lengths of queues.
+pub fn encode_queues(
+    hub: &Hub,
+    changes: &WeakSender<Event>,
+    events: &Events,
+    encoder: &mut DescriptorEncoder<'_>,
+) -> fmt::Result {
+    let changes = changes.upgrade();
+    let changes = changes.map_or(0, |sender| sender.max_capacity() - sender.capacity());
+    let lengths = [
+        ("changes", changes),
+        ("events", events.queued()),
+        ("subscribers", hub.waiting()),
+    ];
+    let help = "Changes for the index, Kubernetes Events, and subscribers with unread states";
+    let lengths = lengths.map(|(of, length)| (of, length as i64));
+    encode_gauges(encoder, "queued", help, "of", lengths)
 }
 
 /// Encodes how much is kept of what pods were called by and what they called, and what was cut.
@@ -261,6 +319,14 @@ pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -
     encode_gauges(encoder, "unreadable_kinds", help, "kind", unreadable)
 }
 
+/// Encodes whether the controller is ready.
+pub fn encode_ready(readiness: &Readiness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+    let help = "1 while the controller is ready.";
+    encoder
+        .encode_descriptor("ready", help, None, MetricType::Gauge)?
+        .encode_gauge(&i64::from(readiness.unmet().is_empty()))
+}
+
 /// Encodes a gauge with one label. `help` has no full stop.
 pub fn encode_gauges(
     encoder: &mut DescriptorEncoder<'_>,
@@ -282,6 +348,7 @@ pub fn encode_gauges(
 #[cfg(test)]
 mod tests {
     use diy_mesh_runtime::metrics::Active;
+    use tokio::sync::mpsc;
 
     use super::*;
     use crate::index::object::{Change, Key, Object, Pod, Resource};
@@ -307,7 +374,16 @@ mod tests {
         }))]);
         let mut one = hub.watch_resources(None);
         one.subscribe(&Resource::Destination("10.0.0.1:80".parse().unwrap()));
-        let metrics = Metrics::new(move |encoder| encode_counts(&hub, encoder));
+        let (sender, _receiver) = mpsc::channel(4);
+        sender.try_send(Change::Epoch(1).into()).unwrap();
+        let (events, changes) = (Events::new().0, sender.downgrade());
+        let metrics = Metrics::new(move |encoder| {
+            encode_counts(&hub, encoder)?;
+            encode_times(&hub, encoder)?;
+            encode_queues(&hub, &changes, &events, encoder)?;
+            encode_ready(&Readiness::default(), encoder)
+        });
+        metrics.signing.observe(0.01);
         metrics.updates(Sent::Delta).inc_by(3);
         let active = Active::new(&metrics.discover_streams);
         let text = metrics.render();
@@ -319,6 +395,16 @@ mod tests {
             "diy_mesh_controller_catalog_objects{kind=\"Pod\"} 1",
             "diy_mesh_controller_subscriptions{of=\"subscribers\"} 1",
             "# TYPE diy_mesh_controller_longest_lock_hold_microseconds gauge",
+            "# TYPE diy_mesh_controller_lock_hold_seconds histogram",
+            "diy_mesh_controller_lock_hold_seconds_bucket{le=\"+Inf\",lock=\"index\"} 2",
+            "diy_mesh_controller_publication_duration_seconds_count 0",
+            "diy_mesh_controller_queued{of=\"changes\"} 1",
+            "diy_mesh_controller_queued{of=\"events\"} 0",
+            "diy_mesh_controller_queued{of=\"subscribers\"} 1",
+            "diy_mesh_controller_ready 1",
+            "diy_mesh_controller_route_status_writes_waiting 0",
+            "diy_mesh_controller_signing_duration_seconds_bucket{le=\"0.02\"} 1",
+            "diy_mesh_controller_token_review_duration_seconds_count 0",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}: {text}");
         }

@@ -106,10 +106,15 @@ async fn pod_gets_certificate_of_its_account_and_the_roots() {
         "{names}"
     );
     let (_, metrics) = sandbox.admin("/metrics").await;
-    assert!(
-        metrics.contains("certificates_total{result=\"issued\"} 1\n"),
-        "{metrics}"
-    );
+    for line in [
+        "certificates_total{result=\"issued\"} 1",
+        "ready 1",
+        "signing_duration_seconds_count 1",
+        "token_review_duration_seconds_count 1",
+    ] {
+        let line = format!("diy_mesh_controller_{line}\n");
+        assert!(metrics.contains(&line), "{line}{metrics}");
+    }
 }
 
 #[tokio::test]

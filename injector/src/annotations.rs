@@ -13,6 +13,12 @@ pub const INJECT: &str = "diy-service-mesh/inject";
 pub const INBOUND: &str = "diy-service-mesh/inbound";
 /// Marks injected pods. Written by the injector, read by the controller.
 pub const STATUS: &str = "diy-service-mesh/status";
+/// What asks Prometheus to scrape a pod, where it is configured to read these annotations.
+pub const SCRAPE: [&str; 3] = [
+    "prometheus.io/scrape",
+    "prometheus.io/port",
+    "prometheus.io/path",
+];
 /// The prefix of all annotations.
 pub const PREFIX: &str = "diy-service-mesh/";
 /// The value of [`STATUS`].

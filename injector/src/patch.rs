@@ -1,10 +1,10 @@
 //! The injection decision: a pod in, a verdict and a JSON patch out. Pure and idempotent.
 //!
 //! Works on plain JSON, so that unknown fields of later Kubernetes versions survive. Adds two init
-//! containers, a volume and an annotation, rewrites probes, and changes nothing else.
+//! containers, a volume and annotations, rewrites probes, and changes nothing else.
 
 use json_patch::Patch;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::annotations::{self, InjectAnnotation, quoted};
 use crate::config::Settings;
@@ -190,6 +190,7 @@ fn inject(
         annotations::STATUS.into(),
         annotations::STATUS_INJECTED.into(),
     );
+    scrape(&mut annotations, ports, &old);
     injected["spec"]["initContainers"] = init_containers(&old, containers, others).into();
     injected["spec"]["volumes"] = volumes.into();
     injected["metadata"]["annotations"] = annotations.into();
@@ -203,6 +204,31 @@ fn inject(
             .chain(unknown_annotations(&view))
             .collect(),
     })
+}
+
+/// Announces the metrics of the proxy, unless the pod has annotations of its own about its metrics.
+/// Those of an earlier injection have the port of the earlier proxy.
+fn scrape(annotations: &mut Map<String, Value>, ports: Ports, old: &[&Value]) {
+    let [enabled, port, path] = annotations::SCRAPE;
+    let mut declared = old
+        .iter()
+        .flat_map(|container| list(container, "ports"))
+        .filter_map(|port| port.get("containerPort")?.as_u64());
+    let is_free = match annotations.get(port) {
+        Some(port) => {
+            let port = port.as_str().and_then(|port| port.parse().ok());
+            declared.any(|former| Some(former) == port)
+        }
+        None => ![enabled, path]
+            .iter()
+            .any(|name| annotations.contains_key(*name)),
+    };
+    if is_free {
+        annotations.insert(port.to_owned(), ports.admin.to_string().into());
+        for (name, value) in [(enabled, "true"), (path, "/metrics")] {
+            annotations.entry(name).or_insert_with(|| value.into());
+        }
+    }
 }
 
 fn port_warning(ports: Ports) -> Option<String> {

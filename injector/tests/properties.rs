@@ -2,6 +2,7 @@
 //! malformed ones.
 
 use clap::Parser;
+use diy_mesh_injector::annotations::SCRAPE;
 use diy_mesh_injector::config::{Config, Flags, Settings};
 use diy_mesh_injector::patch::{Candidate, Injection, NamespaceLabels, Verdict, decide};
 use diy_mesh_model::sidecar;
@@ -184,7 +185,7 @@ fn without_mesh(mut pod: Value) -> Value {
         .remove("annotations")
         .and_then(|map| map.as_object().cloned())
         .unwrap_or_default();
-    annotations.remove("diy-service-mesh/status");
+    annotations.retain(|name, _| name != "diy-service-mesh/status" && !SCRAPE.contains(&&**name));
     metadata.insert("annotations".into(), Value::Object(annotations));
     pod
 }
@@ -263,6 +264,8 @@ fn annotations(rng: &mut Rng) -> Value {
         ),
         ("diy-service-mesh/max-connection-age", "30m"),
         ("diy-service-mesh/status", "unknown"),
+        ("prometheus.io/scrape", "false"),
+        ("prometheus.io/port", "9100"),
         ("example.com/a~b", "c"),
     ];
     let chosen = all

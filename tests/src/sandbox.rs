@@ -286,12 +286,23 @@ pub fn versions(sandbox: &Sandbox, pod: &PodView, count: usize) -> [usize; 2] {
 /// Sends `GET` requests to Service shop/web on one connection, from the container `shell` of a pod,
 /// and returns the responses.
 pub fn requests(sandbox: &Sandbox, pod: &PodView, target: &str, count: usize) -> String {
+    requests_to(sandbox, pod, "web.shop", target, count)
+}
+
+/// The same to port 80 of another host.
+pub fn requests_to(
+    sandbox: &Sandbox,
+    pod: &PodView,
+    host: &str,
+    target: &str,
+    count: usize,
+) -> String {
     let script = format!(
-        "exec 3<>/dev/tcp/web.shop/80
+        "exec 3<>/dev/tcp/{host}/80
          for ((i = 1; i < {count}; i++)); do
-             printf 'GET {target} HTTP/1.1\\r\\nHost: web.shop\\r\\n\\r\\n' >&3
+             printf 'GET {target} HTTP/1.1\\r\\nHost: {host}\\r\\n\\r\\n' >&3
          done
-         printf 'GET {target} HTTP/1.1\\r\\nHost: web.shop\\r\\nConnection: close\\r\\n\\r\\n' >&3
+         printf 'GET {target} HTTP/1.1\\r\\nHost: {host}\\r\\nConnection: close\\r\\n\\r\\n' >&3
          cat <&3"
     );
     run(sandbox, pod, &script)

@@ -225,7 +225,11 @@ impl Authenticator {
                 None => self.review(token, hash).await,
             }
         };
-        self.within_time(address, review).await
+        let begun = Instant::now();
+        let result = self.within_time(address, review).await;
+        let reviews = &self.metrics.token_reviews;
+        reviews.observe(begun.elapsed().as_secs_f64());
+        result
     }
 
     async fn review(&self, token: &str, hash: TokenHash) -> Result<Caller, AuthError> {

@@ -59,6 +59,7 @@ impl Signer {
         caller: &Caller,
         peer: Option<SocketAddr>,
     ) -> Result<proto::SignCertificateResponse, Status> {
+        let begun = Instant::now();
         let response = async {
             let slot = self.slots.acquire().await;
             let _slot = slot.expect("the semaphore is never closed");
@@ -82,9 +83,11 @@ impl Signer {
                 REQUEST_TIMEOUT.as_secs()
             )))
         });
+        let metrics = &self.context.metrics;
+        metrics.signing.observe(begun.elapsed().as_secs_f64());
         match result {
-            Ok(_) => &self.context.metrics.certificates_issued,
-            Err(_) => &self.context.metrics.certificates_refused,
+            Ok(_) => &metrics.certificates_issued,
+            Err(_) => &metrics.certificates_refused,
         }
         .inc();
         result

@@ -117,6 +117,12 @@ impl Subscribers {
             .count()
     }
 
+    /// The clients with pending notifications.
+    pub(super) fn count_waiting(&self) -> usize {
+        let clients = self.clients.values();
+        clients.filter(|one| one.queue.len() > 0).count()
+    }
+
     /// The pods of clients.
     pub(super) fn pods(&self) -> Vec<Key> {
         self.clients_of_pod.keys().cloned().collect()

@@ -6,6 +6,7 @@ use super::*;
 use crate::index::object::{Change, Object, Pod, Resource};
 use crate::index::state::State;
 use crate::index::tests::Chance;
+use crate::metrics::{Metrics, encode_times};
 
 fn pod(name: &str, ip: &str) -> Change {
     Change::Apply(Object::Pod(Pod {
@@ -212,7 +213,7 @@ fn state_that_is_not_published_yet_is_resolved_for_a_new_subscriber() {
     let (mut touched, mut turns) = (Touched::default(), Turns::default());
     let mut update = Update::new([pod("p", "10.0.0.1").into()].into_iter());
     while !hub.update(&mut update, &mut touched) {}
-    hub.begin_publication(&touched, &mut turns);
+    hub.begin_publication(&touched, &mut turns, None);
     let mut other = hub.watch_resources(None);
     other.subscribe(&address);
     // For all of them.
@@ -274,6 +275,12 @@ async fn publishes_a_change_at_once_and_a_burst_together() {
     let (_, published) = reader.next().unwrap();
     let target = published.target.as_ref().unwrap();
     assert_eq!((&*target.key.name, reader.next().is_none()), ("s", true));
+    let hub = reader.hub.clone();
+    let metrics = Metrics::new(move |encoder| encode_times(&hub, encoder)).render();
+    for line in ["sum 0.1", "count 2", "bucket{le=\"0.001\"} 1"] {
+        let line = format!("diy_mesh_controller_publication_duration_seconds_{line}\n");
+        assert!(metrics.contains(&line), "{line}{metrics}");
+    }
     drop(sender);
     following.await.unwrap();
 }

@@ -4,35 +4,54 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The longest time for which a lock was held.
-#[derive(Debug, Default)]
-pub(super) struct Longest(AtomicU64);
+use prometheus_client::metrics::histogram::Histogram;
+
+/// Upper bounds of the histogram, in seconds. The goal is 20 ms.
+const BUCKETS: [f64; 8] = [0.00001, 0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.2];
+
+/// The times for which a lock was held, and the longest one.
+#[derive(Debug)]
+pub(super) struct Holds {
+    longest: AtomicU64,
+    pub(super) times: Histogram,
+}
+
+impl Default for Holds {
+    fn default() -> Self {
+        Holds {
+            longest: AtomicU64::default(),
+            times: Histogram::new(BUCKETS),
+        }
+    }
+}
 
 /// A guard of a lock, with the time since it is held.
 pub(super) struct Timed<'a, G> {
     guard: G,
     since: Instant,
-    longest: &'a Longest,
+    holds: &'a Holds,
 }
 
-impl Longest {
+impl Holds {
     pub(super) fn hold<G>(&self, guard: G) -> Timed<'_, G> {
         Timed {
             guard,
             since: Instant::now(),
-            longest: self,
+            holds: self,
         }
     }
 
-    pub(super) fn get(&self) -> Duration {
-        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    pub(super) fn longest(&self) -> Duration {
+        Duration::from_nanos(self.longest.load(Ordering::Relaxed))
     }
 }
 
 impl<G> Drop for Timed<'_, G> {
     fn drop(&mut self) {
-        let nanos = u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.longest.0.fetch_max(nanos, Ordering::Relaxed);
+        let time = self.since.elapsed();
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.holds.longest.fetch_max(nanos, Ordering::Relaxed);
+        self.holds.times.observe(time.as_secs_f64());
     }
 }
 

@@ -1,27 +1,30 @@
 //! What is to be published. Namespaces take turns, whatever the number of their resources.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
 use crate::index::object::Resource;
 
-/// The affected resources by the namespace of their target.
+/// The affected resources by the namespace of their target, with the time of their oldest change.
 #[derive(Default)]
 pub(super) struct Turns {
-    affected: BTreeMap<Arc<str>, BTreeSet<Arc<Resource>>>,
+    affected: BTreeMap<Arc<str>, BTreeMap<Arc<Resource>, Instant>>,
     /// The namespace of the last turn.
     last: Arc<str>,
 }
 
 impl Turns {
     /// Adds a resource, once.
-    pub(super) fn add(&mut self, namespace: Arc<str>, resource: Arc<Resource>) {
-        self.affected.entry(namespace).or_default().insert(resource);
+    pub(super) fn add(&mut self, namespace: Arc<str>, resource: Arc<Resource>, since: Instant) {
+        let of_namespace = self.affected.entry(namespace).or_default();
+        of_namespace.entry(resource).or_insert(since);
     }
 
-    /// A resource of the next namespace.
-    pub(super) fn next(&mut self) -> Option<Arc<Resource>> {
+    /// A resource of the next namespace, and the time of its oldest change.
+    pub(super) fn next(&mut self) -> Option<(Arc<Resource>, Instant)> {
         let after = (Bound::Excluded(&*self.last), Bound::Unbounded);
         let mut following = self.affected.range::<str, _>(after);
         let next = following.next().or_else(|| self.affected.first_key_value());
@@ -47,9 +50,9 @@ mod tests {
     #[test]
     fn namespaces_take_turns() {
         let destination = |port| Arc::new(Resource::Destination(([10, 0, 0, 1], port).into()));
-        let mut turns = Turns::default();
+        let (mut turns, now) = (Turns::default(), Instant::now());
         for port in 1..=1000 {
-            turns.add("large".into(), destination(port));
+            turns.add("large".into(), destination(port), now);
         }
         let mut order = Vec::new();
         let mut take = |turns: &mut Turns| {
@@ -59,7 +62,7 @@ mod tests {
         };
         take(&mut turns);
         for (namespace, port) in [("a", 2000), ("a", 2000), ("z", 3000)] {
-            turns.add(namespace.into(), destination(port));
+            turns.add(namespace.into(), destination(port), now);
         }
         (0..4).for_each(|_| drop(take(&mut turns)));
         let left = std::iter::from_fn(|| turns.next()).count();

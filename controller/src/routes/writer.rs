@@ -75,6 +75,7 @@ pub async fn run(
             never = writer.keep_marker(statuses) => match never {},
         }
         leader.set(0);
+        writer.metrics.statuses_waiting.set(0);
         if stopping.is_cancelled() {
             return election.release().await;
         }
@@ -160,6 +161,8 @@ impl Writer {
             let resync = resyncs.iter().map(|(next, ..)| *next).min();
             let resync = resync.unwrap_or(now + RESYNC_INTERVAL);
             let batch = progress.next_batch();
+            let waiting = i64::try_from(progress.waiting()).unwrap_or(i64::MAX);
+            self.metrics.statuses_waiting.set(waiting);
             if batch.is_empty() {
                 tokio::select! {
                     () = wait_changed(statuses) => {}

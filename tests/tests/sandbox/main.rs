@@ -14,6 +14,7 @@ mod identity;
 mod lifecycle;
 mod policies;
 mod probes;
+mod prometheus;
 mod resilience;
 mod rootless;
 mod rotation;

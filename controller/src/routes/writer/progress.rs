@@ -42,6 +42,11 @@ impl Progress {
         self.schedule.next_batch(&self.pending.iter().collect())
     }
 
+    /// The number of routes to write.
+    pub(super) fn waiting(&self) -> usize {
+        self.pending.len()
+    }
+
     /// Whether the cluster has this status of a route.
     fn is_written(&self, route: &RouteId, status: Option<&RouteStatus>) -> bool {
         let written = self.written.get(route);

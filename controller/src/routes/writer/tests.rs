@@ -430,6 +430,7 @@ async fn retries_a_rejected_write_and_does_not_delay_others() {
     let fixture = Fixture::start(server, vec![bad, desired(1, true)]);
     fixture.until("is written", is_written(1)).await;
     assert!(fixture.metrics.statuses_failed.get() > 0);
+    assert!(fixture.metrics.statuses_waiting.get() > 0);
     fixture.server.reject(&rejected, None);
     let poll = async {
         while !is_written(1)(&fixture.server.get(&path("bad")).unwrap()["status"]) {
