@@ -7,8 +7,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The bits of the number.
-const BITS: u32 = 48;
+/// The hexadecimal digits of the number.
+const DIGITS: usize = 12;
 
 /// The identifier of an exchange, as text `ADDRESS-NUMBER` with 12 hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,11 +26,34 @@ pub struct InvalidExchangeId;
 impl ExchangeId {
     /// The identifier with this number, of which the low 48 bits count.
     pub fn new(pod: IpAddr, number: u64) -> Self {
-        let number = number & ((1 << BITS) - 1);
+        let number = number & ((1 << (4 * DIGITS)) - 1);
         Self {
             pod: pod.to_canonical(),
             number,
         }
+    }
+
+    /// The digits of the number, which the proxy of the pod tells the next one.
+    pub fn digits(self) -> [u8; DIGITS] {
+        const HEXADECIMAL: &[u8; 16] = b"0123456789abcdef";
+        std::array::from_fn(|index| {
+            let shift = 4 * (DIGITS - 1 - index);
+            HEXADECIMAL[(self.number >> shift) as usize & 15]
+        })
+    }
+
+    /// The identifier of a pod's exchange with these digits.
+    pub fn of_digits(pod: IpAddr, digits: &[u8]) -> Option<Self> {
+        let digits: &[u8; DIGITS] = digits.try_into().ok()?;
+        let number = digits.iter().try_fold(0, |number, digit| {
+            let digit = match digit {
+                b'0'..=b'9' => digit - b'0',
+                b'a'..=b'f' => digit - b'a' + 10,
+                _ => return None,
+            };
+            Some(number << 4 | u64::from(digit))
+        })?;
+        Some(Self::new(pod, number))
     }
 }
 
@@ -47,8 +70,7 @@ impl FromStr for ExchangeId {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let parsed = || {
             let (pod, number) = text.split_once('-')?;
-            let number = u64::from_str_radix(number, 16).ok()?;
-            let id = Self::new(pod.parse().ok()?, number);
+            let id = Self::of_digits(pod.parse().ok()?, number.as_bytes())?;
             (id.to_string() == text).then_some(id)
         };
         parsed().ok_or(InvalidExchangeId)
@@ -82,6 +104,8 @@ mod tests {
             let id = ExchangeId::new(pod.parse().unwrap(), (1 << 60) + 42);
             assert_eq!(id.to_string(), text);
             assert_eq!(text.parse(), Ok(id));
+            assert_eq!(ExchangeId::of_digits(id.pod, &id.digits()), Some(id));
+            assert!(text.as_bytes().ends_with(&id.digits()));
         }
     }
 

@@ -86,11 +86,15 @@ pub struct Announced {
 
 impl Announced {
     /// The lines of a head in HTTP/1.
-    pub fn lines(self) -> String {
-        let id = self.exchange.map(|id| format!("{EXCHANGE}: {id}\r\n"));
+    pub fn lines(self) -> Vec<u8> {
+        let line = |name: &str, value: &[u8]| [name.as_bytes(), b": ", value, b"\r\n"].concat();
+        let id = self.exchange.map(|id| line(EXCHANGE, &id.digits()));
         let mut lines = id.unwrap_or_default();
         if self.attempts > 0 {
-            lines += &format!("{PREVIOUS_ATTEMPTS}: {}\r\n", self.attempts);
+            lines.extend(line(
+                PREVIOUS_ATTEMPTS,
+                self.attempts.to_string().as_bytes(),
+            ));
         }
         lines
     }
@@ -99,7 +103,7 @@ impl Announced {
     pub fn add_to(self, headers: &mut HeaderMap) {
         let id = self
             .exchange
-            .map(|id| HeaderValue::from_str(&id.to_string()));
+            .map(|id| HeaderValue::from_bytes(&id.digits()));
         if let Some(Ok(mut id)) = id {
             id.set_sensitive(true);
             headers.insert(HeaderName::from_static(EXCHANGE), id);
@@ -412,14 +416,12 @@ impl Flow {
         let is = |name: &[u8], other: &str| name.eq_ignore_ascii_case(other.as_bytes());
         let mut announced = Announced::default();
         request.visit(&mut |name, value| {
-            let text = || std::str::from_utf8(value).ok();
             if is(name, GRPC_PREVIOUS_ATTEMPTS) || by_proxy && is(name, PREVIOUS_ATTEMPTS) {
-                let number = text().and_then(|text| text.parse().ok());
+                let number = std::str::from_utf8(value).ok();
+                let number = number.and_then(|text| text.parse().ok());
                 announced.attempts = announced.attempts.max(number.unwrap_or(0));
             } else if by_proxy && is(name, EXCHANGE) {
-                let id = text().and_then(|text| text.parse::<ExchangeId>().ok());
-                // A peer names exchanges of its own pod only.
-                announced.exchange = id.filter(|id| id.pod == self.peer.ip().to_canonical());
+                announced.exchange = ExchangeId::of_digits(self.peer.ip(), value);
             }
         });
         announced

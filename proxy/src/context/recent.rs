@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use diy_mesh_model::code::GRPC_STATUSES;
 use diy_mesh_model::escape;
@@ -36,10 +36,10 @@ pub struct Entry {
     pub id: ExchangeId,
     /// Its start.
     pub started: Instant,
-    /// The time until the head of the response.
-    pub responded: Option<Duration>,
-    /// The time until its end.
-    pub duration: Duration,
+    /// The head of the response.
+    pub responded: Option<Instant>,
+    /// Its end.
+    pub ended: Instant,
     /// As seen from the application.
     pub direction: Direction,
     /// What the proxy forwarded.
@@ -79,8 +79,8 @@ pub struct Entry {
 pub struct Attempt {
     /// The endpoint.
     pub endpoint: Arc<EndpointInfo>,
-    /// The time since the start of the exchange.
-    pub began: Duration,
+    /// Its start.
+    pub began: Instant,
 }
 
 /// What failed.
@@ -189,13 +189,13 @@ impl Recent {
 }
 
 impl Entry {
-    /// What began on this connection at this time, and ends now.
-    pub fn new(flow: &Flow, id: ExchangeId, started: Instant) -> Self {
+    /// What began on this connection, and has ended.
+    pub fn new(flow: &Flow, id: ExchangeId, [started, ended]: [Instant; 2]) -> Self {
         Self {
             id,
             started,
             responded: None,
-            duration: started.elapsed(),
+            ended,
             direction: flow.direction,
             protocol: Protocol::Tcp,
             peer: flow.peer,
@@ -263,7 +263,7 @@ impl Entry {
             would_deny: None,
             identity: identity.map(Identity::to_string),
             protocol: self.protocol,
-            duration_ms: milliseconds(self.duration),
+            duration_ms: self.after(self.ended),
             request: line.map(|line| part(line, self.transfer.sent)),
             response: self.status.map(|status| {
                 let line = format!("{} {}", version(self.protocol), status.as_str());
@@ -288,26 +288,32 @@ impl Entry {
     }
 
     fn course(&self) -> Course {
-        let failed = (self.failed.iter()).map(|(attempt, cause)| attempt.record(Some(cause)));
-        let last = self.attempt.iter().map(|attempt| attempt.record(None));
+        let failed = self.failed.iter().map(|(one, cause)| (one, Some(cause)));
+        let attempts = failed.chain(self.attempt.iter().map(|one| (one, None)));
         Course {
             service: self.service.to_string(),
-            attempts: failed.chain(last).collect(),
-            responded_ms: self.responded.map(milliseconds),
+            attempts: attempts
+                .map(|(one, cause)| self.attempt(one, cause))
+                .collect(),
+            responded_ms: self.responded.map(|at| self.after(at)),
             local: self.local,
         }
     }
-}
 
-impl Attempt {
-    fn record(&self, cause: Option<&Cause>) -> exchange::Attempt {
+    fn attempt(&self, attempt: &Attempt, cause: Option<&Cause>) -> exchange::Attempt {
+        let endpoint = &attempt.endpoint;
         exchange::Attempt {
-            endpoint: self.endpoint.address,
-            pod: self.endpoint.pod.clone(),
-            identity: self.endpoint.identity.as_ref().map(Identity::to_string),
-            began_ms: milliseconds(self.began),
+            endpoint: endpoint.address,
+            pod: endpoint.pod.clone(),
+            identity: endpoint.identity.as_ref().map(Identity::to_string),
+            began_ms: self.after(attempt.began),
             failure: cause.map(Cause::failure),
         }
+    }
+
+    /// The milliseconds from the start to this time.
+    fn after(&self, at: Instant) -> f64 {
+        milliseconds(at.saturating_duration_since(self.started))
     }
 }
 

@@ -41,7 +41,7 @@ pub struct ExchangeRecord {
     /// The number of attempts, and the endpoint and the start of the latest one.
     attempts: u32,
     endpoint: Option<Rc<Endpoint>>,
-    attempt_began: Duration,
+    attempt_began: Instant,
     /// The attempts that were followed by others.
     failed_attempts: Vec<(Attempt, Cause)>,
     /// A copy of the request, until it is complete.
@@ -56,8 +56,8 @@ pub struct ExchangeRecord {
     grpc: GrpcCall,
     started: Instant,
     status: Option<StatusCode>,
-    /// The time until the response.
-    responded: Option<Duration>,
+    /// The start of the response.
+    responded: Option<Instant>,
     transfer: Transfer,
     failure: Option<Cause>,
     /// The policy of the latest fault.
@@ -72,13 +72,14 @@ pub struct ExchangeRecord {
 impl ExchangeRecord {
     /// An exchange that begins now.
     pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
+        let started = Instant::now();
         Self {
             flow: flow.clone(),
             rule: None,
             backend: None,
             attempts: 0,
             endpoint: None,
-            attempt_began: Duration::ZERO,
+            attempt_began: started,
             failed_attempts: Vec::new(),
             mirror: None,
             version,
@@ -86,7 +87,7 @@ impl ExchangeRecord {
             line: Box::default(),
             method: OTHER_VALUE,
             grpc: GrpcCall::default(),
-            started: Instant::now(),
+            started,
             status: None,
             responded: None,
             transfer: Transfer::default(),
@@ -133,11 +134,11 @@ impl ExchangeRecord {
         self.would_deny(&denial);
     }
 
-    /// An attempt begins.
-    pub fn attempt(&mut self, endpoint: &Rc<Endpoint>) {
+    /// An attempt begins at this time.
+    pub fn attempt(&mut self, endpoint: &Rc<Endpoint>, began: Instant) {
         self.attempts += 1;
         self.endpoint = Some(endpoint.clone());
-        self.attempt_began = self.started.elapsed();
+        self.attempt_began = began;
     }
 
     /// Another attempt follows the latest one.
@@ -237,7 +238,7 @@ impl ExchangeRecord {
         edits: Edits<'_>,
     ) {
         self.status = Some(status);
-        self.responded = Some(self.started.elapsed());
+        self.responded = Some(Instant::now());
         self.grpc.response(fields);
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
@@ -389,7 +390,7 @@ impl Drop for ExchangeRecord {
             transfer: self.transfer,
             failure: self.failure.take(),
             fault: self.fault.take(),
-            ..Entry::new(&flow, self.id, self.started)
+            ..Entry::new(&flow, self.id, [self.started, self.started + took])
         });
     }
 }
@@ -420,7 +421,7 @@ impl ConnectionRecord {
     pub fn connected(&mut self, endpoint: &Endpoint, local: Option<SocketAddr>) {
         let attempt = Attempt {
             endpoint: endpoint.info.clone(),
-            began: self.started.elapsed(),
+            began: self.started,
         };
         self.attempt = Some((attempt, local));
     }
@@ -459,7 +460,11 @@ impl Drop for ConnectionRecord {
             local: local.flatten(),
             transfer: self.copied.unwrap_or_default(),
             failure: self.failure.take(),
-            ..Entry::new(&self.flow, self.flow.new_exchange(), self.started)
+            ..Entry::new(
+                &self.flow,
+                self.flow.new_exchange(),
+                [self.started, Instant::now()],
+            )
         });
     }
 }

@@ -364,6 +364,11 @@ pub struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
+    /// Its start.
+    pub fn began(&self) -> Instant {
+        self.began.into_std()
+    }
+
     /// The end of this attempt, which begins now.
     pub fn deadline(&self) -> Deadline {
         let settings = &self.attempts.settings;

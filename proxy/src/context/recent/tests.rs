@@ -25,7 +25,7 @@ fn flow(direction: Direction) -> Flow {
 fn entry(flow: &Flow, failure: Option<&Failure>) -> Entry {
     Entry {
         failure: failure.map(Cause::from),
-        ..Entry::new(flow, flow.new_exchange(), Instant::now())
+        ..Entry::new(flow, flow.new_exchange(), [Instant::now(); 2])
     }
 }
 
@@ -71,7 +71,7 @@ fn entries_are_bounded() {
         };
         let attempt = Attempt {
             endpoint: Arc::new(EndpointInfo::bare(flow.original)),
-            began: Duration::ZERO,
+            began: Instant::now(),
         };
         let mut entry = entry(&flow, Some(&long));
         for _ in 0..100 {

@@ -259,7 +259,7 @@ impl<'a> Exchange<'a> {
                 Ok(attempt) => attempt,
                 Err(failure) => return self.fail(failure).await,
             };
-            self.record.attempt(&attempt.endpoint);
+            self.record.attempt(&attempt.endpoint, attempt.began());
             self.allowed.outside.clone_from(&attempt.outside);
             // 7. Connect, 8. serve.
             let deadline = attempt.deadline();

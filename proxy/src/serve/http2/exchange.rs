@@ -209,7 +209,7 @@ impl Exchange {
         loop {
             // 6. Balance.
             let mut attempt = attempts.begin(&flow)?;
-            self.record.attempt(&attempt.endpoint);
+            self.record.attempt(&attempt.endpoint, attempt.began());
             self.allowed.outside.clone_from(&attempt.outside);
             // 7. Connect, 8. serve.
             let deadline = attempt.deadline();

@@ -123,18 +123,28 @@ fn exchange_has_one_identifier_in_the_mesh_and_none_at_applications() {
 fn peer_names_only_exchanges_of_its_own_pod() {
     on_worker(async {
         let service = Service::new(&[app().await]).await;
-        for (pod, is_taken) in [("127.0.0.1", true), ("10.9.9.9", false)] {
-            let id = format!("{pod}-00000000002a");
+        let own = "127.0.0.1-00000000002a";
+        for (value, is_taken) in [
+            ("00000000002a", true),
+            ("10.9.9.9-00000000002b", false),
+            ("00000000002B", false),
+            ("2b", false),
+        ] {
             let request = format!(
-                "GET / HTTP/1.1\r\nHost: cart\r\nX-Mesh-Exchange: {id}\r\nConnection: close\r\n\r\n"
+                "GET / HTTP/1.1\r\nHost: cart\r\nX-Mesh-Exchange: {value}\r\nConnection: close\r\n\r\n"
             );
             let mut peer = peer_of(&service, 0).await;
             peer.write_all(request.as_bytes()).await.expect("it reads");
             let answer = read_until(&mut peer, "none").await;
             assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-            let query = Query::Id(id.parse().expect("an identifier"));
-            let found = service.endpoints[0].worker.recent.query(query).exchanges;
-            assert_eq!(!found.is_empty(), is_taken, "{id}");
+            let recent = &service.endpoints[0].worker.recent;
+            let last = recent
+                .query(Query::After(0))
+                .exchanges
+                .pop()
+                .expect("it ended");
+            let id = last.id.expect("an identifier").to_string();
+            assert_eq!(id == own, is_taken, "{value}: {id}");
         }
     });
 }
