@@ -3,6 +3,7 @@
 //! forgets them.
 
 mod metrics;
+mod observed;
 
 use std::fmt::Display;
 use std::rc::Rc;
@@ -21,12 +22,13 @@ use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
 use crate::labels::{self, OTHER_VALUE, Verdict};
-use crate::observe::dump::{self, ExchangeDump};
+use crate::observe::dump::{self, ExchangeDump, Remote};
 use crate::protocol::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
 use crate::serve::call::CallHead;
 use crate::serve::mirror::Mirror;
 use crate::upstream::balance::{Backend, Endpoint};
+use observed::Observed;
 
 /// One request and its response.
 pub struct ExchangeRecord {
@@ -57,11 +59,15 @@ pub struct ExchangeRecord {
     dump: Option<ExchangeDump>,
     /// The edge of the request, if it is new, until the application answers.
     edge: Option<Box<NewEdge>>,
+    /// For the access log and for spans. None: the pod has neither.
+    observed: Option<Box<Observed>>,
 }
 
 impl ExchangeRecord {
     /// An exchange that begins now.
     pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
+        let policy = flow.worker.policy();
+        let (telemetry, caller) = (policy.telemetry.as_ref(), flow.caller.identity());
         Self {
             flow: flow.clone(),
             rule: None,
@@ -79,13 +85,15 @@ impl ExchangeRecord {
             failure: None,
             fault: None,
             is_broken: false,
-            dump: flow.worker.dumps.exchange(&flow.info()),
+            dump: (flow.worker.dumps).exchange(&flow.info(), telemetry, caller),
             edge: None,
+            observed: telemetry.and_then(Observed::new),
         }
     }
 
     /// The plan of the request, which goes to `backend`.
-    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>) {
+    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>, request: &RequestView<'_>) {
+        self.observe(request);
         if let Some(rule) = plan.rule() {
             self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());
@@ -140,7 +148,9 @@ impl ExchangeRecord {
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
         self.method = labels::method(request.method);
         self.grpc = GrpcCall::of(request);
-        self.dump(|dump| dump.request_head(request, edits));
+        if let Some(dump) = &mut self.dump {
+            dump.request_head(request, edits);
+        }
     }
 
     /// Begins a copy of the request for these backends, with the head that was prepared for the next
@@ -211,6 +221,7 @@ impl ExchangeRecord {
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
+        self.observe_fields(fields);
         self.dump_remote();
         self.dump(|dump| dump.response_head(status, reason, fields, edits));
     }
@@ -218,11 +229,13 @@ impl ExchangeRecord {
     /// The response's trailers.
     pub fn response_trailers(&mut self, trailers: &dyn Fields) {
         self.grpc.trailers(trailers);
+        self.observe_fields(trailers);
         self.dump(|dump| dump.response.set_trailers(trailers));
     }
 
     /// The response was sent to its end.
     pub fn response_end(&mut self) {
+        self.observe_end();
         self.dump(|dump| dump.response.ended = true);
     }
 
@@ -248,6 +261,7 @@ impl ExchangeRecord {
         self.status = Some(reply.status);
         self.fail(&failure);
         self.dump(|dump| {
+            dump.status = Some(reply.status.as_u16());
             dump.exchange.failure = Some(exchange::Failure {
                 code: failure.code().label().to_owned(),
                 message: failure.to_string(),
@@ -275,17 +289,8 @@ impl ExchangeRecord {
                 dump.route = Some(rule.to_owned());
                 dump.backend = backend.map(str::to_owned);
             }
-            match (self.flow.direction, &self.endpoint) {
-                (Direction::Inbound, _) => {
-                    dump.identity = self.flow.called_by().map(str::to_owned);
-                }
-                (Direction::Outbound, Some(endpoint)) => {
-                    let remote = &endpoint.pool().remote;
-                    dump.endpoint = Some(remote.address);
-                    dump.identity = remote.identity.as_ref().map(Identity::to_string);
-                }
-                (Direction::Outbound, None) => {}
-            }
+            let remote = remote(&self.flow, self.endpoint.as_deref());
+            (dump.endpoint, dump.identity) = (remote.endpoint, remote.identity);
         });
         self.dump = Some(dump);
     }
@@ -304,6 +309,7 @@ impl ExchangeRecord {
 
     /// The connection became a tunnel, which carried so many bytes.
     pub fn tunnel(&mut self, sent: u64, received: u64) {
+        self.observe_end();
         self.sent += sent;
         self.received += received;
         self.dump(|dump| dump.exchange.upgraded = Some(Transfer { sent, received }));
@@ -313,6 +319,7 @@ impl ExchangeRecord {
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
+        self.tell_observed();
         let took = self.started.elapsed();
         self.count(took);
         let Flow {
@@ -351,6 +358,7 @@ impl Drop for ExchangeRecord {
 pub struct ConnectionRecord {
     flow: Rc<Flow>,
     started: Instant,
+    endpoint: Option<Rc<Endpoint>>,
     copied: Option<(u64, u64)>,
     failure: Option<&'static str>,
 }
@@ -361,9 +369,15 @@ impl ConnectionRecord {
         Self {
             flow: flow.clone(),
             started: Instant::now(),
+            endpoint: None,
             copied: None,
             failure: None,
         }
+    }
+
+    /// There is a connection to this endpoint.
+    pub fn connected(&mut self, endpoint: &Rc<Endpoint>) {
+        self.endpoint = Some(endpoint.clone());
     }
 
     /// The bytes that the client sent and received.
@@ -386,13 +400,39 @@ impl Drop for ConnectionRecord {
             let backend = &self.flow.destination;
             worker.ended(self.flow.direction, backend, self.failure);
         }
+        let telemetry = worker.policy().telemetry.clone();
         if let Some((sent, received)) = self.copied {
             worker.metrics.opaque(self.flow.direction, sent, received);
-            let duration = self.started.elapsed();
-            worker
-                .dumps
-                .opaque(&self.flow.info(), sent, received, duration);
+            worker.dumps.opaque(
+                &self.flow.info(),
+                telemetry.as_ref(),
+                self.flow.caller.identity(),
+                remote(&self.flow, self.endpoint.as_deref()),
+                Transfer { sent, received },
+                self.started.elapsed(),
+            );
         }
+        if let Some(telemetry) = telemetry {
+            self.log_access(telemetry);
+        }
+    }
+}
+
+/// The other side of the proxy.
+fn remote(flow: &Flow, endpoint: Option<&Endpoint>) -> Remote {
+    match (flow.direction, endpoint) {
+        (Direction::Inbound, _) => Remote {
+            endpoint: None,
+            identity: flow.called_by().map(str::to_owned),
+        },
+        (Direction::Outbound, Some(endpoint)) => {
+            let remote = &endpoint.pool().remote;
+            Remote {
+                endpoint: Some(remote.address),
+                identity: remote.identity.as_ref().map(Identity::to_string),
+            }
+        }
+        (Direction::Outbound, None) => Remote::default(),
     }
 }
 

@@ -12,6 +12,7 @@ use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request, fields};
 pub use diy_mesh_proto::field::PREVIOUS_ATTEMPTS;
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::telemetry::Telemetry;
 
 use crate::egress::{Egress, Outside};
 use crate::error::Failure;
@@ -113,6 +114,8 @@ pub struct Policy {
     pub authorization: Option<Policies>,
     /// What the application may call outside of the cluster. None: everything.
     pub egress: Option<Egress>,
+    /// What the proxy tells about its traffic. None: what the arguments say.
+    pub telemetry: Option<Arc<Telemetry>>,
 }
 
 /// The AuthorizationPolicies of the pod.

@@ -65,6 +65,8 @@ pub struct Metrics {
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
     pub dumps_dropped: Counter,
+    /// Lines of the access log dropped because the writer's queue was full.
+    pub access_logs_dropped: Counter,
     /// Metrics of the discovery stream.
     pub discovery: DiscoveryMetrics,
     /// Metrics of the workload certificate.
@@ -145,6 +147,11 @@ impl Metrics {
             "dumps_dropped",
             "Dumps dropped because the writer's queue was full",
         );
+        let access_logs_dropped = register(
+            r,
+            "access_logs_dropped",
+            "Lines of the access log dropped because the writer's queue was full",
+        );
         let start_time: Gauge<f64, AtomicU64> = register(
             r,
             "start_time_seconds",
@@ -165,6 +172,7 @@ impl Metrics {
             rate_limited,
             dumps_suppressed,
             dumps_dropped,
+            access_logs_dropped,
             discovery,
             identity,
             edges: Arc::new(Edges::new(edges_cut)),

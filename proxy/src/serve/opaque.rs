@@ -67,6 +67,7 @@ pub async fn serve(
         mut upstream,
         slot: _slot,
         in_flight,
+        endpoint,
         ..
     } = match dialed {
         Ok(dialed) => dialed,
@@ -75,6 +76,7 @@ pub async fn serve(
             return client.reset();
         }
     };
+    record.connected(&endpoint);
     flow.audit(None, None);
     if let Some(edge) = flow.new_edge(None) {
         flow.worker.edges.add(*edge);
