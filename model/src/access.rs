@@ -63,9 +63,9 @@ pub struct Entry {
     /// The status of the response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<u16>,
-    /// The status of the gRPC call.
+    /// The name of the status of the gRPC call.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub grpc_status: Option<u32>,
+    pub grpc_status: Option<&'static str>,
     /// The code of the failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<&'static str>,
@@ -91,7 +91,7 @@ pub struct Entry {
     pub endpoint: Option<SocketAddr>,
     /// The number of endpoints that it was sent to.
     pub attempts: u32,
-    /// `mutual`, `server` or `none`.
+    /// `mtls`, `tls` or `none`.
     pub tls: &'static str,
     /// The policy of the injected fault.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -214,7 +214,7 @@ mod tests {
             method: some("POST"),
             path: some("/a"),
             status: Some(200),
-            grpc_status: Some(14),
+            grpc_status: Some("UNAVAILABLE"),
             failure: Some("connect"),
             bytes_sent: 1,
             bytes_received: 2,
@@ -225,7 +225,7 @@ mod tests {
             backend: some("shop/web:80"),
             endpoint: Some("10.0.0.9:8080".parse().unwrap()),
             attempts: 1,
-            tls: "mutual",
+            tls: "mtls",
             fault: some("TrafficPolicy shop/web"),
             trace_id: some("0af7651916cd43dd8448eb211c80319c"),
             incomplete: Some(true),
@@ -251,7 +251,7 @@ mod tests {
         let format = Format::parse("{{{method} {path} {status}} {route}|{tls}").unwrap();
         assert_eq!(
             entry().line(&format),
-            "{POST /a 200} HTTPRoute shop/web|mutual\n"
+            "{POST /a 200} HTTPRoute shop/web|mtls\n"
         );
         let silent = Entry {
             method: None,

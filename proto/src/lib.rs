@@ -24,6 +24,12 @@ pub mod envoy {
     }
 }
 
+/// API of collectors of traces (OTLP).
+#[allow(missing_docs, clippy::all)]
+pub mod otlp {
+    tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
+}
+
 pub mod authorization;
 pub mod field;
 pub mod pattern;

@@ -8,7 +8,7 @@ use diy_mesh_model::identity::Identity;
 
 use crate::mesh::v1 as proto;
 use crate::policy::{Violation, check_name, check_share, duration, violation};
-use proto::dump_settings::Mode;
+pub use proto::dump_settings::Mode;
 use proto::trace_attribute::Value;
 
 /// Attributes of spans that a policy has.

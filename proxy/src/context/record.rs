@@ -4,6 +4,7 @@
 
 mod metrics;
 mod observed;
+mod span;
 
 use std::fmt::Display;
 use std::rc::Rc;
@@ -92,8 +93,8 @@ impl ExchangeRecord {
     }
 
     /// The plan of the request, which goes to `backend`.
-    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>, request: &RequestView<'_>) {
-        self.observe(request);
+    pub fn plan(&mut self, plan: &mut Plan, backend: &Rc<Backend>, request: &RequestView<'_>) {
+        plan.trace = self.observe(backend, request);
         if let Some(rule) = plan.rule() {
             self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());
@@ -221,7 +222,6 @@ impl ExchangeRecord {
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
-        self.observe_fields(fields);
         self.dump_remote();
         self.dump(|dump| dump.response_head(status, reason, fields, edits));
     }
@@ -229,13 +229,11 @@ impl ExchangeRecord {
     /// The response's trailers.
     pub fn response_trailers(&mut self, trailers: &dyn Fields) {
         self.grpc.trailers(trailers);
-        self.observe_fields(trailers);
         self.dump(|dump| dump.response.set_trailers(trailers));
     }
 
     /// The response was sent to its end.
     pub fn response_end(&mut self) {
-        self.observe_end();
         self.dump(|dump| dump.response.ended = true);
     }
 
@@ -309,7 +307,6 @@ impl ExchangeRecord {
 
     /// The connection became a tunnel, which carried so many bytes.
     pub fn tunnel(&mut self, sent: u64, received: u64) {
-        self.observe_end();
         self.sent += sent;
         self.received += received;
         self.dump(|dump| dump.exchange.upgraded = Some(Transfer { sent, received }));

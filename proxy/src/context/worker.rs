@@ -28,6 +28,7 @@ use crate::limits::memory::{ConnectionSlot, Holder, Memory};
 use crate::observe::dump::Dumps;
 use crate::observe::exceptions::{Event, Kind};
 use crate::observe::metrics::Metrics;
+use crate::observe::trace::SpanQueue;
 use crate::secure::identity::CurrentCredentials;
 use crate::secure::io::Io;
 use crate::secure::tls::Tls;
@@ -142,6 +143,8 @@ pub struct Worker {
     policy_changed: Notify,
     /// What the pod was called by on this day.
     pub edges: SeenEdges,
+    /// Spans for the collector.
+    pub spans: SpanQueue,
     /// The addresses of destinations outside of the cluster.
     pub resolver: Resolver,
     /// The random numbers of the balancers.
@@ -187,6 +190,7 @@ impl Worker {
             policy_version: Cell::new(0),
             policy_changed: Notify::new(),
             edges: SeenEdges::new(context.metrics.edges.clone()),
+            spans: SpanQueue::default(),
             resolver: Resolver::new(&context.config.resolv_conf),
             config: context.config,
             dumps: context.dumps,

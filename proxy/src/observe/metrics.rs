@@ -34,6 +34,7 @@ use crate::inbound::edges::Edges;
 use crate::labels::{ExternalResult, HandshakeResult, MirrorResult, RetryDenial, Verdict};
 use crate::limits::timeouts::TimeoutKind;
 use crate::observe::exceptions::{Exception, Exceptions};
+use crate::observe::trace::SpanBudget;
 use crate::route::fault::FaultKind;
 pub use control::{DiscoveryMetrics, IdentityMetrics};
 pub use flows::UpstreamMetrics;
@@ -67,6 +68,8 @@ pub struct Metrics {
     pub dumps_dropped: Counter,
     /// Lines of the access log dropped because the writer's queue was full.
     pub access_logs_dropped: Counter,
+    /// Spans of requests.
+    pub spans: SpanBudget,
     /// Metrics of the discovery stream.
     pub discovery: DiscoveryMetrics,
     /// Metrics of the workload certificate.
@@ -152,6 +155,11 @@ impl Metrics {
             "access_logs_dropped",
             "Lines of the access log dropped because the writer's queue was full",
         );
+        let spans_dropped = register(
+            r,
+            "spans_dropped",
+            "Spans that exceeded the bound of a second or of the queue, or were not exported",
+        );
         let start_time: Gauge<f64, AtomicU64> = register(
             r,
             "start_time_seconds",
@@ -173,6 +181,7 @@ impl Metrics {
             dumps_suppressed,
             dumps_dropped,
             access_logs_dropped,
+            spans: SpanBudget::new(spans_dropped, Instant::now()),
             discovery,
             identity,
             edges: Arc::new(Edges::new(edges_cut)),

@@ -1,81 +1,81 @@
-//! What the access log has of an exchange, or of a connection. Kept only for pods whose telemetry
-//! asks for it.
+//! What the access log has of an exchange, or of a connection, and the span of an exchange. Kept only
+//! for pods whose telemetry asks for it.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::access::Entry;
 use diy_mesh_model::exchange::{Direction, Protocol, milliseconds};
 use diy_mesh_proto::telemetry::Telemetry;
+use http::HeaderValue;
 
+use super::metrics::tls;
+use super::span::RequestSpan;
 use super::{ConnectionRecord, ExchangeRecord, remote};
 use crate::context::flow::Flow;
-use crate::http::view::{Fields, RequestView};
+use crate::http::view::RequestView;
 use crate::observe::dump::{AccessRecord, RequestTarget};
 use crate::protocol::HttpVersion;
-use crate::upstream::balance::Endpoint;
+use crate::upstream::balance::{Backend, Endpoint};
 
 /// What is kept of an exchange.
 pub(super) struct Observed {
     telemetry: Arc<Telemetry>,
     request: Option<RequestTarget>,
-    grpc_status: Option<u32>,
-    /// The response has ended, or became a tunnel.
-    is_complete: bool,
+    span: Option<RequestSpan>,
 }
 
 impl Observed {
     /// None: nothing asks for it.
     pub fn new(telemetry: &Arc<Telemetry>) -> Option<Box<Self>> {
-        telemetry.access_logs.as_ref()?;
-        Some(Box::new(Self {
+        let asks = telemetry.access_logs.is_some() || telemetry.tracing.is_some();
+        let new = || Self {
             telemetry: telemetry.clone(),
             request: None,
-            grpc_status: None,
-            is_complete: false,
-        }))
+            span: None,
+        };
+        asks.then(|| Box::new(new()))
     }
 }
 
 impl ExchangeRecord {
-    /// The request, before its head is written for the next hop.
-    pub(super) fn observe(&mut self, request: &RequestView<'_>) {
-        if let Some(observed) = &mut self.observed {
-            observed.request = Some(RequestTarget::new(request.method, request.target));
-        }
-    }
-
-    /// The fields of the response, and its trailers.
-    pub(super) fn observe_fields(&mut self, fields: &dyn Fields) {
-        if let Some(observed) = &mut self.observed {
-            let status = fields.field("grpc-status");
-            let status = status.and_then(|status| str::from_utf8(status).ok()?.parse().ok());
-            observed.grpc_status = status.or(observed.grpc_status);
-        }
-    }
-
-    /// The response is complete.
-    pub(super) fn observe_end(&mut self) {
-        if let Some(observed) = &mut self.observed {
-            observed.is_complete = true;
-        }
+    /// The request, before its head is written for the next hop. Returns the `traceparent` of its span,
+    /// which never leaves the cluster.
+    pub(super) fn observe(
+        &mut self,
+        backend: &Backend,
+        request: &RequestView<'_>,
+    ) -> Option<Box<HeaderValue>> {
+        let (observed, flow) = (self.observed.as_mut()?, &self.flow);
+        observed.request = Some(RequestTarget::new(request.method, request.target));
+        observed.span = RequestSpan::new(&observed.telemetry, flow, request);
+        let span = observed.span.as_ref()?;
+        let leaves = flow.direction == Direction::Outbound && backend.leaves_cluster();
+        (!leaves).then(|| Box::new(span.started.own.traceparent()))
     }
 
     /// The exchange has ended.
     pub(super) fn tell_observed(&mut self) {
-        let Some(observed) = self.observed.take() else {
+        let Some(mut observed) = self.observed.take() else {
             return;
         };
+        let span = observed.span.take();
+        let trace_id = span.as_ref().map(|span| span.started.own.trace_id());
+        if let Some(span) = span {
+            self.end_span(span);
+        }
         let (flow, duration) = (&self.flow, self.started.elapsed());
         let (route, backend) = self.rule().unzip();
-        let is_incomplete = !observed.is_complete && self.failure.is_none();
+        let is_incomplete = self.failure.is_none() && (self.is_broken || self.status.is_none());
+        let grpc = self.grpc.status();
         let entry = Entry {
             protocol: match self.version {
                 HttpVersion::Http1 => Protocol::Http1,
                 HttpVersion::Http2 => Protocol::Http2,
             },
             status: self.status.map(|status| status.as_u16()),
-            grpc_status: observed.grpc_status,
+            grpc_status: (!grpc.is_empty()).then_some(grpc),
             failure: self.failure,
             bytes_sent: self.sent,
             bytes_received: self.received,
@@ -83,8 +83,9 @@ impl ExchangeRecord {
             backend: backend.flatten().map(str::to_owned),
             attempts: self.attempts,
             fault: self.fault.as_deref().map(str::to_owned),
+            trace_id,
             incomplete: is_incomplete.then_some(true),
-            ..entry(flow, self.endpoint.as_deref(), duration)
+            ..entry(flow, self.endpoint.as_ref(), duration)
         };
         log(
             flow,
@@ -108,23 +109,16 @@ impl ConnectionRecord {
             bytes_sent: sent,
             bytes_received: received,
             attempts: self.endpoint.is_some().into(),
-            ..entry(&self.flow, self.endpoint.as_deref(), self.started.elapsed())
+            ..entry(&self.flow, self.endpoint.as_ref(), self.started.elapsed())
         };
         log(&self.flow, telemetry, entry, None, self.started);
     }
 }
 
 /// An entry about a connection that carries no HTTP.
-fn entry(flow: &Flow, endpoint: Option<&Endpoint>, duration: Duration) -> Entry {
-    let remote = remote(flow, endpoint);
-    let tls = match (flow.direction, &remote.identity) {
-        (_, Some(_)) => "mutual",
-        (Direction::Outbound, None) => match endpoint.map(|endpoint| endpoint.info.server_tls()) {
-            Some(Some(_)) => "server",
-            _ => "none",
-        },
-        (Direction::Inbound, None) => "none",
-    };
+fn entry(flow: &Flow, endpoint: Option<&Rc<Endpoint>>, duration: Duration) -> Entry {
+    let tls = tls(flow, endpoint).name();
+    let remote = remote(flow, endpoint.map(Rc::as_ref));
     Entry {
         time: String::new(),
         duration_ms: milliseconds(duration),
@@ -177,5 +171,5 @@ fn is_failure(entry: &Entry) -> bool {
     entry.failure.is_some()
         || entry.incomplete.is_some()
         || entry.status.is_some_and(is_error)
-        || entry.grpc_status.is_some_and(|status| status != 0)
+        || entry.grpc_status.is_some_and(|status| status != "OK")
 }

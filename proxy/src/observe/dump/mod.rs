@@ -22,8 +22,7 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_model::exchange::{Direction, Exchange, Protocol, Transfer, milliseconds};
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::mesh::v1::dump_settings::Mode as PolicyMode;
-use diy_mesh_proto::telemetry::{DumpFilter, Telemetry};
+use diy_mesh_proto::telemetry::{DumpFilter, Mode as PolicyMode, Telemetry};
 use time::OffsetDateTime;
 use time::format_description::BorrowedFormatItem;
 use time::macros::format_description;

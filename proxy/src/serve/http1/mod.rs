@@ -217,7 +217,7 @@ impl<'a> Exchange<'a> {
             previous: flow.previous_attempts(&self.request),
             ..AttemptSettings::default()
         });
-        self.record.plan(&plan, &backend, &request);
+        self.record.plan(&mut plan, &backend, &request);
         self.write_head(&plan, &flow);
         if let Err(failure) = self.take_body() {
             return self.fail(failure).await;

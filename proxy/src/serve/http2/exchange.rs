@@ -179,7 +179,7 @@ impl Exchange {
             previous: flow.previous_attempts(&self.parts.headers),
             ..AttemptSettings::default()
         });
-        self.record.plan(&plan, &backend, &request);
+        self.record.plan(&mut plan, &backend, &request);
         self.prepare_head(&plan, &flow)?;
         // 4. Authorization, limits, and faults.
         let request = head::view(&self.parts);

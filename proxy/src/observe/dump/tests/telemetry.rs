@@ -3,21 +3,17 @@
 use std::sync::mpsc;
 
 use diy_mesh_model::access::Entry;
-use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_model::access::Format as LineFormat;
+use diy_mesh_proto::telemetry::{AccessLogs, DumpSettings};
 
 use super::*;
 
-fn telemetry(message: proto::Telemetry) -> Arc<Telemetry> {
-    Arc::new(Telemetry::compile(&message).unwrap())
-}
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
-fn settings(mode: PolicyMode, dump: proto::DumpSettings) -> Arc<Telemetry> {
-    telemetry(proto::Telemetry {
-        dump: Some(proto::DumpSettings {
-            mode: mode.into(),
-            ..dump
-        }),
-        ..proto::Telemetry::default()
+fn settings(mode: PolicyMode, filter: DumpFilter) -> Arc<Telemetry> {
+    Arc::new(Telemetry {
+        dump: Some(DumpSettings { mode, filter }),
+        ..Telemetry::default()
     })
 }
 
@@ -54,13 +50,13 @@ fn policy_switches_dumps_and_shows_no_bodies_beyond_the_arguments() {
         (Mode::Off, Full, true, false),
         (Mode::Off, Headers, true, false),
     ] {
-        let settings = settings(policy, proto::DumpSettings::default());
+        let settings = settings(policy, DumpFilter::default());
         let text = dumped(argument, &settings, None);
         let found = (text.contains("POST /hello"), text.contains("ping"));
         assert_eq!(found, (has_dump, has_body), "{argument:?} {policy:?}");
         assert_eq!(text.contains("?a=b"), has_body, "{text}");
     }
-    let none = telemetry(proto::Telemetry::default());
+    let none = Arc::new(Telemetry::default());
     assert!(dumped(Mode::Full, &none, None).contains("ping"));
     assert_eq!(dumped(Mode::Off, &none, None), "");
 }
@@ -68,33 +64,25 @@ fn policy_switches_dumps_and_shows_no_bodies_beyond_the_arguments() {
 #[test]
 fn filters_select_what_is_dumped() {
     let web: Identity = "spiffe://cluster.local/ns/shop/sa/web".parse().unwrap();
-    let is_dumped = |dump: proto::DumpSettings| {
-        let settings = settings(PolicyMode::Headers, dump);
+    let is_dumped = |filter: DumpFilter| {
+        let settings = settings(PolicyMode::Headers, filter);
         !dumped(Mode::Headers, &settings, Some(&web)).is_empty()
     };
-    let none = proto::DumpSettings::default;
-    for (path, expected) in [("/hello", true), ("/hell", false), ("/", true)] {
-        let path = path.to_owned();
-        assert_eq!(is_dumped(proto::DumpSettings { path, ..none() }), expected);
+    let none = DumpFilter::default;
+    for (path, expected) in [("/hello", true), ("/hell", false), ("", true)] {
+        let path = Some(path.to_owned());
+        assert_eq!(is_dumped(DumpFilter { path, ..none() }), expected);
     }
-    for (min_status, max_status, expected) in [(200, 299, true), (500, 599, false)] {
-        let statuses = proto::DumpSettings {
-            min_status,
-            max_status,
-            ..none()
-        };
-        assert_eq!(is_dumped(statuses), expected);
+    for (status, expected) in [((200, 299), true), ((500, 599), false)] {
+        let status = Some(status);
+        assert_eq!(is_dumped(DumpFilter { status, ..none() }), expected);
     }
-    for (caller_namespace, expected) in [("shop", true), ("bank", false)] {
-        let caller_namespace = caller_namespace.to_owned();
-        let caller = proto::DumpSettings {
-            caller_namespace,
-            ..none()
-        };
-        assert_eq!(is_dumped(caller), expected);
+    for (namespace, expected) in [("shop", true), ("bank", false)] {
+        let caller = Some((namespace.to_owned(), String::new()));
+        assert_eq!(is_dumped(DumpFilter { caller, ..none() }), expected);
     }
-    let slower_than = 24 * 60 * 60 * 1000;
-    assert!(!is_dumped(proto::DumpSettings {
+    let slower_than = Some(DAY);
+    assert!(!is_dumped(DumpFilter {
         slower_than,
         ..none()
     }));
@@ -105,9 +93,9 @@ fn what_a_filter_leaves_out_uses_no_budget() {
     let (dumps, output, metrics) = start(Mode::Headers, Format::Text);
     let settings = settings(
         PolicyMode::Headers,
-        proto::DumpSettings {
-            slower_than: 24 * 60 * 60 * 1000,
-            ..proto::DumpSettings::default()
+        DumpFilter {
+            slower_than: Some(DAY),
+            ..DumpFilter::default()
         },
     );
     let inbound = connection(Direction::Inbound);
@@ -117,7 +105,7 @@ fn what_a_filter_leaves_out_uses_no_budget() {
         dump.started -= age;
     };
     (0..1000).for_each(|_| exchange(Duration::ZERO));
-    exchange(Duration::from_secs(24 * 60 * 60));
+    exchange(DAY);
     dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(output.pieces().len(), 1);
     assert_eq!(metrics.dumps_suppressed.get(), 0);
@@ -131,21 +119,21 @@ fn opaque_connections_have_no_path_and_no_status() {
         sent: 1,
         received: 1,
     };
-    let dump = |path: &str, slower_than: u64| {
+    let dump = |path: Option<&str>, slower_than: u64| {
         let settings = settings(
             PolicyMode::Headers,
-            proto::DumpSettings {
-                path: path.to_owned(),
-                slower_than,
-                ..proto::DumpSettings::default()
+            DumpFilter {
+                path: path.map(str::to_owned),
+                slower_than: Some(Duration::from_millis(slower_than)),
+                ..DumpFilter::default()
             },
         );
         let (remote, time) = (Remote::default(), Duration::from_millis(20));
         dumps.opaque(&inbound, Some(&settings), None, remote, transfer, time);
     };
-    dump("/", 0);
-    dump("", 21);
-    dump("", 20);
+    dump(Some(""), 0);
+    dump(None, 21);
+    dump(None, 20);
     dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(output.pieces().len(), 1);
 }
@@ -153,12 +141,12 @@ fn opaque_connections_have_no_path_and_no_status() {
 fn record(target: &str) -> AccessRecord {
     let address = "10.0.0.7:41234".parse().unwrap();
     AccessRecord {
-        telemetry: telemetry(proto::Telemetry {
-            access_logs: Some(proto::AccessLogs {
-                format: "{time} {method} \"{path}\" {status}".to_owned(),
-                ..proto::AccessLogs::default()
+        telemetry: Arc::new(Telemetry {
+            access_logs: Some(AccessLogs {
+                failures: false,
+                format: LineFormat::parse("{time} {method} \"{path}\" {status}").unwrap(),
             }),
-            ..proto::Telemetry::default()
+            ..Telemetry::default()
         }),
         entry: Entry {
             time: String::new(),
