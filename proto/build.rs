@@ -11,6 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "mesh/v1/mesh.proto",
         "echo/v1/echo.proto",
         "envoy/service/auth/v3/authorization.proto",
+        "opentelemetry/collector/trace/v1/trace_service.proto",
     ];
     let descriptors = protox::compile(files, ["."])?;
     tonic_prost_build::configure()

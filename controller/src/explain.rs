@@ -96,7 +96,11 @@ pub fn summary(index: &Index, service: &Key, clients: &str) -> Option<GetRoutesR
         .flat_map(|policy| policy.name.split(", "));
     let limits = policy.and_then(|policy| policy.rate_limits.as_deref());
     let limits = limits.into_iter().flatten().map(|limit| &*limit.name);
-    let policies: BTreeSet<&str> = of_backend.chain(limits).collect();
+    let telemetry = policy.and_then(|policy| policy.telemetry.as_deref());
+    let telemetry = telemetry
+        .into_iter()
+        .flat_map(|telemetry| telemetry.name.split(", "));
+    let policies: BTreeSet<&str> = of_backend.chain(limits).chain(telemetry).collect();
     Some(GetRoutesResponse {
         service: service.to_string(),
         clients: clients.to_owned(),

@@ -137,6 +137,8 @@ pub struct Counts {
     pub unauthorizing: usize,
     /// Those without AuthorizationPolicies about calls by their pods.
     pub without_egress: usize,
+    /// Streams of proxies that apply no telemetry.
+    pub without_telemetry: usize,
 }
 
 impl Default for Hub {
@@ -464,6 +466,7 @@ impl Hub {
             earlier: subscribers.count_lacking(|lacking| lacking.policies),
             unauthorizing: subscribers.count_lacking(|lacking| lacking.authorization),
             without_egress: subscribers.count_lacking(|lacking| lacking.egress),
+            without_telemetry: subscribers.count_lacking(|lacking| lacking.telemetry),
             objects: Kind::ALL.map(|kind| (kind, index.count(kind))).into(),
             resources,
             subscriptions,

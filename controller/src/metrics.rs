@@ -5,6 +5,7 @@ use std::fmt;
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::{
     CAPABILITY_AUTHORIZATION, CAPABILITY_EGRESS, CAPABILITY_POLICY, CAPABILITY_ROUTES,
+    CAPABILITY_TELEMETRY,
 };
 use diy_mesh_runtime::Readiness;
 use diy_mesh_runtime::metrics::{on_scrape, register, register_family, register_process, render};
@@ -221,6 +222,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
         earlier,
         unauthorizing,
         without_egress,
+        without_telemetry,
     } = hub.counts();
     let objects = objects
         .into_iter()
@@ -255,6 +257,7 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
             (CAPABILITY_POLICY, earlier as i64),
             (CAPABILITY_AUTHORIZATION, unauthorizing as i64),
             (CAPABILITY_EGRESS, without_egress as i64),
+            (CAPABILITY_TELEMETRY, without_telemetry as i64),
         ],
     )
 }

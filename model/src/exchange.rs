@@ -225,8 +225,10 @@ impl Exchange {
         if let Some(transfer) = self.opaque {
             let (sent, received) = transfer.text();
             let (seconds, time) = (self.duration_ms / 1000.0, &self.time);
-            let line =
-                format!("[TCP: {sent} sent, {received} received, {seconds:.3} s from {time}]");
+            let remote = self.remote();
+            let line = format!(
+                "[TCP: {sent} sent, {received} received, {seconds:.3} s from {time}{remote}]"
+            );
             push_line(&line, &mut out);
             out.push('\n');
             return out;
@@ -287,13 +289,18 @@ impl Exchange {
     /// When the exchange began and how long it took, its endpoint, and how that one or the caller
     /// authenticated.
     fn details(&self) -> String {
-        let mut text = format!("[{}, {:.3} ms", self.time, self.duration_ms);
+        let remote = self.remote();
+        format!("[{}, {:.3} ms{remote}]", self.time, self.duration_ms)
+    }
+
+    fn remote(&self) -> String {
+        let mut text = String::new();
         if let Some(endpoint) = self.endpoint {
             text += &format!(", endpoint {endpoint}");
         }
         match &self.identity {
-            Some(identity) => text += &format!(", mutual TLS with {identity}]"),
-            None => text += ", no mutual TLS]",
+            Some(identity) => text += &format!(", mutual TLS with {identity}"),
+            None => text += ", no mutual TLS",
         }
         text
     }

@@ -2,6 +2,7 @@
 //! Beside `proto`, so that proxy-init and the injector stay free of gRPC. No sockets, clock or
 //! Kubernetes types.
 
+pub mod access;
 pub mod code;
 pub mod escape;
 pub mod exchange;

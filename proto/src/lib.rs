@@ -24,10 +24,17 @@ pub mod envoy {
     }
 }
 
+/// API of collectors of traces (OTLP).
+#[allow(missing_docs, clippy::all)]
+pub mod otlp {
+    tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
+}
+
 pub mod authorization;
 pub mod field;
 pub mod pattern;
 pub mod policy;
+pub mod telemetry;
 
 /// Audience of the service account tokens that authenticate workloads to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";
@@ -68,6 +75,8 @@ pub const CAPABILITY_POLICY: &str = "policy";
 pub const CAPABILITY_AUTHORIZATION: &str = "authorization";
 /// The proxy applies AuthorizationPolicies about calls to outside of the cluster.
 pub const CAPABILITY_EGRESS: &str = "egress";
+/// The proxy applies the telemetry of TrafficPolicies.
+pub const CAPABILITY_TELEMETRY: &str = "telemetry";
 /// The controller keeps the edges that proxies report.
 pub const CAPABILITY_EDGES: &str = "edges";
 /// The controller fetches the keys of issuers again when proxies report tokens of unknown ones.

@@ -66,7 +66,7 @@ fn within<T: PartialOrd + Display>(
 }
 
 /// Checks that a duration is not 0 and not too long.
-fn duration(field: &'static str, value: Option<u64>) -> Result<(), Violation> {
+pub(crate) fn duration(field: &'static str, value: Option<u64>) -> Result<(), Violation> {
     let in_range = within(field, value, &DURATION);
     in_range.map_err(|violation| Violation {
         value: format!("{}ms", violation.value),
@@ -197,7 +197,7 @@ pub fn check_fault(fault: &Fault) -> Result<(), Violation> {
     Ok(())
 }
 
-fn check_share(field: &'static str, share: Option<Share>) -> Result<(), Violation> {
+pub(crate) fn check_share(field: &'static str, share: Option<Share>) -> Result<(), Violation> {
     let Share {
         numerator,
         denominator,

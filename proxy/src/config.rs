@@ -118,7 +118,7 @@ pub struct Config {
     pod_ip: Option<IpAddr>,
     /// Name of this pod, for logs
     #[arg(long, env = "POD_NAME", value_name = "NAME", default_value = "")]
-    pod_name: String,
+    pub pod_name: String,
     /// Namespace of this pod, for logs
     #[arg(
         long,
@@ -126,7 +126,7 @@ pub struct Config {
         value_name = "NAMESPACE",
         default_value = ""
     )]
-    pod_namespace: String,
+    pub pod_namespace: String,
     /// Filter of the log on standard error, for example info or diy_mesh_proxy=debug
     #[arg(long, env = "LOG", value_name = "FILTER", default_value = "info")]
     pub log: Targets,

@@ -128,6 +128,7 @@ pub(crate) fn workload(workload: &Workload) -> proto::Workload {
         rate_limits: workload.rate_limits.clone(),
         authorization: workload.authorization.message(),
         egress: workload.egress.message(),
+        telemetry: workload.telemetry.as_deref().cloned(),
     }
 }
 

@@ -23,7 +23,8 @@ use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_EDGES,
-    CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_SELF, announces,
+    CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_SELF, CAPABILITY_TELEMETRY,
+    announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -230,6 +231,7 @@ impl Mesh {
             policies: !announces(announced, CAPABILITY_POLICY),
             authorization: !announces(announced, CAPABILITY_AUTHORIZATION),
             egress: !announces(announced, CAPABILITY_EGRESS),
+            telemetry: !announces(announced, CAPABILITY_TELEMETRY),
         };
         let mut subscriber = hub.watch_resources(caller.pod.clone());
         subscriber.set_lacking(lacking);

@@ -117,6 +117,14 @@ impl Review {
                     outcome(Side::Pods)
                 };
                 self.add_part(service, Side::Pods, None, (pod, outcome));
+                let side = Side::Telemetry;
+                let outcome = subscriber.outcome(Some(side), state.rest, lacking.telemetry);
+                let outcome = if workload.replaced.contains(service) {
+                    outcome.min(Outcome::Replaced)
+                } else {
+                    outcome
+                };
+                self.add_part(service, side, None, (pod, outcome));
             }
             for (policies, is_incapable) in [
                 (&workload.authorization, lacking.authorization),
@@ -254,9 +262,15 @@ impl Hub {
                     (!has_own_state).then_some(Outcome::Waiting)
                 }
             };
-            if let Some(outcome) = outcome(lacking.policies) {
+            for (side, is_incapable) in [
+                (Side::Pods, lacking.policies),
+                (Side::Telemetry, lacking.telemetry),
+            ] {
+                let Some(outcome) = outcome(is_incapable) else {
+                    continue;
+                };
                 for service in index.limiting_services(key) {
-                    review.add_part(service, Side::Pods, None, (pod, outcome.clone()));
+                    review.add_part(service, side, None, (pod, outcome.clone()));
                 }
             }
             for (direction, is_incapable) in [

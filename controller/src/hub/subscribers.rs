@@ -60,6 +60,8 @@ pub struct Lacking {
     pub authorization: bool,
     /// Those about calls by its pod.
     pub egress: bool,
+    /// Telemetry of its pod.
+    pub telemetry: bool,
 }
 
 /// The location of a pod, if a token is bound to one.

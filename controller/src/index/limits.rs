@@ -1,4 +1,4 @@
-//! The rate limits of pods: those of the Services of a pod's own namespace whose selector selects
+//! The rate limits and the telemetry of pods: those of the Services of a pod's own namespace whose selector selects
 //! it, with the number of replicas that share them. EndpointSlices have no part in it: other
 //! programs may write them. Pure.
 
@@ -21,7 +21,7 @@ pub(crate) const MAX_BYTES: usize = 128 * 1024;
 /// Services whose limits a pod does not have that are remembered.
 const MAX_SURPLUS: usize = 15;
 
-/// The Services with rate limits.
+/// The Services with rate limits or telemetry.
 #[derive(Debug, Default)]
 pub(super) struct Limits {
     /// Their ready meshed pods.
@@ -103,9 +103,10 @@ impl Index {
         }
     }
 
-    /// A Service with rate limits.
+    /// A Service with rate limits or telemetry.
     fn limited(&self, key: &Key) -> Option<&Service> {
-        let has_limits = self.policies.rate_limits(key).is_some();
+        let policies = &self.policies;
+        let has_limits = policies.rate_limits(key).is_some() || policies.telemetry(key).is_some();
         self.services.get(key).filter(|_| has_limits)
     }
 
@@ -143,10 +144,9 @@ impl Index {
     /// The limits of a pod, and the Services with limits that select it. Those of the last ones are
     /// surplus.
     pub(super) fn rate_limits(&self, pod: &Pod) -> (Vec<proto::RateLimit>, Vec<(Key, bool)>) {
-        let (mut all, mut limiting, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let (mut all, mut limiting, mut bytes, mut limited) = (Vec::new(), Vec::new(), 0, 0);
         let services = self.limiting(pod).into_iter();
-        for (position, (service, replicas)) in services.enumerate().take(MAX_SERVICES + MAX_SURPLUS)
-        {
+        for (service, replicas) in services.take(MAX_SERVICES + MAX_SURPLUS) {
             let limits = self.policies.rate_limits(&service.key).into_iter();
             let limits = limits.flat_map(|limits| limits.iter());
             let ports = target_ports(service.tcp_ports(), pod);
@@ -157,13 +157,32 @@ impl Index {
             };
             let limits = Vec::from_iter(limits.map(of_pod));
             bytes += limits.iter().map(Message::encoded_len).sum::<usize>();
-            let is_surplus = position >= MAX_SERVICES || bytes > MAX_BYTES;
+            limited += usize::from(!limits.is_empty());
+            let is_surplus = !limits.is_empty() && (limited > MAX_SERVICES || bytes > MAX_BYTES);
             if !is_surplus {
                 all.extend(limits);
             }
             limiting.push((service.key.clone(), is_surplus));
         }
         (all, limiting)
+    }
+
+    /// The telemetry of a pod: that of the oldest Service that has some and selects it. And the
+    /// Services whose telemetry it replaces.
+    pub(super) fn telemetry(
+        &self,
+        limiting: &[(Key, bool)],
+    ) -> (Option<Arc<proto::Telemetry>>, Vec<Key>) {
+        let mut services = limiting.iter().filter_map(|(service, _)| {
+            let telemetry = self.policies.telemetry(service)?;
+            Some((service, telemetry))
+        });
+        let Some((_, telemetry)) = services.next() else {
+            return (None, vec![]);
+        };
+        let replaced = services.filter(|(_, other)| *other != telemetry);
+        let replaced = replaced.map(|(service, _)| service.clone());
+        (Some(telemetry.clone()), replaced.collect())
     }
 
     /// The Services with limits that select a pod.

@@ -43,6 +43,11 @@ impl Policies {
         self.of_service(service)?.rate_limits.as_ref()
     }
 
+    /// What the pods of a Service tell about their traffic.
+    pub(super) fn telemetry(&self, service: &Key) -> Option<&Arc<proto::Telemetry>> {
+        self.of_service(service)?.telemetry.as_ref()
+    }
+
     /// The settings of the requests of a Service.
     pub(super) fn requests(&self, service: &Key) -> Option<&Requests> {
         self.of_service(service).map(|one| &one.requests)

@@ -237,9 +237,12 @@ impl Index {
             namespaces: None,
         };
         let (rate_limits, limiting) = self.rate_limits(pod);
+        let (telemetry, replaced) = self.telemetry(&limiting);
         let workload = Workload {
             inbound: pod.inbound.clone(),
             zone: client.zone.clone(),
+            telemetry,
+            replaced,
             rate_limits,
             limiting,
             authorization: self.authorization(pod, Direction::Inbound),

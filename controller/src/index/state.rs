@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::mesh::v1::{BackendPolicy, RateLimit};
+use diy_mesh_proto::mesh::v1::{BackendPolicy, RateLimit, Telemetry};
 use prost::Message;
 
 use super::authorization::Authorization;
@@ -78,6 +78,10 @@ pub struct Workload {
     pub rate_limits: Vec<RateLimit>,
     /// The Services that they are of, and those whose limits are surplus.
     pub limiting: Vec<(Key, bool)>,
+    /// What its proxy tells about its traffic.
+    pub telemetry: Option<Arc<Telemetry>>,
+    /// The Services whose telemetry that of another one replaces.
+    pub replaced: Vec<Key>,
     /// Who may call it.
     pub authorization: Authorization,
     /// What it may call outside of the cluster.
@@ -211,6 +215,13 @@ fn digest_of_rest(target: Option<&Target>) -> Version {
         if workload.egress != Authorization::default() {
             digest.text("egress");
             workload.egress.digest(&mut digest);
+        }
+        if let Some(telemetry) = &workload.telemetry {
+            let version = version::of("telemetry", &telemetry.encode_to_vec());
+            digest.text(&version.to_string());
+            for service in &workload.replaced {
+                digest.text(&service.name);
+            }
         }
     }
     if let TargetKind::UnknownPort(ports) = &target.kind {

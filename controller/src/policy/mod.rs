@@ -6,6 +6,7 @@
 
 pub mod parse;
 pub mod spec;
+pub mod telemetry;
 
 use std::fmt;
 use std::sync::Arc;
@@ -65,6 +66,8 @@ pub struct Settings {
     pub rate_limits: Option<Arc<[proto::RateLimit]>>,
     /// `faults`
     pub faults: Option<Arc<Faults>>,
+    /// `telemetry`
+    pub telemetry: Option<Arc<proto::Telemetry>>,
 }
 
 /// Faults with their digest: all ports of all Services of a namespace may have them.
@@ -100,6 +103,8 @@ pub enum Side {
     Endpoints,
     /// The proxies of the pods of the Service.
     Pods,
+    /// They too, but no calls depend on it. Its parts replace those of the namespace one by one.
+    Telemetry,
 }
 
 /// The section `retry`.
@@ -120,6 +125,8 @@ pub struct Effective {
     pub requests: Requests,
     /// Limits of the requests to its pods, without ports and replicas.
     pub rate_limits: Option<Arc<[proto::RateLimit]>>,
+    /// What its pods tell about their traffic.
+    pub telemetry: Option<Arc<proto::Telemetry>>,
 }
 
 /// The settings of requests, for rules without their own.
@@ -153,6 +160,16 @@ impl Settings {
                 retry.map(|retry| retry.budget.is_some()),
             ],
             Side::Pods => vec![has(self.rate_limits.is_some())],
+            Side::Telemetry => {
+                let telemetry = self.telemetry.as_ref();
+                telemetry.map_or(vec![None; 3], |one| {
+                    vec![
+                        has(one.dump.is_some()),
+                        has(one.access_logs.is_some()),
+                        has(one.tracing.is_some()),
+                    ]
+                })
+            }
         }
     }
 
@@ -217,7 +234,8 @@ impl Effective {
         let effective = Effective {
             backend: backend(layers.clone()).map(Arc::new),
             requests: requests(layers.clone()),
-            rate_limits: first(layers, |one| &one.rate_limits).cloned(),
+            rate_limits: first(layers.clone(), |one| &one.rate_limits).cloned(),
+            telemetry: telemetry(layers),
         };
         (effective != Effective::default()).then_some(effective)
     }
@@ -249,6 +267,26 @@ fn backend<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Option<pro
         retry_budget: retry.and_then(|retry| retry.budget),
     };
     (!names.is_empty()).then_some(policy)
+}
+
+fn telemetry<'a>(layers: impl Iterator<Item = &'a Settings>) -> Option<Arc<proto::Telemetry>> {
+    let mut layers = layers.filter_map(|one| one.telemetry.as_ref());
+    let own = layers.next()?;
+    let Some(inherited) = layers.next() else {
+        return Some(own.clone());
+    };
+    let mut merged = proto::Telemetry::clone(own);
+    merged.name = format!("{}, {}", own.name, inherited.name);
+    set_absent(&mut merged.dump, &inherited.dump);
+    set_absent(&mut merged.access_logs, &inherited.access_logs);
+    set_absent(&mut merged.tracing, &inherited.tracing);
+    Some(Arc::new(merged))
+}
+
+fn set_absent<T: Clone>(part: &mut Option<T>, inherited: &Option<T>) {
+    if part.is_none() {
+        part.clone_from(inherited);
+    }
 }
 
 fn requests<'a>(layers: impl Iterator<Item = &'a Settings> + Clone) -> Requests {

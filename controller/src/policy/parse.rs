@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
-use super::{Faults, INVALID, Policy, RetrySettings, Settings};
+use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
 use crate::fields::with_unknown_fields;
 use crate::index::object::Key;
 use crate::routes::filters::{is_hostname, share};
@@ -164,6 +164,9 @@ fn add(settings: &mut Settings, spec: TrafficPolicySpec) -> Result<(), Rejection
     }
     if let Some(specs) = spec.faults {
         settings.faults = Some(faults(specs, &name)?);
+    }
+    if let Some(spec) = spec.telemetry {
+        settings.telemetry = Some(telemetry::parse(spec, &name)?);
     }
     Ok(())
 }

@@ -7,6 +7,7 @@
 
 use serde::Deserialize;
 
+use super::telemetry::Telemetry;
 #[cfg(test)]
 use super::tests::crd;
 use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
@@ -54,6 +55,8 @@ pub struct TrafficPolicySpec {
     /// Faults that the proxies of clients inject, for tests of the clients.
     #[cfg_attr(test, schemars(length(max = 16)))]
     pub faults: Option<Vec<Fault>>,
+    /// What the proxies of the pods of the Service tell about their traffic.
+    pub telemetry: Option<Telemetry>,
 }
 
 /// A Service of the namespace of the policy, or this namespace.

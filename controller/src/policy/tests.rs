@@ -2,6 +2,7 @@
 
 pub(crate) mod crd;
 mod rejections;
+mod telemetry;
 
 use serde_json::{Value, json};
 

@@ -67,6 +67,8 @@ pub enum Outcome {
     Surplus,
     /// Its pod has as many AuthorizationPolicies as it can have.
     TooLarge,
+    /// Its pod has the telemetry of another Service.
+    Replaced,
     /// It has not acknowledged the current state yet.
     Waiting,
     /// These ports of its pod bypass it.
@@ -86,6 +88,7 @@ impl Outcome {
             Outcome::NoProxy => "NoProxy",
             Outcome::Surplus => "TooManyRateLimits",
             Outcome::TooLarge => authorization::TOO_LARGE,
+            Outcome::Replaced => "Replaced",
             Outcome::Waiting => "Pending",
             Outcome::Bypassed(_) | Outcome::Opaque(_) | Outcome::Applied => "Programmed",
         }
@@ -121,6 +124,9 @@ impl fmt::Display for Outcome {
                 authorization::MAX_POLICIES,
                 authorization::MAX_BYTES / 1024
             ),
+            Outcome::Replaced => {
+                f.write_str("the telemetry of an older Service that selects the pod applies")
+            }
             Outcome::NoProxy => f.write_str("no proxy: nothing is enforced"),
             Outcome::Waiting => f.write_str("not acknowledged yet"),
             Outcome::Bypassed(ports) => write!(f, "ports {ports} bypass the proxy"),

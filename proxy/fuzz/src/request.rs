@@ -173,6 +173,7 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
     let edits = |target| Edits {
         own: &own,
         policy: &[],
+        trace: None,
         route: [&changes, &[], &[]],
         host: rewrite.host.as_deref(),
         target,

@@ -3,6 +3,8 @@
 //! forgets them.
 
 mod metrics;
+mod observed;
+mod span;
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -23,12 +25,13 @@ use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
 use crate::labels::{self, OTHER_VALUE, Verdict};
-use crate::observe::dump::{self, ExchangeDump};
+use crate::observe::dump::{self, ExchangeDump, Remote};
 use crate::protocol::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
 use crate::serve::call::CallHead;
 use crate::serve::mirror::Mirror;
 use crate::upstream::balance::{Backend, Endpoint};
+use observed::Observed;
 
 /// One request and its response.
 pub struct ExchangeRecord {
@@ -67,12 +70,15 @@ pub struct ExchangeRecord {
     dump: Option<ExchangeDump>,
     /// The edge of the request, if it is new, until the application answers.
     edge: Option<Box<NewEdge>>,
+    /// For the access log and for spans. None: the pod has neither.
+    observed: Option<Box<Observed>>,
 }
 
 impl ExchangeRecord {
     /// An exchange that begins now.
     pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
-        let started = Instant::now();
+        let (started, policy) = (Instant::now(), flow.worker.policy());
+        let (telemetry, caller) = (policy.telemetry.as_ref(), flow.caller.identity());
         Self {
             flow: flow.clone(),
             rule: None,
@@ -94,14 +100,22 @@ impl ExchangeRecord {
             failure: None,
             fault: None,
             is_broken: false,
-            dump: flow.worker.dumps.exchange(&flow.info()),
+            dump: (flow.worker.dumps).exchange(&flow.info(), telemetry, caller),
             edge: None,
+            observed: telemetry.and_then(Observed::new),
         }
     }
 
     /// The plan of the request, which goes to `backend`. `id` is that of the caller's proxy.
-    pub fn plan(&mut self, plan: &Plan, backend: &Rc<Backend>, id: Option<ExchangeId>) {
+    pub fn plan(
+        &mut self,
+        plan: &mut Plan,
+        backend: &Rc<Backend>,
+        request: &RequestView<'_>,
+        id: Option<ExchangeId>,
+    ) {
         self.id = id.unwrap_or(self.id);
+        plan.trace = self.observe(backend, request);
         if let Some(rule) = plan.rule() {
             self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());
@@ -154,6 +168,11 @@ impl ExchangeRecord {
         Some(Attempt { endpoint, began })
     }
 
+    /// The code of the failure.
+    fn code(&self) -> Option<&'static str> {
+        Some(self.failure.as_ref()?.code)
+    }
+
     /// The rule of the request and the backend that it chose, for dumps and logs.
     fn rule(&self) -> Option<(&str, Option<&str>)> {
         let (rule, backend) = self.rule.as_ref()?;
@@ -171,7 +190,9 @@ impl ExchangeRecord {
         self.line = Entry::line(request);
         self.method = labels::method(request.method);
         self.grpc = GrpcCall::of(request);
-        self.dump(|dump| dump.request_head(request, edits));
+        if let Some(dump) = &mut self.dump {
+            dump.request_head(request, edits);
+        }
     }
 
     /// Begins a copy of the request for these backends, with the head that was prepared for the next
@@ -281,6 +302,7 @@ impl ExchangeRecord {
         self.status = Some(reply.status);
         self.fail(&failure);
         self.dump(|dump| {
+            dump.status = Some(reply.status.as_u16());
             dump.exchange.failure = Some(exchange::Failure {
                 code: failure.code().label().to_owned(),
                 message: failure.to_string(),
@@ -309,17 +331,8 @@ impl ExchangeRecord {
                 dump.route = Some(rule.to_owned());
                 dump.backend = backend.map(str::to_owned);
             }
-            match (self.flow.direction, &self.endpoint) {
-                (Direction::Inbound, _) => {
-                    dump.identity = self.flow.called_by().map(str::to_owned);
-                }
-                (Direction::Outbound, Some(endpoint)) => {
-                    let remote = &endpoint.pool().remote;
-                    dump.endpoint = Some(remote.address);
-                    dump.identity = remote.identity.as_ref().map(Identity::to_string);
-                }
-                (Direction::Outbound, None) => {}
-            }
+            let remote = remote(&self.flow, self.endpoint.as_deref());
+            (dump.endpoint, dump.identity) = (remote.endpoint, remote.identity);
         });
         self.dump = Some(dump);
     }
@@ -347,11 +360,12 @@ impl ExchangeRecord {
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
+        self.tell_observed();
         let took = self.started.elapsed();
         self.count(took);
         let flow = self.flow.clone();
         let (worker, direction, destination) = (&flow.worker, &flow.direction, &flow.destination);
-        let code = self.failure.as_ref().map(|cause| cause.code);
+        let code = self.code();
         if self.status.is_some() || self.failure.is_some() {
             let backend = self.backend.as_ref().unwrap_or(destination);
             worker.ended(*direction, backend, code);
@@ -401,7 +415,8 @@ pub struct ConnectionRecord {
     started: Instant,
     copied: Option<Transfer>,
     /// The endpoint, and the proxy's own address of the connection to it.
-    attempt: Option<(Attempt, Option<SocketAddr>)>,
+    endpoint: Option<Rc<Endpoint>>,
+    local: Option<SocketAddr>,
     failure: Option<Cause>,
 }
 
@@ -411,19 +426,16 @@ impl ConnectionRecord {
         Self {
             flow: flow.clone(),
             started: Instant::now(),
+            endpoint: None,
             copied: None,
-            attempt: None,
+            local: None,
             failure: None,
         }
     }
 
-    /// There is a connection to the endpoint, from the proxy's `local` address.
-    pub fn connected(&mut self, endpoint: &Endpoint, local: Option<SocketAddr>) {
-        let attempt = Attempt {
-            endpoint: endpoint.info.clone(),
-            began: self.started,
-        };
-        self.attempt = Some((attempt, local));
+    /// There is a connection to this endpoint, from the proxy's `local` address.
+    pub fn connected(&mut self, endpoint: &Rc<Endpoint>, local: Option<SocketAddr>) {
+        (self.endpoint, self.local) = (Some(endpoint.clone()), local);
     }
 
     /// The bytes that the client sent and received.
@@ -447,17 +459,30 @@ impl Drop for ConnectionRecord {
             let code = self.failure.as_ref().map(|cause| cause.code);
             worker.ended(self.flow.direction, backend, code);
         }
-        if let Some(Transfer { sent, received }) = self.copied {
+        let telemetry = worker.policy().telemetry.clone();
+        if let Some(transfer) = self.copied {
+            let Transfer { sent, received } = transfer;
             worker.metrics.opaque(self.flow.direction, sent, received);
-            let duration = self.started.elapsed();
-            worker
-                .dumps
-                .opaque(&self.flow.info(), sent, received, duration);
+            worker.dumps.opaque(
+                &self.flow.info(),
+                telemetry.as_ref(),
+                self.flow.caller.identity(),
+                remote(&self.flow, self.endpoint.as_deref()),
+                transfer,
+                self.started.elapsed(),
+            );
         }
-        let (attempt, local) = self.attempt.take().unzip();
+        if let Some(telemetry) = telemetry {
+            self.log_access(telemetry);
+        }
+        let began = self.started;
+        let attempt = self.endpoint.as_ref().map(|endpoint| Attempt {
+            endpoint: endpoint.info.clone(),
+            began,
+        });
         worker.recent.add(Entry {
             attempt,
-            local: local.flatten(),
+            local: self.local,
             transfer: self.copied.unwrap_or_default(),
             failure: self.failure.take(),
             ..Entry::new(
@@ -466,6 +491,24 @@ impl Drop for ConnectionRecord {
                 [self.started, Instant::now()],
             )
         });
+    }
+}
+
+/// The other side of the proxy.
+fn remote(flow: &Flow, endpoint: Option<&Endpoint>) -> Remote {
+    match (flow.direction, endpoint) {
+        (Direction::Inbound, _) => Remote {
+            endpoint: None,
+            identity: flow.called_by().map(str::to_owned),
+        },
+        (Direction::Outbound, Some(endpoint)) => {
+            let remote = &endpoint.pool().remote;
+            Remote {
+                endpoint: Some(remote.address),
+                identity: remote.identity.as_ref().map(Identity::to_string),
+            }
+        }
+        (Direction::Outbound, None) => Remote::default(),
     }
 }
 

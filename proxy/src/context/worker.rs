@@ -29,6 +29,7 @@ use crate::limits::memory::{ConnectionSlot, Holder, Memory};
 use crate::observe::dump::Dumps;
 use crate::observe::exceptions::{Event, Kind};
 use crate::observe::metrics::Metrics;
+use crate::observe::trace::SpanQueue;
 use crate::secure::identity::CurrentCredentials;
 use crate::secure::io::Io;
 use crate::secure::tls::Tls;
@@ -147,6 +148,8 @@ pub struct Worker {
     pub edges: SeenEdges,
     /// The latest exchanges and opaque connections.
     pub recent: Arc<Recent>,
+    /// Spans for the collector.
+    pub spans: SpanQueue,
     /// The addresses of destinations outside of the cluster.
     pub resolver: Resolver,
     /// The random numbers of the balancers.
@@ -193,6 +196,7 @@ impl Worker {
             policy_changed: Notify::new(),
             edges: SeenEdges::new(context.metrics.edges.clone()),
             recent: context.recent,
+            spans: SpanQueue::default(),
             resolver: Resolver::new(&context.config.resolv_conf),
             config: context.config,
             dumps: context.dumps,

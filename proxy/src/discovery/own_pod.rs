@@ -9,7 +9,10 @@ use diy_mesh_model::ports::{EXPECTED, PortSet};
 use diy_mesh_proto::authorization::Authorization as Compiled;
 use diy_mesh_proto::mesh::v1::discover_request::Action;
 use diy_mesh_proto::mesh::v1::workload::InboundMode;
-use diy_mesh_proto::mesh::v1::{Acknowledgement, Authorization, ResourceType, Subscribe, Workload};
+use diy_mesh_proto::mesh::v1::{
+    self as proto, Acknowledgement, Authorization, ResourceType, Subscribe, Workload,
+};
+use diy_mesh_proto::telemetry::Telemetry;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::info;
@@ -112,8 +115,11 @@ impl OwnPod {
     fn log(&mut self, policy: &Policy) {
         let limits: Vec<&str> = policy.rate_limits.0.iter().map(|one| &*one.name).collect();
         let logged = format!(
-            "strict={} allow_connect={} opaque_ports={} rate_limits={limits:?}",
-            policy.strict, policy.allow_connect, policy.opaque_ports
+            "strict={} allow_connect={} opaque_ports={} rate_limits={limits:?} telemetry={:?}",
+            policy.strict,
+            policy.allow_connect,
+            policy.opaque_ports,
+            policy.telemetry.as_ref().map(|telemetry| &telemetry.name),
         );
         if self.logged != logged {
             info!("inbound configuration of this pod: {logged}");
@@ -270,14 +276,19 @@ fn policy(
         },
         authorization: None,
         egress: None,
+        telemetry: workload.telemetry.as_ref().map(telemetry).transpose()?,
     })
+}
+
+fn telemetry(message: &proto::Telemetry) -> Result<Arc<Telemetry>, String> {
+    let compiled = Telemetry::compile(message).map(Arc::new);
+    compiled.map_err(|violation| format!("telemetry of {}: {violation}", message.name))
 }
 
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use diy_mesh_proto::mesh::v1 as proto;
     use diy_mesh_proto::mesh::v1::workload::PortRange;
 
     use super::super::position::MAX_REFUSAL;

@@ -6,6 +6,7 @@ mod faults;
 mod limits;
 mod pod;
 mod sessions;
+mod telemetry;
 
 use std::cell::RefCell;
 use std::collections::HashMap;

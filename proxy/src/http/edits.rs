@@ -7,6 +7,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 
 use super::credentials::PolicyField;
 use super::fields::FieldEdit;
+use super::trace_context::TRACEPARENT;
 
 /// A field that only the mesh may set: it has this value alone, or is removed. Names are compared by
 /// [`is_same_name`].
@@ -40,6 +41,8 @@ pub struct Edits<'a> {
     pub own: &'a [MeshField<'a>],
     /// The fields of policies, which only the mesh may set, too.
     pub policy: &'a [PolicyField],
+    /// The span that the request comes from, in place of that of the client.
+    pub trace: Option<&'a HeaderValue>,
     /// The changes of a route, in order.
     pub route: [&'a [FieldEdit]; 3],
     /// The new host, in the place of the old one.
@@ -60,7 +63,8 @@ impl<'a> Edits<'a> {
     fn own(self) -> impl Iterator<Item = MeshField<'a>> {
         let fields = self.policy.iter();
         let fields = fields.map(|PolicyField(name, value)| MeshField(name, value.as_ref()));
-        self.own.iter().copied().chain(fields)
+        let trace = self.trace.map(|value| MeshField(TRACEPARENT, Some(value)));
+        self.own.iter().copied().chain(fields).chain(trace)
     }
 
     fn route(self) -> impl Iterator<Item = &'a FieldEdit> {

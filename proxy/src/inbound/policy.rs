@@ -10,6 +10,7 @@ use diy_mesh_model::identity::Identity;
 use diy_mesh_model::ports::PortSet;
 use diy_mesh_proto::authorization::{Authorization, Call, Denial, Request, fields};
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::telemetry::Telemetry;
 
 use crate::egress::{Egress, Outside};
 use crate::error::Failure;
@@ -119,6 +120,8 @@ pub struct Policy {
     pub authorization: Option<Policies>,
     /// What the application may call outside of the cluster. None: everything.
     pub egress: Option<Egress>,
+    /// What the proxy tells about its traffic. None: what the arguments say.
+    pub telemetry: Option<Arc<Telemetry>>,
 }
 
 /// The AuthorizationPolicies of the pod.

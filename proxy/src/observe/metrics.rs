@@ -34,6 +34,7 @@ use crate::inbound::edges::Edges;
 use crate::labels::{ExternalResult, HandshakeResult, MirrorResult, RetryDenial, Verdict};
 use crate::limits::timeouts::TimeoutKind;
 use crate::observe::exceptions::{Exception, Exceptions};
+use crate::observe::trace::SpanBudget;
 use crate::route::fault::FaultKind;
 pub use control::{DiscoveryMetrics, IdentityMetrics};
 pub use flows::UpstreamMetrics;
@@ -65,6 +66,10 @@ pub struct Metrics {
     pub dumps_suppressed: Counter,
     /// Dumps dropped because the writer's queue was full.
     pub dumps_dropped: Counter,
+    /// Lines of the access log dropped because the writer's queue was full.
+    pub access_logs_dropped: Counter,
+    /// Spans of requests.
+    pub spans: SpanBudget,
     /// Metrics of the discovery stream.
     pub discovery: DiscoveryMetrics,
     /// Metrics of the workload certificate.
@@ -145,6 +150,16 @@ impl Metrics {
             "dumps_dropped",
             "Dumps dropped because the writer's queue was full",
         );
+        let access_logs_dropped = register(
+            r,
+            "access_logs_dropped",
+            "Lines of the access log dropped because the writer's queue was full",
+        );
+        let spans_dropped = register(
+            r,
+            "spans_dropped",
+            "Spans that exceeded the bound of a second or of the queue, or were not exported",
+        );
         let start_time: Gauge<f64, AtomicU64> = register(
             r,
             "start_time_seconds",
@@ -165,6 +180,8 @@ impl Metrics {
             rate_limited,
             dumps_suppressed,
             dumps_dropped,
+            access_logs_dropped,
+            spans: SpanBudget::new(spans_dropped, Instant::now()),
             discovery,
             identity,
             edges: Arc::new(Edges::new(edges_cut)),

@@ -5,3 +5,4 @@ pub mod dump;
 pub mod exceptions;
 pub mod metrics;
 pub mod probe;
+pub mod trace;

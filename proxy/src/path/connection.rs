@@ -24,7 +24,7 @@ use crate::path::detect::detect;
 use crate::protocol::Protocol;
 use crate::secure::io::Io;
 use crate::secure::tls::Alpn;
-use crate::serve::{http1, http2, opaque};
+use crate::serve::{http1, http2, opaque, trace};
 use diy_mesh_model::exchange::Direction;
 
 /// The listening sockets of a worker.
@@ -45,7 +45,10 @@ pub async fn serve(worker: Rc<Worker>, listeners: Listeners) {
             spawn_local(accept(worker.clone(), direction, listener));
         }
     }
+    let exporting = spawn_local(trace::export(worker.clone()));
     worker.maintain_until_drained().await;
+    exporting.abort();
+    trace::export_last(&worker).await;
 }
 
 /// 1. Accept. Never ends: after an error of accept(2), it logs the error and waits.

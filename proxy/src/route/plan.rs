@@ -40,6 +40,8 @@ pub struct Plan {
     session: Option<Box<Session>>,
     /// What the policies of the pod read from the request. None: nothing.
     pub credentials: Option<Box<Credentials>>,
+    /// The `traceparent` of the proxy's span. None: that of the client stays.
+    pub trace: Option<Box<HeaderValue>>,
 }
 
 impl From<Answer> for Plan {
@@ -200,6 +202,7 @@ impl Plan {
         let credentials = self.credentials.as_ref();
         let edits = Edits {
             policy: credentials.map_or(&[], |credentials| &credentials.fields),
+            trace: self.trace.as_deref(),
             ..Edits::of(own)
         };
         self.changes().map_or(edits, |changes| Edits {

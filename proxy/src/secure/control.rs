@@ -17,7 +17,7 @@ use diy_mesh_proto::mesh::v1::{
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_EDGES,
     CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF,
-    announces,
+    CAPABILITY_TELEMETRY, announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -216,6 +216,7 @@ impl Control {
             CAPABILITY_POLICY,
             CAPABILITY_AUTHORIZATION,
             CAPABILITY_EGRESS,
+            CAPABILITY_TELEMETRY,
         ]
         .join(", ");
         let capabilities = capabilities.parse().expect("the names are words");

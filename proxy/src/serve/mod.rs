@@ -11,3 +11,4 @@ pub mod http2;
 pub mod mirror;
 pub mod opaque;
 mod outside;
+pub mod trace;

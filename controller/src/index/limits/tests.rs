@@ -262,3 +262,34 @@ fn zone_is_that_of_the_node() {
     // The state of a client follows its location.
     assert_eq!(scope.area, crate::index::locality::Area::Zone);
 }
+
+#[test]
+fn pods_have_the_telemetry_of_the_oldest_service_that_selects_them() {
+    let logs = |format: &str| json!({"telemetry": {"accessLogs": {"format": format}}});
+    let target = |name: &str| json!([{"group": "", "kind": "Service", "name": name}]);
+    let younger = Service {
+        created: 2,
+        ..service("web", &["10.96.0.7"])
+    };
+    let older = Service {
+        created: 1,
+        ..service("api", &["10.96.0.8"])
+    };
+    let mut index = index([
+        Object::Service(younger),
+        Object::Service(older),
+        Object::Policy(policy("p", 0, logs("{path}"))),
+        Object::Pod(ready("a")),
+    ]);
+    let format = |index: &Index| {
+        let telemetry = workload(index, &key("a")).telemetry?;
+        Some(telemetry.access_logs.as_ref()?.format.clone())
+    };
+    assert_eq!(format(&index).as_deref(), Some("{path}"));
+    let of_api = policy_for("o", 0, target("api"), logs("{status}"));
+    let touched = apply(&mut index, Object::Policy(of_api));
+    assert_eq!(touched.pods, [key("a")].into());
+    assert_eq!(format(&index).as_deref(), Some("{status}"));
+    assert_eq!(workload(&index, &key("a")).replaced, [key("web")]);
+    assert_eq!(of(&index, &key("a")), []);
+}

@@ -82,6 +82,7 @@ fn stream(hub: &Hub, pod: &Key, is_earlier: bool, subscriptions: &[&str]) -> Res
         policies: is_earlier,
         authorization: is_earlier,
         egress: is_earlier,
+        telemetry: is_earlier,
     });
     for address in subscriptions {
         stream.subscribe(&Resource::Destination(address.parse().unwrap()));
@@ -168,6 +169,7 @@ async fn routes_that_an_old_proxy_does_not_apply_say_so() {
         policies: true,
         authorization: true,
         egress: true,
+        telemetry: true,
     });
     tool.subscribe(&Resource::Destination(WEB.parse().unwrap()));
     let (shop, bank) = (Key::new("shop", "client"), Key::new("bank", "client"));
@@ -224,6 +226,47 @@ async fn policies_that_an_old_proxy_does_not_apply_say_so() {
     let _replica = stream(&hub, &Key::new("shop", "replica"), OLD, &[]);
     let expected = [of_namespace, "TrafficPolicy shop/p at web"];
     assert_eq!(objects(&hub).await, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn telemetry_that_a_proxy_does_not_apply_says_so() {
+    let hub = catalog();
+    let older = Service {
+        created: -1,
+        ..service("older", &["10.96.0.9"])
+    };
+    apply(&hub, [Object::Service(older)]);
+    let dump = |mode: &str| json!({"telemetry": {"dump": {"mode": mode}}});
+    apply(&hub, [Object::Policy(policy("p", 0, dump("Off")))]);
+    let key = Key::new("shop", "replica");
+    let mut replica = stream(&hub, &key, CURRENT, &[]);
+    replica.subscribe(&Resource::Workload(key.clone(), "".into()));
+    answer(&replica, None);
+    assert_eq!(objects(&hub).await, [""; 0]);
+    let of_web = |message: &str| {
+        let object = "TrafficPolicy shop/p at web".to_owned();
+        vec![(
+            object,
+            format!("0 of 1 pods have generation 7; not: replica ({message})"),
+        )]
+    };
+    replica.set_lacking(Lacking {
+        telemetry: true,
+        ..Lacking::default()
+    });
+    review(&hub).await;
+    let message = "the proxy is of an older release: restart the pod";
+    assert_eq!(conditions(&hub), of_web(message));
+    replica.set_lacking(Lacking::default());
+    let target = json!([{"group": "", "kind": "Service", "name": "older"}]);
+    apply(
+        &hub,
+        [Object::Policy(policy_for("o", 0, target, dump("Full")))],
+    );
+    answer(&replica, None);
+    review(&hub).await;
+    let message = "the telemetry of an older Service that selects the pod applies";
+    assert_eq!(conditions(&hub), of_web(message));
 }
 
 #[tokio::test(start_paused = true)]

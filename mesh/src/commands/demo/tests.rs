@@ -261,7 +261,7 @@ fn formats_dumps_as_the_proxy_does() {
         "time": "2026-11-21T10:00:00.100Z", "direction": "inbound", "peer": "10.0.0.1:1", "destination": "[fd00::7]:25",
         "protocol": "tcp", "duration_ms": 1500.0, "sent": 1, "received": 80,
     });
-    let expected = "Inbound connection from 10.0.0.1:1 to port: 25\n[TCP: 1 byte sent, 80 bytes received, 1.500 s from 2026-11-21T10:00:00.100Z]";
+    let expected = "Inbound connection from 10.0.0.1:1 to port: 25\n[TCP: 1 byte sent, 80 bytes received, 1.500 s from 2026-11-21T10:00:00.100Z, no mutual TLS]";
     assert_eq!(text(opaque), expected);
 }
 

@@ -1,13 +1,16 @@
 //! What metrics take from the record of an exchange.
 
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_model::exchange::Direction;
 
 use super::ExchangeRecord;
+use crate::context::flow::Flow;
 use crate::labels::{ErrorType, Peer, TlsKind};
 use crate::observe::metrics::RequestLabels;
+use crate::upstream::balance::Endpoint;
 
 impl ExchangeRecord {
     /// Counts the exchange, which took so long.
@@ -15,7 +18,6 @@ impl ExchangeRecord {
         let flow = &*self.flow;
         let grpc = self.grpc.status();
         let rule = self.rule.as_ref();
-        let code = self.failure.as_ref().map(|cause| cause.code);
         let labels = RequestLabels {
             direction: flow.direction,
             route: rule.map_or_else(Arc::default, |(rule, _)| rule.name.clone()),
@@ -23,8 +25,8 @@ impl ExchangeRecord {
             method: self.method,
             status: self.status.map_or(0, |status| status.as_u16()),
             grpc,
-            error: ErrorType::of(code, self.status, grpc, !self.is_broken),
-            tls: self.tls(),
+            error: ErrorType::of(self.code(), self.status, grpc, !self.is_broken),
+            tls: tls(&self.flow, self.endpoint.as_ref()),
         };
         let (bytes, now) = (
             [self.transfer.sent, self.transfer.received],
@@ -35,7 +37,7 @@ impl ExchangeRecord {
     }
 
     /// The verified caller, or the backend. Nothing that a request says.
-    fn peer(&self) -> Peer {
+    pub(super) fn peer(&self) -> Peer {
         let flow = &*self.flow;
         let caller = || flow.caller.identity().map(Peer::caller);
         match flow.direction {
@@ -43,13 +45,14 @@ impl ExchangeRecord {
             Direction::Outbound => self.backend.as_ref().unwrap_or(&flow.destination).peer(),
         }
     }
+}
 
-    fn tls(&self) -> TlsKind {
-        match (self.flow.direction, &self.endpoint) {
-            (Direction::Inbound, _) if self.flow.caller.identity().is_some() => TlsKind::Mutual,
-            (Direction::Outbound, Some(to)) if to.info.server_tls().is_some() => TlsKind::Server,
-            (Direction::Outbound, Some(to)) if to.info.identity.is_some() => TlsKind::Mutual,
-            _ => TlsKind::None,
-        }
+/// How the other side of the proxy has authenticated.
+pub(super) fn tls(flow: &Flow, endpoint: Option<&Rc<Endpoint>>) -> TlsKind {
+    match (flow.direction, endpoint) {
+        (Direction::Inbound, _) if flow.caller.identity().is_some() => TlsKind::Mutual,
+        (Direction::Outbound, Some(to)) if to.info.server_tls().is_some() => TlsKind::Server,
+        (Direction::Outbound, Some(to)) if to.info.identity.is_some() => TlsKind::Mutual,
+        _ => TlsKind::None,
     }
 }

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use diy_mesh_model::identity::Identity;
 use diy_mesh_proto::envoy::auth::attribute_context::{HttpRequest, Peer, Request};
 use diy_mesh_proto::envoy::auth::check_response::HttpResponse;
@@ -15,16 +15,14 @@ use diy_mesh_proto::envoy::auth::{
     OkHttpResponse, SocketAddress, Timestamp,
 };
 use diy_mesh_proto::field::QUESTIONS;
-use http::header::{CONTENT_TYPE, TE};
-use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
+use http::{HeaderValue, Response, StatusCode, Version};
 use prost::Message;
 
 use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
 use crate::error::ExternalReply;
+use crate::http::grpc;
 
 const PATH: &str = "/envoy.service.auth.v3.Authorization/Check";
-/// The flag and the length before a message.
-const PREFIX_BYTES: usize = 5;
 
 pub(super) fn question(
     authorizer: &Authorizer,
@@ -59,24 +57,11 @@ pub(super) fn question(
             }),
         }),
     };
-    let mut question = http::Request::post(uri(&authorizer.backend)).body(framed(&message));
-    if let Ok(question) = &mut question {
-        *question.version_mut() = Version::HTTP_2;
-        let headers = question.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        headers.insert(TE, HeaderValue::from_static("trailers"));
-        headers.insert(QUESTIONS, subject.number()?.into());
-    }
-    question
-        .map(Question::Grpc)
-        .map_err(|_| "the authorization server has no valid name")
-}
-
-/// "http://SERVICE.NAMESPACE:PORT/..." for the backend "NAMESPACE/SERVICE:PORT".
-fn uri(backend: &str) -> String {
-    let (namespace, service) = backend.split_once('/').unwrap_or_default();
-    let (service, port) = service.split_once(':').unwrap_or_default();
-    format!("http://{service}.{namespace}:{port}{PATH}")
+    let question = grpc::request(&authorizer.backend, PATH, &message);
+    let mut question = question.ok_or("the authorization server has no valid name")?;
+    let number = subject.number()?.into();
+    question.headers_mut().insert(QUESTIONS, number);
+    Ok(Question::Grpc(question))
 }
 
 fn headers(authorizer: &Authorizer, subject: &Subject<'_>) -> HashMap<String, String> {
@@ -137,16 +122,6 @@ fn timestamp(time: SystemTime) -> Timestamp {
     }
 }
 
-/// A message as gRPC sends it, not compressed.
-fn framed(message: &impl Message) -> Bytes {
-    let length = message.encoded_len();
-    let mut bytes = BytesMut::with_capacity(PREFIX_BYTES + length);
-    bytes.put_u8(0);
-    bytes.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
-    bytes.extend_from_slice(&message.encode_to_vec());
-    bytes.freeze()
-}
-
 pub(super) fn decision(
     authorizer: &Authorizer,
     answer: &Response<Bytes>,
@@ -166,31 +141,8 @@ pub(super) fn decision(
 
 /// The message of a call that has succeeded.
 fn message(answer: &Response<Bytes>) -> Result<CheckResponse, String> {
-    if answer.status() != StatusCode::OK {
-        return Err(format!("it responded with {}", answer.status()));
-    }
-    match grpc_status(answer.headers()) {
-        Some("0") => {}
-        Some(status) => return Err(format!("its call failed with the gRPC status {status}")),
-        None => return Err("its call has no gRPC status".to_owned()),
-    }
-    let invalid = || "its answer is no CheckResponse".to_owned();
-    let (prefix, message) = answer
-        .body()
-        .split_at_checked(PREFIX_BYTES)
-        .ok_or_else(invalid)?;
-    let length = u32::try_from(message.len())
-        .unwrap_or(u32::MAX)
-        .to_be_bytes();
-    // Not compressed, and one message.
-    if prefix[0] != 0 || prefix[1..] != length {
-        return Err(invalid());
-    }
-    CheckResponse::decode(message).map_err(|_| invalid())
-}
-
-fn grpc_status(fields: &HeaderMap) -> Option<&str> {
-    fields.get("grpc-status")?.to_str().ok()
+    CheckResponse::decode(grpc::message(answer)?)
+        .map_err(|_| "its answer is no CheckResponse".to_owned())
 }
 
 fn allowed(authorizer: &Authorizer, changes: OkHttpResponse) -> Result<Decision, String> {

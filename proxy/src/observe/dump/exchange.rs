@@ -6,10 +6,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::escape;
 use diy_mesh_model::exchange::{self as model, Exchange, Protocol, STILL_OPEN, milliseconds};
+use diy_mesh_proto::telemetry::{DumpFilter, Telemetry};
 use http::{StatusCode, Version};
 
 use super::body::{Body, Shown};
-use super::{ConnectionInfo, Message, Mode, Shared, mask, rfc3339};
+use super::{ConnectionInfo, Message, Mode, Shared, filter_of, mask, rfc3339};
 use crate::http::edits::Edits;
 use crate::http::view::{self, RequestView};
 
@@ -24,6 +25,8 @@ pub(super) const MAX_OPEN_TIME: Duration = Duration::from_secs(10);
 /// reports that.
 pub struct ExchangeDump {
     shared: Arc<Shared>,
+    /// With a filter: it has not used the budget yet.
+    filtered: Option<Arc<Telemetry>>,
     /// `None` after it is written.
     record: Option<Box<Record>>,
     pub(super) started: Instant,
@@ -37,6 +40,8 @@ pub(crate) struct Record {
     pub response: Part,
     /// Why the exchange was aborted, if known.
     pub cut_off: Option<String>,
+    /// The status of the response.
+    pub status: Option<u16>,
     time: SystemTime,
     duration: Duration,
     /// Whether the exchange was open when written.
@@ -64,8 +69,13 @@ pub(crate) struct Fields {
 }
 
 impl ExchangeDump {
-    pub(super) fn new(shared: Arc<Shared>, connection: ConnectionInfo) -> Self {
-        let keeps = shared.mode == Mode::Full;
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        connection: ConnectionInfo,
+        mode: Mode,
+        filtered: Option<Arc<Telemetry>>,
+    ) -> Self {
+        let keeps = mode == Mode::Full;
         let part = || Part {
             body: Body::new(keeps),
             masks_queries: !keeps,
@@ -76,12 +86,14 @@ impl ExchangeDump {
             request: part(),
             response: part(),
             cut_off: None,
+            status: None,
             time: SystemTime::now(),
             duration: Duration::ZERO,
             open: false,
         };
         Self {
             shared,
+            filtered,
             record: Some(Box::new(record)),
             started: Instant::now(),
         }
@@ -92,6 +104,28 @@ impl ExchangeDump {
         if let Some(record) = &mut self.record {
             fill(record);
         }
+    }
+
+    /// Records the head of a request, if the filter has its path.
+    pub(crate) fn request_head(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
+        let filter = self.filter();
+        if filter.is_none_or(|filter| filter.has_path(request.path())) {
+            self.fill(|record| record.request_head(request, edits));
+        } else if self.record.take().is_some() {
+            self.shared.release();
+        }
+    }
+
+    fn filter(&self) -> Option<&DumpFilter> {
+        filter_of(self.filtered.as_ref()?)
+    }
+
+    /// Whether the filter has the exchange. One without a request has no path.
+    fn passes(&self, record: &Record) -> bool {
+        self.filter().is_none_or(|filter| {
+            let has_path = filter.path.is_none() || !record.request.start_line.is_empty();
+            has_path && filter.has_result(record.status, self.started.elapsed())
+        })
     }
 
     /// Records bytes of the request body.
@@ -116,6 +150,14 @@ impl ExchangeDump {
         let Some(mut record) = self.record.take() else {
             return;
         };
+        let passes = self.passes(&record);
+        if !passes && open {
+            self.record = Some(record);
+            return;
+        }
+        if !passes || (self.filtered.is_some() && !self.shared.take_budget()) {
+            return self.shared.release();
+        }
         record.duration = self.started.elapsed();
         record.open = open;
         self.shared.release();
@@ -162,6 +204,7 @@ impl Record {
         fields: &dyn view::Fields,
         edits: Edits<'_>,
     ) {
+        self.status = Some(status.as_u16());
         let status = status.as_str().as_bytes();
         let line = if self.is_http2() {
             [b"HTTP/2 ", status].concat()

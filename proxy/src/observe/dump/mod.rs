@@ -1,9 +1,11 @@
 //! Dumps: requests and responses in readable form. Workers get an [`ExchangeDump`] of each exchange
-//! from [`Dumps::exchange`] and fill it; a separate thread renders and writes it.
+//! from [`Dumps::exchange`] and fill it; a separate thread renders and writes it. It writes the lines
+//! of the access log, too.
 //!
-//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump is dropped
-//! and counted if the writer's queue is full.
+//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump or a line is
+//! dropped and counted if the writer's queue is full.
 
+mod access;
 mod body;
 mod exchange;
 mod mask;
@@ -19,11 +21,14 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_model::exchange::{Direction, Exchange, Protocol, Transfer, milliseconds};
+use diy_mesh_model::identity::Identity;
+use diy_mesh_proto::telemetry::{DumpFilter, Mode as PolicyMode, Telemetry};
 use time::OffsetDateTime;
 use time::format_description::BorrowedFormatItem;
 use time::macros::format_description;
 
 use crate::observe::metrics::Metrics;
+pub use access::{AccessRecord, RequestTarget};
 pub use exchange::ExchangeDump;
 pub(crate) use exchange::Record;
 
@@ -31,8 +36,8 @@ pub(crate) use exchange::Record;
 const MAX_DUMPS_PER_SECOND: u32 = 10;
 /// Maximum number of concurrent dumps, which bounds their memory.
 const MAX_CONCURRENT: u32 = 256;
-/// Capacity of the queue of the writer.
-const QUEUE_CAPACITY: usize = 64;
+/// Capacity of the queue of the writer. Dumps are a few of its messages, lines are small.
+const QUEUE_CAPACITY: usize = 512;
 
 /// Content of dumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -65,6 +70,15 @@ pub struct ConnectionInfo {
     pub destination: SocketAddr,
 }
 
+/// The other side of the proxy: an inbound caller, or an outbound endpoint.
+#[derive(Clone, Debug, Default)]
+pub struct Remote {
+    /// Its address, outbound.
+    pub endpoint: Option<SocketAddr>,
+    /// Its identity, if mutual TLS has verified it.
+    pub identity: Option<String>,
+}
+
 /// Configuration of [`Dumps::start`].
 pub struct DumpConfig {
     /// Content of the dumps.
@@ -82,6 +96,7 @@ pub struct Dumps {
 }
 
 struct Shared {
+    /// Of the arguments.
     mode: Mode,
     /// Exchanges that may still be dumped in this second. The writer resets it; 0 forever once the
     /// output has failed.
@@ -95,6 +110,7 @@ struct Shared {
 enum Message {
     Exchange(Box<Record>),
     Opaque(Box<Exchange>),
+    Access(Box<AccessRecord>),
     /// Wakes the writer to reset the budget in a second.
     Wake,
     /// Responds when all earlier messages are written.
@@ -130,12 +146,9 @@ impl ConnectionInfo {
 }
 
 impl Dumps {
-    /// Starts the writer thread, unless the mode is [`Mode::Off`]. The thread ends when the last
-    /// handle is dropped.
+    /// Starts the writer thread, which waits while nothing is dumped. It ends when the last handle is
+    /// dropped.
     pub fn start(config: DumpConfig, metrics: Arc<Metrics>) -> io::Result<Self> {
-        if config.mode == Mode::Off {
-            return Ok(Self::off());
-        }
         let (queue, messages) = sync_channel(QUEUE_CAPACITY);
         let shared = Arc::new(Shared {
             mode: config.mode,
@@ -158,35 +171,68 @@ impl Dumps {
         Self { shared: None }
     }
 
-    /// Dump of an exchange that starts now. `None` if dumps are off or the budget is exhausted.
-    pub fn exchange(&self, connection: &ConnectionInfo) -> Option<ExchangeDump> {
+    /// Dump of an exchange that starts now, by the telemetry of the pod. `None` if dumps are off or the
+    /// budget is exhausted. With a filter, only what passes it uses the budget.
+    pub fn exchange(
+        &self,
+        connection: &ConnectionInfo,
+        telemetry: Option<&Arc<Telemetry>>,
+        caller: Option<&Identity>,
+    ) -> Option<ExchangeDump> {
         let shared = self.shared.as_ref()?;
-        shared
-            .admit()
-            .then(|| ExchangeDump::new(shared.clone(), *connection))
+        let mode = shared.mode_of(telemetry);
+        let filtered = telemetry.filter(|one| filter_of(one).is_some());
+        let is_admitted = match filtered.and_then(|one| filter_of(one)) {
+            _ if mode == Mode::Off => false,
+            Some(filter) => filter.has_caller(caller) && shared.reserve(),
+            None => shared.admit(),
+        };
+        let new = || ExchangeDump::new(shared.clone(), *connection, mode, filtered.cloned());
+        is_admitted.then(new)
     }
 
-    /// Dumps a closed opaque connection: bytes sent and received by the client, and duration. Uses
-    /// the budget like an exchange.
+    /// Dumps a closed opaque connection: bytes sent and received by the client, duration, and the other
+    /// side of the proxy. Uses the budget like an exchange.
     pub fn opaque(
         &self,
         connection: &ConnectionInfo,
-        sent: u64,
-        received: u64,
+        telemetry: Option<&Arc<Telemetry>>,
+        caller: Option<&Identity>,
+        remote: Remote,
+        transfer: Transfer,
         duration: Duration,
     ) {
         let Some(shared) = self.shared.as_ref() else {
             return;
         };
-        if shared.admit() {
+        let passes = |filter: &DumpFilter| {
+            let has_result = filter.has_result(None, duration);
+            !filter.requires_http() && filter.has_caller(caller) && has_result
+        };
+        let filter = telemetry.and_then(|one| filter_of(one));
+        let is_dumped = shared.mode_of(telemetry) != Mode::Off && filter.is_none_or(passes);
+        if is_dumped && shared.admit() {
             shared.release();
             let started = SystemTime::now().checked_sub(duration);
             shared.send(Message::Opaque(Box::new(Exchange {
                 time: rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH)),
                 duration_ms: milliseconds(duration),
-                opaque: Some(Transfer { sent, received }),
+                opaque: Some(transfer),
+                endpoint: remote.endpoint,
+                identity: remote.identity,
                 ..connection.exchange(Protocol::Tcp)
             })));
+        }
+    }
+
+    /// Writes a line of the access log.
+    pub fn access(&self, record: AccessRecord) {
+        let Some(shared) = self.shared.as_ref() else {
+            return;
+        };
+        let message = Message::Access(Box::new(record));
+        if shared.queue.try_send(message).is_err() {
+            shared.metrics.access_logs_dropped.inc();
         }
     }
 
@@ -203,9 +249,32 @@ impl Dumps {
     }
 }
 
+/// The conditions of dumps, if there are any.
+fn filter_of(telemetry: &Telemetry) -> Option<&DumpFilter> {
+    let filter = &telemetry.dump.as_ref()?.filter;
+    (*filter != DumpFilter::default()).then_some(filter)
+}
+
 impl Shared {
-    /// Reserves budget for one exchange. Without budget, costs one load and one addition.
+    /// What is dumped. Bodies and queries, only if the arguments say so, too.
+    fn mode_of(&self, telemetry: Option<&Arc<Telemetry>>) -> Mode {
+        match telemetry.and_then(|telemetry| telemetry.dump.as_ref()) {
+            None => self.mode,
+            Some(settings) => match settings.mode {
+                PolicyMode::Full if self.mode == Mode::Full => Mode::Full,
+                PolicyMode::Full | PolicyMode::Headers => Mode::Headers,
+                PolicyMode::Off | PolicyMode::Unspecified => Mode::Off,
+            },
+        }
+    }
+
+    /// Reserves budget and memory for one exchange.
     fn admit(&self) -> bool {
+        self.take_budget() && self.reserve()
+    }
+
+    /// Takes budget for one exchange. Without budget, costs one load and one addition.
+    fn take_budget(&self) -> bool {
         if self.budget.load(Ordering::Relaxed) == 0 {
             self.metrics.dumps_suppressed.inc();
             return false;
@@ -219,15 +288,20 @@ impl Shared {
             // The writer sleeps without messages. If the queue is full, it is awake.
             let _ = self.queue.try_send(Message::Wake);
         }
-        let admitted =
-            taken.is_ok() && self.concurrent.fetch_add(1, Ordering::Relaxed) < MAX_CONCURRENT;
-        if !admitted {
-            if taken.is_ok() {
-                self.release();
-            }
+        if taken.is_err() {
             self.metrics.dumps_suppressed.inc();
         }
-        admitted
+        taken.is_ok()
+    }
+
+    /// Reserves memory for a dump.
+    fn reserve(&self) -> bool {
+        let is_reserved = self.concurrent.fetch_add(1, Ordering::Relaxed) < MAX_CONCURRENT;
+        if !is_reserved {
+            self.release();
+            self.metrics.dumps_suppressed.inc();
+        }
+        is_reserved
     }
 
     /// Ends a concurrent dump.

@@ -1,5 +1,7 @@
 //! Dumps from the handle to the output.
 
+mod telemetry;
+
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -108,7 +110,7 @@ fn written(
     fill: impl FnOnce(&mut ExchangeDump),
 ) -> String {
     let (dumps, output, _) = start(mode, format);
-    let mut dump = dumps.exchange(&connection(direction)).unwrap();
+    let mut dump = dumps.exchange(&connection(direction), None, None).unwrap();
     fill(&mut dump);
     drop(dump);
     dumps.flush(FLUSH_TIMEOUT);
@@ -351,7 +353,7 @@ fn both_formats_name_endpoint_and_identity() {
 fn counts_exchanges_beyond_the_budget_and_resets_it_each_second() {
     let (dumps, output, metrics) = start(Mode::Full, Format::Text);
     let dumped = (0..100)
-        .filter_map(|_| dumps.exchange(&connection(Direction::Inbound)))
+        .filter_map(|_| dumps.exchange(&connection(Direction::Inbound), None, None))
         .count();
     // The budget may be reset meanwhile.
     assert!(
@@ -379,32 +381,36 @@ fn counts_exchanges_beyond_the_budget_and_resets_it_each_second() {
         std::thread::yield_now();
     };
     assert_eq!(more, 100 - dumped);
-    assert!(dumps.exchange(&connection(Direction::Inbound)).is_some());
+    assert!(
+        dumps
+            .exchange(&connection(Direction::Inbound), None, None)
+            .is_some()
+    );
 }
 
 #[test]
 fn renders_opaque_connection_on_one_line() {
     let (dumps, output, _) = start(Mode::Full, Format::Text);
-    dumps.opaque(
-        &connection(Direction::Outbound),
-        1,
-        2345,
-        Duration::from_millis(1500),
-    );
+    let transfer = Transfer {
+        sent: 1,
+        received: 2345,
+    };
+    let duration = Duration::from_millis(1500);
+    let remote = Remote {
+        endpoint: Some(([10, 244, 0, 6], 8080).into()),
+        identity: Some("spiffe://cluster.local/ns/shop/sa/cart".into()),
+    };
+    let outbound = connection(Direction::Outbound);
+    dumps.opaque(&outbound, None, None, remote, transfer, duration);
     dumps.flush(FLUSH_TIMEOUT);
     let [text] = output.pieces().try_into().expect("one piece");
     let first = "Outbound connection to 10.0.0.9:8080\n[TCP: 1 byte sent, 2345 bytes received, 1.500 s from 20";
-    assert!(
-        text.starts_with(first) && text.ends_with("Z]\n\n"),
-        "{text}"
-    );
+    let end =
+        "Z, endpoint 10.244.0.6:8080, mutual TLS with spiffe://cluster.local/ns/shop/sa/cart]\n\n";
+    assert!(text.starts_with(first) && text.ends_with(end), "{text}");
     let (dumps, output, _) = start(Mode::Headers, Format::Json);
-    dumps.opaque(
-        &connection(Direction::Inbound),
-        1,
-        2345,
-        Duration::from_millis(1500),
-    );
+    let inbound = connection(Direction::Inbound);
+    dumps.opaque(&inbound, None, None, Remote::default(), transfer, duration);
     dumps.flush(FLUSH_TIMEOUT);
     let object: serde_json::Value = serde_json::from_str(&output.pieces()[0]).unwrap();
     assert_eq!(
@@ -422,12 +428,20 @@ fn limits_concurrent_dumps() {
     let (dumps, _, metrics) = start(Mode::Full, Format::Text);
     let shared = dumps.shared.clone().unwrap();
     shared.concurrent.store(MAX_CONCURRENT, Ordering::Relaxed);
-    assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
+    assert!(
+        dumps
+            .exchange(&connection(Direction::Inbound), None, None)
+            .is_none()
+    );
     assert_eq!(metrics.dumps_suppressed.get(), 1);
     shared
         .concurrent
         .store(MAX_CONCURRENT - 1, Ordering::Relaxed);
-    assert!(dumps.exchange(&connection(Direction::Inbound)).is_some());
+    assert!(
+        dumps
+            .exchange(&connection(Direction::Inbound), None, None)
+            .is_some()
+    );
     assert_eq!(
         shared.concurrent.load(Ordering::Relaxed),
         MAX_CONCURRENT - 1,
@@ -460,19 +474,32 @@ fn closed_output_stops_dumps() {
     )
     .unwrap();
     let deadline = std::time::Instant::now() + FLUSH_TIMEOUT;
-    while let Some(dump) = dumps.exchange(&connection(Direction::Inbound)) {
+    while let Some(dump) = dumps.exchange(&connection(Direction::Inbound), None, None) {
         drop(dump);
         assert!(std::time::Instant::now() < deadline, "dumps continue");
     }
     dumps.flush(FLUSH_TIMEOUT);
-    assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
+    assert!(
+        dumps
+            .exchange(&connection(Direction::Inbound), None, None)
+            .is_none()
+    );
 }
 
 #[test]
 fn off_mode_dumps_nothing() {
     let (dumps, output, metrics) = start(Mode::Off, Format::Text);
-    assert!(dumps.exchange(&connection(Direction::Inbound)).is_none());
-    dumps.opaque(&connection(Direction::Inbound), 1, 1, Duration::ZERO);
+    assert!(
+        dumps
+            .exchange(&connection(Direction::Inbound), None, None)
+            .is_none()
+    );
+    let (inbound, none) = (connection(Direction::Inbound), Remote::default());
+    let transfer = Transfer {
+        sent: 1,
+        received: 1,
+    };
+    dumps.opaque(&inbound, None, None, none, transfer, Duration::ZERO);
     assert_eq!(
         (output.pieces().len(), metrics.dumps_suppressed.get()),
         (0, 0)
@@ -482,7 +509,9 @@ fn off_mode_dumps_nothing() {
 #[test]
 fn writes_long_lived_stream_once() {
     let (dumps, output, _) = start(Mode::Full, Format::Text);
-    let mut dump = dumps.exchange(&connection(Direction::Outbound)).unwrap();
+    let mut dump = dumps
+        .exchange(&connection(Direction::Outbound), None, None)
+        .unwrap();
     request(&mut dump, "GET /watch HTTP/1.1\r\nHost: a\r\n\r\n");
     dump.fill(|record| record.request.ended = true);
     respond(&mut dump, StatusCode::OK, b"OK", &HeaderMap::new());

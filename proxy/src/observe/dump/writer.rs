@@ -1,6 +1,6 @@
 //! Writer thread of dumps: renders each record, writes it with one call, and once a second resets
-//! the budget and reports the number of suppressed exchanges. Only this thread waits for the
-//! output.
+//! the budget and reports the number of suppressed exchanges. Lines of the access log that wait are
+//! written together. Only this thread waits for the output.
 
 use std::io::Write;
 use std::sync::atomic::Ordering;
@@ -14,6 +14,8 @@ use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, rfc3339};
 use crate::observe::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
+/// The length of lines that are written together.
+const MAX_LINES: usize = 16 * 1024;
 
 pub(super) struct Writer {
     /// Weak, so that the thread ends when the last handle is dropped.
@@ -23,6 +25,8 @@ pub(super) struct Writer {
     out: Box<dyn Write + Send>,
     /// Suppressed exchanges at the last report.
     reported: u64,
+    /// Lines that are still to be written.
+    lines: String,
 }
 
 /// The output is closed.
@@ -36,6 +40,7 @@ impl Writer {
             format,
             out,
             reported: 0,
+            lines: String::new(),
         }
     }
 
@@ -53,24 +58,41 @@ impl Writer {
     fn serve(&mut self, messages: &Receiver<Message>) -> Result<(), Closed> {
         // Without messages, waits without a timeout.
         while let Ok(first) = messages.recv() {
-            self.write(first)?;
-            let mut second_ends = Instant::now() + SECOND;
+            let (mut next, mut second_ends) = (Some(first), Instant::now() + SECOND);
             loop {
-                match messages.recv_timeout(second_ends.saturating_duration_since(Instant::now())) {
-                    Ok(message) => self.write(message)?,
-                    Err(RecvTimeoutError::Timeout) => {
-                        second_ends = Instant::now() + SECOND;
-                        if self.tick()? {
-                            break;
-                        }
-                    }
+                if let Some(message) = next {
+                    self.write(message)?;
+                }
+                let waiting = messages.try_recv().ok();
+                if waiting.is_none() {
+                    self.flush_lines()?;
+                }
+                let left = second_ends.saturating_duration_since(Instant::now());
+                let message = waiting.map_or_else(|| messages.recv_timeout(left), Ok);
+                next = match message {
+                    Ok(message) => Some(message),
+                    Err(RecvTimeoutError::Timeout) => None,
                     Err(RecvTimeoutError::Disconnected) => {
                         return self.report_suppressed().map(|_| ());
+                    }
+                };
+                if Instant::now() >= second_ends {
+                    second_ends = Instant::now() + SECOND;
+                    if self.tick()? && next.is_none() {
+                        break;
                     }
                 }
             }
         }
         Ok(())
+    }
+
+    fn flush_lines(&mut self) -> Result<(), Closed> {
+        let lines = std::mem::take(&mut self.lines);
+        if lines.is_empty() {
+            return Ok(());
+        }
+        self.put(&lines)
     }
 
     /// Resets the budget after a second. Returns whether the second had no exchanges.
@@ -93,7 +115,7 @@ impl Writer {
             return Ok(false);
         }
         self.reported = total;
-        self.put(&Dump::Suppressed {
+        self.dump(&Dump::Suppressed {
             time: rfc3339(SystemTime::now()),
             suppressed: more,
         })?;
@@ -104,26 +126,38 @@ impl Writer {
         let exchange = match message {
             Message::Exchange(record) => Box::new(record.finish()),
             Message::Opaque(exchange) => exchange,
+            Message::Access(record) => {
+                self.lines += &record.line();
+                if self.lines.len() < MAX_LINES {
+                    return Ok(());
+                }
+                return self.flush_lines();
+            }
             Message::Wake => return Ok(()),
             Message::Flush(done) => {
+                self.flush_lines()?;
                 self.report_suppressed()?;
                 // The receiver may have timed out.
                 let _ = done.send(());
                 return Ok(());
             }
         };
-        self.put(&Dump::Exchange(exchange))
+        self.dump(&Dump::Exchange(exchange))
     }
 
-    fn put(&mut self, dump: &Dump) -> Result<(), Closed> {
+    fn dump(&mut self, dump: &Dump) -> Result<(), Closed> {
         let rendered = match self.format {
             Format::Text => dump.text(),
             Format::Json => {
                 serde_json::to_string(dump).expect("all keys of a record are strings") + "\n"
             }
         };
+        self.put(&rendered)
+    }
+
+    fn put(&mut self, text: &str) -> Result<(), Closed> {
         self.out
-            .write_all(rendered.as_bytes())
+            .write_all(text.as_bytes())
             .and_then(|()| self.out.flush())
             .map_err(|_| Closed)
     }

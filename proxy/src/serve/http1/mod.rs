@@ -218,7 +218,8 @@ impl<'a> Exchange<'a> {
             previous: announced.attempts,
             ..AttemptSettings::default()
         });
-        self.record.plan(&plan, &backend, announced.exchange);
+        self.record
+            .plan(&mut plan, &backend, &request, announced.exchange);
         self.write_head(&plan, &flow);
         if let Err(failure) = self.take_body() {
             return self.fail(failure).await;

@@ -179,7 +179,8 @@ impl Exchange {
             previous: announced.attempts,
             ..AttemptSettings::default()
         });
-        self.record.plan(&plan, &backend, announced.exchange);
+        self.record
+            .plan(&mut plan, &backend, &request, announced.exchange);
         self.prepare_head(&plan, &flow)?;
         // 4. Authorization, limits, and faults.
         let request = head::view(&self.parts);

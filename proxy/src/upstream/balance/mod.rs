@@ -129,6 +129,14 @@ impl Backend {
         })
     }
 
+    /// Whether requests to it may leave the cluster.
+    pub fn leaves_cluster(&self) -> bool {
+        let is_external = matches!(self.resource, Resource::External(_));
+        self.apply_updates();
+        let has_outside = |members: &[Member]| members.iter().any(|one| one.info.outside);
+        is_external || self.outside().is_some() || has_outside(&self.state.borrow().members)
+    }
+
     /// A backend that follows the updates of discovery for `resource`.
     pub fn watched(
         resource: impl Into<Resource>,

@@ -1,0 +1,181 @@
+//! The span of an exchange: of a server inbound, of a client outbound, with the attributes of the
+//! semantic conventions.
+
+use diy_mesh_model::exchange::Direction;
+use diy_mesh_proto::otlp::KeyValue;
+use diy_mesh_proto::otlp::span::SpanKind;
+use diy_mesh_proto::telemetry::{AttributeValue, Telemetry, Tracing};
+use http::{StatusCode, Version};
+
+use super::ExchangeRecord;
+use crate::context::flow::Flow;
+use crate::http::trace_context::SpanContext;
+use crate::http::view::RequestView;
+use crate::inbound::policy::Caller;
+use crate::labels::{self, ErrorType, OTHER_VALUE};
+use crate::observe::trace::{EXPORT_PATH, Started, number, text};
+
+/// The length of the values of clients in attributes.
+const MAX_TEXT_BYTES: usize = 1024;
+/// The span of a request, and its attributes so far.
+pub(super) struct RequestSpan {
+    pub started: Started,
+    name: String,
+    attributes: Vec<KeyValue>,
+}
+
+impl RequestSpan {
+    /// The span of a request, if it is sampled. Exports of spans have none.
+    pub fn new(telemetry: &Telemetry, flow: &Flow, request: &RequestView<'_>) -> Option<Self> {
+        let tracing = telemetry.tracing.as_ref()?;
+        if request.path() == EXPORT_PATH.as_bytes() {
+            return None;
+        }
+        let is_trusted = flow.caller != Caller::Unauthenticated;
+        let worker = &flow.worker;
+        let started = Started::new(
+            tracing,
+            SpanContext::of(request),
+            is_trusted,
+            &mut worker.rng.borrow_mut(),
+            &worker.metrics.spans,
+            tokio::time::Instant::now().into_std(),
+        )?;
+        let mut span = Self {
+            started,
+            name: String::new(),
+            attributes: vec![],
+        };
+        span.add_request(flow, request);
+        span.add_custom(tracing, request);
+        Some(span)
+    }
+
+    fn add_request(&mut self, flow: &Flow, request: &RequestView<'_>) {
+        let method = labels::method(request.method);
+        let is_known = method != OTHER_VALUE;
+        self.name = if is_known { method } else { "HTTP" }.to_owned();
+        let version = match request.version {
+            Version::HTTP_10 => "1.0",
+            Version::HTTP_2 => "2",
+            _ => "1.1",
+        };
+        let attributes = &mut self.attributes;
+        attributes.push(text("http.request.method", method));
+        if !is_known {
+            let original = bounded(request.method);
+            attributes.push(text("http.request.method_original", original));
+        }
+        attributes.push(text("url.path", bounded(request.path())));
+        attributes.push(text("network.protocol.version", version));
+        let (host, port) = server(flow, request);
+        attributes.push(text("server.address", host));
+        attributes.push(number("server.port", port));
+        if request.is_grpc() {
+            let method = bounded(request.path().strip_prefix(b"/").unwrap_or_default());
+            attributes.push(text("rpc.system.name", "grpc"));
+            attributes.push(text("rpc.method", method.clone()));
+            self.name = method;
+        }
+    }
+
+    fn add_custom(&mut self, tracing: &Tracing, request: &RequestView<'_>) {
+        for (name, value) in &tracing.attributes {
+            let value = match value {
+                AttributeValue::Literal(value) => Some(value.clone()),
+                AttributeValue::Header(field) => request.header(field).map(bounded),
+            };
+            self.attributes.extend(value.map(|value| text(name, value)));
+        }
+    }
+}
+
+impl ExchangeRecord {
+    /// Queues the span for the exporter.
+    pub(super) fn end_span(&self, span: RequestSpan) {
+        let RequestSpan {
+            started,
+            name,
+            mut attributes,
+        } = span;
+        let (status, grpc) = (
+            self.status.map(|status| status.as_u16()),
+            self.grpc.status(),
+        );
+        attributes.extend(status.map(|status| number("http.response.status_code", status)));
+        if !grpc.is_empty() {
+            attributes.push(text("rpc.response.status_code", grpc));
+        }
+        self.add_ends(&mut attributes);
+        let error = self.error();
+        if !error.is_empty() {
+            attributes.push(text("error.type", error));
+        }
+        let kind = match self.flow.direction {
+            Direction::Inbound => SpanKind::Server,
+            Direction::Outbound => SpanKind::Client,
+        };
+        let (worker, duration) = (&self.flow.worker, self.started.elapsed());
+        let span = started.finish(name, kind, attributes, !error.is_empty(), duration);
+        worker.spans.add(span, &worker.metrics.spans);
+    }
+
+    /// The other side of the proxy.
+    fn add_ends(&self, attributes: &mut Vec<KeyValue>) {
+        let (flow, endpoint) = (&self.flow, self.endpoint.as_ref());
+        let address = match flow.direction {
+            Direction::Inbound => Some(flow.peer),
+            Direction::Outbound => endpoint.map(|endpoint| endpoint.address),
+        };
+        if let Some(peer) = address {
+            let address = peer.ip().to_canonical().to_string();
+            if flow.direction == Direction::Inbound {
+                attributes.push(text("client.address", address.clone()));
+            }
+            attributes.push(text("network.peer.address", address));
+            attributes.push(number("network.peer.port", peer.port()));
+        }
+        let peer = self.peer();
+        if !peer.name.is_empty() {
+            attributes.push(text("service.peer.name", &*peer.name));
+            attributes.push(text("service.peer.namespace", &*peer.namespace));
+        }
+        let is_tls = endpoint.is_some_and(|endpoint| endpoint.info.server_tls().is_some());
+        attributes.push(text("url.scheme", if is_tls { "https" } else { "http" }));
+        if self.attempts > 1 {
+            attributes.push(number("http.request.resend_count", self.attempts - 1));
+        }
+    }
+
+    /// The class of the error, as in metrics. Of a client, more statuses are errors. Empty: none.
+    fn error(&self) -> &str {
+        let grpc = self.grpc.status();
+        let status = self.status.as_ref().map_or("", StatusCode::as_str);
+        let error = ErrorType::of(self.code(), self.status, grpc, !self.is_broken);
+        let is_client = self.flow.direction == Direction::Outbound;
+        match error.value(status, grpc) {
+            "" if is_client && !matches!(grpc, "" | "OK") => grpc,
+            "" if is_client && status.starts_with('4') => status,
+            error => error,
+        }
+    }
+}
+
+/// The host and the port that the request names, or else the original destination.
+fn server(flow: &Flow, request: &RequestView<'_>) -> (String, u16) {
+    let original = flow.original;
+    let Some(authority) = request.authority().map(bounded) else {
+        return (original.ip().to_canonical().to_string(), original.port());
+    };
+    let named = authority.rsplit_once(':');
+    let named = named.and_then(|(host, port)| Some((host, port.parse().ok()?)));
+    match named {
+        Some((host, port)) => (host.to_owned(), port),
+        None => (authority, original.port()),
+    }
+}
+
+fn bounded(bytes: &[u8]) -> String {
+    let bytes = &bytes[..bytes.len().min(MAX_TEXT_BYTES)];
+    String::from_utf8_lossy(bytes).into_owned()
+}
