@@ -61,8 +61,9 @@ pub fn is_same_name(one: &[u8], other: &[u8]) -> bool {
         _ => b'_',
     };
     one.len() == other.len()
-        && one
-            .iter()
-            .zip(other)
-            .all(|(one, other)| fold(one) == fold(other))
+        && (one.eq_ignore_ascii_case(other)
+            || one
+                .iter()
+                .zip(other)
+                .all(|(one, other)| fold(one) == fold(other)))
 }

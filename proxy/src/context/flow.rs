@@ -38,6 +38,8 @@ use crate::route::{Plan, Service};
 use crate::secure::io::Io;
 use crate::upstream::balance::Backend;
 
+/// The name of the field [`EXCHANGE`] in HTTP/1.
+const EXCHANGE_FIELD: &str = "x-mesh-exchange: ";
 /// The field in which a gRPC client tells how often it has sent a call before (gRPC proposal A6).
 const GRPC_PREVIOUS_ATTEMPTS: &str = "grpc-previous-rpc-attempts";
 
@@ -85,18 +87,18 @@ pub struct Announced {
 }
 
 impl Announced {
-    /// The lines of a head in HTTP/1.
-    pub fn lines(self) -> Vec<u8> {
-        let line = |name: &str, value: &[u8]| [name.as_bytes(), b": ", value, b"\r\n"].concat();
-        let id = self.exchange.map(|id| line(EXCHANGE, &id.digits()));
-        let mut lines = id.unwrap_or_default();
-        if self.attempts > 0 {
-            lines.extend(line(
-                PREVIOUS_ATTEMPTS,
-                self.attempts.to_string().as_bytes(),
-            ));
-        }
-        lines
+    /// Adds the fields to a head in HTTP/1, of which `head` comes before and `rest` after them.
+    pub fn insert(self, head: &[u8], rest: &[u8]) -> Vec<u8> {
+        let id = self.exchange.map(ExchangeId::digits);
+        let [name, value, end]: [&[u8]; 3] = match &id {
+            Some(id) => [EXCHANGE_FIELD.as_bytes(), id, b"\r\n"],
+            None => [&[]; 3],
+        };
+        let attempts = match self.attempts {
+            0 => String::new(),
+            attempts => format!("{PREVIOUS_ATTEMPTS}: {attempts}\r\n"),
+        };
+        [head, name, value, end, attempts.as_bytes(), rest].concat()
     }
 
     /// Adds the fields to a head in HTTP/2, where the identifier is no use to the compression of others.

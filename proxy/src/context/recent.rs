@@ -60,7 +60,7 @@ pub struct Entry {
     pub failed: Vec<(Attempt, Cause)>,
     /// The proxy's own address of an opaque connection to the endpoint.
     pub local: Option<SocketAddr>,
-    /// Method and path of the request.
+    /// Method and target of the request. Its query is not told.
     pub line: Box<[u8]>,
     /// The response.
     pub status: Option<StatusCode>,
@@ -215,11 +215,11 @@ impl Entry {
         }
     }
 
-    /// Method and path of a request, without its query.
+    /// Method and target of a request.
     pub fn line(request: &RequestView<'_>) -> Box<[u8]> {
-        let mut line = [request.method, b" ", request.path()].concat();
-        line.truncate(MAX_TEXT);
-        line.into()
+        let [method, target] =
+            [request.method, request.target].map(|text| &text[..text.len().min(MAX_TEXT)]);
+        [method, b" ", target].concat().into()
     }
 
     /// Adds an attempt, of which another one follows.
@@ -244,7 +244,8 @@ impl Entry {
             body_bytes,
             ..Part::default()
         };
-        let line = Some(escaped(&self.line)).filter(|line| !line.is_empty());
+        let mut line = self.line.split(|byte| b"?#".contains(byte));
+        let line = line.next().map(escaped).filter(|line| !line.is_empty());
         let last = self.attempt.as_ref();
         let identity = match self.direction {
             Direction::Inbound => self.caller.as_deref(),

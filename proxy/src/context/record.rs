@@ -361,8 +361,9 @@ impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
         self.tell_observed();
-        let took = self.started.elapsed();
-        self.count(took);
+        let ended = Instant::now();
+        let took = ended.saturating_duration_since(self.started);
+        self.count(took, ended);
         let flow = self.flow.clone();
         let (worker, direction, destination) = (&flow.worker, &flow.direction, &flow.destination);
         let code = self.code();
@@ -404,7 +405,7 @@ impl Drop for ExchangeRecord {
             transfer: self.transfer,
             failure: self.failure.take(),
             fault: self.fault.take(),
-            ..Entry::new(&flow, self.id, [self.started, self.started + took])
+            ..Entry::new(&flow, self.id, [self.started, ended])
         });
     }
 }

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::Direction;
 
@@ -13,8 +13,8 @@ use crate::observe::metrics::RequestLabels;
 use crate::upstream::balance::Endpoint;
 
 impl ExchangeRecord {
-    /// Counts the exchange, which took so long.
-    pub(super) fn count(&self, took: Duration) {
+    /// Counts the exchange, which took so long and has ended now.
+    pub(super) fn count(&self, took: Duration, now: Instant) {
         let flow = &*self.flow;
         let grpc = self.grpc.status();
         let rule = self.rule.as_ref();
@@ -28,10 +28,7 @@ impl ExchangeRecord {
             error: ErrorType::of(self.code(), self.status, grpc, !self.is_broken),
             tls: tls(&self.flow, self.endpoint.as_ref()),
         };
-        let (bytes, now) = (
-            [self.transfer.sent, self.transfer.received],
-            self.started + took,
-        );
+        let bytes = [self.transfer.sent, self.transfer.received];
         let metrics = &flow.worker.metrics;
         metrics.request(&flow.counted, labels, bytes, took, now);
     }

@@ -51,7 +51,7 @@ impl Exchange<'_> {
         }
         self.judge_again().map_err(AttemptError::last)?;
         if let Some(announced) = attempt.announced(upstream.io.is_peer(), self.record.id) {
-            self.upload.add_lines(&announced.lines());
+            self.upload.add_fields(announced);
         }
         // 8. Serve.
         let Some(head) = self.receive_head(&mut upstream, &endpoint).await? else {

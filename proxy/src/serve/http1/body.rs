@@ -12,6 +12,7 @@ use thiserror::Error;
 use tokio::io::AsyncWrite;
 
 use super::head::{Framing, LineSearch, put_field};
+use crate::context::flow::Announced;
 use crate::http::credentials::PolicyFields;
 use crate::http::replay::Replay;
 use crate::secure::io::Io;
@@ -157,14 +158,14 @@ impl Relay {
         true
     }
 
-    /// Adds lines to the head, for the attempt that begins now.
-    pub fn add_lines(&mut self, lines: &[u8]) {
+    /// Adds fields to the head, for the attempt that begins now.
+    pub fn add_fields(&mut self, fields: Announced) {
         if self.prefix.is_empty() {
             self.keep_pending();
         }
         // Before the empty line. The bytes that are kept for further attempts stay as they are.
         let (head, rest) = self.prefix.split_at(self.head.saturating_sub(2));
-        let changed = [head, lines, rest].concat().into();
+        let changed = fields.insert(head, rest).into();
         self.unchanged = Some(std::mem::replace(&mut self.prefix, changed));
     }
 
