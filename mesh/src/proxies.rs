@@ -107,25 +107,21 @@ impl Proxies<'_> {
         let stream = forwarder.take_stream(port).ok_or("no stream")?;
         let handshake = http1::handshake(TokioIo::new(stream)).await;
         let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
-        let exchange = async {
-            let request = Request::get(path).header(HOST, "proxy");
-            let request = request.body(Empty::<Bytes>::new());
-            let request = request.map_err(|error| error.to_string())?;
-            let response = sender.send_request(request).await;
-            let response = response.map_err(|error| error.to_string())?;
-            let status = response.status();
-            let body = Limited::new(response.into_body(), MAX_PAGE).collect().await;
-            let body = body.map_err(|error| error.to_string())?.to_bytes();
-            if status.is_success() {
-                return Ok(body);
-            }
-            let text = String::from_utf8_lossy(&body);
-            Err(format!("{status}: {}", text.trim()))
-        };
-        tokio::select! {
-            page = exchange => page,
-            ended = connection => Err(format!("the connection ended: {ended:?}")),
+        // It ends with the response: the proxy closes.
+        tokio::spawn(connection);
+        let request = Request::get(path).header(HOST, "proxy");
+        let request = request.body(Empty::<Bytes>::new());
+        let request = request.map_err(|error| error.to_string())?;
+        let response = sender.send_request(request).await;
+        let response = response.map_err(|error| error.to_string())?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_PAGE).collect().await;
+        let body = body.map_err(|error| error.to_string())?.to_bytes();
+        if status.is_success() {
+            return Ok(body);
         }
+        let text = String::from_utf8_lossy(&body);
+        Err(format!("{status}: {}", text.trim()))
     }
 
     /// What is known of an exchange: the proxy of the pod that it names is asked, then that of the

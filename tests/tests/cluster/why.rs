@@ -38,7 +38,7 @@ fn denial() -> String {
         "metadata": {"name": "nobody"},
         "spec": {
             "targetRefs": [{"group": "", "kind": "Pod", "selector": {"matchLabels": {"app": "server"}}}],
-            "action": "DENY", "rules": [{"requests": [{"methods": ["GET"]}]}],
+            "action": "DENY", "rules": [{"networkAttributes": {"ports": [8080]}}],
         },
     })
     .to_string()

@@ -1,3 +1,5 @@
+//! Bounds of the entries, their identifiers, and what a query finds.
+
 use super::*;
 use crate::context::worker::{Worker, WorkerContext};
 use crate::inbound::policy::Caller;
