@@ -8,7 +8,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 use crate::escape;
-use crate::exchange::{Direction, Protocol};
+use crate::exchange::{Direction, ExchangeId, Protocol};
 
 /// The length of a format.
 pub const MAX_FORMAT_BYTES: usize = 2048;
@@ -18,7 +18,7 @@ const MAX_TEXT_BYTES: usize = 1024;
 const ABSENT: &str = "-";
 
 /// The names of the fields of an [`Entry`], in the order of JSON.
-pub const FIELDS: [&str; 22] = [
+pub const FIELDS: [&str; 23] = [
     "time",
     "duration_ms",
     "direction",
@@ -40,6 +40,7 @@ pub const FIELDS: [&str; 22] = [
     "tls",
     "fault",
     "trace_id",
+    "id",
     "incomplete",
 ];
 
@@ -99,6 +100,9 @@ pub struct Entry {
     /// The trace of the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace_id: Option<String>,
+    /// The same at both proxies of an exchange.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<ExchangeId>,
     /// There was no complete response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub incomplete: Option<bool>,
@@ -228,6 +232,7 @@ mod tests {
             tls: "mtls",
             fault: some("TrafficPolicy shop/web"),
             trace_id: some("0af7651916cd43dd8448eb211c80319c"),
+            id: "10.0.0.7-00000000002a".parse().ok(),
             incomplete: Some(true),
         }
     }

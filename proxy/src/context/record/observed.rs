@@ -84,6 +84,7 @@ impl ExchangeRecord {
             attempts: self.attempts,
             fault: self.fault.as_deref().map(str::to_owned),
             trace_id,
+            id: Some(self.id),
             incomplete: is_incomplete.then_some(true),
             ..entry(flow, self.endpoint.as_ref(), duration)
         };
@@ -141,6 +142,7 @@ fn entry(flow: &Flow, endpoint: Option<&Rc<Endpoint>>, duration: Duration) -> En
         tls,
         fault: None,
         trace_id: None,
+        id: None,
         incomplete: None,
     }
 }

@@ -170,6 +170,7 @@ fn record(target: &str) -> AccessRecord {
             tls: "none",
             fault: None,
             trace_id: None,
+            id: None,
             incomplete: None,
         },
         started: SystemTime::UNIX_EPOCH,
