@@ -10,3 +10,4 @@ mod exchange_id;
 pub mod identity;
 pub mod ports;
 pub mod sidecar;
+pub mod state;

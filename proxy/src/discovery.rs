@@ -15,6 +15,7 @@ mod resource;
 #[cfg(test)]
 mod route_tests;
 mod routes;
+mod state;
 mod subset;
 mod table;
 mod target;
@@ -47,6 +48,7 @@ use own_pod::{OwnPod, Received};
 use position::MAX_REFUSAL;
 use reported::Reported;
 pub use resource::Resource;
+pub use state::Known;
 use table::{Table, Watched};
 pub use target::{Place, Target, TargetKind};
 #[cfg(test)]
@@ -68,7 +70,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub struct Discovery {
     /// `None` if discovery is off.
-    requests: Option<mpsc::Sender<WatchRequest>>,
+    requests: Option<mpsc::Sender<Request>>,
     unready: watch::Receiver<Option<String>>,
     policy: watch::Receiver<Option<Arc<Policy>>>,
     first_response_timeout: Duration,
@@ -126,11 +128,13 @@ impl Default for OwnProxy {
     }
 }
 
-/// A worker's request for the target of a resource.
+/// A request for the task on the main thread.
 #[derive(Debug)]
-struct WatchRequest {
-    resource: Resource,
-    response: oneshot::Sender<Watched>,
+enum Request {
+    /// Of a worker, for the target of a resource.
+    Watch(Resource, oneshot::Sender<Watched>),
+    /// Of the admin server.
+    State(oneshot::Sender<Known>),
 }
 
 /// Returns the handle for the workers and the task that the main thread runs. The task ends when
@@ -219,7 +223,7 @@ impl Discovery {
             return closed(Target::unknown(&resource, false));
         };
         let (response, received) = oneshot::channel();
-        let request = WatchRequest { resource, response };
+        let request = Request::Watch(resource, response);
         if requests.send(request).await.is_err() {
             return closed(TargetKind::Refused.into());
         }
@@ -237,6 +241,14 @@ impl Discovery {
         receiver
     }
 
+    /// What is known. None if discovery is off.
+    pub async fn known(&self) -> Option<Known> {
+        let (response, received) = oneshot::channel();
+        let sent = self.requests.as_ref()?.send(Request::State(response)).await;
+        sent.ok()?;
+        received.await.ok()
+    }
+
     /// Why `/ready` waits: for the first stream and, if the controller announces it, for the first
     /// inbound configuration of this pod. `None` from then on.
     pub fn unready(&self) -> watch::Receiver<Option<String>> {
@@ -252,7 +264,7 @@ impl Discovery {
 /// The task on the main thread.
 struct Driver {
     table: Table,
-    requests: mpsc::Receiver<WatchRequest>,
+    requests: mpsc::Receiver<Request>,
     /// Sender of the open stream. Unbounded, because the driver and the controller would otherwise
     /// wait for each other to read; the size of the table bounds its content.
     stream: Option<mpsc::UnboundedSender<DiscoverRequest>>,
@@ -364,15 +376,24 @@ impl Driver {
         loop {
             tokio::select! {
                 output = &mut work => return Some(output),
-                request = self.requests.recv() => self.watch(request?),
+                request = self.requests.recv() => self.respond(request?),
                 () = changed(&mut self.credentials) => self.send_status(),
                 _ = self.sweep.tick() => self.sweep(),
             }
         }
     }
 
-    fn watch(&mut self, request: WatchRequest) {
-        let WatchRequest { resource, response } = request;
+    fn respond(&mut self, request: Request) {
+        match request {
+            Request::Watch(resource, response) => self.watch(resource, response),
+            Request::State(response) => {
+                // The client may have left.
+                let _ = response.send(self.known());
+            }
+        }
+    }
+
+    fn watch(&mut self, resource: Resource, response: oneshot::Sender<Watched>) {
         match self.table.watch(resource.clone()) {
             Ok((Watched { receiver, settled }, requests)) => {
                 self.send(requests);

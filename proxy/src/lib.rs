@@ -31,6 +31,7 @@ pub mod secure;
 pub mod serve;
 pub mod upstream;
 
+use std::future::ready;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,11 +41,12 @@ use anyhow::Context as _;
 use diy_mesh_runtime::{
     Admin, Condition, Page, Readiness, listen, raise_max_open_files, shutdown_signal,
 };
-use tokio::sync::watch;
+use tokio::sync::{Mutex, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::context::recent::{Query, Recent};
+use crate::context::state::States;
 use crate::discovery::{Discovery, OwnProxy};
 use crate::limits::memory::Memory;
 use crate::observe::dump::{DumpConfig, Dumps};
@@ -95,7 +97,22 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     }
     let recent = Arc::<Recent>::default();
     let ended = recent.clone();
-    let admin = admin.local_route("/exchanges", move |query| exchanges(&ended, query));
+    let admin = admin.local_route("/exchanges", move |query| {
+        ready(page(exchanges(&ended, query)))
+    });
+    let (asked, questions): (Vec<_>, Vec<_>) =
+        (0..config.workers).map(|_| mpsc::channel(1)).unzip();
+    let states = Arc::new(States {
+        pod: config.pod(),
+        credentials: credentials.clone(),
+        discovery: discovery.clone(),
+        workers: asked,
+        turn: Mutex::default(),
+    });
+    let admin = admin.local_route("/state", move |query| {
+        let (states, query) = (states.clone(), query.to_owned());
+        async move { page(states.json(&query).await) }
+    });
     let admin = match config.kubelet_probes() {
         Some((pod, probes)) => observe::probe::add_routes(admin, probes, pod, &metrics.exceptions),
         None => admin,
@@ -114,7 +131,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         "limits of memory and of connections"
     );
     let mut workers = Vec::new();
-    for number in 0..config.workers {
+    for (number, questions) in questions.into_iter().enumerate() {
         let listeners = bind(&config)?;
         let context = context::worker::WorkerContext {
             config: config.clone(),
@@ -126,6 +143,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
             memory: memory.clone(),
             recent: recent.clone(),
             drain: drain.clone(),
+            questions,
         };
         let serve = move |worker| path::connection::serve(worker, listeners);
         workers.push(context::worker::spawn(number, context, serve)?);
@@ -161,13 +179,15 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
 }
 
 /// The latest exchanges that the query of a URL asks for, in JSON.
-fn exchanges(recent: &Recent, query: &str) -> Page {
-    let found = Query::parse(query).map(|query| recent.query(query));
-    let json = found.map(|found| serde_json::to_string(&found).expect("all keys are strings"));
-    json.map_or_else(
-        |error| Page::failure(StatusCode::BAD_REQUEST, format!("{error}\n")),
-        Page::json,
-    )
+fn exchanges(recent: &Recent, query: &str) -> Result<String, (StatusCode, String)> {
+    let query = Query::parse(query).map_err(|error| (StatusCode::BAD_REQUEST, error))?;
+    Ok(serde_json::to_string(&recent.query(query)).expect("all keys are strings"))
+}
+
+/// A page in JSON, or why there is none.
+fn page(json: Result<String, (StatusCode, String)>) -> Page {
+    let failure = |(status, error)| Page::failure(status, format!("{error}\n"));
+    json.map_or_else(failure, Page::json)
 }
 
 /// Starts discovery and, if the controller is authenticated, the renewal of the workload identity.

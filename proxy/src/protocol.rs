@@ -22,3 +22,10 @@ pub enum Protocol {
     /// connections only.
     MeshTls,
 }
+
+impl Protocol {
+    /// The name in the state of the proxy.
+    pub fn name(self) -> &'static str {
+        ["http1", "http2", "opaque", "mesh-tls"][self as usize]
+    }
+}

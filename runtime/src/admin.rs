@@ -131,19 +131,22 @@ impl Admin {
     }
 
     /// Adds a route for GET requests that come from the pod itself, or from a user by `kubectl
-    /// port-forward`. The handler gets the query of the URL.
-    pub fn local_route(
+    /// port-forward`. The handler gets the query of the URL, and is otherwise as that of a route.
+    pub fn local_route<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,
-        handler: impl Fn(&str) -> Page + Send + Sync + 'static,
-    ) -> Self {
+        handler: impl Fn(&str) -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        F: Future<Output = Page> + Send + 'static,
+    {
         let handler: Handler = Box::new(move |asked| {
-            let page = if asked.peer.to_canonical().is_loopback() {
-                handler(asked.query)
-            } else {
-                Page::failure(StatusCode::FORBIDDEN, LOCAL_ONLY)
-            };
-            Box::pin(ready(Some(page)))
+            if !asked.peer.to_canonical().is_loopback() {
+                let page = Page::failure(StatusCode::FORBIDDEN, LOCAL_ONLY);
+                return Box::pin(ready(Some(page)));
+            }
+            let page = handler(asked.query);
+            Box::pin(async { Some(page.await) })
         });
         self.routes.insert(path.into(), handler);
         self
@@ -307,7 +310,7 @@ mod tests {
     #[tokio::test]
     async fn local_routes_are_for_local_clients() {
         let admin = Admin::new(Readiness::default(), String::new)
-            .local_route("/local", |query| Page::text(query.to_owned()));
+            .local_route("/local", |query| ready(Page::text(query.to_owned())));
         for (peer, status) in [
             ("127.0.0.1", 200),
             ("::1", 200),

@@ -6,4 +6,5 @@ pub mod external;
 pub mod flow;
 pub mod recent;
 pub mod record;
+pub mod state;
 pub mod worker;

@@ -12,13 +12,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_runtime::admission::{Admission, network};
-use tokio::sync::{Notify, Semaphore, oneshot, watch};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::context::destination::Destinations;
 use crate::context::recent::Recent;
+use crate::context::state::Question;
 use crate::discovery::Discovery;
 use crate::egress::resolver::Resolver;
 use crate::error::Failure;
@@ -71,6 +72,8 @@ pub struct WorkerContext {
     pub recent: Arc<Recent>,
     /// Cancelled when the proxy shuts down.
     pub drain: CancellationToken,
+    /// Of the admin server.
+    pub questions: mpsc::Receiver<Question>,
 }
 
 /// Starts a worker on a thread of its own, which runs `serve`. The receiver completes when that
@@ -173,6 +176,8 @@ pub struct Worker {
     pub warnings: LogLimit,
     /// Notified when the last connection closes.
     idle: Notify,
+    /// Those that maintain the worker answer them.
+    questions: RefCell<mpsc::Receiver<Question>>,
 }
 
 impl Worker {
@@ -215,6 +220,7 @@ impl Worker {
             denials: LogLimit::new(DENIALS),
             warnings: LogLimit::new(PEER_WARNINGS),
             idle: Notify::new(),
+            questions: RefCell::new(context.questions),
         };
         worker.follow_memory_limit();
         Rc::new(worker)
@@ -222,12 +228,17 @@ impl Worker {
 
     /// Divides the memory of the container, whose limit may change, into slots and bytes.
     fn follow_memory_limit(&self) {
-        let workers = self.config.workers;
-        let limit = self.limit.min(self.memory.max_connections() / workers);
+        let (workers, limit) = (self.config.workers, self.max_connections());
         self.admission.resize(limit, self.memory.bytes(workers));
         for pools in [&self.destinations, &self.apps] {
             pools.set_max_idle(limit / 4);
         }
+    }
+
+    /// The number of slots.
+    pub fn max_connections(&self) -> usize {
+        let of_memory = self.memory.max_connections() / self.config.workers;
+        self.limit.min(of_memory)
     }
 
     /// Random numbers for a connection of this client, the same ones on each call.
@@ -235,7 +246,7 @@ impl Worker {
         fastrand::Rng::with_seed(self.choices.hash_one(peer))
     }
 
-    /// Evicts what is idle and follows the policy until the proxy shuts down and the last connection
+    /// Evicts what is idle, follows the policy and tells its state until the proxy shuts down and the last connection
     /// has ended. Late connections are still served.
     pub async fn maintain_until_drained(&self) {
         let mut eviction = tokio::time::interval(EVICTION_INTERVAL);
@@ -265,6 +276,9 @@ impl Worker {
                     self.destinations.evict_idle(now);
                     self.apps.evict_idle(now);
                     self.follow_memory_limit();
+                }
+                Some(question) = poll_fn(|cx| self.questions.borrow_mut().poll_recv(cx)) => {
+                    question.answer(self);
                 }
                 () = &mut drained => return,
             }
@@ -442,6 +456,7 @@ mod tests {
                 limit: 1000,
                 recent: Arc::default(),
                 drain: CancellationToken::new(),
+                questions: mpsc::channel(1).1,
             }
         }
     }

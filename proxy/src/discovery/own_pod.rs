@@ -28,17 +28,17 @@ use crate::secure::control::SentPolicies;
 #[derive(Debug)]
 pub(super) struct OwnPod {
     /// The policy of the proxy's arguments.
-    arguments: Policy,
-    policy: watch::Sender<Option<Arc<Policy>>>,
+    pub(super) arguments: Policy,
+    pub(super) policy: watch::Sender<Option<Arc<Policy>>>,
     /// What was logged of it.
     logged: String,
     /// Whether a valid configuration has arrived.
     is_configured: bool,
     /// Version of the policy; empty if it has parts of several ones.
-    version: String,
-    order: Order,
+    pub(super) version: String,
+    pub(super) order: Order,
     /// The policies in force, and the order of their states: they never go back.
-    policies: Policies,
+    pub(super) policies: Policies,
     authorized: Order,
     /// The policies that the controller of the stream sends. What it sends says nothing about others.
     sent: SentPolicies,
@@ -48,9 +48,9 @@ pub(super) struct OwnPod {
 
 /// The AuthorizationPolicies of a configuration: about calls to the pod, and about its own.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Policies {
-    authorization: Option<Authorization>,
-    egress: Option<Authorization>,
+pub(super) struct Policies {
+    pub authorization: Option<Authorization>,
+    pub egress: Option<Authorization>,
 }
 
 /// A configuration, as a response has it.

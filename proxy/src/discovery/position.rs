@@ -72,6 +72,13 @@ pub struct Order {
 }
 
 impl Order {
+    /// The latest version of each kind, as a text.
+    pub fn text(&self) -> String {
+        let kinds = self.known.versions.iter();
+        let kinds = kinds.map(|(kind, versions)| format!("{kind} {}", versions.latest.1));
+        kinds.collect::<Vec<_>>().join(", ")
+    }
+
     /// The known position, for a subscription. None if any state applies: no replica is to catch up.
     pub fn known(&self, now: Instant) -> Option<proto::Position> {
         let component = |(kind, versions): (&String, &Versions)| proto::position::Component {

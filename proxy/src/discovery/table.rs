@@ -85,6 +85,15 @@ impl Table {
         self.entries.len()
     }
 
+    /// The version of the state of each resource, and its position.
+    pub fn versions(&self) -> impl Iterator<Item = (Resource, (String, String))> {
+        let entries = self.entries.iter();
+        entries.map(|(resource, entry)| {
+            let version = (entry.version.clone(), entry.order.text());
+            (resource.clone(), version)
+        })
+    }
+
     /// A receiver for `resource`, and the requests to send if it is new.
     pub fn watch(&mut self, resource: impl Into<Resource>) -> Result<(Watched, Vec<Action>), Full> {
         let resource = resource.into().canonical();

@@ -79,6 +79,21 @@ pub enum TargetKind {
     Pod,
 }
 
+impl TargetKind {
+    /// The name in the state of the proxy.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Unknown => "unknown",
+            Self::Withheld => "withheld",
+            Self::Unresolved { .. } => "unresolved",
+            Self::Refused => "refused",
+            Self::Service => "service",
+            Self::UnknownPort { .. } => "unknown-port",
+            Self::Pod => "pod",
+        }
+    }
+}
+
 /// Where an address is that is neither of a Service nor of a pod.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Place {

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The main thread's end of the queue, for tests that respond themselves.
-pub(crate) struct Questions(mpsc::Receiver<WatchRequest>);
+pub(crate) struct Questions(mpsc::Receiver<Request>);
 
 impl Questions {
     /// The resource of the next request, and a function that responds to it and returns the
@@ -14,7 +14,13 @@ impl Questions {
         Resource,
         impl FnOnce(Arc<Target>) -> watch::Sender<Arc<Target>> + use<>,
     ) {
-        let WatchRequest { resource, response } = self.0.recv().await.expect("a handle exists");
+        let (resource, response) = loop {
+            match self.0.recv().await.expect("a handle exists") {
+                Request::Watch(resource, response) => break (resource, response),
+                // There is no state without a driver.
+                Request::State(_) => {}
+            }
+        };
         (resource, move |target| {
             let (sender, receiver) = watch::channel(target);
             // The worker may have dropped the request.

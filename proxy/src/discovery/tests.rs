@@ -451,6 +451,33 @@ async fn is_ready_without_configuration_if_the_controller_sends_none() {
 }
 
 #[tokio::test]
+async fn tells_the_stream_and_the_versions() {
+    let mut controller = FakeController::start().await;
+    let proxy = Running::start(controller.address, timing());
+    let known = async || soon(proxy.discovery.known()).await.expect("a driver");
+    let watching = proxy.watch(CART);
+    let mut stream = controller.stream().await;
+    assert_eq!(stream.request().await, format!("+{CART}@"));
+    assert_eq!(known().await.stream.message_age_ms, None);
+    stream.respond(CART, "1", service(&["10.0.0.1:80"])).await;
+    let _receiver = soon(watching).await.expect("a response");
+    let state = known().await;
+    assert_eq!(state.versions[&address(CART).into()].0, "1");
+    assert_eq!(state.versions.len(), 1);
+    let stream_state = state.stream;
+    assert!(stream_state.connected && stream_state.message_age_ms.is_some());
+    assert_eq!(
+        (stream_state.subscriptions, stream_state.unready),
+        (1, None)
+    );
+    drop((stream, controller));
+    while known().await.stream.connected {
+        tokio::task::yield_now().await;
+    }
+    assert!(Discovery::off().known().await.is_none());
+}
+
+#[tokio::test]
 async fn rejects_invalid_roots_with_a_reason() {
     let mut controller = FakeController::start().await;
     let _proxy = Running::start(controller.address, timing());

@@ -12,6 +12,7 @@ mod size;
 mod tests;
 pub mod url;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -210,6 +211,17 @@ impl Routes {
             rejection: Some(reason),
             ..Self::default()
         }
+    }
+
+    /// Why they are rejected, if they are.
+    pub fn rejection(&self) -> Option<&str> {
+        self.rejection.as_deref()
+    }
+
+    /// The names of the objects that the rules come from.
+    pub fn names(&self) -> BTreeSet<&Arc<str>> {
+        let rules = self.rules.iter().chain(&self.tcp);
+        rules.map(|rule| &rule.name).collect()
     }
 
     /// Whether requests fail.

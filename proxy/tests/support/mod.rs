@@ -116,6 +116,7 @@ impl Mesh {
             memory: Memory::new(memory * workers * 8),
             recent: Arc::default(),
             drain: drain.clone(),
+            questions: tokio::sync::mpsc::channel(1).1,
         };
         Self {
             worker: Worker::new(context),

@@ -149,6 +149,15 @@ impl Destinations {
         backend
     }
 
+    /// The backends that are known, in the order of their names.
+    pub fn backends(&self) -> Vec<Rc<Backend>> {
+        let entries = self.entries.borrow();
+        let known = entries.values().filter_map(|entry| entry.backend.get());
+        let mut known: Vec<_> = known.cloned().collect();
+        known.sort_by_cached_key(|backend| backend.resource().to_string());
+        known
+    }
+
     /// Changes the maximum number of idle HTTP/1 connections to their endpoints.
     pub fn set_max_idle(&self, max: usize) {
         self.pools.set_max_idle(max);

@@ -122,7 +122,13 @@ impl Endpoint {
 
     /// Whether the endpoint has asked for no retries yet.
     pub fn refuses_retries(&self, now: Instant) -> bool {
-        self.no_retry_until.get().is_some_and(|until| now < until)
+        self.no_retry_left(now).is_some()
+    }
+
+    /// For how long the endpoint has asked for no retries.
+    pub(super) fn no_retry_left(&self, now: Instant) -> Option<Duration> {
+        let until = self.no_retry_until.get().filter(|until| now < *until)?;
+        Some(until - now)
     }
 
     /// Whether one more request costs less than on `other`.

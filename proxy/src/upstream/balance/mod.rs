@@ -11,6 +11,7 @@ mod outlier;
 mod p2c;
 pub mod policy;
 mod select;
+mod state;
 #[cfg(test)]
 mod tests;
 mod zone;
@@ -109,6 +110,11 @@ impl Backend {
     /// Where such an address is.
     pub fn place(&self) -> Place {
         self.state.borrow().target.place
+    }
+
+    /// What discovery resolves.
+    pub fn resource(&self) -> &Resource {
+        &self.resource
     }
 
     /// The address, if it is the backend of a destination.

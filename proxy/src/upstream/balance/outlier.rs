@@ -126,6 +126,12 @@ impl Circuit {
         self.0.get().is_some_and(|open| now < open.until)
     }
 
+    /// The time until a request decides. None: the circuit is closed.
+    fn left(&self, now: Instant) -> Option<Duration> {
+        let open = self.0.get()?;
+        Some(open.until.saturating_duration_since(now))
+    }
+
     /// Whether it has opened before this time.
     fn opened_before(&self, time: Instant) -> bool {
         self.0.get().is_some_and(|open| open.since < time)
@@ -234,6 +240,11 @@ impl Detector {
         self.circuit.is_open(now)
     }
 
+    /// The time until a request decides whether others pass. None: they do.
+    pub fn left(&self, now: Instant) -> Option<Duration> {
+        self.circuit.left(now)
+    }
+
     /// Whether requests for the backend pass, and none is the probing one.
     pub fn is_closed(&self) -> bool {
         self.circuit.is_closed()
@@ -318,6 +329,12 @@ impl Judgement {
     /// Why requests avoid the endpoint, if they do.
     pub fn quarantine(&self, now: Instant) -> Option<Cause> {
         self.is_quarantined(now).then(|| self.cause.get())
+    }
+
+    /// The cause of the quarantine, if it has not ended, and the time until a request decides.
+    pub fn left(&self, now: Instant) -> Option<(Cause, Duration)> {
+        let left = self.circuit.left(now)?;
+        Some((self.cause.get(), left))
     }
 
     /// A request begins, which may be the one that decides.

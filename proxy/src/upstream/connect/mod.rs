@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::identity::Identity;
+use diy_mesh_model::state;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::TcpStream;
 use tokio::time::timeout_at;
@@ -358,6 +359,22 @@ impl Pool {
         !self.http1.borrow().is_empty()
             || !self.http2.is_empty()
             || !self.callers.borrow().is_empty()
+    }
+
+    /// What is in use of the limits. Each caller of the application has its own HTTP/2 connections.
+    pub fn state(&self) -> state::Pool {
+        let (limits, callers) = (self.limiter.limits, self.callers.borrow());
+        let limit = |limit: u32| Some(limit).filter(|limit| *limit != u32::MAX);
+        let of_callers: usize = callers.values().map(|caller| caller.len()).sum();
+        state::Pool {
+            connections: self.limiter.connections(),
+            max_connections: limit(limits.connections),
+            idle: self.http1.borrow().len(),
+            http2_connections: self.http2.len() + of_callers,
+            max_http2_connections: limit(limits.http2_connections).filter(|_| callers.is_empty()),
+            max_requests: limit(limits.requests),
+            waiting: self.limiter.waiting(),
+        }
     }
 
     /// Drops all idle connections, and those that are returned later. Open HTTP/2 streams continue.

@@ -93,7 +93,7 @@ impl Limiter {
     }
 
     /// The number of requests that wait.
-    fn waiting(&self) -> usize {
+    pub fn waiting(&self) -> usize {
         let queues = self.queues.get().into_iter().flat_map(|all| all.iter());
         queues.map(|queue| queue.borrow().len()).sum()
     }
