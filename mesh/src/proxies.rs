@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId, Recent};
+use diy_mesh_model::state::State;
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::{Request, client::conn::http1, header::HOST};
 use hyper_util::rt::TokioIo;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, ResourceExt, api::ListParams};
+use serde::de::DeserializeOwned;
 
 use crate::{
     check::pods,
@@ -84,13 +86,21 @@ impl Proxies<'_> {
 
     /// The recent exchanges of a pod that a query asks for.
     pub async fn recent(&self, pod: &Pod, query: &str) -> Result<Recent, Error> {
-        let path = format!("/exchanges?{query}");
-        let page = tokio::time::timeout(TIMEOUT, self.page(pod, &path)).await;
+        self.ask(pod, &format!("/exchanges?{query}")).await
+    }
+
+    /// What is in force in the proxy of a pod that a query asks for.
+    pub async fn state(&self, pod: &Pod, query: &str) -> Result<State, Error> {
+        self.ask(pod, &format!("/state?{query}")).await
+    }
+
+    async fn ask<T: DeserializeOwned>(&self, pod: &Pod, path: &str) -> Result<T, Error> {
+        let page = tokio::time::timeout(TIMEOUT, self.page(pod, path)).await;
         let page = page.unwrap_or_else(|_| Err("timed out".into()));
-        let recent = page.and_then(|page| {
+        let value = page.and_then(|page| {
             serde_json::from_slice(&page).map_err(|error| format!("unexpected response: {error}"))
         });
-        recent.map_err(|reason| Error::Proxy {
+        value.map_err(|reason| Error::Proxy {
             pod: pods::name(pod),
             reason,
         })

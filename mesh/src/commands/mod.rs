@@ -6,6 +6,7 @@ pub mod demo;
 pub mod egress;
 pub mod identity;
 pub mod plan;
+pub mod proxy;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
@@ -55,6 +56,8 @@ enum Command {
     Identity(identity::Arguments),
     /// Tell what policies, or strict mode, would have denied of the calls that were seen
     Plan(plan::Arguments),
+    /// Show what is in force in the proxy of a pod: endpoints, routes, policies, certificate
+    Proxy(proxy::Arguments),
     /// Rotate the trust root of the mesh without downtime
     RotateRoot(rotate_root::Arguments),
     /// List the routes of Services with their backends and conditions
@@ -86,6 +89,7 @@ impl Command {
             Self::Egress(arguments) => Ok(egress::run(&arguments)),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::Plan(arguments) => Ok(plan::run(&arguments)),
+            Self::Proxy(arguments) => Ok(proxy::run(&arguments)),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::Routes(arguments) => routes::run(&arguments),
             Self::Services(arguments) => services::run(arguments),

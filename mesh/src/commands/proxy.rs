@@ -1,0 +1,70 @@
+//! `mesh proxy`: what is in force in the proxy of one pod. Changes nothing.
+
+mod page;
+
+use std::{net::SocketAddr, process::ExitCode};
+
+use anyhow::Result;
+use clap::Args;
+use diy_mesh_model::state::State;
+use kube::ResourceExt;
+
+use super::terminal;
+use crate::{
+    cluster::{self, Cluster},
+    proxies::Proxies,
+};
+
+/// The arguments of `mesh proxy`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "The proxy is asked by port-forward; this needs the right pods/portforward in its namespace, and no \
+    controller. Each worker of the proxy has its own connections and judges endpoints itself.\n\n\
+    Exit codes: 0 the proxy responded, 2 error.\n\n\
+    Examples:\n  mesh proxy shop/web-1\n  mesh proxy shop/web-1 --destination shop/cart\n  \
+    mesh proxy shop/web-1 -o json | jq .certificate.not_after"
+)]
+pub struct Arguments {
+    /// [NAMESPACE/]NAME of a pod, or of its workload: one of its pods
+    #[arg(value_name = "POD")]
+    of: String,
+    /// Only this destination: [NAMESPACE/]NAME[:PORT] or ADDRESS:PORT
+    #[arg(long, value_name = "NAME")]
+    destination: Option<String>,
+    #[command(flatten)]
+    cluster: cluster::Arguments,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: terminal::Output,
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let state = super::block_on(state(arguments)).and_then(|state| state);
+    let print = |state| {
+        let page = |colors| page::page(&state, colors);
+        arguments.output.print(&state, page)
+    };
+    match state.and_then(print) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => super::failed(&error),
+    }
+}
+
+async fn state(arguments: &Arguments) -> Result<State> {
+    let cluster = Cluster::connect(&arguments.cluster).await?;
+    let proxies = Proxies { cluster: &cluster };
+    let (namespace, name) = cluster.namespaced(&arguments.of);
+    let mut pods = proxies.named(&namespace, &name).await?;
+    // That of this name before the pods of a workload.
+    pods.sort_by_key(|pod| pod.name_any() != name);
+    let query = arguments.destination.as_ref().map(|name| {
+        if name.parse::<SocketAddr>().is_ok() {
+            return format!("destination={name}");
+        }
+        let (namespace, name) = cluster.namespaced(name);
+        format!("destination={namespace}/{name}")
+    });
+    let query = query.unwrap_or_default();
+    Ok(proxies.state(&pods[0], &query).await?)
+}
