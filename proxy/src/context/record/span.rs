@@ -13,6 +13,7 @@ use crate::http::trace_context::SpanContext;
 use crate::http::view::RequestView;
 use crate::inbound::policy::Caller;
 use crate::labels::{self, ErrorType, OTHER_VALUE};
+use crate::observe::dump::mask;
 use crate::observe::trace::{EXPORT_PATH, Started, number, text};
 
 /// The length of the values of clients in attributes.
@@ -83,7 +84,9 @@ impl RequestSpan {
         for (name, value) in &tracing.attributes {
             let value = match value {
                 AttributeValue::Literal(value) => Some(value.clone()),
-                AttributeValue::Header(field) => request.header(field).map(bounded),
+                // Credentials are masked, and queries, as in dumps.
+                AttributeValue::Header(field) => (request.header(field))
+                    .map(|value| bounded(&mask::value(field.as_bytes(), value, true))),
             };
             self.attributes.extend(value.map(|value| text(name, value)));
         }

@@ -454,11 +454,19 @@ fn http2_calls_have_spans_and_an_invalid_parent_is_ignored() {
     on_worker(async {
         let ((app, requests), collector) = (app2("web").await, Collector::default());
         let mesh = mesh(Some(collector.start().await), app).await;
-        let pod = traced(&mesh, app, tracing(100)).await;
+        let mut telemetry = tracing(100);
+        telemetry.tracing.as_mut().unwrap().attributes = vec![proto::TraceAttribute {
+            name: "credentials".into(),
+            value: Some(proto::trace_attribute::Value::Header(
+                "authorization".into(),
+            )),
+        }];
+        let pod = traced(&mesh, app, telemetry).await;
         let (mut client, connection) = h2::client::handshake(pod.outbound().await).await.unwrap();
         tokio::task::spawn_local(connection);
         let request = Request::post("http://web/a.B/C")
             .header("content-type", "application/grpc")
+            .header("authorization", "Bearer secret")
             .header("traceparent", "invalid");
         let (response, _) = client
             .send_request(request.body(()).unwrap(), true)
@@ -477,6 +485,8 @@ fn http2_calls_have_spans_and_an_invalid_parent_is_ignored() {
         assert_eq!((&*span.name, span.kind()), ("a.B/C", SpanKind::Client));
         assert_eq!(attribute(span, "rpc.system.name").as_deref(), Some("grpc"));
         assert_eq!(attribute(span, "rpc.method").as_deref(), Some("a.B/C"));
+        let credentials = attribute(span, "credentials");
+        assert_eq!(credentials.as_deref(), Some("Bearer ***"));
         assert_eq!(
             attribute(span, "network.protocol.version").as_deref(),
             Some("2")

@@ -35,7 +35,7 @@ const URLS: [&str; 9] = [
 
 /// Masks credentials and session tokens in a field value; keeps the authentication scheme and cookie names. Masks the
 /// query strings of URLs if `queries`.
-pub(super) fn value<'a>(name: &[u8], value: &'a [u8], queries: bool) -> Cow<'a, [u8]> {
+pub(crate) fn value<'a>(name: &[u8], value: &'a [u8], queries: bool) -> Cow<'a, [u8]> {
     let mut name = name.to_ascii_lowercase();
     name.iter_mut()
         .filter(|byte| **byte == b'_')

@@ -8,7 +8,7 @@
 mod access;
 mod body;
 mod exchange;
-mod mask;
+pub(crate) mod mask;
 #[cfg(test)]
 mod tests;
 mod writer;
