@@ -112,8 +112,8 @@ pub struct Recent {
 struct Entries {
     /// The number of entries so far.
     ended: u64,
-    failed: VecDeque<(u64, Entry)>,
-    others: VecDeque<(u64, Entry)>,
+    failed: VecDeque<(u64, Arc<Entry>)>,
+    others: VecDeque<(u64, Arc<Entry>)>,
 }
 
 /// Which entries are asked for.
@@ -156,6 +156,7 @@ impl Recent {
 
     /// Adds an entry.
     pub fn add(&self, entry: Entry) {
+        let entry = Arc::new(entry);
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.ended += 1;
         let number = entries.ended;
@@ -172,17 +173,22 @@ impl Recent {
 
     /// The entries that are asked for.
     pub fn query(&self, query: Query) -> exchange::Recent {
-        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = entries.failed.iter().chain(&entries.others);
-        let mut found: Vec<_> = all
-            .filter(|(number, entry)| match query {
-                Query::Id(id) => entry.id == id,
-                Query::After(after) => *number > after,
-            })
-            .collect();
+        let is_asked = |(number, entry): &&(u64, Arc<Entry>)| match query {
+            Query::Id(id) => entry.id == id,
+            Query::After(after) => *number > after,
+        };
+        // The workers wait for the lock, but not for the texts.
+        let (ended, mut found) = {
+            let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+            let all = entries.failed.iter().chain(&entries.others);
+            (
+                entries.ended,
+                all.filter(is_asked).cloned().collect::<Vec<_>>(),
+            )
+        };
         found.sort_by_key(|(number, _)| *number);
         exchange::Recent {
-            ended: entries.ended,
+            ended,
             exchanges: found.iter().map(|(_, entry)| entry.exchange()).collect(),
         }
     }
