@@ -59,6 +59,9 @@ impl Story {
             Some(cause_of(record, failure))
         });
         failed.unwrap_or_else(|| match records().find_map(|one| one.exchange.status()) {
+            Some(status) if records().any(|one| one.exchange.incomplete.is_some()) => {
+                format!("the response, {status}, did not arrive completely")
+            }
             Some(status) if self.is_failure() => match &self.callee {
                 Some(_) => format!("the application answered {status}, and the mesh passed it on"),
                 None => format!("the upstream answered {status}, and the proxy passed it on"),
@@ -255,7 +258,12 @@ mod tests {
                 missing: vec!["The proxy of the callee was not asked.".into()],
             }
         };
+        let mut cut_off = story(200, true);
+        let callee = cut_off.callee.as_mut().expect("it is known");
+        callee.exchange.incomplete = Some("there was no complete response".into());
+        assert!(cut_off.is_failure());
         for (story, expected) in [
+            (cut_off, "Why: the response, 200, did not arrive completely"),
             (
                 story(500, true),
                 "Why: the application answered 500, and the mesh passed it on",

@@ -1,5 +1,7 @@
 //! The protocols of connections.
 
+use diy_mesh_model::exchange;
+
 /// The HTTP version of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HttpVersion {
@@ -7,6 +9,15 @@ pub enum HttpVersion {
     Http1,
     /// HTTP/2, including gRPC.
     Http2,
+}
+
+impl From<HttpVersion> for exchange::Protocol {
+    fn from(version: HttpVersion) -> Self {
+        match version {
+            HttpVersion::Http1 => Self::Http1,
+            HttpVersion::Http2 => Self::Http2,
+        }
+    }
 }
 
 /// The protocol of a connection.

@@ -188,13 +188,15 @@ fn removes_mesh_error_of_app() {
             .await;
             let mut app = server.accept().await;
             read_until(&mut app, "\r\n\r\nx").await;
-            let forged = "X-Mesh-Error: connect-failed\r\nx_mesh.error: connect-failed\r\n";
+            let forged = "X-Mesh-Error: connect-failed\r\nx_mesh.error: connect-failed\r\n\
+                          X-Mesh-Exchange: 10.0.0.1-000000000001\r\nx.mesh_exchange: 1\r\n";
             write(&mut app, &format!("HTTP/1.1 103 Early Hints\r\n{forged}\r\nHTTP/1.1 502 No\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n{forged}\r\n0\r\n{forged}\r\n")).await;
             let answers = read_until(&mut client, "\r\n0\r\n\r\n").await;
             assert!(
                 answers.starts_with("HTTP/1.1 103 ")
                     && answers.contains("HTTP/1.1 502 No\r\n")
-                    && !answers.contains("rror"),
+                    && !answers.contains("rror")
+                    && !answers.contains("xchange"),
                 "{answers}"
             );
         }

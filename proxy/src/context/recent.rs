@@ -27,6 +27,8 @@ use crate::route::Rule;
 const MAX_ENTRIES: usize = 256;
 /// The bytes of a request line, and of the text of a failure.
 const MAX_TEXT: usize = 256;
+/// The text of an entry without a complete response.
+const INCOMPLETE: &str = "there was no complete response";
 /// The failed attempts of an entry.
 const MAX_FAILED_ATTEMPTS: usize = 4;
 
@@ -66,6 +68,10 @@ pub struct Entry {
     pub status: Option<StatusCode>,
     /// The name of the status of a gRPC call; empty for other requests.
     pub grpc: &'static str,
+    /// It stays as long as other failures.
+    pub is_failure: bool,
+    /// There was no complete response, and no failure says why.
+    pub is_incomplete: bool,
     /// Bytes of the client, and to the client.
     pub transfer: Transfer,
     /// Why the proxy could not carry it to its end.
@@ -160,7 +166,7 @@ impl Recent {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.ended += 1;
         let number = entries.ended;
-        let ring = if entry.is_failure() {
+        let ring = if entry.is_failure {
             &mut entries.failed
         } else {
             &mut entries.others
@@ -215,6 +221,8 @@ impl Entry {
             line: Box::default(),
             status: None,
             grpc: "",
+            is_failure: false,
+            is_incomplete: false,
             transfer: Transfer::default(),
             failure: None,
             fault: None,
@@ -233,12 +241,6 @@ impl Entry {
         if failed.len() < MAX_FAILED_ATTEMPTS {
             failed.push((attempt, failure.into()));
         }
-    }
-
-    fn is_failure(&self) -> bool {
-        self.failure.is_some()
-            || self.status.is_some_and(|status| status.is_server_error())
-            || !["", "OK"].contains(&self.grpc)
     }
 
     /// The record of the exchange.
@@ -280,7 +282,7 @@ impl Entry {
                 }
             }),
             failure,
-            incomplete: None,
+            incomplete: self.is_incomplete.then(|| INCOMPLETE.to_owned()),
             upgraded: None,
             opaque: is_opaque.then_some(self.transfer),
             id: Some(self.id),

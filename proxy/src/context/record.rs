@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{self, Direction, ExchangeId, Fault, Protocol, Transfer};
+use diy_mesh_model::exchange::{self, Direction, ExchangeId, Fault, Transfer};
 use diy_mesh_model::identity::Identity;
 use http::StatusCode;
 
@@ -171,6 +171,19 @@ impl ExchangeRecord {
     /// The code of the failure.
     fn code(&self) -> Option<&'static str> {
         Some(self.failure.as_ref()?.code)
+    }
+
+    /// There was no complete response, and no failure says why.
+    fn is_incomplete(&self) -> bool {
+        self.failure.is_none() && (self.is_broken || self.status.is_none())
+    }
+
+    /// The exchange failed, as access logs and recent exchanges see it.
+    fn is_failure(&self) -> bool {
+        self.failure.is_some()
+            || self.is_incomplete()
+            || self.status.is_some_and(|status| status.is_server_error())
+            || !matches!(self.grpc.status(), "" | "OK")
     }
 
     /// The rule of the request and the backend that it chose, for dumps and logs.
@@ -360,8 +373,8 @@ impl ExchangeRecord {
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         self.dump_remote();
-        self.tell_observed();
         let ended = Instant::now();
+        self.tell_observed(ended);
         let took = ended.saturating_duration_since(self.started);
         self.count(took, ended);
         let flow = self.flow.clone();
@@ -392,16 +405,15 @@ impl Drop for ExchangeRecord {
         );
         flow.worker.recent.add(Entry {
             responded: self.responded,
-            protocol: match self.version {
-                HttpVersion::Http1 => Protocol::Http1,
-                HttpVersion::Http2 => Protocol::Http2,
-            },
+            protocol: self.version.into(),
             rule: self.rule.take(),
             attempt: self.latest_attempt(),
             failed: std::mem::take(&mut self.failed_attempts),
             line: std::mem::take(&mut self.line),
             status: self.status,
             grpc: self.grpc.status(),
+            is_failure: self.is_failure(),
+            is_incomplete: self.is_incomplete(),
             transfer: self.transfer,
             failure: self.failure.take(),
             fault: self.fault.take(),
@@ -484,6 +496,7 @@ impl Drop for ConnectionRecord {
         worker.recent.add(Entry {
             attempt,
             local: self.local,
+            is_failure: self.failure.is_some(),
             transfer: self.copied.unwrap_or_default(),
             failure: self.failure.take(),
             ..Entry::new(

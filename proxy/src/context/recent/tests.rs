@@ -26,6 +26,7 @@ fn flow(direction: Direction) -> Flow {
 
 fn entry(flow: &Flow, failure: Option<&Failure>) -> Entry {
     Entry {
+        is_failure: failure.is_some(),
         failure: failure.map(Cause::from),
         ..Entry::new(flow, flow.new_exchange(), [Instant::now(); 2])
     }

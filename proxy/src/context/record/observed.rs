@@ -16,7 +16,6 @@ use super::{ConnectionRecord, ExchangeRecord, remote};
 use crate::context::flow::Flow;
 use crate::http::view::RequestView;
 use crate::observe::dump::{AccessRecord, RequestTarget};
-use crate::protocol::HttpVersion;
 use crate::upstream::balance::{Backend, Endpoint};
 
 /// What is kept of an exchange.
@@ -56,7 +55,7 @@ impl ExchangeRecord {
     }
 
     /// The exchange has ended.
-    pub(super) fn tell_observed(&mut self) {
+    pub(super) fn tell_observed(&mut self, ended: Instant) {
         let Some(mut observed) = self.observed.take() else {
             return;
         };
@@ -65,15 +64,12 @@ impl ExchangeRecord {
         if let Some(span) = span {
             self.end_span(span);
         }
-        let (flow, duration) = (&self.flow, self.started.elapsed());
+        let duration = ended.saturating_duration_since(self.started);
+        let (flow, is_failure) = (&self.flow, self.is_failure());
         let (route, backend) = self.rule().unzip();
-        let is_incomplete = self.failure.is_none() && (self.is_broken || self.status.is_none());
         let grpc = self.grpc.status();
         let entry = Entry {
-            protocol: match self.version {
-                HttpVersion::Http1 => Protocol::Http1,
-                HttpVersion::Http2 => Protocol::Http2,
-            },
+            protocol: self.version.into(),
             status: self.status.map(|status| status.as_u16()),
             grpc_status: (!grpc.is_empty()).then_some(grpc),
             failure: self.code(),
@@ -85,16 +81,13 @@ impl ExchangeRecord {
             fault: self.fault.as_deref().map(str::to_owned),
             trace_id,
             id: Some(self.id),
-            incomplete: is_incomplete.then_some(true),
+            incomplete: self.is_incomplete().then_some(true),
             ..entry(flow, self.endpoint.as_ref(), duration)
         };
-        log(
-            flow,
-            observed.telemetry,
-            entry,
-            observed.request,
-            self.started,
-        );
+        let Observed {
+            telemetry, request, ..
+        } = *observed;
+        log(flow, telemetry, (entry, is_failure), request, self.started);
     }
 }
 
@@ -112,7 +105,14 @@ impl ConnectionRecord {
             attempts: self.endpoint.is_some().into(),
             ..entry(&self.flow, self.endpoint.as_ref(), self.started.elapsed())
         };
-        log(&self.flow, telemetry, entry, None, self.started);
+        let is_failure = self.failure.is_some();
+        log(
+            &self.flow,
+            telemetry,
+            (entry, is_failure),
+            None,
+            self.started,
+        );
     }
 }
 
@@ -151,11 +151,11 @@ fn entry(flow: &Flow, endpoint: Option<&Rc<Endpoint>>, duration: Duration) -> En
 fn log(
     flow: &Flow,
     telemetry: Arc<Telemetry>,
-    entry: Entry,
+    (entry, is_failure): (Entry, bool),
     request: Option<RequestTarget>,
     started: Instant,
 ) {
-    let is_logged = |failures: bool| !failures || is_failure(&entry);
+    let is_logged = |failures: bool| !failures || is_failure;
     let logs = telemetry.access_logs.as_ref();
     if logs.is_some_and(|logs| is_logged(logs.failures)) {
         let started = SystemTime::now().checked_sub(started.elapsed());
@@ -166,12 +166,4 @@ fn log(
             request,
         });
     }
-}
-
-fn is_failure(entry: &Entry) -> bool {
-    let is_error = |status: u16| status >= 500;
-    entry.failure.is_some()
-        || entry.incomplete.is_some()
-        || entry.status.is_some_and(is_error)
-        || entry.grpc_status.is_some_and(|status| status != "OK")
 }

@@ -150,6 +150,33 @@ fn peer_names_only_exchanges_of_its_own_pod() {
 }
 
 #[test]
+fn response_that_is_cut_off_is_a_failure_at_both_proxies() {
+    on_worker(async {
+        let cut = listening(async |mut stream| {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await.expect("a head"));
+            }
+            let part = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc";
+            stream.write_all(part).await.expect("it reads");
+        });
+        let service = Service::new(&[cut.await]).await;
+        let request = "GET / HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n";
+        let mut client = service.caller.connect(&service.destination).await;
+        client.write_all(request.as_bytes()).await.expect("open");
+        let mut answer = Vec::new();
+        // The client sees a reset, as without the mesh.
+        let _ = client.read_to_end(&mut answer).await;
+        assert!(answer.starts_with(b"HTTP/1.1 200 OK"), "{answer:?}");
+        for side in [&service.caller, &service.endpoints[0]] {
+            let recent = side.worker.recent.query(Query::After(0)).exchanges;
+            assert!(recent[0].is_failure(), "{recent:?}");
+            assert_eq!(recent[0].status().as_deref(), Some("200"));
+        }
+    });
+}
+
+#[test]
 fn failure_names_the_exchange_that_both_proxies_know() {
     on_worker(async {
         let service = Service::new(&[closed_address()]).await;
