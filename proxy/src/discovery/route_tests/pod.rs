@@ -84,6 +84,17 @@ impl Pod {
 
     /// A connection to the application of the test.
     pub(super) async fn connect_as(&self, direction: Direction, caller: Caller) -> TcpStream {
+        let app = Backend::alone(self.app);
+        self.carried(direction, caller, app).await
+    }
+
+    /// A connection to a destination.
+    pub(super) async fn carried(
+        &self,
+        direction: Direction,
+        caller: Caller,
+        destination: Rc<Backend>,
+    ) -> TcpStream {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let connecting = TcpStream::connect(listener.local_addr().unwrap());
         let (client, accepted) = tokio::join!(connecting, listener.accept());
@@ -95,8 +106,8 @@ impl Pod {
             worker: self.worker.clone(),
             direction,
             peer,
-            original: self.app,
-            destination: Backend::alone(self.app),
+            original: destination.address().unwrap(),
+            destination,
             caller,
         };
         tokio::task::spawn_local(carry(Io::new(stream), flow));

@@ -313,31 +313,6 @@ impl Pod {
             .await
     }
 
-    async fn carried(
-        &self,
-        direction: Direction,
-        caller: Caller,
-        destination: Rc<Backend>,
-    ) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connecting = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connecting, listener.accept());
-        let (stream, peer) = accepted.unwrap();
-        let flow = Flow {
-            called_by: Default::default(),
-            counted: Default::default(),
-            slot: self.worker.slot(),
-            worker: self.worker.clone(),
-            direction,
-            peer,
-            original: destination.address().unwrap(),
-            destination,
-            caller,
-        };
-        tokio::task::spawn_local(carry(Io::new(stream), flow));
-        client.unwrap()
-    }
-
     /// The inbound path to this application at an address: all clients are one service account.
     async fn listen(&self, app: SocketAddr) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
