@@ -45,12 +45,12 @@ use tokio::sync::{Mutex, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
-use crate::context::recent::{Query, Recent};
 use crate::context::state::States;
 use crate::discovery::{Discovery, OwnProxy};
 use crate::limits::memory::Memory;
 use crate::observe::dump::{DumpConfig, Dumps};
 use crate::observe::metrics::Metrics;
+use crate::observe::recent::{Query, Recent};
 use crate::path::connection::Listeners;
 use crate::secure::control::{Control, Tls};
 use crate::secure::identity::{CurrentCredentials, Trust};

@@ -30,7 +30,6 @@ use crate::labels::Verdict;
 use crate::limits::lifetime::Expiry;
 use crate::limits::memory::{Charge, ConnectionSlot, Holder};
 use crate::limits::timeouts::{IdleTimer, TimeoutKind};
-use crate::observe::dump::ConnectionInfo;
 use crate::observe::metrics::Counted;
 use crate::protocol::Protocol;
 use crate::route::matching::MatchInput;
@@ -118,15 +117,6 @@ impl Announced {
 }
 
 impl Flow {
-    /// The connection as dumps show it.
-    pub fn info(&self) -> ConnectionInfo {
-        ConnectionInfo {
-            direction: self.direction,
-            peer: self.peer,
-            destination: self.original,
-        }
-    }
-
     /// The declared protocol. Inbound, only the pod's own opaque ports count; outbound, what
     /// discovery knows of the destination.
     pub fn declared_protocol(&self) -> Option<Protocol> {

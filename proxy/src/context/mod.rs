@@ -4,7 +4,6 @@
 pub mod destination;
 pub mod external;
 pub mod flow;
-pub mod recent;
 pub mod record;
 pub mod state;
 pub mod worker;

@@ -3,7 +3,6 @@
 //! forgets them.
 
 mod metrics;
-mod observed;
 mod span;
 
 use std::fmt::Display;
@@ -12,12 +11,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{self, Direction, ExchangeId, Fault, Transfer};
-use diy_mesh_model::identity::Identity;
+use diy_mesh_model::exchange::{ExchangeId, Protocol, Transfer};
 use http::StatusCode;
 
 use crate::context::flow::Flow;
-use crate::context::recent::{Attempt, Cause, Entry};
 use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::grpc_status::GrpcCall;
@@ -25,13 +22,14 @@ use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
 use crate::labels::{self, OTHER_VALUE, Verdict};
-use crate::observe::dump::{self, ExchangeDump, Remote};
+use crate::observe::dump::{self, ExchangeDump};
+use crate::observe::ended::{Attempt, Cause, Ended, fail_attempt, request_line};
 use crate::protocol::HttpVersion;
 use crate::route::{Answer, Plan, Rule};
 use crate::serve::call::CallHead;
 use crate::serve::mirror::Mirror;
 use crate::upstream::balance::{Backend, Endpoint};
-use observed::Observed;
+use span::RequestSpan;
 
 /// One request and its response.
 pub struct ExchangeRecord {
@@ -62,16 +60,20 @@ pub struct ExchangeRecord {
     /// The start of the response.
     responded: Option<Instant>,
     transfer: Transfer,
+    upgraded: Option<Transfer>,
     failure: Option<Cause>,
-    /// The policy of the latest fault.
-    fault: Option<Arc<str>>,
+    is_local_reply: bool,
+    /// The policy of the latest fault, and its delay.
+    fault: Option<(Arc<str>, Option<Duration>)>,
+    /// The policy under audit that would deny the request.
+    would_deny: Option<Box<str>>,
     /// A part of the response is missing, and the client has not left.
     is_broken: bool,
     dump: Option<ExchangeDump>,
     /// The edge of the request, if it is new, until the application answers.
     edge: Option<Box<NewEdge>>,
-    /// For the access log and for spans. None: the pod has neither.
-    observed: Option<Box<Observed>>,
+    /// None: it is not sampled.
+    span: Option<Box<RequestSpan>>,
 }
 
 impl ExchangeRecord {
@@ -97,12 +99,15 @@ impl ExchangeRecord {
             status: None,
             responded: None,
             transfer: Transfer::default(),
+            upgraded: None,
             failure: None,
+            is_local_reply: false,
             fault: None,
+            would_deny: None,
             is_broken: false,
-            dump: (flow.worker.dumps).exchange(&flow.info(), telemetry, caller),
+            dump: (flow.worker.dumps).exchange(telemetry, caller),
             edge: None,
-            observed: telemetry.and_then(Observed::new),
+            span: None,
         }
     }
 
@@ -115,7 +120,7 @@ impl ExchangeRecord {
         id: Option<ExchangeId>,
     ) {
         self.id = id.unwrap_or(self.id);
-        plan.trace = self.observe(backend, request);
+        plan.trace = self.begin_span(backend, request);
         if let Some(rule) = plan.rule() {
             self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());
@@ -124,8 +129,7 @@ impl ExchangeRecord {
 
     /// A fault delays or aborts the request.
     pub fn fault(&mut self, name: &Arc<str>, delay: Option<Duration>) {
-        self.fault = Some(name.clone());
-        self.dump(|dump| dump.exchange.fault = Some(Fault::new(name.to_string(), delay)));
+        self.fault = Some((name.clone(), delay));
     }
 
     /// The policies allow the request.
@@ -135,7 +139,7 @@ impl ExchangeRecord {
 
     /// The policies under audit would deny the request.
     pub fn would_deny(&mut self, denial: &impl Display) {
-        self.dump(|dump| dump.exchange.would_deny = Some(denial.to_string()));
+        self.would_deny = Some(denial.to_string().into());
     }
 
     /// The request is allowed although the authorization server of a policy did not answer.
@@ -158,7 +162,7 @@ impl ExchangeRecord {
     /// Another attempt follows the latest one.
     pub fn retried(&mut self, failure: &Failure) {
         if let Some(attempt) = self.latest_attempt() {
-            Entry::fail_attempt(&mut self.failed_attempts, attempt, failure);
+            fail_attempt(&mut self.failed_attempts, attempt, failure);
         }
     }
 
@@ -200,7 +204,7 @@ impl ExchangeRecord {
 
     /// The request's head, with the changes that the proxy makes to it.
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
-        self.line = Entry::line(request);
+        self.line = request_line(request);
         self.method = labels::method(request.method);
         self.grpc = GrpcCall::of(request);
         if let Some(dump) = &mut self.dump {
@@ -232,9 +236,8 @@ impl ExchangeRecord {
     pub fn request_body(&mut self, data: &[u8]) {
         self.transfer.sent += data.len() as u64;
         self.mirror.take_if(|mirror| !mirror.body(data));
-        if let Some(dump) = &mut self.dump {
-            dump.request_body(data);
-        }
+        self.dump(|dump| dump.request.body.append(data));
+        self.dump_if_long_lived();
     }
 
     /// The request's trailers.
@@ -257,9 +260,8 @@ impl ExchangeRecord {
     pub fn response_body(&mut self, data: &[u8]) {
         self.transfer.received += data.len() as u64;
         self.grpc.body(data);
-        if let Some(dump) = &mut self.dump {
-            dump.response_body(data);
-        }
+        self.dump(|dump| dump.response.body.append(data));
+        self.dump_if_long_lived();
     }
 
     /// The head of the response that the client gets, with the changes that the proxy makes to it.
@@ -277,7 +279,6 @@ impl ExchangeRecord {
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
-        self.dump_remote();
         self.dump(|dump| dump.response_head(status, reason, fields, edits));
     }
 
@@ -313,14 +314,9 @@ impl ExchangeRecord {
         let mut reply = LocalReply::from(&failure);
         reply.name_exchange(self.id);
         self.status = Some(reply.status);
+        self.is_local_reply = true;
         self.fail(&failure);
-        self.dump(|dump| {
-            dump.status = Some(reply.status.as_u16());
-            dump.exchange.failure = Some(exchange::Failure {
-                code: failure.code().label().to_owned(),
-                message: failure.to_string(),
-            });
-        });
+        self.dump(|dump| dump.status = Some(reply.status.as_u16()));
         reply
     }
 
@@ -331,23 +327,43 @@ impl ExchangeRecord {
         report(&self.flow, failure, false);
     }
 
-    /// Adds the rule, and the other side of the proxy, to the dump: an inbound caller, or an outbound
-    /// endpoint.
-    fn dump_remote(&mut self) {
-        let Some(mut dump) = self.dump.take() else {
-            return;
-        };
-        dump.fill(|record| {
-            let dump = &mut record.exchange;
-            dump.id = Some(self.id);
-            if let Some((rule, backend)) = self.rule() {
-                dump.route = Some(rule.to_owned());
-                dump.backend = backend.map(str::to_owned);
-            }
-            let remote = remote(&self.flow, self.endpoint.as_deref());
-            (dump.endpoint, dump.identity) = (remote.endpoint, remote.identity);
-        });
-        self.dump = Some(dump);
+    /// Dumps an exchange that stays open.
+    fn dump_if_long_lived(&mut self) {
+        if self.dump.as_ref().is_some_and(ExchangeDump::is_long_lived) {
+            let so_far = Arc::new(self.describe(Instant::now()));
+            self.dump
+                .iter_mut()
+                .for_each(|dump| dump.write(&so_far, true));
+        }
+    }
+
+    /// What is told of the exchange, which ends at this time.
+    fn describe(&self, ended: Instant) -> Ended {
+        Ended {
+            responded: self.responded,
+            protocol: self.version.into(),
+            rule: self.rule.clone(),
+            attempts: self.attempts,
+            attempt: self.latest_attempt(),
+            failed: self.failed_attempts.clone(),
+            line: self.line.clone(),
+            status: self.status,
+            grpc: self.grpc.status(),
+            is_failure: self.is_failure(),
+            is_incomplete: self.is_incomplete(),
+            transfer: self.transfer,
+            upgraded: self.upgraded,
+            failure: self.failure.clone(),
+            is_local_reply: self.is_local_reply,
+            fault: self.fault.clone(),
+            would_deny: self.would_deny.clone(),
+            ..ended_on(
+                &self.flow,
+                self.id,
+                self.endpoint.as_ref(),
+                [self.started, ended],
+            )
+        }
     }
 
     /// The client left before the end of the exchange.
@@ -366,59 +382,47 @@ impl ExchangeRecord {
     pub fn tunnel(&mut self, sent: u64, received: u64) {
         self.transfer.sent += sent;
         self.transfer.received += received;
-        self.dump(|dump| dump.exchange.upgraded = Some(Transfer { sent, received }));
+        self.upgraded = Some(Transfer { sent, received });
     }
 }
 
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
-        self.dump_remote();
-        let ended = Instant::now();
-        self.tell_observed(ended);
-        let took = ended.saturating_duration_since(self.started);
-        self.count(took, ended);
-        let flow = self.flow.clone();
-        let (worker, direction, destination) = (&flow.worker, &flow.direction, &flow.destination);
-        let code = self.code();
+        let now = Instant::now();
+        let mut ended = self.describe(now);
+        let span = self.span.take();
+        ended.trace_id = span.map(|span| self.end_span(*span));
+        self.count(now.saturating_duration_since(self.started), now);
+        let (flow, worker) = (&self.flow, &self.flow.worker);
+        let destination = &flow.destination;
         if self.status.is_some() || self.failure.is_some() {
             let backend = self.backend.as_ref().unwrap_or(destination);
-            worker.ended(*direction, backend, code);
+            worker.ended(flow.direction, backend, self.code());
         }
         tracing::debug!(
-            direction = direction.name(),
+            direction = flow.direction.name(),
             id = %self.id,
             version = ?self.version,
             peer = %flow.peer,
-            caller = self.flow.called_by(),
+            caller = flow.called_by(),
             destination = %destination.name(),
             route = self.rule().map(|(rule, _)| rule),
             backend = self.rule().and_then(|(_, backend)| backend),
             endpoint = self.endpoint.as_ref().map(|endpoint| tracing::field::display(endpoint.address)),
             attempts = self.attempts,
             status = self.status.map(|status| status.as_u16()),
-            failure = code,
-            fault = self.fault.as_deref(),
+            failure = self.code(),
+            fault = self.fault.as_ref().map(|(policy, _)| &**policy),
             sent = self.transfer.sent,
             received = self.transfer.received,
-            duration = ?took,
+            duration = ?now.saturating_duration_since(self.started),
             "exchange",
         );
-        flow.worker.recent.add(Entry {
-            responded: self.responded,
-            protocol: self.version.into(),
-            rule: self.rule.take(),
-            attempt: self.latest_attempt(),
-            failed: std::mem::take(&mut self.failed_attempts),
-            line: std::mem::take(&mut self.line),
-            status: self.status,
-            grpc: self.grpc.status(),
-            is_failure: self.is_failure(),
-            is_incomplete: self.is_incomplete(),
-            transfer: self.transfer,
-            failure: self.failure.take(),
-            fault: self.fault.take(),
-            ..Entry::new(&flow, self.id, [self.started, ended])
-        });
+        let ended = Arc::new(ended);
+        if let Some(mut dump) = self.dump.take() {
+            dump.write(&ended, false);
+        }
+        tell(&self.flow, ended);
     }
 }
 
@@ -466,64 +470,82 @@ impl ConnectionRecord {
 
 impl Drop for ConnectionRecord {
     fn drop(&mut self) {
-        let worker = &self.flow.worker;
-        if self.copied.is_some() || self.failure.is_some() {
-            let backend = &self.flow.destination;
-            let code = self.failure.as_ref().map(|cause| cause.code);
-            worker.ended(self.flow.direction, backend, code);
+        if self.copied.is_none() && self.failure.is_none() {
+            return;
         }
-        let telemetry = worker.policy().telemetry.clone();
-        if let Some(transfer) = self.copied {
-            let Transfer { sent, received } = transfer;
-            worker.metrics.opaque(self.flow.direction, sent, received);
-            worker.dumps.opaque(
-                &self.flow.info(),
-                telemetry.as_ref(),
-                self.flow.caller.identity(),
-                remote(&self.flow, self.endpoint.as_deref()),
-                transfer,
-                self.started.elapsed(),
-            );
-        }
-        if let Some(telemetry) = telemetry {
-            self.log_access(telemetry);
-        }
-        let began = self.started;
-        let attempt = self.endpoint.as_ref().map(|endpoint| Attempt {
-            endpoint: endpoint.info.clone(),
-            began,
-        });
-        worker.recent.add(Entry {
-            attempt,
+        let (flow, worker) = (&self.flow, &self.flow.worker);
+        let code = self.failure.as_ref().map(|cause| cause.code);
+        worker.ended(flow.direction, &flow.destination, code);
+        let id = flow.new_exchange();
+        let (began, endpoint) = (self.started, self.endpoint.as_ref());
+        let ended = Arc::new(Ended {
+            attempts: endpoint.is_some().into(),
+            attempt: endpoint.map(|endpoint| Attempt {
+                endpoint: endpoint.info.clone(),
+                began,
+            }),
             local: self.local,
             is_failure: self.failure.is_some(),
             transfer: self.copied.unwrap_or_default(),
-            failure: self.failure.take(),
-            ..Entry::new(
-                &self.flow,
-                self.flow.new_exchange(),
-                [self.started, Instant::now()],
-            )
+            failure: self.failure.clone(),
+            ..ended_on(flow, id, endpoint, [began, Instant::now()])
         });
+        if let Some(Transfer { sent, received }) = self.copied {
+            worker.metrics.opaque(flow.direction, sent, received);
+            worker
+                .dumps
+                .opaque(&ended, worker.policy().telemetry.as_ref());
+        }
+        tell(flow, ended);
     }
 }
 
-/// The other side of the proxy.
-fn remote(flow: &Flow, endpoint: Option<&Endpoint>) -> Remote {
-    match (flow.direction, endpoint) {
-        (Direction::Inbound, _) => Remote {
-            endpoint: None,
-            identity: flow.called_by().map(str::to_owned),
-        },
-        (Direction::Outbound, Some(endpoint)) => {
-            let remote = &endpoint.pool().remote;
-            Remote {
-                endpoint: Some(remote.address),
-                identity: remote.identity.as_ref().map(Identity::to_string),
-            }
-        }
-        (Direction::Outbound, None) => Remote::default(),
+/// What is told of something without HTTP that began on this connection.
+fn ended_on(
+    flow: &Flow,
+    id: ExchangeId,
+    endpoint: Option<&Rc<Endpoint>>,
+    [started, ended]: [Instant; 2],
+) -> Ended {
+    Ended {
+        id,
+        started,
+        responded: None,
+        ended,
+        direction: flow.direction,
+        protocol: Protocol::Tcp,
+        peer: flow.peer,
+        destination: flow.original,
+        service: flow.destination.name(),
+        caller: flow.caller.shared_identity(),
+        tls: metrics::tls(flow, endpoint),
+        rule: None,
+        attempts: 0,
+        attempt: None,
+        failed: Vec::new(),
+        local: None,
+        line: Box::default(),
+        status: None,
+        grpc: "",
+        is_failure: false,
+        is_incomplete: false,
+        transfer: Transfer::default(),
+        upgraded: None,
+        failure: None,
+        is_local_reply: false,
+        fault: None,
+        would_deny: None,
+        trace_id: None,
     }
+}
+
+/// Tells the access log, and keeps it among the recent ones.
+fn tell(flow: &Flow, ended: Arc<Ended>) {
+    let worker = &flow.worker;
+    if let Some(telemetry) = &worker.policy().telemetry {
+        worker.dumps.access(&ended, telemetry);
+    }
+    worker.recent.add(ended);
 }
 
 /// Counts a failure and logs it, at the rate of warnings if it is one.

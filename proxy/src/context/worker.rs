@@ -18,7 +18,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::Config;
 use crate::context::destination::Destinations;
-use crate::context::recent::Recent;
 use crate::context::state::Question;
 use crate::discovery::Discovery;
 use crate::egress::resolver::Resolver;
@@ -30,6 +29,7 @@ use crate::limits::memory::{ConnectionSlot, Holder, Memory};
 use crate::observe::dump::Dumps;
 use crate::observe::exceptions::{Event, Kind};
 use crate::observe::metrics::Metrics;
+use crate::observe::recent::Recent;
 use crate::observe::trace::SpanQueue;
 use crate::secure::identity::CurrentCredentials;
 use crate::secure::io::Io;

@@ -2,7 +2,9 @@
 //! kubelet.
 
 pub mod dump;
+pub mod ended;
 pub mod exceptions;
 pub mod metrics;
 pub mod probe;
+pub mod recent;
 pub mod trace;

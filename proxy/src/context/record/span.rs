@@ -5,7 +5,7 @@ use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::otlp::KeyValue;
 use diy_mesh_proto::otlp::span::SpanKind;
 use diy_mesh_proto::telemetry::{AttributeValue, Telemetry, Tracing};
-use http::{StatusCode, Version};
+use http::{HeaderValue, StatusCode, Version};
 
 use super::ExchangeRecord;
 use crate::context::flow::Flow;
@@ -15,12 +15,13 @@ use crate::inbound::policy::Caller;
 use crate::labels::{self, ErrorType, OTHER_VALUE};
 use crate::observe::dump::mask;
 use crate::observe::trace::{EXPORT_PATH, Started, number, text};
+use crate::upstream::balance::Backend;
 
 /// The length of the values of clients in attributes.
 const MAX_TEXT_BYTES: usize = 1024;
 /// The span of a request, and its attributes so far.
 pub(super) struct RequestSpan {
-    pub started: Started,
+    started: Started,
     name: String,
     attributes: Vec<KeyValue>,
 }
@@ -94,8 +95,24 @@ impl RequestSpan {
 }
 
 impl ExchangeRecord {
-    /// Queues the span for the exporter.
-    pub(super) fn end_span(&self, span: RequestSpan) {
+    /// Begins the span of a request, before its head is written for the next hop. Returns its
+    /// `traceparent`, which never leaves the cluster.
+    pub(super) fn begin_span(
+        &mut self,
+        backend: &Backend,
+        request: &RequestView<'_>,
+    ) -> Option<Box<HeaderValue>> {
+        let flow = &self.flow;
+        let policy = flow.worker.policy();
+        let span = RequestSpan::new(policy.telemetry.as_ref()?, flow, request)?;
+        let leaves = flow.direction == Direction::Outbound && backend.leaves_cluster();
+        let traceparent = (!leaves).then(|| Box::new(span.started.own.traceparent()));
+        self.span = Some(Box::new(span));
+        traceparent
+    }
+
+    /// Queues the span for the exporter. Returns its trace.
+    pub(super) fn end_span(&self, span: RequestSpan) -> String {
         let RequestSpan {
             started,
             name,
@@ -119,8 +136,10 @@ impl ExchangeRecord {
             Direction::Outbound => SpanKind::Client,
         };
         let (worker, duration) = (&self.flow.worker, self.started.elapsed());
+        let trace_id = started.own.trace_id();
         let span = started.finish(name, kind, attributes, !error.is_empty(), duration);
         worker.spans.add(span, &worker.metrics.spans);
+        trace_id
     }
 
     /// The other side of the proxy.

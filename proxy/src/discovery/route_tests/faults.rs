@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::*;
-use crate::context::recent::testing::without_ids;
+use crate::observe::recent::testing::without_ids;
 
 const POLICY: &str = "TrafficPolicy shop/web";
 /// Longer than a test.

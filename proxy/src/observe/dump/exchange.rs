@@ -1,18 +1,19 @@
-//! What a dump shows of one exchange, in bounded memory. `record.rs` fills it; on drop it goes to
-//! the writer, which masks it.
+//! What a dump shows of the messages of one exchange, in bounded memory. `record.rs` fills it and
+//! sends it to the writer, which masks it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use diy_mesh_model::escape;
-use diy_mesh_model::exchange::{self as model, Exchange, Protocol, STILL_OPEN, milliseconds};
+use diy_mesh_model::exchange::{self as model, Exchange, STILL_OPEN};
 use diy_mesh_proto::telemetry::{DumpFilter, Telemetry};
 use http::{StatusCode, Version};
 
 use super::body::{Body, Shown};
-use super::{ConnectionInfo, Message, Mode, Shared, filter_of, mask, rfc3339};
+use super::{Message, Mode, Shared, filter_of, mask};
 use crate::http::edits::Edits;
 use crate::http::view::{self, RequestView};
+use crate::observe::ended::Ended;
 
 /// Maximum size of the recorded fields of one message.
 const MAX_FIELDS: usize = 16 * 1024;
@@ -21,8 +22,7 @@ const MAX_START_LINE: usize = 4 * 1024;
 /// Age at which an open exchange is dumped, so that long-lived streams are visible.
 pub(super) const MAX_OPEN_TIME: Duration = Duration::from_secs(10);
 
-/// Dump of one exchange, written on drop. If request or response are incomplete by then, the dump
-/// reports that.
+/// Dump of one exchange. If request or response are incomplete when it is written, it reports that.
 pub struct ExchangeDump {
     shared: Arc<Shared>,
     /// With a filter: it has not used the budget yet.
@@ -34,16 +34,13 @@ pub struct ExchangeDump {
 
 /// Recorded data of an exchange.
 pub(crate) struct Record {
-    /// What needs no masks. The rest is set when the record is complete.
-    pub exchange: Exchange,
+    is_http2: bool,
     pub request: Part,
     pub response: Part,
     /// Why the exchange was aborted, if known.
     pub cut_off: Option<String>,
     /// The status of the response.
     pub status: Option<u16>,
-    time: SystemTime,
-    duration: Duration,
     /// Whether the exchange was open when written.
     open: bool,
 }
@@ -69,12 +66,7 @@ pub(crate) struct Fields {
 }
 
 impl ExchangeDump {
-    pub(super) fn new(
-        shared: Arc<Shared>,
-        connection: ConnectionInfo,
-        mode: Mode,
-        filtered: Option<Arc<Telemetry>>,
-    ) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, mode: Mode, filtered: Option<Arc<Telemetry>>) -> Self {
         let keeps = mode == Mode::Full;
         let part = || Part {
             body: Body::new(keeps),
@@ -82,13 +74,11 @@ impl ExchangeDump {
             ..Part::default()
         };
         let record = Record {
-            exchange: connection.exchange(Protocol::Http1),
+            is_http2: false,
             request: part(),
             response: part(),
             cut_off: None,
             status: None,
-            time: SystemTime::now(),
-            duration: Duration::ZERO,
             open: false,
         };
         Self {
@@ -128,25 +118,13 @@ impl ExchangeDump {
         })
     }
 
-    /// Records bytes of the request body.
-    pub fn request_body(&mut self, bytes: &[u8]) {
-        self.fill(|record| record.request.body.append(bytes));
-        self.write_if_long_lived();
+    /// Whether it is to be written although the exchange is open.
+    pub fn is_long_lived(&self) -> bool {
+        self.record.is_some() && self.started.elapsed() > MAX_OPEN_TIME
     }
 
-    /// Records bytes of the response body.
-    pub fn response_body(&mut self, bytes: &[u8]) {
-        self.fill(|record| record.response.body.append(bytes));
-        self.write_if_long_lived();
-    }
-
-    fn write_if_long_lived(&mut self) {
-        if self.started.elapsed() > MAX_OPEN_TIME {
-            self.write(true);
-        }
-    }
-
-    fn write(&mut self, open: bool) {
+    /// Writes it once, with what else is known of the exchange, which may still be `open`.
+    pub fn write(&mut self, ended: &Arc<Ended>, open: bool) {
         let Some(mut record) = self.record.take() else {
             return;
         };
@@ -158,16 +136,17 @@ impl ExchangeDump {
         if !passes || (self.filtered.is_some() && !self.shared.take_budget()) {
             return self.shared.release();
         }
-        record.duration = self.started.elapsed();
         record.open = open;
         self.shared.release();
-        self.shared.send(Message::Exchange(record));
+        self.shared.send(Message::Exchange(record, ended.clone()));
     }
 }
 
 impl Drop for ExchangeDump {
     fn drop(&mut self) {
-        self.write(false);
+        if self.record.take().is_some() {
+            self.shared.release();
+        }
     }
 }
 
@@ -175,7 +154,7 @@ impl Record {
     /// The head of a request as it is sent: fields in original order and case, after `edits`.
     pub fn request_head(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
         if request.version == Version::HTTP_2 {
-            self.exchange.protocol = Protocol::Http2;
+            self.is_http2 = true;
         }
         let authority = request.authority().unwrap_or(b"*");
         // The target of CONNECT is an authority.
@@ -183,14 +162,14 @@ impl Record {
             b"" => authority,
             target => target,
         };
-        let version = if self.is_http2() {
+        let version = if self.is_http2 {
             "HTTP/2".to_owned()
         } else {
             format!("{:?}", request.version)
         };
         let line = [request.method, b" ", target, b" ", version.as_bytes()].concat();
         let mut fields = pairs(request.head);
-        if self.is_http2() && request.header("host").is_none() && request.authority().is_some() {
+        if self.is_http2 && request.header("host").is_none() && request.authority().is_some() {
             fields.insert(0, (b"host", authority));
         }
         self.request.head(&line, edits.fields(fields.into_iter()));
@@ -206,7 +185,7 @@ impl Record {
     ) {
         self.status = Some(status.as_u16());
         let status = status.as_str().as_bytes();
-        let line = if self.is_http2() {
+        let line = if self.is_http2 {
             [b"HTTP/2 ", status].concat()
         } else {
             [b"HTTP/1.1 ", status, b" ", reason].concat()
@@ -215,32 +194,28 @@ impl Record {
         self.response.head(&line, fields);
     }
 
-    fn is_http2(&self) -> bool {
-        self.exchange.protocol == Protocol::Http2
-    }
-
-    /// The complete record, with masks.
-    pub(super) fn finish(self) -> Exchange {
-        let incomplete = self.incomplete().map(str::to_owned);
+    /// The complete record, with masks: what the exchange shares with other connections, and its
+    /// messages.
+    pub(super) fn finish(self, exchange: Exchange) -> Exchange {
+        let is_over = exchange.failure.is_some() || exchange.upgraded.is_some();
+        let incomplete = self.incomplete(is_over).map(str::to_owned);
         Exchange {
-            time: rfc3339(self.time),
-            duration_ms: milliseconds(self.duration),
             request: self.request.shown(),
             response: self.response.shown(),
             incomplete,
-            ..self.exchange
+            ..exchange
         }
     }
 
-    /// Why the exchange is incomplete; `None` if it is complete.
-    fn incomplete(&self) -> Option<&str> {
+    /// Why the exchange is incomplete; `None` if it is complete, or is over for another reason.
+    fn incomplete(&self, is_over: bool) -> Option<&str> {
         if self.open {
             return Some(STILL_OPEN);
         }
         if let Some(reason) = &self.cut_off {
             return Some(reason);
         }
-        if self.exchange.failure.is_some() || self.exchange.upgraded.is_some() {
+        if is_over {
             return None;
         }
         match (

@@ -5,7 +5,6 @@
 //! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump or a line is
 //! dropped and counted if the writer's queue is full.
 
-mod access;
 mod body;
 mod exchange;
 pub(crate) mod mask;
@@ -14,21 +13,19 @@ mod tests;
 mod writer;
 
 use std::io::{self, Write};
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_model::exchange::{Direction, Exchange, Protocol, Transfer, milliseconds};
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::telemetry::{DumpFilter, Mode as PolicyMode, Telemetry};
+use diy_mesh_proto::telemetry::{AccessLogs, DumpFilter, Mode as PolicyMode, Telemetry};
 use time::OffsetDateTime;
 use time::format_description::BorrowedFormatItem;
 use time::macros::format_description;
 
+use super::ended::Ended;
 use crate::observe::metrics::Metrics;
-pub use access::{AccessRecord, RequestTarget};
 pub use exchange::ExchangeDump;
 pub(crate) use exchange::Record;
 
@@ -57,26 +54,6 @@ pub enum Format {
     Text,
     /// One JSON object per line
     Json,
-}
-
-/// Client connection of an exchange.
-#[derive(Clone, Copy, Debug)]
-pub struct ConnectionInfo {
-    /// Direction of the connection.
-    pub direction: Direction,
-    /// Address of the client.
-    pub peer: SocketAddr,
-    /// Original destination.
-    pub destination: SocketAddr,
-}
-
-/// The other side of the proxy: an inbound caller, or an outbound endpoint.
-#[derive(Clone, Debug, Default)]
-pub struct Remote {
-    /// Its address, outbound.
-    pub endpoint: Option<SocketAddr>,
-    /// Its identity, if mutual TLS has verified it.
-    pub identity: Option<String>,
 }
 
 /// Configuration of [`Dumps::start`].
@@ -108,41 +85,14 @@ struct Shared {
 }
 
 enum Message {
-    Exchange(Box<Record>),
-    Opaque(Box<Exchange>),
-    Access(Box<AccessRecord>),
+    Exchange(Box<Record>, Arc<Ended>),
+    Opaque(Arc<Ended>),
+    /// With the telemetry that has the format.
+    Access(Arc<Ended>, Arc<Telemetry>),
     /// Wakes the writer to reset the budget in a second.
     Wake,
     /// Responds when all earlier messages are written.
     Flush(SyncSender<()>),
-}
-
-impl ConnectionInfo {
-    /// A record in which only the connection is known.
-    fn exchange(&self, protocol: Protocol) -> Exchange {
-        Exchange {
-            time: String::new(),
-            direction: self.direction,
-            peer: self.peer,
-            destination: self.destination,
-            endpoint: None,
-            route: None,
-            backend: None,
-            fault: None,
-            would_deny: None,
-            identity: None,
-            protocol,
-            duration_ms: 0.0,
-            request: None,
-            response: None,
-            failure: None,
-            incomplete: None,
-            upgraded: None,
-            opaque: None,
-            id: None,
-            course: None,
-        }
-    }
 }
 
 impl Dumps {
@@ -175,7 +125,6 @@ impl Dumps {
     /// budget is exhausted. With a filter, only what passes it uses the budget.
     pub fn exchange(
         &self,
-        connection: &ConnectionInfo,
         telemetry: Option<&Arc<Telemetry>>,
         caller: Option<&Identity>,
     ) -> Option<ExchangeDump> {
@@ -187,50 +136,36 @@ impl Dumps {
             Some(filter) => filter.has_caller(caller) && shared.reserve(),
             None => shared.admit(),
         };
-        let new = || ExchangeDump::new(shared.clone(), *connection, mode, filtered.cloned());
+        let new = || ExchangeDump::new(shared.clone(), mode, filtered.cloned());
         is_admitted.then(new)
     }
 
-    /// Dumps a closed opaque connection: bytes sent and received by the client, duration, and the other
-    /// side of the proxy. Uses the budget like an exchange.
-    pub fn opaque(
-        &self,
-        connection: &ConnectionInfo,
-        telemetry: Option<&Arc<Telemetry>>,
-        caller: Option<&Identity>,
-        remote: Remote,
-        transfer: Transfer,
-        duration: Duration,
-    ) {
+    /// Dumps a closed opaque connection, which uses the budget like an exchange.
+    pub fn opaque(&self, ended: &Arc<Ended>, telemetry: Option<&Arc<Telemetry>>) {
         let Some(shared) = self.shared.as_ref() else {
             return;
         };
+        let duration = ended.ended.saturating_duration_since(ended.started);
         let passes = |filter: &DumpFilter| {
-            let has_result = filter.has_result(None, duration);
-            !filter.requires_http() && filter.has_caller(caller) && has_result
+            let has_caller = filter.has_caller(ended.caller.as_deref());
+            !filter.requires_http() && has_caller && filter.has_result(None, duration)
         };
         let filter = telemetry.and_then(|one| filter_of(one));
         let is_dumped = shared.mode_of(telemetry) != Mode::Off && filter.is_none_or(passes);
         if is_dumped && shared.admit() {
             shared.release();
-            let started = SystemTime::now().checked_sub(duration);
-            shared.send(Message::Opaque(Box::new(Exchange {
-                time: rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH)),
-                duration_ms: milliseconds(duration),
-                opaque: Some(transfer),
-                endpoint: remote.endpoint,
-                identity: remote.identity,
-                ..connection.exchange(Protocol::Tcp)
-            })));
+            shared.send(Message::Opaque(ended.clone()));
         }
     }
 
-    /// Writes a line of the access log.
-    pub fn access(&self, record: AccessRecord) {
-        let Some(shared) = self.shared.as_ref() else {
+    /// Writes a line of the access log, if the telemetry has one for it.
+    pub fn access(&self, ended: &Arc<Ended>, telemetry: &Arc<Telemetry>) {
+        let is_logged = |logs: &AccessLogs| !logs.failures || ended.is_failure;
+        let logs = telemetry.access_logs.as_ref();
+        let (Some(shared), true) = (self.shared.as_ref(), logs.is_some_and(is_logged)) else {
             return;
         };
-        let message = Message::Access(Box::new(record));
+        let message = Message::Access(ended.clone(), telemetry.clone());
         if shared.queue.try_send(message).is_err() {
             shared.metrics.access_logs_dropped.inc();
         }

@@ -4,15 +4,18 @@ mod telemetry;
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{Failure as FailureReply, Fault};
+use diy_mesh_model::exchange::{Direction, Protocol, Transfer};
 use http::{HeaderMap, HeaderName, Request, StatusCode, Version};
 
 use super::*;
+use crate::endpoint::EndpointInfo;
 use crate::error::Failure;
 use crate::http::edits::Edits;
 use crate::http::view::{self, RequestView};
+use crate::observe::ended::{Attempt, testing::ended};
+use crate::route::Rule;
 use crate::serve::http1::head::{RequestHead, ResponseHead};
 
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(20);
@@ -56,14 +59,6 @@ fn start(mode: Mode, format: Format) -> (Dumps, Output, Arc<Metrics>) {
     (dumps, output, metrics)
 }
 
-fn connection(direction: Direction) -> ConnectionInfo {
-    ConnectionInfo {
-        direction,
-        peer: "10.0.0.7:41234".parse().unwrap(),
-        destination: "10.0.0.9:8080".parse().unwrap(),
-    }
-}
-
 fn header_map(fields: &[(&str, &str)]) -> HeaderMap {
     let parse = |(name, value): &(&str, &str)| (name.parse().unwrap(), value.parse().unwrap());
     let mut headers = HeaderMap::new();
@@ -91,14 +86,14 @@ fn hello(dump: &mut ExchangeDump) {
         "POST /hello?a=b HTTP/1.1\r\nHost: http-server\r\nX-CaSe: kept\r\n\
          AUTHORIZATION: Bearer secret\r\n\r\n",
     );
-    dump.request_body(b"ping");
+    dump.fill(|record| record.request.body.append(b"ping"));
     dump.fill(|record| record.request.ended = true);
     let head =
         "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nSet-Cookie: id=secret; Path=/\r\n\r\n";
     let head = ResponseHead::parse(head.into(), b"POST").unwrap();
     respond(dump, StatusCode::OK, head.reason(), &head);
-    dump.response_body(b"po");
-    dump.response_body(b"ng\n");
+    dump.fill(|record| record.response.body.append(b"po"));
+    dump.fill(|record| record.response.body.append(b"ng\n"));
     dump.fill(|record| record.response.ended = true);
 }
 
@@ -109,10 +104,20 @@ fn written(
     direction: Direction,
     fill: impl FnOnce(&mut ExchangeDump),
 ) -> String {
+    written_of(ended(direction), mode, format, fill)
+}
+
+/// Output of an exchange that ended so.
+fn written_of(
+    ended: Ended,
+    mode: Mode,
+    format: Format,
+    fill: impl FnOnce(&mut ExchangeDump),
+) -> String {
     let (dumps, output, _) = start(mode, format);
-    let mut dump = dumps.exchange(&connection(direction), None, None).unwrap();
+    let mut dump = dumps.exchange(None, None).unwrap();
     fill(&mut dump);
-    drop(dump);
+    dump.write(&Arc::new(ended), false);
     dumps.flush(FLUSH_TIMEOUT);
     let [piece] = output.pieces().try_into().expect("one piece");
     piece
@@ -178,12 +183,12 @@ fn renders_grpc_metadata_message_counts_and_status() {
             ..view::testing::request("POST", "/echo.v1.EchoService/Echo")
         };
         dump.fill(|record| record.request_head(&request, Edits::default()));
-        dump.request_body(b"\0\0\0\0\x02hi");
+        dump.fill(|record| record.request.body.append(b"\0\0\0\0\x02hi"));
         dump.fill(|record| record.request.ended = true);
         let fields = [("content-type", "application/grpc")];
         respond(dump, StatusCode::OK, b"", &header_map(&fields));
-        dump.response_body(b"\0\0\0\0\x02hi\0\0");
-        dump.response_body(b"\0\0\x02ho");
+        dump.fill(|record| record.response.body.append(b"\0\0\0\0\x02hi\0\0"));
+        dump.fill(|record| record.response.body.append(b"\0\0\x02ho"));
         let trailers = [("grpc-status", "5"), ("grpc-message", "no such echo")];
         dump.fill(|record| record.response.set_trailers(&header_map(&trailers)));
         dump.fill(|record| record.response.ended = true);
@@ -220,39 +225,48 @@ fn reports_aborted_exchange() {
     );
 }
 
+/// A request without a response.
+fn get(dump: &mut ExchangeDump) {
+    request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+}
+
 #[test]
 fn renders_failure_before_its_response() {
-    let (text, _) = text(Mode::Full, Direction::Outbound, |dump| {
-        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        let failure = Failure::NoEndpoint("shop/cart".into());
-        dump.fill(|record| {
-            record.exchange.failure = Some(FailureReply {
-                code: failure.code().label().to_owned(),
-                message: failure.to_string(),
-            });
-        });
+    let ended = Ended {
+        failure: Some((&Failure::NoEndpoint("shop/cart".into())).into()),
+        is_local_reply: true,
+        ..ended(Direction::Outbound)
+    };
+    let text = written_of(ended, Mode::Full, Format::Text, |dump| {
+        get(dump);
         let status = StatusCode::SERVICE_UNAVAILABLE;
         respond(dump, status, b"Service Unavailable", &HeaderMap::new());
     });
-    let end = "[answered by the proxy: no-endpoint: service shop/cart has no ready endpoint]\nHTTP/1.1 503 Service Unavailable\n\n";
-    assert!(text.ends_with(end), "{text}");
+    let end = "[answered by the proxy: no-endpoint: service shop/cart has no ready endpoint]\nHTTP/1.1 503 Service Unavailable\n\n[";
+    assert!(text.contains(end), "{text}");
+}
+
+/// Text and JSON of a request that ended so.
+fn both(ended: impl Fn() -> Ended) -> (String, serde_json::Value) {
+    let text = written_of(ended(), Mode::Full, Format::Text, get);
+    let json = written_of(ended(), Mode::Full, Format::Json, get);
+    (text, serde_json::from_str(&json).unwrap())
 }
 
 #[test]
 fn names_the_route_and_its_backend() {
-    let routed = |dump: &mut ExchangeDump| {
-        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        let (rule, backend) = ("HTTPRoute shop/web", "shop/web-v2:80");
-        dump.fill(|record| {
-            record.exchange.route = Some(rule.to_owned());
-            record.exchange.backend = Some(backend.to_owned());
-        });
-    };
-    let text = written(Mode::Full, Format::Text, Direction::Outbound, routed);
+    let (text, json) = both(|| {
+        let rule = Rule {
+            name: "HTTPRoute shop/web".into(),
+            ..Rule::default()
+        };
+        Ended {
+            rule: Some((rule.into(), Some("shop/web-v2:80".into()))),
+            ..ended(Direction::Outbound)
+        }
+    });
     let line = "Outbound connection to 10.0.0.9:8080 by HTTPRoute shop/web to shop/web-v2:80\n";
     assert!(text.starts_with(line), "{text}");
-    let json = written(Mode::Full, Format::Json, Direction::Outbound, routed);
-    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["route"], "HTTPRoute shop/web");
     assert_eq!(json["backend"], "shop/web-v2:80");
 }
@@ -271,15 +285,11 @@ fn names_the_policy_of_a_fault() {
             serde_json::Value::Null,
         ),
     ] {
-        let faulty = |dump: &mut ExchangeDump| {
-            request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-            let fault = Fault::new("TrafficPolicy shop/web".to_owned(), delay);
-            dump.fill(|record| record.exchange.fault = Some(fault));
-        };
-        let text = written(Mode::Full, Format::Text, Direction::Outbound, faulty);
+        let (text, json) = both(|| Ended {
+            fault: Some(("TrafficPolicy shop/web".into(), delay)),
+            ..ended(Direction::Outbound)
+        });
         assert!(text.contains(line), "{text}");
-        let json = written(Mode::Full, Format::Json, Direction::Outbound, faulty);
-        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
         assert_eq!(json["fault"]["policy"], "TrafficPolicy shop/web");
         assert_eq!(json["fault"]["delay_ms"], milliseconds);
     }
@@ -288,15 +298,12 @@ fn names_the_policy_of_a_fault() {
 #[test]
 fn names_the_policy_under_audit_that_would_deny() {
     let reason = "AuthorizationPolicy shop/web, rules[0]";
-    let audited = |dump: &mut ExchangeDump| {
-        request(dump, "GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-        dump.fill(|record| record.exchange.would_deny = Some(reason.to_owned()));
-    };
-    let text = written(Mode::Full, Format::Text, Direction::Inbound, audited);
+    let (text, json) = both(|| Ended {
+        would_deny: Some(reason.into()),
+        ..ended(Direction::Inbound)
+    });
     let line = format!("[would be denied by {reason}]\n");
     assert!(text.contains(&line), "{text}");
-    let json = written(Mode::Full, Format::Json, Direction::Inbound, audited);
-    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["would_deny"], reason);
 }
 
@@ -330,31 +337,36 @@ fn renders_one_json_object_per_line() {
     assert!(object["time"].as_str().unwrap().ends_with('Z') && object.get("incomplete").is_none());
 }
 
+/// The latest attempt, to an endpoint with this identity.
+fn attempt(identity: &str) -> Option<Attempt> {
+    let bare = EndpointInfo::bare(([10, 244, 0, 6], 8080).into());
+    let endpoint = EndpointInfo {
+        identity: identity.parse().ok(),
+        ..bare
+    };
+    Some(Attempt {
+        endpoint: endpoint.into(),
+        began: Instant::now(),
+    })
+}
+
 #[test]
 fn both_formats_name_endpoint_and_identity() {
     let identity = "spiffe://cluster.local/ns/shop/sa/cart";
-    let named = |dump: &mut ExchangeDump| {
-        hello(dump);
-        dump.fill(|record| {
-            record.exchange.endpoint = Some(([10, 244, 0, 6], 8080).into());
-            record.exchange.identity = Some(identity.to_owned());
-        });
-    };
-    let (_, details) = text(Mode::Full, Direction::Outbound, named);
-    let end = format!(" ms, endpoint 10.244.0.6:8080, mutual TLS with {identity}");
-    assert!(details.ends_with(&end), "{details}");
-    let line = written(Mode::Full, Format::Json, Direction::Outbound, named);
-    let object: serde_json::Value = serde_json::from_str(&line).unwrap();
-    assert_eq!(object["endpoint"], "10.244.0.6:8080");
-    assert_eq!(object["identity"], identity);
+    let (text, json) = both(|| Ended {
+        attempt: attempt(identity),
+        ..ended(Direction::Outbound)
+    });
+    let end = format!(" ms, endpoint 10.244.0.6:8080, mutual TLS with {identity}]\n\n");
+    assert!(text.ends_with(&end), "{text}");
+    assert_eq!(json["endpoint"], "10.244.0.6:8080");
+    assert_eq!(json["identity"], identity);
 }
 
 #[test]
 fn counts_exchanges_beyond_the_budget_and_resets_it_each_second() {
     let (dumps, output, metrics) = start(Mode::Full, Format::Text);
-    let dumped = (0..100)
-        .filter_map(|_| dumps.exchange(&connection(Direction::Inbound), None, None))
-        .count();
+    let dumped = (0..100).filter_map(|_| dumps.exchange(None, None)).count();
     // The budget may be reset meanwhile.
     assert!(
         (MAX_DUMPS_PER_SECOND as usize..=2 * MAX_DUMPS_PER_SECOND as usize).contains(&dumped),
@@ -381,27 +393,26 @@ fn counts_exchanges_beyond_the_budget_and_resets_it_each_second() {
         std::thread::yield_now();
     };
     assert_eq!(more, 100 - dumped);
-    assert!(
-        dumps
-            .exchange(&connection(Direction::Inbound), None, None)
-            .is_some()
-    );
+    assert!(dumps.exchange(None, None).is_some());
 }
 
 #[test]
 fn renders_opaque_connection_on_one_line() {
     let (dumps, output, _) = start(Mode::Full, Format::Text);
-    let transfer = Transfer {
-        sent: 1,
-        received: 2345,
+    let opaque = |direction| {
+        let ended = ended(direction);
+        Arc::new(Ended {
+            protocol: Protocol::Tcp,
+            ended: ended.started + Duration::from_millis(1500),
+            transfer: Transfer {
+                sent: 1,
+                received: 2345,
+            },
+            attempt: attempt("spiffe://cluster.local/ns/shop/sa/cart"),
+            ..ended
+        })
     };
-    let duration = Duration::from_millis(1500);
-    let remote = Remote {
-        endpoint: Some(([10, 244, 0, 6], 8080).into()),
-        identity: Some("spiffe://cluster.local/ns/shop/sa/cart".into()),
-    };
-    let outbound = connection(Direction::Outbound);
-    dumps.opaque(&outbound, None, None, remote, transfer, duration);
+    dumps.opaque(&opaque(Direction::Outbound), None);
     dumps.flush(FLUSH_TIMEOUT);
     let [text] = output.pieces().try_into().expect("one piece");
     let first = "Outbound connection to 10.0.0.9:8080\n[TCP: 1 byte sent, 2345 bytes received, 1.500 s from 20";
@@ -409,8 +420,7 @@ fn renders_opaque_connection_on_one_line() {
         "Z, endpoint 10.244.0.6:8080, mutual TLS with spiffe://cluster.local/ns/shop/sa/cart]\n\n";
     assert!(text.starts_with(first) && text.ends_with(end), "{text}");
     let (dumps, output, _) = start(Mode::Headers, Format::Json);
-    let inbound = connection(Direction::Inbound);
-    dumps.opaque(&inbound, None, None, Remote::default(), transfer, duration);
+    dumps.opaque(&opaque(Direction::Inbound), None);
     dumps.flush(FLUSH_TIMEOUT);
     let object: serde_json::Value = serde_json::from_str(&output.pieces()[0]).unwrap();
     assert_eq!(
@@ -428,20 +438,12 @@ fn limits_concurrent_dumps() {
     let (dumps, _, metrics) = start(Mode::Full, Format::Text);
     let shared = dumps.shared.clone().unwrap();
     shared.concurrent.store(MAX_CONCURRENT, Ordering::Relaxed);
-    assert!(
-        dumps
-            .exchange(&connection(Direction::Inbound), None, None)
-            .is_none()
-    );
+    assert!(dumps.exchange(None, None).is_none());
     assert_eq!(metrics.dumps_suppressed.get(), 1);
     shared
         .concurrent
         .store(MAX_CONCURRENT - 1, Ordering::Relaxed);
-    assert!(
-        dumps
-            .exchange(&connection(Direction::Inbound), None, None)
-            .is_some()
-    );
+    assert!(dumps.exchange(None, None).is_some());
     assert_eq!(
         shared.concurrent.load(Ordering::Relaxed),
         MAX_CONCURRENT - 1,
@@ -474,32 +476,19 @@ fn closed_output_stops_dumps() {
     )
     .unwrap();
     let deadline = std::time::Instant::now() + FLUSH_TIMEOUT;
-    while let Some(dump) = dumps.exchange(&connection(Direction::Inbound), None, None) {
+    while let Some(dump) = dumps.exchange(None, None) {
         drop(dump);
         assert!(std::time::Instant::now() < deadline, "dumps continue");
     }
     dumps.flush(FLUSH_TIMEOUT);
-    assert!(
-        dumps
-            .exchange(&connection(Direction::Inbound), None, None)
-            .is_none()
-    );
+    assert!(dumps.exchange(None, None).is_none());
 }
 
 #[test]
 fn off_mode_dumps_nothing() {
     let (dumps, output, metrics) = start(Mode::Off, Format::Text);
-    assert!(
-        dumps
-            .exchange(&connection(Direction::Inbound), None, None)
-            .is_none()
-    );
-    let (inbound, none) = (connection(Direction::Inbound), Remote::default());
-    let transfer = Transfer {
-        sent: 1,
-        received: 1,
-    };
-    dumps.opaque(&inbound, None, None, none, transfer, Duration::ZERO);
+    assert!(dumps.exchange(None, None).is_none());
+    dumps.opaque(&Arc::new(ended(Direction::Inbound)), None);
     assert_eq!(
         (output.pieces().len(), metrics.dumps_suppressed.get()),
         (0, 0)
@@ -509,21 +498,22 @@ fn off_mode_dumps_nothing() {
 #[test]
 fn writes_long_lived_stream_once() {
     let (dumps, output, _) = start(Mode::Full, Format::Text);
-    let mut dump = dumps
-        .exchange(&connection(Direction::Outbound), None, None)
-        .unwrap();
+    let mut dump = dumps.exchange(None, None).unwrap();
     request(&mut dump, "GET /watch HTTP/1.1\r\nHost: a\r\n\r\n");
     dump.fill(|record| record.request.ended = true);
     respond(&mut dump, StatusCode::OK, b"OK", &HeaderMap::new());
-    dump.response_body(b"first");
+    dump.fill(|record| record.response.body.append(b"first, second"));
+    assert!(!dump.is_long_lived());
     dump.started -= exchange::MAX_OPEN_TIME + Duration::from_secs(1);
-    dump.response_body(b", second");
-    dump.response_body(b", third");
+    assert!(dump.is_long_lived());
+    let ended = Arc::new(ended(Direction::Outbound));
+    dump.write(&ended, true);
+    assert!(!dump.is_long_lived());
     dumps.flush(FLUSH_TIMEOUT);
     let written = output.pieces();
     let end = "first, second\n\n[still open; what follows is not shown]\n\n[20";
     assert!(written.concat().contains(end), "{written:?}");
-    drop(dump);
+    dump.write(&ended, false);
     dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(output.pieces(), written, "written once");
 }

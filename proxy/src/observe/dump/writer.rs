@@ -124,10 +124,12 @@ impl Writer {
 
     fn write(&mut self, message: Message) -> Result<(), Closed> {
         let exchange = match message {
-            Message::Exchange(record) => Box::new(record.finish()),
-            Message::Opaque(exchange) => exchange,
-            Message::Access(record) => {
-                self.lines += &record.line();
+            Message::Exchange(record, ended) => record.finish(ended.dumped()),
+            Message::Opaque(ended) => ended.dumped(),
+            Message::Access(ended, telemetry) => {
+                let logs = telemetry.access_logs.as_ref();
+                self.lines +=
+                    &logs.map_or_else(String::new, |logs| ended.access().line(&logs.format));
                 if self.lines.len() < MAX_LINES {
                     return Ok(());
                 }
@@ -142,7 +144,7 @@ impl Writer {
                 return Ok(());
             }
         };
-        self.dump(&Dump::Exchange(exchange))
+        self.dump(&Dump::Exchange(Box::new(exchange)))
     }
 
     fn dump(&mut self, dump: &Dump) -> Result<(), Closed> {

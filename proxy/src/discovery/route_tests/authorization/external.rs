@@ -13,8 +13,8 @@ use tokio_stream::wrappers::TcpListenerStream;
 use tonic::transport::Server;
 
 use super::*;
-use crate::context::recent::testing::without_ids;
 use crate::limits::memory::Memory;
+use crate::observe::recent::testing::without_ids;
 
 const BACKEND: &str = "auth/server:9000";
 const EMPTY: &str = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";

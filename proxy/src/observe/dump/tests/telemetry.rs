@@ -2,11 +2,11 @@
 
 use std::sync::mpsc;
 
-use diy_mesh_model::access::Entry;
 use diy_mesh_model::access::Format as LineFormat;
 use diy_mesh_proto::telemetry::{AccessLogs, DumpSettings};
 
 use super::*;
+use crate::observe::ended::request_line;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -20,9 +20,9 @@ fn settings(mode: PolicyMode, filter: DumpFilter) -> Arc<Telemetry> {
 /// What is dumped of [`hello`].
 fn dumped(mode: Mode, telemetry: &Arc<Telemetry>, caller: Option<&Identity>) -> String {
     let (dumps, output, _) = start(mode, Format::Text);
-    let inbound = connection(Direction::Inbound);
-    if let Some(mut dump) = dumps.exchange(&inbound, Some(telemetry), caller) {
+    if let Some(mut dump) = dumps.exchange(Some(telemetry), caller) {
         hello_filtered(&mut dump);
+        dump.write(&Arc::new(ended(Direction::Inbound)), false);
     }
     dumps.flush(FLUSH_TIMEOUT);
     let shared = dumps.shared.as_ref().unwrap();
@@ -98,11 +98,12 @@ fn what_a_filter_leaves_out_uses_no_budget() {
             ..DumpFilter::default()
         },
     );
-    let inbound = connection(Direction::Inbound);
+    let ended = Arc::new(ended(Direction::Inbound));
     let exchange = |age: Duration| {
-        let mut dump = dumps.exchange(&inbound, Some(&settings), None).unwrap();
+        let mut dump = dumps.exchange(Some(&settings), None).unwrap();
         hello(&mut dump);
         dump.started -= age;
+        dump.write(&ended, false);
     };
     (0..1000).for_each(|_| exchange(Duration::ZERO));
     exchange(DAY);
@@ -114,11 +115,12 @@ fn what_a_filter_leaves_out_uses_no_budget() {
 #[test]
 fn opaque_connections_have_no_path_and_no_status() {
     let (dumps, output, _) = start(Mode::Headers, Format::Text);
-    let inbound = connection(Direction::Inbound);
-    let transfer = Transfer {
-        sent: 1,
-        received: 1,
-    };
+    let inbound = ended(Direction::Inbound);
+    let inbound = Arc::new(Ended {
+        protocol: Protocol::Tcp,
+        ended: inbound.started + Duration::from_millis(20),
+        ..inbound
+    });
     let dump = |path: Option<&str>, slower_than: u64| {
         let settings = settings(
             PolicyMode::Headers,
@@ -128,8 +130,7 @@ fn opaque_connections_have_no_path_and_no_status() {
                 ..DumpFilter::default()
             },
         );
-        let (remote, time) = (Remote::default(), Duration::from_millis(20));
-        dumps.opaque(&inbound, Some(&settings), None, remote, transfer, time);
+        dumps.opaque(&inbound, Some(&settings));
     };
     dump(Some(""), 0);
     dump(None, 21);
@@ -138,44 +139,21 @@ fn opaque_connections_have_no_path_and_no_status() {
     assert_eq!(output.pieces().len(), 1);
 }
 
-fn record(target: &str) -> AccessRecord {
-    let address = "10.0.0.7:41234".parse().unwrap();
-    AccessRecord {
-        telemetry: Arc::new(Telemetry {
-            access_logs: Some(AccessLogs {
-                failures: false,
-                format: LineFormat::parse("{time} {method} \"{path}\" {status}").unwrap(),
-            }),
-            ..Telemetry::default()
+/// Logs a request with this target.
+fn log(dumps: &Dumps, target: &str) {
+    let telemetry = Telemetry {
+        access_logs: Some(AccessLogs {
+            failures: false,
+            format: LineFormat::parse("{method} \"{path}\" {status}").unwrap(),
         }),
-        entry: Entry {
-            time: String::new(),
-            duration_ms: 1.0,
-            direction: Direction::Inbound,
-            protocol: Protocol::Http1,
-            method: None,
-            path: None,
-            status: Some(200),
-            grpc_status: None,
-            failure: None,
-            bytes_sent: 0,
-            bytes_received: 0,
-            peer: address,
-            identity: None,
-            destination: address,
-            route: None,
-            backend: None,
-            endpoint: None,
-            attempts: 1,
-            tls: "none",
-            fault: None,
-            trace_id: None,
-            id: None,
-            incomplete: None,
-        },
-        started: SystemTime::UNIX_EPOCH,
-        request: Some(RequestTarget::new(b"GET", target.as_bytes())),
-    }
+        ..Telemetry::default()
+    };
+    let ended = Ended {
+        line: request_line(&view::testing::request("GET", target)),
+        status: Some(StatusCode::OK),
+        ..ended(Direction::Inbound)
+    };
+    dumps.access(&ended.into(), &telemetry.into());
 }
 
 #[test]
@@ -183,16 +161,12 @@ fn access_log_has_a_line_for_each_record_without_queries_and_forged_lines() {
     let (dumps, output, _) = start(Mode::Off, Format::Text);
     let targets = ["/a?token=x", "/b\r\nforged", "/c\"d", "*"];
     for target in targets {
-        dumps.access(record(target));
+        log(&dumps, target);
     }
     dumps.flush(FLUSH_TIMEOUT);
-    let time = "1970-01-01T00:00:00.000Z";
     assert_eq!(
         output.pieces().concat(),
-        format!(
-            "{time} GET \"/a?***\" 200\n{time} GET \"/b\\r\\nforged\" 200\n\
-             {time} GET \"/c\\x22d\" 200\n{time} GET \"*\" 200\n"
-        )
+        "GET \"/a?***\" 200\nGET \"/b\\r\\nforged\" 200\nGET \"/c\\x22d\" 200\nGET \"*\" 200\n"
     );
 }
 
@@ -222,7 +196,7 @@ fn lines_beyond_the_queue_are_dropped_and_counted() {
     let dumps = Dumps::start(config, metrics.clone()).unwrap();
     let sent = 2 * QUEUE_CAPACITY + 1000;
     for _ in 0..sent {
-        dumps.access(record("/"));
+        log(&dumps, "/");
     }
     drop(permit);
     let dropped = usize::try_from(metrics.access_logs_dropped.get()).unwrap();

@@ -8,8 +8,8 @@ use std::time::Duration;
 use h2::Reason;
 
 use super::*;
-use crate::context::recent::Query;
-use crate::context::recent::testing::without_ids;
+use crate::observe::recent::Query;
+use crate::observe::recent::testing::without_ids;
 use crate::secure::tls::Alpn;
 use crate::upstream::connect::{Dialer, Remote};
 
@@ -112,7 +112,7 @@ fn exchange_has_one_identifier_in_the_mesh_and_none_at_applications() {
         assert_eq!((caller.len(), callee.len()), (2, 1));
         assert_eq!(caller[0].id, callee[0].id);
         assert_ne!(caller[0].id, caller[1].id);
-        assert_eq!(caller[0].subject(), "GET /a");
+        assert_eq!(caller[0].subject(), "GET /a?***");
         let course = caller[0].course.as_ref().expect("it is recent");
         assert_eq!(course.attempts[0].endpoint, service.addresses[0]);
         assert!(course.attempts[0].identity.is_some() && callee[0].identity.is_some());

@@ -1,0 +1,377 @@
+//! An exchange, or an opaque connection, that has ended: what dumps, access logs and recent exchanges
+//! tell of it. In bounded memory; credentials and queries are masked when it is told.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use diy_mesh_model::access;
+use diy_mesh_model::code::GRPC_STATUSES;
+use diy_mesh_model::escape;
+use diy_mesh_model::exchange::{
+    self, Course, Direction, Exchange, ExchangeId, Fault, Part, Protocol, Transfer, milliseconds,
+};
+use diy_mesh_model::identity::Identity;
+use http::StatusCode;
+
+use crate::endpoint::EndpointInfo;
+use crate::error::Failure;
+use crate::http::view::RequestView;
+use crate::labels::TlsKind;
+use crate::observe::dump::{mask, rfc3339};
+use crate::route::Rule;
+
+/// The bytes of a method, of a target without its query, and of the text of a failure.
+const MAX_METHOD: usize = 32;
+const MAX_TARGET: usize = 512;
+const MAX_TEXT: usize = 256;
+/// The text of an exchange without a complete response.
+const INCOMPLETE: &str = "there was no complete response";
+/// The failed attempts of an exchange.
+const MAX_FAILED_ATTEMPTS: usize = 3;
+
+/// One exchange or opaque connection that has ended.
+pub struct Ended {
+    /// Its identifier.
+    pub id: ExchangeId,
+    /// Its start.
+    pub started: Instant,
+    /// The head of the response.
+    pub responded: Option<Instant>,
+    /// Its end.
+    pub ended: Instant,
+    /// As seen from the application.
+    pub direction: Direction,
+    /// What the proxy forwarded.
+    pub protocol: Protocol,
+    /// The client.
+    pub peer: SocketAddr,
+    /// The original destination.
+    pub destination: SocketAddr,
+    /// The name of the original destination.
+    pub service: Arc<str>,
+    /// The caller, if mutual TLS has verified it.
+    pub caller: Option<Arc<Identity>>,
+    /// Of the connection to the other side.
+    pub tls: TlsKind,
+    /// The rule, and the name of the backend that it chose.
+    pub rule: Option<(Arc<Rule>, Option<Arc<str>>)>,
+    /// The number of attempts, and the latest one.
+    pub attempts: u32,
+    /// The latest attempt.
+    pub attempt: Option<Attempt>,
+    /// Failed attempts before it, as many as are kept.
+    pub failed: Vec<(Attempt, Cause)>,
+    /// The proxy's own address of an opaque connection to the endpoint.
+    pub local: Option<SocketAddr>,
+    /// Method and target of the request.
+    pub line: Box<[u8]>,
+    /// The response.
+    pub status: Option<StatusCode>,
+    /// The name of the status of a gRPC call; empty for other requests.
+    pub grpc: &'static str,
+    /// As access logs and recent exchanges see it.
+    pub is_failure: bool,
+    /// There was no complete response, and no failure says why.
+    pub is_incomplete: bool,
+    /// Bytes of the client, and to the client.
+    pub transfer: Transfer,
+    /// Those after an upgrade or CONNECT.
+    pub upgraded: Option<Transfer>,
+    /// Why the proxy could not carry it to its end.
+    pub failure: Option<Cause>,
+    /// The proxy has answered with an error itself.
+    pub is_local_reply: bool,
+    /// The policy of the latest fault, and its delay.
+    pub fault: Option<(Arc<str>, Option<Duration>)>,
+    /// The policy under audit that would deny it.
+    pub would_deny: Option<Box<str>>,
+    /// The trace of its span.
+    pub trace_id: Option<String>,
+}
+
+/// An attempt to reach an endpoint.
+#[derive(Clone)]
+pub struct Attempt {
+    /// The endpoint.
+    pub endpoint: Arc<EndpointInfo>,
+    /// Its start.
+    pub began: Instant,
+}
+
+/// What failed.
+#[derive(Clone)]
+pub struct Cause {
+    /// The code.
+    pub code: &'static str,
+    message: Box<str>,
+}
+
+impl From<&Failure> for Cause {
+    fn from(failure: &Failure) -> Self {
+        let mut message = failure.to_string();
+        message.truncate(message.floor_char_boundary(MAX_TEXT));
+        Self {
+            code: failure.code().label(),
+            message: message.into(),
+        }
+    }
+}
+
+impl Cause {
+    fn failure(&self) -> exchange::Failure {
+        exchange::Failure {
+            code: self.code.to_owned(),
+            message: self.message.to_string(),
+        }
+    }
+}
+
+/// Method and target of a request. Of its query only the start, which says that there is one.
+pub fn request_line(request: &RequestView<'_>) -> Box<[u8]> {
+    let is_end = |byte: &u8| matches!(byte, b'?' | b'#');
+    let target = request.target;
+    let end = target.iter().position(is_end).map(|end| end + 1);
+    let kept = end.unwrap_or(target.len()).min(MAX_TARGET);
+    let method = &request.method[..request.method.len().min(MAX_METHOD)];
+    [method, b" ", &target[..kept]].concat().into()
+}
+
+/// Adds an attempt, of which another one follows.
+pub fn fail_attempt(failed: &mut Vec<(Attempt, Cause)>, attempt: Attempt, failure: &Failure) {
+    if failed.len() < MAX_FAILED_ATTEMPTS {
+        failed.push((attempt, failure.into()));
+    }
+}
+
+impl Ended {
+    /// The record of the exchange.
+    pub fn exchange(&self) -> Exchange {
+        let is_opaque = self.protocol == Protocol::Tcp;
+        let is_outbound = self.direction == Direction::Outbound;
+        let last = self.attempt.as_ref();
+        Exchange {
+            time: self.time(),
+            direction: self.direction,
+            peer: self.peer,
+            destination: self.destination,
+            endpoint: last.filter(|_| is_outbound).map(|one| one.endpoint.address),
+            route: self.rule.as_ref().map(|(rule, _)| rule.name.to_string()),
+            backend: (self.rule.as_ref()).and_then(|(_, to)| Some(to.as_ref()?.to_string())),
+            fault: (self.fault.as_ref()).map(|(name, delay)| Fault::new(name.to_string(), *delay)),
+            would_deny: self.would_deny.as_deref().map(str::to_owned),
+            identity: self.identity().map(Identity::to_string),
+            protocol: self.protocol,
+            duration_ms: self.after(self.ended),
+            request: self.request(),
+            response: self.response(),
+            failure: self.failure.as_ref().map(Cause::failure),
+            incomplete: self.is_incomplete.then(|| INCOMPLETE.to_owned()),
+            upgraded: self.upgraded,
+            opaque: is_opaque.then_some(self.transfer),
+            id: Some(self.id),
+            course: Some(self.course()),
+        }
+    }
+
+    /// The same for a dump, which has the complete messages. An error is shown if it is the response.
+    pub fn dumped(&self) -> Exchange {
+        let exchange = self.exchange();
+        Exchange {
+            failure: exchange.failure.filter(|_| self.is_local_reply),
+            course: None,
+            ..exchange
+        }
+    }
+
+    /// Its entry in an access log.
+    pub fn access(&self) -> access::Entry {
+        let exchange = self.exchange();
+        let line = exchange.request.map(|request| request.start_line);
+        let (method, path) = line
+            .as_deref()
+            .and_then(|line| line.split_once(' '))
+            .unzip();
+        access::Entry {
+            time: exchange.time,
+            duration_ms: exchange.duration_ms,
+            direction: self.direction,
+            protocol: self.protocol,
+            method: method.map(|text| access::shown(text.as_bytes())),
+            path: path.map(|text| access::shown(text.as_bytes())),
+            status: self.status.map(|status| status.as_u16()),
+            grpc_status: (!self.grpc.is_empty()).then_some(self.grpc),
+            failure: self.failure.as_ref().map(|cause| cause.code),
+            bytes_sent: self.transfer.sent,
+            bytes_received: self.transfer.received,
+            peer: self.peer,
+            identity: exchange.identity,
+            destination: self.destination,
+            route: exchange.route,
+            backend: exchange.backend,
+            endpoint: exchange.endpoint,
+            attempts: self.attempts,
+            tls: self.tls.name(),
+            fault: exchange.fault.map(|fault| fault.policy),
+            trace_id: self.trace_id.clone(),
+            id: exchange.id,
+            incomplete: self.is_incomplete.then_some(true),
+        }
+    }
+
+    /// The start, in RFC 3339.
+    fn time(&self) -> String {
+        let started = SystemTime::now().checked_sub(self.started.elapsed());
+        rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH))
+    }
+
+    /// The caller or the endpoint.
+    fn identity(&self) -> Option<&Identity> {
+        match self.direction {
+            Direction::Inbound => self.caller.as_deref(),
+            Direction::Outbound => self.attempt.as_ref()?.endpoint.identity.as_ref(),
+        }
+    }
+
+    fn request(&self) -> Option<Part> {
+        let mut start_line = String::new();
+        escape::line(&mask::start_line(&self.line, true), &mut start_line);
+        (!start_line.is_empty()).then(|| Part {
+            start_line,
+            body_bytes: self.transfer.sent,
+            ..Part::default()
+        })
+    }
+
+    fn response(&self) -> Option<Part> {
+        let version = match self.protocol {
+            Protocol::Http2 => "HTTP/2",
+            Protocol::Http1 | Protocol::Tcp => "HTTP/1.1",
+        };
+        Some(Part {
+            start_line: format!("{version} {}", self.status?.as_str()),
+            body_bytes: self.transfer.received,
+            trailers: self.grpc_status().into_iter().collect(),
+            ..Part::default()
+        })
+    }
+
+    /// The field of a response to a gRPC call.
+    fn grpc_status(&self) -> Option<(String, String)> {
+        let number = GRPC_STATUSES.iter().position(|name| *name == self.grpc)?;
+        Some(("grpc-status".to_owned(), number.to_string()))
+    }
+
+    fn course(&self) -> Course {
+        let failed = self.failed.iter().map(|(one, cause)| (one, Some(cause)));
+        let attempts = failed.chain(self.attempt.iter().map(|one| (one, None)));
+        Course {
+            service: self.service.to_string(),
+            attempts: attempts
+                .map(|(one, cause)| self.attempt(one, cause))
+                .collect(),
+            responded_ms: self.responded.map(|at| self.after(at)),
+            local: self.local,
+        }
+    }
+
+    fn attempt(&self, attempt: &Attempt, cause: Option<&Cause>) -> exchange::Attempt {
+        let endpoint = &attempt.endpoint;
+        exchange::Attempt {
+            endpoint: endpoint.address,
+            pod: endpoint.pod.clone(),
+            identity: endpoint.identity.as_ref().map(Identity::to_string),
+            began_ms: self.after(attempt.began),
+            failure: cause.map(Cause::failure),
+        }
+    }
+
+    /// The milliseconds from the start to this time.
+    fn after(&self, at: Instant) -> f64 {
+        milliseconds(at.saturating_duration_since(self.started))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// An exchange of HTTP/1 that ended at once, of which only the connection is known.
+    pub fn ended(direction: Direction) -> Ended {
+        let now = Instant::now();
+        Ended {
+            id: ExchangeId::new([10, 0, 0, 7].into(), fastrand::u64(..)),
+            started: now,
+            responded: None,
+            ended: now,
+            direction,
+            protocol: Protocol::Http1,
+            peer: "10.0.0.7:41234".parse().unwrap(),
+            destination: "10.0.0.9:8080".parse().unwrap(),
+            service: "shop/cart".into(),
+            caller: None,
+            tls: TlsKind::None,
+            rule: None,
+            attempts: 0,
+            attempt: None,
+            failed: Vec::new(),
+            local: None,
+            line: Box::default(),
+            status: None,
+            grpc: "",
+            is_failure: false,
+            is_incomplete: false,
+            transfer: Transfer::default(),
+            upgraded: None,
+            failure: None,
+            is_local_reply: false,
+            fault: None,
+            would_deny: None,
+            trace_id: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::ended;
+    use super::*;
+    use crate::http::view::testing::request;
+
+    #[test]
+    fn ended_exchanges_are_bounded() {
+        let long = Failure::Unresolved {
+            name: "é".repeat(10_000).into(),
+            reason: String::new(),
+        };
+        let attempt = Attempt {
+            endpoint: Arc::new(EndpointInfo::bare("10.0.0.9:8080".parse().unwrap())),
+            began: Instant::now(),
+        };
+        let mut ended = ended(Direction::Outbound);
+        for _ in 0..100 {
+            fail_attempt(&mut ended.failed, attempt.clone(), &long);
+        }
+        let (method, path) = ("M".repeat(1000), format!("/{}?secret", "a".repeat(10_000)));
+        ended.line = request_line(&request(&method, &path));
+        let texts = ended.failed.iter().map(|(_, cause)| cause.message.len());
+        let size = size_of::<Ended>() + ended.line.len() + texts.sum::<usize>() + MAX_TEXT;
+        assert!(size <= 2048, "{size}");
+        let json = serde_json::to_string(&ended.exchange()).unwrap();
+        assert!(!json.contains("secret") && json.len() < 4096, "{json}");
+    }
+
+    #[test]
+    fn no_credentials_and_no_queries_are_told() {
+        for (target, shown) in [
+            ("/a?token=x", "GET /a?***"),
+            ("http://user:secret@cart/a", "GET http://***@cart/a"),
+        ] {
+            let mut ended = ended(Direction::Inbound);
+            ended.line = request_line(&request("GET", target));
+            let request = ended.exchange().request.unwrap();
+            assert_eq!(request.start_line, shown);
+            assert_eq!(ended.access().path.unwrap(), shown[4..]);
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The latest exchanges and opaque connections of the proxy: what the admin server tells of them
+//! (`/exchanges`). Those that failed do not give way to those that did not. Bounded: 256 of each.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use diy_mesh_model::exchange::{self, ExchangeId};
+
+use crate::observe::ended::Ended;
+
+/// The entries that failed, and the others.
+const MAX_ENTRIES: usize = 256;
+
+/// The latest entries, shared by all threads.
+pub struct Recent {
+    /// The number of the next exchange that begins here.
+    next: AtomicU64,
+    entries: Mutex<Entries>,
+}
+
+#[derive(Default)]
+struct Entries {
+    /// The number of entries so far.
+    ended: u64,
+    failed: VecDeque<(u64, Arc<Ended>)>,
+    others: VecDeque<(u64, Arc<Ended>)>,
+}
+
+/// Which entries are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Query {
+    /// Those of one exchange.
+    Id(ExchangeId),
+    /// Those that ended after so many others.
+    After(u64),
+}
+
+impl Query {
+    /// The query of a URL: `id=ID` or `after=NUMBER`; all, if it is empty.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let expected = "expected ?id=ID or ?after=NUMBER";
+        match text.split_once('=') {
+            None if text.is_empty() => Ok(Self::After(0)),
+            Some(("id", id)) => id.parse().map(Self::Id).map_err(|error| format!("{error}")),
+            Some(("after", number)) => number.parse().map(Self::After).map_err(|_| expected.into()),
+            _ => Err(expected.into()),
+        }
+    }
+}
+
+impl Default for Recent {
+    /// No entries. Numbers begin anywhere, so that those of an earlier proxy of the pod are others.
+    fn default() -> Self {
+        Self {
+            next: AtomicU64::new(fastrand::u64(..)),
+            entries: Mutex::default(),
+        }
+    }
+}
+
+impl Recent {
+    /// The number of an exchange that begins now.
+    pub fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Adds an entry.
+    pub fn add(&self, entry: Arc<Ended>) {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.ended += 1;
+        let number = entries.ended;
+        let ring = if entry.is_failure {
+            &mut entries.failed
+        } else {
+            &mut entries.others
+        };
+        if ring.len() == MAX_ENTRIES {
+            ring.pop_front();
+        }
+        ring.push_back((number, entry));
+    }
+
+    /// The entries that are asked for.
+    pub fn query(&self, query: Query) -> exchange::Recent {
+        let is_asked = |(number, entry): &&(u64, Arc<Ended>)| match query {
+            Query::Id(id) => entry.id == id,
+            Query::After(after) => *number > after,
+        };
+        // The workers wait for the lock, but not for the texts.
+        let (ended, mut found) = {
+            let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+            let all = entries.failed.iter().chain(&entries.others);
+            (
+                entries.ended,
+                all.filter(is_asked).cloned().collect::<Vec<_>>(),
+            )
+        };
+        found.sort_by_key(|(number, _)| *number);
+        exchange::Recent {
+            ended,
+            exchanges: found.iter().map(|(_, entry)| entry.exchange()).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    /// A message without the identifiers of exchanges, which differ from run to run.
+    pub fn without_ids(text: &str) -> String {
+        let lines = text.split_inclusive('\n');
+        lines
+            .filter(|line| !line.starts_with("x-mesh-exchange: "))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;
