@@ -13,6 +13,8 @@ pub enum Side {
     Mesh,
     /// Our proxies with dumps, which are the default.
     Dumps,
+    /// Our proxies with traces of a tenth of the requests and access logs of all, dumps off.
+    Telemetry,
     /// Envoy, configured as a sidecar.
     Envoy,
     /// HAProxy, configured as a sidecar.
@@ -25,10 +27,11 @@ pub enum Side {
 
 impl Side {
     /// All sides in measurement order.
-    pub const ALL: [Side; 7] = [
+    pub const ALL: [Side; 8] = [
         Side::Direct,
         Side::Mesh,
         Side::Dumps,
+        Side::Telemetry,
         Side::Envoy,
         Side::Haproxy,
         Side::MeshClient,
@@ -41,6 +44,7 @@ impl Side {
             Side::Direct => "direct",
             Side::Mesh => "mesh",
             Side::Dumps => "dumps",
+            Side::Telemetry => "telemetry",
             Side::Envoy => "envoy",
             Side::Haproxy => "haproxy",
             Side::MeshClient => "mesh-client",

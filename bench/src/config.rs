@@ -439,7 +439,7 @@ mod tests {
             "--haproxy",
             "/proc/self/exe",
         ];
-        assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL[..5]));
+        assert!(check(&built, true).is_ok_and(|config| config.sides == Side::ALL[..6]));
         assert!(
             check(&["--only", "certificates,tcp", "--sides", "envoy"], true)
                 .unwrap_err()

@@ -45,7 +45,7 @@ use tokio::{
 use crate::{
     cases::{Case, Kind, Side},
     certificates::CertificateBench,
-    config::Config,
+    config::{Config, Programs},
     load::Window,
     machine::Reading,
     measure::{Numbers, load_only, measure},
@@ -160,6 +160,8 @@ fn run(config: &Config, namespaces: &NamespaceSet) -> Result<ExitCode> {
 struct Testbed {
     running: Vec<Running>,
     control: Option<Control>,
+    /// Of the side with telemetry, whose state has its own directory.
+    telemetry: Option<Control>,
     /// For the cases without proxies.
     certificates: Option<CertificateBench>,
     /// Whether the case of TLS records is measured.
@@ -179,11 +181,15 @@ impl Testbed {
         } else {
             &config.sides
         };
-        let control = if sides.iter().any(|side| side.is_mesh()) {
-            Some(Control::start(&config.programs, namespaces)?)
-        } else {
-            None
+        let with_telemetry = Programs {
+            state: config.programs.state.join("telemetry"),
+            ..config.programs.clone()
         };
+        let needs_control = |side: &Side| side.is_mesh() && *side != Side::Telemetry;
+        let control = sides.iter().any(needs_control);
+        let control = control.then(|| Control::start(&config.programs, namespaces, false));
+        let telemetry = sides.contains(&Side::Telemetry);
+        let telemetry = telemetry.then(|| Control::start(&with_telemetry, namespaces, true));
         let needs = |kind: fn(&Kind) -> bool| config.cases.iter().any(|case| kind(&case.kind));
         let certificates = if has_mesh && needs(|kind| matches!(kind, Kind::Certificates { .. })) {
             Some(CertificateBench::start(&config.programs, namespaces)?)
@@ -193,7 +199,8 @@ impl Testbed {
         let (mut up, mut failures) = (
             Testbed {
                 running: Vec::new(),
-                control,
+                control: control.transpose()?,
+                telemetry: telemetry.transpose()?,
                 certificates,
                 records: needs(|kind| matches!(kind, Kind::Records(_))),
             },
@@ -201,7 +208,11 @@ impl Testbed {
         );
         for &side in sides {
             eprintln!("starting {}", side.name());
-            match Running::start(side, &config.programs, namespaces, up.control.as_mut()) {
+            let (programs, control) = match side {
+                Side::Telemetry => (&with_telemetry, up.telemetry.as_mut()),
+                _ => (&config.programs, up.control.as_mut()),
+            };
+            match Running::start(side, programs, namespaces, control) {
                 Ok(side) => up.running.push(side),
                 Err(error) => {
                     failures += 1;
@@ -374,7 +385,12 @@ impl Testbed {
 
     fn reading(&self) -> Result<Reading> {
         let mut meters: Vec<_> = self.running.iter().flat_map(Running::meters).collect();
-        meters.extend(self.control.as_ref().map(Control::meter));
+        meters.extend(
+            [&self.control, &self.telemetry]
+                .into_iter()
+                .flatten()
+                .map(Control::meter),
+        );
         Reading::take(&meters)
     }
 }

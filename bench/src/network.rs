@@ -174,8 +174,8 @@ pub struct ControlNetwork {
 
 impl ControlNetwork {
     /// Creates the namespace and its bridge.
-    pub fn create(namespaces: &NamespaceSet) -> Result<Self> {
-        let namespace = Namespace::create("control", namespaces)?;
+    pub fn create(name: &str, namespaces: &NamespaceSet) -> Result<Self> {
+        let namespace = Namespace::create(name, namespaces)?;
         let name = namespace.name();
         // A fixed MAC address: by default the bridge takes the lowest of its ports, which
         // invalidates ARP entries.

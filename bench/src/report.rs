@@ -205,6 +205,7 @@ fn ratios(sides: &[Side]) -> Vec<(Side, Side)> {
         selected = of(Side::Dumps, &[Side::Envoy, Side::Haproxy]);
         selected.extend(of(Side::Envoy, &[Side::Direct]));
     }
+    selected.extend(of(Side::Telemetry, &[Side::Mesh]));
     selected.extend([Side::MeshClient, Side::MeshServer].map(|side| (side, Side::Direct)));
     selected.retain(|(side, to)| sides.contains(side) && sides.contains(to));
     selected

@@ -24,6 +24,8 @@ use crate::{
 };
 
 const ADMIN_PORT: u16 = 8081;
+/// The cluster IP of the collector of traces.
+const COLLECTOR: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 99);
 
 /// Running controller, shared by the mesh sides, whose pods have the same names and addresses.
 pub struct Control {
@@ -32,12 +34,14 @@ pub struct Control {
 }
 
 impl Control {
-    /// Writes catalog and keys, starts the controller and waits until it is ready.
-    pub fn start(programs: &Programs, namespaces: &NamespaceSet) -> Result<Self> {
-        let network = ControlNetwork::create(namespaces)?;
+    /// Writes catalog and keys, starts the controller and waits until it is ready. With `telemetry`,
+    /// its pods trace a tenth of their requests and log all.
+    pub fn start(programs: &Programs, namespaces: &NamespaceSet, telemetry: bool) -> Result<Self> {
+        let name = if telemetry { "telemetry" } else { "control" };
+        let network = ControlNetwork::create(name, namespaces)?;
         let catalog = programs.state.join("catalog");
         fs::create_dir_all(&catalog).with_context(|| format!("create {}", catalog.display()))?;
-        write_readable(&catalog.join("bench.yaml"), &objects())?;
+        write_readable(&catalog.join("bench.yaml"), &objects(telemetry))?;
         let keys = programs.state.join("jwks.json");
         write_readable(&keys, &tokens(&programs.state)?)?;
         let authority = authority(&programs.state);
@@ -226,7 +230,7 @@ fn tokens(state: &Path) -> Result<String> {
 }
 
 /// The Services, their EndpointSlices and the pods.
-fn objects() -> String {
+fn objects(telemetry: bool) -> String {
     let mut ports = vec![
         ("http".to_string(), Routes::None.port(), HTTP_PORT),
         ("bytes".to_string(), SINK_PORT, SINK_PORT),
@@ -243,6 +247,9 @@ fn objects() -> String {
     items.extend(service("http-server", CLUSTER.into(), SERVER, &ports));
     items.extend(service("plain", PLAIN_CLUSTER.into(), PLAIN_SERVER, &ports));
     items.extend(Routes::ALL.into_iter().flat_map(http_routes));
+    if telemetry {
+        items.extend(with_telemetry());
+    }
     let numbers = CASES.iter().filter_map(|case| match case.kind {
         Kind::Destinations { number } => Some(number),
         _ => None,
@@ -253,6 +260,36 @@ fn objects() -> String {
     }
     let documents: Vec<_> = items.iter().map(ToString::to_string).collect();
     documents.join("\n---\n")
+}
+
+/// Traces of a tenth of the requests of both pods, and access logs of all. The origin server is the
+/// collector.
+fn with_telemetry() -> Vec<serde_json::Value> {
+    let port = [("http".to_string(), 80, HTTP_PORT)];
+    let mut objects = service("collector", COLLECTOR.into(), SERVER, &port);
+    objects.push(json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": { "name": "http-client", "namespace": "http-client" },
+        "spec": { "clusterIP": "None", "selector": { "app": "http-client" } },
+    }));
+    objects.extend(Workload::BOTH.map(|workload| {
+        let name = workload.name();
+        json!({
+            "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "TrafficPolicy",
+            "metadata": { "name": "telemetry", "namespace": name },
+            "spec": {
+                "targetRefs": [{ "group": "", "kind": "Service", "name": name }],
+                "telemetry": {
+                    "accessLogs": { "matches": "All" },
+                    "tracing": {
+                        "provider": { "endpoint": "collector.http-server.svc:80" },
+                        "samplingRate": { "numerator": 10 },
+                    },
+                },
+            },
+        })
+    }));
+    objects
 }
 
 /// A Service and its EndpointSlice, with one endpoint: the pod of the server, or one that is no pod.

@@ -92,7 +92,7 @@ impl Running {
         self.proxies = None;
         self.proxies = match self.side {
             Side::Direct => None,
-            Side::Mesh | Side::Dumps | Side::MeshClient | Side::MeshServer => {
+            Side::Mesh | Side::Dumps | Side::Telemetry | Side::MeshClient | Side::MeshServer => {
                 Some(mesh::start(&self.programs, &self.pair, self.side)?)
             }
             Side::Envoy => Some(envoy::peer(&self.programs)?.start(&self.programs, &self.pair)?),

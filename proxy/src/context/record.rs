@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{ExchangeId, Protocol, Transfer};
+use diy_mesh_model::exchange::{ExchangeId, Transfer};
 use http::StatusCode;
 
 use crate::context::flow::Flow;
@@ -505,37 +505,13 @@ fn ended_on(
     flow: &Flow,
     id: ExchangeId,
     endpoint: Option<&Rc<Endpoint>>,
-    [started, ended]: [Instant; 2],
+    times: [Instant; 2],
 ) -> Ended {
     Ended {
-        id,
-        started,
-        responded: None,
-        ended,
-        direction: flow.direction,
-        protocol: Protocol::Tcp,
-        peer: flow.peer,
-        destination: flow.original,
         service: flow.destination.name(),
         caller: flow.caller.shared_identity(),
         tls: metrics::tls(flow, endpoint),
-        rule: None,
-        attempts: 0,
-        attempt: None,
-        failed: Vec::new(),
-        local: None,
-        line: Box::default(),
-        status: None,
-        grpc: "",
-        is_failure: false,
-        is_incomplete: false,
-        transfer: Transfer::default(),
-        upgraded: None,
-        failure: None,
-        is_local_reply: false,
-        fault: None,
-        would_deny: None,
-        trace_id: None,
+        ..Ended::new(id, flow.direction, [flow.peer, flow.original], times)
     }
 }
 

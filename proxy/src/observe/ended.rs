@@ -145,6 +145,46 @@ pub fn fail_attempt(failed: &mut Vec<(Attempt, Cause)>, attempt: Attempt, failur
 }
 
 impl Ended {
+    /// Something without HTTP on a connection of a client to an original destination, of which nothing
+    /// else is known than its start and its end.
+    pub fn new(
+        id: ExchangeId,
+        direction: Direction,
+        [peer, destination]: [SocketAddr; 2],
+        [started, ended]: [Instant; 2],
+    ) -> Self {
+        Self {
+            id,
+            started,
+            responded: None,
+            ended,
+            direction,
+            protocol: Protocol::Tcp,
+            peer,
+            destination,
+            service: Arc::default(),
+            caller: None,
+            tls: TlsKind::None,
+            rule: None,
+            attempts: 0,
+            attempt: None,
+            failed: Vec::new(),
+            local: None,
+            line: Box::default(),
+            status: None,
+            grpc: "",
+            is_failure: false,
+            is_incomplete: false,
+            transfer: Transfer::default(),
+            upgraded: None,
+            failure: None,
+            is_local_reply: false,
+            fault: None,
+            would_deny: None,
+            trace_id: None,
+        }
+    }
+
     /// The record of the exchange.
     pub fn exchange(&self) -> Exchange {
         let is_opaque = self.protocol == Protocol::Tcp;
@@ -298,36 +338,11 @@ pub(crate) mod testing {
 
     /// An exchange of HTTP/1 that ended at once, of which only the connection is known.
     pub fn ended(direction: Direction) -> Ended {
-        let now = Instant::now();
+        let id = ExchangeId::new([10, 0, 0, 7].into(), fastrand::u64(..));
+        let connection = ["10.0.0.7:41234", "10.0.0.9:8080"].map(|end| end.parse().unwrap());
         Ended {
-            id: ExchangeId::new([10, 0, 0, 7].into(), fastrand::u64(..)),
-            started: now,
-            responded: None,
-            ended: now,
-            direction,
             protocol: Protocol::Http1,
-            peer: "10.0.0.7:41234".parse().unwrap(),
-            destination: "10.0.0.9:8080".parse().unwrap(),
-            service: "shop/cart".into(),
-            caller: None,
-            tls: TlsKind::None,
-            rule: None,
-            attempts: 0,
-            attempt: None,
-            failed: Vec::new(),
-            local: None,
-            line: Box::default(),
-            status: None,
-            grpc: "",
-            is_failure: false,
-            is_incomplete: false,
-            transfer: Transfer::default(),
-            upgraded: None,
-            failure: None,
-            is_local_reply: false,
-            fault: None,
-            would_deny: None,
-            trace_id: None,
+            ..Ended::new(id, direction, connection, [Instant::now(); 2])
         }
     }
 }
