@@ -1,6 +1,7 @@
 //! A line of an access log: an exchange, or an opaque connection, as JSON or in a format of one's own.
 //! No value of a peer adds a line. Pure.
 
+use std::borrow::Cow;
 use std::net::SocketAddr;
 
 use serde::Serialize;
@@ -46,7 +47,7 @@ pub const FIELDS: [&str; 23] = [
 
 /// An exchange, or an opaque connection. The text of peers is escaped.
 #[derive(Clone, Debug, Serialize)]
-pub struct Entry {
+pub struct Entry<'a> {
     /// The start, in RFC 3339.
     pub time: String,
     /// With microsecond resolution.
@@ -57,10 +58,10 @@ pub struct Entry {
     pub protocol: Protocol,
     /// The method of the request.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub method: Option<String>,
+    pub method: Option<Cow<'a, str>>,
     /// The target of the request, with a masked query.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub path: Option<String>,
+    pub path: Option<Cow<'a, str>>,
     /// The status of the response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<u16>,
@@ -78,15 +79,15 @@ pub struct Entry {
     pub peer: SocketAddr,
     /// The caller or the endpoint, if mutual TLS has verified it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub identity: Option<String>,
+    pub identity: Option<&'a str>,
     /// The original destination.
     pub destination: SocketAddr,
     /// The route of the request.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub route: Option<String>,
+    pub route: Option<&'a str>,
     /// The backend that the route selected.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub backend: Option<String>,
+    pub backend: Option<&'a str>,
     /// The latest endpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<SocketAddr>,
@@ -96,10 +97,10 @@ pub struct Entry {
     pub tls: &'static str,
     /// The policy of the injected fault.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub fault: Option<String>,
+    pub fault: Option<&'a str>,
     /// The trace of the request.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub trace_id: Option<String>,
+    pub trace_id: Option<&'a str>,
     /// The same at both proxies of an exchange.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<ExchangeId>,
@@ -171,67 +172,77 @@ impl Format {
     }
 }
 
-impl Entry {
-    /// The line, with its end.
-    pub fn line(&self, format: &Format) -> String {
-        let pieces = match format {
-            Format::Json => {
-                return serde_json::to_string(self).expect("all keys are strings") + "\n";
-            }
-            Format::Text(pieces) => pieces,
-        };
+impl Entry<'_> {
+    /// Adds the line, with its end.
+    pub fn write(&self, format: &Format, out: &mut Vec<u8>) {
+        match format {
+            Format::Json => serde_json::to_writer(&mut *out, self).expect("all keys are strings"),
+            Format::Text(pieces) => self.write_text(pieces, out),
+        }
+        out.push(b'\n');
+    }
+
+    fn write_text(&self, pieces: &[Piece], out: &mut Vec<u8>) {
         let fields = serde_json::to_value(self).expect("all keys are strings");
-        let mut line = String::new();
         for piece in pieces {
             match piece {
-                Piece::Literal(text) => line += text,
+                Piece::Literal(text) => out.extend(text.bytes()),
                 Piece::Field(name) => match &fields[*name] {
-                    Value::Null => line += ABSENT,
-                    Value::String(text) => line += text,
-                    value => line += &value.to_string(),
+                    Value::Null => out.extend(ABSENT.bytes()),
+                    Value::String(text) => out.extend(text.bytes()),
+                    value => out.extend(value.to_string().bytes()),
                 },
             }
         }
-        line + "\n"
     }
 }
 
 /// The method or the path of a request as an entry has it: without control characters and quotes, and
 /// not too long.
-pub fn shown(bytes: &[u8]) -> String {
+pub fn shown(bytes: &[u8]) -> Cow<'_, str> {
+    let bytes = &bytes[..bytes.len().min(MAX_TEXT_BYTES)];
+    let is_plain = |byte: &u8| matches!(byte, b' '..=b'~') && *byte != b'"';
+    if let (true, Ok(text)) = (bytes.iter().all(is_plain), std::str::from_utf8(bytes)) {
+        return Cow::Borrowed(text);
+    }
     let mut out = String::new();
-    escape::line(&bytes[..bytes.len().min(MAX_TEXT_BYTES)], &mut out);
-    out.replace('"', "\\x22")
+    escape::line(bytes, &mut out);
+    Cow::Owned(out.replace('"', "\\x22"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn entry() -> Entry {
-        let some = |text: &str| Some(text.to_owned());
+    fn line(entry: &Entry<'_>, format: &Format) -> String {
+        let mut out = Vec::new();
+        entry.write(format, &mut out);
+        String::from_utf8(out).unwrap()
+    }
+
+    fn entry() -> Entry<'static> {
         Entry {
             time: "2026-11-27T10:00:00.000Z".into(),
             duration_ms: 1.5,
             direction: Direction::Inbound,
             protocol: Protocol::Http2,
-            method: some("POST"),
-            path: some("/a"),
+            method: Some("POST".into()),
+            path: Some("/a".into()),
             status: Some(200),
             grpc_status: Some("UNAVAILABLE"),
             failure: Some("connect"),
             bytes_sent: 1,
             bytes_received: 2,
             peer: "10.0.0.7:41234".parse().unwrap(),
-            identity: some("spiffe://cluster.local/ns/shop/sa/web"),
+            identity: Some("spiffe://cluster.local/ns/shop/sa/web"),
             destination: "10.0.0.9:8080".parse().unwrap(),
-            route: some("HTTPRoute shop/web"),
-            backend: some("shop/web:80"),
+            route: Some("HTTPRoute shop/web"),
+            backend: Some("shop/web:80"),
             endpoint: Some("10.0.0.9:8080".parse().unwrap()),
             attempts: 1,
             tls: "mtls",
-            fault: some("TrafficPolicy shop/web"),
-            trace_id: some("0af7651916cd43dd8448eb211c80319c"),
+            fault: Some("TrafficPolicy shop/web"),
+            trace_id: Some("0af7651916cd43dd8448eb211c80319c"),
             id: "10.0.0.7-00000000002a".parse().ok(),
             incomplete: Some(true),
         }
@@ -239,7 +250,7 @@ mod tests {
 
     #[test]
     fn every_field_has_a_name() {
-        let line = entry().line(&Format::Json);
+        let line = line(&entry(), &Format::Json);
         let mut at = 0;
         for name in FIELDS {
             at = line
@@ -255,7 +266,7 @@ mod tests {
     fn formats_have_values_of_fields_and_nothing_where_there_is_none() {
         let format = Format::parse("{{{method} {path} {status}} {route}|{tls}").unwrap();
         assert_eq!(
-            entry().line(&format),
+            line(&entry(), &format),
             "{POST /a 200} HTTPRoute shop/web|mtls\n"
         );
         let silent = Entry {
@@ -265,7 +276,7 @@ mod tests {
             ..entry()
         };
         let format = Format::parse("{method} {path} {status}").unwrap();
-        assert_eq!(silent.line(&format), "- - -\n");
+        assert_eq!(line(&silent, &format), "- - -\n");
         assert_eq!(Format::parse("JSON"), Ok(Format::Json));
     }
 
@@ -288,12 +299,12 @@ mod tests {
             ..entry()
         };
         for format in ["JSON", "\"{path}\""] {
-            let line = entry.line(&Format::parse(format).unwrap());
+            let line = line(&entry, &Format::parse(format).unwrap());
             assert_eq!(line.matches('\n').count(), 1, "{line}");
             assert!(!line.trim_end().contains(char::is_control), "{line}");
         }
         let format = Format::parse("\"{path}\"").unwrap();
-        assert_eq!(entry.line(&format).matches('"').count(), 2);
+        assert_eq!(line(&entry, &format).matches('"').count(), 2);
         assert_eq!(shown(&[b'a'; 5000]).len(), 1024);
     }
 }

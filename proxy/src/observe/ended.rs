@@ -1,6 +1,7 @@
 //! An exchange, or an opaque connection, that has ended: what dumps, access logs and recent exchanges
 //! tell of it. In bounded memory; credentials and queries are masked when it is told.
 
+use std::borrow::Cow;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -188,14 +189,12 @@ impl Ended {
     /// The record of the exchange.
     pub fn exchange(&self) -> Exchange {
         let is_opaque = self.protocol == Protocol::Tcp;
-        let is_outbound = self.direction == Direction::Outbound;
-        let last = self.attempt.as_ref();
         Exchange {
             time: self.time(),
             direction: self.direction,
             peer: self.peer,
             destination: self.destination,
-            endpoint: last.filter(|_| is_outbound).map(|one| one.endpoint.address),
+            endpoint: self.endpoint(),
             route: self.rule.as_ref().map(|(rule, _)| rule.name.to_string()),
             backend: (self.rule.as_ref()).and_then(|(_, to)| Some(to.as_ref()?.to_string())),
             fault: (self.fault.as_ref()).map(|(name, delay)| Fault::new(name.to_string(), *delay)),
@@ -224,39 +223,49 @@ impl Ended {
         }
     }
 
-    /// Its entry in an access log.
-    pub fn access(&self) -> access::Entry {
-        let exchange = self.exchange();
-        let line = exchange.request.map(|request| request.start_line);
-        let (method, path) = line
-            .as_deref()
-            .and_then(|line| line.split_once(' '))
-            .unzip();
-        access::Entry {
-            time: exchange.time,
-            duration_ms: exchange.duration_ms,
+    /// Adds its line of an access log.
+    pub fn write_access(&self, format: &access::Format, out: &mut Vec<u8>) {
+        let request = self.target();
+        let entry = access::Entry {
+            time: self.time(),
+            duration_ms: self.after(self.ended),
             direction: self.direction,
             protocol: self.protocol,
-            method: method.map(|text| access::shown(text.as_bytes())),
-            path: path.map(|text| access::shown(text.as_bytes())),
+            method: request.as_ref().map(|(method, _)| access::shown(method)),
+            path: request.as_ref().map(|(_, target)| access::shown(target)),
             status: self.status.map(|status| status.as_u16()),
             grpc_status: (!self.grpc.is_empty()).then_some(self.grpc),
             failure: self.failure.as_ref().map(|cause| cause.code),
             bytes_sent: self.transfer.sent,
             bytes_received: self.transfer.received,
             peer: self.peer,
-            identity: exchange.identity,
+            identity: self.identity().map(Identity::as_str),
             destination: self.destination,
-            route: exchange.route,
-            backend: exchange.backend,
-            endpoint: exchange.endpoint,
+            route: self.rule.as_ref().map(|(rule, _)| &*rule.name),
+            backend: self.rule.as_ref().and_then(|(_, to)| to.as_deref()),
+            endpoint: self.endpoint(),
             attempts: self.attempts,
             tls: self.tls.name(),
-            fault: exchange.fault.map(|fault| fault.policy),
-            trace_id: self.trace_id.clone(),
-            id: exchange.id,
+            fault: self.fault.as_ref().map(|(policy, _)| &**policy),
+            trace_id: self.trace_id.as_deref(),
+            id: Some(self.id),
             incomplete: self.is_incomplete.then_some(true),
-        }
+        };
+        entry.write(format, out);
+    }
+
+    /// The selected endpoint of an outbound exchange.
+    fn endpoint(&self) -> Option<SocketAddr> {
+        let last = self.attempt.as_ref();
+        let last = last.filter(|_| self.direction == Direction::Outbound);
+        last.map(|attempt| attempt.endpoint.address)
+    }
+
+    /// Method and target of the request, with masks.
+    fn target(&self) -> Option<(&[u8], Cow<'_, [u8]>)> {
+        let space = self.line.iter().position(|byte| *byte == b' ')?;
+        let (method, target) = self.line.split_at(space);
+        Some((method, mask::url(&target[1..], true)))
     }
 
     /// The start, in RFC 3339.
@@ -274,9 +283,10 @@ impl Ended {
     }
 
     fn request(&self) -> Option<Part> {
+        let (method, target) = self.target()?;
         let mut start_line = String::new();
-        escape::line(&mask::start_line(&self.line, true), &mut start_line);
-        (!start_line.is_empty()).then(|| Part {
+        escape::line(&[method, &target].join(&b' '), &mut start_line);
+        Some(Part {
             start_line,
             body_bytes: self.transfer.sent,
             ..Part::default()
@@ -386,7 +396,10 @@ mod tests {
             ended.line = request_line(&request("GET", target));
             let request = ended.exchange().request.unwrap();
             assert_eq!(request.start_line, shown);
-            assert_eq!(ended.access().path.unwrap(), shown[4..]);
+            let mut line = Vec::new();
+            let format = access::Format::parse("{method} {path}").unwrap();
+            ended.write_access(&format, &mut line);
+            assert_eq!(line, format!("{shown}\n").into_bytes());
         }
     }
 }

@@ -66,7 +66,7 @@ pub(crate) fn value<'a>(name: &[u8], value: &'a [u8], queries: bool) -> Cow<'a, 
 
 /// Masks the target of a request line as a URL. Status lines stay: their first word, unlike a
 /// method, contains a slash.
-pub(crate) fn start_line(line: &[u8], queries: bool) -> Cow<'_, [u8]> {
+pub(super) fn start_line(line: &[u8], queries: bool) -> Cow<'_, [u8]> {
     let words: Vec<_> = line.splitn(3, |byte| *byte == b' ').collect();
     match words[..] {
         [method, target, version] if !method.contains(&b'/') => {
@@ -81,7 +81,7 @@ pub(crate) fn start_line(line: &[u8], queries: bool) -> Cow<'_, [u8]> {
 }
 
 /// Masks the user information of a URL, and its query string and fragment if `queries`.
-fn url(url: &[u8], queries: bool) -> Cow<'_, [u8]> {
+pub(crate) fn url(url: &[u8], queries: bool) -> Cow<'_, [u8]> {
     let mut masked = Cow::Borrowed(url);
     let path = url.iter().position(|byte| matches!(byte, b'?' | b'#'));
     if queries && let Some(end) = path {

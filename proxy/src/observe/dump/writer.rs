@@ -6,6 +6,7 @@ use std::io::Write;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::exchange::Dump;
@@ -14,6 +15,8 @@ use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, rfc3339};
 use crate::observe::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
+/// The time for which messages gather while there are some.
+const GATHERING: Duration = Duration::from_millis(5);
 /// The length of lines that are written together.
 const MAX_LINES: usize = 16 * 1024;
 
@@ -26,7 +29,7 @@ pub(super) struct Writer {
     /// Suppressed exchanges at the last report.
     reported: u64,
     /// Lines that are still to be written.
-    lines: String,
+    lines: Vec<u8>,
 }
 
 /// The output is closed.
@@ -40,7 +43,7 @@ impl Writer {
             format,
             out,
             reported: 0,
-            lines: String::new(),
+            lines: Vec::with_capacity(MAX_LINES),
         }
     }
 
@@ -66,6 +69,8 @@ impl Writer {
                 let waiting = messages.try_recv().ok();
                 if waiting.is_none() {
                     self.flush_lines()?;
+                    // A worker that sends the next message need not wake this thread.
+                    thread::sleep(GATHERING);
                 }
                 let left = second_ends.saturating_duration_since(Instant::now());
                 let message = waiting.map_or_else(|| messages.recv_timeout(left), Ok);
@@ -88,11 +93,15 @@ impl Writer {
     }
 
     fn flush_lines(&mut self) -> Result<(), Closed> {
-        let lines = std::mem::take(&mut self.lines);
-        if lines.is_empty() {
+        if self.lines.is_empty() {
             return Ok(());
         }
-        self.put(&lines)
+        let written = self
+            .out
+            .write_all(&self.lines)
+            .and_then(|()| self.out.flush());
+        self.lines.clear();
+        written.map_err(|_| Closed)
     }
 
     /// Resets the budget after a second. Returns whether the second had no exchanges.
@@ -127,9 +136,9 @@ impl Writer {
             Message::Exchange(record, ended) => record.finish(ended.dumped()),
             Message::Opaque(ended) => ended.dumped(),
             Message::Access(ended, telemetry) => {
-                let logs = telemetry.access_logs.as_ref();
-                self.lines +=
-                    &logs.map_or_else(String::new, |logs| ended.access().line(&logs.format));
+                if let Some(logs) = &telemetry.access_logs {
+                    ended.write_access(&logs.format, &mut self.lines);
+                }
                 if self.lines.len() < MAX_LINES {
                     return Ok(());
                 }
