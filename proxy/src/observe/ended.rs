@@ -91,6 +91,9 @@ pub struct Ended {
     pub trace_id: Option<String>,
 }
 
+/// See [`Ended::holder`].
+pub type Holder<'a> = (Direction, Option<&'a str>);
+
 /// An attempt to reach an endpoint.
 #[derive(Clone)]
 pub struct Attempt {
@@ -266,6 +269,12 @@ impl Ended {
         let space = self.line.iter().position(|byte| *byte == b' ')?;
         let (method, target) = self.line.split_at(space);
         Some((method, mask::url(&target[1..], true)))
+    }
+
+    /// Who counts for it: the pod's own application, or the namespace of the caller.
+    pub fn holder(&self) -> Holder<'_> {
+        let caller = self.caller.as_deref();
+        (self.direction, caller.map(Identity::namespace))
     }
 
     /// The start, in RFC 3339.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use diy_mesh_model::exchange::{self, ExchangeId};
 
-use crate::observe::ended::Ended;
+use crate::observe::ended::{Ended, Holder};
 
 /// The entries that failed, and the others.
 const MAX_ENTRIES: usize = 256;
@@ -19,12 +19,15 @@ pub struct Recent {
     entries: Mutex<Entries>,
 }
 
+/// With their numbers, in the order of their ends.
+type Ring = VecDeque<(u64, Arc<Ended>)>;
+
 #[derive(Default)]
 struct Entries {
     /// The number of entries so far.
     ended: u64,
-    failed: VecDeque<(u64, Arc<Ended>)>,
-    others: VecDeque<(u64, Arc<Ended>)>,
+    failed: Ring,
+    others: Ring,
 }
 
 /// Which entries are asked for.
@@ -70,13 +73,15 @@ impl Recent {
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         entries.ended += 1;
         let number = entries.ended;
-        let ring = if entry.is_failure {
+        let is_failure = entry.is_failure;
+        let ring = if is_failure {
             &mut entries.failed
         } else {
             &mut entries.others
         };
         if ring.len() == MAX_ENTRIES {
-            ring.pop_front();
+            let oldest = if is_failure { oldest_of_most(ring) } else { 0 };
+            ring.remove(oldest);
         }
         ring.push_back((number, entry));
     }
@@ -102,6 +107,22 @@ impl Recent {
             exchanges: found.iter().map(|(_, entry)| entry.exchange()).collect(),
         }
     }
+}
+
+/// The oldest failure of those whose callers have most of them: a workload that is denied again and
+/// again does not displace what others want to know.
+fn oldest_of_most(failed: &Ring) -> usize {
+    // Each holder with its oldest entry and the number of all.
+    let mut held: Vec<(Holder<'_>, usize, usize)> = Vec::new();
+    for (at, (_, entry)) in failed.iter().enumerate() {
+        let holder = entry.holder();
+        match held.iter_mut().find(|(other, ..)| *other == holder) {
+            Some((.., count)) => *count += 1,
+            None => held.push((holder, at, 1)),
+        }
+    }
+    let most = held.iter().max_by_key(|(.., count)| *count);
+    most.map_or(0, |(_, oldest, _)| *oldest)
 }
 
 #[cfg(test)]

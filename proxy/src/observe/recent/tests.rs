@@ -1,6 +1,7 @@
 //! The number of entries, identifiers, and what a query finds.
 
 use diy_mesh_model::exchange::{Direction, Exchange};
+use diy_mesh_model::identity::Identity;
 
 use super::*;
 use crate::context::flow::Flow;
@@ -63,6 +64,33 @@ fn others_do_not_displace_failures() {
     assert!(recent.query(Query::Id(id)).exchanges.is_empty());
     let latest = recent.query(Query::After(1999));
     assert_eq!((latest.ended, latest.exchanges.len()), (2001, 2));
+}
+
+#[test]
+fn denied_namespace_does_not_displace_failures_of_others() {
+    let recent = Recent::default();
+    let denied = |namespace: &str| {
+        let identity = format!("spiffe://cluster.local/ns/{namespace}/sa/a");
+        let caller: Identity = identity.parse().unwrap();
+        let ended = Arc::new(Ended {
+            is_failure: true,
+            caller: Some(caller.into()),
+            ..ended(Direction::Inbound)
+        });
+        recent.add(ended.clone());
+        ended.id
+    };
+    let (own, other) = (entry(Some(&Failure::RequestTimeout)), denied("shop"));
+    let own_id = own.id;
+    recent.add(own);
+    let first = denied("bank");
+    for _ in 0..1000 {
+        denied("bank");
+        denied("attic");
+    }
+    let is_known = |id| !recent.query(Query::Id(id)).exchanges.is_empty();
+    assert_eq!([own_id, other, first].map(is_known), [true, true, false]);
+    assert_eq!(all(&recent).len(), MAX_ENTRIES);
 }
 
 #[test]
