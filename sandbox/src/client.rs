@@ -20,15 +20,15 @@ use serde_json::Value;
 use super::{
     launch::{LaunchError, launch},
     lock, manifest,
-    protocol::{Call, LogLine, Message, Output, PodView, Request},
+    page::Page,
+    protocol::{Call, LogLine, Message, Output, PodView, Reply, Request},
+    socket::{self, Server},
 };
 
 /// A running sandbox. Dropping it kills all of its processes.
 pub struct Sandbox {
     child: Mutex<Child>,
-    writer: Mutex<UnixStream>,
     shared: Arc<Shared>,
-    next_id: AtomicU64,
 }
 
 /// A snapshot of the state of a sandbox.
@@ -40,7 +40,7 @@ pub struct View {
     pub logs: BTreeMap<String, BTreeMap<String, Vec<String>>>,
     /// Notices about failures and restarts.
     pub notices: Vec<String>,
-    replies: HashMap<u64, Result<Option<Output>, String>>,
+    replies: HashMap<u64, Result<Reply, String>>,
     /// Why the node has exited.
     exited: Option<String>,
 }
@@ -77,7 +77,10 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The number of lines of each container in the report of a failed test.
 const REPORTED_LINES: usize = 40;
 
-struct Shared {
+/// What the threads that talk to the node share.
+pub(crate) struct Shared {
+    writer: Mutex<UnixStream>,
+    next_id: AtomicU64,
     view: Mutex<View>,
     changed: Condvar,
 }
@@ -96,6 +99,8 @@ impl Sandbox {
     pub fn start_with(programs: &Path, listener: Listener) -> Result<Self, Error> {
         let launched = launch(programs)?;
         let shared = Arc::new(Shared {
+            writer: Mutex::new(launched.writer),
+            next_id: AtomicU64::new(1),
             view: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -106,9 +111,7 @@ impl Sandbox {
             .map_err(LaunchError::Io)?;
         Ok(Self {
             child: Mutex::new(launched.child),
-            writer: Mutex::new(launched.writer),
             shared,
-            next_id: AtomicU64::new(1),
         })
     }
 
@@ -119,19 +122,19 @@ impl Sandbox {
 
     /// Creates or replaces objects.
     pub fn apply_objects(&self, objects: Vec<Value>) -> Result<(), Error> {
-        self.call(Call::Apply { objects }).map(drop)
+        self.shared.call(Call::Apply { objects }).map(drop)
     }
 
     /// Deletes an object. A workload replaces a deleted `Pod`.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<(), Error> {
         let (kind, key) = (kind.into(), (namespace.into(), name.into()));
-        self.call(Call::Delete { kind, key }).map(drop)
+        self.shared.call(Call::Delete { kind, key }).map(drop)
     }
 
     /// Changes the number of replicas of a Deployment.
     pub fn scale(&self, namespace: &str, name: &str, replicas: usize) -> Result<(), Error> {
         let key = (namespace.into(), name.into());
-        self.call(Call::Scale { key, replicas }).map(drop)
+        self.shared.call(Call::Scale { key, replicas }).map(drop)
     }
 
     /// Runs a command in a container to completion.
@@ -141,8 +144,23 @@ impl Sandbox {
             container: container.into(),
             argv: argv.iter().map(|&argument| argument.to_owned()).collect(),
         };
-        let output = self.call(call)?;
-        output.ok_or_else(|| Error::Rejected("the node did not run the command".into()))
+        match self.shared.call(call)? {
+            Reply::Output(output) => Ok(output),
+            other => Err(Error::Rejected(format!("unexpected reply: {other:?}"))),
+        }
+    }
+
+    /// Reads a page of the admin server of a pod's proxy, as a port-forward does. `path` may have a
+    /// query.
+    pub fn admin_page(&self, pod: &PodView, path: &str) -> Result<Page, Error> {
+        let pod = (pod.namespace.clone(), pod.name.clone());
+        self.shared.admin_page(pod, path.into())
+    }
+
+    /// Serves the pods of the sandbox to other processes of this user, at this socket, until the
+    /// server is dropped.
+    pub fn serve(&self, path: &Path) -> Result<Server, socket::Error> {
+        Server::start(path, self.shared.clone())
     }
 
     /// Waits until `find` returns a value. The timeout error names the `condition`.
@@ -166,7 +184,7 @@ impl Sandbox {
                     state: view.describe(),
                 });
             }
-            view = self.next_change(view, remaining)?;
+            view = self.shared.next_change(view, remaining)?;
         }
     }
 
@@ -180,13 +198,13 @@ impl Sandbox {
 
     /// Locks the current state.
     pub fn view(&self) -> MutexGuard<'_, View> {
-        lock(&self.shared.view)
+        self.shared.view()
     }
 
     /// Terminates all pods, then the node. Processes that run longer than `timeout` are killed.
     pub fn shut_down(&self, timeout: Duration) -> Result<(), Error> {
         let grace_milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        match self.call(Call::Shutdown { grace_milliseconds }) {
+        match self.shared.call(Call::Shutdown { grace_milliseconds }) {
             Ok(_) | Err(Error::Exited(_)) => {}
             Err(error) => return Err(error),
         }
@@ -199,7 +217,37 @@ impl Sandbox {
         lock(&self.child).id()
     }
 
-    fn call(&self, call: Call) -> Result<Option<Output>, Error> {
+    /// Waits until the node exits, which it does in this time. Kills it `EXIT_TIMEOUT` later.
+    fn wait_for_child(&self, timeout: Duration) {
+        let mut child = lock(&self.child);
+        let deadline = Instant::now() + timeout + EXIT_TIMEOUT;
+        while let Ok(None) = child.try_wait() {
+            if Instant::now() > deadline {
+                // All other processes of the sandbox are killed with it.
+                let _ = child.kill();
+                let _ = child.wait();
+                return;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Shared {
+    /// Locks the current state.
+    pub(crate) fn view(&self) -> MutexGuard<'_, View> {
+        lock(&self.view)
+    }
+
+    /// Reads a page of the admin server of a pod's proxy.
+    pub(crate) fn admin_page(&self, pod: (String, String), path: String) -> Result<Page, Error> {
+        match self.call(Call::AdminPage { pod, path })? {
+            Reply::Page(page) => Ok(page),
+            other => Err(Error::Rejected(format!("unexpected reply: {other:?}"))),
+        }
+    }
+
+    fn call(&self, call: Call) -> Result<Reply, Error> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let mut line =
             serde_json::to_vec(&Request { id, call }).expect("requests serialize to JSON");
@@ -224,23 +272,8 @@ impl Sandbox {
         if let Some(reason) = &view.exited {
             return Err(Error::Exited(reason.clone()));
         }
-        let result = self.shared.changed.wait_timeout(view, timeout);
+        let result = self.changed.wait_timeout(view, timeout);
         Ok(result.unwrap_or_else(PoisonError::into_inner).0)
-    }
-
-    /// Waits until the node exits, which it does in this time. Kills it `EXIT_TIMEOUT` later.
-    fn wait_for_child(&self, timeout: Duration) {
-        let mut child = lock(&self.child);
-        let deadline = Instant::now() + timeout + EXIT_TIMEOUT;
-        while let Ok(None) = child.try_wait() {
-            if Instant::now() > deadline {
-                // All other processes of the sandbox are killed with it.
-                let _ = child.kill();
-                let _ = child.wait();
-                return;
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
     }
 }
 
@@ -250,7 +283,7 @@ impl Drop for Sandbox {
             eprintln!("state of the sandbox:\n{}", self.view().report());
         }
         // The node exits when the control socket closes.
-        let _ = lock(&self.writer).shutdown(std::net::Shutdown::Both);
+        let _ = lock(&self.shared.writer).shutdown(std::net::Shutdown::Both);
         self.wait_for_child(Duration::ZERO);
     }
 }
@@ -279,7 +312,8 @@ impl View {
         texts.collect()
     }
 
-    fn active(&self) -> impl Iterator<Item = &PodView> {
+    /// The pods that are not terminating.
+    pub(crate) fn active(&self) -> impl Iterator<Item = &PodView> {
         self.pods.values().filter(|pod| !pod.terminating)
     }
 

@@ -5,7 +5,8 @@
 //!
 //! The client (`Sandbox`, in `client`) runs in the process that starts a sandbox: `mesh demo` or a
 //! test. The node (`node`) is a process tree inside the sandbox's namespaces, which `enter`
-//! creates. They communicate with the messages in `protocol`.
+//! creates. They communicate with the messages in `protocol`. Other processes of the user can ask about
+//! the pods at a Unix socket (`socket`).
 
 mod client;
 mod enter;
@@ -14,7 +15,9 @@ pub mod internal;
 mod launch;
 pub mod manifest;
 pub mod node;
+pub mod page;
 pub mod protocol;
+pub mod socket;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -5,6 +5,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::page::Page;
+
 /// A request to the node.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Request {
@@ -45,6 +47,14 @@ pub enum Call {
         /// The program and its arguments.
         argv: Vec<String>,
     },
+    /// Read a page of the admin server of a pod's proxy, from loopback inside the pod. The reply
+    /// follows within 5 seconds.
+    AdminPage {
+        /// The namespace and the name.
+        pod: (String, String),
+        /// The path with its query.
+        path: String,
+    },
     /// Terminate all pods, then the node.
     Shutdown {
         /// The time until the node exits at the latest, with all that still runs.
@@ -71,9 +81,8 @@ pub enum Message {
     Reply {
         /// The id of the request.
         id: u64,
-        /// The result of a command, nothing for other operations, or an error message. The affected
-        /// pods were reported before.
-        result: Result<Option<Output>, String>,
+        /// The result, or an error message. The affected pods were reported before.
+        result: Result<Reply, String>,
     },
     /// A pod was created or has changed.
     Pod(PodView),
@@ -88,6 +97,17 @@ pub enum Message {
     Log(LogLine),
     /// A notice for the user, for example about a restart.
     Notice(String),
+}
+
+/// The result of an operation.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Reply {
+    /// The operation is complete.
+    Done,
+    /// The result of a command.
+    Output(Output),
+    /// The page of an admin server.
+    Page(Page),
 }
 
 /// The result of a command.

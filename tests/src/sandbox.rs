@@ -315,26 +315,18 @@ pub fn run(sandbox: &Sandbox, pod: &PodView, script: &str) -> String {
     output.expect("the program runs").stdout
 }
 
-/// A metric of the proxy of a pod with the container `shell`.
+/// A metric of the proxy of a pod.
 pub fn metric(sandbox: &Sandbox, pod: &PodView, name: &str) -> u64 {
-    metric_of(sandbox, pod, pod, name)
-}
-
-/// A metric of the proxy of a pod, which `client` reads.
-pub fn metric_of(sandbox: &Sandbox, client: &PodView, pod: &PodView, name: &str) -> u64 {
-    let ip = pod.ip.as_deref().expect("the pod has an address");
-    let script = format!(
-        "exec 3<>/dev/tcp/{ip}/4001 && printf 'GET /metrics HTTP/1.0\\r\\n\\r\\n' >&3 && cat <&3"
-    );
-    let metrics = run(sandbox, client, &script);
+    let page = sandbox.admin_page(pod, "/metrics");
+    let metrics = page.expect("the proxy responds").body;
     let prefix = format!("diy_mesh_proxy_{name} ");
     let line = metrics.lines().find_map(|line| line.strip_prefix(&prefix));
     let line = line.unwrap_or_else(|| panic!("{name}: {metrics}"));
     line.parse().expect("the value is a number")
 }
 
-/// Waits until the proxy of a pod with the container `shell` has no outbound connection. Its metrics
-/// then contain all exchanges: it counts the last one of a connection after the response.
+/// Waits until the proxy of a pod has no outbound connection. Its metrics then contain all
+/// exchanges: it counts the last one of a connection after the response.
 pub fn wait_for_idle_proxy(sandbox: &Sandbox, pod: &PodView) {
     let deadline = Instant::now() + READY_TIMEOUT;
     while metric(sandbox, pod, "connections_open{direction=\"outbound\"}") > 0 {

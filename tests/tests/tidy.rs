@@ -43,7 +43,7 @@ const EARLIER_IMPORTS: [(&str, &str); 2] = [
     ("proxy/src/upstream/balance/mod.rs", "discovery"),
 ];
 /// Environment variables with a common meaning, which are no configuration.
-const COMMON_VARIABLES: [&str; 2] = ["PATH", "NO_COLOR"];
+const COMMON_VARIABLES: [&str; 3] = ["PATH", "NO_COLOR", "XDG_RUNTIME_DIR"];
 /// Extensions of files that ARCHITECTURE.md may name.
 const TEXT_EXTENSIONS: [&str; 8] = [
     ".rs", ".md", ".toml", ".yaml", ".yml", ".proto", ".svg", ".sh",

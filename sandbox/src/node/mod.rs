@@ -5,6 +5,7 @@
 //!
 //! The event loop below owns all mutable `State`. Every other task reports to it with `Event`s.
 
+mod admin_page;
 mod admission;
 mod catalog;
 mod cel;
@@ -46,7 +47,7 @@ use tokio::{
 };
 
 use self::{admission::Webhook, issuer::Issuer, network::Network, objects::Key, state::State};
-use super::protocol::{Call, Message, Output, Request};
+use super::protocol::{Call, Message, Reply, Request};
 
 /// State that the pod tasks and the event loop share.
 struct Node {
@@ -173,39 +174,44 @@ async fn forward(node: &Node, message: Option<Message>) -> Result<()> {
 }
 
 /// Performs a request. Returns the result, or `None` if it follows later.
-fn perform(
-    node: &Node,
-    state: &mut State,
-    id: u64,
-    call: Call,
-) -> Option<Result<Option<Output>, String>> {
-    let done = match call {
-        Call::Apply { objects } => state.apply(objects),
-        Call::Delete { kind, key } => state.delete(&kind, &key),
-        Call::Scale { key, replicas } => state.scale(&key, replicas),
+fn perform(node: &Node, state: &mut State, id: u64, call: Call) -> Option<Result<Reply, String>> {
+    let done = |()| Some(Reply::Done);
+    let reply = match call {
+        Call::Apply { objects } => state.apply(objects).map(done),
+        Call::Delete { kind, key } => state.delete(&kind, &key).map(done),
+        Call::Scale { key, replicas } => state.scale(&key, replicas).map(done),
         Call::Exec {
             pod,
             container,
             argv,
-        } => match state.exec(&pod, &container, argv) {
-            Ok(command) => {
-                let messages = node.messages.clone();
-                tokio::spawn(async move {
-                    let result = command.await.map(Some);
-                    let result = result.map_err(|error| format!("{error:#}"));
-                    // Fails if the client is disconnected.
-                    let _ = messages.send(Message::Reply { id, result }).await;
-                });
-                return None;
-            }
-            Err(error) => Err(error),
-        },
+        } => state.exec(&pod, &container, argv).map(|command| {
+            reply_later(node, id, async { command.await.map(Reply::Output) });
+            None
+        }),
+        Call::AdminPage { pod, path } => state.admin_page(&pod, path).map(|page| {
+            reply_later(node, id, async { page.await.map(Reply::Page) });
+            None
+        }),
         Call::Shutdown { grace_milliseconds } => {
             state.shut_down(Instant::now() + Duration::from_millis(grace_milliseconds));
-            Ok(())
+            Ok(Some(Reply::Done))
         }
     };
-    Some(done.map(|()| None).map_err(|error| format!("{error:#}")))
+    reply.map_err(|error| format!("{error:#}")).transpose()
+}
+
+/// Replies to a request when its operation has ended.
+fn reply_later(
+    node: &Node,
+    id: u64,
+    operation: impl Future<Output = Result<Reply>> + Send + 'static,
+) {
+    let messages = node.messages.clone();
+    tokio::spawn(async move {
+        let result = operation.await.map_err(|error| format!("{error:#}"));
+        // Fails if the client is disconnected.
+        let _ = messages.send(Message::Reply { id, result }).await;
+    });
 }
 
 impl Node {

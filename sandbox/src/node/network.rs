@@ -71,17 +71,7 @@ impl Network {
         let v4 = Ipv4Addr::new(10, 244, high, low_byte);
         let v6 = Ipv6Addr::new(0xfd00, 0x10, 0x244, 0, 0, 0, 0, low);
         let v6 = self.ipv6.then_some(v6);
-        let (sender, receiver) = oneshot::channel();
-        // The thread changes its network namespace, so it must not be reused.
-        thread::Builder::new()
-            .name("pod-network".into())
-            .spawn(move || {
-                // Fails if the pod was deleted. The namespace is then dropped with the result.
-                let _ = sender.send(create(number, v4, v6));
-            })?;
-        let namespace = receiver
-            .await
-            .context("the thread that creates the pod network panicked")??;
+        let namespace = on_own_thread("pod-network", move || create(number, v4, v6)).await?;
         Ok(PodNetwork { v4, v6, namespace })
     }
 }
@@ -95,6 +85,20 @@ impl PodNetwork {
             self.namespace.as_raw_fd()
         ))
     }
+}
+
+/// Runs a function on a thread of its own, which may change its network namespace and is not reused.
+pub(super) async fn on_own_thread<T: Send + 'static>(
+    name: &str,
+    run: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (sender, receiver) = oneshot::channel();
+    thread::Builder::new().name(name.into()).spawn(move || {
+        // Fails if nobody waits any more. The result is dropped.
+        let _ = sender.send(run());
+    })?;
+    let result = receiver.await;
+    result.with_context(|| format!("the thread {name} panicked"))?
 }
 
 fn create(number: u32, v4: Ipv4Addr, v6: Option<Ipv6Addr>) -> Result<OwnedFd> {

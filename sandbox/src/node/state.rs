@@ -2,7 +2,12 @@
 //! the catalog, the translation rules, the hosts files and the webhooks. It never blocks, so the
 //! event loop calls it after every event.
 
-use std::{collections::BTreeMap, path::Path, sync::Arc, time::SystemTime};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Time, jiff::Timestamp};
@@ -15,6 +20,7 @@ use tokio::{
 
 use super::{
     Event, NODE_DIRECTORY, Node,
+    admin_page::admin_page,
     admission::{self, Webhook},
     catalog::Catalog,
     endpoints,
@@ -27,7 +33,10 @@ use super::{
     volumes::replace_file,
     workloads::Workload,
 };
-use crate::protocol::{Message, Output, PodView};
+use crate::{
+    page::Page,
+    protocol::{Message, Output, PodView},
+};
 
 /// The state that only the event loop changes.
 pub(super) struct State {
@@ -119,11 +128,26 @@ impl State {
         container: &str,
         argv: Vec<String>,
     ) -> Result<impl Future<Output = Result<Output>> + Send + use<>> {
+        let (record, container) = self.container(key, container)?;
+        Ok(execute(container, argv, record.termination.subscribe()))
+    }
+
+    /// Prepares to read a page of the admin server of a pod's proxy.
+    pub(super) fn admin_page(
+        &self,
+        key: &Key,
+        path: String,
+    ) -> Result<impl Future<Output = Result<Page>> + Send + use<>> {
+        let (_, container) = self.container(key, "proxy")?;
+        Ok(admin_page(container, path))
+    }
+
+    /// A pod, and the directory of one of its containers.
+    fn container(&self, key: &Key, name: &str) -> Result<(&PodRecord, PathBuf)> {
         let record = self.pods.get(key);
         let record = record.with_context(|| format!("pod {}/{} not found", key.0, key.1))?;
         let directory = self.node.pod_directory(&record.pod);
-        let container = directory.join("containers").join(container);
-        Ok(execute(container, argv, record.termination.subscribe()))
+        Ok((record, directory.join("containers").join(name)))
     }
 
     /// Terminates all pods. The node exits when they are removed, at the latest at the deadline.

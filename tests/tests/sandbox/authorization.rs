@@ -7,7 +7,7 @@ use diy_mesh_sandbox::Sandbox;
 use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_tests::routes::servers;
 use diy_mesh_tests::sandbox::{
-    MESHED, READY_TIMEOUT, metric_of, request_until, run, shell, single_pod, with_mesh,
+    MESHED, READY_TIMEOUT, metric, request_until, run, shell, single_pod, with_mesh,
 };
 
 /// A client in a namespace.
@@ -245,7 +245,7 @@ fn audit_refuses_nothing_and_counts() {
             "200"
         );
         let sample = "verdicts_total{direction=\"inbound\",verdict=\"would-deny\"}";
-        if metric_of(&sandbox, &clients, &server, sample) > 0 {
+        if metric(&sandbox, &server, sample) > 0 {
             break;
         }
         assert!(Instant::now() < deadline, "nothing is counted");
@@ -288,7 +288,7 @@ fn change_ends_an_open_connection_and_no_byte_reaches_a_denied_client() {
     let server = single_pod(&sandbox, "shop", "db");
     let wait_for_connections = |some: bool| {
         let deadline = Instant::now() + READY_TIMEOUT;
-        while (metric_of(&sandbox, &outside, &server, OPEN) > 0) != some {
+        while (metric(&sandbox, &server, OPEN) > 0) != some {
             assert!(Instant::now() < deadline, "open connections: {some}");
         }
     };
