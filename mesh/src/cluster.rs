@@ -101,13 +101,12 @@ impl Cluster {
 
     /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the namespace of the context.
     pub fn namespaced(&self, name: &str) -> (String, String) {
-        let default = self.client.default_namespace();
-        let (namespace, name) = name.split_once('/').unwrap_or((default, name));
-        (namespace.to_owned(), name.to_owned())
+        namespaced(name, self.client.default_namespace())
     }
 
-    /// Reads a page of the admin server of a pod through the API server. `path` is
-    /// `POD:PORT/proxy/PAGE`. The text of an error is the page: one that is not ready has the status
+    /// Reads a page of the admin server of a pod through the API server: that takes the right to get
+    /// `pods/proxy`, where a port-forward (`proxies`) takes one to create, which those who only look
+    /// rarely have. `path` is `POD:PORT/proxy/PAGE`. The text of an error is the page: one that is not ready has the status
     /// 503.
     pub(crate) async fn admin_page(&self, namespace: &str, path: &str) -> Result<String, String> {
         let request = Request::get(format!("/api/v1/namespaces/{namespace}/pods/{path}"));
@@ -125,6 +124,12 @@ impl Cluster {
         let read = tokio::time::timeout(ADMIN_PAGE_TIMEOUT, read).await;
         read.unwrap_or_else(|_| Err(format!("{path} does not respond")))
     }
+}
+
+/// The namespace and the name of `[NAMESPACE/]NAME`.
+pub(crate) fn namespaced(name: &str, default: &str) -> (String, String) {
+    let (namespace, name) = name.split_once('/').unwrap_or((default, name));
+    (namespace.to_owned(), name.to_owned())
 }
 
 /// Lists all objects, page by page.

@@ -1,40 +1,69 @@
 //! The proxies of a cluster, asked directly: by port-forward to their pods. Needs the right
-//! `pods/portforward` in their namespaces, and no controller.
+//! `pods/portforward` in their namespaces, and no controller. Or those of a demo, by its socket.
 
 use std::net::IpAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bytes::Bytes;
+use clap::Args;
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId, Recent};
 use diy_mesh_model::state::State;
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper::{Request, client::conn::http1, header::HOST};
-use hyper_util::rt::TokioIo;
-use k8s_openapi::api::core::v1::Pod;
+use diy_mesh_sandbox::page::{self, Page};
+use diy_mesh_sandbox::socket;
+use k8s_openapi::api::core::v1;
 use kube::{Api, ResourceExt, api::ListParams};
 use serde::de::DeserializeOwned;
 
 use crate::{
     check::pods,
-    cluster::{self, Cluster, describe_error},
+    cluster::{self, Cluster, ConnectError, describe_error},
     why::{Record, Story},
 };
 
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// The length of a page, whose proxy may be hostile.
-const MAX_PAGE: usize = 4 << 20;
 /// The pods of a workload that are asked.
 const MAX_PODS: usize = 16;
 
-/// The proxies of a cluster.
-pub struct Proxies<'a> {
-    /// The cluster.
-    pub cluster: &'a Cluster,
+/// Whose proxies are asked.
+#[derive(Args, Clone, Debug)]
+#[group(skip)]
+pub struct Arguments {
+    #[command(flatten)]
+    cluster: cluster::Arguments,
+    /// Ask the demo that runs on this machine, not a cluster
+    #[arg(long, conflicts_with_all = ["context", "namespace"])]
+    pub demo: bool,
+}
+
+/// The proxies of a cluster or of a demo.
+pub enum Proxies {
+    /// Those of a cluster.
+    Cluster(Box<Cluster>),
+    /// Those of the demo with this socket.
+    Demo(PathBuf),
+}
+
+/// A pod with a proxy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pod {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    addresses: Vec<IpAddr>,
+    /// The admin port of its proxy. The demo knows it by itself.
+    admin_port: u16,
 }
 
 /// What keeps a proxy from being asked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    /// There is no cluster.
+    #[error(transparent)]
+    Cluster(#[from] ConnectError),
+    /// There is no demo.
+    #[error(transparent)]
+    Demo(#[from] socket::Error),
     /// The pods cannot be listed.
     #[error("failed to list pods: {0}")]
     Pods(String),
@@ -51,18 +80,67 @@ pub enum Error {
     },
 }
 
-impl Proxies<'_> {
+impl Pod {
+    /// `namespace/name`.
+    pub fn full_name(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+
+    /// Whether this is its name, or that of what created it.
+    fn is_named(&self, namespace: &str, name: &str) -> bool {
+        let rest = self.name.strip_prefix(name);
+        self.namespace == namespace
+            && rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+    }
+}
+
+impl From<&v1::Pod> for Pod {
+    fn from(pod: &v1::Pod) -> Self {
+        let status = pod.status.as_ref();
+        let ips = status.and_then(|status| status.pod_ips.as_ref());
+        let first = status.and_then(|status| status.pod_ip.as_ref());
+        let ips = first
+            .into_iter()
+            .chain(ips.into_iter().flatten().map(|one| &one.ip));
+        Self {
+            namespace: pod.namespace().unwrap_or_default(),
+            name: pod.name_any(),
+            addresses: ips.filter_map(|ip| ip.parse().ok()).collect(),
+            admin_port: pods::admin_port(pod),
+        }
+    }
+}
+
+impl Arguments {
+    /// Connects to the cluster or to the demo.
+    pub async fn connect(&self) -> Result<Proxies, Error> {
+        if !self.demo {
+            let cluster = Cluster::connect(&self.cluster).await?;
+            return Ok(Proxies::Cluster(Box::new(cluster)));
+        }
+        let path = socket::demo_socket();
+        socket::connect(&path).await?;
+        Ok(Proxies::Demo(path))
+    }
+}
+
+impl Proxies {
+    /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the namespace of the context,
+    /// or in `default`.
+    pub fn namespaced(&self, name: &str) -> (String, String) {
+        match self {
+            Self::Cluster(cluster) => cluster.namespaced(name),
+            Self::Demo(_) => cluster::namespaced(name, "default"),
+        }
+    }
+
     /// The pods with a proxy that are named `NAME` or belong to a workload of that name, at most 16.
     pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>, Error> {
-        let of_workload = format!("{name}-");
-        let api = Api::namespaced(self.cluster.client.clone(), namespace);
-        let listed = cluster::list(api, &ListParams::default()).await;
-        let listed: Vec<Pod> = listed.map_err(|error| Error::Pods(describe_error(error)))?;
-        let mut found: Vec<Pod> = pods::meshed(&listed).cloned().collect();
-        found.retain(|pod| {
-            let pod = pod.name_any();
-            pod == name || pod.starts_with(&of_workload)
-        });
+        let mut found = match self {
+            Self::Cluster(cluster) => in_namespace(cluster, namespace).await?,
+            Self::Demo(socket) => of_demo(socket).await?,
+        };
+        found.retain(|pod| pod.is_named(namespace, name));
         found.truncate(MAX_PODS);
         if found.is_empty() {
             return Err(Error::NoPod(format!("{namespace}/{name}")));
@@ -70,17 +148,15 @@ impl Proxies<'_> {
         Ok(found)
     }
 
-    /// The pod with this address: among those of all namespaces, or of the own one, if not all may
-    /// be listed.
+    /// The pod with this address.
     async fn at(&self, address: IpAddr) -> Result<Pod, Error> {
-        let client = &self.cluster.client;
-        let params = ListParams::default().fields(&format!("status.podIP={address}"));
-        let mut listed = cluster::list::<Pod>(Api::all(client.clone()), &params).await;
-        if matches!(&listed, Err(kube::Error::Api(status)) if status.code == 403) {
-            listed = cluster::list(Api::default_namespaced(client.clone()), &params).await;
-        }
-        let listed = listed.map_err(|error| Error::Pods(describe_error(error)))?;
-        let found = pods::meshed(&listed).next().cloned();
+        let found = match self {
+            Self::Cluster(cluster) => with_address(cluster, address).await?,
+            Self::Demo(socket) => of_demo(socket).await?,
+        };
+        let found = found
+            .into_iter()
+            .find(|pod| pod.addresses.contains(&address));
         found.ok_or_else(|| Error::NoPod(format!("at {address}")))
     }
 
@@ -95,43 +171,17 @@ impl Proxies<'_> {
     }
 
     async fn ask<T: DeserializeOwned>(&self, pod: &Pod, path: &str) -> Result<T, Error> {
-        let page = tokio::time::timeout(TIMEOUT, self.page(pod, path)).await;
-        let page = page.unwrap_or_else(|_| Err("timed out".into()));
-        let value = page.and_then(|page| {
-            serde_json::from_slice(&page).map_err(|error| format!("unexpected response: {error}"))
-        });
+        let value = match self {
+            Self::Cluster(cluster) => parsed(page_by_port_forward(cluster, pod, path)).await,
+            Self::Demo(socket) => {
+                let path = format!("/pods/{}/admin{path}", pod.full_name());
+                parsed(page_of_demo(socket, &path)).await
+            }
+        };
         value.map_err(|reason| Error::Proxy {
-            pod: pods::name(pod),
+            pod: pod.full_name(),
             reason,
         })
-    }
-
-    async fn page(&self, pod: &Pod, path: &str) -> Result<Bytes, String> {
-        let api: Api<Pod> = Api::namespaced(
-            self.cluster.client.clone(),
-            &pod.namespace().unwrap_or_default(),
-        );
-        let port = pods::admin_port(pod);
-        let forwarder = api.portforward(&pod.name_any(), &[port]).await;
-        let mut forwarder = forwarder.map_err(describe_error)?;
-        let stream = forwarder.take_stream(port).ok_or("no stream")?;
-        let handshake = http1::handshake(TokioIo::new(stream)).await;
-        let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
-        // It ends with the response: the proxy closes.
-        tokio::spawn(connection);
-        let request = Request::get(path).header(HOST, "proxy");
-        let request = request.body(Empty::<Bytes>::new());
-        let request = request.map_err(|error| error.to_string())?;
-        let response = sender.send_request(request).await;
-        let response = response.map_err(|error| error.to_string())?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), MAX_PAGE).collect().await;
-        let body = body.map_err(|error| error.to_string())?.to_bytes();
-        if status.is_success() {
-            return Ok(body);
-        }
-        let text = String::from_utf8_lossy(&body);
-        Err(format!("{status}: {}", text.trim()))
     }
 
     /// What is known of an exchange: the proxy of the pod that it names is asked, then that of the
@@ -142,7 +192,7 @@ impl Proxies<'_> {
         let Some(exchange) = known.exchanges.into_iter().next_back() else {
             let missing = format!(
                 "The proxy of {} no longer knows exchange {id}: it keeps the latest 256 failures and 256 others.",
-                pods::name(&pod)
+                pod.full_name()
             );
             return Ok(Story {
                 missing: vec![missing],
@@ -155,7 +205,7 @@ impl Proxies<'_> {
     /// The story of an exchange that one proxy knows.
     pub async fn complete(&self, pod: &Pod, exchange: Exchange) -> Story {
         let record = Record {
-            pod: pods::name(pod),
+            pod: pod.full_name(),
             exchange,
         };
         if record.exchange.direction == Direction::Inbound {
@@ -195,8 +245,114 @@ impl Proxies<'_> {
             None => other.id == exchange.id && other.direction != exchange.direction,
         });
         Ok(found.map(|exchange| Record {
-            pod: pods::name(&pod),
+            pod: pod.full_name(),
             exchange,
         }))
+    }
+}
+
+/// The value of a page in JSON.
+async fn parsed<T: DeserializeOwned>(
+    page: impl Future<Output = Result<Page, String>>,
+) -> Result<T, String> {
+    let page = tokio::time::timeout(TIMEOUT, page).await;
+    let page = page
+        .unwrap_or_else(|_| Err("timed out".into()))?
+        .success()?;
+    serde_json::from_str(&page).map_err(|error| format!("unexpected response: {error}"))
+}
+
+async fn page_by_port_forward(cluster: &Cluster, pod: &Pod, path: &str) -> Result<Page, String> {
+    let api: Api<v1::Pod> = Api::namespaced(cluster.client.clone(), &pod.namespace);
+    let port = pod.admin_port;
+    let forwarder = api.portforward(&pod.name, &[port]).await;
+    let mut forwarder = forwarder.map_err(describe_error)?;
+    let stream = forwarder.take_stream(port).ok_or("no stream")?;
+    let page = page::read(stream, path).await;
+    page.map_err(|error| error.to_string())
+}
+
+async fn page_of_demo(socket: &Path, path: &str) -> Result<Page, String> {
+    let stream = socket::connect(socket).await;
+    let stream = stream.map_err(|error| error.to_string())?;
+    let page = page::read(stream, path).await;
+    page.map_err(|error| error.to_string())
+}
+
+/// The pods with a proxy in a namespace of a cluster.
+async fn in_namespace(cluster: &Cluster, namespace: &str) -> Result<Vec<Pod>, Error> {
+    let api = Api::namespaced(cluster.client.clone(), namespace);
+    meshed(cluster::list(api, &ListParams::default()).await)
+}
+
+/// The pods with a proxy and this address: among those of all namespaces, or of the own one, if not
+/// all may be listed.
+async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>, Error> {
+    let client = &cluster.client;
+    let params = ListParams::default().fields(&format!("status.podIP={address}"));
+    let mut listed = cluster::list(Api::all(client.clone()), &params).await;
+    if matches!(&listed, Err(kube::Error::Api(status)) if status.code == 403) {
+        listed = cluster::list(Api::default_namespaced(client.clone()), &params).await;
+    }
+    meshed(listed)
+}
+
+fn meshed(listed: kube::Result<Vec<v1::Pod>>) -> Result<Vec<Pod>, Error> {
+    let listed = listed.map_err(|error| Error::Pods(describe_error(error)))?;
+    Ok(pods::meshed(&listed).map(Pod::from).collect())
+}
+
+/// The pods with a proxy of a demo.
+async fn of_demo(socket: &Path) -> Result<Vec<Pod>, Error> {
+    let listed: Result<Vec<socket::Pod>, String> = parsed(page_of_demo(socket, "/pods")).await;
+    let listed = listed.map_err(Error::Pods)?;
+    let injected = listed.into_iter().filter(|pod| pod.injected);
+    let pods = injected.map(|pod| Pod {
+        namespace: pod.namespace,
+        name: pod.name,
+        addresses: pod.ips,
+        admin_port: 0,
+    });
+    Ok(pods.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn pods_have_the_names_of_their_workloads() {
+        let pod = Pod::from(&pod("web-7f-abc"));
+        for (namespace, name, expected) in [
+            ("shop", "web-7f-abc", true),
+            ("shop", "web", true),
+            ("shop", "we", false),
+            ("shop", "web-7f-abc-1", false),
+            ("other", "web", false),
+        ] {
+            assert_eq!(
+                pod.is_named(namespace, name),
+                expected,
+                "{namespace}/{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn pod_of_a_cluster_has_all_of_its_addresses() {
+        let found = Pod::from(&pod("web"));
+        let address = |text: &str| text.parse::<IpAddr>().expect("an address");
+        assert!(found.addresses.contains(&address("10.244.0.7")));
+        assert!(found.addresses.contains(&address("fd00::7")));
+        assert_eq!(found.admin_port, 4001);
+    }
+
+    fn pod(name: &str) -> v1::Pod {
+        let status =
+            json!({"podIP": "10.244.0.7", "podIPs": [{"ip": "10.244.0.7"}, {"ip": "fd00::7"}]});
+        let pod = json!({"metadata": {"namespace": "shop", "name": name}, "status": status});
+        serde_json::from_value(pod).expect("a pod")
     }
 }

@@ -7,13 +7,9 @@ use std::{net::SocketAddr, process::ExitCode};
 use anyhow::Result;
 use clap::Args;
 use diy_mesh_model::state::State;
-use kube::ResourceExt;
 
 use super::terminal;
-use crate::{
-    cluster::{self, Cluster},
-    proxies::Proxies,
-};
+use crate::proxies;
 
 /// The arguments of `mesh proxy`.
 #[derive(Args, Debug)]
@@ -27,12 +23,12 @@ use crate::{
 pub struct Arguments {
     /// [NAMESPACE/]NAME of a pod, or of its workload: one of its pods
     #[arg(value_name = "POD")]
-    of: String,
+    pod: String,
     /// Only this destination: [NAMESPACE/]NAME[:PORT] or ADDRESS:PORT
     #[arg(long, value_name = "NAME")]
     destination: Option<String>,
     #[command(flatten)]
-    cluster: cluster::Arguments,
+    of: proxies::Arguments,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: terminal::Output,
@@ -52,17 +48,16 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 async fn state(arguments: &Arguments) -> Result<State> {
-    let cluster = Cluster::connect(&arguments.cluster).await?;
-    let proxies = Proxies { cluster: &cluster };
-    let (namespace, name) = cluster.namespaced(&arguments.of);
+    let proxies = arguments.of.connect().await?;
+    let (namespace, name) = proxies.namespaced(&arguments.pod);
     let mut pods = proxies.named(&namespace, &name).await?;
     // That of this name before the pods of a workload.
-    pods.sort_by_key(|pod| pod.name_any() != name);
+    pods.sort_by_key(|pod| pod.name != name);
     let query = arguments.destination.as_ref().map(|name| {
         if name.parse::<SocketAddr>().is_ok() {
             return format!("destination={name}");
         }
-        let (namespace, name) = cluster.namespaced(name);
+        let (namespace, name) = proxies.namespaced(name);
         format!("destination={namespace}/{name}")
     });
     let query = query.unwrap_or_default();

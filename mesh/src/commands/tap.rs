@@ -8,11 +8,11 @@ use clap::Args;
 use diy_mesh_model::exchange::{Direction, Exchange, Recent};
 use futures::future::join_all;
 
-use super::terminal::{self, printable};
-use crate::{
-    cluster::{self, Cluster},
-    proxies::Proxies,
+use super::{
+    terminal::{self, printable},
+    why,
 };
+use crate::proxies;
 
 /// The time between two questions to a proxy.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -30,7 +30,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub struct Arguments {
     /// [NAMESPACE/]NAME of a pod, or of its workload
     #[arg(value_name = "POD")]
-    of: String,
+    pod: String,
     /// Only failures
     #[arg(long)]
     failures: bool,
@@ -47,7 +47,7 @@ pub struct Arguments {
     #[arg(long, value_name = "MS")]
     slower_than: Option<f64>,
     #[command(flatten)]
-    cluster: cluster::Arguments,
+    of: proxies::Arguments,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: terminal::Output,
@@ -62,9 +62,8 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 async fn tap(arguments: &Arguments) -> Result<()> {
-    let cluster = Cluster::connect(&arguments.cluster).await?;
-    let proxies = Proxies { cluster: &cluster };
-    let (namespace, name) = cluster.namespaced(&arguments.of);
+    let proxies = arguments.of.connect().await?;
+    let (namespace, name) = proxies.namespaced(&arguments.pod);
     let pods = proxies.named(&namespace, &name).await?;
     let mut tapped: Vec<_> = pods.into_iter().map(|pod| (pod, u64::MAX)).collect();
     eprintln!("exchanges of {} pods; Ctrl-C ends", tapped.len());
@@ -129,12 +128,12 @@ impl Arguments {
     fn line(&self, exchange: &Exchange) -> Result<String> {
         Ok(match self.output {
             terminal::Output::Json => serde_json::to_string(exchange)? + "\n",
-            terminal::Output::Text => printable(&line(exchange)) + "\n",
+            terminal::Output::Text => printable(&line(exchange, self.of.demo)) + "\n",
         })
     }
 }
 
-fn line(exchange: &Exchange) -> String {
+fn line(exchange: &Exchange, demo: bool) -> String {
     let service = exchange
         .course
         .as_ref()
@@ -154,7 +153,7 @@ fn line(exchange: &Exchange) -> String {
         line += &format!(" [{}]", failure.code);
     }
     match exchange.id.filter(|_| exchange.is_failure()) {
-        Some(id) => line + &format!("  mesh why {id}"),
+        Some(id) => line + "  " + &why::command(id, demo),
         None => line,
     }
 }
@@ -201,14 +200,16 @@ mod tests {
     #[test]
     fn line_of_a_failure_names_mesh_why() {
         assert_eq!(
-            line(&exchange("outbound", 503)),
+            line(&exchange("outbound", 503), false),
             "2026-11-27T17:00:01.123Z outbound GET /cart 503 3.500 ms to shop/cart  \
              mesh why 10.244.1.7-5f3a9c210b44"
         );
         assert_eq!(
-            line(&exchange("inbound", 200)),
+            line(&exchange("inbound", 200), false),
             "2026-11-27T17:00:01.123Z inbound  GET /cart 200 3.500 ms from \
              spiffe://cluster.local/ns/shop/sa/web"
         );
+        let of_demo = line(&exchange("outbound", 503), true);
+        assert!(of_demo.ends_with("  mesh why --demo 10.244.1.7-5f3a9c210b44"));
     }
 }

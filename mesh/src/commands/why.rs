@@ -5,12 +5,10 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use clap::Args;
 use diy_mesh_model::exchange::{Exchange, ExchangeId};
-use k8s_openapi::api::core::v1::Pod;
 
 use super::terminal::{self, printable};
 use crate::{
-    cluster::{self, Cluster},
-    proxies::Proxies,
+    proxies::{self, Pod, Proxies},
     why::Story,
 };
 
@@ -21,7 +19,8 @@ use crate::{
     their namespaces, and no controller. A proxy keeps its latest 256 failures and 256 other exchanges.\n\n\
     Exit codes: 0 the exchange did not fail, 1 it failed, 2 error, 3 no proxy knows such an exchange.\n\n\
     Examples:\n  mesh why 10.244.1.7-5f3a9c210b44   the exchange that a response names in x-mesh-exchange\n  \
-    mesh why shop/web shop/cart        the latest failure from a workload or pod to a Service"
+    mesh why shop/web shop/cart        the latest failure from a workload or pod to a Service\n  \
+    mesh why --demo 10.244.0.7-5f3a9c210b44   an exchange that `mesh demo` shows"
 )]
 pub struct Arguments {
     /// Identifier of an exchange, or the caller: [NAMESPACE/]NAME of a pod, or of its workload
@@ -31,7 +30,13 @@ pub struct Arguments {
     #[arg(value_name = "TO")]
     to: Option<String>,
     #[command(flatten)]
-    cluster: cluster::Arguments,
+    of: proxies::Arguments,
+}
+
+/// The command that explains an exchange.
+pub fn command(id: ExchangeId, demo: bool) -> String {
+    let demo = if demo { "--demo " } else { "" };
+    format!("mesh why {demo}{id}")
 }
 
 /// Runs the command.
@@ -62,8 +67,7 @@ async fn story(arguments: &Arguments) -> Result<Story> {
         }
         (to, id) => to.as_deref().ok_or(id.ok()),
     };
-    let cluster = Cluster::connect(&arguments.cluster).await?;
-    let proxies = Proxies { cluster: &cluster };
+    let proxies = arguments.of.connect().await?;
     match called {
         Err(id) => Ok(proxies.story(id.expect("it was parsed")).await?),
         Ok(to) => latest(&proxies, &arguments.exchange, to).await,
@@ -71,9 +75,9 @@ async fn story(arguments: &Arguments) -> Result<Story> {
 }
 
 /// The story of the latest failure from a pod or workload to a Service, or of the latest exchange.
-async fn latest(proxies: &Proxies<'_>, from: &str, to: &str) -> Result<Story> {
-    let (namespace, name) = proxies.cluster.namespaced(from);
-    let (to_namespace, to_name) = proxies.cluster.namespaced(to);
+async fn latest(proxies: &Proxies, from: &str, to: &str) -> Result<Story> {
+    let (namespace, name) = proxies.namespaced(from);
+    let (to_namespace, to_name) = proxies.namespaced(to);
     let service = format!("{to_namespace}/{to_name}");
     let mut found: Option<(Pod, Exchange)> = None;
     for pod in proxies.named(&namespace, &name).await? {
