@@ -391,10 +391,13 @@ fn reference_lists_all_flags() {
         ("mesh egress", &["mesh", "egress", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh plan", &["mesh", "plan", "--help"]),
+        ("mesh proxy", &["mesh", "proxy", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
         ("mesh routes", &["mesh", "routes", "--help"]),
         ("mesh services", &["mesh", "services", "--help"]),
+        ("mesh tap", &["mesh", "tap", "--help"]),
         ("mesh test", &["mesh", "test", "--help"]),
+        ("mesh why", &["mesh", "why", "--help"]),
     ] {
         let section = reference
             .split(&format!("\n### {heading}\n"))

@@ -26,6 +26,7 @@ use diy_mesh_sandbox::{
     Sandbox,
     manifest::{self, Files},
     protocol::Message,
+    socket::{self, Server},
 };
 
 mod names;
@@ -113,12 +114,14 @@ fn demo(arguments: &Arguments) -> Result<ExitCode> {
             false
         }),
     )?;
+    let server = serve(&sandbox, &mut screen)?;
     sandbox.apply_objects(objects)?;
     let deadline = arguments
         .seconds
         .map(|seconds| started_at + Duration::from_secs(seconds));
     let mut demo = Demo {
         sandbox,
+        server,
         screen,
         story: Story::default(),
         summary: Summary::default(),
@@ -127,6 +130,21 @@ fn demo(arguments: &Arguments) -> Result<ExitCode> {
     };
     let reason = demo.run(&demo_events, deadline)?;
     demo.finish(reason, &demo_events)
+}
+
+/// Serves `mesh why --demo` and the like. The demo runs without, if that is not possible.
+fn serve(sandbox: &Sandbox, screen: &mut Screen) -> Result<Option<Server>> {
+    match sandbox.serve(&socket::demo_socket()) {
+        Ok(server) => {
+            screen.name_why();
+            Ok(Some(server))
+        }
+        Err(error) => {
+            let text = format!("`mesh why --demo` does not know this demo: {error}");
+            screen.print_status(&text)?;
+            Ok(None)
+        }
+    }
 }
 
 /// Why the demo stops.
@@ -138,6 +156,8 @@ enum ExitReason {
 
 struct Demo {
     sandbox: Sandbox,
+    /// Answers `mesh why --demo` and the like.
+    server: Option<Server>,
     screen: Screen,
     story: Story,
     summary: Summary,
@@ -241,6 +261,8 @@ impl Demo {
     fn finish(mut self, reason: ExitReason, demo_events: &Receiver<DemoEvent>) -> Result<ExitCode> {
         let rest = self.story.take_all();
         self.print(&rest)?;
+        // Also if a second signal ends the process.
+        self.server = None;
         let not_ready = self.sandbox.view().not_ready();
         thread::scope(|scope| {
             let stopping = scope.spawn(|| self.sandbox.shut_down(SHUTDOWN_TIMEOUT));

@@ -9,6 +9,7 @@ mod basics;
 mod cleanup;
 mod commands;
 mod connections;
+mod demo_socket;
 mod exceptions;
 mod identity;
 mod lifecycle;

@@ -9,7 +9,10 @@ use super::{
     names::{Names, Party},
     story::{Exchange, Item, Output, PROXY_CONTAINERS, ProxyDump, Story},
 };
-use crate::commands::terminal::{self, Colors, TextStyle};
+use crate::commands::{
+    terminal::{self, Colors, TextStyle},
+    why,
+};
 use diy_mesh_sandbox::protocol::{PodView, Source};
 
 /// What the demo prints.
@@ -40,6 +43,8 @@ pub struct Screen {
     widths: [usize; 3],
     /// The width of the prefixes of output without an exchange.
     prefix_width: usize,
+    /// Failures name the command that explains them.
+    names_why: bool,
     /// The last output is a block of several lines, and ends with an empty line.
     after_block: bool,
 }
@@ -57,6 +62,7 @@ impl Screen {
             printed: BTreeSet::new(),
             widths: [0; 3],
             prefix_width: 0,
+            names_why: false,
             after_block: true,
         }
     }
@@ -64,6 +70,11 @@ impl Screen {
     /// What the demo prints.
     pub fn detail(&self) -> Detail {
         self.detail
+    }
+
+    /// From now on, failures name the command that explains them.
+    pub fn name_why(&mut self) {
+        self.names_why = true;
     }
 
     /// Prints a status line of the demo.
@@ -198,7 +209,7 @@ impl Screen {
         }
         let [names, subjects, statuses] = self.widths;
         let padding = names - lengths[0];
-        let style = if dump.is_failure() {
+        let style = if exchange.is_failure() {
             TextStyle::Error
         } else {
             TextStyle::Ok
@@ -221,6 +232,10 @@ impl Screen {
         }
         if let Some(reason) = &dump.incomplete {
             line += &format!("  {reason}");
+        }
+        let is_explained = self.names_why && exchange.is_failure();
+        if let Some(id) = dump.id.filter(|_| is_explained) {
+            line += &format!("  {}", why::command(id, true));
         }
         line + "\n"
     }

@@ -104,8 +104,18 @@ impl Exchange {
 
     /// Whether both proxies use mutual TLS.
     pub fn is_mutual_tls(&self) -> bool {
-        let dumps = [&self.inbound, &self.outbound].into_iter().flatten();
-        dumps.into_iter().any(|proxy| proxy.dump.identity.is_some())
+        self.dumps().any(|dump| dump.identity.is_some())
+    }
+
+    /// Whether it failed at one of the proxies: the caller's sees an error of the callee's as a
+    /// response.
+    pub fn is_failure(&self) -> bool {
+        self.dumps().any(exchange::Exchange::is_failure)
+    }
+
+    fn dumps(&self) -> impl Iterator<Item = &exchange::Exchange> {
+        let proxies = [&self.inbound, &self.outbound].into_iter().flatten();
+        proxies.map(|proxy| &*proxy.dump)
     }
 }
 

@@ -53,7 +53,7 @@ impl Summary {
         let pair = format!("{} -> {}", caller.workload, callee.workload);
         let statistics = self.pairs.entry(pair).or_default();
         statistics.exchanges += 1;
-        statistics.failures += u32::from(dump.is_failure());
+        statistics.failures += u32::from(exchange.is_failure());
         statistics.mutual_tls += u32::from(exchange.is_mutual_tls());
         if dump.incomplete.is_none() {
             statistics.complete += 1;

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use diy_mesh_model::exchange::Dump;
+use diy_mesh_model::exchange::{self, Dump};
 use serde_json::{Value, json};
 
 use super::{
@@ -187,6 +187,63 @@ fn failure_without_other_side_names_its_cause() {
     let expected =
         "web -> cart  GET /items  502     1.2 ms  plaintext  connect-failed: 10.244.0.6 refuses\n";
     assert!(page.starts_with(expected), "{page}");
+}
+
+#[test]
+fn failure_names_the_command_that_explains_it() {
+    let page = |change: &dyn Fn(&mut Value), is_served: bool| {
+        let (mut story, mut screen) = (story(), screen(Detail::Story, &[]));
+        if is_served {
+            screen.name_why();
+        }
+        let mut dump = outbound();
+        dump["id"] = "10.244.0.7-5f3a9c210b44".into();
+        change(&mut dump);
+        story.record_line(line("web", "proxy", dump), Instant::now());
+        let page = screen.format(&story.take_all()[0], &story);
+        page.lines().next().expect("a line").to_owned()
+    };
+    let command = "  mTLS  mesh why --demo 10.244.0.7-5f3a9c210b44";
+    let grpc_error = |dump: &mut Value| {
+        dump["response"]["trailers"] = json!([["grpc-status", "14"]]);
+    };
+    assert!(page(&grpc_error, true).ends_with(command));
+    assert!(page(&grpc_error, false).ends_with("  mTLS"));
+    assert!(page(&|_| {}, true).ends_with("  mTLS"));
+    let open = |dump: &mut Value| dump["incomplete"] = exchange::STILL_OPEN.into();
+    assert!(!page(&open, true).contains("mesh why"));
+    let unknown = |dump: &mut Value| {
+        grpc_error(dump);
+        dump["id"] = Value::Null;
+    };
+    assert!(page(&unknown, true).ends_with("  mTLS"));
+}
+
+#[test]
+fn exchange_that_the_proxy_of_the_callee_denied_failed() {
+    let (mut story, mut screen) = (story(), screen(Detail::Story, &[]));
+    screen.name_why();
+    let (mut caller, mut callee) = (outbound(), inbound());
+    for dump in [&mut caller, &mut callee] {
+        dump["id"] = "10.244.0.7-5f3a9c210b44".into();
+        dump["response"] = part("HTTP/1.1 403 Forbidden", "");
+    }
+    callee["failure"] = json!({"code": "denied", "message": "no rule matches"});
+    story.record_line(line("web", "proxy", caller), Instant::now());
+    story.record_line(line("cart", "proxy", callee), Instant::now());
+    let items = story.take_all();
+    let page = screen.format(&items[0], &story);
+    let line = page.lines().next().expect("a line");
+    assert!(
+        line.contains(" 403 ") && line.contains("  mesh why --demo "),
+        "{line}"
+    );
+    let mut summary = Summary::default();
+    if let Item::Exchange(exchange) = &items[0] {
+        summary.record_exchange(exchange, &story);
+    }
+    let text = summary.text(Duration::from_secs(30), None);
+    assert!(text.contains("1 exchange, 1 failed"), "{text}");
 }
 
 #[test]

@@ -1,0 +1,198 @@
+//! `mesh why`, `mesh tap` and `mesh proxy` ask a running demo: a failure in its output names the
+//! command that explains it.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    os::unix::fs::{DirBuilderExt, chown},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdout, Command, Output, Stdio},
+};
+
+use diy_mesh_tests::sandbox::{empty, programs};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+/// The proxies of http-server deny all calls.
+const DENIAL: &str = "
+apiVersion: diy-service-mesh.dev/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: nobody, namespace: http-server}
+spec:
+  targetRefs: [{group: '', kind: Pod, selector: {matchLabels: {app: http-server}}}]
+  action: DENY
+  rules: [{networkAttributes: {ports: [8080]}}]
+";
+
+/// The directory of the sockets of a test, for its user alone.
+struct Session(PathBuf);
+
+impl Session {
+    fn new(name: &str) -> Self {
+        let name = format!("mesh-session-{name}-{}", std::process::id());
+        let directory = std::env::temp_dir().join(name);
+        let mut builder = fs::DirBuilder::new();
+        builder.mode(0o700).create(&directory).unwrap();
+        Self(directory)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("diy-service-mesh-demo.sock")
+    }
+
+    /// A command of `mesh`.
+    fn mesh(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(programs().join("mesh"));
+        command.args(arguments).env("XDG_RUNTIME_DIR", &self.0);
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.mesh(arguments).output().unwrap()
+    }
+
+    /// A demo, and its output.
+    fn demo(&self, arguments: &[&str]) -> (Child, impl Iterator<Item = String> + use<>) {
+        let mut command = self.mesh(&["demo", "--for", "600"]);
+        command.args(arguments).stdin(Stdio::piped());
+        let mut demo = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut objects = demo.stdin.take().unwrap();
+        objects.write_all(DENIAL.as_bytes()).unwrap();
+        let output: ChildStdout = demo.stdout.take().unwrap();
+        let lines = BufReader::new(output).lines().map(|line| line.unwrap());
+        (demo, lines)
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn end(mut demo: Child) {
+    kill(Pid::from_raw(demo.id().cast_signed()), Signal::SIGTERM).unwrap();
+    assert!(demo.wait().unwrap().success());
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&[&*output.stdout, &*output.stderr].concat()).into_owned()
+}
+
+#[test]
+fn failures_of_a_demo_name_the_command_that_explains_them() {
+    if empty().is_none() {
+        return;
+    }
+    let session = Session::new("why");
+    let (demo, mut lines) = session.demo(&["--set", "-"]);
+    let is_denied = |line: &String| line.starts_with("http-client -> ") && line.contains(" 403 ");
+    let line = lines.find(is_denied).unwrap();
+    let (_, command) = line.split_once("  mesh why --demo ").expect(&line);
+    // The demo goes on while nobody reads its output, as long as the pipe has room.
+    let drained = std::thread::spawn(move || lines.count());
+
+    let page = session.run(&["why", "--demo", command]);
+    let by_id = text(&page);
+    assert_eq!(page.status.code(), Some(1), "{by_id}");
+    for part in [
+        "Why: the proxy of the callee answered denied: ",
+        "AuthorizationPolicy http-server/nobody",
+        "Proxy of the caller, http-client/http-client-",
+        "Proxy of the callee, http-server/http-server-v",
+        "verified by mutual TLS",
+    ] {
+        assert!(by_id.contains(part), "{part}: {by_id}");
+    }
+    let of_pair = ["http-client/http-client", "http-server/http-server"];
+    let page = session.run(&[&["why", "--demo"], &of_pair[..]].concat());
+    assert_eq!(page.status.code(), Some(1), "{}", text(&page));
+    assert!(text(&page).contains("Why: the proxy of the callee answered denied: "));
+
+    assert_eq!(tapped(&session), "[denied]");
+    asks_for_state(&session);
+    end(demo);
+    assert!(drained.join().unwrap() > 0);
+    assert!(!session.socket().exists(), "the socket is removed");
+    let page = session.run(&["why", "--demo", command]);
+    let error = "no demo of this user runs";
+    assert_eq!(page.status.code(), Some(2));
+    assert!(text(&page).contains(error), "{}", text(&page));
+}
+
+/// The code of the next failure of http-server, which names `mesh why --demo`.
+fn tapped(session: &Session) -> String {
+    let mut tap = session.mesh(&["tap", "--demo", "http-server/http-server", "--failures"]);
+    let mut tap = tap.stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    let mut output = BufReader::new(tap.stdout.take().unwrap());
+    output.read_line(&mut line).unwrap();
+    tap.kill().unwrap();
+    tap.wait().unwrap();
+    let (before, _) = line.split_once("  mesh why --demo ").expect(&line);
+    before.rsplit(' ').next().unwrap().to_owned()
+}
+
+fn asks_for_state(session: &Session) {
+    let pod = "http-client/http-client";
+    let service = "--destination=http-server/http-server";
+    let state = session.run(&["proxy", "--demo", pod, service, "-o", "json"]);
+    assert!(state.status.success(), "{}", text(&state));
+    let state: Value = serde_json::from_slice(&state.stdout).unwrap();
+    assert!(state["certificate"]["not_after"].is_string(), "{state:#}");
+    let unknown = session.run(&["proxy", "--demo", "http-client/nobody"]);
+    assert_eq!(unknown.status.code(), Some(2));
+    let error = "no pod with a proxy of the mesh is http-client/nobody";
+    assert!(text(&unknown).contains(error), "{}", text(&unknown));
+}
+
+#[test]
+fn demo_that_cannot_be_asked_says_so_and_runs() {
+    if empty().is_none() {
+        return;
+    }
+    let session = Session::new("second");
+    let sandbox = empty().unwrap();
+    let created = session.0.join("created");
+    let server = sandbox.serve(&created.join("demo.sock")).unwrap();
+    assert!(created.is_dir());
+    drop(server);
+    assert!(!created.exists(), "it was created for the socket");
+    let server = sandbox.serve(&session.socket()).unwrap();
+    let (second, mut lines) = session.demo(&["--set", "-"]);
+    let expected = "`mesh why --demo` does not know this demo: another demo of this user runs";
+    assert!(lines.any(|line| line.contains(expected)));
+    let failure = lines.find(|line| line.contains(" 403 ")).unwrap();
+    assert!(!failure.contains("mesh why"), "{failure}");
+    drop(lines);
+    end(second);
+    assert!(session.socket().exists(), "that of the first is left");
+    drop(server);
+    assert!(!session.socket().exists() && session.0.exists());
+}
+
+#[test]
+fn directory_of_another_user_is_refused() {
+    let session = Session::new("other");
+    let root = nix::unistd::geteuid().is_root();
+    // Without root, the directory of another user is that of all files.
+    let other = if root { &session.0 } else { Path::new("/") };
+    if root {
+        chown(other, Some(65_534), None).unwrap();
+    }
+    let mut why = session.mesh(&["why", "--demo", "10.244.0.7-5f3a9c210b44"]);
+    let output = why.env("XDG_RUNTIME_DIR", other).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let error = text(&output);
+    let expected = format!("{} belongs to user ", other.display());
+    assert!(error.contains(&expected), "{error}");
+    assert!(error.contains("set XDG_RUNTIME_DIR"), "{error}");
+    if let Some(sandbox) = empty() {
+        let served = sandbox.serve(&other.join("demo.sock"));
+        let error = served.err().unwrap().to_string();
+        assert!(error.contains(&expected), "{error}");
+    }
+}
