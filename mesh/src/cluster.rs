@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Arg, Args};
 use diy_mesh_runtime::error_chain;
 use futures::AsyncReadExt;
 use hyper::Request;
@@ -10,16 +10,19 @@ use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::{Api, Client, Config, api::ListParams, config::KubeConfigOptions};
 use serde::de::DeserializeOwned;
 
-/// The cluster and the namespace of the mesh.
-#[derive(Args, Clone, Debug)]
+/// The cluster, the namespace of the mesh, and that of what a command is about.
+#[derive(Args, Clone, Debug, Default)]
 #[group(skip)]
 pub struct Arguments {
     /// Context of the kubeconfig [default: the current context]
     #[arg(long, value_name = "NAME")]
     pub context: Option<String>,
     /// Namespace of the mesh
-    #[arg(short, long, value_name = "NAME", default_value = "service-mesh")]
-    pub namespace: String,
+    #[arg(long, value_name = "NAME", default_value = "service-mesh")]
+    pub mesh_namespace: String,
+    /// Namespace of what is listed, and of names without one [default: all, and that of the context]
+    #[arg(short, long, value_name = "NAME")]
+    pub namespace: Option<String>,
 }
 
 /// A reachable cluster.
@@ -28,7 +31,7 @@ pub struct Cluster {
     /// The client of the API server.
     pub client: Client,
     /// The namespace of the mesh.
-    pub namespace: String,
+    pub mesh_namespace: String,
     /// The version of the API server.
     pub version: Info,
 }
@@ -62,10 +65,29 @@ const ADMIN_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// The length of a page of an admin server, which may be hostile.
 const MAX_ADMIN_PAGE_BYTES: u64 = 1024 * 1024;
 
-impl Cluster {
-    /// Connects and reads the version of the API server.
-    pub async fn connect(arguments: &Arguments) -> Result<Self, ConnectError> {
-        let mut config = match &arguments.context {
+/// For commands about the whole mesh, which have no namespace: `--namespace` is an error.
+pub(crate) fn no_namespace(argument: Arg) -> Arg {
+    let error = "this command is about the whole mesh, whose namespace is that of --mesh-namespace";
+    let reject = move |_: &str| Err::<String, _>(error);
+    argument.hide(true).value_parser(reject)
+}
+
+impl Arguments {
+    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, or in that of the
+    /// context.
+    pub async fn full_name(&self, name: &str) -> String {
+        if name.contains('/') {
+            return name.to_owned();
+        }
+        let config = self.config().await.ok();
+        let namespace = config.map(|config| config.default_namespace);
+        let namespace = namespace.or_else(|| self.namespace.clone());
+        format!("{}/{name}", namespace.as_deref().unwrap_or("default"))
+    }
+
+    /// The configuration of the context, with the given namespace.
+    async fn config(&self) -> Result<Config, ConnectError> {
+        let mut config = match &self.context {
             None => Config::infer()
                 .await
                 .map_err(|error| ConnectError::Config(error.to_string()))?,
@@ -79,6 +101,17 @@ impl Cluster {
                     .map_err(|error| ConnectError::Context(error_chain(&error)))?
             }
         };
+        if let Some(namespace) = &self.namespace {
+            config.default_namespace.clone_from(namespace);
+        }
+        Ok(config)
+    }
+}
+
+impl Cluster {
+    /// Connects and reads the version of the API server.
+    pub async fn connect(arguments: &Arguments) -> Result<Self, ConnectError> {
+        let mut config = arguments.config().await?;
         config.connect_timeout = Some(CONNECT_TIMEOUT);
         config.read_timeout = Some(READ_TIMEOUT);
         // Retries would hide the responses with the status 503 of proxies that are not ready.
@@ -94,12 +127,12 @@ impl Cluster {
         let version = version.map_err(|error| ConnectError::Unreachable { server, error })?;
         Ok(Self {
             client,
-            namespace: arguments.namespace.clone(),
+            mesh_namespace: arguments.mesh_namespace.clone(),
             version,
         })
     }
 
-    /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the namespace of the context.
+    /// The namespace and the name of `[NAMESPACE/]NAME`, as [`Arguments::full_name`].
     pub fn namespaced(&self, name: &str) -> (String, String) {
         namespaced(name, self.client.default_namespace())
     }
@@ -155,5 +188,23 @@ pub fn describe_error(error: kube::Error) -> String {
         kube::Error::Api(status) if status.code == 403 => format!("forbidden: {}", status.message),
         kube::Error::Api(status) => status.message,
         other => error_chain(&other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn names_are_in_the_given_namespace_unless_they_have_their_own() {
+        let arguments = Arguments {
+            namespace: Some("shop".into()),
+            ..Arguments::default()
+        };
+        assert_eq!(arguments.full_name("web").await, "shop/web");
+        assert_eq!(arguments.full_name("till/web").await, "till/web");
+        if let Ok(config) = arguments.config().await {
+            assert_eq!(config.default_namespace, "shop");
+        }
     }
 }

@@ -81,7 +81,7 @@ pub struct Access {
     /// URL of a controller to query instead of those of a cluster; repeatable
     #[arg(
         long, value_name = "https://HOST:PORT", value_parser = https_url, requires_all = ["token_file", "roots_file"],
-        conflicts_with_all = ["context", "namespace", "account"]
+        conflicts_with_all = ["context", "mesh_namespace", "account"]
     )]
     pub controller: Vec<Uri>,
     /// File with a token for --controller
@@ -103,7 +103,7 @@ pub enum Error {
     Pods(String, String),
     /// No controller pod is running.
     #[error(
-        "no running controller found in namespace {0}: if Deployment controller exists there, scale it up or see its pods (kubectl describe -n {0} deployment/controller); else install the mesh there, or set its namespace with --namespace"
+        "no running controller found in namespace {0}: if Deployment controller exists there, scale it up or see its pods (kubectl describe -n {0} deployment/controller); else install the mesh there, or set its namespace with --mesh-namespace"
     )]
     NoPods(String),
     /// A file cannot be read.
@@ -289,7 +289,7 @@ impl Controllers {
             return Err(Error::Connection(error));
         };
         let path = format!("{name}:{ADMIN_PORT}/proxy/ready");
-        let ready = cluster.admin_page(&cluster.namespace, &path).await;
+        let ready = cluster.admin_page(&cluster.mesh_namespace, &path).await;
         let reasons = ready.err().unwrap_or_default();
         let reasons = reasons.lines().filter(|line| !line.trim().is_empty());
         let of_authority = |line: &str| {
@@ -350,14 +350,15 @@ impl Controllers {
     async fn connect_to(&self, name: &str, credentials: Credentials) -> Result<Controller, Error> {
         match &self.replicas {
             Replicas::Cluster(cluster, _) => {
-                let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+                let pods: Api<Pod> =
+                    Api::namespaced(cluster.client.clone(), &cluster.mesh_namespace);
                 let forward = async || {
                     let forwarder = pods.portforward(name, &[PORT]).await;
                     let mut forwarder = forwarder.map_err(io::Error::other)?;
                     let stream = forwarder.take_stream(PORT);
                     Ok(Box::new(stream.ok_or(io::ErrorKind::NotConnected)?) as _)
                 };
-                let host = format!("controller.{}.svc", cluster.namespace);
+                let host = format!("controller.{}.svc", cluster.mesh_namespace);
                 Controller::over(forward, &host, credentials).await
             }
             Replicas::Urls(..) => {
@@ -380,7 +381,7 @@ impl Controllers {
 
 /// The names of the running controller pods.
 async fn running_pods(cluster: &Cluster) -> Result<Vec<String>, Error> {
-    let namespace = &cluster.namespace;
+    let namespace = &cluster.mesh_namespace;
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     let pods = pods
         .list(&ListParams::default().labels("app=controller"))
@@ -601,7 +602,7 @@ fn certificates(pem: &str) -> Result<RootCertStore, Error> {
 async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error> {
     let (namespace, name) = account
         .split_once('/')
-        .unwrap_or((&cluster.namespace, account));
+        .unwrap_or((&cluster.mesh_namespace, account));
     let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);
     let request = TokenRequest {
         spec: TokenRequestSpec {
@@ -629,7 +630,7 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error
 
 /// The roots that the controller publishes in the namespace of the mesh.
 async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
-    let namespace = &cluster.namespace;
+    let namespace = &cluster.mesh_namespace;
     let config_maps: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
     let config_map = config_maps.get(ROOTS_CONFIG_MAP).await;
     let config_map = config_map.map_err(|error| Error::Roots(cluster::describe_error(error)))?;
@@ -658,7 +659,7 @@ mod tests {
         });
         let controllers = Controllers::of_cluster(&Cluster {
             client: kube::Client::new(service, "default"),
-            namespace: "service-mesh".into(),
+            mesh_namespace: "service-mesh".into(),
             version: crate::check::facts::testing::unknown_facts().version,
         });
         // A problem of the authority, as its status would have it.

@@ -31,7 +31,7 @@ pub struct Arguments {
     #[command(flatten)]
     cluster: cluster::Arguments,
     /// Ask the demo that runs on this machine, not a cluster
-    #[arg(long, conflicts_with_all = ["context", "namespace"])]
+    #[arg(long, conflicts_with_all = ["context", "mesh_namespace"])]
     pub demo: bool,
 }
 
@@ -39,8 +39,8 @@ pub struct Arguments {
 pub enum Proxies {
     /// Those of a cluster.
     Cluster(Box<Cluster>),
-    /// Those of the demo with this socket.
-    Demo(PathBuf),
+    /// Those of the demo with this socket, and the namespace of names without one.
+    Demo(PathBuf, String),
 }
 
 /// A pod with a proxy.
@@ -120,17 +120,18 @@ impl Arguments {
         }
         let path = socket::demo_socket();
         socket::connect(&path).await?;
-        Ok(Proxies::Demo(path))
+        let namespace = self.cluster.namespace.as_deref();
+        Ok(Proxies::Demo(path, namespace.unwrap_or("default").to_owned()))
     }
 }
 
 impl Proxies {
-    /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the namespace of the context,
-    /// or in `default`.
+    /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the given namespace, in that of
+    /// the context, or in `default`.
     pub fn namespaced(&self, name: &str) -> (String, String) {
         match self {
             Self::Cluster(cluster) => cluster.namespaced(name),
-            Self::Demo(_) => cluster::namespaced(name, "default"),
+            Self::Demo(_, namespace) => cluster::namespaced(name, namespace),
         }
     }
 
@@ -138,7 +139,7 @@ impl Proxies {
     pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>, Error> {
         let mut found = match self {
             Self::Cluster(cluster) => in_namespace(cluster, namespace).await?,
-            Self::Demo(socket) => of_demo(socket).await?,
+            Self::Demo(socket, _) => of_demo(socket).await?,
         };
         found.retain(|pod| pod.is_named(namespace, name));
         found.truncate(MAX_PODS);
@@ -152,7 +153,7 @@ impl Proxies {
     async fn at(&self, address: IpAddr) -> Result<Pod, Error> {
         let found = match self {
             Self::Cluster(cluster) => with_address(cluster, address).await?,
-            Self::Demo(socket) => of_demo(socket).await?,
+            Self::Demo(socket, _) => of_demo(socket).await?,
         };
         let found = found
             .into_iter()
@@ -173,7 +174,7 @@ impl Proxies {
     async fn ask<T: DeserializeOwned>(&self, pod: &Pod, path: &str) -> Result<T, Error> {
         let value = match self {
             Self::Cluster(cluster) => parsed(page_by_port_forward(cluster, pod, path)).await,
-            Self::Demo(socket) => {
+            Self::Demo(socket, _) => {
                 let path = format!("/pods/{}/admin{path}", pod.full_name());
                 parsed(page_of_demo(socket, &path)).await
             }

@@ -120,7 +120,7 @@ const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
 impl Facts {
     /// Reads all facts from the cluster.
     pub async fn gather(cluster: &Cluster) -> Self {
-        let (client, namespace) = (&cluster.client, cluster.namespace.as_str());
+        let (client, namespace) = (&cluster.client, cluster.mesh_namespace.as_str());
         let all = ListParams::default();
         let roots = ListParams::default().fields(&format!("metadata.name={ROOTS_CONFIG_MAP}"));
         let controllers = Controllers::of_cluster(cluster);
@@ -261,7 +261,7 @@ async fn webhook(cluster: &Cluster) -> Fact<Option<MutatingWebhookConfiguration>
 
 /// Reads the certificate only. The private key in the Secret is discarded.
 async fn serving(cluster: &Cluster) -> Fact<Option<String>> {
-    let api: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+    let api: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.mesh_namespace);
     let secret = api
         .get_opt(SERVING_SECRET)
         .await

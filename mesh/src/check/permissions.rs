@@ -77,7 +77,7 @@ pub(super) async fn review(cluster: &Cluster) -> Fact<Vec<(Permission, bool)>> {
         .map_err(|error| error.to_string())?;
     let api: Api<SubjectAccessReview> = Api::all(cluster.client.clone());
     let reviews = stream::iter(needed(&objects)).map(|permission| {
-        let (api, namespace) = (api.clone(), cluster.namespace.clone());
+        let (api, namespace) = (api.clone(), cluster.mesh_namespace.clone());
         async move {
             let review = serde_json::from_value(access_review(&permission, &namespace))
                 .map_err(|error| error.to_string())?;

@@ -644,7 +644,7 @@ diy_mesh_proxy_requests_total{direction="inbound"} 2
         });
         Cluster {
             client: kube::Client::new(service, "default"),
-            namespace: "service-mesh".into(),
+            mesh_namespace: "service-mesh".into(),
             version: unknown_facts().version,
         }
     }

@@ -4,7 +4,7 @@
 mod forget;
 pub(crate) mod generate;
 
-use std::{net::IpAddr, path::PathBuf, process::ExitCode, str::FromStr};
+use std::{net::IpAddr, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use super::terminal::{self, Colors, Output, TextStyle, plain};
 use crate::{
     authorization::{self, Call, Caller, Claims, Destination, Head, Outcome, Path, Row, Target},
+    cluster,
     controller::{self, Controllers},
     files,
 };
@@ -28,6 +29,7 @@ use crate::{
     authorization server.\n\n\
     Examples:\n  mesh authz shop/web shop/cart GET /items      a request to the pods of a Service\n  \
     mesh authz shop/web shop/db-0:5432            a connection to a pod that carries no HTTP\n  \
+    mesh authz -n shop web cart GET /items        the first one\n  \
     mesh authz unauthenticated shop/cart GET /    a client without mutual TLS\n  \
     mesh authz shop/web shop/greeter POST /hello.Greeter/SayHello   a gRPC call\n  \
     mesh authz shop/web api.example.com:443       by the pods of a Service to outside of the cluster\n  \
@@ -36,14 +38,15 @@ use crate::{
 pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
-    /// Client: NAMESPACE/SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated; of a call to outside of the
-    /// cluster, NAMESPACE/NAME of a Service or a pod
+    /// Client: [NAMESPACE/]SERVICE-ACCOUNT, a SPIFFE ID, or unauthenticated; of a call to outside of
+    /// the cluster, [NAMESPACE/]NAME of a Service or a pod
     #[arg(required = true)]
-    from: Option<Caller>,
-    /// Service or pod: NAMESPACE/NAME or NAMESPACE/NAME:PORT; without PORT, all TCP ports of the
-    /// Service, or all that the pod declares; HOST:PORT or ADDRESS:PORT outside of the cluster
+    from: Option<String>,
+    /// Service or pod: [NAMESPACE/]NAME[:PORT]; without PORT, all TCP ports of the Service, or all that
+    /// the pod declares. With a dot or a colon in the name: HOST:PORT or ADDRESS:PORT outside of the
+    /// cluster
     #[arg(required = true)]
-    to: Option<To>,
+    to: Option<String>,
     /// Method of the request; without it, a connection that carries no HTTP
     #[arg(requires = "path")]
     method: Option<String>,
@@ -79,15 +82,27 @@ enum To {
     Outside(Destination),
 }
 
-impl FromStr for To {
-    type Err = String;
+impl Arguments {
+    async fn caller(&self, from: &str) -> Result<Caller> {
+        let caller = match from {
+            "unauthenticated" => from.parse(),
+            name => self.cluster().full_name(name).await.parse(),
+        };
+        caller.map_err(|error: String| anyhow!("{from}: {error}"))
+    }
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        if text.contains('/') {
-            text.parse().map(Self::Pods)
+    async fn called(&self, to: &str) -> Result<To> {
+        let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
+        let called = if !to.contains('/') && host.contains(['.', ':']) {
+            to.parse().map(To::Outside)
         } else {
-            text.parse().map(Self::Outside)
-        }
+            self.cluster().full_name(to).await.parse().map(To::Pods)
+        };
+        called.map_err(|error: String| anyhow!("{to}: {error}"))
+    }
+
+    fn cluster(&self) -> &cluster::Arguments {
+        &self.source.controller.cluster
     }
 }
 
@@ -121,7 +136,7 @@ impl Source {
                 Ok(pods.await?)
             })?;
         }
-        let index = files::index(&self.filename, &self.controller.cluster.namespace)?;
+        let index = files::index(&self.filename, &self.controller.cluster.mesh_namespace)?;
         let pods = authorization::pods(&index, target);
         pods.with_context(|| format!("the files contain no Service or pod {}", target.key))
     }
@@ -152,7 +167,9 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     })
 }
 
-fn judge(arguments: &Arguments, from: &Caller, to: &To) -> Result<Outcome> {
+fn judge(arguments: &Arguments, from: &str, to: &str) -> Result<Outcome> {
+    let from = &super::block_on(arguments.caller(from))??;
+    let to = &super::block_on(arguments.called(to))??;
     let target = match to {
         To::Pods(target) => target,
         To::Outside(_) => &caller(arguments, from)?,
@@ -279,19 +296,24 @@ mod tests {
         crate::commands::parsed(line)
     }
 
-    /// What is printed of the files of the tutorial, and the exit code.
-    fn told(line: &str) -> (String, ExitCode) {
+    /// With the files of the tutorial.
+    fn tutorial(line: &str) -> Arguments {
         let file = concat!(
             env!("CARGO_MANIFEST_DIR"),
             "/../docs/tutorial/authorization.yaml"
         );
         let samples = concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests/sample-apps");
-        let arguments = parsed(&format!("authz {line} -f {file} -f {samples}")).unwrap();
-        let (Some(from), Some(To::Pods(to))) = (&arguments.from, &arguments.to) else {
-            panic!("a call to pods")
-        };
-        let pods = arguments.source.pods(to).unwrap();
-        let verdicts = authorization::verdicts(&pods, &call(&arguments, from));
+        parsed(&format!("authz {line} -f {file} -f {samples}")).unwrap()
+    }
+
+    /// What is printed, and the exit code.
+    fn told(line: &str) -> (String, ExitCode) {
+        let arguments = tutorial(line);
+        let [from, to] = [&arguments.from, &arguments.to].map(|name| name.as_deref().unwrap());
+        let to = to.parse().unwrap();
+        let pods = arguments.source.pods(&to).unwrap();
+        let call = call(&arguments, &from.parse().unwrap());
+        let verdicts = authorization::verdicts(&pods, &call);
         (table(&verdicts, Colors::DISABLED), run(&arguments))
     }
 
@@ -306,6 +328,10 @@ allowed  http-server/http-server-v1 and 1 more  8080  AuthorizationPolicy http-s
             told(&format!("{client} GET /hello")),
             (expected.to_owned(), ExitCode::SUCCESS)
         );
+        let short = |line: &str| run(&tutorial(line));
+        let name = "-n http-server http-client/http-client http-server:80";
+        assert_eq!(short(&format!("{name} GET /hello")), ExitCode::SUCCESS);
+        assert_eq!(short(&format!("{name} POST /hello")), ExitCode::FAILURE);
         let (text, code) = told(&format!("{client} POST /hello"));
         let reason = "no rule matches, the nearest is rules[0] but for its methods";
         assert!(text.contains(reason) && code == ExitCode::FAILURE, "{text}");
@@ -318,15 +344,22 @@ allowed  http-server/http-server-v1 and 1 more  8080  AuthorizationPolicy http-s
             "authz shop/web",
             "authz forget",
             "authz forget shop --mesh",
-            "authz generate shop --header a=b",
+            "authz generate shop",
+            "authz generate -n shop --header a=b",
+            "authz forget shop -n shop",
             "authz shop/web shop/cart GET",
             "authz shop/web shop/cart GET items",
             "authz shop/web shop/cart --host a",
             "authz shop/web shop/cart GET / --header a",
-            "authz shop/web api.example.com",
-            "authz shop/web api.example.com:0",
         ] {
             assert!(parsed(line).is_err(), "{line}");
+        }
+        for line in [
+            "authz shop/web api.example.com",
+            "authz shop/web api.example.com:0",
+            "authz shop/web/x shop/cart",
+        ] {
+            assert_eq!(run(&parsed(line).unwrap()), ExitCode::from(2), "{line}");
         }
         let arguments = parsed("authz a/b shop/cart GET /items?x=1 --header a=b=c").unwrap();
         assert_eq!(arguments.path.as_deref(), Some("/items"));

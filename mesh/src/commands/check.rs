@@ -16,7 +16,7 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(
     after_help = "Exit codes: 0, no problems (warnings are possible); 1, problems; 2, no connection to the cluster.\n\n\
-    Examples:\n  mesh check\n  mesh check --context staging --namespace mesh\n  \
+    Examples:\n  mesh check\n  mesh check --context staging --mesh-namespace mesh\n  \
     mesh check --output json | jq -r '.checks[] | select(.level != \"ok\") | .text'"
 )]
 pub struct Arguments {

@@ -29,24 +29,21 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(
     after_help = "Exit codes: 0 success, 2 error, 3 pods of a policy get no NetworkPolicy.\n\n\
-    Examples:\n  mesh egress shop                    what the pods of a namespace called in the last 7 days\n  \
-    mesh egress shop --policy           policies under audit that allow exactly that\n  \
-    mesh egress shop --network-policy   NetworkPolicies for what enforced policies close\n  \
+    Examples:\n  mesh egress -n shop                    what the pods of a namespace called in the last 7 days\n  \
+    mesh egress -n shop --policy           policies under audit that allow exactly that\n  \
+    mesh egress -n shop --network-policy   NetworkPolicies for what enforced policies close\n  \
     mesh egress -o json | jq '.groups[] | select(.incomplete)'"
 )]
 pub struct Arguments {
-    /// Namespace of the pods [default: all]
-    #[arg(value_name = "NAMESPACE")]
-    of: Option<String>,
     /// Print AuthorizationPolicies that allow what was seen
     #[arg(long, conflicts_with_all = ["network_policy", "output"])]
     policy: bool,
     /// Mode of the AuthorizationPolicies [default: audit]
     #[arg(long, value_enum, requires = "policy")]
     mode: Option<Mode>,
-    /// Print NetworkPolicies for the pods of NAMESPACE that enforced AuthorizationPolicies with the
+    /// Print NetworkPolicies for the pods of the namespace that enforced AuthorizationPolicies with the
     /// direction Outbound close
-    #[arg(long, requires = "of", conflicts_with = "output")]
+    #[arg(long, requires = "namespace", conflicts_with = "output")]
     network_policy: bool,
     /// File or folder with AuthorizationPolicies, in place of those of the cluster; repeatable
     #[arg(short, long, value_name = "FILE", requires = "network_policy")]
@@ -63,7 +60,12 @@ pub struct Arguments {
 
 /// Lists calls, or prints policies.
 pub fn run(arguments: &Arguments) -> ExitCode {
-    let of = arguments.of.as_deref().unwrap_or_default();
+    let of = arguments
+        .controller
+        .cluster
+        .namespace
+        .as_deref()
+        .unwrap_or_default();
     super::exit(if arguments.network_policy {
         bound(arguments, of)
     } else {
@@ -153,7 +155,7 @@ fn text(report: &Report, colors: Colors) -> String {
 
 fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
     let objects = super::block_on(objects(arguments, of))??;
-    let mesh = &arguments.controller.cluster.namespace;
+    let mesh = &arguments.controller.cluster.mesh_namespace;
     let boundary = boundary(&objects, of, mesh)?;
     let mut text = format!(
         "# The boundary of the namespace {}: in the cluster TCP, and UDP to port 53; outside what\n\
@@ -188,7 +190,7 @@ async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
     }
     let cluster = Cluster::connect(&controller.cluster).await?;
     let mut all = Vec::new();
-    for namespace in BTreeSet::from([of, &cluster.namespace]) {
+    for namespace in BTreeSet::from([of, &cluster.mesh_namespace]) {
         let kinds = [Kind::Authorization];
         let objects = routes::fetch(&cluster.client, Some(namespace), kinds).await;
         all.extend(objects.map_err(|error| {
@@ -215,24 +217,27 @@ mod tests {
     fn arguments_are_checked() {
         for line in [
             "egress --network-policy",
-            "egress shop --policy --network-policy",
-            "egress shop --policy -o json",
-            "egress shop --mode enforce",
-            "egress shop -f policies.yaml",
-            "egress shop --network-policy --edges calls.json",
+            "egress -n shop --policy --network-policy",
+            "egress -n shop --policy -o json",
+            "egress -n shop --mode enforce",
+            "egress -n shop -f policies.yaml",
+            "egress -n shop --network-policy --edges calls.json",
         ] {
             assert!(parsed(line).is_err(), "{line}");
         }
-        let arguments = parsed("egress shop --network-policy -f a -f b").unwrap();
+        let arguments = parsed("egress -n shop --network-policy -f a -f b").unwrap();
         assert_eq!(
-            (arguments.of.as_deref(), arguments.filename.len()),
+            (
+                arguments.controller.cluster.namespace.as_deref(),
+                arguments.filename.len()
+            ),
             (Some("shop"), 2)
         );
     }
 
     #[test]
     fn calls_to_pods_are_no_destinations() {
-        let arguments = parsed(&format!("egress http-server --edges {CALLS}")).unwrap();
+        let arguments = parsed(&format!("egress -n http-server --edges {CALLS}")).unwrap();
         let read = super::super::block_on(read(&arguments, "http-server"));
         let (observed, _) = read.unwrap().unwrap();
         let [group] = &observed.groups[..] else {
@@ -281,7 +286,7 @@ shop/db             -                     not watched: no proxy has reported
     #[test]
     fn files_without_a_policy_about_egress_are_an_error() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tutorial");
-        let line = format!("egress shop --network-policy -f {folder}/authorization.yaml");
+        let line = format!("egress -n shop --network-policy -f {folder}/authorization.yaml");
         assert_eq!(run(&parsed(&line).unwrap()), ExitCode::from(2));
     }
 }

@@ -21,6 +21,7 @@ use crate::{
 #[command(
     after_help = "Examples:\n  mesh identity                         the mesh of the kubeconfig's current cluster\n  \
     mesh identity --output json | jq '.workloads[] | select(.acknowledged | not)'\n  \
+    mesh identity -n shop                 the workloads of one namespace\n  \
     mesh identity --account shop/viewer   the workloads of namespace shop, with the token of an account there"
 )]
 pub struct Arguments {
@@ -35,7 +36,11 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mesh = super::block_on(async {
         let controllers = Controllers::new(&arguments.controller).await?;
-        Ok::<_, controller::Error>(Mesh::merge(controllers.identity().await?))
+        let mut mesh = Mesh::merge(controllers.identity().await?);
+        if let Some(namespace) = &arguments.controller.cluster.namespace {
+            mesh.keep_namespace(namespace);
+        }
+        Ok::<_, controller::Error>(mesh)
     })??;
     let output = arguments.output;
     output.print(&mesh, |colors| text(&mesh, now(), colors))?;

@@ -189,6 +189,14 @@ mod tests {
         assert!(!unrelated.contains("similar"), "{unrelated}");
     }
 
+    #[test]
+    fn commands_about_the_whole_mesh_reject_a_namespace() {
+        for command in [&["rotate-root"][..], &["authz", "forget", "shop"]] {
+            let error = error(&[command, &["-n", "mesh"]].concat());
+            assert!(error.contains("--mesh-namespace"), "{error}");
+        }
+    }
+
     fn kind(arguments: &[&str]) -> &'static str {
         match arguments.len() {
             1 => "subcommand",

@@ -30,6 +30,7 @@ use crate::{
     after_help = "Exit codes: 0 nothing that was seen would be denied, 1 something would be, 2 error, \
     3 it depends on what was not recorded, or on an authorization server.\n\n\
     Examples:\n  mesh plan -f policy.yaml           what new or changed policies would have denied\n  \
+    mesh plan -f policy.yaml -n shop   the same for the pods of one namespace only\n  \
     mesh plan --strict shop            the same for strict pods in the namespace shop\n  \
     mesh plan -f policy.yaml -o json | jq '.effects[] | select(.verdict == \"denied\")'"
 )]
@@ -63,12 +64,15 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 fn compare(arguments: &Arguments) -> Result<Outcome> {
     let (mut observed, mut objects) = super::block_on(read(arguments))??;
     let changed = changed(arguments)?;
-    let mesh = &*arguments.controller.cluster.namespace;
+    let mesh = &*arguments.controller.cluster.mesh_namespace;
     let namespaces = namespaces(arguments, &changed);
     let is_concerned = |name: &str| namespaces.contains(&mesh) || namespaces.contains(&name);
     observed
         .groups
         .retain(|group| is_concerned(&group.namespace));
+    if let Some(only) = &arguments.controller.cluster.namespace {
+        observed.groups.retain(|group| group.namespace == *only);
+    }
     let index = |objects: &[Value]| explain::index(objects, mesh, &observed.trust_domain);
     let (mut before, _) = index(&objects);
     objects.extend(changed.iter().cloned());

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep};
 
 use super::terminal::{self, Colors, TextStyle};
 use crate::{
+    cluster,
     controller::{self, Controllers},
     identity::{
         request::{Request, RequestTarget},
@@ -25,6 +26,7 @@ use crate::{
 /// The arguments of `mesh rotate-root`.
 #[derive(Args, Debug)]
 #[command(
+    mut_arg("namespace", cluster::no_namespace),
     after_help = "The controller announces the new root first. Its CA issues certificates once all connected proxies trust it. The\n\
     old root is removed once none of its certificates is in use. No request fails, and no pod restarts.\n\n\
     Examples:\n  mesh rotate-root              start a rotation, or watch the current one; Ctrl-C stops watching only\n  \
@@ -48,7 +50,7 @@ pub struct Arguments {
     #[arg(long)]
     no_wait: bool,
     /// Directory of the controller's CA, instead of a Secret in a cluster
-    #[arg(long, value_name = "FOLDER", requires = "controller", conflicts_with_all = ["context", "namespace"])]
+    #[arg(long, value_name = "FOLDER", requires = "controller", conflicts_with_all = ["context", "mesh_namespace"])]
     ca_folder: Option<PathBuf>,
 }
 

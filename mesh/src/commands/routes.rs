@@ -10,11 +10,12 @@ use diy_mesh_controller::explain::explain;
 use diy_mesh_controller::index::object::Key;
 use diy_mesh_controller::kinds::Kind;
 use diy_mesh_proto::mesh::v1::{GetRoutesResponse as Explanation, get_routes_response::Rule};
+use futures::future::join_all;
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
-    cluster::{self, Cluster},
-    controller::{self, Access, Controllers},
+    cluster::Cluster,
+    controller::{self, Controllers},
     files,
     routes::{self, Condition, Route},
 };
@@ -24,27 +25,19 @@ use crate::{
 #[command(
     after_help = "Examples:\n  mesh routes                       all routes with Services as parents\n  \
     mesh routes shop/web              what happens with the requests to one Service\n  \
+    mesh routes -n shop               those of a namespace\n  \
     mesh routes shop/web --clients a  the same for clients in the namespace a\n  \
     mesh routes -o json | jq '.[] | select(any(.parents[].conditions[]; .status == false))'"
 )]
 pub struct Arguments {
     /// Services whose effective rules are printed [default: list all routes]
-    #[arg(value_name = "NAMESPACE/NAME", value_parser = service)]
-    services: Vec<Key>,
+    #[arg(value_name = "[NAMESPACE/]NAME")]
+    services: Vec<String>,
     /// Namespace of the clients of the Services [default: that of the Service]
     #[arg(long, value_name = "NAMESPACE", requires = "services")]
     clients: Option<String>,
-    /// Context of the kubeconfig [default: the current context]
-    #[arg(long, value_name = "NAME")]
-    context: Option<String>,
-    /// Namespace of the mesh, whose controller explains the Services
-    #[arg(long, value_name = "NAME", default_value = "service-mesh")]
-    mesh_namespace: String,
     #[command(flatten)]
-    access: Access,
-    /// Namespace of the routes [default: all]
-    #[arg(short, long, value_name = "NAME", conflicts_with = "services")]
-    namespace: Option<String>,
+    controller: controller::Arguments,
     /// File or folder with objects to read in place of a cluster, which have no conditions; repeatable
     #[arg(short, long, value_name = "FILE", conflicts_with_all = ["context", "controller"])]
     filename: Vec<PathBuf>,
@@ -53,22 +46,13 @@ pub struct Arguments {
     output: Output,
 }
 
-impl Arguments {
-    fn cluster(&self) -> cluster::Arguments {
-        cluster::Arguments {
-            context: self.context.clone(),
-            namespace: self.mesh_namespace.clone(),
-        }
-    }
-}
-
 /// Parses `NAMESPACE/NAME`.
-fn service(text: &str) -> Result<Key, String> {
+fn service(text: &str) -> Result<Key> {
     match text.split('/').collect::<Vec<_>>()[..] {
         [namespace, name] if !namespace.is_empty() && !name.is_empty() => {
             Ok(Key::new(namespace, name))
         }
-        _ => Err("expected NAMESPACE/NAME of a Service".to_owned()),
+        _ => bail!("{text}: expected [NAMESPACE/]NAME of a Service"),
     }
 }
 
@@ -76,7 +60,7 @@ fn service(text: &str) -> Result<Key, String> {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let output = arguments.output;
     if arguments.services.is_empty() {
-        if !arguments.access.controller.is_empty() {
+        if !arguments.controller.access.controller.is_empty() {
             bail!(
                 "--controller requires names of Services: a list is read from a cluster or from files"
             );
@@ -96,8 +80,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
     let objects = if arguments.filename.is_empty() {
         super::block_on(async {
-            let cluster = Cluster::connect(&arguments.cluster()).await?;
-            let namespace = arguments.namespace.as_deref();
+            let cluster = Cluster::connect(&arguments.controller.cluster).await?;
+            let namespace = arguments.controller.cluster.namespace.as_deref();
             let objects = routes::fetch(&cluster.client, namespace, Kind::routes()).await;
             objects.map_err(|error| anyhow!("failed to list routes: {error}"))
         })??
@@ -105,7 +89,7 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
         files::read(&arguments.filename)?
     };
     let mut routes: Vec<Route> = objects.iter().filter_map(Route::read).collect();
-    let namespace = arguments.namespace.as_ref();
+    let namespace = arguments.controller.cluster.namespace.as_ref();
     routes.retain(|route| namespace.is_none_or(|namespace| *namespace == route.namespace));
     let key = |route: &Route| [&route.namespace, &route.name, &route.kind].map(String::clone);
     routes.sort_by_key(key);
@@ -113,11 +97,12 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
 }
 
 fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
+    let services = super::block_on(services(arguments))??;
     if arguments.filename.is_empty() {
-        return super::block_on(ask(arguments))?;
+        return super::block_on(ask(arguments, &services))?;
     }
     let objects = files::read(&arguments.filename)?;
-    let explained = arguments.services.iter().map(|service| {
+    let explained = services.iter().map(|service| {
         let clients = arguments.clients.as_deref().unwrap_or(&service.namespace);
         explain(&objects, service, clients).with_context(|| {
             format!("the files do not contain the Service {service}; add the file that does with --filename")
@@ -126,16 +111,19 @@ fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
     explained.collect()
 }
 
+async fn services(arguments: &Arguments) -> Result<Vec<Key>> {
+    let cluster = &arguments.controller.cluster;
+    let names = arguments.services.iter();
+    let names = join_all(names.map(|name| cluster.full_name(name))).await;
+    names.iter().map(|name| service(name)).collect()
+}
+
 /// What a controller says about the Services.
-async fn ask(arguments: &Arguments) -> Result<Vec<Explanation>> {
-    let controllers = Controllers::new(&controller::Arguments {
-        cluster: arguments.cluster(),
-        access: arguments.access.clone(),
-    })
-    .await?;
+async fn ask(arguments: &Arguments, services: &[Key]) -> Result<Vec<Explanation>> {
+    let controllers = Controllers::new(&arguments.controller).await?;
     let mut controller = controllers.connect().await?;
     let mut explained = Vec::new();
-    for service in &arguments.services {
+    for service in services {
         let clients = arguments.clients.clone().unwrap_or_default();
         explained.push(controller.routes(service.to_string(), clients).await?);
     }

@@ -6,6 +6,7 @@ use std::{io, process::ExitCode};
 use anyhow::{Result, bail};
 use clap::Args;
 use diy_mesh_proto::mesh::v1::{Service, service::Endpoint};
+use futures::future::join_all;
 use serde_json::{Value, json};
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
@@ -15,13 +16,14 @@ use crate::controller::{self, Controller, Controllers};
 #[derive(Args, Debug)]
 #[command(
     after_help = "Examples:\n  mesh services                        all Services of the cluster\n  \
+    mesh services -n shop                those of a namespace\n  \
     mesh services --account shop/viewer  those of namespace shop, with the token of an account there\n  \
     mesh services shop/cart --watch      one Service and its changes\n  \
     mesh services -o json | jq '.[] | select(.endpoints == [])'"
 )]
 pub struct Arguments {
     /// Services to list [default: all]
-    #[arg(value_name = "NAMESPACE/NAME")]
+    #[arg(value_name = "[NAMESPACE/]NAME")]
     services: Vec<String>,
     /// Print each change until Ctrl-C
     #[arg(short, long)]
@@ -36,12 +38,19 @@ pub struct Arguments {
 /// Lists the Services.
 pub fn run(arguments: Arguments) -> Result<ExitCode> {
     super::block_on(async {
+        let cluster = &arguments.controller.cluster;
+        let names = arguments.services.iter();
+        let names = join_all(names.map(|name| cluster.full_name(name))).await;
+        // Names have theirs.
+        let only = cluster.namespace.as_ref().filter(|_| names.is_empty());
+        let is_listed = |service: &Service| only.is_none_or(|only| service.namespace == *only);
         let controllers = Controllers::new(&arguments.controller).await?;
         let mut controller = controllers.connect().await?;
         if arguments.watch {
-            return watch(&mut controller, arguments.services, arguments.output).await;
+            return watch(&mut controller, names, is_listed, arguments.output).await;
         }
-        let mut services = controller.services(arguments.services).await?;
+        let mut services = controller.services(names).await?;
+        services.retain(is_listed);
         sort(&mut services);
         let all: Value = services.iter().map(json).collect();
         let output = arguments.output;
@@ -58,6 +67,7 @@ pub fn run(arguments: Arguments) -> Result<ExitCode> {
 async fn watch(
     controller: &mut Controller,
     names: Vec<String>,
+    is_listed: impl Fn(&Service) -> bool,
     output: Output,
 ) -> Result<ExitCode> {
     let mut stream = controller.watch_services(names).await?;
@@ -67,7 +77,7 @@ async fn watch(
         .await
         .map_err(controller::Error::Rejected)?
     {
-        let mut changed: Vec<Service> = response.service.into_iter().collect();
+        let mut changed: Vec<Service> = response.service.into_iter().filter(&is_listed).collect();
         match (output, &mut initial) {
             (Output::Json, _) => {
                 changed

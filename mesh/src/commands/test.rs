@@ -45,8 +45,8 @@ pub struct Arguments {
     #[arg(long, value_name = "FILE")]
     junit: Option<PathBuf>,
     /// Namespace of the mesh, whose policies apply to all pods
-    #[arg(short, long, value_name = "NAME", default_value = "service-mesh")]
-    namespace: String,
+    #[arg(long, value_name = "NAME", default_value = "service-mesh")]
+    mesh_namespace: String,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
@@ -114,7 +114,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 fn test(arguments: &Arguments) -> Result<Outcome> {
-    let index = files::index(&arguments.filename, &arguments.namespace)?;
+    let index = files::index(&arguments.filename, &arguments.mesh_namespace)?;
     let mut all = Vec::new();
     for file in &arguments.expectations {
         let expectations = read(file)?.into_iter();

@@ -20,6 +20,7 @@ use crate::{
     Exit codes: 0 the exchange did not fail, 1 it failed, 2 error, 3 no proxy knows such an exchange.\n\n\
     Examples:\n  mesh why 10.244.1.7-5f3a9c210b44   the exchange that a response names in x-mesh-exchange\n  \
     mesh why shop/web shop/cart        the latest failure from a workload or pod to a Service\n  \
+    mesh why -n shop web cart          the same\n  \
     mesh why --demo 10.244.0.7-5f3a9c210b44   an exchange that `mesh demo` shows"
 )]
 pub struct Arguments {

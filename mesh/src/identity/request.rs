@@ -103,11 +103,14 @@ impl RequestTarget {
 }
 
 fn secrets(cluster: &Cluster) -> Api<Secret> {
-    Api::namespaced(cluster.client.clone(), &cluster.namespace)
+    Api::namespaced(cluster.client.clone(), &cluster.mesh_namespace)
 }
 
 fn secret_error(cluster: &Cluster, error: kube::Error) -> Error {
-    Error::Secret(cluster.namespace.clone(), cluster::describe_error(error))
+    Error::Secret(
+        cluster.mesh_namespace.clone(),
+        cluster::describe_error(error),
+    )
 }
 
 /// Creates the request file atomically.

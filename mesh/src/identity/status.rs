@@ -62,7 +62,7 @@ pub fn has_certificate(workload: &Workload) -> bool {
 pub struct Mesh {
     /// The trust domain.
     pub trust_domain: String,
-    /// The namespace of the workloads, if the account may not list those of all.
+    /// The namespace of the workloads, if those of all are not wanted, or the account may not list them.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub namespace: String,
     /// The location of the CA.
@@ -85,6 +85,12 @@ pub struct Mesh {
 }
 
 impl Mesh {
+    /// Keeps the workloads of a namespace only.
+    pub fn keep_namespace(&mut self, namespace: &str) {
+        namespace.clone_into(&mut self.namespace);
+        self.workloads.retain(|one| one.namespace == namespace);
+    }
+
     /// Merges the responses of the replicas. The replica with the latest phase determines the
     /// rotation, and the latest connection of a workload its status.
     pub fn merge(responses: Responses) -> Self {

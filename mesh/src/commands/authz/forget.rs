@@ -12,6 +12,7 @@ use crate::cluster::{self, Cluster};
 /// The arguments of `mesh authz forget`.
 #[derive(Args, Debug)]
 #[command(
+    mut_arg("namespace", cluster::no_namespace),
     after_help = "Examples:\n  mesh authz forget shop      the policies of a namespace\n  \
     mesh authz forget --mesh    those of the namespace of the mesh, for which all pods wait"
 )]
@@ -29,7 +30,7 @@ pub(super) struct Arguments {
 pub(super) fn run(arguments: &Arguments) -> Result<Outcome> {
     super::super::block_on(async {
         let cluster = Cluster::connect(&arguments.cluster).await?;
-        let mesh = &cluster.namespace;
+        let mesh = &cluster.mesh_namespace;
         let name = arguments.name.as_ref().unwrap_or(mesh);
         let was_known = Marker::new(&cluster.client, mesh).forget(name).await?;
         ensure!(

@@ -35,17 +35,10 @@ const MAX_LABELS: usize = 32;
 /// The arguments of `mesh authz generate`.
 #[derive(Args, Debug)]
 #[command(
-    after_help = "Examples:\n  mesh authz generate shop >policies.yaml   policies under audit for the pods of a namespace\n  \
-    mesh plan -f policies.yaml                what they would have denied"
+    after_help = "Examples:\n  mesh authz generate -n shop >policies.yaml   policies under audit for the pods of a namespace\n  \
+    mesh plan -f policies.yaml                   what they would have denied"
 )]
 pub struct Arguments {
-    /// Namespace of the called pods [default: all]
-    #[arg(
-        value_name = "NAMESPACE",
-        default_value = "",
-        hide_default_value = true
-    )]
-    of: String,
     /// Mode of the policies
     #[arg(long, value_enum, default_value_t)]
     mode: Mode,
@@ -69,11 +62,9 @@ pub(in crate::commands) enum Mode {
 /// Reads the calls and prints policies.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let Arguments {
-        of,
-        edges,
-        controller,
-        ..
+        edges, controller, ..
     } = arguments;
+    let of = controller.cluster.namespace.as_deref().unwrap_or_default();
     let observed = Observed::read(controller, edges.as_ref(), of);
     let observed = super::super::block_on(observed)??;
     let mut notes = Vec::new();
