@@ -1,6 +1,7 @@
-//! Kubernetes Events about refused certificates, roots that cannot be published, rotations that make
-//! no progress, routes that have no status, and kinds that cannot be read, on the pod, the ConfigMap,
-//! the Secret, the route and the Deployment of the controller.
+//! Kubernetes Events about refused certificates and what proxies tell of themselves, roots that cannot
+//! be published, rotations that make no progress and CAs that expire, routes that have no status, and
+//! kinds that cannot be read, on the pod, the ConfigMap, the Secret, the route and the Deployment of
+//! the controller.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -8,12 +9,13 @@ use std::time::SystemTime;
 use diy_mesh_control_plane::events::Events;
 use diy_mesh_proto::mesh::v1::get_identity_response::Rotation;
 use k8s_openapi::api::core::v1::ObjectReference;
+use tokio::sync::watch;
 
 use crate::authenticate::PodRef;
-use crate::authority::AuthorityHandle;
 use crate::authority::publish::PublishStatus;
 use crate::authority::publish::config_maps::CONFIG_MAP;
 use crate::authority::state::{Phase, seconds};
+use crate::authority::status::Status;
 use crate::authority::store::kubernetes::SECRET;
 use crate::catalog::freshness::Unreadable;
 use crate::catalog::resource;
@@ -23,13 +25,13 @@ use crate::routes::{Condition, RouteStatus};
 /// Time in one phase of a rotation until it counts as stuck, and between its events, in seconds.
 const MAX_PHASE_DURATION: u64 = 3600;
 
-/// Queues an event about a refused certificate request of a pod.
-pub fn certificate_refused(events: &Events, pod: &PodRef, reason: &str) {
+/// Queues an event about a pod, whose proxy called `action`.
+pub fn of_pod(events: &Events, pod: &PodRef, reason: &str, action: &str, note: &str) {
     let object = ObjectReference {
         uid: Some(pod.uid.to_string()),
         ..reference("Pod", &pod.namespace, &pod.name)
     };
-    events.warn(object, "CertificateRefused", "SignCertificate", reason);
+    events.warn(object, reason, action, note);
 }
 
 /// Queues an event about a condition of a route, or of the ports of a Service, that does not hold.
@@ -80,9 +82,14 @@ fn reference(kind: &str, namespace: &str, name: &str) -> ObjectReference {
 
 /// Queues the events of an authority in Kubernetes, whose Secret is in `namespace`, until the
 /// authority ends.
-pub async fn observe(authority: AuthorityHandle, namespace: &str, events: Events) {
-    let (mut published, mut status) = (authority.watch_published(), authority.watch_status());
+pub async fn observe(
+    mut published: watch::Receiver<PublishStatus>,
+    mut status: watch::Receiver<Status>,
+    namespace: &str,
+    events: Events,
+) {
     let (mut known, mut next_reminder) = (PublishStatus::default(), 0);
+    let mut expiring = None;
     loop {
         let current = published.borrow_and_update().clone();
         for (namespace, error) in new_errors(&known.waiting, &current.waiting) {
@@ -92,7 +99,13 @@ pub async fn observe(authority: AuthorityHandle, namespace: &str, events: Events
         }
         known = current;
         let now = seconds(SystemTime::now());
-        let note = stuck(&status.borrow_and_update().rotation, now);
+        let current = status.borrow_and_update().clone();
+        if let Some(note) = (current.expiring.as_ref()).filter(|_| current.expiring != expiring) {
+            let object = reference("Secret", namespace, SECRET);
+            events.warn(object, "AuthorityExpires", "Rotate", note);
+        }
+        expiring = current.expiring;
+        let note = stuck(&current.rotation, now);
         if let Some(note) = note.filter(|_| now >= next_reminder) {
             let object = reference("Secret", namespace, SECRET);
             events.warn(object, "RotationStuck", "Rotate", &note);
@@ -152,6 +165,32 @@ mod tests {
             .map(|(place, _)| place.as_str())
             .collect();
         assert_eq!(new, ["b", "c"]);
+    }
+
+    #[tokio::test]
+    async fn each_reminder_of_a_ca_that_expires_is_one_event_on_its_secret() {
+        let (published, publications) = watch::channel(PublishStatus::default());
+        let (status, statuses) = watch::channel(Status::default());
+        let (events, mut queue) = Events::new();
+        let observing = tokio::spawn(observe(publications, statuses, "service-mesh", events));
+        let tell = |note: &str| {
+            status.send_modify(|status| status.expiring = Some(note.to_owned()));
+        };
+        for note in ["in 6 h", "in 5 h"] {
+            tell(note);
+            let (object, event) = queue.recv().await.expect("an event");
+            assert_eq!(object.name.as_deref(), Some(SECRET));
+            assert_eq!(
+                (&*event.reason, event.note.as_deref()),
+                ("AuthorityExpires", Some(note))
+            );
+            // Another change of the status.
+            published.send_replace(PublishStatus::default());
+            tell(note);
+        }
+        drop((published, status));
+        observing.await.expect("it ends with the authority");
+        assert!(queue.recv().await.is_none());
     }
 
     #[test]

@@ -238,8 +238,10 @@ impl Controller {
         );
         let observe_authority = async {
             if config.ca == config::Storage::Kubernetes {
-                let authority = self.authority.clone();
-                events::observe(authority, &config.pod_namespace, events.clone()).await;
+                let authority = &self.authority;
+                let (published, status) = (authority.watch_published(), authority.watch_status());
+                let namespace = &config.pod_namespace;
+                events::observe(published, status, namespace, events.clone()).await;
             }
         };
         let store_edges = async {

@@ -296,7 +296,8 @@ impl Replica {
         let ((events, queue), mesh) = (Events::new(), cluster.mesh.clone());
         let observed = authority.clone();
         let task = tokio::spawn(async move {
-            let observe = events::observe(observed, &mesh, events);
+            let (published, status) = (observed.watch_published(), observed.watch_status());
+            let observe = events::observe(published, status, &mesh, events);
             tokio::join!(run, follow, observe, publish(client, "controller", queue));
         });
         Replica {

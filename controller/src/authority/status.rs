@@ -36,6 +36,8 @@ pub struct Status {
     pub replica: String,
     /// The error of the stored CA, if any; the previous state stays in use.
     pub problem: Option<String>,
+    /// The latest reminder that a CA expires and cannot be rotated.
+    pub expiring: Option<String>,
     /// The progress of a CA rotation.
     pub rotation: Rotation,
     /// The issuing CA; `None` until it is loaded.
@@ -104,25 +106,29 @@ impl StatusSender {
         });
     }
 
-    /// In the last third of its lifetime, logs that a CA expires.
+    /// In the last third of its lifetime, logs and publishes that a CA expires, unless it is about to
+    /// be rotated.
     pub(super) fn remind(&mut self, ca: &Ca, waiting: &[String], now: SystemTime) {
         let left = ca.not_after().duration_since(now).unwrap_or_default();
         let reminded = self.reminded.as_ref().map(Instant::elapsed);
         if left > ca.lifetime() / 3 || reminded.is_some_and(|age| age < REMINDER_INTERVAL) {
             return;
         }
-        self.reminded = Some(Instant::now());
         let (subject, hours) = (&ca.certificate().subject, left.as_secs() / 3600);
-        if !ca.is_generated() {
-            tracing::warn!(
+        let note = match waiting.first() {
+            _ if !ca.is_generated() => format!(
                 "the CA {subject}, or a certificate above it, expires in {hours} h: write its successor to tls.crt, tls.key and ca.crt"
-            );
-        } else if let Some(first) = waiting.first() {
-            let count = waiting.len();
-            tracing::warn!(
-                "the CA {subject} expires in {hours} h, and its rotation waits for {count} conditions, such as {first}"
-            );
-        }
+            ),
+            Some(first) => format!(
+                "the CA {subject} expires in {hours} h, and its rotation waits for {} conditions, such as {first}",
+                waiting.len()
+            ),
+            None => return,
+        };
+        tracing::warn!("{note}");
+        self.reminded = Some(Instant::now());
+        self.sender
+            .send_modify(|status| status.expiring = Some(note));
     }
 }
 
@@ -399,6 +405,30 @@ mod tests {
             (false, 0)
         );
         assert_eq!(silent.pod, "system:serviceaccount:shop:web");
+    }
+
+    #[test]
+    fn reminds_of_a_ca_in_its_last_third_that_is_not_rotated() {
+        let day = Duration::from_secs(86_400);
+        let state = CaState::generate("cluster.local", start(), 3 * day).unwrap();
+        let mut sender = StatusSender::new("here", "a");
+        let mut remind = |waiting: &[String], now| {
+            sender.remind(state.signer(), waiting, now);
+            sender.sender.borrow().expiring.clone()
+        };
+        let waiting = ["shop/web".to_owned()];
+        assert_eq!(remind(&waiting, start() + day), None);
+        let late = start() + 2 * day + day / 2;
+        assert_eq!(remind(&[], late), None, "it is rotated");
+        let note = remind(&waiting, late).expect("a reminder");
+        let is_expected = note.contains("expires in 12 h") && note.ends_with("such as shop/web");
+        assert!(is_expected, "{note}");
+        let others = ["shop/cart".to_owned()];
+        assert_eq!(
+            remind(&others, late),
+            Some(note),
+            "no other one for some hours"
+        );
     }
 
     #[test]

@@ -23,6 +23,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use tonic::{Status, Streaming};
 
 use super::subscriptions::Subscriptions;
+use super::told::Told;
 use super::{Context, frames};
 use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
@@ -39,8 +40,6 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 const MAX_TEXT_BYTES: usize = 128;
 /// Time between two reports of unknown keys that are read. Proxies send them every 10 seconds.
 const MIN_UNKNOWN_KEYS_INTERVAL: Duration = Duration::from_secs(5);
-/// The length of a reason in the log.
-const MAX_REASON_CHARS: usize = 256;
 
 /// Reads requests until one is invalid. Does not return after a client that sends no more requests:
 /// it may still read.
@@ -51,7 +50,7 @@ pub(super) async fn read(
     context: &Context,
 ) -> Result<Infallible, Status> {
     let metrics = &context.metrics;
-    let (mut has_rejected, mut has_exceeded) = (false, false);
+    let (mut told, mut has_exceeded) = (Told::new(proxy, context), false);
     let mut next_unknown_keys = Instant::now();
     let mut published = subscriptions.lock().published();
     let refusals = subscriptions.lock().refusals();
@@ -61,6 +60,10 @@ pub(super) async fn read(
             request = requests.message() => request?,
             () = sleep(RETRY_INTERVAL), if subscriptions.lock().has_refused() => {
                 subscriptions.lock().retry()?;
+                continue;
+            }
+            () = told.expiry() => {
+                told.expired();
                 continue;
             }
             // Of a response, too.
@@ -78,12 +81,14 @@ pub(super) async fn read(
             Some(Action::Subscribe(request)) => subscriptions.lock().subscribe(request)?,
             Some(Action::Unsubscribe(request)) => subscriptions.lock().unsubscribe(request)?,
             Some(Action::Status(status)) => {
-                let clock_skew = check_status(&status, SystemTime::now())?;
+                let now = SystemTime::now();
+                let clock_skew = check_status(&status, now)?;
+                told.status(&status, clock_skew, now);
                 proxy.update(status, clock_skew);
             }
             Some(Action::Acknowledgement(request)) => {
                 subscriptions.lock().acknowledge(&request);
-                log_rejection(&request, &mut has_rejected, proxy, metrics);
+                told.acknowledged(&request);
             }
             Some(Action::Exceptions(exceptions)) => {
                 set_exceptions(&exceptions, &mut has_exceeded, proxy);
@@ -179,28 +184,6 @@ impl SharedSubscriptions {
 
     fn lock(&self) -> MutexGuard<'_, Subscriptions> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Counts an acknowledgement. Logs the first rejection of a stream.
-fn log_rejection(
-    acknowledgement: &proto::Acknowledgement,
-    has_rejected: &mut bool,
-    proxy: &ConnectedGuard,
-    metrics: &Metrics,
-) {
-    if acknowledgement.rejection.is_empty() {
-        metrics.acknowledged.inc();
-        return;
-    }
-    metrics.rejected.inc();
-    if !std::mem::replace(has_rejected, true) {
-        let bounded = |text: &str| text.chars().take(MAX_REASON_CHARS).collect::<String>();
-        let reason = bounded(&acknowledgement.rejection);
-        let name = bounded(&acknowledgement.name);
-        let kind = ResourceType::try_from(acknowledgement.r#type);
-        let kind = kind.map_or("a resource", |kind| kind.as_str_name());
-        tracing::warn!(resource = kind, name, reason, "{proxy} rejects an update");
     }
 }
 
@@ -416,35 +399,5 @@ mod tests {
         let text = log.text();
         assert_eq!(text.matches("ignoring 1 exceptions of 1000").count(), 1);
         assert_eq!(text.lines().count(), 1, "{text}");
-    }
-
-    #[test]
-    fn rejections_of_a_hostile_proxy_are_one_short_line_of_the_log() {
-        let log = Log::default();
-        let caller = crate::authenticate::Caller {
-            user: "system:serviceaccount:shop:web".into(),
-            pod: None,
-        };
-        let proxy = crate::proxies::Proxies::default().connect(&caller, SystemTime::now());
-        let metrics = Metrics::new(|_| Ok(()));
-        let rejection = proto::Acknowledgement {
-            rejection: format!("x\n2026 ERROR forged\r\u{1b}[2J{}", "y".repeat(100_000)),
-            r#type: 77,
-            ..proto::Acknowledgement::default()
-        };
-        tracing::subscriber::with_default(log.subscriber(), || {
-            let mut has_rejected = false;
-            for _ in 0..1_000 {
-                log_rejection(&rejection, &mut has_rejected, &proxy, &metrics);
-            }
-        });
-        let text = log.text();
-        let mut control = text.chars().filter(|character| character.is_control());
-        assert_eq!(
-            (control.next(), control.next()),
-            (Some('\n'), None),
-            "{text}"
-        );
-        assert!(text.ends_with('\n') && text.len() < 1_000, "{text}");
     }
 }

@@ -12,6 +12,7 @@ mod name;
 pub(crate) mod server;
 mod sign;
 mod subscriptions;
+mod told;
 mod watch;
 
 use std::convert::Infallible;

@@ -71,7 +71,8 @@ impl Signer {
                 tracing::info!(%identity, %pod, ?peer, "certificate request rejected: {reason}");
                 // The proxy retries elsewhere.
                 if status.code() != Code::Unavailable {
-                    events::certificate_refused(&self.context.events, pod, reason);
+                    let (kind, action) = ("CertificateRefused", "SignCertificate");
+                    events::of_pod(&self.context.events, pod, kind, action, reason);
                 }
             }
             response

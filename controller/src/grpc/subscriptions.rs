@@ -421,6 +421,18 @@ impl Subscription {
 /// The rejection in an acknowledgement, if it is one. Its reason stays in memory, and authors read
 /// it.
 fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
+    (!message.rejection.is_empty()).then(|| Rejection {
+        reason: printable(&message.rejection).into(),
+        part: match message.part() {
+            Part::Unspecified => None,
+            Part::Routes => Some(Side::Requests),
+            Part::Policy => Some(Side::Endpoints),
+        },
+    })
+}
+
+/// A text of a proxy for people, of bounded length.
+pub(super) fn printable(text: &str) -> String {
     let printable = |one: char| {
         if one.is_alphanumeric() || one.is_ascii_graphic() {
             one
@@ -428,20 +440,7 @@ fn rejection(message: &proto::Acknowledgement) -> Option<Rejection> {
             ' '
         }
     };
-    let reason: String = message
-        .rejection
-        .chars()
-        .map(printable)
-        .take(MAX_REASON_CHARS)
-        .collect();
-    (!message.rejection.is_empty()).then(|| Rejection {
-        reason: reason.into(),
-        part: match message.part() {
-            Part::Unspecified => None,
-            Part::Routes => Some(Side::Requests),
-            Part::Policy => Some(Side::Endpoints),
-        },
-    })
+    text.chars().map(printable).take(MAX_REASON_CHARS).collect()
 }
 
 /// A response about a resource without its update.
