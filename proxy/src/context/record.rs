@@ -121,6 +121,7 @@ impl ExchangeRecord {
     ) {
         self.id = id.unwrap_or(self.id);
         plan.trace = self.begin_span(backend, request);
+        self.count_trace(request, plan.trace.is_some());
         if let Some(rule) = plan.rule() {
             self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
             self.backend = Some(backend.clone());

@@ -68,6 +68,9 @@ pub struct Metrics {
     pub dumps_dropped: Counter,
     /// Lines of the access log dropped because the writer's queue was full.
     pub access_logs_dropped: Counter,
+    /// Requests with a trace, by [`Direction`], and those of the application without one.
+    traced: [Counter; 2],
+    untraced: Counter,
     /// Spans of requests.
     pub spans: SpanBudget,
     /// Metrics of the discovery stream.
@@ -155,6 +158,21 @@ impl Metrics {
             "access_logs_dropped",
             "Lines of the access log dropped because the writer's queue was full",
         );
+        let inbound_traced = register(
+            r,
+            "inbound_traced_requests",
+            "Requests that the application received with a trace",
+        );
+        let outbound_traced = register(
+            r,
+            "outbound_traced_requests",
+            "Requests that the application made with a trace",
+        );
+        let untraced = register(
+            r,
+            "outbound_untraced_requests",
+            "Requests that the application made without a trace",
+        );
         let spans_dropped = register(
             r,
             "spans_dropped",
@@ -181,6 +199,8 @@ impl Metrics {
             dumps_suppressed,
             dumps_dropped,
             access_logs_dropped,
+            traced: [inbound_traced, outbound_traced],
+            untraced,
             spans: SpanBudget::new(spans_dropped, Instant::now()),
             discovery,
             identity,
@@ -248,6 +268,15 @@ impl Metrics {
     /// Counts a question to an authorization server.
     pub fn external(&self, result: ExternalResult) {
         self.external[result as usize].inc();
+    }
+
+    /// Counts a request that has a trace, or one of the application that has none.
+    pub fn trace(&self, direction: Direction, is_traced: bool) {
+        if is_traced {
+            self.traced[direction as usize].inc();
+        } else if direction == Direction::Outbound {
+            self.untraced.inc();
+        }
     }
 
     /// Counts a copy of a request.

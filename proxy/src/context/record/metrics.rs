@@ -8,8 +8,11 @@ use diy_mesh_model::exchange::Direction;
 
 use super::ExchangeRecord;
 use crate::context::flow::Flow;
+use crate::http::trace_context::SpanContext;
+use crate::http::view::RequestView;
 use crate::labels::{ErrorType, Peer, TlsKind};
 use crate::observe::metrics::RequestLabels;
+use crate::observe::trace::EXPORT_PATH;
 use crate::upstream::balance::Endpoint;
 
 impl ExchangeRecord {
@@ -31,6 +34,17 @@ impl ExchangeRecord {
         let bytes = [self.transfer.sent, self.transfer.received];
         let metrics = &flow.worker.metrics;
         metrics.request(&flow.counted, labels, bytes, took, now);
+    }
+
+    /// Counts whether the application gets the request with a trace, which the proxy may have added, or
+    /// makes it with one. Exports of spans do not count.
+    pub(super) fn count_trace(&self, request: &RequestView<'_>, is_added: bool) {
+        let direction = self.flow.direction;
+        if request.path() != EXPORT_PATH.as_bytes() {
+            let is_added = is_added && direction == Direction::Inbound;
+            let is_traced = is_added || SpanContext::of(request).is_some();
+            self.flow.worker.metrics.trace(direction, is_traced);
+        }
     }
 
     /// The verified caller, or the backend. Nothing that a request says.

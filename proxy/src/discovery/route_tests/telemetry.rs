@@ -506,6 +506,43 @@ fn without_a_span_and_to_outside_the_field_passes_untouched() {
 }
 
 #[test]
+fn requests_are_counted_by_their_traces_while_tracing_is_off() {
+    on_worker(async {
+        let (app, _) = app("web").await;
+        let mesh = mesh(None, app).await;
+        let off = traced(&mesh, app, proto::Telemetry::default()).await;
+        let b3 = format!("b3: {TRACE}-{SPAN}\r\n");
+        let export = crate::observe::trace::EXPORT_PATH;
+        for direction in [Direction::Inbound, Direction::Outbound] {
+            let send = async |pod: &Pod, path, fields: &str| {
+                get(pod.connect_as(direction, Caller::App).await, path, fields).await;
+            };
+            for fields in [&sampled("01"), &sampled("00"), &b3] {
+                send(&off, "/", fields).await;
+            }
+            send(&off, "/", "").await;
+            send(&off, "/", "traceparent: invalid\r\n").await;
+            send(&off, export, "").await;
+        }
+        let counts = |pod: &Pod| {
+            let page = pod.worker.metrics.render();
+            ["inbound_traced", "outbound_traced", "outbound_untraced"].map(|kind| {
+                let start = format!("diy_mesh_proxy_{kind}_requests_total ");
+                let value = page.lines().find_map(|line| line.strip_prefix(&start));
+                value.unwrap().to_owned()
+            })
+        };
+        assert_eq!(counts(&off), ["3", "3", "2"]);
+        // The proxy adds a trace for the application.
+        let on = traced(&mesh, app, tracing(100)).await;
+        for direction in [Direction::Inbound, Direction::Outbound] {
+            get(on.connect_as(direction, Caller::App).await, "/", "").await;
+        }
+        assert_eq!(counts(&on), ["1", "0", "1"]);
+    });
+}
+
+#[test]
 fn collector_that_is_away_harms_no_request_and_the_bound_holds() {
     on_worker(async {
         let (app, _) = app("web").await;
