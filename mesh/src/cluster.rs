@@ -6,6 +6,7 @@ use clap::{Arg, Args};
 use diy_mesh_runtime::error_chain;
 use futures::AsyncReadExt;
 use hyper::Request;
+use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::apimachinery::pkg::version::Info;
 use kube::{Api, Client, Config, api::ListParams, config::KubeConfigOptions};
 use serde::de::DeserializeOwned;
@@ -165,6 +166,18 @@ pub(crate) fn namespaced(name: &str, default: &str) -> (String, String) {
     (namespace.to_owned(), name.to_owned())
 }
 
+/// The objects of a namespace, or of all.
+pub(crate) fn objects<K>(client: &Client, only: Option<&str>) -> Api<K>
+where
+    K: kube::Resource<Scope = NamespaceResourceScope>,
+    K::DynamicType: Default,
+{
+    match only {
+        Some(namespace) => Api::namespaced(client.clone(), namespace),
+        None => Api::all(client.clone()),
+    }
+}
+
 /// Lists all objects, page by page.
 pub(crate) async fn list<K>(api: Api<K>, params: &ListParams) -> kube::Result<Vec<K>>
 where
@@ -182,10 +195,13 @@ where
     }
 }
 
+/// The beginning of an error for lack of rights.
+pub(crate) const FORBIDDEN: &str = "forbidden: ";
+
 /// Formats an error of the Kubernetes API.
 pub fn describe_error(error: kube::Error) -> String {
     match error {
-        kube::Error::Api(status) if status.code == 403 => format!("forbidden: {}", status.message),
+        kube::Error::Api(status) if status.code == 403 => format!("{FORBIDDEN}{}", status.message),
         kube::Error::Api(status) => status.message,
         other => error_chain(&other),
     }

@@ -121,7 +121,10 @@ impl Arguments {
         let path = socket::demo_socket();
         socket::connect(&path).await?;
         let namespace = self.cluster.namespace.as_deref();
-        Ok(Proxies::Demo(path, namespace.unwrap_or("default").to_owned()))
+        Ok(Proxies::Demo(
+            path,
+            namespace.unwrap_or("default").to_owned(),
+        ))
     }
 }
 

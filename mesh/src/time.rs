@@ -1,6 +1,6 @@
 //! The current time, and formatting of durations and timestamps.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use k8s_openapi::jiff::Timestamp;
 
@@ -9,6 +9,23 @@ pub fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |since| since.as_secs())
+}
+
+/// Parses a duration such as `90s`, `5m` or `1h`.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let parsed = text.split_at_checked(text.len().saturating_sub(1));
+    let parsed = parsed.and_then(|(number, unit)| {
+        let unit = match unit {
+            "s" => 1,
+            "m" => 60,
+            "h" => 3600,
+            _ => return None,
+        };
+        Some(Duration::from_secs(
+            u64::from(number.parse::<u16>().ok()?) * unit,
+        ))
+    });
+    parsed.ok_or_else(|| "expected a number with a unit, such as 90s, 5m or 1h".to_owned())
 }
 
 /// Formats a duration in its two largest units.
@@ -49,6 +66,19 @@ pub fn format_timestamp(time: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parses_durations() {
+        let seconds = |text| parse_duration(text).ok().map(|time| time.as_secs());
+        assert_eq!(
+            ["90s", "5m", "2h", "0s"].map(seconds),
+            [90, 300, 7200, 0].map(Some)
+        );
+        assert_eq!(
+            ["", "5", "m", "5d", "-1s", "99999999s", "5µ"].map(seconds),
+            [None; 7]
+        );
+    }
 
     #[test]
     fn formats_durations_and_times() {

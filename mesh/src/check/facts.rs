@@ -24,9 +24,10 @@ use serde_json::{Value, json};
 use tokio::join;
 
 use super::{
-    MAX_DETAILS,
+    ALL_NAMESPACES, MAX_DETAILS,
     permissions::{self, Permission},
     pods,
+    traces::{self, Traces},
     traffic::{self, Traffic},
     upgrade,
     workloads::{self, Workload},
@@ -47,6 +48,8 @@ pub type Fact<T> = Result<T, String>;
 pub struct Facts {
     /// The namespace of the mesh.
     pub namespace: String,
+    /// The namespace that the facts are about. `None`: all.
+    pub only: Option<String>,
     /// The current time, in seconds since 1970.
     pub now: u64,
     /// The version of the API server.
@@ -87,6 +90,8 @@ pub struct Facts {
     pub judgement: Fact<upgrade::Judgement>,
     /// What failed at the proxies in the last minute.
     pub traffic: Fact<Traffic>,
+    /// What a part of the proxies counted of traces, by workload.
+    pub traces: BTreeMap<String, Traces>,
     /// The result of a dry run of the injection.
     pub dry_run: Fact<DryRun>,
 }
@@ -118,8 +123,8 @@ pub const WEBHOOK: &str = "diy-service-mesh-injector";
 const SERVING_SECRET: &str = "diy-service-mesh-injector-tls";
 
 impl Facts {
-    /// Reads all facts from the cluster.
-    pub async fn gather(cluster: &Cluster) -> Self {
+    /// Reads all facts from the cluster, of the objects of a namespace or of all.
+    pub async fn gather(cluster: &Cluster, only: Option<&str>) -> Self {
         let (client, namespace) = (&cluster.client, cluster.mesh_namespace.as_str());
         let all = ListParams::default();
         let roots = ListParams::default().fields(&format!("metadata.name={ROOTS_CONFIG_MAP}"));
@@ -144,22 +149,22 @@ impl Facts {
             others,
         ) = join!(
             list(Api::all(client.clone()), &all),
-            list(Api::all(client.clone()), &all),
-            list(Api::all(client.clone()), &all),
-            list(Api::all(client.clone()), &all),
+            namespaces(client, only),
+            list(cluster::objects(client, only), &all),
+            list(cluster::objects(client, only), &all),
             list(Api::namespaced(client.clone(), namespace), &all),
-            list(Api::all(client.clone()), &roots),
+            list(cluster::objects(client, only), &roots),
             webhook(cluster),
             serving(cluster),
             controllers.identity(),
             permissions::review(cluster),
-            dry_run(cluster),
-            workloads::list(cluster),
+            dry_run(cluster, only),
+            workloads::list(client, only),
             routes::definitions(client),
             policy_definitions(client),
-            routes::fetch(client, None, Kind::routes()),
-            routes::fetch(client, None, [Kind::TrafficPolicy, Kind::Authorization]),
-            routes::fetch(client, None, OTHER_KINDS),
+            routes::fetch(client, only, Kind::routes()),
+            routes::fetch(client, only, [Kind::TrafficPolicy, Kind::Authorization]),
+            others(client, only),
         );
         let objects = [&routes, &policies, &others].map(Clone::clone);
         let objects = objects.into_iter().collect::<Fact<Vec<_>>>();
@@ -170,17 +175,22 @@ impl Facts {
         });
         let routes = routes.map(|all| all.iter().filter_map(Route::read).collect());
         let now = now();
-        let identity = identity.map(Mesh::merge).map_err(|error| error.to_string());
+        let mut identity = identity.map(Mesh::merge).map_err(|error| error.to_string());
+        if let (Ok(mesh), Some(only)) = (&mut identity, only) {
+            mesh.keep_namespace(only);
+        }
         let ready_pages = async {
             match &pods {
                 Ok(pods) => ready_pages(cluster, pods, now).await,
                 Err(_) => BTreeMap::new(),
             }
         };
-        let traffic = traffic::read(cluster, &identity, &pods);
-        let (ready_pages, traffic) = join!(ready_pages, traffic);
+        let (ready_pages, pages) = join!(ready_pages, traffic::pages(cluster, &pods));
+        let traffic = Traffic::read(&identity, &pods, &pages);
+        let traces = traces::count(&pods, &pages);
         Self {
             namespace: namespace.to_owned(),
+            only: only.map(str::to_owned),
             now,
             version: cluster.version.clone(),
             identity,
@@ -201,8 +211,30 @@ impl Facts {
             policies,
             judgement,
             traffic,
+            traces,
             dry_run,
         }
+    }
+}
+
+/// The namespaces, or the only one, for which rights in it suffice.
+async fn namespaces(client: &Client, only: Option<&str>) -> Fact<Vec<Namespace>> {
+    let api = Api::all(client.clone());
+    let Some(name) = only else {
+        return list(api, &ListParams::default()).await;
+    };
+    let found = api.get_opt(name).await.map_err(cluster::describe_error)?;
+    found.map_or_else(
+        || Err(format!("there is no namespace {name}")),
+        |found| Ok(vec![found]),
+    )
+}
+
+/// What routes and policies refer to, which may be in any namespace.
+async fn others(client: &Client, only: Option<&str>) -> Fact<Vec<Value>> {
+    match only {
+        Some(_) => Err(ALL_NAMESPACES.to_owned()),
+        None => routes::fetch(client, None, OTHER_KINDS).await,
     }
 }
 
@@ -272,8 +304,11 @@ async fn serving(cluster: &Cluster) -> Fact<Option<String>> {
 
 /// Creates a pod that requests injection in a dry run: the API server calls the webhooks but does
 /// not store the pod.
-async fn dry_run(cluster: &Cluster) -> Fact<DryRun> {
-    let api: Api<Pod> = Api::namespaced(cluster.client.clone(), "default");
+async fn dry_run(cluster: &Cluster, only: Option<&str>) -> Fact<DryRun> {
+    // In some others, nothing is injected.
+    let is_injected = |name: &&str| *name != cluster.mesh_namespace && !name.starts_with("kube-");
+    let namespace = only.filter(is_injected).unwrap_or("default");
+    let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     let pod = json!({
         "metadata": {"name": "mesh-check-trial", "annotations": {"diy-service-mesh/inject": "true"}},
         "spec": {"containers": [{"name": "check", "image": "mesh-check-trial", "ports": [{"containerPort": 8080}]}]},

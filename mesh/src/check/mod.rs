@@ -11,15 +11,19 @@ pub(crate) mod pods;
 mod policies;
 mod services;
 mod settings;
+mod traces;
 pub mod traffic;
 pub mod upgrade;
 mod webhook;
 mod workloads;
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use facts::Facts;
 
+use crate::cluster::FORBIDDEN;
 use crate::commands::terminal::printable;
 
 /// The severity of a finding.
@@ -28,6 +32,8 @@ use crate::commands::terminal::printable;
 pub enum Level {
     /// No action is necessary.
     Ok,
+    /// A hint, or what was not checked for lack of rights.
+    Note,
     /// Needs attention, or could not be checked.
     Warning,
     /// Something fails or will fail soon.
@@ -82,9 +88,21 @@ impl Finding {
         }
     }
 
+    fn note(text: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self {
+            level: Level::Note,
+            ..Self::warning(text, advice)
+        }
+    }
+
     /// A fact could not be read.
     fn unknown(reason: &str) -> Self {
-        Self::warning(format!("cannot be checked: {reason}"), "")
+        let text = format!("cannot be checked: {reason}");
+        if is_intended(reason) {
+            Self::note(text, "")
+        } else {
+            Self::warning(text, "")
+        }
     }
 
     fn with_details(mut self, details: impl IntoIterator<Item = String>) -> Self {
@@ -127,9 +145,18 @@ fn or_ok(findings: impl IntoIterator<Item = Option<Finding>>, text: String) -> V
     findings
 }
 
+/// Why a fact is unknown that all namespaces decide.
+const ALL_NAMESPACES: &str =
+    "it needs the objects of all namespaces: run mesh check without --namespace";
+
+/// Whether a fact is unknown because of the rights or the flags of the user.
+fn is_intended(reason: &str) -> bool {
+    reason == ALL_NAMESPACES || reason.contains(FORBIDDEN)
+}
+
 /// Runs all checks.
 pub fn run(facts: &Facts) -> Vec<Finding> {
-    let checks: [(&str, Check); 25] = [
+    let checks: [(&'static str, Check); 26] = [
         ("kubernetes", platform::kubernetes),
         ("controller", platform::controller),
         ("injector", platform::injector),
@@ -153,16 +180,39 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("pods", pods::injected),
         ("proxies", pods::proxies),
         ("traffic", traffic::traffic),
+        ("traces", traces::traces),
         ("certificates", identity::workloads),
         ("clocks", identity::clocks),
     ];
-    let findings = checks.map(|(check, find)| {
-        let findings = find(facts).unwrap_or_else(|reason| vec![Finding::unknown(reason)]);
-        findings
-            .into_iter()
-            .map(move |finding| Finding { check, ..finding })
-    });
-    findings.into_iter().flatten().collect()
+    let (mut all, mut unchecked) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
+    for (check, find) in checks {
+        let findings = match find(facts) {
+            Ok(findings) => findings,
+            Err(reason) if is_intended(reason) => {
+                unchecked.entry(reason).or_default().push(check);
+                continue;
+            }
+            Err(reason) => vec![Finding::unknown(reason)],
+        };
+        let named = findings.into_iter();
+        all.extend(named.map(|finding| Finding { check, ..finding }));
+    }
+    all.extend(not_checked(&unchecked));
+    all
+}
+
+/// One note about all checks that were not made.
+fn not_checked(unchecked: &BTreeMap<&str, Vec<&str>>) -> Option<Finding> {
+    let number = unchecked.values().map(Vec::len).sum();
+    let text = format!("{} not made", count(number, "check was", "checks were"));
+    let advice = "an account with these rights can make them: docs/reference.md lists them";
+    let reasons = unchecked.iter();
+    let details = reasons.map(|(reason, checks)| format!("{}: {reason}", checks.join(", ")));
+    let note = Finding::note(text, advice).if_any(details)?;
+    Some(Finding {
+        check: "unchecked",
+        ..note
+    })
 }
 
 /// `1 pod`, `2 pods`.
@@ -181,6 +231,32 @@ mod tests {
         assert_eq!(
             (finding.details.len(), finding.details[10].as_str()),
             (11, "and 3 more")
+        );
+    }
+
+    #[test]
+    fn what_rights_do_not_allow_is_one_note() {
+        let forbidden = format!("{FORBIDDEN}nodes is forbidden: user alice cannot list it");
+        let facts = Facts {
+            gateway_api: Err(forbidden.clone()),
+            webhook: Err(format!("no token: {forbidden}")),
+            judgement: Err(ALL_NAMESPACES.into()),
+            ..facts::testing::facts(vec![], serde_json::json!({}))
+        };
+        let findings = run(&facts);
+        let notes = findings.iter().filter(|one| one.level == Level::Note);
+        let notes: Vec<_> = notes.map(|one| (one.check, &*one.text)).collect();
+        assert_eq!(notes, [("unchecked", "3 checks were not made")]);
+        let details = &findings.last().expect("the note").details;
+        assert!(details[0].starts_with(&format!("gateway-api: {FORBIDDEN}")));
+        assert!(
+            details.iter().any(|one| one.starts_with("webhook: ")),
+            "{details:?}"
+        );
+        assert!(
+            findings
+                .iter()
+                .any(|one| (one.check, one.level) == ("pods", Level::Ok))
         );
     }
 

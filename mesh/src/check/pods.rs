@@ -37,6 +37,19 @@ pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
     init_container(pod, "proxy")
 }
 
+/// `namespace/name` of the workload of a pod: its controller, for a ReplicaSet without the hash.
+pub(super) fn workload(pod: &Pod) -> String {
+    let mut owners = pod.owner_references().iter();
+    let owner = owners.find(|owner| owner.controller == Some(true));
+    let own = pod.name_any();
+    let owner_name = match owner.map(|owner| (&*owner.kind, &*owner.name)) {
+        Some(("ReplicaSet", name)) => name.rsplit_once('-').map_or(name, |(name, _)| name),
+        Some((_, name)) => name,
+        None => &own,
+    };
+    format!("{}/{owner_name}", pod.namespace().unwrap_or_default())
+}
+
 /// The port of the admin server of the proxy.
 pub(crate) fn admin_port(pod: &Pod) -> u16 {
     let port = proxy(pod).and_then(|proxy| argument(proxy, ADMIN_PORT_FLAG));

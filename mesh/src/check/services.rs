@@ -134,7 +134,8 @@ fn declared_ports(pod: &Pod) -> impl Iterator<Item = &ContainerPort> {
 
 /// The Services of controller and injector that do not exist or select other pods.
 fn broken_components(facts: &Facts, services: &[Service]) -> Vec<String> {
-    let deployments = facts.deployments.iter().flatten();
+    let is_read = (facts.only.as_ref()).is_none_or(|only| *only == facts.namespace);
+    let deployments = facts.deployments.iter().filter(|_| is_read).flatten();
     let components = deployments.filter_map(|deployment| {
         let name = deployment.name_any();
         let template = &deployment.spec.as_ref()?.template;

@@ -18,7 +18,7 @@ use super::{Finding, Findings, Level, count, pods, services};
 use crate::cluster::Cluster;
 use crate::identity::status::{Mesh, Workload, workload_name};
 
-/// The proxies that are read while no controller responds.
+/// The proxies whose metrics are read.
 const MAX_PROXIES: usize = 32;
 /// The prefix of the gauges, and what follows it in the second one.
 const METRIC: &str = "diy_mesh_proxy_exception";
@@ -46,31 +46,50 @@ pub struct Traffic {
     pub unreported: Option<usize>,
 }
 
-/// Reads what the proxies have reported to the controllers, or a part of the proxies.
-pub(super) async fn read(
-    cluster: &Cluster,
-    identity: &Fact<Mesh>,
-    pods: &Fact<Vec<Pod>>,
-) -> Fact<Traffic> {
-    if let Ok(mesh) = identity {
-        return Ok(Traffic::reported(&mesh.workloads));
-    }
-    let ready = pods::meshed(pods.as_ref().map_err(Clone::clone)?);
-    let ready = ready.filter(|pod| pods::is_proxy_ready(pod));
+/// The metrics of a part of the proxies, by `namespace/name` of the pod.
+pub(super) async fn pages(cluster: &Cluster, pods: &Fact<Vec<Pod>>) -> BTreeMap<String, String> {
+    let ready = ready(pods.as_deref().unwrap_or_default());
     let ready = in_turns(ready.map(|pod| (pod.namespace().unwrap_or_default(), pod)));
     let read = async |pod: &Pod| {
         let page = admin_page(cluster, pod, "metrics").await.ok()?;
-        Some((pods::name(pod), parse(&page)))
+        Some((pods::name(pod), page))
     };
     let pages = join_all(ready.iter().take(MAX_PROXIES).map(|pod| read(pod))).await;
-    Ok(Traffic {
-        proxies: pages.into_iter().flatten().collect(),
-        omitted: 0,
-        unreported: Some(ready.len()),
-    })
+    pages.into_iter().flatten().collect()
+}
+
+fn ready(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
+    pods::meshed(pods).filter(|pod| pods::is_proxy_ready(pod))
 }
 
 impl Traffic {
+    /// What the proxies have reported to the controllers, or the metrics of a part of them.
+    pub(super) fn read(
+        identity: &Fact<Mesh>,
+        pods: &Fact<Vec<Pod>>,
+        pages: &BTreeMap<String, String>,
+    ) -> Fact<Self> {
+        if let Ok(mesh) = identity {
+            return Ok(Self::reported(&mesh.workloads));
+        }
+        // Then it has not been asked.
+        if let Err(reason) = identity
+            && pages.is_empty()
+            && super::is_intended(reason)
+        {
+            return Err(reason.clone());
+        }
+        let pods = pods.as_ref().map_err(Clone::clone)?;
+        let pages = pages.iter();
+        Ok(Self {
+            proxies: pages
+                .map(|(name, page)| (name.clone(), parse(page)))
+                .collect(),
+            omitted: 0,
+            unreported: Some(ready(pods).count()),
+        })
+    }
+
     /// What these workloads have reported.
     fn reported(workloads: &[Workload]) -> Self {
         let mut traffic = Self::default();
@@ -660,7 +679,9 @@ diy_mesh_proxy_requests_total{direction="inbound"} 2
             pods.push(pod);
         }
         let identity = Err("no controller responds".to_owned());
-        let traffic = read(&cluster(), &identity, &Ok(pods)).await.unwrap();
+        let pods = Ok(pods);
+        let pages = pages(&cluster(), &pods).await;
+        let traffic = Traffic::read(&identity, &pods, &pages).unwrap();
         assert_eq!(
             (traffic.proxies.len(), traffic.unreported),
             (MAX_PROXIES, Some(42))
@@ -669,5 +690,16 @@ diy_mesh_proxy_requests_total{direction="inbound"} 2
         let expected = exception("requests", path, "timeout", 3, 0);
         assert_eq!(traffic.proxies["zoo/pod"], [expected]);
         assert_eq!(traffic.proxies["evil/pod"], []);
+    }
+
+    #[test]
+    fn traffic_is_unknown_if_neither_controllers_nor_proxies_may_be_asked() {
+        let pods = Ok(vec![meshed("web", ready())]);
+        let forbidden = Err("no token: forbidden: not for alice".to_owned());
+        let mut pages = BTreeMap::new();
+        let traffic = |pages: &_| Traffic::read(&forbidden, &pods, pages);
+        assert!(traffic(&pages).is_err());
+        pages.insert("shop/web".to_owned(), String::new());
+        assert_eq!(traffic(&pages).unwrap().unreported, Some(1));
     }
 }

@@ -12,14 +12,14 @@ use k8s_openapi::{
     },
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
-use kube::{Api, api::ListParams};
+use kube::{Client, api::ListParams};
 
 use super::{
     Finding, Findings, count,
     facts::{self, Fact, Facts},
     or_ok, pods,
 };
-use crate::cluster::Cluster;
+use crate::cluster::objects;
 
 /// A controller of pods.
 #[derive(Clone, Debug)]
@@ -37,17 +37,16 @@ pub struct Workload {
     failure: Option<String>,
 }
 
-/// Lists the workloads of all namespaces.
-pub(super) async fn list(cluster: &Cluster) -> Fact<Vec<Workload>> {
-    let client = &cluster.client;
+/// Lists the workloads of a namespace, or of all.
+pub(super) async fn list(client: &Client, only: Option<&str>) -> Fact<Vec<Workload>> {
     let all = ListParams::default();
     let failures = ListParams::default().fields("reason=FailedCreate");
     let (deployments, stateful_sets, daemon_sets, jobs, events) = tokio::try_join!(
-        facts::list::<Deployment>(Api::all(client.clone()), &all),
-        facts::list::<StatefulSet>(Api::all(client.clone()), &all),
-        facts::list::<DaemonSet>(Api::all(client.clone()), &all),
-        facts::list::<Job>(Api::all(client.clone()), &all),
-        facts::list::<Event>(Api::all(client.clone()), &failures),
+        facts::list::<Deployment>(objects(client, only), &all),
+        facts::list::<StatefulSet>(objects(client, only), &all),
+        facts::list::<DaemonSet>(objects(client, only), &all),
+        facts::list::<Job>(objects(client, only), &all),
+        facts::list::<Event>(objects(client, only), &failures),
     )?;
     let deployments = deployments.iter().map(deployment);
     let stateful_sets = stateful_sets.iter().map(|set| stateful_set(set, &events));

@@ -9,7 +9,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use diy_mesh_controller::kinds::Kind;
 use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, api::ListParams};
+use kube::api::ListParams;
 use serde_json::Value;
 
 use super::{
@@ -101,11 +101,7 @@ async fn read(arguments: &Arguments, of: &str) -> Result<(Observed, BTreeSet<Str
         return Ok((observed, BTreeSet::new()));
     }
     let client = Cluster::connect(&controller.cluster).await?.client;
-    let pods: Api<Pod> = if of.is_empty() {
-        Api::all(client)
-    } else {
-        Api::namespaced(client, of)
-    };
+    let pods = cluster::objects::<Pod>(&client, controller.cluster.namespace.as_deref());
     let pods = match cluster::list(pods, &ListParams::default()).await {
         Ok(pods) => pods,
         Err(error) => {

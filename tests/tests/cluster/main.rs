@@ -3,6 +3,7 @@
 
 mod admission;
 mod authorization;
+mod check;
 mod egress;
 mod external;
 mod invalid_routes;

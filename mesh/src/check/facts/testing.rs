@@ -14,6 +14,7 @@ pub(crate) fn unknown_facts() -> Facts {
     }
     Facts {
         namespace: "service-mesh".into(),
+        only: None,
         now: NOW,
         version: object(
             json!({"major": "1", "minor": "34", "gitVersion": "v1.34.1", "buildDate": "", "compiler": "", "gitCommit": "",
@@ -37,6 +38,7 @@ pub(crate) fn unknown_facts() -> Facts {
         policies: unknown(),
         judgement: unknown(),
         traffic: unknown(),
+        traces: BTreeMap::new(),
         dry_run: unknown(),
     }
 }
