@@ -4,6 +4,8 @@
 const SERIALIZE: &str = "#[derive(serde::Serialize)]";
 /// Messages in files that the command line reads.
 const DESERIALIZE: &str = "#[derive(serde::Deserialize)] #[serde(default)]";
+/// Messages in a page of the proxy that the command line reads.
+const PAGE: &str = "#[derive(serde::Serialize, serde::Deserialize)] #[serde(default)]";
 const ONE_OF: &str = "#[derive(serde::Deserialize)] #[serde(rename_all = \"snake_case\")]";
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -32,6 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute(".mesh.v1.AuthorizedPath", DESERIALIZE)
         .type_attribute(".mesh.v1.Edge.path", ONE_OF)
         .type_attribute(".mesh.v1.AuthorizedPath.kind", ONE_OF)
+        .message_attribute(".mesh.v1.Traffic", PAGE)
         // In a certain order: equal groups are equal bytes.
         .btree_map("GetEdgesResponse.Group.labels")
         .compile_fds(descriptors)?;

@@ -13,4 +13,5 @@ pub mod plan;
 pub mod proxies;
 pub mod routes;
 mod time;
+pub mod traffic;
 pub mod why;

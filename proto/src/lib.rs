@@ -35,6 +35,7 @@ pub mod field;
 pub mod pattern;
 pub mod policy;
 pub mod telemetry;
+pub mod traffic;
 
 /// Audience of the service account tokens that authenticate workloads to the controller.
 pub const TOKEN_AUDIENCE: &str = "diy-service-mesh";
@@ -48,6 +49,11 @@ pub const MAX_EXCEPTIONS: usize = 64;
 pub const MAX_EDGES_BYTES: usize = 64 * 1024;
 /// See [`MAX_EDGES_BYTES`].
 pub const MAX_EDGES: usize = 512;
+
+/// The length of an encoded `Traffic` message, and the number of its flows.
+pub const MAX_TRAFFIC_BYTES: usize = 8 * 1024;
+/// See [`MAX_TRAFFIC_BYTES`].
+pub const MAX_FLOWS: usize = 64;
 
 /// The number of issuers of an `UnknownKeys` message.
 pub const MAX_UNKNOWN_KEYS: usize = 64;

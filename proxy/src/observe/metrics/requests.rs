@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::Direction;
+use diy_mesh_proto::traffic::DURATION_BOUNDS;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
@@ -15,11 +16,6 @@ use super::series::{Labels, Series, Set};
 use super::{MAX_DURATION_SETS, MAX_REQUEST_SETS};
 use crate::labels::{ErrorType, OTHER, OTHER_VALUE, Peer, TlsKind};
 
-/// Upper bounds of the buckets, in microseconds.
-const BOUNDS: [u64; 14] = [
-    500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000,
-    2_500_000, 5_000_000, 10_000_000,
-];
 /// By [`DurationLabels::kind`].
 const DURATIONS: [&str; 4] = [
     "http_server_request_duration_seconds",
@@ -80,7 +76,7 @@ struct Latest {
 
 #[derive(Debug, Default)]
 struct Histogram {
-    buckets: [AtomicU64; BOUNDS.len() + 1],
+    buckets: [AtomicU64; DURATION_BOUNDS.len() + 1],
     nanoseconds: AtomicU64,
 }
 
@@ -227,16 +223,16 @@ impl Labels for DurationLabels {
 impl Histogram {
     fn observe(&self, took: Duration) {
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-        let bucket = BOUNDS.partition_point(|bound| bound * 1000 < nanoseconds);
+        let bucket = DURATION_BOUNDS.partition_point(|bound| bound * 1000 < nanoseconds);
         self.buckets[bucket].fetch_add(1, Relaxed);
         self.nanoseconds.fetch_add(nanoseconds, Relaxed);
     }
 
     /// The sum in seconds, the number, and the number of each bucket with its upper bound.
-    fn read(&self) -> (f64, u64, [(f64, u64); BOUNDS.len() + 1]) {
+    fn read(&self) -> (f64, u64, [(f64, u64); DURATION_BOUNDS.len() + 1]) {
         let counts = self.buckets.each_ref().map(|bucket| bucket.load(Relaxed));
         let mut buckets = counts.map(|count| (f64::INFINITY, count));
-        for (bucket, bound) in buckets.iter_mut().zip(BOUNDS) {
+        for (bucket, bound) in buckets.iter_mut().zip(DURATION_BOUNDS) {
             bucket.0 = bound as f64 / 1e6;
         }
         let seconds = self.nanoseconds.load(Relaxed) as f64 / 1e9;

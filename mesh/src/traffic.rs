@@ -1,0 +1,322 @@
+//! What proxies saw in an interval, as rates of workloads, routes and edges. Pure. Text comes from
+//! proxies, which may be hostile.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use diy_mesh_proto::mesh::v1::{Traffic, traffic::Flow};
+use diy_mesh_proto::traffic::{DURATION_BOUNDS, quantile};
+use serde::Serialize;
+
+/// What the proxies of pods saw.
+#[derive(Clone, Debug, Default)]
+pub struct Sample {
+    /// One entry per pod.
+    pub pods: Vec<PodTraffic>,
+    /// What is missing, or was sampled.
+    pub notes: Vec<String>,
+}
+
+/// What the proxy of a pod saw.
+#[derive(Clone, Debug, Default)]
+pub struct PodTraffic {
+    /// Of the pod.
+    pub namespace: String,
+    /// The name.
+    pub pod: String,
+    /// The name of its workload.
+    pub workload: String,
+    /// In an interval that has just passed.
+    pub traffic: Traffic,
+}
+
+/// Requests in an interval.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Rates {
+    /// Of all pods together.
+    pub requests_per_second: f64,
+    /// The share of requests that have not failed.
+    pub success: f64,
+    /// The share of requests over mutual TLS.
+    pub mutual_tls: f64,
+    /// The median duration.
+    pub p50_ms: f64,
+    /// 95% of the requests took no longer.
+    pub p95_ms: f64,
+    /// 99% of the requests took no longer.
+    pub p99_ms: f64,
+}
+
+/// The requests to a workload, or those of a route.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Row {
+    /// "shop/web", or the name of the route.
+    pub name: String,
+    /// Its requests.
+    #[serde(flatten)]
+    pub rates: Rates,
+}
+
+/// The requests from a workload to a Service, or from a service account to a workload.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Edge {
+    /// "shop/web".
+    pub from: String,
+    /// "shop/cart".
+    pub to: String,
+    /// Its requests.
+    #[serde(flatten)]
+    pub rates: Rates,
+}
+
+/// The name of callers without an identity, and of destinations that are no Service.
+const UNNAMED: [&str; 2] = ["(no identity)", "(no Service)"];
+
+impl Sample {
+    /// The requests to each workload.
+    pub fn workloads(&self) -> Vec<Row> {
+        self.rows(|pod, flow| flow.inbound.then(|| pod.name()))
+    }
+
+    /// The requests of each route, as its clients see them.
+    pub fn routes(&self) -> Vec<Row> {
+        self.rows(|_, flow| (!flow.inbound && !flow.route.is_empty()).then(|| flow.route.clone()))
+    }
+
+    /// The requests of workloads to Services, and those to workloads by callers whose own proxies are
+    /// not in the sample.
+    pub fn edges(&self) -> Vec<Edge> {
+        let explained = self.explained();
+        let sums = self.sums(|pod, flow| {
+            let explained_by = (&*flow.peer_namespace, &*pod.namespace);
+            match flow.inbound {
+                false => Some((pod.name(), peer(flow))),
+                true if explained.contains(&explained_by) => None,
+                true => Some((peer(flow), pod.name())),
+            }
+        });
+        let edge = |((from, to), sum): ((String, String), Sum)| Edge {
+            from,
+            to,
+            rates: sum.rates(),
+        };
+        sums.into_iter().map(edge).collect()
+    }
+
+    /// The namespaces of pods, with those of the Services that they call: inbound requests between
+    /// them are known from their callers.
+    fn explained(&self) -> BTreeSet<(&str, &str)> {
+        let outbound = |pod: &PodTraffic, flow: &&Flow| !flow.inbound && !pod.namespace.is_empty();
+        let pods = self.pods.iter().flat_map(|pod| {
+            let flows = pod
+                .traffic
+                .flows
+                .iter()
+                .filter(move |flow| outbound(pod, flow));
+            flows.map(|flow| (&*pod.namespace, &*flow.peer_namespace))
+        });
+        pods.collect()
+    }
+
+    fn rows(&self, name: impl Fn(&PodTraffic, &Flow) -> Option<String>) -> Vec<Row> {
+        let rows = self.sums(name).into_iter().map(|(name, sum)| Row {
+            name,
+            rates: sum.rates(),
+        });
+        rows.collect()
+    }
+
+    /// The flows with the same key, added up.
+    fn sums<K: Ord>(&self, key: impl Fn(&PodTraffic, &Flow) -> Option<K>) -> BTreeMap<K, Sum> {
+        let mut sums = BTreeMap::<K, Sum>::new();
+        for pod in &self.pods {
+            for flow in pod.traffic.flows.iter().filter(|flow| flow.requests > 0) {
+                if let Some(key) = key(pod, flow) {
+                    let sum = sums.entry(key).or_default();
+                    sum.add(flow, pod.traffic.milliseconds);
+                }
+            }
+        }
+        sums
+    }
+}
+
+impl PodTraffic {
+    fn name(&self) -> String {
+        format!("{}/{}", self.namespace, self.workload)
+    }
+}
+
+fn peer(flow: &Flow) -> String {
+    match (&*flow.peer_namespace, &*flow.peer) {
+        ("", "") => UNNAMED[usize::from(!flow.inbound)].to_owned(),
+        ("", peer) => peer.to_owned(),
+        (namespace, peer) => format!("{namespace}/{peer}"),
+    }
+}
+
+#[derive(Default)]
+struct Sum {
+    per_second: f64,
+    requests: u64,
+    failures: u64,
+    mutual_tls: u64,
+    durations: [u64; DURATION_BOUNDS.len() + 1],
+}
+
+impl Sum {
+    fn add(&mut self, flow: &Flow, milliseconds: u64) {
+        self.per_second += flow.requests as f64 * 1e3 / milliseconds.max(1) as f64;
+        let sums = [&mut self.requests, &mut self.failures, &mut self.mutual_tls];
+        let counts = [flow.requests, flow.failures, flow.mutual_tls];
+        let durations = self.durations.iter_mut().zip(&flow.durations);
+        for (sum, count) in sums.into_iter().zip(&counts).chain(durations) {
+            *sum = sum.saturating_add(*count);
+        }
+    }
+
+    fn rates(&self) -> Rates {
+        let share = |count: u64| (count as f64 / self.requests.max(1) as f64).min(1.0);
+        let quantile =
+            |q| quantile(&self.durations, q).map_or(0.0, |took| took.as_secs_f64() * 1e3);
+        Rates {
+            requests_per_second: self.per_second,
+            success: 1.0 - share(self.failures),
+            mutual_tls: share(self.mutual_tls),
+            p50_ms: quantile(0.5),
+            p95_ms: quantile(0.95),
+            p99_ms: quantile(0.99),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// A flow whose requests took at most 0.5 ms, one of which has failed.
+    pub(crate) fn flow(inbound: bool, peer: &str, requests: u64) -> Flow {
+        let (namespace, name) = peer.split_once('/').unwrap_or(("", peer));
+        Flow {
+            inbound,
+            peer_namespace: namespace.into(),
+            peer: name.into(),
+            requests,
+            failures: 1,
+            mutual_tls: requests / 2,
+            durations: vec![requests],
+            ..Flow::default()
+        }
+    }
+
+    /// A pod "NAMESPACE/WORKLOAD" that has been observed for 2 s.
+    pub(crate) fn pod(workload: &str, flows: Vec<Flow>) -> PodTraffic {
+        let (namespace, workload) = workload.split_once('/').expect("NAMESPACE/WORKLOAD");
+        PodTraffic {
+            namespace: namespace.into(),
+            pod: format!("{workload}-1"),
+            workload: workload.into(),
+            traffic: Traffic {
+                milliseconds: 2000,
+                flows,
+                incomplete: false,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{flow, pod};
+    use super::*;
+
+    fn sample(pods: Vec<PodTraffic>) -> Sample {
+        Sample {
+            pods,
+            ..Sample::default()
+        }
+    }
+
+    fn edges(sample: &Sample) -> Vec<String> {
+        let edges = sample.edges().into_iter();
+        edges
+            .map(|edge| format!("{} {}", edge.from, edge.to))
+            .collect()
+    }
+
+    #[test]
+    fn workload_has_the_inbound_requests_of_its_pods() {
+        let cart = |requests| pod("shop/cart", vec![flow(true, "shop/web", requests)]);
+        let rows = sample(vec![cart(4), cart(16), pod("shop/web", vec![])]).workloads();
+        assert_eq!((rows.len(), &*rows[0].name), (1, "shop/cart"));
+        let rates = Rates {
+            requests_per_second: 10.0,
+            success: 0.9,
+            mutual_tls: 0.5,
+            p50_ms: 0.25,
+            p95_ms: 0.475,
+            p99_ms: 0.495,
+        };
+        assert_eq!(rows[0].rates, rates);
+    }
+
+    #[test]
+    fn routes_are_those_of_clients() {
+        let of_route = |inbound| Flow {
+            route: "shop/canary".into(),
+            ..flow(inbound, "shop/cart", 2)
+        };
+        let web = pod(
+            "shop/web",
+            vec![of_route(false), flow(false, "shop/cart", 1)],
+        );
+        let rows = sample(vec![web, pod("shop/cart", vec![of_route(true)])]).routes();
+        assert_eq!((rows.len(), &*rows[0].name), (1, "shop/canary"));
+        assert_eq!(rows[0].rates.requests_per_second, 1.0);
+    }
+
+    #[test]
+    fn edge_is_counted_once_by_the_caller_if_its_proxy_is_in_the_sample() {
+        let web = pod(
+            "shop/web",
+            vec![flow(false, "shop/cart", 2), flow(false, "", 1)],
+        );
+        let cart = pod(
+            "shop/cart",
+            vec![
+                flow(true, "shop/web-account", 2),
+                flow(true, "front/gateway", 2),
+                flow(true, "", 1),
+                flow(true, "other", 1),
+            ],
+        );
+        let inbound = [
+            "(no identity) shop/cart",
+            "front/gateway shop/cart",
+            "other shop/cart",
+        ];
+        let outbound = ["shop/web (no Service)", "shop/web shop/cart"];
+        let all = [&inbound[..], &outbound[..]].concat();
+        assert_eq!(edges(&sample(vec![web, cart.clone()])), all);
+        let alone = edges(&sample(vec![cart]));
+        assert!(
+            alone.contains(&"shop/web-account shop/cart".to_owned()),
+            "{alone:?}"
+        );
+    }
+
+    #[test]
+    fn numbers_of_a_hostile_proxy_are_finite() {
+        let mut hostile = flow(true, "shop/web", u64::MAX);
+        (hostile.failures, hostile.mutual_tls) = (u64::MAX, u64::MAX);
+        hostile.durations = vec![u64::MAX; 100];
+        let mut cart = pod("shop/cart", vec![hostile.clone(), hostile]);
+        cart.traffic.milliseconds = 0;
+        let rates = &sample(vec![cart]).workloads()[0].rates;
+        assert_eq!((rates.success, rates.mutual_tls), (0.0, 1.0));
+        assert!(rates.requests_per_second.is_finite() && rates.p99_ms.is_finite());
+        // Requests that it did not count.
+        let mut cart = pod("shop/cart", vec![flow(true, "shop/web", 1)]);
+        cart.traffic.flows[0].failures = 9;
+        assert_eq!(sample(vec![cart]).workloads()[0].rates.success, 0.0);
+    }
+}
