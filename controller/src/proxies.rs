@@ -1,18 +1,25 @@
-//! The registry of connected proxies, with the status that they report on their Discover streams.
-//! Forgets a proxy when its stream ends.
+//! The registry of connected proxies, with what they report on their Discover streams. Forgets a proxy
+//! when its stream ends.
+
+mod watches;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Bound;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::ProxyStatus;
+use tokio::time::Instant;
 
 use crate::authenticate::{Caller, PodRef};
 use crate::index::Index;
 use crate::index::object::Key;
+use watches::Watches;
+
+/// The time for which a report of traffic counts: proxies send one every 10 seconds.
+const MAX_TRAFFIC_AGE: Duration = Duration::from_secs(25);
 
 /// The registry. Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -22,6 +29,7 @@ pub struct Proxies(Arc<Mutex<Inner>>);
 struct Inner {
     connected: BTreeMap<u64, ConnectedProxy>,
     last: u64,
+    watches: Watches,
 }
 
 /// A proxy with an open stream.
@@ -39,9 +47,18 @@ pub struct ConnectedProxy {
     pub clock_skew: i64,
     /// The latest exceptions, encoded.
     pub exceptions: Bytes,
+    /// The latest traffic, encoded, and the time of its arrival.
+    pub traffic: Option<(Bytes, Instant)>,
 }
 
 impl ConnectedProxy {
+    /// What the proxy has reported in the latest interval about its own pod, encoded.
+    pub fn traffic(&self, now: Instant) -> Option<(&PodRef, &Bytes)> {
+        let (traffic, at) = self.traffic.as_ref()?;
+        let is_current = now.saturating_duration_since(*at) <= MAX_TRAFFIC_AGE;
+        Some((self.pod.as_ref().filter(|_| is_current)?, traffic))
+    }
+
     /// The version of the roots that verify peers, or an empty text.
     pub fn roots_version(&self) -> &str {
         let status = self.status.as_ref();
@@ -83,6 +100,7 @@ impl Proxies {
             status: None,
             clock_skew: 0,
             exceptions: Bytes::new(),
+            traffic: None,
         };
         let mut inner = self.lock();
         inner.last += 1;
@@ -115,6 +133,14 @@ impl Proxies {
             .range((Bound::Excluded(after), Bound::Unbounded));
         let matching = later.filter(|(_, proxy)| matches(proxy)).take(count);
         matching.map(|(id, proxy)| (*id, proxy.clone())).collect()
+    }
+
+    /// Watches the traffic of a namespace for some seconds, if a proxy there is connected. Whether all
+    /// streams are to be woken now.
+    pub fn watch(&self, namespace: &str, now: Instant) -> bool {
+        let mut inner = self.lock();
+        let mut pods = inner.connected.values().flat_map(|proxy| &proxy.pod);
+        pods.any(|pod| *pod.namespace == *namespace) && inner.watches.renew(namespace, now)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -156,6 +182,41 @@ impl ConnectedGuard {
         if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
             proxy.exceptions = exceptions;
         }
+    }
+
+    /// Replaces the traffic of the proxy, whose length the caller has checked.
+    pub fn set_traffic(&self, traffic: Option<Bytes>, now: Instant) {
+        if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
+            proxy.traffic = traffic.map(|traffic| (traffic, now));
+        }
+    }
+
+    /// For a stream whose proxy reports traffic as often as it is told.
+    pub fn watched(&self) -> Option<Watched> {
+        Some(Watched {
+            proxies: self.proxies.clone(),
+            namespace: self.pod()?.namespace,
+            told: None,
+        })
+    }
+}
+
+/// What the proxy of a stream has been told about the watch of its namespace.
+#[derive(Debug)]
+pub struct Watched {
+    proxies: Proxies,
+    namespace: Arc<str>,
+    told: Option<Instant>,
+}
+
+impl Watched {
+    /// The seconds for which the namespace is watched, if the proxy has not been told.
+    pub fn next(&mut self, now: Instant) -> Option<u32> {
+        let until = self.proxies.lock().watches.until(&self.namespace)?;
+        if until <= now || self.told.replace(until) == Some(until) {
+            return None;
+        }
+        u32::try_from((until - now).as_millis().div_ceil(1000)).ok()
     }
 }
 
@@ -217,9 +278,65 @@ mod tests {
             status: None,
             clock_skew: 0,
             exceptions: Bytes::new(),
+            traffic: None,
         };
         assert_eq!(proxy.to_string(), "proxy shop/web");
         proxy.pod = None;
         assert_eq!(proxy.to_string(), "proxy of tool");
+    }
+
+    #[test]
+    fn traffic_counts_while_it_is_recent_and_of_a_pod() {
+        let start = Instant::now();
+        let after = |seconds| start + Duration::from_secs(seconds);
+        let pod = PodRef {
+            namespace: "shop".into(),
+            name: "web".into(),
+            uid: "uid".into(),
+        };
+        for (pod, is_known) in [(Some(pod), true), (None, false)] {
+            let proxies = Proxies::default();
+            let caller = Caller {
+                user: "user".into(),
+                pod,
+            };
+            let proxy = proxies.connect(&caller, SystemTime::UNIX_EPOCH);
+            let has_traffic = |now| proxies.snapshot()[0].traffic(now).is_some();
+            assert!(!has_traffic(start));
+            proxy.set_traffic(Some(Bytes::from_static(b"1")), start);
+            assert_eq!(
+                (has_traffic(after(25)), has_traffic(after(26))),
+                (is_known, false)
+            );
+            proxy.set_traffic(None, after(1));
+            assert!(!has_traffic(after(1)));
+        }
+    }
+
+    #[test]
+    fn proxies_of_a_watched_namespace_are_told_once() {
+        let now = Instant::now();
+        let proxies = Proxies::default();
+        let connect = |namespace: &str| {
+            let caller = Caller {
+                user: "user".into(),
+                pod: Some(PodRef {
+                    namespace: namespace.into(),
+                    name: "web".into(),
+                    uid: "uid".into(),
+                }),
+            };
+            proxies.connect(&caller, SystemTime::UNIX_EPOCH)
+        };
+        let (shop, front) = (connect("shop"), connect("front"));
+        let mut told = [&shop, &front].map(|proxy| proxy.watched().expect("it is of a pod"));
+        assert!(!proxies.watch("elsewhere", now) && proxies.watch("shop", now));
+        let mut next = |now| told.each_mut().map(|one| one.next(now));
+        assert_eq!(next(now), [Some(15), None]);
+        assert_eq!(next(now), [None, None]);
+        let later = now + Duration::from_secs(9);
+        assert!(proxies.watch("shop", later));
+        assert_eq!(next(later), [Some(15), None]);
+        assert_eq!(shop.watched().and_then(|mut new| new.next(later)), Some(15));
     }
 }

@@ -229,7 +229,7 @@ async fn self_is_the_inbound_configuration_of_the_pod_that_the_token_names() {
     let mut discover = sandbox.client().await.discover().await;
     assert_eq!(
         discover.capabilities,
-        "self,edges,authorization,egress,keys,backend"
+        "self,edges,authorization,egress,keys,traffic,backend"
     );
     discover.subscribe_to(ResourceType::Self_, "").await;
     discover.subscribe("192.0.2.1:80", "").await;

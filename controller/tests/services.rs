@@ -1,4 +1,4 @@
-//! GetServices, WatchServices, GetIdentity and GetEdges over loopback, for people and tools: what they
+//! GetServices, WatchServices, GetIdentity, GetEdges and GetTraffic over loopback, for people and tools: what they
 //! contain, their pages, and the namespaces that a caller gets.
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ mod support;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::discover_request::Action;
-use support::{Client, DEADLINE, Sandbox, pod_manifest, web};
+use support::{Client, DEADLINE, Discover, Sandbox, pod_manifest, web};
 use tonic::{Code, Streaming};
 
 const OTHERS: &str = "apiVersion: v1
@@ -246,6 +246,61 @@ async fn edges_are_those_of_the_pod_of_the_token_and_are_told_to_its_namespace()
     assert_eq!(get(other().await, "").await.unwrap(), []);
     let denied = get(other().await, "shop").await.unwrap_err();
     assert_eq!(denied.code(), Code::PermissionDenied);
+}
+
+/// While someone watches, proxies that know this report each second.
+#[tokio::test]
+async fn traffic_is_told_to_those_who_may_list_its_pods_and_reported_often_while_they_watch() {
+    let pod = pod_manifest("web-1", "10.0.0.1").replace(
+        "namespace: shop",
+        "namespace: shop, uid: '1', labels: {controller-revision-hash: web-7f9}",
+    );
+    let sandbox = Sandbox::start(&[("web.yaml", pod)]).await;
+    let mut client = sandbox.pod(1).await;
+    client.announced = Some("chunks, traffic");
+    let mut proxy = client.discover().await;
+    assert!(
+        proxy.capabilities.contains("traffic"),
+        "{}",
+        proxy.capabilities
+    );
+    let report = async |proxy: &mut Discover, bytes: Vec<u8>| {
+        proxy.send(Action::Traffic(bytes)).await;
+        // Requests are read in their order.
+        proxy.subscribe("10.9.9.9:80", "").await;
+        assert_eq!(proxy.said().await, "10.9.9.9:80: unknown");
+        proxy.unsubscribe("10.9.9.9:80").await;
+    };
+    let get = async |mut client: Client, namespace: &str, watch| {
+        let request = client.request(proto::GetTrafficRequest {
+            namespace: namespace.into(),
+            watch,
+            page_token: String::new(),
+        });
+        let page = client.client.get_traffic(request).await?.into_inner();
+        assert_eq!(page.next_page_token, "");
+        Ok::<_, tonic::Status>(page.pods)
+    };
+    let viewer = || sandbox.account(VIEWER);
+    assert_eq!(get(viewer().await, "", false).await.unwrap(), []);
+    report(&mut proxy, b"opaque".to_vec()).await;
+    let expected = proto::get_traffic_response::Pod {
+        namespace: "shop".into(),
+        name: "web-1".into(),
+        workload: "web".into(),
+        traffic: b"opaque".to_vec(),
+    };
+    assert_eq!(get(viewer().await, "", true).await.unwrap().len(), 1);
+    assert_eq!(get(viewer().await, "other", true).await.unwrap(), []);
+    let other = || sandbox.account("system:serviceaccount:other:web");
+    assert_eq!(get(other().await, "", false).await.unwrap(), []);
+    let denied = get(other().await, "shop", true).await.unwrap_err();
+    assert_eq!(denied.code(), Code::PermissionDenied);
+    assert_eq!(get(viewer().await, "shop", true).await.unwrap(), [expected]);
+    // None of the other calls has said so.
+    assert_eq!(proxy.said().await, ": report for 15 s");
+    report(&mut proxy, vec![0; 8193]).await;
+    assert_eq!(get(viewer().await, "", false).await.unwrap(), []);
 }
 
 #[tokio::test]

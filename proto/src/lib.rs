@@ -87,3 +87,5 @@ pub const CAPABILITY_TELEMETRY: &str = "telemetry";
 pub const CAPABILITY_EDGES: &str = "edges";
 /// The controller fetches the keys of issuers again when proxies report tokens of unknown ones.
 pub const CAPABILITY_KEYS: &str = "keys";
+/// The controller keeps the traffic that proxies report; the proxy reports it as often as it is told.
+pub const CAPABILITY_TRAFFIC: &str = "traffic";

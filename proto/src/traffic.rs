@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use prost::Message as _;
 
-use crate::mesh::v1::{Traffic, traffic::Flow};
+pub use crate::mesh::v1::{Traffic, traffic::Flow};
 use crate::{MAX_FLOWS, MAX_TRAFFIC_BYTES};
 
 /// Upper bounds of the buckets of durations, in microseconds. The last bucket has none.

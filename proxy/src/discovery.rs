@@ -23,6 +23,7 @@ mod target;
 mod testing;
 #[cfg(test)]
 mod tests;
+mod traffic;
 
 use std::future::Future;
 use std::pin::pin;
@@ -40,7 +41,7 @@ use tracing::{debug, info, warn};
 use crate::inbound::edges::{Edges, day};
 use crate::inbound::policy::Policy;
 use crate::observe::exceptions::Exceptions;
-use crate::observe::metrics::DiscoveryMetrics;
+use crate::observe::metrics::{DiscoveryMetrics, Requests};
 use crate::secure::control::{Control, ControlError, DiscoveryStream, backoff_ceiling, describe};
 use crate::secure::identity::{CurrentCredentials, Roots, Trust};
 pub use affinity::Affinity;
@@ -115,6 +116,8 @@ pub struct OwnProxy {
     pub max_endpoints: Box<dyn Fn() -> usize + Send>,
     /// What the pod is called by, if it reports that.
     pub edges: Option<Arc<Edges>>,
+    /// The requests that it has forwarded.
+    pub requests: Arc<Requests>,
 }
 
 /// Everything.
@@ -124,6 +127,7 @@ impl Default for OwnProxy {
             arguments: Policy::default(),
             max_endpoints: Box::new(|| usize::MAX),
             edges: None,
+            requests: Arc::new(Requests::new(std::time::Instant::now())),
         }
     }
 }
@@ -139,7 +143,7 @@ enum Request {
 
 /// Returns the handle for the workers and the task that the main thread runs. The task ends when
 /// all handles are dropped. Trust roots from the stream go to `trust`; changes of `credentials`
-/// and `exceptions`, and the edges of `own`, are reported to the controller.
+/// and `exceptions`, and the edges and requests of `own`, are reported to the controller.
 pub fn start(
     control: Control,
     trust: Trust,
@@ -148,7 +152,7 @@ pub fn start(
     exceptions: Arc<Exceptions>,
     own: OwnProxy,
 ) -> (Discovery, impl Future<Output = ()> + Send) {
-    let reported = Reported::new(exceptions, own.edges.clone());
+    let reported = Reported::new(exceptions, own.edges.clone(), own.requests.clone());
     let timing = Timing::default();
     start_with(control, trust, credentials, metrics, reported, timing, own)
 }
@@ -363,6 +367,7 @@ impl Driver {
             }
         };
         self.stream = None;
+        self.reported.traffic.stream_closed();
         self.table.pause(Instant::now());
         self.own_pod.pause(Instant::now());
         self.trust.stream_closed();
@@ -379,6 +384,10 @@ impl Driver {
                 request = self.requests.recv() => self.respond(request?),
                 () = changed(&mut self.credentials) => self.send_status(),
                 _ = self.sweep.tick() => self.sweep(),
+                () = self.reported.traffic.due() => {
+                    let report = self.reported.traffic.take(Instant::now());
+                    self.send(report.map(Action::Traffic));
+                }
             }
         }
     }
@@ -467,6 +476,10 @@ impl Driver {
                     }
                 }
             }
+            DiscoverResponse {
+                update: Some(Update::ReportTraffic(asked)),
+                ..
+            } => self.reported.traffic.watch(asked.seconds, Instant::now()),
             // The only other resource without destinations: its version is current.
             response if response.r#type() == ResourceType::Self_ => {
                 own_pod.confirm(response.position.into());

@@ -100,6 +100,11 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let admin = admin.local_route("/exchanges", move |query| {
         ready(page(exchanges(&ended, query)))
     });
+    let requests = metrics.requests.clone();
+    let admin = admin.local_route("/traffic", move |_| {
+        let total = serde_json::to_string(&requests.traffic(Instant::now()));
+        ready(Page::json(total.expect("all keys are strings")))
+    });
     let (asked, questions): (Vec<_>, Vec<_>) =
         (0..config.workers).map(|_| mpsc::channel(1)).unzip();
     let states = Arc::new(States {
@@ -241,6 +246,7 @@ fn start_control(
             arguments: config.policy.clone(),
             max_endpoints: Box::new(move || memory.max_endpoints(workers)),
             edges: (!config.hide_edges).then(|| metrics.edges.clone()),
+            requests: metrics.requests.clone(),
         },
     );
     tokio::spawn(driver);

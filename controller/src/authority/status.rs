@@ -352,6 +352,7 @@ mod tests {
             status: Some(said),
             clock_skew: -7,
             exceptions: bytes::Bytes::new(),
+            traffic: None,
         };
         let waiting = (0..30).map(|line| line.to_string()).collect();
         let status = status_of(&state, waiting);

@@ -11,7 +11,8 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
-    MAX_EDGES, MAX_EDGES_BYTES, MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES, MAX_UNKNOWN_KEYS,
+    MAX_EDGES, MAX_EDGES_BYTES, MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES, MAX_TRAFFIC_BYTES,
+    MAX_UNKNOWN_KEYS,
 };
 use futures::{Stream, stream};
 use prost::Message as _;
@@ -31,7 +32,7 @@ use crate::edges::group;
 use crate::hub::{Hub, Notifications, Resources};
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
-use crate::proxies::ConnectedGuard;
+use crate::proxies::{ConnectedGuard, Watched};
 use crate::quota::Charge;
 
 /// Time until refused subscriptions are requested again.
@@ -99,6 +100,7 @@ pub(super) async fn read(
             Some(Action::UnknownKeys(keys)) => {
                 report_unknown_keys(&keys, &mut next_unknown_keys, proxy, &context.hub);
             }
+            Some(Action::Traffic(traffic)) => set_traffic(traffic, &mut has_exceeded, proxy),
             None => tracing::debug!("ignoring a request with an action of a later release"),
         }
     }
@@ -113,18 +115,19 @@ async fn wait(published: &mut watch::Receiver<Option<Arc<Position>>>, until: Opt
 }
 
 /// The responses of a stream, made when the client reads them, until it ends. Whoever changes the
-/// trust or ends the stream wakes the subscriber.
+/// trust, watches the traffic or ends the stream wakes the subscriber.
 pub(super) fn responses(
     subscriptions: SharedSubscriptions,
     mut trust: TrustReceiver,
+    watched: Option<Watched>,
     metrics: Arc<Metrics>,
 ) -> impl Stream<Item = Result<Bytes, Status>> + Send + 'static {
     trust.mark_changed();
-    let state = (subscriptions, trust, metrics);
+    let state = (subscriptions, trust, watched, metrics);
     stream::unfold(state, |mut state| async move {
-        let (subscriptions, trust, metrics) = &mut state;
+        let (subscriptions, trust, watched, metrics) = &mut state;
         let response = loop {
-            match next(subscriptions, trust, metrics) {
+            match next(subscriptions, trust, watched.as_mut(), metrics) {
                 Some(response) => break response,
                 None => subscriptions.notifications.wait().await,
             }
@@ -136,6 +139,7 @@ pub(super) fn responses(
 fn next(
     subscriptions: &SharedSubscriptions,
     trust: &mut TrustReceiver,
+    watched: Option<&mut Watched>,
     metrics: &Metrics,
 ) -> Option<Result<Bytes, Status>> {
     let mut subscriptions = subscriptions.lock();
@@ -147,6 +151,12 @@ fn next(
     if trust.has_changed().unwrap_or(false) {
         metrics.updates(Sent::Roots).inc();
         return Some(Ok(frames::encode(&roots(&trust.borrow_and_update()))));
+    }
+    if let Some(seconds) = watched.and_then(|watched| watched.next(Instant::now())) {
+        return Some(Ok(frames::encode(&proto::DiscoverResponse {
+            update: Some(Response::ReportTraffic(proto::ReportTraffic { seconds })),
+            ..proto::DiscoverResponse::default()
+        })));
     }
     let frame = subscriptions.next_frame(|kind| {
         metrics.updates(kind).inc();
@@ -196,6 +206,13 @@ fn set_exceptions(exceptions: &proto::Exceptions, has_exceeded: &mut bool, proxy
     } else {
         Bytes::new()
     });
+}
+
+/// Stores the traffic of a proxy while it is connected. Too large messages count as none.
+fn set_traffic(traffic: Vec<u8>, has_exceeded: &mut bool, proxy: &ConnectedGuard) {
+    let (size, max) = ((1, traffic.len()), (1, MAX_TRAFFIC_BYTES));
+    let is_within = is_within("reports of traffic", size, max, has_exceeded, proxy);
+    proxy.set_traffic(is_within.then(|| traffic.into()), Instant::now());
 }
 
 /// Adds what a proxy reports about its own pod, which the token of the stream is bound to.
@@ -336,7 +353,7 @@ mod tests {
         let request = subscribe(destination, "");
         subscriptions.lock().subscribe(request).unwrap();
         let metrics = Arc::new(Metrics::new(|_| Ok(())));
-        let responses = responses(subscriptions.clone(), trust, metrics.clone());
+        let responses = responses(subscriptions.clone(), trust, None, metrics.clone());
         let mut responses = std::pin::pin!(responses);
         for kind in ["roots", "unknown"] {
             let response = responses.next().await.unwrap().unwrap();

@@ -11,6 +11,7 @@ use diy_mesh_runtime::metrics::Active;
 use futures::StreamExt as _;
 use prost::Message as _;
 use proto::service_mesh_service_server::ServiceMeshService;
+use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::name::parse_key;
@@ -19,12 +20,17 @@ use crate::authenticate::Namespaces;
 use crate::authority::status;
 use crate::explain::{self, authorization};
 use crate::index::object::Key;
+use crate::index::{Index, workload::workload};
+use crate::proxies::ConnectedProxy;
 use crate::quota::{Charge, SUBSCRIPTION_BYTES};
 
 /// The length of a page, beyond which no further item is added.
 const MAX_PAGE_BYTES: usize = 1024 * 1024;
 /// The workloads of a page, which have at most about 2 KiB each.
 const MAX_PAGE_WORKLOADS: usize = 500;
+
+/// The reports of a page, which have at most 8 KiB each.
+const MAX_PAGE_REPORTS: usize = 100;
 
 /// The caller of one of these calls.
 struct Viewer {
@@ -170,10 +176,7 @@ impl ServiceMeshService for Mesh {
         if !viewer.namespaces.contains(clients) {
             return Err(denied("clients", clients));
         }
-        let first: usize = match request.page_token.as_str() {
-            "" => 0,
-            token => token.parse().map_err(|_| invalid_token(token))?,
-        };
+        let first: usize = position(&request.page_token)?;
         let hub = &self.context.hub;
         let found = hub.read(|index| {
             let summary = explain::summary(index, &key, clients)?;
@@ -248,10 +251,7 @@ impl ServiceMeshService for Mesh {
         request: Request<proto::GetIdentityRequest>,
     ) -> Result<Response<proto::GetIdentityResponse>, Status> {
         let mut viewer = self.viewer(&request).await?;
-        let after = match request.get_ref().page_token.as_str() {
-            "" => 0,
-            token => token.parse().map_err(|_| invalid_token(token))?,
-        };
+        let after = position(&request.get_ref().page_token)?;
         let context = &self.context;
         let (trust_domain, trust) = (&context.trust_domain, context.trust.borrow().clone());
         let (authority, namespaces) = (context.authority.status(), &viewer.namespaces);
@@ -306,6 +306,69 @@ impl ServiceMeshService for Mesh {
             page.next_page_token.clear();
         }
         Ok(viewer.respond(page))
+    }
+
+    /// A page of the latest traffic of the proxies that are connected to this replica.
+    async fn get_traffic(
+        &self,
+        request: Request<proto::GetTrafficRequest>,
+    ) -> Result<Response<proto::GetTrafficResponse>, Status> {
+        let mut viewer = self.viewer(&request).await?;
+        let request = request.into_inner();
+        let (context, now) = (&self.context, Instant::now());
+        let (namespace, after) = (&*request.namespace, position(&request.page_token)?);
+        if !namespace.is_empty() && !viewer.namespaces.contains(namespace) {
+            return Err(denied("namespace", namespace));
+        }
+        if request.watch && context.proxies.watch(namespace, now) {
+            context.hub.wake_clients();
+        }
+        let is_wanted = |proxy: &ConnectedProxy| {
+            let reported = proxy.traffic(now).map(|(pod, _)| &*pod.namespace);
+            reported.is_some_and(|own| match namespace {
+                "" => viewer.namespaces.contains(own),
+                namespace => own == namespace,
+            })
+        };
+        let proxies = context.proxies.page(after, MAX_PAGE_REPORTS, is_wanted);
+        let last = proxies.get(MAX_PAGE_REPORTS - 1);
+        let pods = proxies.iter().filter_map(|(_, proxy)| {
+            let read = |index: &Index| traffic(index, proxy, now);
+            context.hub.read(read)
+        });
+        let page = proto::GetTrafficResponse {
+            pods: pods.collect(),
+            next_page_token: last.map_or_else(String::new, |(last, _)| last.to_string()),
+        };
+        viewer.add(page.encoded_len())?;
+        Ok(viewer.respond(page))
+    }
+}
+
+/// The traffic of a meshed pod.
+fn traffic(
+    index: &Index,
+    proxy: &ConnectedProxy,
+    now: Instant,
+) -> Option<proto::get_traffic_response::Pod> {
+    let (reported, traffic) = proxy.traffic(now)?;
+    let pod = index
+        .pod(&reported.key())
+        .filter(|_| proxy.is_meshed(index))?;
+    let label = |name: &str| pod.labels.get(name).map(String::as_str);
+    Some(proto::get_traffic_response::Pod {
+        namespace: reported.namespace.to_string(),
+        name: reported.name.to_string(),
+        workload: workload(&reported.name, label).to_owned(),
+        traffic: traffic.to_vec(),
+    })
+}
+
+/// Where a page begins, if its token is a number.
+fn position<T: Default + std::str::FromStr>(token: &str) -> Result<T, Status> {
+    match token {
+        "" => Ok(T::default()),
+        token => token.parse().map_err(|_| invalid_token(token)),
     }
 }
 

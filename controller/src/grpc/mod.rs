@@ -25,7 +25,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_BACKEND, CAPABILITY_EDGES,
     CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_SELF, CAPABILITY_TELEMETRY,
-    announces,
+    CAPABILITY_TRAFFIC, announces,
 };
 use diy_mesh_runtime::metrics::Active;
 use futures::{Stream, StreamExt as _};
@@ -175,6 +175,7 @@ fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
             CAPABILITY_AUTHORIZATION,
             CAPABILITY_EGRESS,
             CAPABILITY_KEYS,
+            CAPABILITY_TRAFFIC,
         ]
     });
     let all: Vec<&str> = of_pod
@@ -236,10 +237,12 @@ impl Mesh {
         };
         let mut subscriber = hub.watch_resources(caller.pod.clone());
         subscriber.set_lacking(lacking);
+        let reports_traffic = announces(announced, CAPABILITY_TRAFFIC);
+        let watched = proxy.watched().filter(|_| reports_traffic);
         let charge = call.peer.charge();
         let subscriptions =
             SharedSubscriptions::new(subscriber, caller.pod, charge, lacking.policies);
-        let responses = discover::responses(subscriptions.clone(), trust, metrics);
+        let responses = discover::responses(subscriptions.clone(), trust, watched, metrics);
         // Dropped with the responses.
         let (mut reading, read) = oneshot::channel::<Infallible>();
         let responses = responses.inspect(move |_| {

@@ -523,7 +523,10 @@ mod tests {
             let by_address = |endpoint: proto::Endpoint| (endpoint.address.clone(), endpoint);
             self.version = response.version;
             match response.update.unwrap() {
-                Response::Unchanged(_) | Response::Roots(_) | Response::Workload(_) => {}
+                Response::Unchanged(_)
+                | Response::Roots(_)
+                | Response::Workload(_)
+                | Response::ReportTraffic(_) => {}
                 Response::Unknown(_) => *self = ProxyState::with_version(&self.version),
                 Response::Snapshot(snapshot) => {
                     self.target = Some((

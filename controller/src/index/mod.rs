@@ -21,6 +21,7 @@ pub mod state;
 mod store;
 pub mod version;
 pub mod view;
+pub mod workload;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::Hash;

@@ -442,6 +442,7 @@ pub fn say(answer: &proto::DiscoverResponse) -> String {
         Update::Unchanged(_) => "unchanged".into(),
         Update::Unknown(_) => "unknown".into(),
         Update::Roots(_) => "roots".into(),
+        Update::ReportTraffic(report) => format!("report for {} s", report.seconds),
         Update::Workload(workload) => {
             let opaque = workload.opaque_ports.iter();
             let opaque: Vec<String> = opaque

@@ -1,5 +1,6 @@
 //! The messages to the controller about the proxy itself, what failed there, what its pod is called
-//! by and which issuers have unknown keys: their bounds, and when to send them.
+//! by and which issuers have unknown keys: their bounds, and when to send them. `traffic.rs` has
+//! those about its traffic.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +10,10 @@ use diy_mesh_proto::{MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES};
 use prost::Message as _;
 use tokio::time::Instant;
 
+use super::traffic::TrafficReports;
 use crate::inbound::edges::{Edges, Sent};
 use crate::observe::exceptions::{Exception, Exceptions};
+use crate::observe::metrics::Requests;
 use crate::secure::control::AcceptedReports;
 
 /// The encoded length of the number of exceptions that have no room.
@@ -28,6 +31,8 @@ pub(super) struct Reported {
     sent: Option<Sent>,
     edges_pace: Pace,
     keys_pace: Pace,
+    /// These have a pace of their own.
+    pub(super) traffic: TrafficReports,
     /// Those that the controller of the stream reads.
     accepts: AcceptedReports,
 }
@@ -53,7 +58,11 @@ impl Pace {
 }
 
 impl Reported {
-    pub(super) fn new(exceptions: Arc<Exceptions>, edges: Option<Arc<Edges>>) -> Self {
+    pub(super) fn new(
+        exceptions: Arc<Exceptions>,
+        edges: Option<Arc<Edges>>,
+        requests: Arc<Requests>,
+    ) -> Self {
         Self {
             exceptions,
             latest: proto::Exceptions::default(),
@@ -62,6 +71,7 @@ impl Reported {
             sent: None,
             edges_pace: Pace::default(),
             keys_pace: Pace::default(),
+            traffic: TrafficReports::new(requests),
             accepts: AcceptedReports::default(),
         }
     }
@@ -70,6 +80,9 @@ impl Reported {
     pub(super) fn stream_opened(&mut self, accepts: AcceptedReports) {
         self.latest = proto::Exceptions::default();
         self.sent = None;
+        // A pod that does not report its edges does not report their traffic.
+        let accepts_traffic = accepts.traffic && self.edges.is_some();
+        self.traffic.stream_opened(accepts_traffic, Instant::now());
         self.accepts = accepts;
     }
 
@@ -147,7 +160,13 @@ mod tests {
     const ALL: AcceptedReports = AcceptedReports {
         edges: true,
         keys: true,
+        traffic: true,
     };
+
+    fn reported(exceptions: Arc<Exceptions>, edges: Option<Arc<Edges>>) -> Reported {
+        let requests = Arc::new(Requests::new(std::time::Instant::now()));
+        Reported::new(exceptions, edges, requests)
+    }
 
     #[test]
     fn message_is_bounded_and_says_what_it_lacks() {
@@ -192,7 +211,7 @@ mod tests {
             reason: "overloaded",
         };
         let exceptions = Arc::new(Exceptions::new(start.into_std()));
-        let mut reported = Reported::new(exceptions.clone(), None);
+        let mut reported = reported(exceptions.clone(), None);
         let interval = Duration::from_secs(10);
         let after = |seconds| start + Duration::from_secs(seconds);
         let mut sent_at = |second: u64| {
@@ -221,7 +240,7 @@ mod tests {
         let interval = Duration::from_secs(10);
         let after = |seconds| start + Duration::from_secs(seconds);
         let exceptions = Arc::new(Exceptions::new(start.into_std()));
-        let mut reported = Reported::new(exceptions, Some(Arc::default()));
+        let mut reported = reported(exceptions, Some(Arc::default()));
         assert_eq!(reported.edges(interval, after(0), 7), None);
         reported.stream_opened(ALL);
         let empty = Some(proto::Edges::default());
@@ -233,11 +252,23 @@ mod tests {
         assert_eq!(reported.edges(interval, after(40), 8), empty);
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn traffic_is_reported_by_pods_that_report_edges() {
+        let exceptions = Arc::new(Exceptions::new(Instant::now().into_std()));
+        for (edges, is_reported) in [(Some(Arc::default()), true), (None, false)] {
+            let mut reported = reported(exceptions.clone(), edges);
+            reported.stream_opened(ALL);
+            let due = reported.traffic.due();
+            let due = tokio::time::timeout(Duration::from_secs(60), due).await;
+            assert_eq!(due.is_ok(), is_reported);
+        }
+    }
+
     #[test]
     fn unknown_keys_are_sent_to_controllers_that_fetch_keys_and_at_most_every_ten_seconds() {
         let start = Instant::now();
         let exceptions = Arc::new(Exceptions::new(start.into_std()));
-        let mut reported = Reported::new(exceptions, None);
+        let mut reported = reported(exceptions, None);
         let sent_at = |reported: &mut Reported, second, issuers: &[&str]| {
             let now = start + Duration::from_secs(second);
             let take = || issuers.iter().map(|one| one.to_string()).collect();

@@ -3,11 +3,14 @@
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 
+use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::mesh::v1 as proto;
+use prost::Message as _;
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::*;
 use crate::observe::exceptions::{Event, Kind};
+use crate::observe::metrics::{Counted, testing};
 use crate::secure::control::testing::{FakeController, soon};
 
 /// Longer than any test.
@@ -18,6 +21,7 @@ struct Running {
     discovery: Discovery,
     metrics: DiscoveryMetrics,
     exceptions: Arc<Exceptions>,
+    requests: Arc<Requests>,
     _driver: JoinSet<()>,
 }
 
@@ -35,14 +39,20 @@ impl Running {
         let control = Control::new(url, token_file, None);
         let metrics = DiscoveryMetrics::default();
         let exceptions = Arc::new(Exceptions::new(std::time::Instant::now()));
+        let own = OwnProxy::default();
+        let requests = own.requests.clone();
         let (discovery, driver) = start_with(
             control,
             Trust::default(),
             crate::secure::identity::none(),
             metrics.clone(),
-            Reported::new(exceptions.clone(), None),
+            Reported::new(
+                exceptions.clone(),
+                Some(Arc::default()),
+                own.requests.clone(),
+            ),
             timing,
-            OwnProxy::default(),
+            own,
         );
         let mut tasks = JoinSet::new();
         tasks.spawn(driver);
@@ -50,6 +60,7 @@ impl Running {
             discovery,
             metrics,
             exceptions,
+            requests,
             _driver: tasks,
         }
     }
@@ -569,7 +580,11 @@ async fn task_ends_with_the_last_handle_and_off_returns_unknown() {
         Trust::default(),
         crate::secure::identity::none(),
         DiscoveryMetrics::default(),
-        Reported::new(Arc::new(Exceptions::new(std::time::Instant::now())), None),
+        Reported::new(
+            Arc::new(Exceptions::new(std::time::Instant::now())),
+            None,
+            OwnProxy::default().requests,
+        ),
         timing(),
         OwnProxy::default(),
     );
@@ -622,4 +637,27 @@ async fn reports_exceptions_to_each_controller_and_clears_them() {
         };
         assert_eq!(received.exceptions[0].destination, "shop/cart:80");
     }
+}
+
+#[tokio::test]
+async fn reports_traffic_when_a_controller_asks_for_it() {
+    let mut controller = FakeController::start().await;
+    controller.announces_self.store(true, Ordering::SeqCst);
+    let proxy = Running::start(controller.address, timing());
+    let mut stream = controller.stream().await;
+    let asked = Update::ReportTraffic(proto::ReportTraffic { seconds: 15 });
+    stream.respond("", "", asked).await;
+    let labels = testing::request(Direction::Outbound, "", ("shop", "cart"));
+    let (took, now) = (Duration::from_millis(3), std::time::Instant::now());
+    let reported = loop {
+        // Others that the connection has before its stream is open do not count.
+        let labels = labels.clone();
+        proxy.requests.count(&Counted::default(), labels, took, now);
+        if let Action::Traffic(report) = stream.action().await {
+            break proto::Traffic::decode(&*report).expect("a message");
+        }
+    };
+    assert_eq!(reported.flows[0].peer, "cart");
+    // Well before the next report without a watcher.
+    assert!(reported.milliseconds < 9_000, "{reported:?}");
 }

@@ -7,6 +7,8 @@ mod flows;
 mod policies;
 mod requests;
 mod series;
+#[cfg(test)]
+pub(crate) mod testing;
 mod udp;
 
 use std::fmt;
@@ -28,7 +30,6 @@ use prometheus_client::registry::Registry;
 use self::control::unix_seconds;
 use self::flows::Flows;
 use self::policies::PolicyCounters;
-use self::requests::Requests;
 use crate::error::{Exceeded, Failure};
 use crate::inbound::edges::Edges;
 use crate::labels::{ExternalResult, HandshakeResult, MirrorResult, RetryDenial, Verdict};
@@ -38,7 +39,7 @@ use crate::observe::trace::SpanBudget;
 use crate::route::fault::FaultKind;
 pub use control::{DiscoveryMetrics, IdentityMetrics};
 pub use flows::UpstreamMetrics;
-pub use requests::{Counted, RequestLabels};
+pub use requests::{Counted, RequestLabels, Requests};
 
 /// The places of durations, each of which has a histogram; of requests; of faults and of rate limits,
 /// each. A test adds them to all other samples.
@@ -59,7 +60,8 @@ pub struct Metrics {
     mirrors: [Counter; MirrorResult::NAMES.len()],
     /// By [`ExternalResult`].
     external: [Counter; ExternalResult::NAMES.len()],
-    requests: Arc<Requests>,
+    /// Requests that ended.
+    pub requests: Arc<Requests>,
     faults: Arc<PolicyCounters>,
     rate_limited: Arc<PolicyCounters>,
     /// Exchanges not dumped because the budget was exhausted.

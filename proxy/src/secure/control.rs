@@ -17,7 +17,7 @@ use diy_mesh_proto::mesh::v1::{
 use diy_mesh_proto::{
     CAPABILITIES_METADATA, CAPABILITY_AUTHORIZATION, CAPABILITY_CHUNKS, CAPABILITY_EDGES,
     CAPABILITY_EGRESS, CAPABILITY_KEYS, CAPABILITY_POLICY, CAPABILITY_ROUTES, CAPABILITY_SELF,
-    CAPABILITY_TELEMETRY, announces,
+    CAPABILITY_TELEMETRY, CAPABILITY_TRAFFIC, announces,
 };
 use diy_mesh_runtime::error_chain;
 use http::Uri;
@@ -147,6 +147,8 @@ pub struct AcceptedReports {
     pub edges: bool,
     /// About unknown keys.
     pub keys: bool,
+    /// About traffic.
+    pub traffic: bool,
 }
 
 impl Control {
@@ -200,6 +202,7 @@ impl Control {
                 accepts: AcceptedReports {
                     edges: announces(capabilities, CAPABILITY_EDGES),
                     keys: announces(capabilities, CAPABILITY_KEYS),
+                    traffic: announces(capabilities, CAPABILITY_TRAFFIC),
                 },
                 responses: response.into_inner(),
             })
@@ -217,6 +220,7 @@ impl Control {
             CAPABILITY_AUTHORIZATION,
             CAPABILITY_EGRESS,
             CAPABILITY_TELEMETRY,
+            CAPABILITY_TRAFFIC,
         ]
         .join(", ");
         let capabilities = capabilities.parse().expect("the names are words");

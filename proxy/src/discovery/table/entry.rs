@@ -205,7 +205,7 @@ impl Entry {
                 }
             }
             // Sent by a newer controller.
-            Some(Update::Roots(_) | Update::Workload(_)) | None => {
+            Some(Update::Roots(_) | Update::Workload(_) | Update::ReportTraffic(_)) | None => {
                 report("unknown kind of response".to_owned());
                 return None;
             }

@@ -2,13 +2,14 @@
 //! connection keeps the sets of its latest request, so that an equal one takes no lock.
 
 use std::cell::{OnceCell, RefCell};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use diy_mesh_model::exchange::Direction;
-use diy_mesh_proto::traffic::DURATION_BOUNDS;
+use diy_mesh_proto::traffic::{DURATION_BOUNDS, Flow, Traffic};
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
@@ -56,6 +57,7 @@ struct DurationLabels {
 /// All requests of the proxy.
 #[derive(Debug)]
 pub struct Requests {
+    start: Instant,
     counts: Series<RequestLabels, AtomicU64>,
     durations: Series<DurationLabels, Histogram>,
 }
@@ -91,6 +93,7 @@ impl Requests {
     /// No requests yet.
     pub fn new(start: Instant) -> Self {
         Self {
+            start,
             counts: Series::new(MAX_REQUEST_SETS, start),
             durations: Series::new(MAX_DURATION_SETS, start),
         }
@@ -107,6 +110,31 @@ impl Requests {
         }));
         self.counts.used(&sets.count, now).fetch_add(1, Relaxed);
         self.durations.used(&sets.duration, now).observe(took);
+    }
+
+    /// The totals since the start, as they are now.
+    pub fn traffic(&self, now: Instant) -> Traffic {
+        let mut flows = BTreeMap::<_, Flow>::new();
+        for (labels, set) in self.counts.all() {
+            let count = set.value().load(Relaxed);
+            let key = (labels.direction as usize, labels.route, labels.peer);
+            let flow = flows.entry(key).or_default();
+            flow.requests += count;
+            flow.failures += count * u64::from(labels.error != ErrorType::None);
+            flow.mutual_tls += count * u64::from(labels.tls == TlsKind::Mutual);
+        }
+        for (labels, set) in self.durations.all() {
+            let key = (labels.kind % 2, labels.route, labels.peer);
+            if let Some(flow) = flows.get_mut(&key) {
+                set.value().add_to(&mut flow.durations);
+            }
+        }
+        let since = now.saturating_duration_since(self.start).as_millis();
+        Traffic {
+            milliseconds: since.try_into().unwrap_or(u64::MAX),
+            flows: flows.into_iter().map(named).collect(),
+            incomplete: false,
+        }
     }
 
     /// Writes the durations.
@@ -148,6 +176,16 @@ impl Requests {
             counter.encode_counter::<NoLabelSet, u64, f64>(&count, None)?;
         }
         Ok(())
+    }
+}
+
+fn named(((direction, route, peer), flow): ((usize, Arc<str>, Peer), Flow)) -> Flow {
+    Flow {
+        inbound: direction == Direction::Inbound as usize,
+        route: route.to_string(),
+        peer_namespace: peer.namespace.to_string(),
+        peer: peer.name.to_string(),
+        ..flow
     }
 }
 
@@ -226,6 +264,14 @@ impl Histogram {
         let bucket = DURATION_BOUNDS.partition_point(|bound| bound * 1000 < nanoseconds);
         self.buckets[bucket].fetch_add(1, Relaxed);
         self.nanoseconds.fetch_add(nanoseconds, Relaxed);
+    }
+
+    /// Adds the number of each bucket. Requests and calls have a histogram each.
+    fn add_to(&self, sums: &mut Vec<u64>) {
+        sums.resize(self.buckets.len(), 0);
+        for (sum, bucket) in sums.iter_mut().zip(&self.buckets) {
+            *sum += bucket.load(Relaxed);
+        }
     }
 
     /// The sum in seconds, the number, and the number of each bucket with its upper bound.

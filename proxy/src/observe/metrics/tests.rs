@@ -5,27 +5,14 @@ use std::time::UNIX_EPOCH;
 use diy_mesh_model::code::{Code, GRPC_STATUSES};
 use http::StatusCode;
 
+use super::testing::request;
 use super::*;
 use crate::error::Scope;
-use crate::labels::{ErrorType, OTHER, Peer, TlsKind};
+use crate::labels::{ErrorType, OTHER, TlsKind};
 use crate::observe::exceptions::{Event, Kind};
 
 /// The most samples of a scrape.
 const MAX_SAMPLES: usize = 1500;
-
-/// A request that succeeded.
-fn request(direction: Direction, route: &str, peer: (&str, &str)) -> RequestLabels {
-    RequestLabels {
-        direction,
-        route: route.into(),
-        peer: Peer::new(peer.1, peer.0),
-        method: "GET",
-        status: 200,
-        grpc: "",
-        error: ErrorType::None,
-        tls: TlsKind::Mutual,
-    }
-}
 
 impl Metrics {
     fn counted(&self, labels: &RequestLabels) {
@@ -313,4 +300,38 @@ fn a_scrape_stays_within_its_budget_whatever_peers_do() {
                 .any(|line| line.contains(other) && line.contains(error))
         );
     }
+}
+
+#[test]
+fn traffic_has_the_totals_by_direction_route_and_peer() {
+    let start = Instant::now();
+    let metrics = Metrics::new();
+    let cart = request(Direction::Outbound, "route", ("shop", "cart"));
+    metrics.counted(&cart);
+    metrics.counted(&RequestLabels {
+        status: 503,
+        error: ErrorType::Status,
+        tls: TlsKind::None,
+        ..cart.clone()
+    });
+    // A call has a histogram of its own.
+    metrics.counted(&RequestLabels { grpc: "OK", ..cart });
+    metrics.counted(&request(Direction::Inbound, "", ("shop", "web")));
+    let traffic = metrics.requests.traffic(start + Duration::from_secs(3600));
+    assert!((3_590_000..=3_600_000).contains(&traffic.milliseconds));
+    let [inbound, outbound] = &*traffic.flows else {
+        panic!("{traffic:?}");
+    };
+    assert_eq!((inbound.inbound, &*inbound.peer), (true, "web"));
+    let expected = diy_mesh_proto::traffic::Flow {
+        inbound: false,
+        route: "route".into(),
+        peer_namespace: "shop".into(),
+        peer: "cart".into(),
+        requests: 3,
+        failures: 1,
+        mutual_tls: 2,
+        durations: [vec![0, 0, 0, 3], vec![0; 11]].concat(),
+    };
+    assert_eq!(*outbound, expected);
 }

@@ -174,6 +174,7 @@ impl FakeStream {
             Action::Exceptions(exceptions) => format!("{exceptions:?}"),
             Action::Edges(edges) => format!("{edges:?}"),
             Action::UnknownKeys(keys) => format!("{keys:?}"),
+            Action::Traffic(report) => format!("{report:?}"),
         }
     }
 
@@ -240,7 +241,8 @@ impl ServiceMeshService for FakeService {
             .map_err(|_| Status::unavailable("the test has ended"))?;
         let mut response = Response::new(ReceiverStream::new(outgoing));
         if self.announces_self.load(Ordering::SeqCst) {
-            let capabilities = MetadataValue::from_static("later, self, authorization, keys");
+            let capabilities =
+                MetadataValue::from_static("later, self, authorization, keys, traffic");
             let metadata = response.metadata_mut();
             metadata.insert(CAPABILITIES_METADATA, capabilities);
         }
@@ -279,6 +281,13 @@ impl ServiceMeshService for FakeService {
         &self,
         _: Request<proto::GetAuthorizationRequest>,
     ) -> Result<Response<proto::GetAuthorizationResponse>, Status> {
+        Err(Status::unimplemented("not called by proxies"))
+    }
+
+    async fn get_traffic(
+        &self,
+        _: Request<proto::GetTrafficRequest>,
+    ) -> Result<Response<proto::GetTrafficResponse>, Status> {
         Err(Status::unimplemented("not called by proxies"))
     }
 

@@ -365,7 +365,7 @@ impl Controlled {
             Trust::default(),
             crate::secure::identity::none(),
             metrics.clone(),
-            Reported::new(exceptions, None),
+            Reported::new(exceptions, None, OwnProxy::default().requests),
             timing,
             OwnProxy::default(),
         );
