@@ -17,8 +17,9 @@ use diy_mesh_proto::{
     TOKEN_AUDIENCE,
     mesh::v1::{
         GetAuthorizationRequest, GetEdgesRequest, GetIdentityRequest, GetIdentityResponse,
-        GetRoutesRequest, GetRoutesResponse, GetServicesRequest, Service, WatchServicesRequest,
-        WatchServicesResponse, get_authorization_response, get_edges_response,
+        GetRoutesRequest, GetRoutesResponse, GetServicesRequest, GetTrafficRequest, Service,
+        WatchServicesRequest, WatchServicesResponse, get_authorization_response,
+        get_edges_response, get_traffic_response,
         service_mesh_service_client::ServiceMeshServiceClient,
     },
 };
@@ -237,6 +238,32 @@ impl Controllers {
             }
         }
         Err(Error::Unreachable(errors.join("; ")))
+    }
+
+    /// Connects to all replicas concurrently, and gives the errors of those that do not respond. Fails
+    /// if none does.
+    pub async fn connect_all(
+        &self,
+    ) -> Result<(BTreeMap<String, Controller>, BTreeMap<String, Error>), Error> {
+        let credentials = self.credentials().await?;
+        let connect = async |name: String| {
+            let connected = self.connect_to(&name, credentials.clone()).await;
+            (name, connected)
+        };
+        let (mut connected, mut errors) = (BTreeMap::new(), BTreeMap::new());
+        for (name, one) in join_all(self.names().await?.into_iter().map(connect)).await {
+            match one {
+                Ok(controller) => drop(connected.insert(name, controller)),
+                Err(error) => drop(errors.insert(name, error)),
+            }
+        }
+        if connected.is_empty() {
+            let errors = errors
+                .iter()
+                .map(|(name, error)| format!("{name}: {error}"));
+            return Err(Error::Unreachable(errors.collect::<Vec<_>>().join("; ")));
+        }
+        Ok((connected, errors))
     }
 
     /// Reads the certificate status of all replicas concurrently. Fails if none responds.
@@ -538,6 +565,26 @@ impl Controller {
             Ok((page.groups, page.next_page_token))
         });
         Ok(pages.await?.concat())
+    }
+
+    /// What the proxies of a namespace, or of all (""), have reported last to this replica. With `watch`,
+    /// they report each second for some time.
+    pub async fn traffic(
+        &mut self,
+        namespace: &str,
+        watch: bool,
+    ) -> Result<Vec<get_traffic_response::Pod>, Error> {
+        let pages = pages(async |page_token| {
+            let request = self.authorize(GetTrafficRequest {
+                namespace: namespace.to_owned(),
+                watch,
+                page_token,
+            });
+            let page = self.client.get_traffic(request).await?.into_inner();
+            Ok((page.pods, page.next_page_token))
+        });
+        let pages = timeout(REQUEST_TIMEOUT, pages).await;
+        Ok(pages.map_err(|_| timed_out(REQUEST_TIMEOUT))??.concat())
     }
 
     /// The certificate status of the replica with all its workloads.

@@ -12,6 +12,7 @@ pub mod identity;
 pub mod plan;
 pub mod proxies;
 pub mod routes;
+pub mod sample;
 mod time;
 pub mod traffic;
 pub mod why;

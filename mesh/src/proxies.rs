@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId, Recent};
 use diy_mesh_model::state::State;
+use diy_mesh_proto::traffic::Traffic;
 use diy_mesh_sandbox::page::{self, Page};
 use diy_mesh_sandbox::socket;
 use k8s_openapi::api::core::v1;
@@ -174,6 +175,11 @@ impl Proxies {
         self.ask(pod, &format!("/state?{query}")).await
     }
 
+    /// The totals of the requests that the proxy of a pod has forwarded.
+    pub async fn traffic(&self, pod: &Pod) -> Result<Traffic, Error> {
+        self.ask(pod, "/traffic").await
+    }
+
     async fn ask<T: DeserializeOwned>(&self, pod: &Pod, path: &str) -> Result<T, Error> {
         let value = match self {
             Self::Cluster(cluster) => parsed(page_by_port_forward(cluster, pod, path)).await,
@@ -227,6 +233,29 @@ impl Proxies {
             callee,
             missing: missing.into_iter().collect(),
         }
+    }
+
+    /// The story of the latest failure of a workload or pod that is selected, or of the latest exchange.
+    /// None if no proxy knows one.
+    pub async fn latest(
+        &self,
+        (namespace, name): (&str, &str),
+        is_selected: impl Fn(&Exchange) -> bool,
+    ) -> Result<Option<Story>, Error> {
+        let mut found: Option<(Pod, Exchange)> = None;
+        for pod in self.named(namespace, name).await? {
+            for exchange in self.recent(&pod, "").await?.exchanges {
+                let order = |one: &Exchange| (one.is_failure(), one.time.clone());
+                let is_later = |(_, best): &(Pod, Exchange)| order(&exchange) >= order(best);
+                if is_selected(&exchange) && found.as_ref().is_none_or(is_later) {
+                    found = Some((pod.clone(), exchange));
+                }
+            }
+        }
+        Ok(match found {
+            Some((pod, exchange)) => Some(self.complete(&pod, exchange).await),
+            None => None,
+        })
     }
 
     /// The record of the callee's proxy: of the same identifier, or of the opaque connection between

@@ -141,7 +141,8 @@ impl Sample {
 }
 
 impl PodTraffic {
-    fn name(&self) -> String {
+    /// Namespace and name of its workload.
+    pub fn name(&self) -> String {
         format!("{}/{}", self.namespace, self.workload)
     }
 }

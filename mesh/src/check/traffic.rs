@@ -161,7 +161,7 @@ fn labels(mut text: &str) -> Option<([String; 4], &str)> {
 }
 
 /// The items in an order in which namespaces take turns.
-fn in_turns<T>(items: impl IntoIterator<Item = (String, T)>) -> Vec<T> {
+pub(crate) fn in_turns<T>(items: impl IntoIterator<Item = (String, T)>) -> Vec<T> {
     let mut turns: BTreeMap<String, usize> = BTreeMap::new();
     let ranked = items.into_iter().map(|(namespace, item)| {
         let turn = turns.entry(namespace).or_default();

@@ -10,9 +10,11 @@ pub mod proxy;
 pub mod rotate_root;
 pub mod routes;
 pub mod services;
+pub mod stat;
 pub mod tap;
 pub(crate) mod terminal;
 pub mod test;
+pub mod top;
 pub mod why;
 
 use std::{env, process::ExitCode};
@@ -64,10 +66,14 @@ enum Command {
     Routes(routes::Arguments),
     /// List the Services that the controller knows, with endpoints and identities
     Services(services::Arguments),
+    /// Show rates, success, durations and mutual TLS of workloads, routes and edges
+    Stat(stat::Arguments),
     /// Show the exchanges of pods as they end
     Tap(tap::Arguments),
     /// Run expectations about calls against manifests, without a cluster
     Test(test::Arguments),
+    /// Watch rates, success and durations live, worst first
+    Top(top::Arguments),
     /// Tell why an exchange did what it did, from both of its proxies
     Why(why::Arguments),
     /// Print a completion script for a shell
@@ -93,8 +99,10 @@ impl Command {
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
             Self::Routes(arguments) => routes::run(&arguments),
             Self::Services(arguments) => services::run(arguments),
+            Self::Stat(arguments) => Ok(stat::run(&arguments)),
             Self::Tap(arguments) => Ok(tap::run(&arguments)),
             Self::Test(arguments) => Ok(test::run(&arguments)),
+            Self::Top(arguments) => Ok(top::run(&arguments)),
             Self::Why(arguments) => Ok(why::run(&arguments)),
             Self::Completions { shell } => completions(shell),
             Self::Version => {

@@ -57,7 +57,7 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 /// The records come from proxies, which may be hostile.
-fn printable_lines(page: &str) -> String {
+pub(super) fn printable_lines(page: &str) -> String {
     page.lines().map(|line| printable(line) + "\n").collect()
 }
 
@@ -80,24 +80,12 @@ async fn latest(proxies: &Proxies, from: &str, to: &str) -> Result<Story> {
     let (namespace, name) = proxies.namespaced(from);
     let (to_namespace, to_name) = proxies.namespaced(to);
     let service = format!("{to_namespace}/{to_name}");
-    let mut found: Option<(Pod, Exchange)> = None;
-    for pod in proxies.named(&namespace, &name).await? {
-        let recent = proxies.recent(&pod, "").await?;
-        for exchange in recent.exchanges {
-            let order = |one: &Exchange| (one.is_failure(), one.time.clone());
-            let is_later = |(_, best): &(Pod, Exchange)| order(&exchange) >= order(best);
-            if exchange.is_to(&service) && found.as_ref().is_none_or(is_later) {
-                found = Some((pod.clone(), exchange));
-            }
-        }
-    }
-    match found {
-        Some((pod, exchange)) => Ok(proxies.complete(&pod, exchange).await),
-        None => Ok(Story {
-            missing: vec![format!(
-                "No proxy of {namespace}/{name} knows a recent exchange to {service}."
-            )],
-            ..Story::default()
-        }),
-    }
+    let is_to = |exchange: &Exchange| exchange.is_to(&service);
+    let found = proxies.latest((&namespace, &name), is_to).await?;
+    let missing =
+        || format!("No proxy of {namespace}/{name} knows a recent exchange to {service}.");
+    Ok(found.unwrap_or_else(|| Story {
+        missing: vec![missing()],
+        ..Story::default()
+    }))
 }

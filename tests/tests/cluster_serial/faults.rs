@@ -427,7 +427,7 @@ fn empty_secret() -> Result<()> {
     kubectl(&["patch", "-n", MESH, CA, "--type=json", "-p", patch]).map(drop)
 }
 
-fn scale_controller_to_zero() -> Result<Repair> {
+pub fn scale_controller_to_zero() -> Result<Repair> {
     let repair = Repair::new(&["scale", "-n", MESH, "deployment/controller", "--replicas=2"]);
     kubectl(&["scale", "-n", MESH, "deployment/controller", "--replicas=0"])?;
     let label = ["-l", "app=controller", "--for=delete", "--timeout=180s"];
@@ -445,14 +445,14 @@ fn break_selector(namespace: &str, service: &str) -> Result<Repair> {
 }
 
 /// A kubectl command that ends a fault, at the latest on drop.
-struct Repair(Vec<String>);
+pub struct Repair(Vec<String>);
 
 impl Repair {
     fn new(arguments: &[&str]) -> Self {
         Self(arguments.iter().map(|text| (*text).to_owned()).collect())
     }
 
-    fn now(mut self) -> Result<()> {
+    pub fn now(mut self) -> Result<()> {
         self.run()
     }
 

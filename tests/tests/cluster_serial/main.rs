@@ -6,4 +6,5 @@ mod disruption;
 mod faults;
 mod releases;
 mod slow_replica;
+mod stat;
 mod uninstall;

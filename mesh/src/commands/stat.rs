@@ -1,0 +1,309 @@
+//! `mesh stat`: rates, success, durations and mutual TLS of the requests between workloads, as their
+//! proxies saw them in the last seconds. Changes nothing.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use serde_json::{Map, Value, json};
+
+use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
+use crate::{
+    controller,
+    sample::Sampler,
+    traffic::{Edge, Rates, Row, Sample},
+};
+
+/// The arguments of `mesh stat`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "The controllers have what proxies saw in their last 10 seconds. If none responds, at most 32 \
+    proxies are asked by port-forward, twice; this needs the right pods/portforward in their namespaces.\n\n\
+    Examples:\n  mesh stat                          all workloads, routes and edges\n  \
+    mesh stat shop                     those of namespace shop\n  \
+    mesh stat shop/web --by edge       the edges from and to a workload or Service\n  \
+    mesh stat -o json | jq '.edges[] | select(.success < 0.99)'"
+)]
+pub struct Arguments {
+    #[command(flatten)]
+    pub(super) of: Filter,
+    /// Only these [default: all]
+    #[arg(long, value_enum)]
+    by: Option<By>,
+    #[command(flatten)]
+    controller: controller::Arguments,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// What is shown.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Filter {
+    /// Namespace, or one workload or Service in it [default: all]
+    #[arg(value_name = "NAMESPACE[/NAME]")]
+    of: Option<String>,
+}
+
+/// Whose requests a row has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum By {
+    /// The requests to each workload
+    Workload,
+    /// The requests of each route
+    Route,
+    /// The requests from each workload to each Service
+    Edge,
+}
+
+impl By {
+    const ALL: [Self; 3] = [Self::Workload, Self::Route, Self::Edge];
+
+    /// The key of the rows in JSON.
+    fn key(self) -> &'static str {
+        ["workloads", "routes", "edges"][self as usize]
+    }
+
+    /// The headings of the names.
+    pub(super) fn headings(self) -> &'static [&'static str] {
+        [&["WORKLOAD"][..], &["ROUTE"], &["FROM", "TO"]][self as usize]
+    }
+}
+
+impl Filter {
+    /// The namespace whose proxies are asked. Empty: all.
+    pub(super) fn namespace(&self) -> &str {
+        let of = self.of.as_deref().unwrap_or_default();
+        of.split_once('/').map_or(of, |(namespace, _)| namespace)
+    }
+
+    fn includes(&self, name: &str) -> bool {
+        let of = self.of.as_ref().filter(|of| of.contains('/'));
+        of.is_none_or(|of| of == name)
+    }
+
+    /// The requests to workloads.
+    fn workloads(&self, sample: &Sample) -> Vec<Row> {
+        let mut rows = sample.workloads();
+        rows.retain(|row| self.includes(&row.name));
+        rows
+    }
+
+    /// The requests of routes, by these workloads.
+    fn routes(&self, sample: &Sample) -> Vec<Row> {
+        let mut callers = sample.clone();
+        callers.pods.retain(|pod| self.includes(&pod.name()));
+        callers.routes()
+    }
+
+    /// The edges from and to these.
+    fn edges(&self, sample: &Sample) -> Vec<Edge> {
+        let mut edges = sample.edges();
+        edges.retain(|edge| self.includes(&edge.from) || self.includes(&edge.to));
+        edges
+    }
+
+    /// The rows with their names in columns.
+    pub(super) fn rows(&self, by: By, sample: &Sample) -> Vec<(Vec<String>, Rates)> {
+        let named = |row: Row| (vec![row.name], row.rates);
+        let between = |edge: Edge| (vec![edge.from, edge.to], edge.rates);
+        match by {
+            By::Workload => self.workloads(sample).into_iter().map(named).collect(),
+            By::Route => self.routes(sample).into_iter().map(named).collect(),
+            By::Edge => self.edges(sample).into_iter().map(between).collect(),
+        }
+    }
+
+    fn json(&self, by: By, sample: &Sample) -> Value {
+        match by {
+            By::Workload => json!(self.workloads(sample)),
+            By::Route => json!(self.routes(sample)),
+            By::Edge => json!(self.edges(sample)),
+        }
+    }
+}
+
+/// Prints a sample.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    let printed = super::block_on(sample(arguments)).and_then(|sample| {
+        let sample = sample?;
+        let json = arguments.json(&sample);
+        let text = |colors| arguments.text(&sample, colors);
+        arguments.output.print(&json, text)
+    });
+    match printed {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => super::failed(&error),
+    }
+}
+
+async fn sample(arguments: &Arguments) -> Result<Sample> {
+    let namespace = arguments.of.namespace();
+    let mut sampler = Sampler::new(&arguments.controller, namespace, false).await?;
+    Ok(sampler.sample().await?)
+}
+
+impl Arguments {
+    fn selected(&self) -> impl Iterator<Item = By> {
+        let by = self.by;
+        let is_selected = move |one: &By| by.is_none_or(|by| by == *one);
+        By::ALL.into_iter().filter(is_selected)
+    }
+
+    fn json(&self, sample: &Sample) -> Value {
+        let entry = |by: By| (by.key().to_owned(), self.of.json(by, sample));
+        let mut all: Map<String, Value> = self.selected().map(entry).collect();
+        all.insert("notes".to_owned(), json!(sample.notes));
+        Value::Object(all)
+    }
+
+    fn text(&self, sample: &Sample, colors: Colors) -> String {
+        let mut parts = Vec::new();
+        for by in self.selected() {
+            let rows = self.of.rows(by, sample);
+            if !rows.is_empty() {
+                parts.push(table(by, &rows, colors));
+            }
+        }
+        if parts.is_empty() {
+            parts.push("no requests\n".to_owned());
+        }
+        let note = |note: &String| terminal::printable(note) + "\n";
+        let notes: String = sample.notes.iter().map(note).collect();
+        parts.extend(Some(notes).filter(|notes| !notes.is_empty()));
+        parts.join("\n")
+    }
+}
+
+fn table(by: By, rows: &[(Vec<String>, Rates)], colors: Colors) -> String {
+    let headings = by.headings().iter().copied().chain(RATES);
+    let headings = headings.map(|text| TextStyle::Bold.cell(text)).collect();
+    let cells = rows.iter().map(|(names, rates)| {
+        let [rps, success, rest @ ..] = texts(rates);
+        let style = match rates.success {
+            1.0.. => TextStyle::Ok,
+            0.99.. => TextStyle::Warning,
+            _ => TextStyle::Error,
+        };
+        let names = names.iter().map(|name| TextStyle::Bold.cell(name));
+        let cells: Vec<Cell> = names
+            .chain([plain(rps), style.cell(success)])
+            .chain(rest.map(plain))
+            .collect();
+        cells
+    });
+    colors.table(&std::iter::once(headings).chain(cells).collect::<Vec<_>>())
+}
+
+/// The headings of the values.
+pub(super) const RATES: [&str; 6] = ["RPS", "SUCCESS", "P50", "P95", "P99", "MTLS"];
+
+/// The values, for people.
+pub(super) fn texts(rates: &Rates) -> [String; 6] {
+    let ms = |ms: f64| match ms {
+        0.0 => "-".to_owned(),
+        ms if ms < 100.0 => format!("{ms:.1} ms"),
+        ms => format!("{ms:.0} ms"),
+    };
+    // 100% means all.
+    let percent = |share: f64| format!("{:.2}%", (share * 1e4).floor() / 1e2);
+    [
+        format!("{:.1}", rates.requests_per_second),
+        percent(rates.success),
+        ms(rates.p50_ms),
+        ms(rates.p95_ms),
+        ms(rates.p99_ms),
+        percent(rates.mutual_tls),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::parsed;
+    use crate::traffic::testing::{flow, pod};
+
+    fn sample() -> Sample {
+        let mut routed = flow(false, "shop/cart", 100);
+        routed.route = "shop/canary".into();
+        Sample {
+            pods: vec![
+                pod("shop/web", vec![routed, flow(false, "pay/api", 2)]),
+                pod("shop/cart", vec![flow(true, "shop/web", 100)]),
+            ],
+            notes: vec!["2 of 9 proxies\x1b".into()],
+        }
+    }
+
+    fn arguments(line: &str) -> Arguments {
+        parsed(line).expect("it is valid")
+    }
+
+    #[test]
+    fn tables_have_the_rates_of_workloads_routes_and_edges() {
+        let text = arguments("mesh").text(&sample(), Colors::DISABLED);
+        assert_eq!(
+            text,
+            "WORKLOAD   RPS   SUCCESS  P50     P95     P99     MTLS\n\
+             shop/cart  50.0  99.00%   0.2 ms  0.5 ms  0.5 ms  50.00%\n\
+             \n\
+             ROUTE        RPS   SUCCESS  P50     P95     P99     MTLS\n\
+             shop/canary  50.0  99.00%   0.2 ms  0.5 ms  0.5 ms  50.00%\n\
+             \n\
+             FROM      TO         RPS   SUCCESS  P50     P95     P99     MTLS\n\
+             shop/web  pay/api    1.0   50.00%   0.2 ms  0.5 ms  0.5 ms  50.00%\n\
+             shop/web  shop/cart  50.0  99.00%   0.2 ms  0.5 ms  0.5 ms  50.00%\n\
+             \n\
+             2 of 9 proxies\\u{1b}\n"
+        );
+        let none = arguments("mesh").text(&Sample::default(), Colors::DISABLED);
+        assert_eq!(none, "no requests\n");
+    }
+
+    #[test]
+    fn filter_selects_rows_and_the_namespace_that_is_asked() {
+        for (line, namespace, workloads, edges) in [
+            ("mesh", "", 1, 2),
+            ("mesh shop", "shop", 1, 2),
+            ("mesh shop/cart", "shop", 1, 1),
+            ("mesh shop/web", "shop", 0, 2),
+            ("mesh pay/api", "pay", 0, 1),
+        ] {
+            let of = arguments(line).of;
+            assert_eq!(of.namespace(), namespace);
+            let counts = (of.workloads(&sample()).len(), of.edges(&sample()).len());
+            assert_eq!(counts, (workloads, edges), "{line}");
+        }
+        let of = |line| arguments(line).of.routes(&sample()).len();
+        assert_eq!((of("mesh shop/web"), of("mesh shop/cart")), (1, 0));
+    }
+
+    #[test]
+    fn json_has_the_selected_rows_and_the_notes() {
+        let value = arguments("mesh shop/cart --by edge").json(&sample());
+        let keys: Vec<_> = value.as_object().expect("an object").keys().collect();
+        assert_eq!(keys, ["edges", "notes"]);
+        let edge = &value["edges"][0];
+        assert_eq!(
+            (&edge["from"], &edge["to"]),
+            (&json!("shop/web"), &json!("shop/cart"))
+        );
+        assert_eq!(
+            (&edge["success"], &edge["mutual_tls"]),
+            (&json!(0.99), &json!(0.5))
+        );
+    }
+
+    #[test]
+    fn one_failure_is_never_rounded_away() {
+        let rates = Rates {
+            success: 0.99999,
+            p99_ms: 123.4,
+            ..Rates::default()
+        };
+        assert_eq!(
+            texts(&rates),
+            ["0.0", "99.99%", "-", "-", "123 ms", "0.00%"]
+        );
+    }
+}

@@ -1,0 +1,248 @@
+//! `mesh top`: the rows of `mesh stat`, live in the terminal. Changes nothing in the cluster, and
+//! restores the terminal however it ends.
+
+mod model;
+mod screen;
+
+use std::{
+    io::{IsTerminal, stdin, stdout},
+    process::ExitCode,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use diy_mesh_model::exchange::{Direction, Exchange};
+use diy_mesh_runtime::shutdown_signal;
+use ratatui::crossterm::event::{self, Event as TerminalEvent, KeyEvent};
+use tokio::sync::mpsc;
+
+use self::screen::{Asked, Screen};
+use super::{
+    stat::{By, Filter},
+    why::printable_lines,
+};
+use crate::{
+    cluster::Cluster,
+    controller,
+    proxies::{Error, Proxies},
+    sample::Sampler,
+    traffic::Sample,
+};
+
+/// Time between two samples.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// The arguments of `mesh top`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "The worst rows come first. With a namespace, its proxies report each second, else every 10 \
+    seconds. Enter shows the latest failure of a row as `mesh why` does; this needs the right pods/portforward in \
+    its namespace. q, Esc or Ctrl-C ends.\n\n\
+    Examples:\n  mesh top shop                the edges from and to namespace shop\n  \
+    mesh top shop/web            those of a workload or Service\n  \
+    mesh top --by workload       the workloads of all namespaces"
+)]
+pub struct Arguments {
+    #[command(flatten)]
+    of: Filter,
+    /// Whose requests a row has
+    #[arg(long, value_enum, default_value = "edge")]
+    by: By,
+    #[command(flatten)]
+    controller: controller::Arguments,
+}
+
+/// What the screen reacts to.
+enum Event {
+    Key(KeyEvent),
+    /// The terminal has another size.
+    Resize,
+    Sample(Result<Sample, controller::Error>),
+    Page(String),
+}
+
+/// Restores the terminal when it is dropped.
+struct Restore;
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        ratatui::restore();
+    }
+}
+
+/// Runs the command until it is ended.
+pub fn run(arguments: &Arguments) -> ExitCode {
+    match super::block_on(top(arguments)).and_then(|ended| ended) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => super::failed(&error),
+    }
+}
+
+async fn top(arguments: &Arguments) -> Result<()> {
+    if !stdin().is_terminal() || !stdout().is_terminal() {
+        bail!("mesh top needs a terminal; use `mesh stat` for a table or JSON");
+    }
+    let mut sampler = Sampler::new(&arguments.controller, arguments.of.namespace(), true).await?;
+    let cluster = sampler.cluster().cloned();
+    let mut screen = Screen::new(arguments.by);
+    take(&mut screen, arguments, Ok(sampler.sample().await?));
+    let ended = shutdown_signal().context("failed to install signal handlers")?;
+    let (events, received) = mpsc::channel(16);
+    let keys = events.clone();
+    std::thread::spawn(move || read_keys(&keys));
+    tokio::select! {
+        () = sample(sampler, events.clone()) => Ok(()),
+        shown = show(arguments, screen, cluster, events, received) => shown,
+        () = ended => Ok(()),
+    }
+}
+
+async fn show(
+    arguments: &Arguments,
+    mut screen: Screen,
+    cluster: Option<Cluster>,
+    events: mpsc::Sender<Event>,
+    mut received: mpsc::Receiver<Event>,
+) -> Result<()> {
+    let mut terminal = ratatui::try_init().context("failed to control the terminal")?;
+    let _restore = Restore;
+    loop {
+        terminal.draw(|frame| screen.draw(frame))?;
+        match received.recv().await.context("no more events")? {
+            Event::Resize => {}
+            Event::Sample(sample) => take(&mut screen, arguments, sample),
+            Event::Page(page) => screen.show(page),
+            Event::Key(key) => match screen.press(key) {
+                Asked::Nothing => {}
+                Asked::End => return Ok(()),
+                Asked::Why(names) => {
+                    let (by, cluster, events) = (arguments.by, cluster.clone(), events.clone());
+                    tokio::spawn(async move {
+                        let page = page(cluster, by, &names).await;
+                        // The command may have ended.
+                        let _ = events.send(Event::Page(page)).await;
+                    });
+                }
+            },
+        }
+    }
+}
+
+fn take(screen: &mut Screen, arguments: &Arguments, sample: Result<Sample, controller::Error>) {
+    match sample {
+        Ok(sample) => {
+            let rows = arguments.of.rows(arguments.by, &sample);
+            screen.model.update(rows);
+            screen.notes = sample.notes;
+        }
+        Err(error) => screen.notes = vec![error.to_string()],
+    }
+}
+
+/// Takes samples until the command ends.
+async fn sample(mut sampler: Sampler, events: mpsc::Sender<Event>) {
+    let mut ticks = tokio::time::interval(INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let sample = sampler.sample().await;
+        if events.send(Event::Sample(sample)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Reads keys until the command ends, on a thread: the terminal has no other way.
+fn read_keys(events: &mpsc::Sender<Event>) {
+    while let Ok(event) = event::read() {
+        let event = match event {
+            TerminalEvent::Key(key) if key.is_press() => Event::Key(key),
+            TerminalEvent::Resize(..) => Event::Resize,
+            _ => continue,
+        };
+        if events.blocking_send(event).is_err() {
+            return;
+        }
+    }
+}
+
+/// The page of `mesh why` about the latest failure of a row.
+async fn page(cluster: Option<Cluster>, by: By, names: &[String]) -> String {
+    let Some(cluster) = cluster else {
+        return "proxies are asked by port-forward, which needs a cluster".to_owned();
+    };
+    let proxies = Proxies::Cluster(Box::new(cluster));
+    let found = match (by, names) {
+        (By::Workload, [name]) => {
+            let is_inbound = |one: &Exchange| one.direction == Direction::Inbound;
+            proxies.latest(split(name), is_inbound).await
+        }
+        (By::Edge, [from, to]) => match proxies.latest(split(from), |one| one.is_to(to)).await {
+            Err(Error::NoPod(_)) => proxies.latest(split(to), |one| is_from(one, from)).await,
+            found => found,
+        },
+        _ => return "a route has no proxy of its own: use mesh top --by edge".to_owned(),
+    };
+    match found {
+        Ok(Some(story)) => printable_lines(&story.page()),
+        Ok(None) => "no proxy knows a recent exchange of this row".to_owned(),
+        Err(error) => printable_lines(&error.to_string()),
+    }
+}
+
+fn split(name: &str) -> (&str, &str) {
+    name.split_once('/').unwrap_or(("", name))
+}
+
+/// Whether an inbound exchange is of this service account, or of a caller without an identity.
+fn is_from(exchange: &Exchange, account: &str) -> bool {
+    let is_account = match (&exchange.identity, account.split_once('/')) {
+        (Some(identity), Some((namespace, name))) => {
+            identity.ends_with(&format!("/ns/{namespace}/sa/{name}"))
+        }
+        (None, Some(_)) => false,
+        (identity, None) => identity.is_none(),
+    };
+    exchange.direction == Direction::Inbound && is_account
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::commands::parsed;
+
+    #[tokio::test]
+    async fn without_a_terminal_it_points_to_stat() {
+        // Tests have no terminal as standard input and output, or they are captured.
+        if !stdout().is_terminal() || !stdin().is_terminal() {
+            let arguments: Arguments = parsed("mesh shop").expect("it is valid");
+            let error = top(&arguments).await.expect_err("there is no terminal");
+            assert!(error.to_string().contains("`mesh stat`"), "{error}");
+        }
+    }
+
+    #[test]
+    fn caller_is_a_service_account_or_has_no_identity() {
+        let exchange = |direction: &str, identity: Option<&str>| -> Exchange {
+            serde_json::from_value(serde_json::json!({
+                "time": "", "direction": direction, "peer": "10.244.1.7:40000",
+                "destination": "10.96.0.7:80", "protocol": "http1", "duration_ms": 3.5,
+                "identity": identity,
+            }))
+            .expect("an exchange")
+        };
+        let web = Some("spiffe://cluster.local/ns/shop/sa/web");
+        for (direction, identity, account, expected) in [
+            ("inbound", web, "shop/web", true),
+            ("outbound", web, "shop/web", false),
+            ("inbound", web, "shop/eb", false),
+            ("inbound", None, "shop/web", false),
+            ("inbound", None, "(no identity)", true),
+            ("inbound", web, "(no identity)", false),
+        ] {
+            let is = is_from(&exchange(direction, identity), account);
+            assert_eq!(is, expected, "{identity:?} {account}");
+        }
+    }
+}
