@@ -5,6 +5,7 @@ pub mod check;
 pub mod cluster;
 pub mod commands;
 pub mod controller;
+pub mod dashboard;
 pub mod edges;
 pub mod egress;
 pub mod files;

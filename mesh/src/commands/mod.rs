@@ -2,6 +2,7 @@
 
 pub mod authz;
 pub mod check;
+pub mod dashboard;
 pub mod demo;
 pub mod egress;
 pub mod identity;
@@ -52,6 +53,8 @@ enum Command {
     Authz(Box<authz::Arguments>),
     /// Check the mesh of a cluster and recommend actions
     Check(check::Arguments),
+    /// Show workloads, their calls and failures on a page in the browser
+    Dashboard(dashboard::Arguments),
     /// List what pods call outside of the cluster, or write policies that allow exactly that
     Egress(egress::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
@@ -92,6 +95,7 @@ impl Command {
             Self::Demo(arguments) => demo::run(&arguments),
             Self::Authz(arguments) => Ok(authz::run(&arguments)),
             Self::Check(arguments) => check::run(&arguments),
+            Self::Dashboard(arguments) => Ok(dashboard::run(&arguments)),
             Self::Egress(arguments) => Ok(egress::run(&arguments)),
             Self::Identity(arguments) => identity::run(&arguments),
             Self::Plan(arguments) => Ok(plan::run(&arguments)),

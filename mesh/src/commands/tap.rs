@@ -133,18 +133,24 @@ impl Arguments {
     }
 }
 
+/// The caller, or the destination.
+pub(crate) fn peer(exchange: &Exchange) -> String {
+    let course = exchange.course.as_ref();
+    match (exchange.direction, &exchange.identity) {
+        (Direction::Inbound, Some(identity)) => identity.clone(),
+        (Direction::Inbound, None) => exchange.peer.to_string(),
+        (Direction::Outbound, _) => {
+            course.map_or_else(String::new, |course| course.service.clone())
+        }
+    }
+}
+
 fn line(exchange: &Exchange, demo: bool) -> String {
-    let service = exchange
-        .course
-        .as_ref()
-        .map_or("", |course| &course.service);
-    let other = match exchange.direction {
-        Direction::Inbound => match &exchange.identity {
-            Some(identity) => format!("from {identity}"),
-            None => format!("from {}", exchange.peer),
-        },
-        Direction::Outbound => format!("to {service}"),
+    let preposition = match exchange.direction {
+        Direction::Inbound => "from",
+        Direction::Outbound => "to",
     };
+    let other = format!("{preposition} {}", peer(exchange));
     let status = exchange.status().unwrap_or_else(|| "-".into());
     let (time, subject, ms) = (&exchange.time, exchange.subject(), exchange.duration_ms);
     let direction = exchange.direction.name();

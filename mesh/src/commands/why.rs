@@ -8,7 +8,7 @@ use diy_mesh_model::exchange::{Exchange, ExchangeId};
 
 use super::terminal::{self, printable};
 use crate::{
-    proxies::{self, Pod, Proxies},
+    proxies::{self, Proxies},
     why::Story,
 };
 
