@@ -388,6 +388,7 @@ fn reference_lists_all_flags() {
             &["mesh", "authz", "generate", "--help"],
         ),
         ("mesh check", &["mesh", "check", "--help"]),
+        ("mesh dashboard", &["mesh", "dashboard", "--help"]),
         ("mesh egress", &["mesh", "egress", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
         ("mesh plan", &["mesh", "plan", "--help"]),
