@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use diy_mesh_controller::index::workload::workload;
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId, Recent};
 use diy_mesh_model::state::State;
 use diy_mesh_proto::traffic::Traffic;
@@ -37,6 +38,7 @@ pub struct Arguments {
 }
 
 /// The proxies of a cluster or of a demo.
+#[derive(Clone)]
 pub enum Proxies {
     /// Those of a cluster.
     Cluster(Box<Cluster>),
@@ -51,6 +53,8 @@ pub struct Pod {
     pub namespace: String,
     /// Its name.
     pub name: String,
+    /// The name of its workload.
+    pub workload: String,
     addresses: Vec<IpAddr>,
     /// The admin port of its proxy. The demo knows it by itself.
     admin_port: u16,
@@ -103,9 +107,12 @@ impl From<&v1::Pod> for Pod {
         let ips = first
             .into_iter()
             .chain(ips.into_iter().flatten().map(|one| &one.ip));
+        let name = pod.name_any();
+        let label = |name: &str| pod.labels().get(name).map(String::as_str);
         Self {
             namespace: pod.namespace().unwrap_or_default(),
-            name: pod.name_any(),
+            workload: workload(&name, label).to_owned(),
+            name,
             addresses: ips.filter_map(|ip| ip.parse().ok()).collect(),
             admin_port: pods::admin_port(pod),
         }
@@ -115,21 +122,35 @@ impl From<&v1::Pod> for Pod {
 impl Arguments {
     /// Connects to the cluster or to the demo.
     pub async fn connect(&self) -> Result<Proxies, Error> {
-        if !self.demo {
-            let cluster = Cluster::connect(&self.cluster).await?;
-            return Ok(Proxies::Cluster(Box::new(cluster)));
+        if self.demo {
+            return Proxies::of_demo(self.cluster.namespace.as_deref()).await;
         }
-        let path = socket::demo_socket();
-        socket::connect(&path).await?;
-        let namespace = self.cluster.namespace.as_deref();
-        Ok(Proxies::Demo(
-            path,
-            namespace.unwrap_or("default").to_owned(),
-        ))
+        let cluster = Cluster::connect(&self.cluster).await?;
+        Ok(Proxies::Cluster(Box::new(cluster)))
     }
 }
 
 impl Proxies {
+    /// Those of the demo that runs on this machine. Names are in this namespace.
+    pub async fn of_demo(namespace: Option<&str>) -> Result<Self, Error> {
+        let path = socket::demo_socket();
+        socket::connect(&path).await?;
+        let namespace = namespace.unwrap_or("default").to_owned();
+        Ok(Self::Demo(path, namespace))
+    }
+
+    /// The pods with a proxy in a namespace, or in all ("").
+    pub async fn all(&self, namespace: &str) -> Result<Vec<Pod>, Error> {
+        match self {
+            Self::Cluster(cluster) => in_namespace(cluster, namespace).await,
+            Self::Demo(socket, _) => {
+                let mut all = of_demo(socket).await?;
+                all.retain(|pod| namespace.is_empty() || pod.namespace == namespace);
+                Ok(all)
+            }
+        }
+    }
+
     /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the given namespace, in that of
     /// the context, or in `default`.
     pub fn namespaced(&self, name: &str) -> (String, String) {
@@ -141,10 +162,7 @@ impl Proxies {
 
     /// The pods with a proxy that are named `NAME` or belong to a workload of that name, at most 16.
     pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>, Error> {
-        let mut found = match self {
-            Self::Cluster(cluster) => in_namespace(cluster, namespace).await?,
-            Self::Demo(socket, _) => of_demo(socket).await?,
-        };
+        let mut found = self.all(namespace).await?;
         found.retain(|pod| pod.is_named(namespace, name));
         found.truncate(MAX_PODS);
         if found.is_empty() {
@@ -258,6 +276,18 @@ impl Proxies {
         })
     }
 
+    /// The story of the latest failure from a workload to a Service; or from a service account, or
+    /// callers without an identity (a name without a slash), to a workload.
+    pub async fn latest_between(&self, from: &str, to: &str) -> Result<Option<Story>, Error> {
+        let outbound = self.latest(names(from), |one| one.is_to(to)).await;
+        match outbound {
+            Ok(None) | Err(Error::NoPod(_)) => {
+                self.latest(names(to), |one| is_from(one, from)).await
+            }
+            known => known,
+        }
+    }
+
     /// The record of the callee's proxy: of the same identifier, or of the opaque connection between
     /// the same addresses. None if nothing was sent to a proxy.
     async fn callee(&self, exchange: &Exchange) -> Result<Option<Record>, Error> {
@@ -282,6 +312,23 @@ impl Proxies {
             exchange,
         }))
     }
+}
+
+/// Namespace and name of `NAMESPACE/NAME`.
+pub fn names(name: &str) -> (&str, &str) {
+    name.split_once('/').unwrap_or(("", name))
+}
+
+/// Whether an inbound exchange is of this service account, or of a caller without an identity.
+fn is_from(exchange: &Exchange, account: &str) -> bool {
+    let is_account = match (&exchange.identity, account.split_once('/')) {
+        (Some(identity), Some((namespace, name))) => {
+            identity.ends_with(&format!("/ns/{namespace}/sa/{name}"))
+        }
+        (None, Some(_)) => false,
+        (identity, None) => identity.is_none(),
+    };
+    exchange.direction == Direction::Inbound && is_account
 }
 
 /// The value of a page in JSON.
@@ -312,9 +359,13 @@ async fn page_of_demo(socket: &Path, path: &str) -> Result<Page, String> {
     page.map_err(|error| error.to_string())
 }
 
-/// The pods with a proxy in a namespace of a cluster.
+/// The pods with a proxy in a namespace of a cluster, or in all.
 async fn in_namespace(cluster: &Cluster, namespace: &str) -> Result<Vec<Pod>, Error> {
-    let api = Api::namespaced(cluster.client.clone(), namespace);
+    let client = cluster.client.clone();
+    let api = match namespace {
+        "" => Api::all(client),
+        namespace => Api::namespaced(client, namespace),
+    };
     meshed(cluster::list(api, &ListParams::default()).await)
 }
 
@@ -343,6 +394,7 @@ async fn of_demo(socket: &Path) -> Result<Vec<Pod>, Error> {
     let pods = injected.map(|pod| Pod {
         namespace: pod.namespace,
         name: pod.name,
+        workload: pod.workload,
         addresses: pod.ips,
         admin_port: 0,
     });
@@ -380,6 +432,30 @@ mod tests {
         assert!(found.addresses.contains(&address("10.244.0.7")));
         assert!(found.addresses.contains(&address("fd00::7")));
         assert_eq!(found.admin_port, 4001);
+    }
+
+    #[test]
+    fn caller_is_a_service_account_or_has_no_identity() {
+        let exchange = |direction: &str, identity: Option<&str>| -> Exchange {
+            serde_json::from_value(json!({
+                "time": "", "direction": direction, "peer": "10.244.1.7:40000",
+                "destination": "10.96.0.7:80", "protocol": "http1", "duration_ms": 3.5,
+                "identity": identity,
+            }))
+            .expect("an exchange")
+        };
+        let web = Some("spiffe://cluster.local/ns/shop/sa/web");
+        for (direction, identity, account, expected) in [
+            ("inbound", web, "shop/web", true),
+            ("outbound", web, "shop/web", false),
+            ("inbound", web, "shop/eb", false),
+            ("inbound", None, "shop/web", false),
+            ("inbound", None, "(no identity)", true),
+            ("inbound", web, "(no identity)", false),
+        ] {
+            let is = is_from(&exchange(direction, identity), account);
+            assert_eq!(is, expected, "{identity:?} {account}");
+        }
     }
 
     fn pod(name: &str) -> v1::Pod {

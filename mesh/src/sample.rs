@@ -1,27 +1,25 @@
 //! What the proxies of a cluster saw lately: as they report it to the controllers, or as some of them
-//! say by port-forward, while no controller responds.
+//! say themselves, while no controller responds, and in a demo.
 
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use diy_mesh_controller::index::workload::workload;
+use clap::Args;
 use diy_mesh_proto::{
     MAX_FLOWS,
     mesh::v1::{Traffic, get_traffic_response},
 };
 use futures::future::join_all;
-use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, ResourceExt, api::ListParams};
 use prost::Message as _;
 use tonic::Code;
 
 use crate::{
-    check::{pods, traffic::in_turns},
-    cluster::{self, Cluster, describe_error},
-    controller::{self, Controller, Controllers, Error},
-    proxies::{self, Proxies},
+    check::traffic::in_turns,
+    cluster,
+    controller::{self, Controller, Controllers},
+    proxies::{self, Pod, Proxies},
     traffic::{PodTraffic, Sample},
 };
 
@@ -33,56 +31,120 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// After this time, connections are made anew: to new replicas too, and with a valid token.
 const MAX_CONNECTION_AGE: Duration = Duration::from_secs(60);
 
+/// Whom samples are asked of.
+#[derive(Args, Clone, Debug)]
+#[group(skip)]
+pub struct Arguments {
+    #[command(flatten)]
+    controller: controller::Arguments,
+    /// Ask the demo that runs on this machine, not a cluster
+    #[arg(long, conflicts_with_all = ["context", "mesh_namespace", "account", "controller"])]
+    pub demo: bool,
+}
+
+/// What keeps samples from being taken.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No controller responds.
+    #[error(transparent)]
+    Controller(#[from] controller::Error),
+    /// No proxy can be asked.
+    #[error(transparent)]
+    Proxies(#[from] proxies::Error),
+    /// Neither.
+    #[error("{1}; {0}")]
+    Both(controller::Error, proxies::Error),
+}
+
 /// The source of samples.
 pub struct Sampler {
-    controllers: Controllers,
+    /// None: of a demo.
+    controllers: Option<Controllers>,
+    /// None: the controllers are given by their URLs.
+    proxies: Option<Proxies>,
     /// Empty: all.
     namespace: String,
     watch: bool,
     /// The replicas that have responded.
     connected: BTreeMap<String, Controller>,
     connected_since: Instant,
+    /// What the proxies said last, by pod.
+    totals: BTreeMap<String, Traffic>,
 }
 
-impl Sampler {
+impl Arguments {
+    /// The namespace that is given. Empty: none.
+    pub fn namespace(&self) -> &str {
+        let namespace = self.controller.cluster.namespace.as_deref();
+        namespace.unwrap_or_default()
+    }
+
+    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, in that of the
+    /// context, or in `default`.
+    pub async fn full_name(&self, name: &str) -> String {
+        let cluster = &self.controller.cluster;
+        if self.demo {
+            let default = cluster.namespace.as_deref().unwrap_or("default");
+            let (namespace, name) = cluster::namespaced(name, default);
+            return format!("{namespace}/{name}");
+        }
+        cluster.full_name(name).await
+    }
+
     /// Samples of a namespace, or of all (""). With `watch`, proxies report more often while samples
     /// are taken.
-    pub async fn new(
-        arguments: &controller::Arguments,
-        namespace: &str,
-        watch: bool,
-    ) -> Result<Self, Error> {
-        Ok(Self {
-            controllers: Controllers::new(arguments).await?,
+    pub async fn sampler(&self, namespace: &str, watch: bool) -> Result<Sampler, Error> {
+        let (controllers, proxies) = if self.demo {
+            (None, Some(Proxies::of_demo(None).await?))
+        } else {
+            let controllers = Controllers::new(&self.controller).await?;
+            let cluster = controllers.cluster().cloned();
+            let proxies = cluster.map(|cluster| Proxies::Cluster(Box::new(cluster)));
+            (Some(controllers), proxies)
+        };
+        Ok(Sampler {
+            controllers,
+            proxies,
             namespace: namespace.to_owned(),
             watch: watch && !namespace.is_empty(),
             connected: BTreeMap::new(),
             connected_since: Instant::now(),
+            totals: BTreeMap::new(),
         })
     }
+}
 
-    /// The cluster, unless the controllers are given by their URLs.
-    pub fn cluster(&self) -> Option<&Cluster> {
-        self.controllers.cluster()
+impl Sampler {
+    /// The proxies, unless the controllers are given by their URLs.
+    pub fn proxies(&self) -> Option<&Proxies> {
+        self.proxies.as_ref()
     }
 
     /// What the proxies saw in their latest interval.
     pub async fn sample(&mut self) -> Result<Sample, Error> {
-        match (self.reported().await, self.controllers.cluster()) {
+        let proxies = self.proxies.clone();
+        if self.controllers.is_none() {
+            return Ok(self.asked(proxies.as_ref(), "").await?);
+        }
+        match (self.reported().await, proxies) {
             (Ok(sample), _) => Ok(sample),
-            (Err(error), Some(cluster)) if is_unavailable(&error) => {
-                forwarded(cluster, &self.namespace, &error).await
+            (Err(error), Some(proxies)) if is_unavailable(&error) => {
+                let why = format!(" by port-forward, because no controller responds: {error}");
+                let asked = self.asked(Some(&proxies), &why).await;
+                asked.map_err(|other| Error::Both(error, other))
             }
-            (Err(error), _) => Err(error),
+            (Err(error), _) => Err(error.into()),
         }
     }
 
     /// The reports to all replicas.
-    async fn reported(&mut self) -> Result<Sample, Error> {
+    async fn reported(&mut self) -> Result<Sample, controller::Error> {
         let mut missing = BTreeMap::new();
         if self.connected.is_empty() || self.connected_since.elapsed() > MAX_CONNECTION_AGE {
             self.connected_since = Instant::now();
-            (self.connected, missing) = self.controllers.connect_all().await?;
+            if let Some(controllers) = &self.controllers {
+                (self.connected, missing) = controllers.connect_all().await?;
+            }
         }
         let (namespace, watch) = (&self.namespace, self.watch);
         let asked = self.connected.iter_mut().map(async |(name, controller)| {
@@ -106,12 +168,40 @@ impl Sampler {
         });
         Ok(of_reports(reports, notes.collect()))
     }
+
+    /// What some proxies say, twice: now and before.
+    async fn asked(
+        &mut self,
+        proxies: Option<&Proxies>,
+        why: &str,
+    ) -> Result<Sample, proxies::Error> {
+        let Some(proxies) = proxies else {
+            return Ok(Sample::default());
+        };
+        let all = proxies.all(&self.namespace).await?;
+        let mut chosen = in_turns(all.iter().map(|pod| (pod.namespace.clone(), pod)));
+        chosen.truncate(MAX_PROXIES);
+        if self.totals.is_empty() {
+            self.totals = totals(proxies, &chosen).await;
+            tokio::time::sleep(INTERVAL).await;
+        }
+        let totals = totals(proxies, &chosen).await;
+        let before = std::mem::replace(&mut self.totals, totals);
+        let between = |pod: &&Pod| of_totals(pod, &before, &self.totals);
+        let pods: Vec<_> = chosen.iter().filter_map(between).collect();
+        let note = format!("{} of {} proxies were asked{why}", pods.len(), all.len());
+        let is_told = pods.len() < all.len() || self.controllers.is_some();
+        Ok(Sample {
+            pods,
+            notes: Some(note).filter(|_| is_told).into_iter().collect(),
+        })
+    }
 }
 
 /// Whether a sample without controllers can help.
-fn is_unavailable(error: &Error) -> bool {
+fn is_unavailable(error: &controller::Error) -> bool {
     match error {
-        Error::Rejected(status) => {
+        controller::Error::Rejected(status) => {
             let unavailable = [
                 Code::Unimplemented,
                 Code::Unavailable,
@@ -159,58 +249,34 @@ fn of_reports(reports: Vec<get_traffic_response::Pod>, mut notes: Vec<String>) -
     }
 }
 
-/// What some proxies say, twice.
-async fn forwarded(cluster: &Cluster, namespace: &str, why: &Error) -> Result<Sample, Error> {
-    let client = cluster.client.clone();
-    let api = match namespace {
-        "" => Api::all(client),
-        namespace => Api::namespaced(client, namespace),
-    };
-    let listed = cluster::list::<Pod>(api, &ListParams::default()).await;
-    let listed = listed.map_err(|error| {
-        let error = format!("{}; {why}", describe_error(error));
-        Error::Connection(format!("failed to list pods: {error}"))
-    })?;
-    let meshed = pods::meshed(&listed).map(|pod| (pod.namespace().unwrap_or_default(), pod));
-    let mut chosen = in_turns(meshed);
-    let all = chosen.len();
-    chosen.truncate(MAX_PROXIES);
-    let of_cluster = Proxies::Cluster(Box::new(cluster.clone()));
-    let asked: Vec<_> = chosen.iter().copied().map(proxies::Pod::from).collect();
-    let read = async || join_all(asked.iter().map(|pod| of_cluster.traffic(pod))).await;
-    let first = read().await;
-    tokio::time::sleep(INTERVAL).await;
-    let second = read().await;
-    let answers = chosen.iter().zip(first.into_iter().zip(second));
-    let pods: Vec<_> = answers
-        .filter_map(|(pod, (first, second))| Some(of_totals(pod, &first.ok()?, &second.ok()?)))
-        .collect();
-    let seconds = INTERVAL.as_secs();
-    let note = format!(
-        "{} of {all} proxies were asked by port-forward for {seconds} s, because no controller responds: {why}",
-        pods.len()
-    );
-    Ok(Sample {
-        pods,
-        notes: vec![note],
-    })
+/// What the proxies that respond have counted, by pod.
+async fn totals(proxies: &Proxies, pods: &[&Pod]) -> BTreeMap<String, Traffic> {
+    let asked = pods.iter().map(async |pod| {
+        let traffic = proxies.traffic(pod).await.ok()?;
+        Some((pod.full_name(), traffic))
+    });
+    join_all(asked).await.into_iter().flatten().collect()
 }
 
-fn of_totals(pod: &Pod, first: &Traffic, second: &Traffic) -> PodTraffic {
-    let name = pod.metadata.name.as_deref().unwrap_or_default();
-    let label = |name: &str| pod.metadata.labels.as_ref()?.get(name).map(String::as_str);
-    PodTraffic {
-        namespace: pod.namespace().unwrap_or_default(),
-        pod: name.to_owned(),
-        workload: workload(name, label).to_owned(),
-        traffic: second.since(first),
-    }
+fn of_totals(
+    pod: &Pod,
+    before: &BTreeMap<String, Traffic>,
+    after: &BTreeMap<String, Traffic>,
+) -> Option<PodTraffic> {
+    let name = pod.full_name();
+    Some(PodTraffic {
+        namespace: pod.namespace.clone(),
+        pod: pod.name.clone(),
+        workload: pod.workload.clone(),
+        traffic: after.get(&name)?.since(before.get(&name)?),
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::traffic::testing::flow;
+    use k8s_openapi::api::core::v1;
     use serde_json::json;
     use tonic::Status;
 
@@ -250,31 +316,38 @@ mod tests {
 
     #[test]
     fn totals_of_a_pod_are_the_traffic_of_its_workload_in_between() {
-        let pod = json!({"metadata": {
-            "name": "web-7f9-x2x4z", "namespace": "shop", "labels": {"pod-template-hash": "7f9"},
-        }});
-        let pod = serde_json::from_value(pod).expect("a pod");
         let total = |milliseconds, requests| Traffic {
             milliseconds,
             flows: vec![flow(true, "shop/cart", requests)],
             incomplete: false,
         };
-        let seen = of_totals(&pod, &total(5000, 10), &total(6500, 13));
+        let pod = json!({"metadata": {
+            "name": "web-7f9-x2x4z", "namespace": "shop", "labels": {"pod-template-hash": "7f9"},
+        }});
+        let pod: v1::Pod = serde_json::from_value(pod).expect("a pod");
+        let of = |total| BTreeMap::from([("shop/web-7f9-x2x4z".to_owned(), total)]);
+        let (before, after) = (of(total(5000, 10)), of(total(6500, 13)));
+        let pod = Pod::from(&pod);
+        let seen = of_totals(&pod, &before, &after).expect("it was asked twice");
         assert_eq!((&*seen.namespace, &*seen.workload), ("shop", "web"));
         assert_eq!(seen.traffic.milliseconds, 1500);
         assert_eq!(seen.traffic.flows[0].requests, 3);
+        assert!(of_totals(&pod, &BTreeMap::new(), &after).is_none());
     }
 
     #[test]
     fn proxies_are_asked_only_if_no_controller_responds() {
-        assert!(is_unavailable(&Error::NoPods("service-mesh".into())));
+        assert!(is_unavailable(&controller::Error::NoPods(
+            "service-mesh".into()
+        )));
         for (status, expected) in [
             (Status::unimplemented(""), true),
             (Status::unavailable(""), true),
             (Status::permission_denied(""), false),
             (Status::unauthenticated(""), false),
         ] {
-            assert_eq!(is_unavailable(&Error::Rejected(status)), expected);
+            let error = controller::Error::Rejected(status);
+            assert_eq!(is_unavailable(&error), expected);
         }
     }
 }

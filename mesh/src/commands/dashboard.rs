@@ -15,14 +15,12 @@ use tempfile::NamedTempFile;
 
 use super::terminal;
 use crate::{
-    controller,
     dashboard::{
         Server,
         guard::{Guard, Token},
         live::Live,
     },
-    proxies::Proxies,
-    sample::Sampler,
+    sample,
 };
 
 /// The arguments of `mesh dashboard`.
@@ -30,13 +28,10 @@ use crate::{
 #[command(
     after_help = "The page is served on loopback, to requests with the token of the printed URL. It asks the controller \
     and the proxies with the rights of your kubeconfig, once a second while it is visible. Ends with Ctrl-C.\n\n\
-    Examples:\n  mesh dashboard\n  mesh dashboard shop                  one namespace, whose proxies report each second\n  \
+    Examples:\n  mesh dashboard\n  mesh dashboard -n shop               one namespace, whose proxies report each second\n  mesh dashboard --demo                the demo on this machine\n  \
     mesh dashboard --no-open --port 4100"
 )]
 pub struct Arguments {
-    /// Only this namespace, whose proxies report each second [default: all]
-    #[arg(value_name = "NAMESPACE")]
-    of: Option<String>,
     /// Port on loopback [default: a free one]
     #[arg(
         long,
@@ -49,7 +44,7 @@ pub struct Arguments {
     #[arg(long)]
     no_open: bool,
     #[command(flatten)]
-    controller: controller::Arguments,
+    from: sample::Arguments,
 }
 
 /// Runs the command until it is interrupted.
@@ -61,11 +56,10 @@ pub fn run(arguments: &Arguments) -> ExitCode {
 }
 
 async fn serve(arguments: &Arguments) -> Result<()> {
-    let namespace = arguments.of.as_deref().unwrap_or_default();
-    let sampler = Sampler::new(&arguments.controller, namespace, true).await?;
-    let cluster = sampler.cluster().cloned();
-    let cluster = cluster.context("proxies are asked in a cluster: name one, not --controller")?;
-    let proxies = Proxies::Cluster(Box::new(cluster));
+    let namespace = arguments.from.namespace();
+    let sampler = arguments.from.sampler(namespace, true).await?;
+    let proxies = sampler.proxies().cloned();
+    let proxies = proxies.context("proxies are asked in a cluster: name one, not --controller")?;
     let address = (Ipv4Addr::LOCALHOST, arguments.port).into();
     let listener = listen::bind(address).await;
     let listener = listener.with_context(|| format!("failed to listen on {address}"))?;

@@ -9,8 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
-    controller,
-    sample::Sampler,
+    sample,
     traffic::{Edge, Rates, Row, Sample},
 };
 
@@ -20,29 +19,37 @@ use crate::{
     after_help = "The controllers have what proxies saw in their last 10 seconds. If none responds, at most 32 \
     proxies are asked by port-forward, twice; this needs the right pods/portforward in their namespaces.\n\n\
     Examples:\n  mesh stat                          all workloads, routes and edges\n  \
-    mesh stat shop                     those of namespace shop\n  \
+    mesh stat -n shop                  those of namespace shop\n  \
     mesh stat shop/web --by edge       the edges from and to a workload or Service\n  \
     mesh stat -o json | jq '.edges[] | select(.success < 0.99)'"
 )]
 pub struct Arguments {
     #[command(flatten)]
-    pub(super) of: Filter,
+    of: Selection,
     /// Only these [default: all]
     #[arg(long, value_enum)]
     by: Option<By>,
-    #[command(flatten)]
-    controller: controller::Arguments,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     output: Output,
 }
 
+/// What is shown, and whom it is asked of.
+#[derive(Args, Clone, Debug)]
+pub struct Selection {
+    /// [NAMESPACE/]NAME of a workload or Service [default: all]
+    name: Option<String>,
+    #[command(flatten)]
+    pub(super) from: sample::Arguments,
+}
+
 /// What is shown.
-#[derive(Args, Clone, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Filter {
-    /// Namespace, or one workload or Service in it [default: all]
-    #[arg(value_name = "NAMESPACE[/NAME]")]
-    of: Option<String>,
+    /// Empty: all.
+    namespace: String,
+    /// The full name of a workload or Service.
+    name: Option<String>,
 }
 
 /// Whose requests a row has.
@@ -70,16 +77,32 @@ impl By {
     }
 }
 
+impl Selection {
+    /// With the full name.
+    pub(super) async fn filter(&self) -> Filter {
+        let Some(name) = &self.name else {
+            return Filter {
+                namespace: self.from.namespace().to_owned(),
+                name: None,
+            };
+        };
+        let name = self.from.full_name(name).await;
+        let namespace = name.split_once('/').map_or("", |(namespace, _)| namespace);
+        Filter {
+            namespace: namespace.to_owned(),
+            name: Some(name),
+        }
+    }
+}
+
 impl Filter {
     /// The namespace whose proxies are asked. Empty: all.
     pub(super) fn namespace(&self) -> &str {
-        let of = self.of.as_deref().unwrap_or_default();
-        of.split_once('/').map_or(of, |(namespace, _)| namespace)
+        &self.namespace
     }
 
     fn includes(&self, name: &str) -> bool {
-        let of = self.of.as_ref().filter(|of| of.contains('/'));
-        of.is_none_or(|of| of == name)
+        self.name.as_ref().is_none_or(|of| of == name)
     }
 
     /// The requests to workloads.
@@ -126,9 +149,9 @@ impl Filter {
 /// Prints a sample.
 pub fn run(arguments: &Arguments) -> ExitCode {
     let printed = super::block_on(sample(arguments)).and_then(|sample| {
-        let sample = sample?;
-        let json = arguments.json(&sample);
-        let text = |colors| arguments.text(&sample, colors);
+        let (of, sample) = sample?;
+        let json = arguments.json(&of, &sample);
+        let text = |colors| arguments.text(&of, &sample, colors);
         arguments.output.print(&json, text)
     });
     match printed {
@@ -137,10 +160,11 @@ pub fn run(arguments: &Arguments) -> ExitCode {
     }
 }
 
-async fn sample(arguments: &Arguments) -> Result<Sample> {
-    let namespace = arguments.of.namespace();
-    let mut sampler = Sampler::new(&arguments.controller, namespace, false).await?;
-    Ok(sampler.sample().await?)
+async fn sample(arguments: &Arguments) -> Result<(Filter, Sample)> {
+    let of = arguments.of.filter().await;
+    let mut sampler = arguments.of.from.sampler(of.namespace(), false).await?;
+    let sample = sampler.sample().await?;
+    Ok((of, sample))
 }
 
 impl Arguments {
@@ -150,17 +174,17 @@ impl Arguments {
         By::ALL.into_iter().filter(is_selected)
     }
 
-    fn json(&self, sample: &Sample) -> Value {
-        let entry = |by: By| (by.key().to_owned(), self.of.json(by, sample));
+    fn json(&self, of: &Filter, sample: &Sample) -> Value {
+        let entry = |by: By| (by.key().to_owned(), of.json(by, sample));
         let mut all: Map<String, Value> = self.selected().map(entry).collect();
         all.insert("notes".to_owned(), json!(sample.notes));
         Value::Object(all)
     }
 
-    fn text(&self, sample: &Sample, colors: Colors) -> String {
+    fn text(&self, of: &Filter, sample: &Sample, colors: Colors) -> String {
         let mut parts = Vec::new();
         for by in self.selected() {
-            let rows = self.of.rows(by, sample);
+            let rows = of.rows(by, sample);
             if !rows.is_empty() {
                 parts.push(table(by, &rows, colors));
             }
@@ -241,7 +265,7 @@ mod tests {
 
     #[test]
     fn tables_have_the_rates_of_workloads_routes_and_edges() {
-        let text = arguments("mesh").text(&sample(), Colors::DISABLED);
+        let text = arguments("mesh").text(&Filter::default(), &sample(), Colors::DISABLED);
         assert_eq!(
             text,
             "WORKLOAD   RPS   SUCCESS  P50     P95     P99     MTLS\n\
@@ -256,31 +280,40 @@ mod tests {
              \n\
              2 of 9 proxies\\u{1b}\n"
         );
-        let none = arguments("mesh").text(&Sample::default(), Colors::DISABLED);
+        let none = arguments("mesh").text(&Filter::default(), &Sample::default(), Colors::DISABLED);
         assert_eq!(none, "no requests\n");
     }
 
-    #[test]
-    fn filter_selects_rows_and_the_namespace_that_is_asked() {
+    async fn filter(line: &str) -> Filter {
+        arguments(line).of.filter().await
+    }
+
+    #[tokio::test]
+    async fn filter_selects_rows_and_the_namespace_that_is_asked() {
         for (line, namespace, workloads, edges) in [
             ("mesh", "", 1, 2),
-            ("mesh shop", "shop", 1, 2),
+            ("mesh -n shop", "shop", 1, 2),
             ("mesh shop/cart", "shop", 1, 1),
-            ("mesh shop/web", "shop", 0, 2),
+            ("mesh web -n shop", "shop", 0, 2),
+            ("mesh --demo web -n shop", "shop", 0, 2),
             ("mesh pay/api", "pay", 0, 1),
         ] {
-            let of = arguments(line).of;
-            assert_eq!(of.namespace(), namespace);
+            let of = filter(line).await;
+            assert_eq!(of.namespace(), namespace, "{line}");
             let counts = (of.workloads(&sample()).len(), of.edges(&sample()).len());
             assert_eq!(counts, (workloads, edges), "{line}");
         }
-        let of = |line| arguments(line).of.routes(&sample()).len();
-        assert_eq!((of("mesh shop/web"), of("mesh shop/cart")), (1, 0));
+        let of = async |line| filter(line).await.routes(&sample()).len();
+        assert_eq!(
+            (of("mesh shop/web").await, of("mesh shop/cart").await),
+            (1, 0)
+        );
     }
 
-    #[test]
-    fn json_has_the_selected_rows_and_the_notes() {
-        let value = arguments("mesh shop/cart --by edge").json(&sample());
+    #[tokio::test]
+    async fn json_has_the_selected_rows_and_the_notes() {
+        let line = "mesh shop/cart --by edge";
+        let value = arguments(line).json(&filter(line).await, &sample());
         let keys: Vec<_> = value.as_object().expect("an object").keys().collect();
         assert_eq!(keys, ["edges", "notes"]);
         let edge = &value["edges"][0];

@@ -19,14 +19,12 @@ use tokio::sync::mpsc;
 
 use self::screen::{Asked, Screen};
 use super::{
-    stat::{By, Filter},
+    stat::{By, Filter, Selection},
     why::printable_lines,
 };
 use crate::{
-    cluster::Cluster,
-    controller,
-    proxies::{Error, Proxies},
-    sample::Sampler,
+    proxies::{self, Proxies},
+    sample::{self, Sampler},
     traffic::Sample,
 };
 
@@ -39,18 +37,16 @@ const INTERVAL: Duration = Duration::from_secs(1);
     after_help = "The worst rows come first. With a namespace, its proxies report each second, else every 10 \
     seconds. Enter shows the latest failure of a row as `mesh why` does; this needs the right pods/portforward in \
     its namespace. q, Esc or Ctrl-C ends.\n\n\
-    Examples:\n  mesh top shop                the edges from and to namespace shop\n  \
+    Examples:\n  mesh top -n shop             the edges from and to namespace shop\n  \
     mesh top shop/web            those of a workload or Service\n  \
     mesh top --by workload       the workloads of all namespaces"
 )]
 pub struct Arguments {
     #[command(flatten)]
-    of: Filter,
+    of: Selection,
     /// Whose requests a row has
     #[arg(long, value_enum, default_value = "edge")]
     by: By,
-    #[command(flatten)]
-    controller: controller::Arguments,
 }
 
 /// What the screen reacts to.
@@ -58,7 +54,7 @@ enum Event {
     Key(KeyEvent),
     /// The terminal has another size.
     Resize,
-    Sample(Result<Sample, controller::Error>),
+    Sample(Result<Sample, sample::Error>),
     Page(String),
 }
 
@@ -83,25 +79,26 @@ async fn top(arguments: &Arguments) -> Result<()> {
     if !stdin().is_terminal() || !stdout().is_terminal() {
         bail!("mesh top needs a terminal; use `mesh stat` for a table or JSON");
     }
-    let mut sampler = Sampler::new(&arguments.controller, arguments.of.namespace(), true).await?;
-    let cluster = sampler.cluster().cloned();
-    let mut screen = Screen::new(arguments.by);
-    take(&mut screen, arguments, Ok(sampler.sample().await?));
+    let (of, by) = (arguments.of.filter().await, arguments.by);
+    let mut sampler = arguments.of.from.sampler(of.namespace(), true).await?;
+    let proxies = sampler.proxies().cloned();
+    let mut screen = Screen::new(by);
+    take(&mut screen, &of, by, Ok(sampler.sample().await?));
     let ended = shutdown_signal().context("failed to install signal handlers")?;
     let (events, received) = mpsc::channel(16);
     let keys = events.clone();
     std::thread::spawn(move || read_keys(&keys));
     tokio::select! {
         () = sample(sampler, events.clone()) => Ok(()),
-        shown = show(arguments, screen, cluster, events, received) => shown,
+        shown = show((of, by), screen, proxies, events, received) => shown,
         () = ended => Ok(()),
     }
 }
 
 async fn show(
-    arguments: &Arguments,
+    (of, by): (Filter, By),
     mut screen: Screen,
-    cluster: Option<Cluster>,
+    proxies: Option<Proxies>,
     events: mpsc::Sender<Event>,
     mut received: mpsc::Receiver<Event>,
 ) -> Result<()> {
@@ -111,15 +108,15 @@ async fn show(
         terminal.draw(|frame| screen.draw(frame))?;
         match received.recv().await.context("no more events")? {
             Event::Resize => {}
-            Event::Sample(sample) => take(&mut screen, arguments, sample),
+            Event::Sample(sample) => take(&mut screen, &of, by, sample),
             Event::Page(page) => screen.show(page),
             Event::Key(key) => match screen.press(key) {
                 Asked::Nothing => {}
                 Asked::End => return Ok(()),
                 Asked::Why(names) => {
-                    let (by, cluster, events) = (arguments.by, cluster.clone(), events.clone());
+                    let (proxies, events) = (proxies.clone(), events.clone());
                     tokio::spawn(async move {
-                        let page = page(cluster, by, &names).await;
+                        let page = page(proxies, by, &names).await;
                         // The command may have ended.
                         let _ = events.send(Event::Page(page)).await;
                     });
@@ -129,10 +126,10 @@ async fn show(
     }
 }
 
-fn take(screen: &mut Screen, arguments: &Arguments, sample: Result<Sample, controller::Error>) {
+fn take(screen: &mut Screen, of: &Filter, by: By, sample: Result<Sample, sample::Error>) {
     match sample {
         Ok(sample) => {
-            let rows = arguments.of.rows(arguments.by, &sample);
+            let rows = of.rows(by, &sample);
             screen.model.update(rows);
             screen.notes = sample.notes;
         }
@@ -168,20 +165,16 @@ fn read_keys(events: &mpsc::Sender<Event>) {
 }
 
 /// The page of `mesh why` about the latest failure of a row.
-async fn page(cluster: Option<Cluster>, by: By, names: &[String]) -> String {
-    let Some(cluster) = cluster else {
+async fn page(proxies: Option<Proxies>, by: By, names: &[String]) -> String {
+    let Some(proxies) = proxies else {
         return "proxies are asked by port-forward, which needs a cluster".to_owned();
     };
-    let proxies = Proxies::Cluster(Box::new(cluster));
     let found = match (by, names) {
         (By::Workload, [name]) => {
             let is_inbound = |one: &Exchange| one.direction == Direction::Inbound;
-            proxies.latest(split(name), is_inbound).await
+            proxies.latest(proxies::names(name), is_inbound).await
         }
-        (By::Edge, [from, to]) => match proxies.latest(split(from), |one| one.is_to(to)).await {
-            Err(Error::NoPod(_)) => proxies.latest(split(to), |one| is_from(one, from)).await,
-            found => found,
-        },
+        (By::Edge, [from, to]) => proxies.latest_between(from, to).await,
         _ => return "a route has no proxy of its own: use mesh top --by edge".to_owned(),
     };
     match found {
@@ -189,22 +182,6 @@ async fn page(cluster: Option<Cluster>, by: By, names: &[String]) -> String {
         Ok(None) => "no proxy knows a recent exchange of this row".to_owned(),
         Err(error) => printable_lines(&error.to_string()),
     }
-}
-
-fn split(name: &str) -> (&str, &str) {
-    name.split_once('/').unwrap_or(("", name))
-}
-
-/// Whether an inbound exchange is of this service account, or of a caller without an identity.
-fn is_from(exchange: &Exchange, account: &str) -> bool {
-    let is_account = match (&exchange.identity, account.split_once('/')) {
-        (Some(identity), Some((namespace, name))) => {
-            identity.ends_with(&format!("/ns/{namespace}/sa/{name}"))
-        }
-        (None, Some(_)) => false,
-        (identity, None) => identity.is_none(),
-    };
-    exchange.direction == Direction::Inbound && is_account
 }
 
 #[cfg(test)]
@@ -219,30 +196,6 @@ mod tests {
             let arguments: Arguments = parsed("mesh shop").expect("it is valid");
             let error = top(&arguments).await.expect_err("there is no terminal");
             assert!(error.to_string().contains("`mesh stat`"), "{error}");
-        }
-    }
-
-    #[test]
-    fn caller_is_a_service_account_or_has_no_identity() {
-        let exchange = |direction: &str, identity: Option<&str>| -> Exchange {
-            serde_json::from_value(serde_json::json!({
-                "time": "", "direction": direction, "peer": "10.244.1.7:40000",
-                "destination": "10.96.0.7:80", "protocol": "http1", "duration_ms": 3.5,
-                "identity": identity,
-            }))
-            .expect("an exchange")
-        };
-        let web = Some("spiffe://cluster.local/ns/shop/sa/web");
-        for (direction, identity, account, expected) in [
-            ("inbound", web, "shop/web", true),
-            ("outbound", web, "shop/web", false),
-            ("inbound", web, "shop/eb", false),
-            ("inbound", None, "shop/web", false),
-            ("inbound", None, "(no identity)", true),
-            ("inbound", web, "(no identity)", false),
-        ] {
-            let is = is_from(&exchange(direction, identity), account);
-            assert_eq!(is, expected, "{identity:?} {account}");
         }
     }
 }

@@ -1,12 +1,12 @@
 //! The data of the dashboard from a cluster: its controller and its proxies. Changes nothing.
 
-use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId};
+use diy_mesh_model::exchange::ExchangeId;
 use futures::future::join_all;
 use tokio::sync::Mutex;
 
 use super::source::{PodState, Source, Workload};
 use crate::{
-    proxies::{Error, Proxies},
+    proxies::{self, Proxies},
     sample::Sampler,
     traffic::Sample,
     why::Story,
@@ -30,7 +30,7 @@ impl Source for Live {
     }
 
     async fn workload(&self, name: &str) -> Result<Workload, String> {
-        let (namespace, name) = names(name);
+        let (namespace, name) = proxies::names(name);
         let pods = self.proxies.named(namespace, name).await;
         let mut pods = pods.map_err(|error| error.to_string())?;
         let omitted = pods.len().saturating_sub(MAX_PODS);
@@ -55,29 +55,11 @@ impl Source for Live {
         story.map_err(|error| error.to_string())
     }
 
-    /// By the caller's proxy, or by those of the callee, if only an account is known of the caller.
     async fn latest(&self, from: &str, to: &str) -> Result<Story, String> {
-        let outbound = self.proxies.latest(names(from), |one| one.is_to(to)).await;
-        let story = match outbound {
-            Ok(None) | Err(Error::NoPod(_)) => {
-                let (namespace, account) = names(from);
-                let account = format!("/ns/{namespace}/sa/{account}");
-                let is_from = |one: &Exchange| {
-                    let identity = one.identity.as_deref().unwrap_or_default();
-                    one.direction == Direction::Inbound && identity.ends_with(&account)
-                };
-                self.proxies.latest(names(to), is_from).await
-            }
-            other => other,
-        };
+        let story = self.proxies.latest_between(from, to).await;
         let missing = || format!("no proxy knows a recent exchange from {from} to {to}");
         story
             .map_err(|error| error.to_string())?
             .ok_or_else(missing)
     }
-}
-
-/// Namespace and name.
-fn names(name: &str) -> (&str, &str) {
-    name.split_once('/').unwrap_or(("", name))
 }

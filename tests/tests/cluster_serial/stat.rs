@@ -23,7 +23,7 @@ fn stat(arguments: &[&str]) -> Result<Value> {
 fn wait_for_edge(namespace: &Namespace) -> Result<Value> {
     let [from, to] = ["client", "server"].map(|app| format!("{}/{app}", namespace.name));
     wait_for("the edge from client to server", || {
-        let all = stat(&[&namespace.name, "-o", "json"])?;
+        let all = stat(&["-n", &namespace.name, "-o", "json"])?;
         let mut edges = all["edges"].as_array().context("edges")?.iter();
         let edge = edges.find(|edge| edge["from"] == *from && edge["to"] == *to);
         let is_expected = |edge: &Value| {
