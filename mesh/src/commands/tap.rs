@@ -53,10 +53,11 @@ pub struct Arguments {
     output: terminal::Output,
 }
 
-/// Runs the command until it is interrupted.
+/// Runs the command until it is interrupted, or until the reader of standard output exits.
 pub fn run(arguments: &Arguments) -> ExitCode {
     match super::block_on(tap(arguments)).and_then(|ended| ended) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(error) if terminal::is_closed(&error) => ExitCode::SUCCESS,
         Err(error) => super::failed(&error),
     }
 }
@@ -115,7 +116,7 @@ impl Arguments {
     /// Prints what ended after so many others, and how many are not known any more.
     fn print(&self, after: u64, recent: &Recent) -> Result<()> {
         for exchange in recent.exchanges.iter().filter(|one| self.selects(one)) {
-            terminal::print(&self.line(exchange)?)?;
+            terminal::write(&self.line(exchange)?)?;
         }
         let missed = recent.ended.saturating_sub(after);
         match missed.saturating_sub(recent.exchanges.len() as u64) {

@@ -117,11 +117,12 @@ impl Requests {
         let mut flows = BTreeMap::<_, Flow>::new();
         for (labels, set) in self.counts.all() {
             let count = set.value().load(Relaxed);
+            let (is_failure, tls) = (labels.is_failure(), labels.tls);
             let key = (labels.direction as usize, labels.route, labels.peer);
             let flow = flows.entry(key).or_default();
             flow.requests += count;
-            flow.failures += count * u64::from(labels.error != ErrorType::None);
-            flow.mutual_tls += count * u64::from(labels.tls == TlsKind::Mutual);
+            flow.failures += count * u64::from(is_failure);
+            flow.mutual_tls += count * u64::from(tls == TlsKind::Mutual);
         }
         for (labels, set) in self.durations.all() {
             let key = (labels.kind % 2, labels.route, labels.peer);
@@ -204,6 +205,11 @@ impl RequestLabels {
             route: self.route.clone(),
             peer: self.peer.clone(),
         }
+    }
+
+    /// As access logs and recent exchanges see it.
+    fn is_failure(&self) -> bool {
+        self.error != ErrorType::None || !matches!(self.grpc, "" | "OK")
     }
 
     fn status_text(&self) -> String {
