@@ -253,8 +253,8 @@ impl Proxies {
         }
     }
 
-    /// The story of the latest failure of a workload or pod that is selected, or of the latest exchange.
-    /// None if no proxy knows one.
+    /// The story of the latest failure of a workload or pod that is selected, else of the latest exchange
+    /// with a retry, or of the latest one. None if no proxy knows one.
     pub async fn latest(
         &self,
         (namespace, name): (&str, &str),
@@ -263,7 +263,10 @@ impl Proxies {
         let mut found: Option<(Pod, Exchange)> = None;
         for pod in self.named(namespace, name).await? {
             for exchange in self.recent(&pod, "").await?.exchanges {
-                let order = |one: &Exchange| (one.is_failure(), one.time.clone());
+                let order = |one: &Exchange| {
+                    let is_retried = one.failed_attempt().is_some();
+                    (one.is_failure(), is_retried, one.time.clone())
+                };
                 let is_later = |(_, best): &(Pod, Exchange)| order(&exchange) >= order(best);
                 if is_selected(&exchange) && found.as_ref().is_none_or(is_later) {
                     found = Some((pod.clone(), exchange));

@@ -54,10 +54,7 @@ impl Story {
     /// caller as a response.
     fn cause(&self) -> String {
         let records = || self.callee.iter().chain(&self.caller);
-        let failed = records().find_map(|record| {
-            let failure = record.exchange.failure.as_ref()?;
-            Some(cause_of(record, failure))
-        });
+        let failed = records().find_map(Record::cause);
         failed.unwrap_or_else(|| match records().find_map(|one| one.exchange.status()) {
             Some(status) if records().any(|one| one.exchange.incomplete.is_some()) => {
                 format!("the response, {status}, did not arrive completely")
@@ -66,7 +63,13 @@ impl Story {
                 Some(_) => format!("the application answered {status}, and the mesh passed it on"),
                 None => format!("the upstream answered {status}, and the proxy passed it on"),
             },
-            Some(status) => format!("it did not fail: {status}"),
+            Some(status) => match records().find_map(|one| one.exchange.failed_attempt()) {
+                Some((number, attempt)) => {
+                    let attempt = attempt_text(number, attempt);
+                    format!("it did not fail: {status}, by a retry after attempt {attempt}")
+                }
+                None => format!("it did not fail: {status}"),
+            },
             None if records().any(|one| one.exchange.opaque.is_some()) => "it did not fail".into(),
             None => "the client left before there was a response".into(),
         })
@@ -74,20 +77,37 @@ impl Story {
 }
 
 /// The failure in the words of the table of codes.
-fn cause_of(record: &Record, Failure { code, message }: &Failure) -> String {
-    let side = match record.exchange.direction {
-        Direction::Inbound => "callee",
-        Direction::Outbound => "caller",
-    };
-    let mut text = format!("the proxy of the {side} answered {code}: {message}");
-    if let Some(code) = Code::ALL.into_iter().find(|one| one.label() == code) {
-        let _ = write!(text, "\n  Meaning: {}", code.meaning());
-        let _ = write!(text, "\n  Check:   {}", code.check());
+fn with_meaning(mut text: String, code: &str) -> String {
+    if let Some(code) = Code::of(code) {
+        let check = code.check();
+        let (check, _link) = check.split_once(" ([").unwrap_or((check, ""));
+        let _ = write!(text, "\n  Meaning: {}\n  Check:   {check}", code.meaning());
     }
     text
 }
 
 impl Record {
+    /// What failed at this proxy, or at the callee's according to its response.
+    fn cause(&self) -> Option<String> {
+        let Some(Failure { code, message }) = &self.exchange.failure else {
+            let code = self.exchange.peer_error()?.label();
+            let text = format!("the proxy of the callee answered {code}");
+            return Some(with_meaning(text, code));
+        };
+        let side = match self.exchange.direction {
+            Direction::Inbound => "callee",
+            Direction::Outbound => "caller",
+        };
+        let is_cut_off = self.exchange.course.as_ref().is_some_and(|one| one.cut_off);
+        let did = match self.exchange.status().filter(|_| is_cut_off) {
+            Some(status) => format!("cut off the response, {status}:"),
+            None if is_cut_off => "closed the connection:".into(),
+            None => "answered".into(),
+        };
+        let text = format!("the proxy of the {side} {did} {code}: {message}");
+        Some(with_meaning(text, code))
+    }
+
     fn title(&self) -> String {
         let exchange = &self.exchange;
         let status = exchange.status().unwrap_or_else(|| "no response".into());
@@ -129,11 +149,8 @@ impl Record {
         if attempts.is_empty() {
             lines.push(("attempts", "none: nothing was sent".into()));
         }
-        for (number, attempt) in attempts.iter().enumerate() {
-            lines.push((
-                "attempt",
-                format!("{}. {}", number + 1, attempt_text(attempt)),
-            ));
+        for (number, attempt) in (1..).zip(attempts) {
+            lines.push(("attempt", attempt_text(number, attempt)));
         }
         lines
     }
@@ -165,12 +182,15 @@ impl Record {
         if let Some(Failure { code, message }) = &exchange.failure {
             lines.push(("failure", format!("{code}: {message}")));
         }
+        if let Some(reason) = &exchange.incomplete {
+            lines.push(("incomplete", reason.clone()));
+        }
         lines
     }
 }
 
-fn attempt_text(attempt: &Attempt) -> String {
-    let mut text = attempt.endpoint.to_string();
+fn attempt_text(number: usize, attempt: &Attempt) -> String {
+    let mut text = format!("{number}. {}", attempt.endpoint);
     if !attempt.pod.is_empty() {
         text += &format!(" of {}", attempt.pod);
     }
@@ -246,6 +266,64 @@ mod tests {
             "{page}"
         );
         assert!(story.is_failure());
+    }
+
+    fn cause(direction: &str, more: Value) -> String {
+        let one = record("shop/web-1", direction, more);
+        let (caller, callee) = match direction {
+            "outbound" => (Some(one), None),
+            _ => (None, Some(one)),
+        };
+        let missing = Vec::new();
+        let page = Story {
+            caller,
+            callee,
+            missing,
+        }
+        .page();
+        let cause = page.split_once("\nWhy: ").expect("a cause").1;
+        cause.split_once("\n\n").expect("records").0.to_owned()
+    }
+
+    #[test]
+    fn failure_that_was_no_response_is_told_apart() {
+        let failure = json!({"code": "upstream-closed", "message": "reset"});
+        let ended = |response| json!({"failure": failure, "response": response, "cut_off": true});
+        let begun = cause("inbound", ended(response(200)));
+        let start = "the proxy of the callee cut off the response, 200: upstream-closed: reset\n";
+        assert!(begun.starts_with(start), "{begun}");
+        let opaque = cause("outbound", ended(Value::Null));
+        let start = "the proxy of the caller closed the connection: upstream-closed: reset\n";
+        assert!(opaque.starts_with(start), "{opaque}");
+    }
+
+    #[test]
+    fn code_of_the_callees_proxy_is_told_without_its_record() {
+        let mut limited = response(429);
+        limited["headers"] = json!([["x-mesh-error", "rate-limited"]]);
+        let cause = cause("outbound", json!({"response": limited}));
+        let start = "the proxy of the callee answered rate-limited\n  Meaning: ";
+        assert!(cause.starts_with(start), "{cause}");
+        assert!(
+            cause.ends_with("`spec.rateLimits` of the TrafficPolicy"),
+            "{cause}"
+        );
+    }
+
+    #[test]
+    fn failure_that_a_retry_hid_is_the_cause() {
+        let failed = json!({"code": "retried-status", "message": "responded with 500"});
+        let attempts = json!([
+            {"endpoint": "10.244.2.3:80", "pod": "shop/cart-a", "began_ms": 0.1, "failure": failed},
+            {"endpoint": "10.244.2.4:80", "pod": "shop/cart-b", "began_ms": 1.25},
+        ]);
+        let cause = cause(
+            "outbound",
+            json!({"response": response(200), "attempts": attempts}),
+        );
+        let expected = "it did not fail: 200, by a retry after attempt 1. 10.244.2.3:80 of shop/cart-a, \
+                        no mutual TLS, began after 0.100 ms; failed: retried-status: responded with 500";
+        assert_eq!(cause, expected);
     }
 
     #[test]

@@ -54,6 +54,11 @@ macro_rules! codes {
             /// All codes, each at its own position.
             pub const ALL: [Self; [$($label),*].len()] = [$(Self::$name),*];
 
+            /// The code with this label.
+            pub fn of(label: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|code| code.label() == label)
+            }
+
             /// The value of `x-mesh-error`, and of the label `code` of metrics.
             pub const fn label(self) -> &'static str {
                 match self { $(Self::$name => $label,)* }
@@ -86,7 +91,7 @@ macro_rules! codes {
 codes! {
     NoEndpoint: "no-endpoint", &[503], Some(Grpc::Unavailable),
         "the Service has no ready endpoint",
-        "`kubectl get endpointslices`";
+        "`kubectl get endpointslices`; the selector of the Service; `mesh check` for failing probes";
     UnknownPort: "unknown-port", &[503], Some(Grpc::Unavailable),
         "the Service does not have the port",
         "the body: it lists the ports of the Service";
@@ -107,7 +112,7 @@ codes! {
         "`kubectl get pods -n service-mesh -l app=controller`; that the Service still exists";
     ConnectFailed: "connect-failed", &[502], Some(Grpc::Unavailable),
         "the pod (or, at the callee, the application) does not accept connections",
-        "that the application listens on the pod's address, not only on 127.0.0.1";
+        "that the application listens on this port of the pod's address, not only on 127.0.0.1; `targetPort` of the Service";
     ConnectTimeout: "connect-timeout", &[504], Some(Grpc::DeadlineExceeded),
         "no connection was established within 3 seconds",
         "NetworkPolicies, the network of the node";
@@ -119,7 +124,7 @@ codes! {
         "the application; `spec.rules.retry` of the route";
     UpstreamMalformed: "upstream-malformed", &[502], Some(Grpc::Unavailable),
         "the response is not valid HTTP",
-        "the application";
+        "the application: if it does not speak HTTP at this port, list the port in `diy-service-mesh/opaque-ports` of its pod";
     RateLimited: "rate-limited", &[429], Some(Grpc::ResourceExhausted),
         "the request exceeds a rate limit of the pod; `Retry-After` and `grpc-retry-pushback-ms` name the time until the next one",
         "the body: it names the limit; `spec.rateLimits` of the TrafficPolicy ([details](troubleshooting.md#429-with-x-mesh-error-rate-limited))";
@@ -197,6 +202,7 @@ mod tests {
         assert_eq!(labels.len(), Code::ALL.len());
         for (position, code) in Code::ALL.into_iter().enumerate() {
             assert_eq!(code as usize, position);
+            assert_eq!(Code::of(code.label()), Some(code));
             assert!(
                 code.statuses()
                     .iter()

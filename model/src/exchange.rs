@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::code::GRPC_STATUSES;
+use crate::code::{Code, GRPC_STATUSES};
 use crate::escape;
 pub use crate::exchange_id::ExchangeId;
 
 /// The value of [`Exchange::incomplete`] while an exchange is open.
 pub const STILL_OPEN: &str = "still open; what follows is not shown";
+/// The field of a response that names an error of a proxy.
+pub const MESH_ERROR: &str = "x-mesh-error";
 
 /// A line of JSON dumps.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -62,7 +64,7 @@ pub struct Exchange {
     pub request: Option<Part>,
     /// The response, if there was one.
     pub response: Option<Part>,
-    /// The error that the proxy responded with.
+    /// What the proxy responded with, or why it ended the exchange ([`Course::cut_off`]).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
     /// Why the exchange is incomplete.
@@ -95,6 +97,9 @@ pub struct Course {
     /// The proxy's own address of an opaque connection to the endpoint.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub local: Option<SocketAddr>,
+    /// The failure was no response: the proxy closed the connection, or cut the response off.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub cut_off: bool,
 }
 
 /// An attempt to reach an endpoint.
@@ -178,7 +183,7 @@ pub struct Fault {
     pub delay_ms: Option<f64>,
 }
 
-/// An error response of the proxy itself.
+/// Why the proxy could not carry an exchange or an attempt to its end.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct Failure {
@@ -352,10 +357,26 @@ impl Exchange {
         Some(code)
     }
 
-    /// Whether the exchange failed: no response, an error of the server, or a gRPC error.
+    /// The code of an error of the callee's proxy, at the caller's.
+    pub fn peer_error(&self) -> Option<Code> {
+        let fields = &self.response.as_ref()?.headers;
+        let mut fields = fields.iter();
+        let (_, code) = fields.find(|(name, _)| name.eq_ignore_ascii_case(MESH_ERROR))?;
+        Code::of(code)
+    }
+
+    /// The first attempt that another one followed, with its number.
+    pub fn failed_attempt(&self) -> Option<(usize, &Attempt)> {
+        let mut attempts = (1..).zip(&self.course.as_ref()?.attempts);
+        attempts.find(|(_, attempt)| attempt.failure.is_some())
+    }
+
+    /// Whether the exchange failed: no response, an error of a proxy or of the server, or a gRPC
+    /// error.
     pub fn is_failure(&self) -> bool {
         let incomplete = self.incomplete.as_deref();
         self.failure.is_some()
+            || self.peer_error().is_some()
             || incomplete.is_some_and(|reason| reason != STILL_OPEN)
             || self.status().is_some_and(|status| status.starts_with('5'))
             || self.grpc_status().is_some_and(|code| code != "0")
@@ -459,4 +480,8 @@ fn bytes(count: u64) -> String {
 
 fn is_zero(count: &usize) -> bool {
     *count == 0
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }

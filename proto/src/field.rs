@@ -9,7 +9,7 @@ pub const PREVIOUS_ATTEMPTS: &str = "x-mesh-previous-attempts";
 /// made itself.
 pub const EXCHANGE: &str = "x-mesh-exchange";
 /// The field that tells a caller that a proxy replied, and why.
-pub const MESH_ERROR: &str = "x-mesh-error";
+pub use diy_mesh_model::exchange::MESH_ERROR;
 /// The fields of requests that only a proxy sets.
 pub const OF_REQUESTS: [&str; 3] = [CALLED_BY, PREVIOUS_ATTEMPTS, EXCHANGE];
 /// The fields of responses that only a proxy sets.

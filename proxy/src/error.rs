@@ -147,7 +147,7 @@ pub enum Failure {
         policy: String,
     },
     /// The endpoint responded with a status that the route retries.
-    #[error("{address} responded with {status}, and the next attempt failed")]
+    #[error("{address} responded with {status}, which is retried")]
     RetriedStatus {
         /// The endpoint.
         address: SocketAddr,

@@ -5,6 +5,7 @@ use std::{process::ExitCode, time::Duration};
 
 use anyhow::{Result, bail};
 use clap::Args;
+use diy_mesh_model::code::Code;
 use diy_mesh_model::exchange::{Direction, Exchange, Recent};
 use futures::future::join_all;
 
@@ -156,8 +157,9 @@ fn line(exchange: &Exchange, demo: bool) -> String {
     let (time, subject, ms) = (&exchange.time, exchange.subject(), exchange.duration_ms);
     let direction = exchange.direction.name();
     let mut line = format!("{time} {direction:<8} {subject} {status} {ms:.3} ms {other}");
-    if let Some(failure) = &exchange.failure {
-        line += &format!(" [{}]", failure.code);
+    let own = exchange.failure.as_ref().map(|failure| &*failure.code);
+    if let Some(code) = own.or(exchange.peer_error().map(Code::label)) {
+        line += &format!(" [{code}]");
     }
     match exchange.id.filter(|_| exchange.is_failure()) {
         Some(id) => line + "  " + &why::command(id, demo),
@@ -215,6 +217,14 @@ mod tests {
             line(&exchange("inbound", 200), false),
             "2026-11-27T17:00:01.123Z inbound  GET /cart 200 3.500 ms from \
              spiffe://cluster.local/ns/shop/sa/web"
+        );
+        let mut denied = exchange("outbound", 403);
+        let response = denied.response.as_mut().expect("a response");
+        response.headers = vec![("x-mesh-error".into(), "denied".into())];
+        let denied = line(&denied, false);
+        assert!(
+            denied.ends_with("to shop/cart [denied]  mesh why 10.244.1.7-5f3a9c210b44"),
+            "{denied}"
         );
         let of_demo = line(&exchange("outbound", 503), true);
         assert!(of_demo.ends_with("  mesh why --demo 10.244.1.7-5f3a9c210b44"));

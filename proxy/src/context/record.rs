@@ -11,7 +11,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use diy_mesh_model::exchange::{ExchangeId, Transfer};
+use diy_mesh_model::code::Code;
+use diy_mesh_model::exchange::{ExchangeId, MESH_ERROR, Transfer};
 use http::StatusCode;
 
 use crate::context::flow::Flow;
@@ -63,6 +64,8 @@ pub struct ExchangeRecord {
     upgraded: Option<Transfer>,
     failure: Option<Cause>,
     is_local_reply: bool,
+    /// The code of an error of the callee's proxy.
+    peer_error: Option<Code>,
     /// The policy of the latest fault, and its delay.
     fault: Option<(Arc<str>, Option<Duration>)>,
     /// The policy under audit that would deny the request.
@@ -102,6 +105,7 @@ impl ExchangeRecord {
             upgraded: None,
             failure: None,
             is_local_reply: false,
+            peer_error: None,
             fault: None,
             would_deny: None,
             is_broken: false,
@@ -186,6 +190,7 @@ impl ExchangeRecord {
     /// The exchange failed, as access logs and recent exchanges see it.
     fn is_failure(&self) -> bool {
         self.failure.is_some()
+            || self.peer_error.is_some()
             || self.is_incomplete()
             || self.status.is_some_and(|status| status.is_server_error())
             || !matches!(self.grpc.status(), "" | "OK")
@@ -277,6 +282,10 @@ impl ExchangeRecord {
         self.status = Some(status);
         self.responded = Some(Instant::now());
         self.grpc.response(fields);
+        // The edits remove it, unless an authenticated proxy sent it.
+        let code = fields.field(MESH_ERROR);
+        let code = code.and_then(|code| edits.value(MESH_ERROR.as_bytes(), code));
+        self.peer_error = code.and_then(|code| Code::of(str::from_utf8(code).ok()?));
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
@@ -356,6 +365,7 @@ impl ExchangeRecord {
             upgraded: self.upgraded,
             failure: self.failure.clone(),
             is_local_reply: self.is_local_reply,
+            peer_error: self.peer_error,
             fault: self.fault.clone(),
             would_deny: self.would_deny.clone(),
             ..ended_on(

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::access;
-use diy_mesh_model::code::GRPC_STATUSES;
+use diy_mesh_model::code::{Code, GRPC_STATUSES};
 use diy_mesh_model::escape;
 use diy_mesh_model::exchange::{
-    self, Course, Direction, Exchange, ExchangeId, Fault, Part, Protocol, Transfer, milliseconds,
+    self, Course, Direction, Exchange, ExchangeId, Fault, MESH_ERROR, Part, Protocol, Transfer,
+    milliseconds,
 };
 use diy_mesh_model::identity::Identity;
 use http::StatusCode;
@@ -83,6 +84,8 @@ pub struct Ended {
     pub failure: Option<Cause>,
     /// The proxy has answered with an error itself.
     pub is_local_reply: bool,
+    /// The code of an error of the callee's proxy.
+    pub peer_error: Option<Code>,
     /// The policy of the latest fault, and its delay.
     pub fault: Option<(Arc<str>, Option<Duration>)>,
     /// The policy under audit that would deny it.
@@ -129,6 +132,10 @@ impl Cause {
             message: self.message.to_string(),
         }
     }
+}
+
+fn mesh_error(code: Code) -> (String, String) {
+    (MESH_ERROR.to_owned(), code.label().to_owned())
 }
 
 /// Method and target of a request. Of its query only the start, which says that there is one.
@@ -183,6 +190,7 @@ impl Ended {
             upgraded: None,
             failure: None,
             is_local_reply: false,
+            peer_error: None,
             fault: None,
             would_deny: None,
             trace_id: None,
@@ -238,7 +246,8 @@ impl Ended {
             path: request.as_ref().map(|(_, target)| access::shown(target)),
             status: self.status.map(|status| status.as_u16()),
             grpc_status: (!self.grpc.is_empty()).then_some(self.grpc),
-            failure: self.failure.as_ref().map(|cause| cause.code),
+            failure: (self.failure.as_ref().map(|cause| cause.code))
+                .or(self.peer_error.map(Code::label)),
             bytes_sent: self.transfer.sent,
             bytes_received: self.transfer.received,
             peer: self.peer,
@@ -310,6 +319,7 @@ impl Ended {
         Some(Part {
             start_line: format!("{version} {}", self.status?.as_str()),
             body_bytes: self.transfer.received,
+            headers: self.peer_error.map(mesh_error).into_iter().collect(),
             trailers: self.grpc_status().into_iter().collect(),
             ..Part::default()
         })
@@ -331,6 +341,7 @@ impl Ended {
                 .collect(),
             responded_ms: self.responded.map(|at| self.after(at)),
             local: self.local,
+            cut_off: self.failure.is_some() && !self.is_local_reply,
         }
     }
 
@@ -393,6 +404,17 @@ mod tests {
         assert!(size <= 2048, "{size}");
         let json = serde_json::to_string(&ended.exchange()).unwrap();
         assert!(!json.contains("secret") && json.len() < 4096, "{json}");
+    }
+
+    #[test]
+    fn failure_that_was_no_response_is_told_apart() {
+        let mut ended = ended(Direction::Inbound);
+        let is_cut_off = |ended: &Ended| ended.exchange().course.unwrap().cut_off;
+        assert!(!is_cut_off(&ended));
+        ended.failure = Some(Cause::from(&Failure::RequestTimeout));
+        assert!(is_cut_off(&ended));
+        ended.is_local_reply = true;
+        assert!(!is_cut_off(&ended));
     }
 
     #[test]

@@ -28,10 +28,10 @@ spec:
 ";
 
 /// The directory of the sockets of a test, for its user alone.
-struct Session(PathBuf);
+pub(super) struct Session(PathBuf);
 
 impl Session {
-    fn new(name: &str) -> Self {
+    pub(super) fn new(name: &str) -> Self {
         let name = format!("mesh-session-{name}-{}", std::process::id());
         let directory = std::env::temp_dir().join(name);
         let mut builder = fs::DirBuilder::new();
@@ -39,7 +39,7 @@ impl Session {
         Self(directory)
     }
 
-    fn socket(&self) -> PathBuf {
+    pub(super) fn socket(&self) -> PathBuf {
         self.0.join("diy-service-mesh-demo.sock")
     }
 
@@ -50,7 +50,7 @@ impl Session {
         command
     }
 
-    fn run(&self, arguments: &[&str]) -> Output {
+    pub(super) fn run(&self, arguments: &[&str]) -> Output {
         self.mesh(arguments).output().unwrap()
     }
 
@@ -78,7 +78,7 @@ fn end(mut demo: Child) {
     assert!(demo.wait().unwrap().success());
 }
 
-fn text(output: &Output) -> String {
+pub(super) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&[&*output.stdout, &*output.stderr].concat()).into_owned()
 }
 
@@ -112,7 +112,10 @@ fn failures_of_a_demo_name_the_command_that_explains_them() {
     assert_eq!(page.status.code(), Some(1), "{}", text(&page));
     assert!(text(&page).contains("Why: the proxy of the callee answered denied: "));
 
-    assert_eq!(tapped(&session), "[denied]");
+    // The failure is one of both proxies.
+    for pod in ["http-server/http-server", "http-client/http-client"] {
+        assert_eq!(tapped(&session, pod), "[denied]", "{pod}");
+    }
     asks_for_state(&session);
     end(demo);
     assert!(drained.join().unwrap() > 0);
@@ -123,9 +126,9 @@ fn failures_of_a_demo_name_the_command_that_explains_them() {
     assert!(text(&page).contains(error), "{}", text(&page));
 }
 
-/// The code of the next failure of http-server, which names `mesh why --demo`.
-fn tapped(session: &Session) -> String {
-    let mut tap = session.mesh(&["tap", "--demo", "http-server/http-server", "--failures"]);
+/// The code of the next failure of a pod, which names `mesh why --demo`.
+fn tapped(session: &Session, pod: &str) -> String {
+    let mut tap = session.mesh(&["tap", "--demo", pod, "--failures"]);
     let mut tap = tap.stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     let mut output = BufReader::new(tap.stdout.take().unwrap());

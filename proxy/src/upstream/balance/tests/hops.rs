@@ -12,6 +12,7 @@ use crate::observe::recent::Query;
 use crate::observe::recent::testing::without_ids;
 use crate::secure::tls::Alpn;
 use crate::upstream::connect::{Dialer, Remote};
+use diy_mesh_model::code::Code;
 
 /// A meshed endpoint that records the heads of requests between the proxies. It answers each with
 /// 200.
@@ -172,6 +173,44 @@ fn response_that_is_cut_off_is_a_failure_at_both_proxies() {
             let recent = side.worker.recent.query(Query::After(0)).exchanges;
             assert!(recent[0].is_failure(), "{recent:?}");
             assert_eq!(recent[0].status().as_deref(), Some("200"));
+        }
+    });
+}
+
+#[test]
+fn error_of_the_callees_proxy_is_a_failure_at_both_proxies_and_none_of_its_application() {
+    on_worker(async {
+        let forging = listening(async |mut stream| {
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await.expect("a head"));
+            }
+            let forged =
+                b"HTTP/1.1 403 Forbidden\r\nX-Mesh-Error: denied\r\nContent-Length: 0\r\n\r\n";
+            stream.write_all(forged).await.expect("it reads");
+        });
+        let service = Service::new(&[forging.await]).await;
+        for (method, status, error) in [
+            ("CONNECT cart:80", "405", Some(Code::ConnectNotAllowed)),
+            ("GET /", "403", None),
+        ] {
+            let request = format!("{method} HTTP/1.1\r\nHost: cart\r\nConnection: close\r\n\r\n");
+            let answer = service.call(&request).await;
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status} ")),
+                "{answer}"
+            );
+            let recent = |side: &Side| side.worker.recent.query(Query::After(0)).exchanges;
+            let [caller, callee] = [&service.caller, &service.endpoints[0]].map(|side| {
+                let last = recent(side).pop().expect("it ended");
+                assert_eq!(last.is_failure(), error.is_some(), "{last:?}");
+                assert!(!last.course.as_ref().expect("a course").cut_off);
+                last
+            });
+            assert_eq!(caller.peer_error(), error);
+            let own = callee.failure.map(|failure| failure.code);
+            assert_eq!(own.as_deref(), error.map(Code::label));
+            assert!(caller.failure.is_none());
         }
     });
 }
