@@ -16,6 +16,9 @@ pub struct State {
     pub discovery: Option<Discovery>,
     /// None: discovery has not responded in time.
     pub inbound: Option<Inbound>,
+    /// The kubelet's probes that failed in the last minute: which one, how often, and why.
+    #[serde(default)]
+    pub failed_probes: Vec<String>,
     /// In order.
     pub workers: Vec<Worker>,
     /// The number of workers that have not responded in time.

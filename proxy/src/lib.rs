@@ -112,6 +112,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         credentials: credentials.clone(),
         discovery: discovery.clone(),
         workers: asked,
+        exceptions: metrics.exceptions.clone(),
         turn: Mutex::default(),
     });
     let admin = admin.local_route("/state", move |query| {

@@ -12,6 +12,7 @@ use tokio::time::timeout_at;
 use crate::context::worker::Worker;
 use crate::discovery::{Discovery, Known};
 use crate::observe::dump::rfc3339;
+use crate::observe::exceptions::{Exception, Exceptions, Kind};
 use crate::secure::identity::{Credentials, CurrentCredentials};
 use crate::upstream::balance::Backend;
 
@@ -30,6 +31,8 @@ pub struct States {
     pub discovery: Discovery,
     /// The questions of each worker.
     pub workers: Vec<mpsc::Sender<Question>>,
+    /// What has failed.
+    pub exceptions: Arc<Exceptions>,
     /// One state is made at a time.
     pub turn: Mutex<()>,
 }
@@ -69,6 +72,7 @@ impl States {
             certificate: credentials.as_deref().map(certificate),
             discovery: known.as_ref().map(|known| known.stream.clone()),
             inbound: known.as_ref().map(|known| known.inbound.clone()),
+            failed_probes: failed_probes(&self.exceptions, Instant::now()),
             silent_workers: self.workers.len() - workers.len(),
             workers,
         };
@@ -93,6 +97,17 @@ impl States {
         };
         self.workers.iter().map(ask).collect()
     }
+}
+
+/// Those of the last minute, as many as are kept.
+fn failed_probes(exceptions: &Exceptions, now: Instant) -> Vec<String> {
+    let mut failed = exceptions.report(now);
+    failed.retain(|one| one.kind == Kind::Probe);
+    let text = |one: Exception| {
+        let (probe, reason) = (one.destination, one.reason);
+        format!("{} of {} failed, {probe}: {reason}", one.count, one.total)
+    };
+    failed.into_iter().map(text).collect()
 }
 
 fn certificate(credentials: &Credentials) -> Certificate {

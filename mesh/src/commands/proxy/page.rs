@@ -50,6 +50,7 @@ fn proxy(state: &State) -> Vec<Vec<Cell>> {
         let text = format!("{open} of {max} connections, {used:.1} of {limit:.1} MiB");
         rows.push(row("worker", text));
     }
+    rows.extend(state.failed_probes.iter().map(|text| row("probes", text)));
     if state.silent_workers > 0 {
         let text = format!("{} more did not respond in time", state.silent_workers);
         rows.push(row("worker", text));
@@ -305,6 +306,7 @@ mod tests {
                 rate_limits: cut(vec!["TrafficPolicy shop/web all per caller".into()], 0),
                 ..Inbound::default()
             }),
+            failed_probes: vec!["2 of 2 failed, TCP port 80: connect-failed".into()],
             workers: vec![Worker {
                 connections: 12,
                 max_connections: 2048,
@@ -341,6 +343,7 @@ mod tests {
             &[
                 "Proxy shop/web-1",
                 "worker 12 of 2048 connections, 1.0 of 24.0 MiB",
+                "probes 2 of 2 failed, TCP port 80: connect-failed",
                 "Certificate spiffe://cluster.local/ns/shop/sa/web",
                 "not after 2026-11-28T17:00:00.000Z",
                 "trust roots 2, version r1",

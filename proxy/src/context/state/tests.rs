@@ -8,6 +8,7 @@ use tokio::task::LocalSet;
 
 use super::*;
 use crate::context::worker::WorkerContext;
+use crate::observe::exceptions::Event;
 use crate::secure::identity::testing::{Authority, WEB};
 use crate::secure::tls::tests::credentials;
 
@@ -19,6 +20,7 @@ fn proxy(workers: usize) -> (States, Vec<mpsc::Receiver<Question>>) {
         credentials: crate::secure::identity::none(),
         discovery: Discovery::off(),
         workers,
+        exceptions: Arc::new(Exceptions::new(Instant::now())),
         turn: Mutex::default(),
     };
     (states, questions)
@@ -115,6 +117,27 @@ async fn certificate_is_told_without_its_key() {
     let certificate = state(&states, "").await.certificate.expect("a certificate");
     assert_eq!((&*certificate.identity, certificate.trust_roots), (WEB, 1));
     assert!(certificate.not_after.ends_with('Z'), "{certificate:?}");
+}
+
+#[tokio::test]
+async fn failed_probes_are_told() {
+    let (states, _questions) = proxy(0);
+    let probe = Event {
+        kind: Kind::Probe,
+        destination: "HTTP GET /hello on port 8080",
+        endpoint: "",
+        reason: "status-500",
+    };
+    let other = Event {
+        kind: Kind::Requests,
+        ..probe
+    };
+    for event in [probe, probe, other] {
+        states.exceptions.record(event, 1, Instant::now());
+    }
+    let failed = state(&states, "").await.failed_probes;
+    let expected = "2 of 2 failed, HTTP GET /hello on port 8080: status-500";
+    assert_eq!(failed, [expected]);
 }
 
 #[tokio::test]
