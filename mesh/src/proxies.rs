@@ -46,7 +46,7 @@ pub enum Proxies {
     Demo(PathBuf, String),
 }
 
-/// A pod with a proxy.
+/// A pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
     /// Its namespace.
@@ -58,6 +58,8 @@ pub struct Pod {
     addresses: Vec<IpAddr>,
     /// The admin port of its proxy. The demo knows it by itself.
     admin_port: u16,
+    /// It has a proxy.
+    is_meshed: bool,
 }
 
 /// What keeps a proxy from being asked.
@@ -115,6 +117,7 @@ impl From<&v1::Pod> for Pod {
             name,
             addresses: ips.filter_map(|ip| ip.parse().ok()).collect(),
             admin_port: pods::admin_port(pod),
+            is_meshed: pods::is_injected(pod),
         }
     }
 }
@@ -141,14 +144,13 @@ impl Proxies {
 
     /// The pods with a proxy in a namespace, or in all ("").
     pub async fn all(&self, namespace: &str) -> Result<Vec<Pod>, Error> {
-        match self {
-            Self::Cluster(cluster) => in_namespace(cluster, namespace).await,
-            Self::Demo(socket, _) => {
-                let mut all = of_demo(socket).await?;
-                all.retain(|pod| namespace.is_empty() || pod.namespace == namespace);
-                Ok(all)
-            }
-        }
+        let mut all = match self {
+            Self::Cluster(cluster) => in_namespace(cluster, namespace).await?,
+            Self::Demo(socket, _) => of_demo(socket).await?,
+        };
+        let is_asked = |pod: &Pod| namespace.is_empty() || pod.namespace == namespace;
+        all.retain(|pod| pod.is_meshed && is_asked(pod));
+        Ok(all)
     }
 
     /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the given namespace, in that of
@@ -171,16 +173,20 @@ impl Proxies {
         Ok(found)
     }
 
-    /// The pod with this address.
+    /// The pod with a proxy and this address.
     async fn at(&self, address: IpAddr) -> Result<Pod, Error> {
+        let found = self.holder(address).await?.filter(|pod| pod.is_meshed);
+        found.ok_or_else(|| Error::NoPod(format!("at {address}")))
+    }
+
+    /// The pod with this address.
+    async fn holder(&self, address: IpAddr) -> Result<Option<Pod>, Error> {
         let found = match self {
             Self::Cluster(cluster) => with_address(cluster, address).await?,
             Self::Demo(socket, _) => of_demo(socket).await?,
         };
-        let found = found
-            .into_iter()
-            .find(|pod| pod.addresses.contains(&address));
-        found.ok_or_else(|| Error::NoPod(format!("at {address}")))
+        let mut found = found.into_iter();
+        Ok(found.find(|pod| pod.addresses.contains(&address)))
     }
 
     /// The recent exchanges of a pod that a query asks for.
@@ -238,6 +244,7 @@ impl Proxies {
         };
         if record.exchange.direction == Direction::Inbound {
             return Story {
+                missing: self.unmeshed_client(&record.exchange).await,
                 callee: Some(record),
                 ..Story::default()
             };
@@ -289,6 +296,17 @@ impl Proxies {
             }
             known => known,
         }
+    }
+
+    /// That the client of an inbound exchange is a pod without a proxy.
+    async fn unmeshed_client(&self, exchange: &Exchange) -> Vec<String> {
+        let pod = match &exchange.identity {
+            Some(_) => None,
+            None => self.holder(exchange.peer.ip()).await.ok().flatten(),
+        };
+        let pod = pod.filter(|pod| !pod.is_meshed).map(|pod| pod.full_name());
+        let text = |pod| format!("The client is pod {pod}, which has no proxy of the mesh.");
+        pod.into_iter().map(text).collect()
     }
 
     /// The record of the callee's proxy: of the same identifier, or of the opaque connection between
@@ -362,17 +380,17 @@ async fn page_of_demo(socket: &Path, path: &str) -> Result<Page, String> {
     page.map_err(|error| error.to_string())
 }
 
-/// The pods with a proxy in a namespace of a cluster, or in all.
+/// The pods in a namespace of a cluster, or in all.
 async fn in_namespace(cluster: &Cluster, namespace: &str) -> Result<Vec<Pod>, Error> {
     let client = cluster.client.clone();
     let api = match namespace {
         "" => Api::all(client),
         namespace => Api::namespaced(client, namespace),
     };
-    meshed(cluster::list(api, &ListParams::default()).await)
+    active(cluster::list(api, &ListParams::default()).await)
 }
 
-/// The pods with a proxy and this address: among those of all namespaces, or of the own one, if not
+/// The pods with this address: among those of all namespaces, or of the own one, if not
 /// all may be listed.
 async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>, Error> {
     let client = &cluster.client;
@@ -381,25 +399,26 @@ async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>, Er
     if matches!(&listed, Err(kube::Error::Api(status)) if status.code == 403) {
         listed = cluster::list(Api::default_namespaced(client.clone()), &params).await;
     }
-    meshed(listed)
+    active(listed)
 }
 
-fn meshed(listed: kube::Result<Vec<v1::Pod>>) -> Result<Vec<Pod>, Error> {
+fn active(listed: kube::Result<Vec<v1::Pod>>) -> Result<Vec<Pod>, Error> {
     let listed = listed.map_err(|error| Error::Pods(describe_error(error)))?;
-    Ok(pods::meshed(&listed).map(Pod::from).collect())
+    let active = listed.iter().filter(|pod| pods::is_active(pod));
+    Ok(active.map(Pod::from).collect())
 }
 
-/// The pods with a proxy of a demo.
+/// The pods of a demo.
 async fn of_demo(socket: &Path) -> Result<Vec<Pod>, Error> {
     let listed: Result<Vec<socket::Pod>, String> = parsed(page_of_demo(socket, "/pods")).await;
     let listed = listed.map_err(Error::Pods)?;
-    let injected = listed.into_iter().filter(|pod| pod.injected);
-    let pods = injected.map(|pod| Pod {
+    let pods = listed.into_iter().map(|pod| Pod {
         namespace: pod.namespace,
         name: pod.name,
         workload: pod.workload,
         addresses: pod.ips,
         admin_port: 0,
+        is_meshed: pod.injected,
     });
     Ok(pods.collect())
 }

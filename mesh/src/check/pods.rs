@@ -18,7 +18,7 @@ pub(super) const READY_TIMEOUT: u64 = 60;
 const RESTART_PERIOD: u64 = 24 * 3600;
 
 /// Whether the injector has injected a proxy.
-pub(super) fn is_injected(pod: &Pod) -> bool {
+pub(crate) fn is_injected(pod: &Pod) -> bool {
     annotation(pod, STATUS) == Some(STATUS_INJECTED)
 }
 
