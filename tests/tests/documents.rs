@@ -1,6 +1,6 @@
 //! Consistency of documents and code: links, headings, metrics, annotations, error codes, flags.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -322,6 +322,37 @@ fn kubernetes_fields_name_existing_tests() {
     let section = ("## Kubernetes fields", "### Fields without effect");
     let tests = tests_named_in("docs/reference.md", section.0, section.1, "field");
     assert!(tests > 20, "cannot parse docs/reference.md: {tests} tests");
+}
+
+/// The cases of the drills are the rows of the table of faults.
+#[test]
+fn troubleshooting_has_the_row_of_each_fault_of_a_drill() {
+    let mut drilled: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for drill in ["sandbox", "cluster"] {
+        let code = read(Path::new(&format!("tests/tests/{drill}/drill.rs")));
+        for case in code.split("fault: \"").skip(1) {
+            let fault = case.split('"').next().unwrap_or_default().to_owned();
+            let rest = case.split_once("command: \"");
+            let words = rest.expect("a command").1.split([' ', '"']).take(2);
+            let command = format!("`{}`", Vec::from_iter(words).join(" "));
+            drilled.entry(fault).or_default().insert(command);
+        }
+    }
+    let text = read(Path::new("docs/troubleshooting.md"));
+    let table = text.split("| fault | command |").nth(1).expect("a table");
+    let table = table.split("\n\n").next().unwrap_or_default();
+    let cells = |row: &str| {
+        let mut cells = row.split(" | ");
+        let fault = cells.next()?.trim_start_matches("| ").to_owned();
+        let commands = cells.next()?.split(", ").map(str::to_owned);
+        Some((fault, commands.collect()))
+    };
+    let documented: BTreeMap<_, _> = table.lines().skip(2).filter_map(cells).collect();
+    assert_eq!(
+        documented, drilled,
+        "docs/troubleshooting.md and the drills differ"
+    );
+    assert!(drilled.len() >= 20, "{} faults", drilled.len());
 }
 
 #[test]

@@ -9,8 +9,14 @@ use crate::sandbox::programs;
 
 /// Output of `mesh check`; asserts that its exit code matches.
 pub fn check() -> Result<Value> {
+    check_with(&[])
+}
+
+/// The same with more arguments.
+pub fn check_with(arguments: &[&str]) -> Result<Value> {
     let output = Command::new(programs().join("mesh"))
         .args(["check", "--output", "json"])
+        .args(arguments)
         .output()
         .context("cannot start mesh")?;
     let text = String::from_utf8_lossy(&output.stdout);

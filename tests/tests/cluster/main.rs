@@ -4,6 +4,7 @@
 mod admission;
 mod authorization;
 mod check;
+mod drill;
 mod egress;
 mod external;
 mod invalid_routes;
