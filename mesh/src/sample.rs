@@ -31,7 +31,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// After this time, connections are made anew: to new replicas too, and with a valid token.
 const MAX_CONNECTION_AGE: Duration = Duration::from_secs(60);
 
-/// Whom samples are asked of.
+/// The source of samples.
 #[derive(Args, Clone, Debug)]
 #[group(skip)]
 pub struct Arguments {

@@ -42,12 +42,14 @@ fn links_resolve() {
 /// words.
 #[test]
 fn shell_examples_are_commands() {
-    const PROGRAMS: [&str; 12] = [
+    const PROGRAMS: [&str; 15] = [
         "cargo",
         "cat",
         "controller",
         "cp",
         "echo",
+        "export",
+        "kill",
         "kubectl",
         "make",
         "mesh",
@@ -55,6 +57,7 @@ fn shell_examples_are_commands() {
         "sed",
         "test",
         "unshare",
+        "until",
     ];
     let mut invalid = Vec::new();
     for document in documents() {

@@ -34,7 +34,7 @@ pub struct Arguments {
     output: Output,
 }
 
-/// What is shown, and whom it is asked of.
+/// What is shown, and its source.
 #[derive(Args, Clone, Debug)]
 pub struct Selection {
     /// [NAMESPACE/]NAME of a workload or Service [default: all]
