@@ -188,11 +188,12 @@ fn services_lists_endpoints_with_identities_and_watches_them() {
         );
     }
 
-    let wrong = run("SERVICES http-server");
+    let of_default = run("SERVICES http-server");
     assert!(
-        wrong.code == 1 && wrong.stderr.contains("NAMESPACE/NAME"),
-        "{wrong:?}"
+        of_default.code == 1 && of_default.stderr.contains("\"default/http-server\""),
+        "{of_default:?}"
     );
+    assert_eq!(run("SERVICES http-server -n servers").stdout, table);
 
     thread::scope(|scope| {
         let watch = scope.spawn(|| {
