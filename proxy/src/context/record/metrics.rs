@@ -37,13 +37,16 @@ impl ExchangeRecord {
     }
 
     /// Counts whether the application gets the request with a trace, which the proxy may have added, or
-    /// makes it with one. Exports of spans do not count.
+    /// makes it with one, while tracing is on. Exports of spans do not count.
     pub(super) fn count_trace(&self, request: &RequestView<'_>, is_added: bool) {
-        let direction = self.flow.direction;
-        if request.path() != EXPORT_PATH.as_bytes() {
+        let (direction, worker) = (self.flow.direction, &self.flow.worker);
+        let policy = worker.policy();
+        let telemetry = policy.telemetry.as_ref();
+        let is_on = telemetry.is_some_and(|telemetry| telemetry.tracing.is_some());
+        if is_on && request.path() != EXPORT_PATH.as_bytes() {
             let is_added = is_added && direction == Direction::Inbound;
             let is_traced = is_added || SpanContext::of(request).is_some();
-            self.flow.worker.metrics.trace(direction, is_traced);
+            worker.metrics.trace(direction, is_traced);
         }
     }
 

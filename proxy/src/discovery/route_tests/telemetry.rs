@@ -506,11 +506,12 @@ fn without_a_span_and_to_outside_the_field_passes_untouched() {
 }
 
 #[test]
-fn requests_are_counted_by_their_traces_while_tracing_is_off() {
+fn requests_are_counted_by_their_traces_while_tracing_is_on() {
     on_worker(async {
         let (app, _) = app("web").await;
         let mesh = mesh(None, app).await;
         let off = traced(&mesh, app, proto::Telemetry::default()).await;
+        let none = traced(&mesh, app, tracing(0)).await;
         let b3 = format!("b3: {TRACE}-{SPAN}\r\n");
         let export = crate::observe::trace::EXPORT_PATH;
         for direction in [Direction::Inbound, Direction::Outbound] {
@@ -518,11 +519,12 @@ fn requests_are_counted_by_their_traces_while_tracing_is_off() {
                 get(pod.connect_as(direction, Caller::App).await, path, fields).await;
             };
             for fields in [&sampled("01"), &sampled("00"), &b3] {
-                send(&off, "/", fields).await;
+                send(&none, "/", fields).await;
             }
+            send(&none, "/", "").await;
+            send(&none, "/", "traceparent: invalid\r\n").await;
+            send(&none, export, "").await;
             send(&off, "/", "").await;
-            send(&off, "/", "traceparent: invalid\r\n").await;
-            send(&off, export, "").await;
         }
         let counts = |pod: &Pod| {
             let page = pod.worker.metrics.render();
@@ -532,7 +534,8 @@ fn requests_are_counted_by_their_traces_while_tracing_is_off() {
                 value.unwrap().to_owned()
             })
         };
-        assert_eq!(counts(&off), ["3", "3", "2"]);
+        assert_eq!(counts(&none), ["3", "3", "2"]);
+        assert_eq!(counts(&off), ["0", "0", "0"]);
         // The proxy adds a trace for the application.
         let on = traced(&mesh, app, tracing(100)).await;
         for direction in [Direction::Inbound, Direction::Outbound] {
