@@ -283,7 +283,8 @@ impl ExchangeRecord {
         self.responded = Some(Instant::now());
         self.grpc.response(fields);
         // The edits remove it, unless an authenticated proxy sent it.
-        let code = fields.field(MESH_ERROR);
+        let may_be_error = status.as_u16() >= 400 || self.grpc.is_call();
+        let code = may_be_error.then(|| fields.field(MESH_ERROR)).flatten();
         let code = code.and_then(|code| edits.value(MESH_ERROR.as_bytes(), code));
         self.peer_error = code.and_then(|code| Code::of(str::from_utf8(code).ok()?));
         if let Some(edge) = self.edge.take() {
@@ -341,9 +342,9 @@ impl ExchangeRecord {
     fn dump_if_long_lived(&mut self) {
         if self.dump.as_ref().is_some_and(ExchangeDump::is_long_lived) {
             let so_far = Arc::new(self.describe(Instant::now()));
-            self.dump
-                .iter_mut()
-                .for_each(|dump| dump.write(&so_far, true));
+            if let Some(dump) = &mut self.dump {
+                dump.write(&so_far, true);
+            }
         }
     }
 

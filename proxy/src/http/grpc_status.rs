@@ -73,6 +73,11 @@ impl GrpcCall {
         self.status.get_or_insert("CANCELLED");
     }
 
+    /// Whether the request is a gRPC call.
+    pub fn is_call(&self) -> bool {
+        self.is_call
+    }
+
     /// The name of the status. A call that ends without one has failed. Empty: the request is no call.
     pub fn status(&self) -> &'static str {
         let missing = if self.is_call { "UNKNOWN" } else { "" };
