@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use diy_mesh_controller::index::workload::workload;
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId, Recent};
 use diy_mesh_model::state::State;
 use diy_mesh_proto::traffic::Traffic;
@@ -109,12 +108,10 @@ impl From<&v1::Pod> for Pod {
         let ips = first
             .into_iter()
             .chain(ips.into_iter().flatten().map(|one| &one.ip));
-        let name = pod.name_any();
-        let label = |name: &str| pod.labels().get(name).map(String::as_str);
         Self {
             namespace: pod.namespace().unwrap_or_default(),
-            workload: workload(&name, label).to_owned(),
-            name,
+            workload: pods::workload(pod).to_owned(),
+            name: pod.name_any(),
             addresses: ips.filter_map(|ip| ip.parse().ok()).collect(),
             admin_port: pods::admin_port(pod),
             is_meshed: pods::is_injected(pod),

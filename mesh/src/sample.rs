@@ -123,14 +123,14 @@ impl Sampler {
     /// What the proxies saw in their latest interval.
     pub async fn sample(&mut self) -> Result<Sample, Error> {
         let proxies = self.proxies.clone();
-        if self.controllers.is_none() {
-            return Ok(self.asked(proxies.as_ref(), "").await?);
+        if let (None, Some(proxies)) = (&self.controllers, &proxies) {
+            return Ok(self.asked(proxies, "").await?);
         }
         match (self.reported().await, proxies) {
             (Ok(sample), _) => Ok(sample),
             (Err(error), Some(proxies)) if is_unavailable(&error) => {
                 let why = format!(" by port-forward, because no controller responds: {error}");
-                let asked = self.asked(Some(&proxies), &why).await;
+                let asked = self.asked(&proxies, &why).await;
                 asked.map_err(|other| Error::Both(error, other))
             }
             (Err(error), _) => Err(error.into()),
@@ -170,14 +170,7 @@ impl Sampler {
     }
 
     /// What some proxies say, twice: now and before.
-    async fn asked(
-        &mut self,
-        proxies: Option<&Proxies>,
-        why: &str,
-    ) -> Result<Sample, proxies::Error> {
-        let Some(proxies) = proxies else {
-            return Ok(Sample::default());
-        };
+    async fn asked(&mut self, proxies: &Proxies, why: &str) -> Result<Sample, proxies::Error> {
         let all = proxies.all(&self.namespace).await?;
         let mut chosen = in_turns(all.iter().map(|pod| (pod.namespace.clone(), pod)));
         chosen.truncate(MAX_PROXIES);

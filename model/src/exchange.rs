@@ -365,6 +365,12 @@ impl Exchange {
         Code::of(code)
     }
 
+    /// The code of its failure, or of the error of the callee's proxy.
+    pub fn code(&self) -> Option<&str> {
+        let own = self.failure.as_ref().map(|failure| &*failure.code);
+        own.or_else(|| Some(self.peer_error()?.label()))
+    }
+
     /// The first attempt that another one followed, with its number.
     pub fn failed_attempt(&self) -> Option<(usize, &Attempt)> {
         let mut attempts = (1..).zip(&self.course.as_ref()?.attempts);

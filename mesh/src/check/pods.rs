@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_controller::index::workload as index;
 use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
 use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
@@ -37,17 +38,10 @@ pub(super) fn proxy(pod: &Pod) -> Option<&Container> {
     init_container(pod, "proxy")
 }
 
-/// `namespace/name` of the workload of a pod: its controller, for a ReplicaSet without the hash.
-pub(super) fn workload(pod: &Pod) -> String {
-    let mut owners = pod.owner_references().iter();
-    let owner = owners.find(|owner| owner.controller == Some(true));
-    let own = pod.name_any();
-    let owner_name = match owner.map(|owner| (&*owner.kind, &*owner.name)) {
-        Some(("ReplicaSet", name)) => name.rsplit_once('-').map_or(name, |(name, _)| name),
-        Some((_, name)) => name,
-        None => &own,
-    };
-    format!("{}/{owner_name}", pod.namespace().unwrap_or_default())
+/// The name of the workload of a pod.
+pub(crate) fn workload(pod: &Pod) -> &str {
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    index::workload(name, |label| Some(pod.labels().get(label)?))
 }
 
 /// The port of the admin server of the proxy.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
 
 use super::facts::{Fact, Facts};
 use super::{Finding, Findings, pods};
@@ -41,12 +42,17 @@ pub(super) fn count(
             continue;
         };
         let [received, traced, untraced] = METRICS.map(|metric| value(page, metric));
-        let count = counts.entry(pods::workload(pod)).or_default();
+        let count = counts.entry(workload(pod)).or_default();
         count.received = count.received.saturating_add(received);
         count.traced = count.traced.saturating_add(traced);
         count.untraced = count.untraced.saturating_add(untraced);
     }
     counts
+}
+
+fn workload(pod: &Pod) -> String {
+    let namespace = pod.namespace().unwrap_or_default();
+    format!("{namespace}/{}", pods::workload(pod))
 }
 
 fn value(page: &str, metric: &str) -> u64 {
@@ -87,9 +93,7 @@ impl Traces {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
-    use super::super::facts::testing::{meshed, object, ready, unknown_facts};
+    use super::super::facts::testing::{meshed, ready, unknown_facts};
     use super::*;
 
     fn page([received, traced, untraced]: [u64; 3]) -> String {
@@ -101,9 +105,8 @@ mod tests {
 
     fn owned(name: &str) -> Pod {
         let mut pod = meshed(name, ready());
-        pod.metadata.owner_references = Some(vec![object(json!({
-            "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web-5f4c", "uid": "u", "controller": true,
-        }))]);
+        let labels = pod.metadata.labels.get_or_insert_default();
+        labels.insert("pod-template-hash".to_owned(), "5f4c".to_owned());
         pod
     }
 

@@ -284,6 +284,25 @@ mod tests {
         assert_eq!(none, "no requests\n");
     }
 
+    #[test]
+    fn hostile_report_adds_no_lines_and_no_numbers_that_are_none() {
+        let mut hostile = flow(true, "shop\n/a\x1b[2J\u{202e}", u64::MAX);
+        (hostile.failures, hostile.durations) = (u64::MAX, vec![u64::MAX; 1000]);
+        let mut pod = pod("shop/cart", vec![hostile.clone(), hostile]);
+        pod.traffic.milliseconds = 0;
+        let sample = Sample {
+            pods: vec![pod],
+            ..Sample::default()
+        };
+        let text = arguments("mesh").text(&Filter::default(), &sample, Colors::DISABLED);
+        assert_eq!(text.lines().count(), 5, "{text}");
+        let mut controls = text.chars().filter(|one| one.is_control());
+        assert!(controls.all(|one| one == '\n'), "{text:?}");
+        assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
+        let json = arguments("mesh").json(&Filter::default(), &sample);
+        assert!(!json.to_string().contains("null"), "{json}");
+    }
+
     async fn filter(line: &str) -> Filter {
         arguments(line).of.filter().await
     }

@@ -5,7 +5,6 @@ use std::{process::ExitCode, time::Duration};
 
 use anyhow::{Result, bail};
 use clap::Args;
-use diy_mesh_model::code::Code;
 use diy_mesh_model::exchange::{Direction, Exchange, Recent};
 use futures::future::join_all;
 
@@ -157,8 +156,7 @@ fn line(exchange: &Exchange, demo: bool) -> String {
     let (time, subject, ms) = (&exchange.time, exchange.subject(), exchange.duration_ms);
     let direction = exchange.direction.name();
     let mut line = format!("{time} {direction:<8} {subject} {status} {ms:.3} ms {other}");
-    let own = exchange.failure.as_ref().map(|failure| &*failure.code);
-    if let Some(code) = own.or(exchange.peer_error().map(Code::label)) {
+    if let Some(code) = exchange.code() {
         line += &format!(" [{code}]");
     }
     match exchange.id.filter(|_| exchange.is_failure()) {

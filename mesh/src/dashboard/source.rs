@@ -55,13 +55,12 @@ pub struct Line {
     status: Option<String>,
     duration_ms: f64,
     is_failure: bool,
-    /// Why the proxy answered itself.
+    /// The code of the error of a proxy.
     failure: Option<String>,
 }
 
 impl From<&Exchange> for Line {
     fn from(exchange: &Exchange) -> Self {
-        let failure = exchange.failure.as_ref();
         Self {
             id: exchange.id,
             time: exchange.time.clone(),
@@ -71,7 +70,7 @@ impl From<&Exchange> for Line {
             status: exchange.status(),
             duration_ms: exchange.duration_ms,
             is_failure: exchange.is_failure(),
-            failure: failure.map(|failure| failure.code.clone()),
+            failure: exchange.code().map(str::to_owned),
         }
     }
 }
