@@ -1,8 +1,8 @@
 //! The injector: a mutating admission webhook that adds proxy-init and the proxy to pods.
 //!
 //! The path of a review: `server` (HTTPS), `webhook` (limits), `review` (AdmissionReview),
-//! `namespaces` (labels), `patch` (Pod to JSON patch), which uses `annotations`, `settings`,
-//! `containers` and `probes`.
+//! `namespaces` (labels), `patch` (Pod to JSON patch), which uses `annotations`, `other_mesh`,
+//! `settings`, `containers` and `probes`.
 //! `kubernetes` or `ephemeral` provide the serving certificate (`certificate`); `publish` hands it
 //! to `tls` and to `health`.
 //!
@@ -18,6 +18,7 @@ mod health;
 mod kubernetes;
 mod metrics;
 mod namespaces;
+pub mod other_mesh;
 pub mod patch;
 mod pod;
 mod probes;

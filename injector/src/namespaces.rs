@@ -1,5 +1,5 @@
-//! The labels of the namespaces of new pods. Each is read when a pod needs it, and never cached: a
-//! label applies to the next pod, and an error rejects the pod.
+//! The labels and annotations of the namespaces of new pods. Each is read when a pod needs it, and
+//! never cached: a label applies to the next pod, and an error rejects the pod.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -70,10 +70,15 @@ impl Namespaces {
         let metadata = read.unwrap_or_else(|_| Err(timed_out())).map_err(|reason| {
             format!("cannot read the labels of namespace {name:?}, which decide about injection and strictness: {reason}; create the pod again, as its controller does, and run `mesh check` if it fails again")
         })?;
-        let labels = metadata.labels.unwrap_or_default();
-        Ok(NamespaceLabels::of(|label| {
-            labels.get(label).map(String::as_str)
-        }))
+        let ObjectMeta {
+            labels,
+            annotations,
+            ..
+        } = metadata;
+        Ok(NamespaceLabels::of(
+            |name| labels.as_ref()?.get(name).map(String::as_str),
+            |name| annotations.as_ref()?.get(name).map(String::as_str),
+        ))
     }
 
     async fn read(&self, name: &str) -> Result<ObjectMeta, String> {
@@ -137,8 +142,32 @@ mod tests {
                 "metadata": {"name": "shop", "labels": labels},
             });
             let labels = api(200, namespace).labels("shop", CLIENT).await;
-            assert_eq!(labels, Ok(NamespaceLabels { enabled, strict }));
+            let other_mesh = None;
+            let expected = NamespaceLabels {
+                enabled,
+                strict,
+                other_mesh,
+            };
+            assert_eq!(labels, Ok(expected));
         }
+    }
+
+    #[tokio::test]
+    async fn annotations_of_a_namespace_request_another_mesh_only() {
+        let annotations =
+            json!({INJECT: "enabled", INBOUND: "strict", "linkerd.io/inject": "enabled"});
+        let namespace = json!({
+            "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata",
+            "metadata": {"name": "shop", "annotations": annotations},
+        });
+        let labels = api(200, namespace).labels("shop", CLIENT).await;
+        let labels = labels.expect("a response");
+        assert!(labels.other_mesh.is_some());
+        let expected = NamespaceLabels {
+            other_mesh: labels.other_mesh,
+            ..NamespaceLabels::default()
+        };
+        assert_eq!(labels, expected);
     }
 
     #[tokio::test]

@@ -12,6 +12,7 @@ use crate::containers::{
     self, PROXY, PROXY_INIT, PROXY_UID, PROXY_UID_FLAG, Ports, TOKEN_FILE_VARIABLE, TOKEN_VOLUME,
 };
 use crate::diff;
+use crate::other_mesh::{self, OtherMesh};
 use crate::pod::{PodView, annotation, list, name_of};
 use crate::probes::{Previous, Rewriter};
 use crate::settings::{DRAIN, STRICT, SidecarSettings};
@@ -27,22 +28,27 @@ pub struct Candidate<'a> {
     pub labels: Result<NamespaceLabels, &'a str>,
 }
 
-/// The labels of a namespace, which are defaults for its pods. Annotations of a pod take
-/// precedence.
+/// What the labels of a namespace say about its pods, unless a pod says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceLabels {
     /// Pods are injected.
     pub enabled: bool,
     /// Injected pods reject unauthenticated connections.
     pub strict: bool,
+    /// Another mesh injects its proxy, which an annotation of the namespace may request, too.
+    pub other_mesh: Option<&'static OtherMesh>,
 }
 
 impl NamespaceLabels {
-    /// Those of a namespace with these labels.
-    pub fn of<'a>(label: impl Fn(&str) -> Option<&'a str>) -> Self {
+    /// Those of a namespace with these labels and annotations.
+    pub fn of<'a>(
+        label: impl Fn(&str) -> Option<&'a str>,
+        annotation: impl Fn(&str) -> Option<&'a str>,
+    ) -> Self {
         Self {
             enabled: label(annotations::INJECT) == Some("enabled"),
             strict: label(annotations::INBOUND) == Some(STRICT),
+            other_mesh: OtherMesh::of_namespace(|name| label(name).or_else(|| annotation(name))),
         }
     }
 }
@@ -99,6 +105,13 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
         Ok(labels) => labels,
         Err(reason) => return Verdict::Unknown(reason.into()),
     };
+    if let Some(reason) = other_mesh::reason(candidate.pod, labels.other_mesh) {
+        // The webhook of the other mesh may come after the first call of this one.
+        if has_proxy(candidate.pod) {
+            return Verdict::Denied(reason);
+        }
+        return Verdict::Skipped(format!("not injected: {reason}"));
+    }
     match inject(settings, candidate.pod, labels) {
         Ok(injection) => Verdict::Injected(Box::new(injection)),
         Err(mut problems) => {
@@ -111,10 +124,10 @@ pub fn decide(settings: &Settings, candidate: Candidate<'_>) -> Verdict {
 /// Decides about a pod to which ephemeral containers are added. Injected pods reject those that
 /// would bypass the proxy.
 pub fn decide_ephemeral_containers(pod: &Value) -> Verdict {
-    let spec = pod.get("spec").unwrap_or(&Value::Null);
-    if !list(spec, "initContainers").iter().any(is_injected) {
+    if !has_proxy(pod) {
         return Verdict::NotRequested;
     }
+    let spec = pod.get("spec").unwrap_or(&Value::Null);
     let mut problems: Vec<_> =
         user_conflicts(pod, list(spec, "ephemeralContainers").iter()).collect();
     if problems.is_empty() {
@@ -347,6 +360,12 @@ fn user_conflicts<'a>(
                 quoted(name_of(container))
             )
         })
+}
+
+/// Whether a pod is injected.
+fn has_proxy(pod: &Value) -> bool {
+    let spec = pod.get("spec").unwrap_or(&Value::Null);
+    list(spec, "initContainers").iter().any(is_injected)
 }
 
 /// Whether this or an earlier version of the injector added an init container.

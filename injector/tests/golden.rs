@@ -3,11 +3,13 @@
 //! `UPDATE_GOLDEN=1 cargo test -p diy-mesh-injector --test golden` rewrites the verdicts; review
 //! the diff.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
 use diy_mesh_injector::config::{Config, Flags, Settings};
+use diy_mesh_injector::other_mesh::OtherMesh;
 use diy_mesh_injector::patch::{Candidate, NamespaceLabels, Verdict, decide};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -24,6 +26,8 @@ struct Golden {
     enabled_namespace: bool,
     #[serde(default)]
     strict_namespace: bool,
+    #[serde(default)]
+    namespace_annotations: BTreeMap<String, String>,
     input: Value,
     #[serde(flatten)]
     expected: Value,
@@ -59,6 +63,9 @@ fn verdict(golden: &Golden) -> Verdict {
     let labels = NamespaceLabels {
         enabled: golden.enabled_namespace,
         strict: golden.strict_namespace,
+        other_mesh: OtherMesh::of_namespace(|name| {
+            golden.namespace_annotations.get(name).map(String::as_str)
+        }),
     };
     decide(
         &settings(),

@@ -27,6 +27,7 @@ fn verdict(pod: &Value, strict: bool) -> Verdict {
             labels: Ok(NamespaceLabels {
                 enabled: true,
                 strict,
+                other_mesh: None,
             }),
         },
     )

@@ -64,7 +64,11 @@ pub fn inject(objects: &mut Vec<Value>, mesh: &str) -> Vec<String> {
     let (mut pods, mut problems) = (Vec::new(), Vec::new());
     for pod in objects.iter().filter_map(pod) {
         let namespace = namespace(&pod).to_owned();
-        let labels = NamespaceLabels::of(|label| labels(objects, &namespace)?[label].as_str());
+        let namespaced = metadata_of_namespace(objects, &namespace);
+        let labels = NamespaceLabels::of(
+            |name| namespaced?["labels"][name].as_str(),
+            |name| namespaced?["annotations"][name].as_str(),
+        );
         let candidate = Candidate {
             pod: &pod,
             namespace: &namespace,
@@ -92,13 +96,13 @@ pub(crate) fn namespace(object: &Value) -> &str {
         .unwrap_or("default")
 }
 
-/// The labels of a namespace that is among the objects.
-fn labels<'a>(objects: &'a [Value], name: &str) -> Option<&'a Value> {
+/// The metadata of a namespace that is among the objects.
+fn metadata_of_namespace<'a>(objects: &'a [Value], name: &str) -> Option<&'a Value> {
     let mut namespaces = objects
         .iter()
         .filter(|object| object["kind"] == "Namespace");
     let namespace = namespaces.find(|object| object["metadata"]["name"] == name)?;
-    Some(&namespace["metadata"]["labels"])
+    Some(&namespace["metadata"])
 }
 
 /// A pod, or that of a workload.

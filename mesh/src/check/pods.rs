@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use diy_mesh_controller::index::workload as index;
 use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
 use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
+use diy_mesh_injector::other_mesh::OtherMesh;
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
 use kube::ResourceExt;
 
@@ -153,10 +154,13 @@ fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
     if annotation(pod, "kubernetes.io/config.mirror").is_some() {
         return Some("it is a static pod");
     }
-    spec.os
-        .as_ref()
-        .filter(|os| os.name == "windows")
-        .map(|_| "it runs on Windows")
+    if spec.os.as_ref().is_some_and(|os| os.name == "windows") {
+        return Some("it runs on Windows");
+    }
+    let mut init_containers = spec.init_containers.iter().flatten();
+    init_containers
+        .any(|container| OtherMesh::of_init_container(&container.name).is_some())
+        .then_some("it is in another mesh")
 }
 
 /// Proxies are ready, and have not restarted.
@@ -301,9 +305,16 @@ mod tests {
         host.spec.as_mut().unwrap().host_network = Some(true);
         let mut done = pod("done", json!({INJECT: "true"}));
         done.status.as_mut().unwrap().phase = Some("Succeeded".into());
-        let findings = injected(&facts(vec![host, done], json!({}))).unwrap();
+        let mut other = pod("other", json!({INJECT: "true"}));
+        let init = serde_json::from_value(json!([{"name": "linkerd-init"}]));
+        other.spec.as_mut().unwrap().init_containers = init.unwrap();
+        let findings = injected(&facts(vec![host, done, other], json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
-        assert_eq!(findings[0].details, ["shop/host: it uses the host network"]);
+        let reasons = [
+            "shop/host: it uses the host network",
+            "shop/other: it is in another mesh",
+        ];
+        assert_eq!(findings[0].details, reasons);
         assert_eq!(
             injected(&facts(vec![], json!({}))).unwrap()[0].level,
             Level::Ok
