@@ -50,10 +50,21 @@ fn label_of_a_namespace_decides_about_the_next_pod() -> Result<()> {
 #[test]
 fn pods_that_are_not_injected_cause_events_about_their_controllers() -> Result<()> {
     in_namespace("events", |namespace| {
-        for (name, setting, value, reason) in [
-            ("denied", "max-connection-age", "never", "AdmissionDenied"),
-            ("typo", "inbund", "strict", "InjectionWarning"),
-            ("unclear", "inject", "yes", "NotInjected"),
+        for (name, annotation, value, reason) in [
+            (
+                "denied",
+                "diy-service-mesh/max-connection-age",
+                "never",
+                "AdmissionDenied",
+            ),
+            (
+                "typo",
+                "diy-service-mesh/inbund",
+                "strict",
+                "InjectionWarning",
+            ),
+            ("unclear", "diy-service-mesh/inject", "yes", "NotInjected"),
+            ("elsewhere", "linkerd.io/inject", "enabled", "NotInjected"),
         ] {
             let app = App {
                 name,
@@ -61,14 +72,15 @@ fn pods_that_are_not_injected_cause_events_about_their_controllers() -> Result<(
             };
             let mut deployment: Value = serde_json::from_str(&app.deployment())?;
             let annotations = &mut deployment["spec"]["template"]["metadata"]["annotations"];
-            annotations[format!("diy-service-mesh/{setting}")] = json!(value);
+            annotations[annotation] = json!(value);
             namespace.apply(&deployment.to_string())?;
             let field = format!("reason={reason},involvedObject.kind=ReplicaSet");
             wait_for(reason, || {
                 let names = ["get", "events", "--field-selector", &field];
                 let output = "jsonpath={.items[*].involvedObject.name}";
                 let names = namespace.kubectl(&[&names[..], &["-o", output]].concat())?;
-                Ok(names.starts_with(name).then_some(()))
+                let mut names = names.split(' ');
+                Ok(names.any(|one| one.starts_with(name)).then_some(()))
             })?;
         }
         Ok(())

@@ -19,3 +19,4 @@ mod traffic_shift;
 mod walkthrough;
 mod why;
 mod xbackend;
+mod your_own_app;
