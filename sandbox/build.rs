@@ -1,4 +1,4 @@
-//! Embeds the manifests in the library.
+//! Embeds the manifests in the library, but the chart, which is generated from them.
 
 use std::{env, fs, io, path::Path};
 
@@ -20,6 +20,9 @@ fn main() -> io::Result<()> {
 fn collect(root: &Path, folder: &Path, entries: &mut Vec<(String, String)>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
+        if path.ends_with("manifests/chart") {
+            continue;
+        }
         if path.is_dir() {
             collect(root, &path, entries)?;
         } else if path

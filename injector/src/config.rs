@@ -38,9 +38,12 @@ pub struct Flags {
     #[arg(long, env, value_name = "URL", value_parser = controller_url)]
     pub controller_address: Option<String>,
     /// Identity that proxies expect in the controller's certificate
-    /// [default: `spiffe://cluster.local/ns/POD_NAMESPACE/sa/controller`]
+    /// [default: `spiffe://TRUST_DOMAIN/ns/POD_NAMESPACE/sa/controller`]
     #[arg(long, env, value_name = "SPIFFE-ID")]
     pub controller_identity: Option<Identity>,
+    /// Trust domain of the controller
+    #[arg(long, env, value_name = "DOMAIN", value_parser = trust_domain, default_value = TRUST_DOMAIN)]
+    pub trust_domain: String,
     /// The defaults of proxies.
     #[command(flatten)]
     pub proxy: SidecarSettings,
@@ -212,8 +215,8 @@ impl Config {
         let default_address =
             || format!("https://controller.{mesh_namespace}.svc.cluster.local.:8080");
         let identity = flags.controller_identity.unwrap_or_else(|| {
-            Identity::new(TRUST_DOMAIN, &mesh_namespace, "controller")
-                .expect("a namespace is valid in an identity")
+            Identity::new(&flags.trust_domain, &mesh_namespace, "controller")
+                .expect("trust domain and namespace are valid in an identity")
         });
         let has_images =
             flags.image_to_deploy_proxy.is_some() && flags.image_to_deploy_proxy_init.is_some();
@@ -256,6 +259,13 @@ fn controller_url(value: &str) -> Result<String, &'static str> {
         Ok(uri) if uri.scheme_str() == Some("https") && uri.host().is_some() => Ok(value.into()),
         _ => Err("expected an https URL, such as https://controller:8080"),
     }
+}
+
+fn trust_domain(value: &str) -> Result<String, String> {
+    let identity = Identity::new(value, "namespace", "name");
+    identity
+        .map(|_| value.into())
+        .map_err(|error| error.to_string())
 }
 
 /// Accepts the name of a namespace.

@@ -10,6 +10,7 @@ pub mod edges;
 pub mod egress;
 pub mod files;
 pub mod identity;
+pub mod install;
 pub mod plan;
 pub mod proxies;
 pub mod routes;

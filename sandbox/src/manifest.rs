@@ -98,14 +98,20 @@ impl Files {
         }
     }
 
+    /// The objects of the kustomization of a directory.
+    pub fn kustomization(&self, directory: &str) -> Result<Vec<Value>, Error> {
+        self.kustomize(Path::new(directory), &mut Vec::new())
+    }
+
     fn kustomize(&self, directory: &Path, seen: &mut Vec<PathBuf>) -> Result<Vec<Value>, Error> {
         let path = directory.join(KUSTOMIZATION);
         if seen.contains(&path) {
             return Ok(Vec::new());
         }
         seen.push(path.clone());
+        let text = self.0.get(&path).ok_or(Error::Empty)?;
         let kustomization: Kustomization =
-            serde_yaml_ng::from_str(&self.0[&path]).map_err(|error| invalid(&path, error))?;
+            serde_yaml_ng::from_str(text).map_err(|error| invalid(&path, error))?;
         let mut objects = Vec::new();
         for resource in &kustomization.resources {
             let target = normalize(&directory.join(resource));

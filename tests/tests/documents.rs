@@ -425,6 +425,7 @@ fn reference_lists_all_flags() {
         ("mesh dashboard", &["mesh", "dashboard", "--help"]),
         ("mesh egress", &["mesh", "egress", "--help"]),
         ("mesh identity", &["mesh", "identity", "--help"]),
+        ("mesh install", &["mesh", "install", "--help"]),
         ("mesh plan", &["mesh", "plan", "--help"]),
         ("mesh proxy", &["mesh", "proxy", "--help"]),
         ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),

@@ -264,8 +264,10 @@ fn image_builds_see_every_workspace_member() {
 
 #[test]
 fn every_image_of_the_manifests_is_built() {
+    // Those of the chart are templates.
     let manifests = files("manifests")
         .into_iter()
+        .filter(|path| !path.starts_with("manifests/chart"))
         .map(|path| read(&path))
         .collect::<String>();
     let images: BTreeSet<_> = manifests

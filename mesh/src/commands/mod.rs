@@ -6,6 +6,7 @@ pub mod dashboard;
 pub mod demo;
 pub mod egress;
 pub mod identity;
+pub mod install;
 pub mod plan;
 pub mod proxy;
 pub mod rotate_root;
@@ -59,6 +60,8 @@ enum Command {
     Egress(egress::Arguments),
     /// Show the trust roots, the root rotation and the certificates of the workloads
     Identity(identity::Arguments),
+    /// Print the objects of the mesh, for `kubectl apply -f -` or a repository
+    Install(install::Arguments),
     /// Tell what policies, or strict mode, would have denied of the calls that were seen
     Plan(plan::Arguments),
     /// Show what is in force in the proxy of a pod: endpoints, routes, policies, certificate
@@ -98,6 +101,7 @@ impl Command {
             Self::Dashboard(arguments) => Ok(dashboard::run(&arguments)),
             Self::Egress(arguments) => Ok(egress::run(&arguments)),
             Self::Identity(arguments) => identity::run(&arguments),
+            Self::Install(arguments) => install::run(&arguments),
             Self::Plan(arguments) => Ok(plan::run(&arguments)),
             Self::Proxy(arguments) => Ok(proxy::run(&arguments)),
             Self::RotateRoot(arguments) => rotate_root::run(&arguments),
