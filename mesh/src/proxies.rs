@@ -92,11 +92,9 @@ impl Pod {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// Whether this is its name, or that of what created it.
+    /// Whether this is its name, or that of its workload.
     fn is_named(&self, namespace: &str, name: &str) -> bool {
-        let rest = self.name.strip_prefix(name);
-        self.namespace == namespace
-            && rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+        self.namespace == namespace && [&*self.name, &*self.workload].contains(&name)
     }
 }
 
@@ -428,13 +426,16 @@ mod tests {
 
     #[test]
     fn pods_have_the_names_of_their_workloads() {
-        let pod = Pod::from(&pod("web-7f-abc"));
+        let mut created = pod("web-api-7f-abc");
+        let hash = ("pod-template-hash".into(), "7f".into());
+        created.metadata.labels = Some([hash].into());
+        let pod = Pod::from(&created);
         for (namespace, name, expected) in [
-            ("shop", "web-7f-abc", true),
-            ("shop", "web", true),
-            ("shop", "we", false),
-            ("shop", "web-7f-abc-1", false),
-            ("other", "web", false),
+            ("shop", "web-api-7f-abc", true),
+            ("shop", "web-api", true),
+            ("shop", "web", false),
+            ("shop", "web-api-7f", false),
+            ("other", "web-api", false),
         ] {
             assert_eq!(
                 pod.is_named(namespace, name),

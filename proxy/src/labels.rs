@@ -73,7 +73,7 @@ impl TlsKind {
 pub enum ErrorType {
     /// It did not fail.
     None,
-    /// The proxy could not carry it to its end: the code.
+    /// This proxy, or that of the callee, could not carry it to its end: the code.
     Mesh(&'static str),
     /// By its HTTP status.
     Status,
@@ -84,7 +84,7 @@ pub enum ErrorType {
 }
 
 impl ErrorType {
-    /// The error of a request that ended. `grpc`: its gRPC status, if it is a call. `is_complete`:
+    /// The error of a request that ended. `code`: of the proxy that failed it. `grpc`: its gRPC status, if it is a call. `is_complete`:
     /// no part of its response is missing, unless the client left.
     pub fn of(
         code: Option<&'static str>,
@@ -100,6 +100,12 @@ impl ErrorType {
             _ if grpc == "CANCELLED" => Self::None,
             _ => Self::Other,
         }
+    }
+
+    /// Whether the request failed, as access logs, recent exchanges and reports of traffic see it: also
+    /// by a gRPC status that is no error of the server.
+    pub fn is_failure(self, grpc: &str) -> bool {
+        self != Self::None || !matches!(grpc, "" | "OK")
     }
 
     /// The value of the label. The others are those of the labels of the statuses.

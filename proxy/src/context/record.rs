@@ -22,7 +22,7 @@ use crate::http::grpc_status::GrpcCall;
 use crate::http::reply::LocalReply;
 use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
-use crate::labels::{self, OTHER_VALUE, Verdict};
+use crate::labels::{self, ErrorType, OTHER_VALUE, Verdict};
 use crate::observe::dump::{self, ExchangeDump};
 use crate::observe::ended::{Attempt, Cause, Ended, fail_attempt, request_line};
 use crate::protocol::HttpVersion;
@@ -187,13 +187,10 @@ impl ExchangeRecord {
         self.failure.is_none() && (self.is_broken || self.status.is_none())
     }
 
-    /// The exchange failed, as access logs and recent exchanges see it.
-    fn is_failure(&self) -> bool {
-        self.failure.is_some()
-            || self.peer_error.is_some()
-            || self.is_incomplete()
-            || self.status.is_some_and(|status| status.is_server_error())
-            || !matches!(self.grpc.status(), "" | "OK")
+    /// Why it failed: by this proxy, by that of the callee, or by its response.
+    fn error_type(&self) -> ErrorType {
+        let code = self.code().or(self.peer_error.map(Code::label));
+        ErrorType::of(code, self.status, self.grpc.status(), !self.is_broken)
     }
 
     /// The rule of the request and the backend that it chose, for dumps and logs.
@@ -360,7 +357,7 @@ impl ExchangeRecord {
             line: self.line.clone(),
             status: self.status,
             grpc: self.grpc.status(),
-            is_failure: self.is_failure(),
+            is_failure: self.error_type().is_failure(self.grpc.status()),
             is_incomplete: self.is_incomplete(),
             transfer: self.transfer,
             upgraded: self.upgraded,

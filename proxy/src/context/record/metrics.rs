@@ -10,7 +10,7 @@ use super::ExchangeRecord;
 use crate::context::flow::Flow;
 use crate::http::trace_context::SpanContext;
 use crate::http::view::RequestView;
-use crate::labels::{ErrorType, Peer, TlsKind};
+use crate::labels::{Peer, TlsKind};
 use crate::observe::metrics::RequestLabels;
 use crate::observe::trace::EXPORT_PATH;
 use crate::upstream::balance::Endpoint;
@@ -19,7 +19,6 @@ impl ExchangeRecord {
     /// Counts the exchange, which took so long and has ended now.
     pub(super) fn count(&self, took: Duration, now: Instant) {
         let flow = &*self.flow;
-        let grpc = self.grpc.status();
         let rule = self.rule.as_ref();
         let labels = RequestLabels {
             direction: flow.direction,
@@ -27,8 +26,8 @@ impl ExchangeRecord {
             peer: self.peer(),
             method: self.method,
             status: self.status.map_or(0, |status| status.as_u16()),
-            grpc,
-            error: ErrorType::of(self.code(), self.status, grpc, !self.is_broken),
+            grpc: self.grpc.status(),
+            error: self.error_type(),
             tls: tls(&self.flow, self.endpoint.as_ref()),
         };
         let bytes = [self.transfer.sent, self.transfer.received];

@@ -12,7 +12,7 @@ use crate::context::flow::Flow;
 use crate::http::trace_context::SpanContext;
 use crate::http::view::RequestView;
 use crate::inbound::policy::Caller;
-use crate::labels::{self, ErrorType, OTHER_VALUE};
+use crate::labels::{self, OTHER_VALUE};
 use crate::observe::dump::mask;
 use crate::observe::trace::{EXPORT_PATH, Started, number, text};
 use crate::upstream::balance::Backend;
@@ -173,9 +173,8 @@ impl ExchangeRecord {
     fn error(&self) -> &str {
         let grpc = self.grpc.status();
         let status = self.status.as_ref().map_or("", StatusCode::as_str);
-        let error = ErrorType::of(self.code(), self.status, grpc, !self.is_broken);
         let is_client = self.flow.direction == Direction::Outbound;
-        match error.value(status, grpc) {
+        match self.error_type().value(status, grpc) {
             "" if is_client && !matches!(grpc, "" | "OK") => grpc,
             "" if is_client && status.starts_with('4') => status,
             error => error,

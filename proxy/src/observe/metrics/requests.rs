@@ -117,7 +117,7 @@ impl Requests {
         let mut flows = BTreeMap::<_, Flow>::new();
         for (labels, set) in self.counts.all() {
             let count = set.value().load(Relaxed);
-            let (is_failure, tls) = (labels.is_failure(), labels.tls);
+            let (is_failure, tls) = (labels.error.is_failure(labels.grpc), labels.tls);
             let key = (labels.direction as usize, labels.route, labels.peer);
             let flow = flows.entry(key).or_default();
             flow.requests += count;
@@ -205,11 +205,6 @@ impl RequestLabels {
             route: self.route.clone(),
             peer: self.peer.clone(),
         }
-    }
-
-    /// As access logs and recent exchanges see it.
-    fn is_failure(&self) -> bool {
-        self.error != ErrorType::None || !matches!(self.grpc, "" | "OK")
     }
 
     fn status_text(&self) -> String {
