@@ -13,6 +13,7 @@ use crate::observe::recent::testing::without_ids;
 use crate::secure::tls::Alpn;
 use crate::upstream::connect::{Dialer, Remote};
 use diy_mesh_model::code::Code;
+use diy_mesh_proto::traffic::Flow;
 
 /// A meshed endpoint that records the heads of requests between the proxies. It answers each with
 /// 200.
@@ -211,6 +212,15 @@ fn error_of_the_callees_proxy_is_a_failure_at_both_proxies_and_none_of_its_appli
             let own = callee.failure.map(|failure| failure.code);
             assert_eq!(own.as_deref(), error.map(Code::label));
             assert!(caller.failure.is_none());
+        }
+        for side in [&service.caller, &service.endpoints[0]] {
+            let now = std::time::Instant::now();
+            let flows = side.worker.metrics.requests.traffic(now).flows;
+            let total = |count: fn(&Flow) -> u64| flows.iter().map(count).sum::<u64>();
+            assert_eq!(
+                [total(|one| one.requests), total(|one| one.failures)],
+                [2, 1]
+            );
         }
     });
 }
