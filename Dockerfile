@@ -22,7 +22,7 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
  && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/ \
  && mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
 
-# iptables for proxy-init: the multi-call binaries of both backends with their libraries and extensions. Certificates of public CAs for the
+# iptables for proxy-init-iptables: the multi-call binaries of both backends with their libraries and extensions. Certificates of public CAs for the
 # controller, which fetches keys of token issuers.
 FROM debian:bookworm-slim AS debian
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates iptables
@@ -54,9 +54,13 @@ ENTRYPOINT ["/usr/local/bin/proxy"]
 # Runs as root: the kernel requires it to load redirect rules.
 FROM run AS proxy-init
 USER 0
-COPY --from=debian /out/ /
 COPY --from=build /out/proxy-init /usr/local/bin/
 ENTRYPOINT ["/usr/local/bin/proxy-init"]
+
+# The same for kernels without nf_tables: the image diy-sm-proxy-init:TAG-iptables.
+FROM proxy-init AS proxy-init-iptables
+COPY --from=debian /out/ /
+ENTRYPOINT ["/usr/local/bin/proxy-init", "--iptables"]
 
 FROM run AS http-client
 COPY --from=build /out/http-client /usr/local/bin/

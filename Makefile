@@ -37,7 +37,7 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 	@cargo build --bins
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
-test: MORE := openssl:openssl c++:g++ promtool:prometheus chromium:chromium
+test: MORE := openssl:openssl c++:g++ promtool:prometheus chromium:chromium nft:nftables
 test: tools ## run all tests that need no cluster; tests in namespaces need root
 	@cargo build --workspace --bins
 	@.ci/totals cargo test --config 'target."cfg(unix)".runner=".ci/test-program"' --workspace --no-fail-fast
@@ -117,11 +117,12 @@ bench-scale: tools ## measure the control plane with 100 to 5,000 subscribed pro
 
 images: ## build all images with the Dockerfile (DOCKER_BUILD='docker build')
 	@for app in $(APPS); do echo "image diy-sm-$$app:$(TAG)"; $(DOCKER_BUILD) -t "diy-sm-$$app:$(TAG)" --target "$$app" .; done
+	@$(DOCKER_BUILD) -t "diy-sm-proxy-init:$(TAG)-iptables" --target proxy-init-iptables .
 
 dev-images: tools ## build all images from the programs of make test, faster than images (IMAGE=PROGRAM)
 	@[[ -n "$(IMAGE)" ]] || { echo "dev-images: IMAGE is not set. Run: make dev-images IMAGE=PROGRAM, which is called as PROGRAM NAME:TAG FILE[=PATH]..." >&2; exit 2; }
 	@cargo build --workspace --bins # a smaller selection has other features and compiles most crates again
-	@for app in $(APPS); do files=; [[ $$app != proxy-init ]] || files="$(IPTABLES)"; $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app" $$files; done
+	@for app in $(APPS); do $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app"; done
 
 previous-images: ## build the mesh's images of the commit in tests/previous-release, with the tag "previous"
 	@rm -rf $(TARGET_DIR)/previous && mkdir -p $(TARGET_DIR)/previous
@@ -133,9 +134,6 @@ load: ## load the images into the cluster (LOAD='kind load docker-image')
 
 load-previous: ## load the images of the previous release into the cluster (LOAD='kind load docker-image')
 	@$(LOAD) $(MESH:%=diy-sm-%:previous)
-
-# Both iptables backends for proxy-init.
-IPTABLES := $(foreach backend,nft legacy,/usr/sbin/xtables-$(backend)-multi=/usr/sbin/xtables-$(backend)-multi)
 
 # `make fuzz` uses a separate target directory with coverage instrumentation. The explicit --target excludes build scripts and macros from
 # it.

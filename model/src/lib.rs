@@ -8,6 +8,7 @@ pub mod escape;
 pub mod exchange;
 mod exchange_id;
 pub mod identity;
+pub mod interfaces;
 pub mod ports;
 pub mod sidecar;
 pub mod state;

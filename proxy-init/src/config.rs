@@ -19,7 +19,8 @@ const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
     about = "Redirects the TCP traffic of a network namespace to the proxy",
     long_about = "Redirects the IPv4 and IPv6 TCP traffic of its network namespace to the proxy, then exits.\n\n\
                   Loopback traffic, the proxy's own connections, the admin port, skipped ports and all protocols other than TCP are \
-                  not redirected: UDP never passes the proxy. With --outbound-udp=dns, UDP that is neither DNS nor a reply is refused. Requires the capabilities NET_ADMIN and NET_RAW. Idempotent."
+                  not redirected: UDP never passes the proxy. With --outbound-udp=dns, UDP that is neither DNS nor a reply is refused. Replaces the table diy-service-mesh of nftables in one transaction. Requires the capability NET_ADMIN, \
+                  and with --iptables NET_RAW. Idempotent."
 )]
 pub struct Config {
     /// Proxy port that accepts inbound connections
@@ -56,6 +57,9 @@ pub struct Config {
     /// Outbound UDP: all, or dns: only to port 53 of the nameservers in /etc/resolv.conf
     #[arg(long, value_name = "WHICH", default_value_t, hide_default_value = true)]
     pub outbound_udp: OutboundUdp,
+    /// Set the rules with the programs of iptables, for kernels without nf_tables
+    #[arg(long)]
+    pub iptables: bool,
     /// Print the rules of both address families and change nothing; requires no privileges
     #[arg(long)]
     pub dry_run: bool,
@@ -101,6 +105,7 @@ impl Config {
             skip_inbound_ports: "25,9000-9100".parse().expect("valid"),
             skip_outbound_ports: "3306".parse().expect("valid"),
             outbound_udp: OutboundUdp::All,
+            iptables: false,
             dry_run: false,
             search_path: search_path(),
         }

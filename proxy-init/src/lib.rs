@@ -1,26 +1,29 @@
 //! Redirect rules of one network namespace: flags ([`config`]) become rules ([`rules`]), which
-//! [`apply`] loads.
+//! [`nftables`] loads, or [`iptables`] where the kernel has no nf_tables.
 //!
 //! Inbound TCP is redirected to the proxy's inbound port, outbound TCP to its outbound port, for
 //! IPv4 and IPv6. UDP and other protocols are not redirected. Outbound UDP can be restricted to DNS:
-//! to the [`resolvers`] of the pod. A run is idempotent, and loads the rules of one table of one
-//! address family atomically. The program exits after that; it uses neither the network nor the
-//! Kubernetes API.
+//! to the [`resolvers`] of the pod. A run is idempotent. nftables takes all rules in one transaction,
+//! iptables those of one table of one address family. The program exits after that; it uses neither
+//! the network nor the Kubernetes API.
 
-pub mod apply;
 pub mod config;
+pub mod iptables;
+pub mod nftables;
 pub mod resolvers;
 pub mod rules;
 
 use std::fmt::Write;
 use std::net::IpAddr;
 
+use diy_mesh_model::interfaces::has_global_ipv6_address;
 use diy_mesh_model::ports::PortSet;
 use diy_mesh_model::sidecar::OutboundUdp;
 use thiserror::Error;
 
 use crate::config::Config;
-use crate::rules::{Family, Rules};
+use crate::iptables::{Family, Rules, programs};
+use crate::rules::Chain;
 
 /// Error of a run.
 #[derive(Debug, Error)]
@@ -31,15 +34,18 @@ pub enum Error {
          or set the annotation diy-service-mesh/outbound-udp to all"
     )]
     Resolvers(#[from] resolvers::Error),
-    /// The IPv4 rules could not be loaded.
+    /// The table of nftables could not be loaded.
+    #[error("cannot set the redirect rules: {0}")]
+    Nftables(#[from] nftables::Error),
+    /// The IPv4 rules of iptables could not be loaded.
     #[error("cannot set the IPv4 rules: {0}")]
-    Ipv4(apply::Error),
-    /// The IPv6 rules could not be loaded, and the pod has an IPv6 address.
+    Ipv4(programs::Error),
+    /// The IPv6 rules of iptables could not be loaded, and the pod has an IPv6 address.
     #[error(
         "cannot set the IPv6 rules: {0}; this pod has an IPv6 address whose traffic would bypass the proxy: \
          provide the nat table of ip6tables on the node, or remove the pod's IPv6 address"
     )]
-    Ipv6(apply::Error),
+    Ipv6(programs::Error),
 }
 
 /// Sets the rules, or only prints them on a dry run, and returns the report for standard output.
@@ -49,27 +55,35 @@ pub fn run(config: &Config) -> Result<String, Error> {
         OutboundUdp::Dns => Some(resolvers::read()?),
     };
     let resolvers = resolvers.as_deref();
-    let rules = |family| Rules::new(config, resolvers, family);
-    if config.dry_run {
-        return Ok(dry_run(rules));
-    }
-    let ipv4 = apply::apply(&rules(Family::V4), &config.search_path).map_err(Error::Ipv4)?;
-    let ipv6 = match apply::apply(&rules(Family::V6), &config.search_path) {
+    let chains = rules::chains(config, resolvers);
+    let result = match (config.iptables, config.dry_run) {
+        (false, true) => return Ok(nftables::text(&chains)),
+        (true, true) => return Ok(iptables_text(&chains)),
+        (false, false) => {
+            nftables::apply(&chains)?;
+            "IPv4 and IPv6: set by nftables\n".to_owned()
+        }
+        (true, false) => set_by_iptables(config, &chains)?,
+    };
+    Ok(summary(config, resolvers) + &result)
+}
+
+fn set_by_iptables(config: &Config, chains: &[Chain]) -> Result<String, Error> {
+    let set = |family| programs::apply(&Rules::new(chains, family), &config.search_path);
+    let ipv4 = set(Family::V4).map_err(Error::Ipv4)?;
+    let ipv6 = match set(Family::V6) {
         Ok(backend) => format!("IPv6: set by {backend}"),
-        Err(error) if apply::has_ipv6_address() => return Err(Error::Ipv6(error)),
+        Err(error) if has_global_ipv6_address() => return Err(Error::Ipv6(error)),
         Err(error) => format!("IPv6: skipped, this pod has no IPv6 address: {error}"),
     };
-    Ok(format!(
-        "{}IPv4: set by {ipv4}\n{ipv6}\n",
-        summary(config, resolvers)
-    ))
+    Ok(format!("IPv4: set by {ipv4}\n{ipv6}\n"))
 }
 
 /// Input of iptables-restore for a namespace without rules, for both address families.
-fn dry_run(rules: impl Fn(Family) -> Rules) -> String {
+fn iptables_text(chains: &[Chain]) -> String {
     let mut text = String::new();
     for family in [Family::V4, Family::V6] {
-        let input = rules(family).restore_input("");
+        let input = Rules::new(chains, family).restore_input("");
         writeln!(
             text,
             "# {family}, for {}-restore --noflush",

@@ -15,17 +15,19 @@ const FLAGS: [&str; 8] = [
 
 #[test]
 fn dry_run_prints_rules_of_both_families() {
-    let output = run(&[
-        &FLAGS[..],
-        &[
-            "--skip-inbound-ports",
-            "25,9000-9100",
-            "--skip-outbound-ports",
-            "3306",
-            "--dry-run",
-        ],
-    ]
-    .concat());
+    let dry_run = [
+        "--skip-inbound-ports",
+        "25,9000-9100",
+        "--skip-outbound-ports",
+        "3306",
+        "--dry-run",
+    ];
+    let output = run(&[&FLAGS[..], &dry_run].concat());
+    assert!(output.status.success());
+    let expected = include_str!("golden/nftables.rules");
+    assert_eq!(String::from_utf8(output.stdout).expect("UTF-8"), expected);
+
+    let output = run(&[&FLAGS[..], &dry_run, &["--iptables"]].concat());
     assert!(output.status.success());
     let (ipv4, ipv6) = (
         include_str!("golden/ipv4.rules"),

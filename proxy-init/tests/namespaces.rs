@@ -1,5 +1,5 @@
-//! proxy-init in real network namespaces with both iptables backends: the loaded rules, and the
-//! resulting redirects.
+//! proxy-init in real network namespaces, with nftables and with both backends of iptables: the loaded
+//! rules, and the resulting redirects.
 
 mod support;
 
@@ -8,6 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::process::Command;
 
+use diy_mesh_proxy_init::nftables;
+use diy_mesh_proxy_init::rules::{Chain, Condition, Packets, Rule, Verdict};
 use nix::sys::socket::{setsockopt, sockopt::BindToDevice};
 use support::{
     Namespace, PROXY_INIT, backend_programs, can_create_namespaces, programs, receive, script, text,
@@ -29,18 +31,21 @@ const SKIPS: [&str; 4] = [
     "--skip-outbound-ports",
     "3306",
 ];
-const BACKENDS: [&str; 2] = ["nft", "legacy"];
+/// The backends of iptables.
+const IPTABLES: [&str; 2] = ["nft", "legacy"];
+const BACKENDS: [&str; 3] = ["nftables", "nft", "legacy"];
+const LIST_TABLE: &str = "nft -y list table inet diy-service-mesh";
 
 #[test]
 fn loads_golden_rules_and_is_idempotent() {
     if !can_create_namespaces() {
         return;
     }
-    for name in BACKENDS {
+    for name in IPTABLES {
         let (namespace, programs) = (Namespace::new(), backend_programs(name));
         succeed(
             &namespace,
-            &[&FLAGS[..], &SKIPS[..]].concat(),
+            &[&FLAGS[..], &SKIPS[..], &["--iptables"]].concat(),
             programs.path(),
         );
         let once = both_families(&namespace, name, "nat");
@@ -52,7 +57,7 @@ fn loads_golden_rules_and_is_idempotent() {
         }
         succeed(
             &namespace,
-            &[&FLAGS[..], &SKIPS[..]].concat(),
+            &[&FLAGS[..], &SKIPS[..], &["--iptables"]].concat(),
             programs.path(),
         );
         assert_eq!(both_families(&namespace, name, "nat"), once, "{name}");
@@ -64,7 +69,7 @@ fn replaces_own_rules_and_keeps_foreign_rules() {
     if !can_create_namespaces() {
         return;
     }
-    for name in BACKENDS {
+    for name in IPTABLES {
         let (namespace, programs) = (Namespace::new(), backend_programs(name));
         let before = format!("iptables-{name}");
         namespace.run(move || {
@@ -91,10 +96,10 @@ fn replaces_own_rules_and_keeps_foreign_rules() {
         });
         succeed(
             &namespace,
-            &[&FLAGS[..], &SKIPS[..]].concat(),
+            &[&FLAGS[..], &SKIPS[..], &["--iptables"]].concat(),
             programs.path(),
         );
-        succeed(&namespace, &FLAGS, programs.path());
+        succeed(&namespace, &with_backend("nft"), programs.path());
         let saved = namespace.saved(&format!("iptables-{name}-save"), "nat");
         for line in [
             "-A PREROUTING -p udp -j OTHERS\n",
@@ -113,6 +118,132 @@ fn replaces_own_rules_and_keeps_foreign_rules() {
             "{name}: {saved}"
         );
     }
+}
+
+#[test]
+fn loads_golden_table_and_is_idempotent() {
+    if !can_create_namespaces() {
+        return;
+    }
+    let resolv_conf = "nameserver 10.96.0.10\nnameserver fd00::a\nnameserver 10.96.0.11\n";
+    let (namespace, nothing) = (Namespace::new(), programs(&[]));
+    let args = [&FLAGS[..], &SKIPS[..]].concat();
+    for _ in 0..2 {
+        succeed(&namespace, &args, nothing.path());
+        let golden = include_str!("golden/nftables.rules");
+        assert_eq!(namespace.output(LIST_TABLE), golden);
+        let output = namespace.proxy_init_with_dns(resolv_conf, &args, nothing.path());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let golden = include_str!("golden/dns-nftables.rules");
+        assert_eq!(namespace.output(LIST_TABLE), golden);
+    }
+}
+
+#[test]
+fn replaces_own_table_and_keeps_foreign_rules() {
+    if !can_create_namespaces() {
+        return;
+    }
+    let (pod, peer) = pod_and_peer();
+    peer.serve(80, "peer");
+    for (port, word) in [(5000, "outbound"), (9999, "others")] {
+        pod.serve(port, word);
+    }
+    // An earlier table of ours, a table of others, and redirects of others in iptables, which come
+    // after ours.
+    for command in [
+        "nft add table inet diy-service-mesh",
+        "nft add chain inet diy-service-mesh stale { type filter hook output priority 0 ; }",
+        "nft add rule inet diy-service-mesh stale tcp dport 80 drop",
+        "nft add table inet others",
+        "nft add chain inet others output { type filter hook output priority 0 ; }",
+        "iptables-nft -t nat -A OUTPUT -p tcp --dport 80 -j REDIRECT --to-ports 9999",
+        "ip6tables-nft -t nat -A OUTPUT -p tcp --dport 80 -j REDIRECT --to-ports 9999",
+    ] {
+        pod.output(command);
+    }
+    let others = || {
+        let tables = ["inet others", "ip nat", "ip6 nat"];
+        tables.map(|table| pod.output(&format!("nft list table {table}")))
+    };
+    let before = others();
+    succeed(&pod, &FLAGS, programs(&[]).path());
+    assert_eq!(others(), before);
+    let own = pod.output(LIST_TABLE);
+    assert!(!own.contains("stale"), "{own}");
+    for (_, _, peer_ip) in addresses() {
+        assert_eq!(pod.request(peer_ip, 80), "outbound");
+    }
+}
+
+#[test]
+fn names_rejected_rule_and_keeps_the_table() {
+    if !can_create_namespaces() {
+        return;
+    }
+    let namespace = Namespace::new();
+    succeed(&namespace, &FLAGS, programs(&[]).path());
+    let before = namespace.output(LIST_TABLE);
+    // The kernel redirects in chains of type nat only.
+    let redirect = Rule {
+        conditions: vec![Condition::User(7)],
+        verdict: Verdict::Redirect(4000),
+    };
+    let accepted = Rule {
+        conditions: vec![Condition::ToLoopback],
+        verdict: Verdict::Return,
+    };
+    let chains = [Chain {
+        packets: Packets::OutboundUdp,
+        rules: vec![accepted.clone(), redirect, accepted],
+    }];
+    let error = namespace.run(move || nftables::apply(&chains)).unwrap_err();
+    let expected = "rule `meta skuid 7 redirect to :4000` of chain outbound-udp";
+    assert!(error.to_string().starts_with(expected), "{error}");
+    assert_eq!(namespace.output(LIST_TABLE), before);
+}
+
+#[test]
+fn sets_a_table_with_net_admin_only() {
+    if !can_create_namespaces() {
+        return;
+    }
+    for (capabilities, expected) in [
+        (
+            "-all,+net_admin",
+            "IPv4 and IPv6: set by nftables\ncode 0\n",
+        ),
+        (
+            "-all",
+            "proxy-init: cannot set the redirect rules: rules rejected: EPERM: Operation not permitted; \
+             the container needs the capability NET_ADMIN\ncode 1\n",
+        ),
+    ] {
+        let script = format!(
+            "setpriv --bounding-set={capabilities} --no-new-privs {PROXY_INIT} {} 2>&1; echo code $?",
+            FLAGS.join(" ")
+        );
+        let output = Command::new("unshare")
+            .args(["-n", "sh", "-c", &script])
+            .output()
+            .expect("the program starts");
+        let report = text(&output.stdout);
+        assert!(report.ends_with(expected), "{report}");
+    }
+}
+
+#[test]
+fn skips_twenty_thousand_ports() {
+    if !can_create_namespaces() {
+        return;
+    }
+    let list: Vec<_> = (1..20_000).map(|n| (n * 2).to_string()).collect();
+    let list = list.join(",");
+    let args = [&FLAGS[..], &["--skip-inbound-ports", &list]].concat();
+    let namespace = Namespace::new();
+    succeed(&namespace, &args, programs(&[]).path());
+    let listed = namespace.output(LIST_TABLE);
+    assert_eq!(listed.matches("tcp dport").count(), 20_002);
 }
 
 #[test]
@@ -137,7 +268,7 @@ fn redirects_tcp_connections() {
         }
         succeed(
             &pod,
-            &[&FLAGS[..], &SKIPS[..]].concat(),
+            &[&with_backend(name)[..], &SKIPS].concat(),
             backend_programs(name).path(),
         );
         for (family, pod_ip, peer_ip) in addresses() {
@@ -181,6 +312,18 @@ fn redirects_tcp_connections() {
             "{name}"
         );
         assert_eq!(pod.request(Ipv6Addr::LOCALHOST, 8080), "app", "{name}");
+        for loopback in [
+            Ipv4Addr::LOCALHOST.into(),
+            IpAddr::from(Ipv6Addr::LOCALHOST),
+        ] {
+            assert_eq!(
+                pod.request_as(1337, loopback, 4000),
+                "outbound",
+                "the probe of the proxy, {name}"
+            );
+            assert_eq!(pod.request(loopback, 4000), "inbound", "{name}");
+            assert_eq!(pod.request_as(1337, loopback, 4001), "admin", "{name}");
+        }
     }
 }
 
@@ -189,19 +332,21 @@ fn does_not_redirect_udp() {
     if !can_create_namespaces() {
         return;
     }
-    let (pod, peer) = pod_and_peer();
-    succeed(&pod, &FLAGS, backend_programs("nft").path());
-    for (family, pod_ip, peer_ip) in addresses() {
-        let (pod_socket, peer_socket) = (pod.udp(pod_ip, 8080), peer.udp(peer_ip, 53));
-        pod_socket
-            .send_to(b"question", (peer_ip, 53))
-            .expect("sent");
-        let question = (b"question".to_vec(), (pod_ip, 8080).into());
-        assert_eq!(receive(&peer_socket), question, "{family}");
-        peer.udp(peer_ip, 54)
-            .send_to(b"other", (pod_ip, 8080))
-            .expect("sent");
-        assert_eq!(receive(&pod_socket).0, b"other", "{family}");
+    for name in BACKENDS {
+        let (pod, peer) = pod_and_peer();
+        succeed(&pod, &with_backend(name), backend_programs(name).path());
+        for (family, pod_ip, peer_ip) in addresses() {
+            let (pod_socket, peer_socket) = (pod.udp(pod_ip, 8080), peer.udp(peer_ip, 53));
+            pod_socket
+                .send_to(b"question", (peer_ip, 53))
+                .expect("sent");
+            let question = (b"question".to_vec(), (pod_ip, 8080).into());
+            assert_eq!(receive(&peer_socket), question, "{name} {family}");
+            peer.udp(peer_ip, 54)
+                .send_to(b"other", (pod_ip, 8080))
+                .expect("sent");
+            assert_eq!(receive(&pod_socket).0, b"other", "{name} {family}");
+        }
     }
 }
 
@@ -211,8 +356,8 @@ fn restricts_udp_by_golden_rules_and_removes_them_again() {
         return;
     }
     let resolv_conf = "nameserver 10.96.0.10\nnameserver fd00::a\nnameserver 10.96.0.11\n";
-    let args = [&FLAGS[..], &SKIPS[..]].concat();
-    for name in BACKENDS {
+    let args = [&FLAGS[..], &SKIPS[..], &["--iptables"]].concat();
+    for name in IPTABLES {
         let (namespace, programs) = (Namespace::new(), backend_programs(name));
         let other = format!("iptables-{name}");
         namespace.run(move || {
@@ -262,7 +407,11 @@ fn udp_reaches_only_resolvers_clients_and_the_pod_itself() {
             peer.add_address(address);
         }
         let resolv_conf = "nameserver 10.123.0.1\nnameserver fd00:123::1%eth0\n";
-        let output = pod.proxy_init_with_dns(resolv_conf, &FLAGS, backend_programs(name).path());
+        let output = pod.proxy_init_with_dns(
+            resolv_conf,
+            &with_backend(name),
+            backend_programs(name).path(),
+        );
         let report = text(&output.stdout);
         let expected = "\noutbound UDP is refused, except: loopback, replies, the proxy's own (uid 1337), \
                         DNS to the nameservers [10.123.0.1, fd00:123::1]\n";
@@ -326,7 +475,7 @@ fn invalid_resolv_conf_fails_and_changes_nothing() {
     if !can_create_namespaces() {
         return;
     }
-    let (namespace, programs) = (Namespace::new(), backend_programs("nft"));
+    let (namespace, programs) = (Namespace::new(), programs(&[]));
     let output =
         namespace.proxy_init_with_dns("search x\nnameserver dns\n", &FLAGS, programs.path());
     let expected = "proxy-init: cannot restrict outbound UDP to DNS: line 2 of /etc/resolv.conf: \
@@ -336,8 +485,7 @@ fn invalid_resolv_conf_fails_and_changes_nothing() {
         (output.status.code(), &*text(&output.stderr)),
         (Some(1), expected)
     );
-    let saved = both_families(&namespace, "nft", "nat").concat();
-    assert!(!saved.contains("PROXY_"), "{saved}");
+    assert_eq!(namespace.output("nft list ruleset"), "");
 }
 
 #[test]
@@ -360,7 +508,11 @@ fn skips_sixty_port_ranges() {
         }
         succeed(
             &pod,
-            &[&FLAGS[..], &["--skip-inbound-ports", &list.join(",")]].concat(),
+            &[
+                &with_backend(name)[..],
+                &["--skip-inbound-ports", &list.join(",")],
+            ]
+            .concat(),
             backend_programs(name).path(),
         );
         let (_, pod_ip, _) = addresses()[0];
@@ -396,7 +548,7 @@ fn finds_standalone_and_multi_call_programs() {
         (plain.to_vec(), "iptables"),
     ] {
         let (namespace, folder) = (Namespace::new(), programs(&links));
-        let report = succeed(&namespace, &FLAGS, folder.path());
+        let report = succeed(&namespace, &with_backend("nft"), folder.path());
         assert!(
             report.contains(&format!(
                 "IPv4: set by {expected}\nIPv6: set by {}\n",
@@ -420,7 +572,7 @@ fn falls_back_to_next_backend() {
             "echo 'Could not fetch rule set generation id' >&2; exit 4",
         );
     }
-    let report = succeed(&namespace, &FLAGS, folder.path());
+    let report = succeed(&namespace, &with_backend("nft"), folder.path());
     assert!(
         report.ends_with("IPv4: set by iptables-legacy\nIPv6: set by ip6tables-legacy\n"),
         "{report}"
@@ -436,12 +588,18 @@ fn names_rejected_rule_and_changes_nothing() {
     // users.
     let script = format!(
         "ip link set lo up; {PROXY_INIT} {} 2>&1; echo code $?; iptables-NAME-save",
-        FLAGS.join(" ")
+        with_backend("nft").join(" ")
     );
     let dns = script.replacen("2>&1", "--outbound-udp=dns 2>&1", 1);
-    let scripts = [(script, "PROXY_OUTBOUND"), (dns, "PROXY_UDP")];
+    let probe = "-d 127.0.0.1/32 -p tcp -m tcp --dport 4000 -m owner --uid-owner 1337 -j REDIRECT --to-ports 5000";
+    let scripts = [
+        (script, "PROXY_OUTBOUND", probe),
+        (dns, "PROXY_UDP", "-m owner --uid-owner 1337 -j RETURN"),
+    ];
     let scripts = scripts.iter();
-    for ((script, chain), name) in scripts.flat_map(|one| BACKENDS.map(|name| (one, name))) {
+    for ((script, chain, rejected), name) in
+        scripts.flat_map(|one| IPTABLES.map(|name| (one, name)))
+    {
         let programs = backend_programs(name);
         let script = script.replace("NAME", name).replace(
             PROXY_INIT,
@@ -455,7 +613,7 @@ fn names_rejected_rule_and_changes_nothing() {
         let (report, saved) = stdout
             .split_once("code 1\n")
             .unwrap_or_else(|| panic!("proxy-init did not fail: {stdout}"));
-        let rule = format!("rule `-A {chain} -m owner --uid-owner 1337 -j RETURN` rejected: ");
+        let rule = format!("rule `-A {chain} {rejected}` rejected: ");
         assert!(
             report.starts_with(&format!(
                 "proxy-init: cannot set the IPv4 rules: iptables-{name}: {rule}"
@@ -472,7 +630,7 @@ fn works_with_read_only_root_and_two_capabilities() {
     if !can_create_namespaces() {
         return;
     }
-    for name in BACKENDS {
+    for name in IPTABLES {
         // Disables the other backend. The checkout may be in a directory that the mounts hide, so
         // that the program is opened before them.
         let other = if name == "nft" { "legacy" } else { "nft" };
@@ -482,7 +640,7 @@ fn works_with_read_only_root_and_two_capabilities() {
              mount -o bind,remount,ro /\n\
              if touch /usr/x 2>/dev/null; then echo 'the root file system is writable'; exit 1; fi\n\
              exec setpriv --bounding-set=-all,+net_admin,+net_raw --no-new-privs /proc/self/fd/9 {}",
-            FLAGS.join(" ")
+            with_backend("nft").join(" ")
         );
         let output = Command::new("unshare")
             .args(["-mn", "sh", "-c", &script])
@@ -510,7 +668,7 @@ fn succeeds_without_ip6tables_and_ipv6_address() {
     }
     let links = ["iptables-nft-save", "iptables-nft-restore"].map(|name| (name, name));
     let (namespace, folder) = (Namespace::new(), programs(&links));
-    let report = succeed(&namespace, &FLAGS, folder.path());
+    let report = succeed(&namespace, &with_backend("nft"), folder.path());
     let expected = "IPv4: set by iptables-nft\nIPv6: skipped, this pod has no IPv6 address: \
                     no ip6tables-nft, ip6tables-legacy or ip6tables found in PATH\n";
     assert!(report.ends_with(expected), "{report}");
@@ -523,7 +681,7 @@ fn fails_without_ip6tables_if_pod_has_ipv6_address() {
     }
     let links = ["iptables-nft-save", "iptables-nft-restore"].map(|name| (name, name));
     let ((pod, _peer), folder) = (pod_and_peer(), programs(&links));
-    let output = pod.proxy_init(&FLAGS, folder.path());
+    let output = pod.proxy_init(&with_backend("nft"), folder.path());
     let report = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{report}");
     assert!(
@@ -539,10 +697,16 @@ fn names_missing_iptables_programs() {
     if !can_create_namespaces() {
         return;
     }
-    let output = Namespace::new().proxy_init(&FLAGS, programs(&[]).path());
+    let output = Namespace::new().proxy_init(&with_backend("nft"), programs(&[]).path());
     assert_eq!(output.status.code(), Some(1));
     let expected = "proxy-init: cannot set the IPv4 rules: no iptables-nft, iptables-legacy or iptables found in PATH\n";
     assert_eq!(text(&output.stderr), expected);
+}
+
+/// Flags for a backend.
+fn with_backend(name: &str) -> Vec<&'static str> {
+    let iptables = (name != "nftables").then_some("--iptables");
+    FLAGS.into_iter().chain(iptables).collect()
 }
 
 fn succeed(namespace: &Namespace, args: &[&str], path: &Path) -> String {

@@ -144,6 +144,15 @@ impl Namespace {
             .collect()
     }
 
+    /// Output of a command, whose words are separated by spaces.
+    pub fn output(&self, line: &str) -> String {
+        let line = line.to_owned();
+        self.run(move || {
+            let words: Vec<_> = line.split(' ').collect();
+            command(words[0], &words[1..])
+        })
+    }
+
     /// Accepts TCP connections of both families on a port and answers each with `word`.
     pub fn serve(&self, port: u16, word: &'static str) {
         let listener = self.run(move || TcpListener::bind(("::", port)).expect("the port is free"));
@@ -230,8 +239,11 @@ pub fn programs(links: &[(&str, &str)]) -> tempfile::TempDir {
     directory
 }
 
-/// Directory for `PATH` with the four programs of one iptables backend.
+/// Directory for `PATH` with the four programs of one iptables backend, and none for nftables.
 pub fn backend_programs(backend: &str) -> tempfile::TempDir {
+    if backend == "nftables" {
+        return programs(&[]);
+    }
     let names: Vec<_> = ["iptables", "ip6tables"]
         .iter()
         .flat_map(|family| ["save", "restore"].map(|action| format!("{family}-{backend}-{action}")))
@@ -277,7 +289,7 @@ fn find(program: &str) -> PathBuf {
     let mut candidates = std::env::split_paths(OsStr::new(&path))
         .chain(sbin)
         .map(|directory| directory.join(program));
-    candidates
-        .find(|path| path.exists())
-        .unwrap_or_else(|| panic!("`{program}` is missing: apt-get install iptables iproute2"))
+    candidates.find(|path| path.exists()).unwrap_or_else(|| {
+        panic!("`{program}` is missing: apt-get install iptables iproute2 nftables")
+    })
 }

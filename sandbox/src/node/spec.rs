@@ -99,10 +99,10 @@ impl PodContext<'_> {
             return Ok([command, arguments].concat());
         }
         let directory = &self.paths.programs;
+        let image = container.image.as_deref().unwrap_or_default();
         ensure!(
             directory.join(program).is_file(),
-            "image {}: program {program} not found in {}: build it with `cargo build --bins`",
-            container.image.as_deref().unwrap_or_default(),
+            "image {image}: program {program} not found in {}: build it with `cargo build --bins`",
             directory.display()
         );
         let entrypoint = vec![format!("{PROGRAMS_DIRECTORY}/{program}")];
@@ -118,6 +118,8 @@ impl PodContext<'_> {
                 "--ca-file=/run/certificate/ca.pem",
                 "--namespaces-folder=/run/sandbox/namespaces",
             ],
+            // The entry point of that image.
+            "proxy-init" if image.ends_with("-iptables") => &["--iptables"],
             _ => &[],
         };
         let files = files.iter().map(|&argument| argument.to_owned()).collect();

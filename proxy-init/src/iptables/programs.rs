@@ -1,13 +1,13 @@
-//! Loads rules: finds an iptables backend that the kernel supports, reads its tables, and replaces
+//! The programs of iptables: finds an iptables backend that the kernel supports, reads its tables, and replaces
 //! our rules in one run, with one transaction for each table.
 //!
-//! The only file that starts programs. The input is computed in [`crate::rules`].
+//! The only file that starts programs. The input is computed in [`super`].
 
 use std::ffi::OsStr;
 use std::io::{self, Write};
 use std::process::{Command, Output, Stdio};
 
-use crate::rules::{Family, RestoreInput, Rules};
+use super::{Family, RestoreInput, Rules};
 
 /// Lock file of iptables-legacy. This one exists in every container, also with a read-only root
 /// filesystem, and is specific to the network namespace.
@@ -52,13 +52,6 @@ pub fn apply(rules: &Rules, search_path: &OsStr) -> Result<String, Error> {
     } else {
         Error::Failed(failures)
     })
-}
-
-/// Whether this network namespace has a global IPv6 address.
-pub fn has_ipv6_address() -> bool {
-    // The file does not exist if the kernel has no IPv6.
-    std::fs::read_to_string("/proc/self/net/if_inet6")
-        .is_ok_and(|table| lists_global_address(&table))
 }
 
 /// Commands of one iptables backend: standalone programs, or the multi-call binary that some images
@@ -244,14 +237,6 @@ fn line_number(stderr: &str) -> Option<usize> {
     })
 }
 
-/// Whether `/proc/self/net/if_inet6` contains a global address. Columns: address, interface, prefix
-/// length, scope, flags, name; scope 00 is global.
-fn lists_global_address(table: &str) -> bool {
-    table
-        .lines()
-        .any(|line| line.split_whitespace().nth(3) == Some("00"))
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::process::ExitStatusExt;
@@ -304,15 +289,5 @@ mod tests {
         ] {
             assert_eq!(line_number(stderr), line, "{stderr}");
         }
-    }
-
-    #[test]
-    fn only_global_addresses_match() {
-        let link = "fe800000000000000000000000000001 02 40 20 80     eth0\n";
-        let loopback = "00000000000000000000000000000001 01 80 10 80       lo\n";
-        let global = "fd000000000000000000000000000001 02 40 00 80     eth0\n";
-        assert!(!lists_global_address(&format!("{loopback}{link}")));
-        assert!(lists_global_address(&format!("{loopback}{global}{link}")));
-        assert!(!lists_global_address(""));
     }
 }
