@@ -7,6 +7,7 @@
 use std::collections::BTreeSet;
 
 use diy_mesh_model::ports::PortSet;
+use diy_mesh_model::sidecar;
 use serde_json::{Value, json};
 
 use crate::config::Settings;
@@ -113,7 +114,12 @@ pub fn proxy(
     probes: Vec<String>,
 ) -> Value {
     let mut args = port_args(ports);
-    args.push(own.proxy.argument());
+    // The image of proxy-init is of the same release.
+    let own_proxy = sidecar::Settings {
+        verify_redirect: true,
+        ..own.proxy.clone()
+    };
+    args.push(own_proxy.argument());
     args.extend(probes);
     json!({
         "name": PROXY,

@@ -510,6 +510,7 @@ mod tests {
                 allow_connect: true,
                 plain_paths: true,
                 hide_edges: true,
+                verify_redirect: false,
                 max_connection_age: Some(1800),
                 dump: "full".into(),
                 dump_format: "json".into(),

@@ -28,6 +28,10 @@ pub struct Settings {
     /// Whether the proxy reports nothing about what the pod is called by.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub hide_edges: bool,
+    /// Whether the proxy verifies that proxy-init has redirected connections, before it is ready. Pods
+    /// of earlier releases have other rules.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub verify_redirect: bool,
     /// Maximum age of connections between proxies, in seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_connection_age: Option<u64>,
@@ -71,7 +75,8 @@ impl Settings {
             drain: number("--drain-seconds=").unwrap_or_default(),
             allow_connect: flags.clone().any(|flag| flag == "--allow-connect"),
             plain_paths: flags.clone().any(|flag| flag == "--plain-paths"),
-            hide_edges: flags.any(|flag| flag == "--hide-edges"),
+            hide_edges: flags.clone().any(|flag| flag == "--hide-edges"),
+            verify_redirect: flags.any(|flag| flag == "--verify-redirect"),
         }
     }
 
@@ -117,6 +122,7 @@ impl Settings {
             (self.allow_connect, "--allow-connect"),
             (self.plain_paths, "--plain-paths"),
             (self.hide_edges, "--hide-edges"),
+            (self.verify_redirect, "--verify-redirect"),
         ];
         let switches = switches.into_iter().filter(|(is_on, _)| *is_on);
         flags.chain(switches.map(|(_, flag)| flag.to_owned()))
@@ -199,6 +205,7 @@ mod tests {
             allow_connect: true,
             plain_paths: true,
             hide_edges: true,
+            verify_redirect: true,
             max_connection_age: Some(1800),
             dump: "full".into(),
             dump_format: "json".into(),
@@ -213,7 +220,7 @@ mod tests {
         let argument = settings().argument();
         let arguments = ["--admin-port=4001", &argument];
         assert_eq!(Settings::of_arguments(arguments.into_iter()), settings());
-        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"plainPaths\":true,\"hideEdges\":true,";
+        let json = "{\"strict\":true,\"opaquePorts\":\"25,9000-9100\",\"allowConnect\":true,\"plainPaths\":true,\"hideEdges\":true,\"verifyRedirect\":true,";
         assert!(
             argument.starts_with(&format!("--settings={json}")),
             "{argument}"
@@ -257,6 +264,7 @@ mod tests {
             "--allow-connect",
             "--plain-paths",
             "--hide-edges",
+            "--verify-redirect",
             "--workers=2",
         ];
         assert_eq!(Settings::expand(arguments.into_iter()).unwrap(), expected);

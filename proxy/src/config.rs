@@ -69,6 +69,9 @@ pub struct Config {
     /// Report to the controller nothing about what the pod is called by
     #[arg(long)]
     pub hide_edges: bool,
+    /// Accept connections once a probe shows that proxy-init redirects those of the pod
+    #[arg(long)]
+    pub verify_redirect: bool,
     /// Maximum age of connections between proxies: HTTP connections end gracefully, others are
     /// reset [default: none]
     #[arg(

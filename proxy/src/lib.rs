@@ -33,6 +33,7 @@ pub mod upstream;
 
 use std::future::ready;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -74,6 +75,7 @@ pub fn run(config: Config) -> anyhow::Result<()> {
 
 async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let shutdown = shutdown_signal().context("failed to install signal handlers")?;
+    let mut shutdown = pin!(shutdown);
     let metrics = Metrics::new();
     let dump_config = DumpConfig {
         mode: config.dump,
@@ -128,6 +130,16 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
         .await
         .with_context(|| format!("failed to listen on port {admin_port} (--admin-port)"))?;
     tokio::spawn(admin.serve(admin_listener));
+    if config.verify_redirect {
+        let redirecting = readiness.condition("redirect", "not verified yet");
+        tokio::select! {
+            verified = path::redirect::verify(&config, redirecting) => {
+                let port = config.outbound_port;
+                verified.with_context(|| format!("failed to listen on port {port} (--outbound-port)"))?;
+            }
+            () = &mut shutdown => return Ok(()),
+        }
+    }
 
     let drain = CancellationToken::new();
     let limit = connection_limit() / config.workers;

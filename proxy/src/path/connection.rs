@@ -195,7 +195,10 @@ fn refuse(client: Io, flow: Flow, failure: &Failure) {
 }
 
 /// Reads SO_ORIGINAL_DST, which the REDIRECT rule sets. `own_ports` are the ports of the proxy.
-fn original_destination(stream: &TcpStream, own_ports: &[u16]) -> Result<SocketAddr, OrigDstError> {
+pub fn original_destination(
+    stream: &TcpStream,
+    own_ports: &[u16],
+) -> Result<SocketAddr, OrigDstError> {
     let local = stream.local_addr().map_err(OrigDstError::Unknown)?;
     let socket = SockRef::from(stream);
     let original = if local.is_ipv4() {

@@ -3,3 +3,4 @@
 pub mod connection;
 pub mod detect;
 pub mod listener;
+pub mod redirect;
