@@ -199,6 +199,8 @@ fn responds_to_http10_client_without_chunks() {
                 .contains("Connection: keep-alive")
         );
         write(&mut client, "GET / HTTP/1.0\r\n\r\n").await;
+        // The app may close the first connection, although its response has no Connection field.
+        let mut app = server.accept().await;
         let head = read_until(&mut app, "\r\n\r\n").await;
         assert_eq!(head, "GET / HTTP/1.0\r\n\r\n");
         write(
@@ -211,6 +213,37 @@ fn responds_to_http10_client_without_chunks() {
             "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi",
             "HTTP/1.0 has no chunked encoding"
         );
+    });
+}
+
+#[test]
+fn reuses_connection_after_http10_request_only_if_the_response_allows_it() {
+    on_worker(async {
+        let (mut server, address) = App::listen().await;
+        let destination = diy_mesh_proxy::upstream::balance::Backend::alone(address);
+        let mesh = Mesh::new();
+        let mut open = Vec::new();
+        for (field, is_reused) in [
+            ("Connection: keep-alive\r\n", false),
+            ("", true),
+            ("", false),
+        ] {
+            let mut client = mesh.connect(&destination).await;
+            write(&mut client, "POST / HTTP/1.0\r\nContent-Length: 0\r\n\r\n").await;
+            let mut app = if is_reused {
+                open.pop().unwrap()
+            } else {
+                server.accept().await
+            };
+            read_until(&mut app, "\r\n\r\n").await;
+            write(
+                &mut app,
+                &format!("HTTP/1.1 200 OK\r\n{field}Content-Length: 0\r\n\r\n"),
+            )
+            .await;
+            read_all(&mut client).await;
+            open.push(app);
+        }
     });
 }
 

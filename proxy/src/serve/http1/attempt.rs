@@ -69,7 +69,8 @@ impl Exchange<'_> {
             Ok(answered_at) => answered_at,
             Err(error) => {
                 if self.upload.is_done() && !self.client_ended {
-                    discard::response(upstream, &head, &endpoint, flow.charge());
+                    let version = self.request.version;
+                    discard::response(upstream, version, &head, &endpoint, flow.charge());
                 }
                 return Err(error);
             }
@@ -294,7 +295,7 @@ impl Exchange<'_> {
                 return Outcome::After(After::Closed);
             }
         }
-        let reusable = head.connection.persists(head.version)
+        let reusable = head.persists_after(self.request.version)
             && !until_close
             && self.upload.is_complete()
             && !self.client_ended;

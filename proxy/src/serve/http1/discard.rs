@@ -7,22 +7,23 @@ use std::time::Instant;
 use bytes::{Bytes, BytesMut};
 
 use super::body::Relay;
-use super::head::{Framing, ResponseHead};
+use super::head::{Framing, ResponseHead, Version};
 use crate::http::discard::{MAX_DISCARD, in_background};
 use crate::limits::memory::Charge;
 use crate::secure::io::Io;
 use crate::upstream::balance::Endpoint;
 use crate::upstream::connect::Upstream;
 
-/// Drops the body of a response in whose place another attempt follows, and returns the connection
-/// to the pool of the endpoint.
+/// Drops the body of a response to a request of this version, in whose place another attempt
+/// follows, and returns the connection to the pool of the endpoint.
 pub fn response(
     mut upstream: Upstream,
+    request: Version,
     head: &ResponseHead,
     endpoint: &Endpoint,
     mut memory: Charge,
 ) {
-    if !head.connection.persists(head.version) || head.framing == Framing::UntilClose {
+    if !head.persists_after(request) || head.framing == Framing::UntilClose {
         return;
     }
     let (pool, mut body) = (endpoint.pool(), Body::new(head.framing));

@@ -310,7 +310,7 @@ impl ResponseHead {
                 "the status is not a number from 100 to 999",
             ));
         }
-        let reason = span(&raw, parsed.reason.unwrap_or_default().as_bytes());
+        let reason = reason_phrase(&raw);
         let version = Version::parsed(version);
         let spans = Fields::spans(&raw, parsed.headers, version)?;
         let fields = Fields { raw, spans };
@@ -333,6 +333,12 @@ impl ResponseHead {
             framing,
             connection: seen.connection,
         })
+    }
+
+    /// Whether the connection may carry another exchange. An upstream also closes it after a request of
+    /// HTTP/1.0, which goes on without `Connection: keep-alive`, unless the response has this field.
+    pub fn persists_after(&self, request: Version) -> bool {
+        self.connection.persists(self.version.min(request))
     }
 
     /// The reason phrase.
@@ -417,6 +423,17 @@ fn absolute_form(target: &[u8]) -> Option<(&[u8], &[u8])> {
         .iter()
         .all(u8::is_ascii_alphanumeric)
         .then_some((scheme, named))
+}
+
+/// The reason phrase of a valid head. The parser returns none with a byte above ASCII.
+fn reason_phrase(raw: &[u8]) -> Range<u32> {
+    let is_end = |byte: &&u8| matches!(byte, b'\r' | b'\n');
+    let blank = raw.iter().take_while(is_end).count();
+    // The parser also accepts a line that ends with LF alone.
+    let end = raw[blank..].iter().position(|byte| is_end(&byte));
+    let end = end.map_or(raw.len(), |line| blank + line);
+    let start = end.min(blank + "HTTP/1.1 200 ".len());
+    start as u32..end as u32
 }
 
 /// Whether the parser has read the head to its end.

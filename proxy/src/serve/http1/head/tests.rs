@@ -338,6 +338,27 @@ fn keeps_reason_phrase_and_sets_own_connection_field() {
 }
 
 #[test]
+fn keeps_reason_phrase_of_any_bytes() {
+    for reason in [
+        &b""[..],
+        b"OK",
+        b"\t  two  ",
+        b"n\xe3o",
+        "\u{a7} 3".as_bytes(),
+    ] {
+        for start in [&b"HTTP/1.1 451 "[..], b"\r\n\r\nHTTP/1.0 451 "] {
+            let raw = [start, reason, b"\r\nX: y\r\n\r\n"].concat();
+            let head = ResponseHead::parse(raw.into(), b"GET").unwrap();
+            assert_eq!(head.reason(), reason);
+        }
+    }
+    assert_eq!(
+        response("HTTP/1.1 200\r\n\r\n", "GET").unwrap().reason(),
+        b""
+    );
+}
+
+#[test]
 fn keeps_offered_upgrade_with_its_connection_field() {
     let text = "HTTP/1.1 426 Upgrade Required\r\nUpgrade: websocket\r\nConnection: upgrade\r\nContent-Length: 0\r\n\r\n";
     let mut out = BytesMut::new();
