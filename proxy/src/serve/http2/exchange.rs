@@ -11,7 +11,6 @@ use std::time::{Instant, SystemTime};
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
-use http::header::EXPECT;
 use http::request::Parts;
 use http::{Method, Request, Response};
 use tokio::time::timeout_at;
@@ -81,11 +80,7 @@ async fn carry(
         record: ExchangeRecord::new(&client.flow, HttpVersion::Http2),
         is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
-        interim_left: if parts.headers.contains_key(EXPECT) {
-            MAX_INTERIM
-        } else {
-            0
-        },
+        interim_left: MAX_INTERIM,
         allowed: client.flow.allowed(),
         client,
         _place: place,
@@ -112,7 +107,7 @@ struct Exchange {
     is_grpc: bool,
     /// The response's stream, once its head was sent.
     to_client: Option<SendStream<Queued>>,
-    /// The number of interim responses that the client still gets. It waits for one of them.
+    /// The number of interim responses that the client still gets.
     interim_left: u32,
     client: Stream,
     /// Held until the exchange ends.

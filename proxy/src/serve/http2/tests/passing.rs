@@ -415,17 +415,22 @@ fn forwards_a_bounded_number_of_interim_responses() {
 }
 
 #[test]
-fn drops_unrequested_interim_responses() {
+fn forwards_unrequested_interim_responses() {
     on_worker(async {
         let address = app(|_, mut respond| async move {
-            respond
-                .send_informational(Response::builder().status(103).body(()).unwrap())
-                .unwrap();
+            let hints = Response::builder().status(103).header("link", "</a>");
+            respond.send_informational(hints.body(()).unwrap()).unwrap();
             respond.send_response(Response::new(()), true).unwrap();
         })
         .await;
         let mut client = Mesh::new().client_of(address).await;
-        assert_ok(&mut client).await;
+        let request = Request::get("http://app/").body(()).unwrap();
+        let (mut response, _) = client.send_request(request, true).unwrap();
+        let interim = poll_fn(|cx| response.poll_informational(cx)).await;
+        let interim = interim.unwrap().unwrap();
+        assert_eq!(interim.status(), 103);
+        assert_eq!(interim.headers()["link"], "</a>");
+        assert_eq!(response.await.unwrap().status(), 200);
     });
 }
 
