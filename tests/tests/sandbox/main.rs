@@ -10,6 +10,7 @@ mod cleanup;
 mod commands;
 mod connections;
 mod demo_socket;
+mod differential;
 mod drill;
 mod exceptions;
 mod identity;
