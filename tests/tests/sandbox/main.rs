@@ -13,6 +13,7 @@ mod demo_socket;
 mod differential;
 mod drill;
 mod exceptions;
+mod faults;
 mod identity;
 mod lifecycle;
 mod policies;
