@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 
 use diy_mesh_proto::mesh::v1::{SignCertificateRequest, SignCertificateResponse};
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 
 use super::Credentials;
@@ -119,14 +119,24 @@ impl<E: Environment + Clone> Renewal<E> {
         }
     }
 
-    /// Waits until the next attempt, which events can bring forward.
+    /// Waits until the next attempt, which events and a clock that is set forward can bring forward.
+    /// A clock that is set back does not delay it.
     async fn wait(&mut self) {
-        while let Ok(left) = self.next_attempt.duration_since(self.environment.now())
-            && !left.is_zero()
-        {
+        let latest = Instant::now() + self.until_attempt();
+        loop {
+            let left = self.until_attempt().min(latest - Instant::now());
+            if left.is_zero() {
+                return;
+            }
             self.serve_event(pin!(sleep(left.min(CLOCK_INTERVAL))))
                 .await;
         }
+    }
+
+    /// The time until the next attempt, by the wall clock.
+    fn until_attempt(&self) -> Duration {
+        let left = self.next_attempt.duration_since(self.environment.now());
+        left.unwrap_or_default()
     }
 
     /// Handles events until `work` completes.

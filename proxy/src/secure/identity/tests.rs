@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1::{self as proto, SignCertificateRequest, SignCertificateResponse};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tonic::Status;
 
 use super::renewal::{Environment, Renewal};
@@ -22,7 +22,7 @@ const DAY: Duration = Duration::from_secs(86_400);
 struct Fake(Arc<FakeState>);
 
 struct FakeState {
-    started: (SystemTime, Instant),
+    started: Instant,
     behaviour: Mutex<Behaviour>,
     /// Times of requests.
     requests: Mutex<Vec<Instant>>,
@@ -30,6 +30,8 @@ struct FakeState {
 
 /// Behaviour of the controller.
 struct Behaviour {
+    /// The time at the start, by the wall clock.
+    clock: SystemTime,
     signing: Signing,
     user: &'static str,
     mode: Mode,
@@ -44,7 +46,7 @@ enum Mode {
 
 impl Environment for Fake {
     fn now(&self) -> SystemTime {
-        self.0.started.0 + self.0.started.1.elapsed()
+        self.0.behaviour.lock().unwrap().clock + self.0.started.elapsed()
     }
 
     fn random(&mut self) -> f64 {
@@ -71,12 +73,9 @@ impl Environment for Fake {
 
 impl Fake {
     fn response(&self, request: &SignCertificateRequest) -> SignCertificateResponse {
-        self.0
-            .behaviour
-            .lock()
-            .unwrap()
-            .signing
-            .respond(request, self.now())
+        let now = self.now();
+        let behaviour = self.0.behaviour.lock().unwrap();
+        behaviour.signing.respond(request, now)
     }
 
     fn set(&self, change: impl FnOnce(&mut Behaviour)) {
@@ -105,22 +104,17 @@ impl Running {
             lifetime,
             roots_version: "1",
         };
+        // Whole seconds, like certificate times.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let mut behaviour = Behaviour {
+            clock: UNIX_EPOCH + Duration::from_secs(now.as_secs()),
             signing,
             user,
             mode: Mode::Sign,
         };
         change(&mut behaviour);
-        // Whole seconds, like certificate times.
-        let now = UNIX_EPOCH
-            + Duration::from_secs(
-                SystemTime::now()
-                    .duration_since(UNIX_EPOCH)
-                    .unwrap()
-                    .as_secs(),
-            );
         let state = FakeState {
-            started: (now, Instant::now()),
+            started: Instant::now(),
             behaviour: Mutex::new(behaviour),
             requests: Mutex::default(),
         };
@@ -285,6 +279,34 @@ async fn credentials_expire_while_the_controller_is_unavailable() {
     assert_eq!(proxy.metrics.failures.get(), tries.len() as u64);
     proxy.fake.set(|behaviour| behaviour.mode = Mode::Sign);
     assert!(proxy.changed().await.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn clock_that_is_set_back_delays_no_attempt() {
+    let mut proxy = Running::start_where(DAY, |behaviour| behaviour.mode = Mode::Reject);
+    sleep(Duration::from_secs(20)).await;
+    proxy.fake.set(|behaviour| {
+        behaviour.clock -= DAY;
+        behaviour.mode = Mode::Sign;
+    });
+    let changed = timeout(Duration::from_secs(60), proxy.changed()).await;
+    assert!(changed.expect("the next attempt is soon").is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn clock_that_is_set_forward_renews_the_expired_certificate() {
+    let mut proxy = Running::start(DAY);
+    let first = proxy.changed().await.expect("a certificate");
+    proxy.fake.set(|behaviour| behaviour.clock += 2 * DAY);
+    let renewed = timeout(Duration::from_secs(120), async {
+        loop {
+            if let Some(renewed) = proxy.changed().await {
+                return renewed;
+            }
+        }
+    });
+    let renewed = renewed.await.expect("the clock is read every minute");
+    assert!(renewed.not_after > first.not_after + DAY);
 }
 
 #[tokio::test(start_paused = true)]
