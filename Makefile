@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -37,7 +37,7 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 	@cargo build --bins
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
-test: MORE := openssl:openssl c++:g++ promtool:prometheus chromium:chromium nft:nftables
+test: MORE := openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
 test: tools ## run all tests that need no cluster; tests in namespaces need root
 	@cargo build --workspace --bins
 	@.ci/totals cargo test --config 'target."cfg(unix)".runner=".ci/test-program"' --workspace --no-fail-fast
@@ -64,6 +64,11 @@ fuzz: tools ## fuzz the proxy's parsers with libFuzzer (TARGET=detect ARGS='-max
 	@mkdir -p $(FUZZ)/found/$(TARGET) $(FUZZ)/corpus/$(TARGET)
 	@$(FUZZ)/$(HOST)/fuzz/fuzz-$(TARGET) -artifact_prefix=$(FUZZ)/found/$(TARGET)/ $(ARGS) $(or $(INPUT),$(FUZZ)/corpus/$(TARGET) proxy/fuzz/corpus/$(TARGET))
 
+fuzz-all: MORE := c++:g++
+fuzz-all: tools ## fuzz all parsers for some seconds of all cores together (SECONDS=300)
+	@RUSTFLAGS='$(FUZZ_FLAGS)' cargo build --profile fuzz --target-dir $(FUZZ) --target $(HOST) -p diy-mesh-proxy-fuzz --bins
+	@.ci/fuzz-all $(FUZZ) $(FUZZ)/$(HOST)/fuzz $(or $(SECONDS),300) $(FUZZ_TARGETS)
+
 e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the images
 	@[[ -n "$${KUBECONFIG:-}" ]] || { echo "e2e: KUBECONFIG is not set. With kind: export KUBECONFIG=~/.kube/config" >&2; exit 2; }
 	@echo "e2e: on $$(kubectl config current-context), installing the mesh and test namespaces"
@@ -81,6 +86,10 @@ e2e-all: ## build the images, run all tests on the cluster of KUBECONFIG, record
 
 floods: ## flood the proxy in memory control groups with each limit: alone and all together, as root
 	@.ci/totals cargo test -p diy-mesh-proxy --test memory -- --ignored
+
+soak: ## mixed traffic while everything changes, in a sandbox, as root (MINUTES=60)
+	@cargo build --workspace --bins
+	@MINUTES=$(or $(MINUTES),60) .ci/totals cargo test -p diy-mesh-tests --test sandbox soak -- --ignored --nocapture
 
 conformance-image: ## build the image for make conformance with Go (DOCKER_BUILD='docker build', or IMAGE=PROGRAM)
 	@mkdir -p $(TARGET_DIR)/conformance

@@ -61,6 +61,10 @@ fn totals(command: &str) -> Output {
 
 const RECORD: &str = "# Reliability
 
+| fault | requests |
+|---|---|
+| lost packets | succeed |
+
 | started (UTC) | commit | result |
 |---|---|---|
 | 2026-01-01 00:00:00 | `0123456789ab` | passed |

@@ -24,6 +24,7 @@ mod rootless;
 mod rotation;
 mod routes;
 mod smi;
+mod soak;
 mod strict;
 mod traffic;
 mod walkthrough;
