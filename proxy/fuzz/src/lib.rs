@@ -5,6 +5,7 @@
 
 mod authorization;
 mod detect;
+mod grpc;
 mod hello;
 mod http1;
 mod identity;
@@ -12,10 +13,13 @@ mod record;
 mod request;
 mod rustls_peer;
 mod session;
+mod token;
+mod trace;
 mod values;
 
 pub use authorization::authorization;
 pub use detect::detect;
+pub use grpc::grpc;
 pub use hello::hello;
 pub use http1::{body, head};
 pub use identity::identity;
@@ -23,16 +27,19 @@ pub use record::record;
 pub use request::request;
 pub use rustls_peer::rustls_peer;
 pub use session::session;
+pub use token::token;
+pub use trace::trace;
 pub use values::values;
 
 /// Takes any bytes, and panics where what must hold does not.
 pub type Target = fn(&[u8]);
 
 /// All targets. Each has a folder of its name in `corpus/`, and a file in `targets/`.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 14] = [
     ("authorization", authorization),
     ("body", body),
     ("detect", detect),
+    ("grpc", grpc),
     ("head", head),
     ("hello", hello),
     ("identity", identity),
@@ -40,6 +47,8 @@ pub const TARGETS: [(&str, Target); 11] = [
     ("request", request),
     ("rustls-peer", rustls_peer),
     ("session", session),
+    ("token", token),
+    ("trace", trace),
     ("values", values),
 ];
 
