@@ -8,7 +8,7 @@ fn main() {
 }
 
 /// The version of the package, and in release builds from a git checkout the commit. Debug builds
-/// would be rebuilt after each commit.
+/// would be rebuilt after each commit. Without a length, that of the commit depends on the checkout.
 fn version() -> String {
     let version = env::var("CARGO_PKG_VERSION").expect("cargo sets CARGO_PKG_VERSION");
     if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
@@ -18,7 +18,7 @@ fn version() -> String {
     if let Some(log) = git(&["rev-parse", "--git-path", "logs/HEAD"]) {
         println!("cargo::rerun-if-changed={log}");
     }
-    match git(&["rev-parse", "--short", "HEAD"]) {
+    match git(&["rev-parse", "--short=12", "HEAD"]) {
         Some(commit) => format!("{version} ({commit})"),
         None => version,
     }
