@@ -2,9 +2,11 @@
 #
 #   docker build -t diy-sm-proxy:dev --target proxy .      (make images builds all images)
 #
-# PROFILE is the cargo profile: dist is small and fast, dev is quick to build (the Tiltfile's choice).
+# PROFILE is the cargo profile: dist is small and fast, dev is quick to build (the Tiltfile's choice). PROGRAMS=packaged takes the programs
+# that make release has built.
+ARG PROGRAMS=compiled
 
-FROM rust:1.95-slim-bookworm AS build
+FROM rust:1.95-slim-bookworm AS compiled
 ARG PROFILE=dist
 ENV CARGO_PROFILE_DEV_DEBUG=none CARGO_PROFILE_DEV_STRIP=debuginfo
 WORKDIR /src
@@ -19,8 +21,13 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry,sharing=locked \
       -p diy-mesh-controller -p diy-mesh-injector -p diy-mesh-proxy -p diy-mesh-proxy-init -p diy-mesh-sample-apps \
  && mv /tmp/sources "$built" \
  && mkdir /out && cd "target/$(rustc --print host-tuple)/$(echo "$PROFILE" | sed 's/^dev$/debug/')" \
- && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/ \
- && mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
+ && cp controller injector proxy proxy-init http-client http-server grpc-client grpc-server /out/
+
+FROM debian:bookworm-slim AS packaged
+COPY target/package/bin/ /out/
+
+FROM $PROGRAMS AS build
+RUN mkdir /out/etc && echo 'hosts: files dns' >/out/etc/nsswitch.conf
 
 # iptables for proxy-init-iptables: the multi-call binaries of both backends with their libraries and extensions. Certificates of public CAs for the
 # controller, which fetches keys of token issuers.

@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous tools
+.PHONY: help demo test check fuzz fuzz-all soak floods e2e e2e-all tilt-ci bench bench-scale authorizer-image conformance conformance-image images dev-images previous-images load load-previous release release-test tools
 
 MESH := controller injector proxy proxy-init
 APPS := controller injector proxy proxy-init http-client http-server grpc-client grpc-server
@@ -25,6 +25,9 @@ IMAGE ?=
 ARGS ?=
 # Where cargo puts its output.
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
+# make release: the version, and the folder of the files.
+VERSION := $(shell sed -nE '/^\[workspace\.package\]/,/^\[/s/^version = "(.*)"/\1/p' Cargo.toml)
+OUT ?= $(TARGET_DIR)/release-$(VERSION)
 
 say = @printf '\033[1m%s\033[0m\n' "$(1)"
 
@@ -143,6 +146,13 @@ load: ## load the images into the cluster (LOAD='kind load docker-image')
 
 load-previous: ## load the images of the previous release into the cluster (LOAD='kind load docker-image')
 	@$(LOAD) $(MESH:%=diy-sm-%:previous)
+
+release: tools ## build the files of a release (OUT=, TARGET=, SIGNING_KEY=, DOCKER_BUILD=; without Docker: IMAGES=), see docs/versions.md
+	@.ci/release "$(VERSION)" "$(OUT)"
+
+release-test: ## install the release in OUT by the commands of README.md in a container, as root
+	@cargo build --workspace --bins
+	@CI=true RELEASE="$(abspath $(OUT))" .ci/totals cargo test --workspace --test release -- --nocapture
 
 # `make fuzz` uses a separate target directory with coverage instrumentation. The explicit --target excludes build scripts and macros from
 # it.

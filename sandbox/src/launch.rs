@@ -107,11 +107,11 @@ fn missing_prerequisites(programs: &Path) -> Vec<String> {
                 .filter_map(|ids| ids.first_subordinate_id().err()),
         );
     }
-    // An installed `mesh` has no programs beside it.
+    // `cargo install` installs `mesh` alone.
     for program in ["mesh", "proxy"] {
         if !programs.join(program).is_file() {
             missing.push(format!(
-                "program {program} not found in {}: run `make demo` or `cargo build --bins` in a checkout of the sources",
+                "program {program} not found in {}: run `make demo` or `cargo build --bins` in a checkout of the sources, or install a release",
                 programs.display()
             ));
         }

@@ -42,7 +42,7 @@ fn links_resolve() {
 /// words.
 #[test]
 fn shell_examples_are_commands() {
-    const PROGRAMS: [&str; 15] = [
+    const PROGRAMS: [&str; 17] = [
         "cargo",
         "cat",
         "controller",
@@ -53,8 +53,10 @@ fn shell_examples_are_commands() {
         "kubectl",
         "make",
         "mesh",
+        "openssl",
         "rm",
         "sed",
+        "sha256sum",
         "test",
         "unshare",
         "until",
@@ -523,6 +525,8 @@ fn documents() -> Vec<PathBuf> {
         "README.md",
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
         "bench/README.md",
     ]
     .map(PathBuf::from)
