@@ -40,7 +40,7 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 	@cargo build --bins
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
-test: MORE := openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
+test: MORE := curl:curl openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
 test: tools ## run all tests that need no cluster; tests in namespaces need root
 	@cargo build --workspace --bins
 	@.ci/totals cargo test --config 'target."cfg(unix)".runner=".ci/test-program"' --workspace --no-fail-fast
