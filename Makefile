@@ -40,7 +40,7 @@ demo: tools ## run the mesh in a sandbox, without cluster and Docker (ARGS='--fo
 	@cargo build --bins
 	@$(TARGET_DIR)/debug/mesh demo $(ARGS)
 
-test: MORE := curl:curl openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
+test: MORE := curl:curl ip:iproute2 iptables-restore:iptables openssl:openssl nft:nftables c++:g++ promtool:prometheus chromium:chromium
 test: tools ## run all tests that need no cluster; tests in namespaces need root
 	@cargo build --workspace --bins
 	@.ci/totals cargo test --config 'target."cfg(unix)".runner=".ci/test-program"' --workspace --no-fail-fast
@@ -118,7 +118,7 @@ tilt-ci: ## deploy with Tilt to a local cluster, wait until all workloads are he
 	@tilt ci -- $(ARGS)
 	@tilt down --delete-namespaces -- $(ARGS)
 
-bench: MORE := haproxy:haproxy
+bench: MORE := ip:iproute2 iptables-restore:iptables haproxy:haproxy
 bench: tools ## compare with Envoy, HAProxy and direct connections, print ratios
 	@cargo build --config .cargo/static.toml --profile dist --bins
 	@$(TARGET_DIR)/$(HOST)/dist/bench $(ARGS)
@@ -161,12 +161,12 @@ FUZZ_TARGETS := $(basename $(notdir $(wildcard proxy/fuzz/targets/*.rs)))
 FUZZ_FLAGS := -Cpasses=sancov-module $(addprefix -Cllvm-args=-sanitizer-coverage-,level=4 inline-8bit-counters pc-table)
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 
-# Installs required tools: a C compiler for the crypto library, iproute2 and iptables. MORE lists further PROGRAM:PACKAGE pairs of a target,
+# Installs required tools: a C compiler for the crypto library. MORE lists further PROGRAM:PACKAGE pairs of a target,
 # such as a C++ compiler for libFuzzer.
 tools:
 	@command -v cargo >/dev/null || { echo "Rust not found. Install it from https://rustup.rs, then try again." >&2; exit 1; }
 	@need=(); \
-	for pair in cc:gcc ip:iproute2 iptables-restore:iptables $(MORE); do PATH=$$PATH:/usr/sbin:/sbin command -v "$${pair%%:*}" >/dev/null || need+=("$${pair##*:}"); done; \
+	for pair in cc:gcc $(MORE); do PATH=$$PATH:/usr/sbin:/sbin command -v "$${pair%%:*}" >/dev/null || need+=("$${pair##*:}"); done; \
 	(( $${#need[@]} == 0 )) && exit; \
 	if [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null; then \
 		echo "installing $${need[*]} with apt-get"; \

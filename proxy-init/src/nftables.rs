@@ -4,13 +4,15 @@
 //! The text of a table is the output of `nft -y list table inet diy-service-mesh`, so that printed and
 //! loaded rules are comparable. The kernel's numbers are those of `linux/netfilter/nf_tables.h`.
 
-mod netlink;
+pub mod encoding;
+pub mod netlink;
 
 use std::fmt::{self, Display, Write as _};
 use std::net::IpAddr;
 
 use nix::errno::Errno;
 
+use self::encoding::*;
 use self::netlink::{Attributes, Batch};
 use crate::rules::{Chain, Condition, Packets, Protocol, Rule, Verdict};
 
@@ -67,7 +69,6 @@ pub fn text(chains: &[Chain]) -> String {
             kind,
             name,
             priority,
-            ..
         } = hook(chain.packets);
         write!(
             text,
@@ -85,24 +86,15 @@ pub fn text(chains: &[Chain]) -> String {
 
 const NEVER_FAILS: &str = "writing to a String never fails";
 
-/// Where the kernel evaluates a chain.
-struct Hook {
-    kind: &'static str,
-    name: &'static str,
-    number: u32,
-    priority: i32,
-}
-
 fn hook(packets: Packets) -> Hook {
-    let (kind, name, number, priority) = match packets {
-        Packets::Inbound => ("nat", "prerouting", 0, NAT_PRIORITY),
-        Packets::Outbound => ("nat", "output", 3, NAT_PRIORITY),
-        Packets::OutboundUdp => ("filter", "output", 3, FILTER_PRIORITY),
+    let (kind, name, priority) = match packets {
+        Packets::Inbound => ("nat", "prerouting", NAT_PRIORITY),
+        Packets::Outbound => ("nat", "output", NAT_PRIORITY),
+        Packets::OutboundUdp => ("filter", "output", FILTER_PRIORITY),
     };
     Hook {
         kind,
         name,
-        number,
         priority,
     }
 }
@@ -153,49 +145,26 @@ impl Display for Rule {
 /// The transaction: deletes the table, which is created before if there is none, and creates it
 /// again.
 fn batch(chains: &[Chain]) -> Batch {
-    let mut batch = Batch::new();
-    for message in [NEW_TABLE, DELETE_TABLE, NEW_TABLE] {
-        batch.add(message, format!("table inet {TABLE}"), |table| {
-            table.text(TABLE_NAME, TABLE);
-        });
-    }
+    let mut batch = Batch::begin();
+    replace_table(&mut batch, TABLE);
     for chain in chains {
         let (name, hook) = (chain_name(chain.packets), hook(chain.packets));
-        batch.add(NEW_CHAIN, format!("chain {name}"), |attributes| {
-            attributes.text(CHAIN_TABLE, TABLE);
-            attributes.text(CHAIN_NAME, name);
-            attributes.nest(CHAIN_HOOK, |attributes| {
-                attributes.number(HOOK_NUMBER, hook.number);
-                attributes.number(HOOK_PRIORITY, hook.priority.cast_unsigned());
-            });
-            attributes.text(CHAIN_TYPE, hook.kind);
-        });
+        add_chain(&mut batch, TABLE, name, hook);
         for rule in &chain.rules {
             let what = format!("rule `{rule}` of chain {name}");
-            batch.add(NEW_RULE, what, |attributes| {
-                attributes.text(RULE_TABLE, TABLE);
-                attributes.text(RULE_CHAIN, name);
-                attributes.nest(RULE_EXPRESSIONS, |expressions| add_rule(expressions, rule));
-            });
+            add_rule(&mut batch, TABLE, name, what, |to| write_rule(to, rule));
         }
     }
     batch.end();
     batch
 }
 
-fn add_rule(to: &mut Attributes, rule: &Rule) {
+fn write_rule(to: &mut Attributes, rule: &Rule) {
     for condition in &rule.conditions {
         match condition {
             Condition::FromLoopback => meta(to, META_INPUT_INTERFACE, LOOPBACK),
             Condition::ToLoopback => meta(to, META_OUTPUT_INTERFACE, LOOPBACK),
-            Condition::To(IpAddr::V4(address), prefix) => {
-                meta(to, META_FAMILY, &[FAMILY_IPV4]);
-                network(to, 16, &address.octets()[..usize::from(prefix / 8)]);
-            }
-            Condition::To(IpAddr::V6(address), prefix) => {
-                meta(to, META_FAMILY, &[FAMILY_IPV6]);
-                network(to, 24, &address.octets()[..usize::from(prefix / 8)]);
-            }
+            Condition::To(address, prefix) => destination(to, *address, *prefix),
             Condition::Protocol(protocol) => meta(to, META_PROTOCOL, &[number(*protocol)]),
             Condition::Ports(protocol, ports) => {
                 meta(to, META_PROTOCOL, &[number(*protocol)]);
@@ -227,63 +196,13 @@ fn add_rule(to: &mut Attributes, rule: &Rule) {
             });
         }),
         Verdict::Redirect(port) => {
-            expression(to, "immediate", |immediate| {
-                immediate.number(IMMEDIATE_REGISTER, REGISTER);
-                immediate.nest(IMMEDIATE_DATA, |data| {
-                    data.bytes(DATA_VALUE, &port.to_be_bytes());
-                });
-            });
+            load(to, REGISTER, &port.to_be_bytes());
             expression(to, "redir", |redirect| {
                 redirect.number(REDIRECT_PORT_REGISTER, REGISTER);
             });
         }
-        Verdict::Refuse => expression(to, "reject", |reject| {
-            reject.number(REJECT_TYPE, REJECT_ICMPX);
-            reject.bytes(REJECT_CODE, &[ICMPX_PORT_UNREACHABLE]);
-        }),
+        Verdict::Refuse => reject(to),
     }
-}
-
-/// Compares a property of the packet.
-fn meta(to: &mut Attributes, key: u32, value: &[u8]) {
-    expression(to, "meta", |meta| {
-        meta.number(META_REGISTER, REGISTER);
-        meta.number(META_KEY, key);
-    });
-    compare(to, EQUAL, value);
-}
-
-/// Compares the first bytes of an address in the header of IP.
-fn network(to: &mut Attributes, offset: u32, bytes: &[u8]) {
-    let length = u32::try_from(bytes.len()).expect("an address has at most 16 bytes");
-    payload(to, NETWORK_HEADER, offset, length);
-    compare(to, EQUAL, bytes);
-}
-
-/// Loads bytes of a header.
-fn payload(to: &mut Attributes, header: u32, offset: u32, length: u32) {
-    expression(to, "payload", |payload| {
-        payload.number(PAYLOAD_REGISTER, REGISTER);
-        payload.number(PAYLOAD_BASE, header);
-        payload.number(PAYLOAD_OFFSET, offset);
-        payload.number(PAYLOAD_LENGTH, length);
-    });
-}
-
-/// Compares what was loaded.
-fn compare(to: &mut Attributes, operator: u32, value: &[u8]) {
-    expression(to, "cmp", |compare| {
-        compare.number(COMPARE_REGISTER, REGISTER);
-        compare.number(COMPARE_OPERATOR, operator);
-        compare.nest(COMPARE_DATA, |data| data.bytes(DATA_VALUE, value));
-    });
-}
-
-fn expression(to: &mut Attributes, name: &str, data: impl FnOnce(&mut Attributes)) {
-    to.nest(LIST_ELEMENT, |element| {
-        element.text(EXPRESSION_NAME, name);
-        element.nest(EXPRESSION_DATA, data);
-    });
 }
 
 fn number(protocol: Protocol) -> u8 {
@@ -292,70 +211,6 @@ fn number(protocol: Protocol) -> u8 {
         Protocol::Udp => 17,
     }
 }
-
-// Messages.
-const NEW_TABLE: u16 = 0;
-const DELETE_TABLE: u16 = 2;
-const NEW_CHAIN: u16 = 3;
-const NEW_RULE: u16 = 6;
-
-// Attributes.
-const TABLE_NAME: u16 = 1;
-const CHAIN_TABLE: u16 = 1;
-const CHAIN_NAME: u16 = 3;
-const CHAIN_HOOK: u16 = 4;
-const CHAIN_TYPE: u16 = 7;
-const HOOK_NUMBER: u16 = 1;
-const HOOK_PRIORITY: u16 = 2;
-const RULE_TABLE: u16 = 1;
-const RULE_CHAIN: u16 = 2;
-const RULE_EXPRESSIONS: u16 = 4;
-const LIST_ELEMENT: u16 = 1;
-const EXPRESSION_NAME: u16 = 1;
-const EXPRESSION_DATA: u16 = 2;
-const META_REGISTER: u16 = 1;
-const META_KEY: u16 = 2;
-const PAYLOAD_REGISTER: u16 = 1;
-const PAYLOAD_BASE: u16 = 2;
-const PAYLOAD_OFFSET: u16 = 3;
-const PAYLOAD_LENGTH: u16 = 4;
-const COMPARE_REGISTER: u16 = 1;
-const COMPARE_OPERATOR: u16 = 2;
-const COMPARE_DATA: u16 = 3;
-const CT_REGISTER: u16 = 1;
-const CT_KEY: u16 = 2;
-const IMMEDIATE_REGISTER: u16 = 1;
-const IMMEDIATE_DATA: u16 = 2;
-const DATA_VALUE: u16 = 1;
-const DATA_VERDICT: u16 = 2;
-const VERDICT_CODE: u16 = 1;
-const REDIRECT_PORT_REGISTER: u16 = 1;
-const REJECT_TYPE: u16 = 1;
-const REJECT_CODE: u16 = 2;
-
-// Values of attributes.
-const VERDICT_REGISTER: u32 = 0;
-const REGISTER: u32 = 1;
-const META_INPUT_INTERFACE: u32 = 6;
-const META_OUTPUT_INTERFACE: u32 = 7;
-const META_USER: u32 = 10;
-const META_FAMILY: u32 = 15;
-const META_PROTOCOL: u32 = 16;
-const NETWORK_HEADER: u32 = 1;
-const TRANSPORT_HEADER: u32 = 2;
-const EQUAL: u32 = 0;
-const AT_MOST: u32 = 3;
-const AT_LEAST: u32 = 5;
-const CT_DIRECTION: u32 = 1;
-const RETURN: i32 = -5;
-const REJECT_ICMPX: u32 = 2;
-
-// Values of packets. The name of an interface has 16 bytes.
-const LOOPBACK: &[u8] = b"lo\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
-const FAMILY_IPV4: u8 = 2;
-const FAMILY_IPV6: u8 = 10;
-const DIRECTION_REPLY: u8 = 1;
-const ICMPX_PORT_UNREACHABLE: u8 = 1;
 
 #[cfg(test)]
 mod tests {

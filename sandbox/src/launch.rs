@@ -96,8 +96,6 @@ fn missing_prerequisites(programs: &Path) -> Vec<String> {
             ));
         }
     };
-    require("ip", "iproute2");
-    require("iptables-restore", "iptables");
     if !geteuid().is_root() {
         require("newuidmap", "uidmap");
         require("newgidmap", "uidmap");

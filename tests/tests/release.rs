@@ -33,8 +33,7 @@ const PROGRAMS: [&str; 9] = [
     "grpc-server",
 ];
 /// What README.md says to be necessary, and what each distribution has.
-const CONTAINER_PROGRAMS: &str = "/bin/sh curl tar gzip ip iptables-restore iptables-save \
-    ip6tables-restore ip6tables-save sha256sum cat ln mkdir mv rm uname";
+const CONTAINER_PROGRAMS: &str = "/bin/sh curl tar gzip sha256sum cat ln mkdir mv rm uname";
 /// The address of a release in README.md.
 const EXAMPLE_URL: &str = "https://releases.example.com/0.1.0";
 
@@ -357,7 +356,6 @@ fn create_container(container: &Path, program: &Path) {
             ldd \"$path\" | grep -oE '/[^ :()]+' || true
         done >\"$0.files\"
         ldd \"$1\" | grep -oE '/[^ :()]+' >>\"$0.files\" || true
-        echo /usr/lib/*/xtables/*.so | tr ' ' '\n' >>\"$0.files\"
         sort -u \"$0.files\" | xargs cp --parents -L -t \"$0\"";
     assert_success(&run(Command::new("bash")
         .args(["-euc", script])

@@ -1,5 +1,6 @@
-//! Netlink: a batch of messages to nf_tables, which the kernel carries out as one transaction, and its
-//! response. The format is that of `linux/netlink.h` and `linux/netfilter/nfnetlink.h`.
+//! Netlink: a batch of messages to nf_tables, which the kernel carries out as one transaction, or one
+//! message about links, and the response. The format is that of `linux/netlink.h` and
+//! `linux/netfilter/nfnetlink.h`.
 
 use std::os::fd::AsRawFd;
 
@@ -31,6 +32,21 @@ const ALL: &str = "rules";
 /// The flag of attributes that contain others.
 const NESTED: u16 = 0x8000;
 
+/// Sends a message about links, addresses or routes, and reads the response.
+pub fn request(
+    kind: u16,
+    flags: u16,
+    header: &[u8],
+    write: impl FnOnce(&mut Attributes),
+) -> nix::Result<()> {
+    let mut message = Batch::empty();
+    message.write(kind, ACKNOWLEDGE | flags, header, String::new(), write);
+    match message.exchange(SockProtocol::NetlinkRoute)? {
+        (_, 0) => Ok(()),
+        (_, errno) => Err(Errno::from_raw(errno)),
+    }
+}
+
 /// A batch of messages.
 pub struct Batch {
     bytes: Attributes,
@@ -41,21 +57,31 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// A batch without messages.
-    pub fn new() -> Self {
-        let mut batch = Self {
+    /// Begins a batch.
+    pub fn begin() -> Self {
+        let mut batch = Self::empty();
+        batch.write(
+            BATCH_BEGIN,
+            0,
+            &header(0, NF_TABLES),
+            ALL.to_owned(),
+            |_| {},
+        );
+        batch
+    }
+
+    fn empty() -> Self {
+        Self {
             bytes: Attributes(Vec::new()),
             items: Vec::new(),
             latest: 0,
-        };
-        batch.write(BATCH_BEGIN, 0, (0, NF_TABLES), ALL.to_owned(), |_| {});
-        batch
+        }
     }
 
     /// Adds a message about `item`.
     pub fn add(&mut self, message: u16, item: String, write: impl FnOnce(&mut Attributes)) {
-        let (kind, family) = ((NF_TABLES << 8) | message, (FAMILY_INET, 0));
-        self.write(kind, CREATE | APPEND, family, item, write);
+        let (kind, header) = ((NF_TABLES << 8) | message, header(FAMILY_INET, 0));
+        self.write(kind, CREATE | APPEND, &header, item, write);
     }
 
     /// Ends the batch. The kernel answers with the error of the first message that has one, else with
@@ -64,13 +90,13 @@ impl Batch {
         let flags = self.latest + FLAGS_OFFSET;
         let acknowledged = REQUEST | CREATE | APPEND | ACKNOWLEDGE;
         self.bytes.0[flags..flags + 2].copy_from_slice(&acknowledged.to_ne_bytes());
-        self.write(BATCH_END, 0, (0, NF_TABLES), ALL.to_owned(), |_| {});
+        self.write(BATCH_END, 0, &header(0, NF_TABLES), ALL.to_owned(), |_| {});
     }
 
     /// Sends the batch and reads the response. The error has the item of the message that the kernel
     /// has rejected.
     pub fn send(mut self) -> Result<(), (String, Errno)> {
-        match self.exchange() {
+        match self.exchange(SockProtocol::NetlinkNetFilter) {
             Ok((_, 0)) => Ok(()),
             Ok((sequence, errno)) if sequence < self.items.len() => {
                 Err((self.items.swap_remove(sequence), Errno::from_raw(errno)))
@@ -81,12 +107,12 @@ impl Batch {
     }
 
     /// The sequence number and the error of the response.
-    fn exchange(&self) -> nix::Result<(usize, i32)> {
+    fn exchange(&self, protocol: SockProtocol) -> nix::Result<(usize, i32)> {
         let socket = socket(
             AddressFamily::Netlink,
             SockType::Raw,
             SockFlag::SOCK_CLOEXEC,
-            SockProtocol::NetlinkNetFilter,
+            protocol,
         )?;
         // The first option exceeds the limit of the system, which requires privileges on the node. If
         // the buffer remains too small, sending fails.
@@ -105,7 +131,7 @@ impl Batch {
         &mut self,
         kind: u16,
         flags: u16,
-        (family, resource): (u8, u16),
+        header: &[u8],
         item: String,
         write: impl FnOnce(&mut Attributes),
     ) {
@@ -117,14 +143,19 @@ impl Batch {
         bytes.0.extend((REQUEST | flags).to_ne_bytes());
         bytes.0.extend(sequence.to_ne_bytes());
         bytes.0.extend([0; 4]);
-        bytes.0.extend([family, 0]);
-        bytes.0.extend(resource.to_be_bytes());
+        bytes.0.extend(header);
         write(bytes);
         let length = u32::try_from(bytes.0.len() - start).expect("a rule is short");
         bytes.0[start..start + 4].copy_from_slice(&length.to_ne_bytes());
         self.items.push(item);
         self.latest = start;
     }
+}
+
+/// The header of messages of netfilter.
+fn header(family: u8, resource: u16) -> [u8; 4] {
+    let [high, low] = resource.to_be_bytes();
+    [family, 0, high, low]
 }
 
 /// The sequence number and the error number of a response, 0 for an acknowledgement. `None`, if it is
@@ -144,6 +175,11 @@ impl Attributes {
     /// Adds a value.
     pub fn bytes(&mut self, kind: u16, value: &[u8]) {
         self.write(kind, |bytes| bytes.extend(value));
+    }
+
+    /// Adds the header before the attributes of an inner message.
+    pub fn header(&mut self, bytes: &[u8]) {
+        self.0.extend(bytes);
     }
 
     /// Adds a number in network byte order.

@@ -13,6 +13,7 @@ mod container;
 mod endpoints;
 mod execute;
 mod issuer;
+mod links;
 mod network;
 mod objects;
 mod pod;
@@ -22,6 +23,7 @@ mod services;
 mod spec;
 mod state;
 mod status;
+mod translation;
 mod volumes;
 mod workloads;
 

@@ -1,19 +1,24 @@
-//! Services: cluster IPs, translation rules as kube-proxy writes them, and names as CoreDNS
-//! resolves them, in a hosts file. Pure.
+//! Services: cluster IPs, their translation as kube-proxy does it, and names as CoreDNS resolves
+//! them, in a hosts file. Pure.
 
 use std::{
     collections::BTreeSet,
     fmt::Write,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
 use serde_json::{Value, json};
 
-use super::endpoints::SERVICE_NAME;
+use super::{endpoints::SERVICE_NAME, translation::Translation};
 
 /// The cluster IP ranges.
-pub(super) const RANGE_V4: &str = "10.96.0.0/16";
-pub(super) const RANGE_V6: &str = "fd00:10:96::/112";
+pub(super) const RANGES: [(IpAddr, u8); 2] = [
+    (IpAddr::V4(Ipv4Addr::new(10, 96, 0, 0)), 16),
+    (
+        IpAddr::V6(Ipv6Addr::new(0xfd00, 0x10, 0x96, 0, 0, 0, 0, 0)),
+        112,
+    ),
+];
 
 /// Allocates cluster IPs.
 #[derive(Debug, Default)]
@@ -61,53 +66,23 @@ impl ClusterIps {
     }
 }
 
-/// The iptables-restore input of one address family. It replaces the whole nat and filter tables of
-/// the node's namespace.
-pub(super) fn rules(services: &[&Value], slices: &[Value], ipv6: bool) -> String {
-    let mut out =
-        "*nat\n:SERVICES - [0:0]\n-A PREROUTING -j SERVICES\n-A OUTPUT -j SERVICES\n".to_owned();
-    let mut addresses = BTreeSet::new();
+/// The translations of the ports of all Services.
+pub(super) fn translations(services: &[&Value], slices: &[Value]) -> Vec<Translation> {
+    let mut translations = Vec::new();
     for service in services {
-        let ips = cluster_ips(service).filter(|ip| ip.is_ipv6() == ipv6);
-        for (ip, port) in
-            ips.flat_map(|ip| items(&service["spec"]["ports"]).map(move |port| (ip, port)))
-        {
-            let protocol = port["protocol"].as_str().unwrap_or("TCP").to_lowercase();
-            let destination = format!(
-                "-d {ip} -p {protocol} -m {protocol} --dport {}",
-                port["port"]
-            );
-            let targets = targets(service, text(&port["name"]), slices, ipv6);
-            for (number, (address, port)) in targets.iter().enumerate() {
-                // Each of the remaining targets gets the same share.
-                let probability = 1.0 / (targets.len() - number) as f64;
-                let target = if ipv6 {
-                    format!("[{address}]:{port}")
-                } else {
-                    format!("{address}:{port}")
-                };
-                // Writing to a String does not fail.
-                let _ = writeln!(
-                    out,
-                    "-A SERVICES {destination} -m statistic --mode random --probability {probability:.9} -j DNAT --to-destination {target}"
-                );
-                addresses.insert(address.to_owned());
-            }
+        let ports = || items(&service["spec"]["ports"]);
+        for (ip, port) in cluster_ips(service).flat_map(|ip| ports().map(move |port| (ip, port))) {
+            translations.push(Translation {
+                service: SocketAddr::new(ip, number(&port["port"])),
+                protocol: match text(&port["protocol"]) {
+                    "UDP" => 17,
+                    _ => 6,
+                },
+                targets: targets(service, text(&port["name"]), slices, ip.is_ipv6()),
+            });
         }
     }
-    for address in addresses {
-        // A pod that reaches itself through its own Service must see another source address than
-        // its own.
-        let _ = writeln!(
-            out,
-            "-A POSTROUTING -s {address} -d {address} -j MASQUERADE"
-        );
-    }
-    // Packets that still have a cluster IP as destination belong to a Service without endpoints.
-    let range = if ipv6 { RANGE_V6 } else { RANGE_V4 };
-    out + &format!(
-        "COMMIT\n*filter\n-A FORWARD -d {range} -j REJECT\n-A OUTPUT -d {range} -j REJECT\nCOMMIT\n"
-    )
+    translations
 }
 
 /// The hosts file lines of the Services, with the names that a pod of `namespace` can use.
@@ -153,17 +128,13 @@ pub(super) fn slices_of<'a>(
 }
 
 /// The addresses and ports that traffic for a Service port is translated to.
-fn targets<'a>(
-    service: &'a Value,
-    port: &str,
-    slices: &'a [Value],
-    ipv6: bool,
-) -> Vec<(&'a str, &'a Value)> {
+fn targets(service: &Value, port: &str, slices: &[Value], ipv6: bool) -> Vec<SocketAddr> {
     let family = if ipv6 { "IPv6" } else { "IPv4" };
     slices_of(service, slices)
         .filter(|slice| slice["addressType"] == family)
-        .filter_map(|slice| Some((slice, port_named(slice, port)?)))
+        .filter_map(|slice| Some((slice, number(port_named(slice, port)?))))
         .flat_map(|(slice, port)| ready_addresses(slice).map(move |address| (address, port)))
+        .filter_map(|(address, port)| Some(SocketAddr::new(address.parse().ok()?, port)))
         .collect()
 }
 
@@ -190,6 +161,12 @@ pub(super) fn items(value: &Value) -> impl Iterator<Item = &Value> {
 /// The text of a JSON string, empty of another value.
 pub(super) fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
+}
+
+/// A port number, 0 of another value.
+fn number(value: &Value) -> u16 {
+    let number = value.as_u64().and_then(|number| u16::try_from(number).ok());
+    number.unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -235,26 +212,18 @@ mod tests {
     }
 
     #[test]
-    fn balances_over_ready_endpoints() {
+    fn translates_to_ready_endpoints() {
         let endpoints = [("10.0.0.1", true), ("10.0.0.2", true), ("10.0.0.3", false)];
-        let rules = rules(&[&fixed()], &[slice(&endpoints)], false);
-        let to = "-A SERVICES -d 10.96.0.10 -p tcp -m tcp --dport 80 -m statistic --mode random";
-        for (probability, address) in [("0.5", "10.0.0.1"), ("1.0", "10.0.0.2")] {
-            let rule = format!(
-                "{to} --probability {probability}00000000 -j DNAT --to-destination {address}:8080\n"
-            );
-            assert!(rules.contains(&rule), "{rules}");
-        }
-        assert!(!rules.contains("10.0.0.3"), "{rules}");
-    }
-
-    #[test]
-    fn rejects_without_endpoints() {
-        let none = rules(&[&fixed()], &[], false);
-        assert!(
-            none.contains("-A FORWARD -d 10.96.0.0/16 -j REJECT") && !none.contains("DNAT"),
-            "{none}"
+        let expected = |targets: &[&str]| Translation {
+            service: "10.96.0.10:80".parse().unwrap(),
+            protocol: 6,
+            targets: targets.iter().map(|one| one.parse().unwrap()).collect(),
+        };
+        assert_eq!(
+            translations(&[&fixed()], &[slice(&endpoints)]),
+            [expected(&["10.0.0.1:8080", "10.0.0.2:8080"])]
         );
+        assert_eq!(translations(&[&fixed()], &[]), [expected(&[])]);
     }
 
     #[test]

@@ -25,11 +25,11 @@ use super::{
     catalog::Catalog,
     endpoints,
     execute::execute,
-    network::run_with_input,
     objects::{CATALOG_KINDS, Key, Objects},
     pod::{PodTask, termination_grace_period},
     services, spec,
     status::PodStatus,
+    translation::{self, Translation},
     volumes::replace_file,
     workloads::Workload,
 };
@@ -46,7 +46,7 @@ pub(super) struct State {
     catalog: Catalog,
     events: mpsc::UnboundedSender<Event>,
     webhooks: watch::Sender<Vec<Webhook>>,
-    rules: watch::Sender<Rules>,
+    translations: watch::Sender<Vec<Translation>>,
     /// When the node exits, with all that still runs.
     shutdown: Option<Instant>,
 }
@@ -64,9 +64,6 @@ struct PodRecord {
     termination: watch::Sender<Option<Instant>>,
 }
 
-/// iptables-restore input for IPv4 and IPv6, empty if the kernel does not support it.
-type Rules = [String; 2];
-
 impl State {
     /// The state of a node without pods. Fails if the kernel does not accept the translation rules.
     pub(super) fn new(
@@ -74,10 +71,9 @@ impl State {
         events: mpsc::UnboundedSender<Event>,
         webhooks: watch::Sender<Vec<Webhook>>,
     ) -> Result<Self> {
-        let first = rules(&[], &[], node.network.ipv6);
-        load(&first)?;
-        let rules = watch::Sender::new(first);
-        tokio::spawn(load_rules(rules.subscribe(), events.clone()));
+        translation::load(&[])?;
+        let translations = watch::Sender::default();
+        tokio::spawn(load(translations.subscribe(), events.clone()));
         Ok(Self {
             node,
             objects: Objects::default(),
@@ -85,7 +81,7 @@ impl State {
             catalog: Catalog::new(Path::new(NODE_DIRECTORY).join("control/catalog")),
             events,
             webhooks,
-            rules,
+            translations,
             shutdown: None,
         })
     }
@@ -200,8 +196,8 @@ impl State {
         self.write_catalog(&slices)
             .context("failed to write the catalog")?;
         let services: Vec<&Value> = self.objects.of("Service").collect();
-        let rules = rules(&services, &slices, self.node.network.ipv6);
-        publish(&self.rules, rules);
+        let translations = services::translations(&services, &slices);
+        publish(&self.translations, translations);
         let hosts = self.pods.keys().map(|(namespace, _)| {
             let text = services::hosts(&services, &slices, namespace);
             (namespace.clone(), text)
@@ -354,24 +350,6 @@ impl PodRecord {
     }
 }
 
-fn rules(services: &[&Value], slices: &[Value], ipv6: bool) -> Rules {
-    let rules = |ipv6| services::rules(services, slices, ipv6);
-    if ipv6 {
-        [rules(false), rules(true)]
-    } else {
-        [rules(false), String::new()]
-    }
-}
-
-fn load(rules: &Rules) -> Result<()> {
-    for (program, text) in ["iptables-restore", "ip6tables-restore"].iter().zip(rules) {
-        if !text.is_empty() {
-            run_with_input(program, &["-w"], text)?;
-        }
-    }
-    Ok(())
-}
-
 /// Notifies the receivers if the value differs.
 fn publish<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
     sender.send_if_modified(|current| {
@@ -381,12 +359,16 @@ fn publish<T: PartialEq>(sender: &watch::Sender<T>, value: T) {
     });
 }
 
-/// Loads the latest rules after each change.
-async fn load_rules(mut rules: watch::Receiver<Rules>, events: mpsc::UnboundedSender<Event>) {
-    while rules.changed().await.is_ok() {
-        let latest = rules.borrow_and_update().clone();
-        if let Ok(Err(error)) = tokio::task::spawn_blocking(move || load(&latest)).await {
-            let text = format!("failed to load the Service translation rules: {error:#}");
+/// Loads the latest translations after each change.
+async fn load(
+    mut translations: watch::Receiver<Vec<Translation>>,
+    events: mpsc::UnboundedSender<Event>,
+) {
+    while translations.changed().await.is_ok() {
+        let latest = translations.borrow_and_update().clone();
+        let loaded = tokio::task::spawn_blocking(move || translation::load(&latest)).await;
+        if let Ok(Err(error)) = loaded {
+            let text = format!("failed to load the translation of cluster addresses: {error:#}");
             let _ = events.send(Event::Notice(text));
         }
     }
