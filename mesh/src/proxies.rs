@@ -93,8 +93,14 @@ impl Pod {
     }
 
     /// Whether this is its name, or that of its workload.
-    fn is_named(&self, namespace: &str, name: &str) -> bool {
-        self.namespace == namespace && [&*self.name, &*self.workload].contains(&name)
+    fn is_named(&self, name: &str) -> bool {
+        [&*self.name, &*self.workload].contains(&name)
+    }
+
+    /// Whether it is of a version of this application, by the usual names: `web-v2` of `web`.
+    fn is_version_of(&self, name: &str) -> bool {
+        let rest = self.name.strip_prefix(name);
+        rest.is_some_and(|rest| rest.starts_with('-'))
     }
 }
 
@@ -157,10 +163,10 @@ impl Proxies {
         }
     }
 
-    /// The pods with a proxy that are named `NAME` or belong to a workload of that name, at most 16.
+    /// The pods with a proxy that are named `NAME` or belong to a workload of that name, else those
+    /// whose names begin with it, at most 16.
     pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>, Error> {
-        let mut found = self.all(namespace).await?;
-        found.retain(|pod| pod.is_named(namespace, name));
+        let mut found = named(self.all(namespace).await?, name);
         found.truncate(MAX_PODS);
         if found.is_empty() {
             return Err(Error::NoPod(format!("{namespace}/{name}")));
@@ -330,6 +336,16 @@ impl Proxies {
     }
 }
 
+/// Those that a name means.
+fn named(mut pods: Vec<Pod>, name: &str) -> Vec<Pod> {
+    if pods.iter().any(|pod| pod.is_named(name)) {
+        pods.retain(|pod| pod.is_named(name));
+    } else {
+        pods.retain(|pod| pod.is_version_of(name));
+    }
+    pods
+}
+
 /// Namespace and name of `NAMESPACE/NAME`.
 pub fn names(name: &str) -> (&str, &str) {
     name.split_once('/').unwrap_or(("", name))
@@ -425,23 +441,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pods_have_the_names_of_their_workloads() {
-        let mut created = pod("web-api-7f-abc");
-        let hash = ("pod-template-hash".into(), "7f".into());
-        created.metadata.labels = Some([hash].into());
-        let pod = Pod::from(&created);
-        for (namespace, name, expected) in [
-            ("shop", "web-api-7f-abc", true),
-            ("shop", "web-api", true),
-            ("shop", "web", false),
-            ("shop", "web-api-7f", false),
-            ("other", "web-api", false),
+    fn name_means_a_pod_or_a_workload_else_versions() {
+        let created = |name: &str| {
+            let mut pod = pod(name);
+            let hash = ("pod-template-hash".into(), "7f".into());
+            pod.metadata.labels = Some([hash].into());
+            Pod::from(&pod)
+        };
+        let pods = [
+            "web-7f-abc",
+            "web-api-7f-abc",
+            "cart-v1-7f-abc",
+            "cart-v2-7f-abc",
+        ]
+        .map(created);
+        for (name, expected) in [
+            ("web", &["web-7f-abc"][..]),
+            ("web-api", &["web-api-7f-abc"]),
+            ("web-7f-abc", &["web-7f-abc"]),
+            ("web-7f-abc-1", &[]),
+            ("we", &[]),
+            ("cart", &["cart-v1-7f-abc", "cart-v2-7f-abc"]),
         ] {
-            assert_eq!(
-                pod.is_named(namespace, name),
-                expected,
-                "{namespace}/{name}"
-            );
+            let found = named(pods.to_vec(), name);
+            let found: Vec<_> = found.iter().map(|pod| &*pod.name).collect();
+            assert_eq!(found, expected, "{name}");
         }
     }
 
