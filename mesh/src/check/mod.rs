@@ -11,6 +11,7 @@ pub(crate) mod pods;
 mod policies;
 mod services;
 mod settings;
+pub mod target;
 mod traces;
 pub mod traffic;
 pub mod upgrade;
@@ -184,9 +185,14 @@ pub fn run(facts: &Facts) -> Vec<Finding> {
         ("certificates", identity::workloads),
         ("clocks", identity::clocks),
     ];
+    report(checks.map(|(check, find)| (check, find(facts))))
+}
+
+/// The findings of checks by name.
+fn report<'a>(checks: impl IntoIterator<Item = (&'static str, Findings<'a>)>) -> Vec<Finding> {
     let (mut all, mut unchecked) = (Vec::new(), BTreeMap::<&str, Vec<&str>>::new());
-    for (check, find) in checks {
-        let findings = match find(facts) {
+    for (check, findings) in checks {
+        let findings = match findings {
             Ok(findings) => findings,
             Err(reason) if is_intended(reason) => {
                 unchecked.entry(reason).or_default().push(check);

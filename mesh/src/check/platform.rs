@@ -178,8 +178,15 @@ fn variable<'a>(container: &'a Container, name: &str) -> Option<&'a str> {
     variable.value.as_deref()
 }
 
+/// The image of a component.
+pub(super) fn image(deployments: &[Deployment], name: &str) -> Option<String> {
+    let spec = find(deployments, name)?.spec.as_ref()?;
+    let containers = &spec.template.spec.as_ref()?.containers;
+    containers.first()?.image.clone()
+}
+
 /// The digest or tag of an image.
-fn tag(image: &str) -> &str {
+pub(super) fn tag(image: &str) -> &str {
     let last = image.rsplit('/').next().unwrap_or_default();
     last.split_once('@')
         .or_else(|| last.split_once(':'))

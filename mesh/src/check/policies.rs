@@ -11,7 +11,7 @@ use super::{Finding, Findings, count, or_ok};
 use crate::routes::{CONTROLLER_NAME, list, text};
 
 /// The definitions of this version.
-const DEFINITIONS: [(&str, &str); 2] = [
+pub(super) const DEFINITIONS: [(&str, &str); 2] = [
     (
         "TrafficPolicies",
         include_str!(concat!(
@@ -43,7 +43,7 @@ fn compared((name, own): &(&str, &str), installed: &Option<Value>) -> Finding {
         let text = format!("not installed: the cluster has no {name}");
         return Finding::warning(text, ADVICE);
     };
-    let own = serde_yaml_ng::from_str(own).expect("a test compares the embedded definition");
+    let own = parsed(own);
     let missing: Vec<String> = fields(&own)
         .difference(&fields(installed))
         .cloned()
@@ -58,8 +58,13 @@ fn compared((name, own): &(&str, &str), installed: &Option<Value>) -> Finding {
     Finding::warning(text, ADVICE).with_details(missing)
 }
 
+/// A definition of this version.
+pub(super) fn parsed(definition: &str) -> Value {
+    serde_yaml_ng::from_str(definition).expect("a test compares the embedded definition")
+}
+
 /// The paths of all fields of this version.
-fn fields(definition: &Value) -> BTreeSet<String> {
+pub(super) fn fields(definition: &Value) -> BTreeSet<String> {
     let mut versions = list(&definition["spec"]["versions"]);
     let version = versions.find(|version| version["name"] == VERSION);
     let schema = version.and_then(|version| version.pointer("/schema/openAPIV3Schema"));
@@ -72,16 +77,36 @@ fn fields(definition: &Value) -> BTreeSet<String> {
 
 fn collect(schema: &Value, path: &str, paths: &mut BTreeSet<String>) {
     for (name, field) in schema["properties"].as_object().into_iter().flatten() {
-        let path = match path {
-            "" => name.clone(),
-            path => format!("{path}.{name}"),
-        };
+        let path = join(path, name);
         collect(field, &path, paths);
         paths.insert(path);
     }
     if schema["items"].is_object() {
         collect(&schema["items"], &format!("{path}[]"), paths);
     }
+}
+
+fn join(path: &str, name: &str) -> String {
+    match path {
+        "" => name.to_owned(),
+        path => format!("{path}.{name}"),
+    }
+}
+
+/// The paths of the fields that a policy has, as [`fields`] writes them.
+pub(super) fn paths(policy: &Value) -> BTreeSet<String> {
+    fn collect(value: &Value, path: &str, paths: &mut BTreeSet<String>) {
+        for (name, value) in value.as_object().into_iter().flatten() {
+            collect(value, &join(path, name), paths);
+        }
+        for item in list(value) {
+            collect(item, &format!("{path}[]"), paths);
+        }
+        paths.insert(path.to_owned());
+    }
+    let mut paths = BTreeSet::new();
+    collect(policy, "", &mut paths);
+    paths
 }
 
 /// The mesh has accepted the policies.

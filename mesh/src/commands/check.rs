@@ -58,10 +58,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             return Ok(ExitCode::from(2));
         }
     };
-    let ok = problems(&findings).is_empty();
+    print(&findings, arguments.output)
+}
+
+/// Prints findings. The exit code is 1 if there are problems.
+pub(super) fn print(findings: &[Finding], output: Output) -> Result<ExitCode> {
+    let ok = problems(findings).is_empty();
     let all = json!({"ok": ok, "checks": findings});
-    let output = arguments.output;
-    output.print(&all, |colors| text(&findings, colors))?;
+    output.print(&all, |colors| text(findings, colors))?;
     Ok(if ok {
         ExitCode::SUCCESS
     } else {

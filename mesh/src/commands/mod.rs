@@ -17,6 +17,7 @@ pub mod tap;
 pub(crate) mod terminal;
 pub mod test;
 pub mod top;
+pub mod upgrade;
 pub mod why;
 
 use std::{env, process::ExitCode};
@@ -80,6 +81,8 @@ enum Command {
     Test(test::Arguments),
     /// Watch rates, success and durations live, worst first
     Top(top::Arguments),
+    /// Check whether the mesh of a cluster can be upgraded to the release of this program
+    Upgrade(upgrade::Arguments),
     /// Tell why an exchange did what it did, from both of its proxies
     Why(why::Arguments),
     /// Print a completion script for a shell
@@ -111,6 +114,7 @@ impl Command {
             Self::Tap(arguments) => Ok(tap::run(&arguments)),
             Self::Test(arguments) => Ok(test::run(&arguments)),
             Self::Top(arguments) => Ok(top::run(&arguments)),
+            Self::Upgrade(arguments) => upgrade::run(&arguments),
             Self::Why(arguments) => Ok(why::run(&arguments)),
             Self::Completions { shell } => completions(shell),
             Self::Version => {

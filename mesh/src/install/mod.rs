@@ -4,6 +4,7 @@
 //! The same places are templates in the Helm chart, so that `mesh install`, kustomize and the chart
 //! give the same objects. `docs/operations.md` describes the values.
 
+pub mod live;
 pub mod values;
 pub mod yaml;
 

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use super::{FIELDS, manifests, places, value_at};
 
 /// The namespace in `manifests/`.
-pub(super) const NAMESPACE: &str = "service-mesh";
+pub const NAMESPACE: &str = "service-mesh";
 
 /// The values of an installation of DIY Service Mesh.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -221,7 +221,7 @@ impl Values {
     /// Has the programs parse what they will get.
     fn check(&self) -> Result<(), Error> {
         let values = self.resolved();
-        let parsed_by = |path: &'static str, program, variable| {
+        let parsed_by = |path: &str, program, variable| {
             let text = match value_at(&values, path) {
                 Value::Null => return Ok(()),
                 Value::String(text) => text.clone(),
@@ -230,11 +230,26 @@ impl Values {
             accepts(program, variable, &text)
                 .map_err(|expected| Error::new(path, format!("invalid value {text:?}: {expected}")))
         };
-        let variables = FIELDS
-            .iter()
-            .filter(|(_, _, field)| !field.starts_with('/'));
-        for (path, program, variable) in variables.chain(&OTHER_FIELDS) {
-            parsed_by(path, program, variable)?;
+        for (path, program, field) in FIELDS {
+            if !field.starts_with('/') {
+                parsed_by(path, program, field)?;
+                continue;
+            }
+            for quantity in [
+                "requests.cpu",
+                "requests.memory",
+                "limits.cpu",
+                "limits.memory",
+            ] {
+                parsed_by(
+                    &format!("{path}.{quantity}"),
+                    "injector",
+                    "PROXY_CPU_REQUEST",
+                )?;
+            }
+        }
+        for (path, variable) in OTHER_FIELDS {
+            parsed_by(path, "injector", variable)?;
         }
         if self.controller.ca_life < self.controller.certificate_life {
             let life = self.controller.certificate_life;
@@ -271,54 +286,14 @@ impl Values {
     }
 }
 
-/// Values outside of variables of the Deployments, and which variable of a program has their type.
-const OTHER_FIELDS: [(&str, &str, &str); 14] = [
-    ("namespace", "injector", "POD_NAMESPACE"),
-    ("image.pullPolicy", "injector", "IMAGE_PULL_POLICY"),
-    ("image.controller", "injector", "IMAGE_TO_DEPLOY_PROXY"),
-    ("image.injector", "injector", "IMAGE_TO_DEPLOY_PROXY"),
-    ("image.proxy", "injector", "IMAGE_TO_DEPLOY_PROXY"),
-    ("image.proxyInit", "injector", "IMAGE_TO_DEPLOY_PROXY"),
-    (
-        "controller.resources.requests.cpu",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "controller.resources.requests.memory",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "controller.resources.limits.cpu",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "controller.resources.limits.memory",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "injector.resources.requests.cpu",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "injector.resources.requests.memory",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "injector.resources.limits.cpu",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
-    (
-        "injector.resources.limits.memory",
-        "injector",
-        "PROXY_CPU_REQUEST",
-    ),
+/// Values outside of variables of the Deployments, and which variable of the injector has their type.
+const OTHER_FIELDS: [(&str, &str); 6] = [
+    ("namespace", "POD_NAMESPACE"),
+    ("image.pullPolicy", "IMAGE_PULL_POLICY"),
+    ("image.controller", "IMAGE_TO_DEPLOY_PROXY"),
+    ("image.injector", "IMAGE_TO_DEPLOY_PROXY"),
+    ("image.proxy", "IMAGE_TO_DEPLOY_PROXY"),
+    ("image.proxyInit", "IMAGE_TO_DEPLOY_PROXY"),
 ];
 
 /// Whether a program accepts the value of a variable, or what it expects.
@@ -361,26 +336,19 @@ pub(super) fn defaults() -> Value {
     for place in places(&objects) {
         let value = objects[place.object].pointer(&place.pointer);
         let value = value.expect("places are those of the same objects");
+        // Numbers and booleans in variables.
+        let parsed = value
+            .as_str()
+            .and_then(|text| serde_json::from_str(text).ok());
+        let value: Value = parsed.unwrap_or_else(|| value.clone());
         let (section, name) = place.value.split_once('.').unwrap_or(("", place.value));
         match section {
             "image" if name != "pullPolicy" => {}
-            "" => defaults[name] = value.clone(),
-            _ => defaults[section][name] = typed(place.value, value),
+            "" => defaults[name] = value,
+            _ => defaults[section][name] = value,
         }
     }
     defaults
-}
-
-/// Those of text fields that are no texts.
-fn typed(path: &str, value: &Value) -> Value {
-    const TYPED: [&str; 3] = [
-        "controller.certificateLife",
-        "controller.caLife",
-        "proxy.observeEdges",
-    ];
-    let text = value.as_str().filter(|_| TYPED.contains(&path));
-    let parsed = text.and_then(|text| serde_json::from_str(text).ok());
-    parsed.unwrap_or_else(|| value.clone())
 }
 
 /// The change of `PATH=VALUE`. Where the default is text, so is the value: `image.tag=1.0`.

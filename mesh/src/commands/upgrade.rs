@@ -1,0 +1,61 @@
+//! `mesh upgrade --check`: reports whether the mesh of a cluster can become the release of this
+//! program. Changes nothing: the API server gets dry runs only.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Args;
+
+use super::check::print;
+use super::install::ValuesArguments;
+use super::terminal::Output;
+use crate::{
+    check::{facts::Facts, target},
+    cluster::{self, Cluster},
+    install::{self, values::NAMESPACE},
+};
+
+/// The arguments of `mesh upgrade`.
+#[derive(Args, Debug)]
+#[command(
+    mut_arg("namespace", cluster::no_namespace),
+    after_help = "To upgrade, apply the definitions, then the objects: mesh install --crds | kubectl apply -f -; mesh install | kubectl apply -f -\n\n\
+    Exit codes: 0, the upgrade is safe (warnings are possible); 1, it is not, for the reasons that are printed; 2, no connection to the cluster.\n\n\
+    Examples:\n  mesh upgrade --check\n  mesh upgrade --check --values values.yaml --set image.tag=1.0"
+)]
+pub struct Arguments {
+    /// Check the upgrade, and change nothing
+    #[arg(long, required = true)]
+    check: bool,
+    #[command(flatten)]
+    cluster: cluster::Arguments,
+    #[command(flatten)]
+    values: ValuesArguments,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    output: Output,
+}
+
+/// Runs the checks and prints the findings.
+pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let mut values = arguments.values.load()?;
+    let mut cluster = arguments.cluster.clone();
+    if values.namespace == NAMESPACE {
+        values.namespace.clone_from(&cluster.mesh_namespace);
+    } else {
+        cluster.mesh_namespace.clone_from(&values.namespace);
+    }
+    let objects = install::objects(&values);
+    let findings = super::block_on(async {
+        let cluster = Cluster::connect(&cluster).await?;
+        let gathered = tokio::join!(
+            Facts::gather(&cluster, None),
+            target::Target::gather(&cluster, &objects)
+        );
+        Ok::<_, cluster::ConnectError>(target::run(&gathered.0, &gathered.1))
+    })?;
+    match findings {
+        Ok(findings) => print(&findings, arguments.output),
+        Err(error) => Ok(super::failed(&error.into())),
+    }
+}
