@@ -435,6 +435,8 @@ fn reference_lists_all_flags() {
         ("mesh services", &["mesh", "services", "--help"]),
         ("mesh tap", &["mesh", "tap", "--help"]),
         ("mesh test", &["mesh", "test", "--help"]),
+        ("mesh uninstall", &["mesh", "uninstall", "--help"]),
+        ("mesh upgrade", &["mesh", "upgrade", "--help"]),
         ("mesh why", &["mesh", "why", "--help"]),
     ] {
         let section = reference

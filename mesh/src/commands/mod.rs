@@ -17,6 +17,7 @@ pub mod tap;
 pub(crate) mod terminal;
 pub mod test;
 pub mod top;
+pub mod uninstall;
 pub mod upgrade;
 pub mod why;
 
@@ -81,6 +82,8 @@ enum Command {
     Test(test::Arguments),
     /// Watch rates, success and durations live, worst first
     Top(top::Arguments),
+    /// Delete the mesh from a cluster, once no pod has a proxy
+    Uninstall(uninstall::Arguments),
     /// Check whether the mesh of a cluster can be upgraded to the release of this program
     Upgrade(upgrade::Arguments),
     /// Tell why an exchange did what it did, from both of its proxies
@@ -114,6 +117,7 @@ impl Command {
             Self::Tap(arguments) => Ok(tap::run(&arguments)),
             Self::Test(arguments) => Ok(test::run(&arguments)),
             Self::Top(arguments) => Ok(top::run(&arguments)),
+            Self::Uninstall(arguments) => uninstall::run(&arguments),
             Self::Upgrade(arguments) => upgrade::run(&arguments),
             Self::Why(arguments) => Ok(why::run(&arguments)),
             Self::Completions { shell } => completions(shell),

@@ -1,12 +1,15 @@
 //! Removal of the mesh from a cluster as docs/operations.md describes it, and while meshed pods run;
-//! a new installation.
+//! a new installation; the check of an upgrade.
 
-use anyhow::{Result, ensure};
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::load::Load;
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{
-    MANIFESTS, MESH, Namespace, in_namespace, kubectl, wait_for, wait_for_mesh,
+    MANIFESTS, MESH, Namespace, in_namespace, kubectl, kubectl_with_input, wait_for, wait_for_mesh,
 };
+use diy_mesh_tests::sandbox::programs;
 
 #[test]
 fn uninstall_leaves_meshed_pods_working_and_nothing_behind() -> Result<()> {
@@ -46,6 +49,117 @@ fn uninstall_leaves_meshed_pods_working_and_nothing_behind() -> Result<()> {
     })
 }
 
+#[test]
+fn mesh_uninstall_waits_for_pods_and_keeps_identities_and_policies_until_purge() -> Result<()> {
+    in_namespace("installation", |namespace| {
+        let server = App::http_server();
+        namespace.apply(&server.deployment())?;
+        namespace.rolled_out(server.name)?;
+        kubectl_with_input(&["apply", "-f", "-"], &mesh(&["install", "--crds"])?)?;
+        let report = mesh(&["upgrade", "--check"])?;
+        ensure!(report.contains("would accept all objects"), "{report}");
+        let other = ["--set=trustDomain=example.org", "--set=proxy.dump=off"];
+        let objects = mesh(&[&["install", "--set=namespace=default"][..], &other].concat())?;
+        kubectl_with_input(&["apply", "--dry-run=server", "-f", "-"], &objects)?;
+
+        let pod = namespace.pods(server.name)?.remove(0);
+        let refused = run_mesh(&["uninstall", "--purge"])?;
+        let error = String::from_utf8_lossy(&refused.stderr);
+        ensure!(
+            refused.status.code() == Some(1) && error.contains(&pod),
+            "{error}"
+        );
+        let webhook = "mutatingwebhookconfiguration/diy-service-mesh-injector";
+        kubectl(&["get", webhook])?;
+        namespace.kubectl(&["delete", "deployment", server.name])?;
+        let plan = wait_for("no pod has a proxy", || {
+            mesh(&["uninstall", "--dry-run"]).map(Some)
+        })?;
+        ensure!(
+            plan.contains("would delete Deployment service-mesh/controller"),
+            "{plan}"
+        );
+        kubectl(&["get", webhook])?;
+
+        let installed = Installation;
+        let foreign = ["role", "foreign", "-n", MESH];
+        kubectl(
+            &[
+                &["create"][..],
+                &foreign,
+                &["--verb=get", "--resource=pods"],
+            ]
+            .concat(),
+        )?;
+        kubectl(
+            &[
+                &["label"][..],
+                &foreign,
+                &["app.kubernetes.io/part-of=diy-service-mesh"],
+            ]
+            .concat(),
+        )?;
+        let ca = || {
+            kubectl(&[
+                "get",
+                "secret",
+                "-n",
+                MESH,
+                "diy-service-mesh-ca",
+                "-o=jsonpath={.metadata.uid}",
+            ])
+        };
+        let before = ca()?;
+        mesh(&["uninstall"])?;
+        let left = objects_of(&["clusterroles,clusterrolebindings,mutatingwebhookconfigurations"])?;
+        ensure!(left.is_empty(), "{left}");
+        let left = objects_of(&[
+            "services,deployments,serviceaccounts,roles,rolebindings",
+            "-n",
+            MESH,
+        ])?;
+        ensure!(
+            left.trim() == "role.rbac.authorization.k8s.io/foreign",
+            "{left}"
+        );
+        kubectl(&["get", "crd", "trafficpolicies.diy-service-mesh.dev"])?;
+        let again = mesh(&["uninstall"])?;
+        ensure!(again.contains("no object of the mesh is left"), "{again}");
+        kubectl_with_input(&["apply", "-f", "-"], &mesh(&["install"])?)?;
+        wait_for_mesh()?;
+        ensure!(ca()? == before, "the CA is another one");
+
+        let purged = mesh(&["uninstall", "--purge"])?;
+        for title in [
+            "Secret service-mesh/diy-service-mesh-ca",
+            "Namespace service-mesh",
+        ] {
+            ensure!(purged.contains(&format!("deleted {title}\n")), "{purged}");
+        }
+        let left = objects_of(&["namespaces,customresourcedefinitions"])?;
+        ensure!(left.is_empty(), "{left}");
+        kubectl_with_input(&["apply", "-f", "-"], &mesh(&["install", "--crds"])?)?;
+        drop(installed);
+        wait_for_mesh()
+    })
+}
+
+/// The output of a command that succeeds.
+fn mesh(arguments: &[&str]) -> Result<String> {
+    let output = run_mesh(arguments)?;
+    let (text, error) = (output.stdout, String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(text)?;
+    ensure!(output.status.success(), "mesh {arguments:?}: {text}{error}");
+    Ok(text)
+}
+
+fn run_mesh(arguments: &[&str]) -> Result<Output> {
+    let output = Command::new(programs().join("mesh"))
+        .args(arguments)
+        .output();
+    output.context("cannot start mesh")
+}
+
 /// Removes a server and its client from the mesh while the control plane runs, without a failed
 /// request.
 fn leave_the_mesh(namespace: &Namespace) -> Result<Load<'_>> {
@@ -76,12 +190,16 @@ fn leave_the_mesh(namespace: &Namespace) -> Result<Load<'_>> {
 
 /// The objects of the mesh.
 fn objects(namespace: &Namespace) -> Result<String> {
-    let label = "app.kubernetes.io/part-of=diy-service-mesh";
     let global = "namespaces,clusterroles,clusterrolebindings,mutatingwebhookconfigurations";
     let local = "configmaps,secrets,services,deployments,serviceaccounts,roles,rolebindings";
-    let global = kubectl(&["get", global, "-l", label, "-o", "name"])?;
-    let mesh = kubectl(&["get", local, "-n", MESH, "-l", label, "-o", "name"])?;
-    Ok(global + &mesh + &namespace.kubectl(&["get", local, "-l", label, "-o", "name"])?)
+    let own = objects_of(&[local, "-n", &namespace.name])?;
+    Ok(objects_of(&[global])? + &objects_of(&[local, "-n", MESH])? + &own)
+}
+
+/// The objects of these kinds with the label of the mesh.
+fn objects_of(kinds: &[&str]) -> Result<String> {
+    let label = "app.kubernetes.io/part-of=diy-service-mesh";
+    kubectl(&[&["get"], kinds, &["-l", label, "-o", "name"]].concat())
 }
 
 /// Installs the mesh again on drop, for the tests that follow.
