@@ -64,7 +64,7 @@ pub(super) fn permissions(facts: &Facts) -> Findings<'_> {
     let accounts = "the service accounts of the mesh";
     let number = |number| count(number, "permission", "permissions");
     let text = format!("{accounts} lack {}", number(missing.len()));
-    let advice = "restore the roles of manifests/controller.yaml and manifests/injector.yaml: kubectl apply -k manifests";
+    let advice = "restore the roles of manifests/controller.yaml and manifests/injector.yaml: mesh install | kubectl apply -f -";
     let missing = Finding::problem(text, advice).if_any(missing);
     let text = format!("{accounts} have {}", number(permissions.len()));
     Ok(or_ok([missing], text))

@@ -77,7 +77,7 @@ fn component<'a>(facts: &'a Facts, name: &str, effect: &str) -> Findings<'a> {
     let namespace = &facts.namespace;
     let Some(deployment) = find(facts.deployments.as_ref()?, name) else {
         let text = format!("Deployment {namespace}/{name} not found");
-        let advice = "install the mesh (kubectl apply -k manifests), or set its namespace with --mesh-namespace";
+        let advice = "install the mesh (mesh install | kubectl apply -f -), or set its namespace with --mesh-namespace";
         return Ok(vec![Finding::problem(text, advice)]);
     };
     let spec = deployment.spec.as_ref();

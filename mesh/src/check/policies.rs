@@ -27,7 +27,7 @@ pub(super) const DEFINITIONS: [(&str, &str); 2] = [
         )),
     ),
 ];
-const ADVICE: &str = "kubectl apply -k manifests/crds";
+const ADVICE: &str = "mesh install --crds | kubectl apply -f -";
 
 /// The definitions are installed, and have the fields of this version.
 pub(super) fn definition(facts: &Facts) -> Findings<'_> {

@@ -19,7 +19,8 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
     let broken = broken_components(facts, services);
     let text = "not select the pods of its Deployment: proxies and the API server cannot connect to it; connected proxies stay connected";
     let (one, many) = ("Service of the mesh does", "Services of the mesh do");
-    let broken = Finding::problem(text, "kubectl apply -k manifests").about(broken, one, many);
+    let broken =
+        Finding::problem(text, "mesh install | kubectl apply -f -").about(broken, one, many);
     let meshed: BTreeSet<String> = pods::meshed(pods)
         .filter_map(ResourceExt::namespace)
         .collect();

@@ -17,7 +17,10 @@ pub(super) fn configuration(facts: &Facts) -> Findings<'_> {
     let Some(configuration) = facts.webhook.as_ref()? else {
         let text =
             format!("MutatingWebhookConfiguration {WEBHOOK} not found: new pods receive no proxy");
-        return Ok(vec![Finding::problem(text, "kubectl apply -k manifests")]);
+        return Ok(vec![Finding::problem(
+            text,
+            "mesh install | kubectl apply -f -",
+        )]);
     };
     let webhooks = configuration.webhooks.as_deref().unwrap_or_default();
     let expected = expected();
@@ -40,7 +43,7 @@ pub(super) fn configuration(facts: &Facts) -> Findings<'_> {
     let text = format!(
         "{WEBHOOK} differs from the manifests of this version: injection can differ from the documentation"
     );
-    let advice = "apply the manifests of the running version: kubectl apply -k manifests";
+    let advice = "apply the manifests of the running version: mesh install | kubectl apply -f -";
     let differs = Finding::warning(text, advice).if_any(differences);
     let entries = count(webhooks.len(), "entry", "entries");
     Ok(or_ok([differs], format!("{entries} in {WEBHOOK}")))
@@ -151,7 +154,7 @@ pub(super) fn injection(facts: &Facts) -> Findings<'_> {
         DryRun::Injected => Finding::ok("a pod that requests injection receives a proxy (dry run)"),
         DryRun::NotInjected => Finding::problem(
             "a pod that requests injection receives no proxy (dry run)",
-            "see the webhook check; restore the webhook with kubectl apply -k manifests",
+            "see the webhook check; restore the webhook with mesh install | kubectl apply -f -",
         ),
         DryRun::Failed(message) => {
             let text = "the API server failed to call the injector, so pods that request injection cannot be created";

@@ -327,10 +327,16 @@ fn accepts(program: &'static str, variable: &str, text: &str) -> Result<(), Stri
     })
 }
 
+/// The tag of the images: in a release its version, else that of the images of `make images`.
+const TAG: &str = match option_env!("MESH_IMAGE_TAG") {
+    Some(tag) => tag,
+    None => "dev",
+};
+
 /// The values at their places in the manifests.
 pub(super) fn defaults() -> Value {
     let objects = manifests();
-    let image = json!({"registry": "", "tag": "dev", "controller": "", "injector": "", "proxy": "",
+    let image = json!({"registry": "", "tag": TAG, "controller": "", "injector": "", "proxy": "",
         "proxyInit": ""});
     let mut defaults = json!({"redirect": "nftables", "image": image});
     for place in places(&objects) {
