@@ -18,3 +18,4 @@ pub mod sample;
 mod time;
 pub mod traffic;
 pub mod why;
+pub mod yaml;

@@ -13,7 +13,7 @@ use kube::api::ListParams;
 use serde_json::Value;
 
 use super::{
-    authz::generate::{Mode, yaml},
+    authz::generate::Mode,
     terminal::{self, Colors, Output, TextStyle, plain, printable},
 };
 use crate::{
@@ -22,7 +22,7 @@ use crate::{
     controller,
     edges::Observed,
     egress::{self, Report, boundary::boundary},
-    files, routes,
+    files, routes, yaml,
 };
 
 /// The arguments of `mesh egress`.
@@ -79,7 +79,7 @@ fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
     if arguments.policy {
         let mode = arguments.mode.unwrap_or_default();
         let policies = policy::policies(&observed, mode, &mut notes);
-        terminal::print(&yaml(&policies)?)?;
+        terminal::print(&yaml::write(&policies))?;
         let unwatched = unwatched.iter();
         notes.extend(unwatched.map(|pods| format!("{pods}: no proxy has reported, and no policy")));
     } else {
@@ -163,7 +163,7 @@ fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
     for gap in boundary.gaps.iter().chain(&boundary.missing) {
         text += &format!("# - {}\n", printable(gap));
     }
-    terminal::print(&(text + &yaml(&boundary.policies)?))?;
+    terminal::print(&(text + &yaml::write(&boundary.policies)))?;
     let gaps = boundary.gaps.iter();
     let gaps = gaps.map(|gap| format!("NetworkPolicies do not express {gap}"));
     files::print(&gaps.collect::<Vec<_>>());

@@ -7,7 +7,10 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use super::terminal;
-use crate::install::{self, SCHEMA, Values, yaml};
+use crate::{
+    install::{self, SCHEMA, Values},
+    yaml,
+};
 
 /// The arguments of `mesh install`.
 #[derive(Args, Debug)]

@@ -6,7 +6,6 @@
 
 pub mod live;
 pub mod values;
-pub mod yaml;
 
 use diy_mesh_sandbox::manifest;
 use serde_json::Value;

@@ -23,7 +23,7 @@ use crate::{
     authorization::Outcome,
     controller,
     edges::{self, Observed},
-    files,
+    files, yaml,
 };
 
 /// The bounds of an AuthorizationPolicy.
@@ -69,18 +69,9 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let observed = super::super::block_on(observed)??;
     let mut notes = Vec::new();
     let policies = policies(&observed, arguments.mode, &mut notes);
-    terminal::print(&yaml(&policies)?)?;
+    terminal::print(&yaml::write(&policies))?;
     files::print(&notes);
     Ok(Outcome::Allowed)
-}
-
-/// Objects as YAML.
-pub(in crate::commands) fn yaml(objects: &[Value]) -> Result<String> {
-    let mut text = String::new();
-    for object in objects {
-        text += &format!("---\n{}", serde_yaml_ng::to_string(object)?);
-    }
-    Ok(text)
 }
 
 /// The policies of all groups. What they lack is added to `notes`.
@@ -297,6 +288,7 @@ fn conditions(is_any: bool, requests: &Requests) -> Vec<Value> {
 mod tests {
     use diy_mesh_controller::explain;
     use diy_mesh_model::identity::TRUST_DOMAIN;
+    use diy_mesh_sandbox::manifest;
 
     use super::*;
     use crate::plan::{
@@ -401,6 +393,15 @@ spec:
         app: cart
 ";
         assert_eq!(serde_yaml_ng::to_string(&policies[0]).unwrap(), expected);
+    }
+
+    #[test]
+    fn names_that_are_booleans_in_yaml_1_1_are_text() {
+        let observed = observed(vec![edge("on", 8080, "GET", segment("/items"))]);
+        let (policies, _) = generated(&observed, 0);
+        let text = yaml::write(&policies);
+        assert!(text.contains("name: \"on\"\n"), "{text}");
+        assert_eq!(manifest::parse(&text).unwrap(), policies);
     }
 
     #[test]
