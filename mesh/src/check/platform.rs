@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::{
     apps::v1::Deployment,
-    core::v1::{Container, Pod},
+    core::v1::{Container, Pod, PodSpec},
 };
 use kube::ResourceExt;
 
@@ -110,16 +110,12 @@ fn find<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Deployment>
 /// All components have one version, and running proxies have the image that new pods receive.
 pub(super) fn versions(facts: &Facts) -> Findings<'_> {
     let deployments = facts.deployments.as_deref().unwrap_or_default();
-    let spec = |name: &str| {
-        let deployment = find(deployments, name)?;
-        deployment.spec.as_ref()?.template.spec.as_ref()
-    };
-    let container = |name: &str| spec(name)?.containers.first();
+    let container = |name| container(deployments, name);
     let (Some(controller), Some(injector)) = (container("controller"), container("injector"))
     else {
         return Ok(Vec::new());
     };
-    let init = spec("injector").and_then(|spec| spec.init_containers.as_ref());
+    let init = pod_spec(deployments, "injector").and_then(|spec| spec.init_containers.as_ref());
     let init = init.into_iter().flatten();
     let image = init
         .filter(|container| container.name == "proxy-image")
@@ -178,11 +174,18 @@ fn variable<'a>(container: &'a Container, name: &str) -> Option<&'a str> {
     variable.value.as_deref()
 }
 
-/// The image of a component.
-pub(super) fn image(deployments: &[Deployment], name: &str) -> Option<String> {
-    let spec = find(deployments, name)?.spec.as_ref()?;
-    let containers = &spec.template.spec.as_ref()?.containers;
-    containers.first()?.image.clone()
+/// The container of a component.
+pub(super) fn container<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a Container> {
+    pod_spec(deployments, name)?.containers.first()
+}
+
+fn pod_spec<'a>(deployments: &'a [Deployment], name: &str) -> Option<&'a PodSpec> {
+    find(deployments, name)?
+        .spec
+        .as_ref()?
+        .template
+        .spec
+        .as_ref()
 }
 
 /// The digest or tag of an image.

@@ -145,8 +145,8 @@ fn skewed(components: &[(String, String)], remedy: &str, ok: String) -> Vec<Find
 fn control_plane(facts: &Facts) -> Findings<'_> {
     let deployments = facts.deployments.as_ref()?;
     let images = ["controller", "injector"].map(|name| {
-        let image = platform::image(deployments, name)?;
-        Some((name.to_owned(), platform::tag(&image).to_owned()))
+        let image = platform::container(deployments, name)?.image.as_deref()?;
+        Some((name.to_owned(), platform::tag(image).to_owned()))
     });
     let images: Vec<_> = images.into_iter().flatten().collect();
     if images.is_empty() {
@@ -290,6 +290,12 @@ mod tests {
         let found = proxies(&newer).unwrap();
         assert_eq!(levels(&found), [Level::Problem]);
         assert_eq!(found[0].details, ["shop/b: 999.0.0"]);
+        // A proxy tells its version itself.
+        let hostile = format!("\u{1b}[2Jno problems found\n{}", "9".repeat(100_000));
+        let hostile = facts(vec![workload("c", &hostile)]);
+        let detail = &proxies(&hostile).unwrap()[0].details[0];
+        assert!(detail.starts_with("shop/c: \\u{1b}[2Jno"), "{detail}");
+        assert!(detail.len() < 3000 && !detail.contains('\n'), "{detail}");
     }
 
     #[test]
