@@ -17,6 +17,19 @@ use serde_json::{Value, json};
 /// Limit for each wait, sufficient for a loaded machine.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// The programs of a release, which a sandbox needs.
+pub const PROGRAMS: [&str; 9] = [
+    "mesh",
+    "controller",
+    "injector",
+    "proxy",
+    "proxy-init",
+    "http-client",
+    "http-server",
+    "grpc-client",
+    "grpc-server",
+];
+
 /// Starts an empty sandbox. Returns `None` on a machine that cannot run one.
 pub fn empty() -> Option<Sandbox> {
     match Sandbox::start(&programs()) {
@@ -99,17 +112,7 @@ pub fn programs() -> PathBuf {
         .and_then(std::path::Path::parent)
         .expect("the test binary is in target/PROFILE/deps")
         .to_owned();
-    for program in [
-        "mesh",
-        "controller",
-        "injector",
-        "proxy",
-        "proxy-init",
-        "http-client",
-        "http-server",
-        "grpc-client",
-        "grpc-server",
-    ] {
+    for program in PROGRAMS {
         assert!(
             folder.join(program).is_file(),
             "{program} is not in {}: run `cargo build --bins` first",

@@ -16,22 +16,10 @@ use std::thread;
 use std::time::{Instant, UNIX_EPOCH};
 
 use diy_mesh_tests::repository::{read, root};
-use diy_mesh_tests::sandbox::{READY_TIMEOUT, programs};
+use diy_mesh_tests::sandbox::{PROGRAMS, READY_TIMEOUT, programs};
 use nix::unistd::geteuid;
 use tempfile::TempDir;
 
-/// The programs of a release.
-const PROGRAMS: [&str; 9] = [
-    "mesh",
-    "controller",
-    "injector",
-    "proxy",
-    "proxy-init",
-    "http-client",
-    "http-server",
-    "grpc-client",
-    "grpc-server",
-];
 /// What README.md says to be necessary, and what each distribution has.
 const CONTAINER_PROGRAMS: &str = "/bin/sh curl tar gzip sha256sum cat ln mkdir mv rm uname";
 /// The address of a release in README.md.
