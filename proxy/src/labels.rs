@@ -84,8 +84,9 @@ pub enum ErrorType {
 }
 
 impl ErrorType {
-    /// The error of a request that ended. `code`: of the proxy that failed it. `grpc`: its gRPC status, if it is a call. `is_complete`:
-    /// no part of its response is missing, unless the client left.
+    /// The error of a request that ended. `code`: of the proxy that failed it. `grpc`: its gRPC
+    /// status, if it is a call. `is_complete`: no part of its response is missing, unless the client
+    /// left.
     pub fn of(
         code: Option<&'static str>,
         status: Option<StatusCode>,
