@@ -29,7 +29,7 @@ struct Case {
     within: Duration,
 }
 
-fn cases() -> [Case; 6] {
+fn cases() -> [Case; 7] {
     [
         Case {
             fault: "a probe fails",
@@ -42,6 +42,18 @@ fn cases() -> [Case; 6] {
                 "probes failed, HTTP GET /hello on port 8080: status-500",
             ],
             within: PROBE_TIMEOUT,
+        },
+        Case {
+            fault: "a workload passes no traces on",
+            command: "mesh check",
+            object: traced_pods(),
+            check: "traces",
+            level: "note",
+            names: &[
+                "/relay receives traces (",
+                " and calls others without a trace (",
+            ],
+            within: TIMEOUT,
         },
         Case {
             fault: "a pod that should have a proxy has none",
@@ -138,6 +150,33 @@ fn failing_pod() -> Value {
     )
 }
 
+/// A pod that receives traces, and whose client sends requests of its own.
+fn traced_pods() -> Value {
+    let client = |endpoint: &str| {
+        json!({
+            "name": "http-client", "image": "diy-sm-http-client:dev", "imagePullPolicy": "IfNotPresent",
+            "env": [{"name": "ENDPOINT", "value": endpoint}, {"name": "INTERVAL_MS", "value": "100"}],
+        })
+    };
+    let mut relay = pod("relay", "true", json!({}));
+    relay["metadata"]["labels"] = json!({"app": "relay"});
+    let containers = relay["spec"]["containers"].as_array_mut();
+    containers.unwrap().push(client("http://server/hello"));
+    let mut caller = pod("caller", "true", json!({}));
+    caller["spec"]["containers"] = json!([client("http://relay/hello")]);
+    let policy = json!({
+        "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "TrafficPolicy", "metadata": {"name": "relay"},
+        "spec": {
+            "targetRefs": [{"group": "", "kind": "Service", "name": "relay"}],
+            "telemetry": {"tracing": {
+                "provider": {"endpoint": "collector.observability.svc:4317"}, "samplingRate": {"numerator": 100},
+            }},
+        },
+    });
+    let service = service("relay", json!({"app": "relay"}));
+    json!({"apiVersion": "v1", "kind": "List", "items": [relay, caller, service, policy]})
+}
+
 fn service(name: &str, selector: Value) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Service", "metadata": {"name": name},
@@ -191,8 +230,9 @@ fn each_fault_of_a_namespace_is_named_by_mesh_check() -> Result<()> {
     in_namespace("drill", |namespace| {
         install()?;
         kubectl(&["apply", "-k", &format!("{MANIFESTS}/crds")])?;
-        let [probe, others @ ..] = cases();
+        let [probe, traces, others @ ..] = cases();
         namespace.apply(&probe.object.to_string())?;
+        namespace.apply(&traces.object.to_string())?;
         namespace.wait_for_responses(&App::http_server(), &App::http_client())?;
         for case in &others {
             namespace.apply(&case.object.to_string())?;
@@ -204,6 +244,7 @@ fn each_fault_of_a_namespace_is_named_by_mesh_check() -> Result<()> {
         }
         let rejected = ["Accepted", "False", "UnsupportedValue"];
         wait_for_condition(namespace, "httproute", "rejected", rejected)?;
+        traces.wait(namespace)?;
         probe.wait(namespace)
     })
 }

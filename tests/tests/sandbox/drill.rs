@@ -27,7 +27,7 @@ struct Case {
     names: &'static [&'static str],
 }
 
-const CASES: [Case; 18] = [
+const CASES: [Case; 19] = [
     Case {
         fault: "an AuthorizationPolicy denies the call",
         url: "denied.shop/denied",
@@ -119,6 +119,12 @@ const CASES: [Case; 18] = [
         url: "uneven.shop/hello",
         command: "mesh proxy clients/shell --destination shop/uneven",
         names: &["shop/slow-* 20*.* ms "],
+    },
+    Case {
+        fault: "the endpoints of one zone are slow",
+        url: "zones.shop/hello",
+        command: "mesh proxy clients/shell --destination shop/zones",
+        names: &["shop/far-* b * 20*.* ms "],
     },
     Case {
         fault: "the requests exceed a rate limit",
@@ -256,6 +262,21 @@ fn object(version: &str, kind: &str, name: &str, spec: &str) -> String {
 const STARTUP: &str =
     "startupProbe: {tcpSocket: {port: 8080}, periodSeconds: 1, failureThreshold: 60}";
 
+/// A Deployment whose pods are on the Node of a zone.
+fn in_zone(zone: &str, deployment: &str) -> String {
+    let pod = "    spec:\n";
+    let on_node = format!("{pod}      nodeName: {zone}\n");
+    assert!(deployment.contains(pod));
+    format!(
+        "---
+apiVersion: v1
+kind: Node
+metadata: {{name: {zone}, labels: {{topology.kubernetes.io/zone: {zone}}}}}
+{}",
+        deployment.replace(pod, &on_node)
+    )
+}
+
 /// The pods and their Services.
 fn workloads() -> String {
     let program = |more: &str| format!("{more}, {STARTUP}");
@@ -268,6 +289,11 @@ fn workloads() -> String {
         deployment("web-2", "group: three", "", STARTUP),
         deployment("failing", "group: three", "", &env("FAIL_RATE", 100)),
         deployment("slow", "pace: uneven", "", &env("DELAY_MS", 2000)),
+        in_zone("a", &deployment("near", "spread: zones", "", STARTUP)),
+        in_zone(
+            "b",
+            &deployment("far", "spread: zones", "", &env("DELAY_MS", 2000)),
+        ),
         deployment("limited", "", "", STARTUP),
         deployment("resets", "", "", &tcp("'8080'")),
         deployment("no-http", "", "", &tcp("'8080', hello")),
@@ -291,6 +317,7 @@ fn workloads() -> String {
         service("retried", "group: three", 8080),
         service("three", "group: three", 8080),
         service("uneven", "pace: uneven", 8080),
+        service("zones", "spread: zones", 8080),
         service("busy", "app: slow", 8080),
     ];
     [&pods[..], &own, &of_web, &others].concat().concat()
@@ -332,6 +359,7 @@ fn faults() -> String {
         ),
         policy("three", "loadBalancing: {algorithm: RoundRobin}"),
         policy("uneven", "loadBalancing: {algorithm: RoundRobin}"),
+        policy("zones", "loadBalancing: {algorithm: RoundRobin}"),
         policy(
             "limited",
             "rateLimits: [{name: each, requests: 1, window: 10h, per: Caller}]",
