@@ -3,8 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    diy_mesh::commands::run().unwrap_or_else(|error| {
-        eprintln!("mesh: {error:#}");
-        ExitCode::FAILURE
-    })
+    diy_mesh::commands::run()
 }

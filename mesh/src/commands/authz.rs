@@ -4,7 +4,7 @@
 mod forget;
 pub(crate) mod generate;
 
-use std::{net::IpAddr, path::PathBuf, process::ExitCode};
+use std::{net::IpAddr, path::PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, Subcommand};
@@ -127,14 +127,12 @@ pub(super) struct Source {
 
 impl Source {
     /// The pods of a target.
-    fn pods(&self, target: &Target) -> Result<Vec<Pod>> {
+    async fn pods(&self, target: &Target) -> Result<Vec<Pod>> {
         if self.filename.is_empty() {
-            return super::block_on(async {
-                let controllers = Controllers::new(&self.controller).await?;
-                let mut controller = controllers.connect().await?;
-                let pods = controller.authorization(target.key.to_string(), target.port);
-                Ok(pods.await?)
-            })?;
+            let controllers = Controllers::new(&self.controller).await?;
+            let mut controller = controllers.connect().await?;
+            let pods = controller.authorization(target.key.to_string(), target.port);
+            return Ok(pods.await?);
         }
         let index = files::index(&self.filename, &self.controller.cluster.mesh_namespace)?;
         let pods = authorization::pods(&index, target);
@@ -158,23 +156,23 @@ fn field(text: &str) -> Result<(String, String), String> {
 }
 
 /// Judges a call and prints the verdict.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    super::exit(match (&arguments.command, &arguments.from, &arguments.to) {
-        (Some(Command::Forget(arguments)), ..) => forget::run(arguments),
-        (Some(Command::Generate(arguments)), ..) => generate::run(arguments),
-        (None, Some(from), Some(to)) => judge(arguments, from, to),
-        _ => Err(anyhow!("expected FROM and TO")),
-    })
+pub async fn run(arguments: &Arguments) -> Result<Outcome> {
+    match (&arguments.command, &arguments.from, &arguments.to) {
+        (Some(Command::Forget(arguments)), ..) => forget::run(arguments).await,
+        (Some(Command::Generate(arguments)), ..) => generate::run(arguments).await,
+        (None, Some(from), Some(to)) => judge(arguments, from, to).await,
+        _ => bail!("expected FROM and TO"),
+    }
 }
 
-fn judge(arguments: &Arguments, from: &str, to: &str) -> Result<Outcome> {
-    let from = &super::block_on(arguments.caller(from))??;
-    let to = &super::block_on(arguments.called(to))??;
+async fn judge(arguments: &Arguments, from: &str, to: &str) -> Result<Outcome> {
+    let from = &arguments.caller(from).await?;
+    let to = &arguments.called(to).await?;
     let target = match to {
         To::Pods(target) => target,
         To::Outside(_) => &caller(arguments, from)?,
     };
-    let pods = arguments.source.pods(target)?;
+    let pods = arguments.source.pods(target).await?;
     ensure!(
         !pods.is_empty(),
         "no pod of the Service {} has a proxy",
@@ -290,7 +288,14 @@ pub(super) fn outcome(outcome: Outcome) -> terminal::Cell {
 
 #[cfg(test)]
 mod tests {
+    use std::process::ExitCode;
+
     use super::*;
+    use crate::commands::{block_on, code};
+
+    fn run(arguments: &Arguments) -> ExitCode {
+        code(super::run(arguments))
+    }
 
     fn parsed(line: &str) -> Result<Arguments, clap::Error> {
         crate::commands::parsed(line)
@@ -311,7 +316,7 @@ mod tests {
         let arguments = tutorial(line);
         let [from, to] = [&arguments.from, &arguments.to].map(|name| name.as_deref().unwrap());
         let to = to.parse().unwrap();
-        let pods = arguments.source.pods(&to).unwrap();
+        let pods = block_on(arguments.source.pods(&to)).unwrap();
         let call = call(&arguments, &from.parse().unwrap());
         let verdicts = authorization::verdicts(&pods, &call);
         (table(&verdicts, Colors::DISABLED), run(&arguments))

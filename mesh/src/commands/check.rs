@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep_until};
 use super::terminal::{Colors, Output, TextStyle};
 use crate::{
     check::{self, Finding, Level, facts::Facts},
-    cluster::{self, Cluster, ConnectError},
+    cluster::{self, Cluster},
     time::parse_duration,
 };
 
@@ -41,22 +41,13 @@ pub struct Arguments {
 const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Runs the checks and prints the findings.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let findings = super::block_on(async {
-        let cluster = Cluster::connect(&arguments.cluster).await?;
-        let only = arguments.cluster.namespace.as_deref();
-        let check = async || check::run(&Facts::gather(&cluster, only).await);
-        Ok::<_, ConnectError>(match arguments.wait {
-            Some(time) => wait(time, check, |problems| eprint!("{problems}")).await,
-            None => check().await,
-        })
-    })?;
-    let findings = match findings {
-        Ok(findings) => findings,
-        Err(error) => {
-            eprintln!("mesh: {error}");
-            return Ok(ExitCode::from(2));
-        }
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let cluster = Cluster::connect(&arguments.cluster).await?;
+    let only = arguments.cluster.namespace.as_deref();
+    let check = async || check::run(&Facts::gather(&cluster, only).await);
+    let findings = match arguments.wait {
+        Some(time) => wait(time, check, |problems| eprint!("{problems}")).await,
+        None => check().await,
     };
     print(&findings, arguments.output)
 }

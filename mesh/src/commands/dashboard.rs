@@ -4,7 +4,7 @@ use std::{
     fs::File,
     io::{Read, Write},
     net::{Ipv4Addr, Ipv6Addr},
-    process::{Command, ExitCode, Stdio},
+    process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result};
@@ -48,14 +48,7 @@ pub struct Arguments {
 }
 
 /// Runs the command until it is interrupted.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    match super::block_on(serve(arguments)).and_then(|ended| ended) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => super::failed(&error),
-    }
-}
-
-async fn serve(arguments: &Arguments) -> Result<()> {
+pub async fn run(arguments: &Arguments) -> Result<()> {
     let namespace = arguments.from.namespace();
     let sampler = arguments.from.sampler(namespace, true).await?;
     let proxies = sampler.proxies().cloned();

@@ -76,13 +76,6 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Runs the demo until it ends, or until the reader of standard output exits.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    match demo(arguments) {
-        Err(error) if terminal::is_closed(&error) => Ok(ExitCode::SUCCESS),
-        other => other,
-    }
-}
-
-fn demo(arguments: &Arguments) -> Result<ExitCode> {
     let mut objects = match &arguments.manifests {
         Some(directory) => Files::read(directory).and_then(|files| files.objects()).with_context(|| {
             let directory = directory.display();

@@ -3,7 +3,7 @@
 
 mod policy;
 
-use std::{collections::BTreeSet, path::PathBuf, process::ExitCode};
+use std::{collections::BTreeSet, path::PathBuf};
 
 use anyhow::{Result, anyhow, bail};
 use clap::Args;
@@ -59,22 +59,18 @@ pub struct Arguments {
 }
 
 /// Lists calls, or prints policies.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    let of = arguments
-        .controller
-        .cluster
-        .namespace
-        .as_deref()
-        .unwrap_or_default();
-    super::exit(if arguments.network_policy {
-        bound(arguments, of)
+pub async fn run(arguments: &Arguments) -> Result<Outcome> {
+    let of = arguments.controller.cluster.namespace.as_deref();
+    let of = of.unwrap_or_default();
+    if arguments.network_policy {
+        bound(arguments, of).await
     } else {
-        list(arguments, of)
-    })
+        list(arguments, of).await
+    }
 }
 
-fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
-    let (observed, unwatched) = super::block_on(read(arguments, of))??;
+async fn list(arguments: &Arguments, of: &str) -> Result<Outcome> {
+    let (observed, unwatched) = read(arguments, of).await?;
     let mut notes = Vec::new();
     if arguments.policy {
         let mode = arguments.mode.unwrap_or_default();
@@ -149,8 +145,8 @@ fn text(report: &Report, colors: Colors) -> String {
     colors.table(&rows)
 }
 
-fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
-    let objects = super::block_on(objects(arguments, of))??;
+async fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
+    let objects = objects(arguments, of).await?;
     let mesh = &arguments.controller.cluster.mesh_namespace;
     let boundary = boundary(&objects, of, mesh)?;
     let mut text = format!(
@@ -198,9 +194,12 @@ async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::ExitCode;
+
     use serde_json::json;
 
     use super::*;
+    use crate::commands::{block_on, code};
     use crate::egress::tests::observed;
 
     fn parsed(line: &str) -> Result<Arguments, clap::Error> {
@@ -234,15 +233,14 @@ mod tests {
     #[test]
     fn calls_to_pods_are_no_destinations() {
         let arguments = parsed(&format!("egress -n http-server --edges {CALLS}")).unwrap();
-        let read = super::super::block_on(read(&arguments, "http-server"));
-        let (observed, _) = read.unwrap().unwrap();
+        let (observed, _) = block_on(read(&arguments, "http-server")).unwrap();
         let [group] = &observed.groups[..] else {
             panic!("{:?}", observed.groups)
         };
         let destinations = egress::destinations(group);
         assert_eq!((group.edges.len(), destinations.len()), (2, 1));
         assert_eq!(destinations[0].host, "api.example.com");
-        assert_eq!(run(&arguments), ExitCode::SUCCESS);
+        assert_eq!(code(run(&arguments)), ExitCode::SUCCESS);
     }
 
     #[test]
@@ -283,6 +281,6 @@ shop/db             -                     not watched: no proxy has reported
     fn files_without_a_policy_about_egress_are_an_error() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/tutorial");
         let line = format!("egress -n shop --network-policy -f {folder}/authorization.yaml");
-        assert_eq!(run(&parsed(&line).unwrap()), ExitCode::from(2));
+        assert_eq!(code(run(&parsed(&line).unwrap())), ExitCode::from(2));
     }
 }

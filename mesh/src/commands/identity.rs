@@ -1,8 +1,6 @@
 //! `mesh identity`: shows the trust roots, the issuing CA, the state of a root rotation, and the
 //! certificates of the workloads. Changes nothing.
 
-use std::process::ExitCode;
-
 use anyhow::Result;
 use clap::Args;
 
@@ -33,18 +31,14 @@ pub struct Arguments {
 }
 
 /// Reads and prints the status.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let mesh = super::block_on(async {
-        let controllers = Controllers::new(&arguments.controller).await?;
-        let mut mesh = Mesh::merge(controllers.identity().await?);
-        if let Some(namespace) = &arguments.controller.cluster.namespace {
-            mesh.keep_namespace(namespace);
-        }
-        Ok::<_, controller::Error>(mesh)
-    })??;
+pub async fn run(arguments: &Arguments) -> Result<()> {
+    let controllers = Controllers::new(&arguments.controller).await?;
+    let mut mesh = Mesh::merge(controllers.identity().await?);
+    if let Some(namespace) = &arguments.controller.cluster.namespace {
+        mesh.keep_namespace(namespace);
+    }
     let output = arguments.output;
-    output.print(&mesh, |colors| text(&mesh, now(), colors))?;
-    Ok(ExitCode::SUCCESS)
+    output.print(&mesh, |colors| text(&mesh, now(), colors))
 }
 
 fn text(mesh: &Mesh, now: u64, colors: Colors) -> String {

@@ -1,7 +1,7 @@
 //! `mesh install`: prints the objects of the mesh. Reads no cluster, so that the same values always
 //! give the same bytes.
 
-use std::{fs, path::PathBuf, process::ExitCode};
+use std::{fs, path::PathBuf};
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -59,12 +59,11 @@ impl ValuesArguments {
 }
 
 /// Prints the objects.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+pub fn run(arguments: &Arguments) -> Result<()> {
     let values = arguments.values.load()?;
     terminal::print(&match arguments {
         Arguments { schema: true, .. } => SCHEMA.to_owned(),
         Arguments { crds: true, .. } => yaml::write(&install::definitions()),
         _ => yaml::write(&install::objects(&values)),
-    })?;
-    Ok(ExitCode::SUCCESS)
+    })
 }

@@ -21,7 +21,10 @@ pub mod uninstall;
 pub mod upgrade;
 pub mod why;
 
-use std::{env, process::ExitCode};
+use std::{
+    env,
+    process::{ExitCode, Termination},
+};
 
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
@@ -31,9 +34,9 @@ use diy_mesh_sandbox::internal::Internal;
 use crate::authorization::Outcome;
 
 /// Runs the command of this process's arguments. Exits if they are invalid.
-pub fn run() -> Result<ExitCode> {
+pub fn run() -> ExitCode {
     match env::args_os().nth(1) {
-        Some(name) if Internal::is_name(&name) => Internal::parse().run(),
+        Some(name) if Internal::is_name(&name) => exit(Internal::parse().run(), 1),
         _ => Mesh::parse().command.run(),
     }
 }
@@ -99,32 +102,29 @@ enum Command {
 
 impl Command {
     /// Runs the command.
-    fn run(self) -> Result<ExitCode> {
+    fn run(self) -> ExitCode {
         match self {
-            Self::Demo(arguments) => demo::run(&arguments),
-            Self::Authz(arguments) => Ok(authz::run(&arguments)),
-            Self::Check(arguments) => check::run(&arguments),
-            Self::Dashboard(arguments) => Ok(dashboard::run(&arguments)),
-            Self::Egress(arguments) => Ok(egress::run(&arguments)),
-            Self::Identity(arguments) => identity::run(&arguments),
-            Self::Install(arguments) => install::run(&arguments),
-            Self::Plan(arguments) => Ok(plan::run(&arguments)),
-            Self::Proxy(arguments) => Ok(proxy::run(&arguments)),
-            Self::RotateRoot(arguments) => rotate_root::run(&arguments),
-            Self::Routes(arguments) => routes::run(&arguments),
-            Self::Services(arguments) => services::run(arguments),
-            Self::Stat(arguments) => Ok(stat::run(&arguments)),
-            Self::Tap(arguments) => Ok(tap::run(&arguments)),
-            Self::Test(arguments) => Ok(test::run(&arguments)),
-            Self::Top(arguments) => Ok(top::run(&arguments)),
-            Self::Uninstall(arguments) => uninstall::run(&arguments),
-            Self::Upgrade(arguments) => upgrade::run(&arguments),
-            Self::Why(arguments) => Ok(why::run(&arguments)),
-            Self::Completions { shell } => completions(shell),
-            Self::Version => {
-                terminal::print(&format!("mesh {VERSION}\n"))?;
-                Ok(ExitCode::SUCCESS)
-            }
+            Self::Demo(arguments) => exit(demo::run(&arguments), 1),
+            Self::Authz(arguments) => exit(block_on(authz::run(&arguments)), 2),
+            Self::Check(arguments) => exit(block_on(check::run(&arguments)), 2),
+            Self::Dashboard(arguments) => exit(block_on(dashboard::run(&arguments)), 2),
+            Self::Egress(arguments) => exit(block_on(egress::run(&arguments)), 2),
+            Self::Identity(arguments) => exit(block_on(identity::run(&arguments)), 1),
+            Self::Install(arguments) => exit(install::run(&arguments), 1),
+            Self::Plan(arguments) => exit(block_on(plan::run(&arguments)), 2),
+            Self::Proxy(arguments) => exit(block_on(proxy::run(&arguments)), 2),
+            Self::RotateRoot(arguments) => exit(block_on(rotate_root::run(&arguments)), 1),
+            Self::Routes(arguments) => exit(block_on(routes::run(&arguments)), 1),
+            Self::Services(arguments) => exit(block_on(services::run(&arguments)), 1),
+            Self::Stat(arguments) => exit(block_on(stat::run(&arguments)), 2),
+            Self::Tap(arguments) => exit(block_on(tap::run(&arguments)), 2),
+            Self::Test(arguments) => exit(test::run(&arguments), 2),
+            Self::Top(arguments) => exit(block_on(top::run(&arguments)), 2),
+            Self::Uninstall(arguments) => exit(block_on(uninstall::run(&arguments)), 1),
+            Self::Upgrade(arguments) => exit(block_on(upgrade::run(&arguments)), 2),
+            Self::Why(arguments) => exit(block_on(why::run(&arguments)), 2),
+            Self::Completions { shell } => exit(completions(shell), 1),
+            Self::Version => exit(terminal::print(&format!("mesh {VERSION}\n")), 1),
         }
     }
 }
@@ -132,37 +132,48 @@ impl Command {
 /// The version, and the commit if the sources are a git checkout.
 pub const VERSION: &str = env!("MESH_VERSION");
 
-fn completions(shell: Shell) -> Result<ExitCode> {
+fn completions(shell: Shell) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Mesh::command(), "mesh", &mut script);
-    terminal::print(&String::from_utf8_lossy(&script))?;
-    Ok(ExitCode::SUCCESS)
+    terminal::print(&String::from_utf8_lossy(&script))
 }
 
-/// The exit code of a verdict: 0 if the call is allowed, 1 if it is denied, 3 if that depends on what
-/// is not known, or on an authorization server. An error is printed, and its exit code is 2.
-fn exit(outcome: Result<Outcome>) -> ExitCode {
-    match outcome {
-        Ok(Outcome::Allowed) => ExitCode::SUCCESS,
-        Ok(Outcome::Denied) => ExitCode::FAILURE,
-        Ok(Outcome::Asks | Outcome::Unknown) => ExitCode::from(3),
-        Err(error) => failed(&error),
+/// The exit code of a command. An error is printed and has the given code, unless the reader of
+/// standard output has exited.
+fn exit(result: Result<impl Termination>, code_of_errors: u8) -> ExitCode {
+    match result {
+        Ok(result) => result.report(),
+        Err(error) if terminal::is_closed(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("mesh: {error:#}");
+            ExitCode::from(code_of_errors)
+        }
     }
 }
 
-/// Prints an error. The exit code is 2.
-fn failed(error: &anyhow::Error) -> ExitCode {
-    eprintln!("mesh: {error:#}");
-    ExitCode::from(2)
+impl Termination for Outcome {
+    fn report(self) -> ExitCode {
+        match self {
+            Self::Allowed => ExitCode::SUCCESS,
+            Self::Denied => ExitCode::FAILURE,
+            Self::Asks | Self::Unknown => ExitCode::from(3),
+        }
+    }
 }
 
 /// Runs a future on a new single-threaded runtime.
-fn block_on<T>(future: impl Future<Output = T>) -> Result<T> {
+fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("failed to start the runtime")?;
-    Ok(runtime.block_on(future))
+    runtime.block_on(future)
+}
+
+/// The exit code of `mesh authz`, `mesh egress` and the like, for their tests.
+#[cfg(test)]
+fn code(run: impl Future<Output = Result<Outcome>>) -> ExitCode {
+    exit(block_on(run), 2)
 }
 
 /// The arguments of a command, for its tests.

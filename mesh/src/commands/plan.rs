@@ -1,7 +1,7 @@
 //! `mesh plan`: tells what a policy, or strict mode, would have denied of the calls that proxies saw.
 //! Changes nothing.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
 use clap::Args;
@@ -57,12 +57,8 @@ pub struct Arguments {
 }
 
 /// Compares and prints.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    super::exit(compare(arguments))
-}
-
-fn compare(arguments: &Arguments) -> Result<Outcome> {
-    let (mut observed, mut objects) = super::block_on(read(arguments))??;
+pub async fn run(arguments: &Arguments) -> Result<Outcome> {
+    let (mut observed, mut objects) = read(arguments).await?;
     let changed = changed(arguments)?;
     let mesh = &*arguments.controller.cluster.mesh_namespace;
     let namespaces = namespaces(arguments, &changed);

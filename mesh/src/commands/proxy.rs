@@ -2,11 +2,10 @@
 
 mod page;
 
-use std::{net::SocketAddr, process::ExitCode};
+use std::net::SocketAddr;
 
 use anyhow::Result;
 use clap::Args;
-use diy_mesh_model::state::State;
 
 use super::terminal;
 use crate::proxies;
@@ -35,19 +34,7 @@ pub struct Arguments {
 }
 
 /// Runs the command.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    let state = super::block_on(state(arguments)).and_then(|state| state);
-    let print = |state| {
-        let page = |colors| page::page(&state, colors);
-        arguments.output.print(&state, page)
-    };
-    match state.and_then(print) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => super::failed(&error),
-    }
-}
-
-async fn state(arguments: &Arguments) -> Result<State> {
+pub async fn run(arguments: &Arguments) -> Result<()> {
     let proxies = arguments.of.connect().await?;
     let (namespace, name) = proxies.namespaced(&arguments.pod);
     let mut pods = proxies.named(&namespace, &name).await?;
@@ -61,5 +48,7 @@ async fn state(arguments: &Arguments) -> Result<State> {
         format!("destination={namespace}/{name}")
     });
     let query = query.unwrap_or_default();
-    Ok(proxies.state(&pods[0], &query).await?)
+    let state = proxies.state(&pods[0], &query).await?;
+    let output = arguments.output;
+    output.print(&state, |colors| page::page(&state, colors))
 }

@@ -60,17 +60,15 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Submits the request and watches the rotation.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    super::block_on(async {
-        tokio::select! {
-            done = rotate(arguments) => done,
-            interrupted = tokio::signal::ctrl_c() => {
-                interrupted?;
-                print(TextStyle::Bold, "the rotation continues: watch it with `mesh rotate-root`, or abandon it with `mesh rotate-root --abandon`");
-                Ok(ExitCode::from(130))
-            }
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
+    tokio::select! {
+        done = rotate(arguments) => done,
+        interrupted = tokio::signal::ctrl_c() => {
+            interrupted?;
+            print(TextStyle::Bold, "the rotation continues: watch it with `mesh rotate-root`, or abandon it with `mesh rotate-root --abandon`");
+            Ok(ExitCode::from(130))
         }
-    })?
+    }
 }
 
 async fn rotate(arguments: &Arguments) -> Result<ExitCode> {

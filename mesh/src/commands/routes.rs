@@ -2,7 +2,7 @@
 //! prints what happens with the requests to a Service, as the controller or files say. Changes
 //! nothing.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -57,7 +57,7 @@ fn service(text: &str) -> Result<Key> {
 }
 
 /// Lists the routes, or explains the requests to Services.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+pub async fn run(arguments: &Arguments) -> Result<()> {
     let output = arguments.output;
     if arguments.services.is_empty() {
         if !arguments.controller.access.controller.is_empty() {
@@ -65,26 +65,23 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
                 "--controller requires names of Services: a list is read from a cluster or from files"
             );
         }
-        let routes = routes(arguments)?;
-        output.print(&routes, |colors| table(&routes, colors))?;
+        let routes = routes(arguments).await?;
+        output.print(&routes, |colors| table(&routes, colors))
     } else {
-        let explained = explanations(arguments)?;
+        let explained = explanations(arguments).await?;
         output.print(&explained, |colors| {
             let texts = explained.iter().map(|one| explanation(one, colors));
             texts.collect::<Vec<_>>().join("\n")
-        })?;
+        })
     }
-    Ok(ExitCode::SUCCESS)
 }
 
-fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
+async fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
     let objects = if arguments.filename.is_empty() {
-        super::block_on(async {
-            let cluster = Cluster::connect(&arguments.controller.cluster).await?;
-            let namespace = arguments.controller.cluster.namespace.as_deref();
-            let objects = routes::fetch(&cluster.client, namespace, Kind::routes()).await;
-            objects.map_err(|error| anyhow!("failed to list routes: {error}"))
-        })??
+        let cluster = Cluster::connect(&arguments.controller.cluster).await?;
+        let namespace = arguments.controller.cluster.namespace.as_deref();
+        let objects = routes::fetch(&cluster.client, namespace, Kind::routes()).await;
+        objects.map_err(|error| anyhow!("failed to list routes: {error}"))?
     } else {
         files::read(&arguments.filename)?
     };
@@ -96,10 +93,10 @@ fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
     Ok(routes)
 }
 
-fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
-    let services = super::block_on(services(arguments))??;
+async fn explanations(arguments: &Arguments) -> Result<Vec<Explanation>> {
+    let services = services(arguments).await?;
     if arguments.filename.is_empty() {
-        return super::block_on(ask(arguments, &services))?;
+        return ask(arguments, &services).await;
     }
     let objects = files::read(&arguments.filename)?;
     let explained = services.iter().map(|service| {

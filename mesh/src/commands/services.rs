@@ -36,31 +36,29 @@ pub struct Arguments {
 }
 
 /// Lists the Services.
-pub fn run(arguments: Arguments) -> Result<ExitCode> {
-    super::block_on(async {
-        let cluster = &arguments.controller.cluster;
-        let names = arguments.services.iter();
-        let names = join_all(names.map(|name| cluster.full_name(name))).await;
-        // Names have theirs.
-        let only = cluster.namespace.as_ref().filter(|_| names.is_empty());
-        let is_listed = |service: &Service| only.is_none_or(|only| service.namespace == *only);
-        let controllers = Controllers::new(&arguments.controller).await?;
-        let mut controller = controllers.connect().await?;
-        if arguments.watch {
-            return watch(&mut controller, names, is_listed, arguments.output).await;
-        }
-        let mut services = controller.services(names).await?;
-        services.retain(is_listed);
-        sort(&mut services);
-        let all: Value = services.iter().map(json).collect();
-        let output = arguments.output;
-        output.print(&all, |colors| table(&mut services, colors))?;
-        Ok(if services.iter().any(|service| service.deleted) {
-            ExitCode::FAILURE
-        } else {
-            ExitCode::SUCCESS
-        })
-    })?
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let cluster = &arguments.controller.cluster;
+    let names = arguments.services.iter();
+    let names = join_all(names.map(|name| cluster.full_name(name))).await;
+    // Names have theirs.
+    let only = cluster.namespace.as_ref().filter(|_| names.is_empty());
+    let is_listed = |service: &Service| only.is_none_or(|only| service.namespace == *only);
+    let controllers = Controllers::new(&arguments.controller).await?;
+    let mut controller = controllers.connect().await?;
+    if arguments.watch {
+        return watch(&mut controller, names, is_listed, arguments.output).await;
+    }
+    let mut services = controller.services(names).await?;
+    services.retain(is_listed);
+    sort(&mut services);
+    let all: Value = services.iter().map(json).collect();
+    let output = arguments.output;
+    output.print(&all, |colors| table(&mut services, colors))?;
+    Ok(if services.iter().any(|service| service.deleted) {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
 }
 
 /// Prints the table of the initial state, then the rows of each changed Service.

@@ -1,8 +1,6 @@
 //! `mesh stat`: rates, success, durations and mutual TLS of the requests between workloads, as their
 //! proxies saw them in the last seconds. Changes nothing.
 
-use std::process::ExitCode;
-
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde_json::{Map, Value, json};
@@ -147,24 +145,13 @@ impl Filter {
 }
 
 /// Prints a sample.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    let printed = super::block_on(sample(arguments)).and_then(|sample| {
-        let (of, sample) = sample?;
-        let json = arguments.json(&of, &sample);
-        let text = |colors| arguments.text(&of, &sample, colors);
-        arguments.output.print(&json, text)
-    });
-    match printed {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => super::failed(&error),
-    }
-}
-
-async fn sample(arguments: &Arguments) -> Result<(Filter, Sample)> {
+pub async fn run(arguments: &Arguments) -> Result<()> {
     let of = arguments.of.filter().await;
     let mut sampler = arguments.of.from.sampler(of.namespace(), false).await?;
     let sample = sampler.sample().await?;
-    Ok((of, sample))
+    let json = arguments.json(&of, &sample);
+    let text = |colors| arguments.text(&of, &sample, colors);
+    arguments.output.print(&json, text)
 }
 
 impl Arguments {

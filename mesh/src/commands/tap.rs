@@ -1,7 +1,7 @@
 //! `mesh tap`: the exchanges of pods as they end. The proxies are asked each second; the traffic does
 //! not notice. Changes nothing.
 
-use std::{process::ExitCode, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -54,15 +54,7 @@ pub struct Arguments {
 }
 
 /// Runs the command until it is interrupted, or until the reader of standard output exits.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    match super::block_on(tap(arguments)).and_then(|ended| ended) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) if terminal::is_closed(&error) => ExitCode::SUCCESS,
-        Err(error) => super::failed(&error),
-    }
-}
-
-async fn tap(arguments: &Arguments) -> Result<()> {
+pub async fn run(arguments: &Arguments) -> Result<()> {
     let proxies = arguments.of.connect().await?;
     let (namespace, name) = proxies.namespaced(&arguments.pod);
     let pods = proxies.named(&namespace, &name).await?;

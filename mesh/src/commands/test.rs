@@ -5,7 +5,6 @@ use std::{
     fs,
     net::IpAddr,
     path::{Path, PathBuf},
-    process::ExitCode,
     str::FromStr,
 };
 
@@ -109,11 +108,7 @@ fn text<'a, D: Deserializer<'a>>(deserializer: D) -> Result<(String, Target), D:
 }
 
 /// Runs the expectations and prints the results.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    super::exit(test(arguments))
-}
-
-fn test(arguments: &Arguments) -> Result<Outcome> {
+pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let index = files::index(&arguments.filename, &arguments.mesh_namespace)?;
     let mut all = Vec::new();
     for file in &arguments.expectations {

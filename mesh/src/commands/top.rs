@@ -6,7 +6,6 @@ mod screen;
 
 use std::{
     io::{IsTerminal, stdin, stdout},
-    process::ExitCode,
     time::Duration,
 };
 
@@ -68,14 +67,7 @@ impl Drop for Restore {
 }
 
 /// Runs the command until it is ended.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    match super::block_on(top(arguments)).and_then(|ended| ended) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => super::failed(&error),
-    }
-}
-
-async fn top(arguments: &Arguments) -> Result<()> {
+pub async fn run(arguments: &Arguments) -> Result<()> {
     if !stdin().is_terminal() || !stdout().is_terminal() {
         bail!("mesh top needs a terminal; use `mesh stat` for a table or JSON");
     }
@@ -194,7 +186,7 @@ mod tests {
         // Tests have no terminal as standard input and output, or they are captured.
         if !stdout().is_terminal() || !stdin().is_terminal() {
             let arguments: Arguments = parsed("mesh shop").expect("it is valid");
-            let error = top(&arguments).await.expect_err("there is no terminal");
+            let error = run(&arguments).await.expect_err("there is no terminal");
             assert!(error.to_string().contains("`mesh stat`"), "{error}");
         }
     }

@@ -48,11 +48,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SECRETS: [&str; 2] = ["diy-service-mesh-ca", "diy-service-mesh-injector-tls"];
 
 /// Deletes the mesh.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    super::block_on(uninstall(arguments))?
-}
-
-async fn uninstall(arguments: &Arguments) -> Result<ExitCode> {
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let cluster = Cluster::connect(&arguments.cluster).await?;
     let namespace = &arguments.cluster.mesh_namespace;
     let pods: Vec<Pod> = cluster::list(Api::all(cluster.client.clone()), &ListParams::default())

@@ -20,7 +20,7 @@ use crate::{
 #[command(
     mut_arg("namespace", cluster::no_namespace),
     after_help = "To upgrade, apply the definitions, then the objects: mesh install --crds | kubectl apply -f -; mesh install | kubectl apply -f -\n\n\
-    Exit codes: 0, the upgrade is safe (warnings are possible); 1, it is not, for the reasons that are printed; 2, no connection to the cluster.\n\n\
+    Exit codes: 0, the upgrade is safe (warnings are possible); 1, it is not, for the reasons that are printed; 2, an error, such as no connection to the cluster.\n\n\
     Examples:\n  mesh upgrade --check\n  mesh upgrade --check --values values.yaml --set image.tag=1.0"
 )]
 pub struct Arguments {
@@ -37,7 +37,7 @@ pub struct Arguments {
 }
 
 /// Runs the checks and prints the findings.
-pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mut values = arguments.values.load()?;
     let mut cluster = arguments.cluster.clone();
     if values.namespace == NAMESPACE {
@@ -46,16 +46,10 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         cluster.mesh_namespace.clone_from(&values.namespace);
     }
     let objects = install::objects(&values);
-    let findings = super::block_on(async {
-        let cluster = Cluster::connect(&cluster).await?;
-        let gathered = tokio::join!(
-            Facts::gather(&cluster, None),
-            target::Target::gather(&cluster, &objects)
-        );
-        Ok::<_, cluster::ConnectError>(target::run(&gathered.0, &gathered.1))
-    })?;
-    match findings {
-        Ok(findings) => print(&findings, arguments.output),
-        Err(error) => Ok(super::failed(&error.into())),
-    }
+    let cluster = Cluster::connect(&cluster).await?;
+    let (facts, target) = tokio::join!(
+        Facts::gather(&cluster, None),
+        target::Target::gather(&cluster, &objects)
+    );
+    print(&target::run(&facts, &target), arguments.output)
 }

@@ -41,19 +41,15 @@ pub fn command(id: ExchangeId, demo: bool) -> String {
 }
 
 /// Runs the command.
-pub fn run(arguments: &Arguments) -> ExitCode {
-    match super::block_on(story(arguments)).and_then(|story| story) {
-        Ok(story) => {
-            let is_known = story.caller.is_some() || story.callee.is_some();
-            match terminal::print(&printable_lines(&story.page())) {
-                Err(error) => super::failed(&error),
-                Ok(()) if !is_known => ExitCode::from(3),
-                Ok(()) if story.is_failure() => ExitCode::FAILURE,
-                Ok(()) => ExitCode::SUCCESS,
-            }
-        }
-        Err(error) => super::failed(&error),
-    }
+pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let story = story(arguments).await?;
+    let is_known = story.caller.is_some() || story.callee.is_some();
+    terminal::print(&printable_lines(&story.page()))?;
+    Ok(match () {
+        () if !is_known => ExitCode::from(3),
+        () if story.is_failure() => ExitCode::FAILURE,
+        () => ExitCode::SUCCESS,
+    })
 }
 
 /// The records come from proxies, which may be hostile.

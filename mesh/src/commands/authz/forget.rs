@@ -27,20 +27,17 @@ pub(super) struct Arguments {
     cluster: cluster::Arguments,
 }
 
-pub(super) fn run(arguments: &Arguments) -> Result<Outcome> {
-    super::super::block_on(async {
-        let cluster = Cluster::connect(&arguments.cluster).await?;
-        let mesh = &cluster.mesh_namespace;
-        let name = arguments.name.as_ref().unwrap_or(mesh);
-        let was_known = Marker::new(&cluster.client, mesh).forget(name).await?;
-        ensure!(
-            was_known,
-            "ConfigMap {mesh}/{CONFIG_MAP} does not have the namespace {}: no pod waits for its policies",
-            printable(name)
-        );
-        let text =
-            "is forgotten: its pods become ready within seconds, and everyone may call them\n";
-        terminal::print(&format!("namespace {} {text}", printable(name)))?;
-        Ok(Outcome::Allowed)
-    })?
+pub(super) async fn run(arguments: &Arguments) -> Result<Outcome> {
+    let cluster = Cluster::connect(&arguments.cluster).await?;
+    let mesh = &cluster.mesh_namespace;
+    let name = arguments.name.as_ref().unwrap_or(mesh);
+    let was_known = Marker::new(&cluster.client, mesh).forget(name).await?;
+    ensure!(
+        was_known,
+        "ConfigMap {mesh}/{CONFIG_MAP} does not have the namespace {}: no pod waits for its policies",
+        printable(name)
+    );
+    let text = "is forgotten: its pods become ready within seconds, and everyone may call them\n";
+    terminal::print(&format!("namespace {} {text}", printable(name)))?;
+    Ok(Outcome::Allowed)
 }

@@ -60,13 +60,12 @@ pub(in crate::commands) enum Mode {
 }
 
 /// Reads the calls and prints policies.
-pub fn run(arguments: &Arguments) -> Result<Outcome> {
+pub async fn run(arguments: &Arguments) -> Result<Outcome> {
     let Arguments {
         edges, controller, ..
     } = arguments;
     let of = controller.cluster.namespace.as_deref().unwrap_or_default();
-    let observed = Observed::read(controller, edges.as_ref(), of);
-    let observed = super::super::block_on(observed)??;
+    let observed = Observed::read(controller, edges.as_ref(), of).await?;
     let mut notes = Vec::new();
     let policies = policies(&observed, arguments.mode, &mut notes);
     terminal::print(&yaml::write(&policies))?;
