@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use anyhow::{Result, anyhow};
 use clap::{Arg, Args};
 use diy_mesh_runtime::error_chain;
 use futures::AsyncReadExt;
@@ -37,29 +38,6 @@ pub struct Cluster {
     pub version: Info,
 }
 
-/// The connection to the cluster failed.
-#[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
-    /// There is no kubeconfig.
-    #[error("no cluster configured: {0}; set KUBECONFIG to the path of your kubeconfig")]
-    Config(String),
-    /// The kubeconfig is invalid or has no such context.
-    #[error(
-        "failed to load the kubeconfig: {0}; list its contexts with `kubectl config get-contexts`"
-    )]
-    Context(String),
-    /// The API server does not respond.
-    #[error(
-        "failed to connect to the API server at {server}: {error}; check that the cluster is running and the kubeconfig is correct"
-    )]
-    Unreachable {
-        /// The URL of the API server.
-        server: String,
-        /// The cause.
-        error: String,
-    },
-}
-
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 const ADMIN_PAGE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -87,19 +65,20 @@ impl Arguments {
     }
 
     /// The configuration of the context, with the given namespace.
-    async fn config(&self) -> Result<Config, ConnectError> {
+    async fn config(&self) -> Result<Config> {
         let mut config = match &self.context {
-            None => Config::infer()
-                .await
-                .map_err(|error| ConnectError::Config(error.to_string()))?,
+            None => Config::infer().await.map_err(|error| {
+                anyhow!(
+                    "no cluster configured: {error}; set KUBECONFIG to the path of your kubeconfig"
+                )
+            })?,
             context => {
                 let options = KubeConfigOptions {
                     context: context.clone(),
                     ..KubeConfigOptions::default()
                 };
-                Config::from_kubeconfig(&options)
-                    .await
-                    .map_err(|error| ConnectError::Context(error_chain(&error)))?
+                let config = Config::from_kubeconfig(&options).await;
+                config.map_err(|error| invalid_kubeconfig(&error))?
             }
         };
         if let Some(namespace) = &self.namespace {
@@ -111,21 +90,24 @@ impl Arguments {
 
 impl Cluster {
     /// Connects and reads the version of the API server.
-    pub async fn connect(arguments: &Arguments) -> Result<Self, ConnectError> {
+    pub async fn connect(arguments: &Arguments) -> Result<Self> {
         let mut config = arguments.config().await?;
         config.connect_timeout = Some(CONNECT_TIMEOUT);
         config.read_timeout = Some(READ_TIMEOUT);
         // Retries would hide the responses with the status 503 of proxies that are not ready.
         config.default_retry = false;
         let server = config.cluster_url.to_string();
-        let client =
-            Client::try_from(config).map_err(|error| ConnectError::Context(error_chain(&error)))?;
+        let client = Client::try_from(config).map_err(|error| invalid_kubeconfig(&error))?;
         let version = tokio::time::timeout(CONNECT_TIMEOUT, client.apiserver_version()).await;
         let version = match version {
             Ok(version) => version.map_err(|error| error_chain(&error)),
             Err(_) => Err(format!("timed out after {} s", CONNECT_TIMEOUT.as_secs())),
         };
-        let version = version.map_err(|error| ConnectError::Unreachable { server, error })?;
+        let version = version.map_err(|error| {
+            anyhow!(
+                "failed to connect to the API server at {server}: {error}; check that the cluster is running and the kubeconfig is correct"
+            )
+        })?;
         Ok(Self {
             client,
             mesh_namespace: arguments.mesh_namespace.clone(),
@@ -160,6 +142,13 @@ impl Cluster {
     }
 }
 
+fn invalid_kubeconfig(error: &(dyn std::error::Error + 'static)) -> anyhow::Error {
+    let error = error_chain(error);
+    anyhow!(
+        "failed to load the kubeconfig: {error}; list its contexts with `kubectl config get-contexts`"
+    )
+}
+
 /// The namespace and the name of `[NAMESPACE/]NAME`.
 pub(crate) fn namespaced(name: &str, default: &str) -> (String, String) {
     let (namespace, name) = name.split_once('/').unwrap_or((default, name));
@@ -178,15 +167,18 @@ where
     }
 }
 
-/// Lists all objects, page by page.
-pub(crate) async fn list<K>(api: Api<K>, params: &ListParams) -> kube::Result<Vec<K>>
+/// Lists all objects, page by page. None of a kind that is not installed.
+pub(crate) async fn list<K>(api: Api<K>, params: &ListParams) -> Result<Vec<K>, String>
 where
     K: Clone + DeserializeOwned + std::fmt::Debug,
 {
     let mut params = params.clone().limit(500);
     let mut items = Vec::new();
     loop {
-        let page = api.list(&params).await?;
+        let page = match api.list(&params).await {
+            Err(kube::Error::Api(status)) if status.code == 404 => return Ok(items),
+            page => page.map_err(describe_error)?,
+        };
         items.extend(page.items);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params = params.continue_token(&token),

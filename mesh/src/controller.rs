@@ -4,12 +4,14 @@
 use std::{
     collections::BTreeMap,
     io,
+    mem::take,
     net::IpAddr,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Args;
 use diy_mesh_controller::AUTHORITY_CONDITION;
 use diy_mesh_injector::containers::{ROOTS, ROOTS_CONFIG_MAP};
@@ -32,7 +34,7 @@ use k8s_openapi::api::{
     core::v1::{ConfigMap, Pod, ServiceAccount},
 };
 use kube::{
-    Api,
+    Api, ResourceExt,
     api::{ListParams, PostParams},
 };
 use tokio::{
@@ -53,11 +55,15 @@ use tokio_rustls::{
 use tonic::{
     Code, Request, Status, Streaming,
     metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
     transport::{Channel, Endpoint},
 };
 use tower::service_fn;
 
-use crate::cluster::{self, Cluster, ConnectError};
+use crate::{
+    check::pods,
+    cluster::{self, Cluster, describe_error, objects},
+};
 
 /// How to reach the controllers.
 #[derive(Args, Clone, Debug)]
@@ -93,45 +99,16 @@ pub struct Access {
     pub roots_file: Option<PathBuf>,
 }
 
-/// The controllers cannot be reached, or reject the call.
+/// The controller rejects a call.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The connection to the cluster failed.
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    /// The pods cannot be listed.
-    #[error("failed to list the controller pods in namespace {0}: {1}")]
-    Pods(String, String),
-    /// No controller pod is running.
-    #[error(
-        "no running controller found in namespace {0}: if Deployment controller exists there, scale it up or see its pods (kubectl describe -n {0} deployment/controller); else install the mesh there, or set its namespace with --mesh-namespace"
-    )]
-    NoPods(String),
-    /// A file cannot be read.
-    #[error("failed to read {0}: {1}")]
-    File(PathBuf, io::Error),
-    /// There is no usable token.
-    #[error("no token for the controller: {0}")]
-    Token(String),
-    /// There are no usable trust roots.
-    #[error("no trust roots of the mesh: {0}")]
-    Roots(String),
-    /// No controller responds.
-    #[error("no controller responds: {0}")]
-    Unreachable(String),
-    /// The connection to one replica failed.
-    #[error("{0}")]
-    Connection(String),
-    /// The controller rejects the call.
-    #[error("request rejected by the controller: {}", describe_status(.0))]
-    Rejected(#[from] Status),
-}
+#[error("request rejected by the controller: {}", describe_status(.0))]
+pub struct Rejected(#[from] pub Status);
 
 /// The replicas of the controller.
 pub struct Controllers {
     replicas: Replicas,
     /// The token of a cluster's service account, and the time of its request.
-    token: Mutex<Option<(MetadataValue<Ascii>, Instant)>>,
+    token: Mutex<Option<(Token, Instant)>>,
 }
 
 enum Replicas {
@@ -144,15 +121,18 @@ enum Replicas {
 /// What every connection needs.
 #[derive(Clone)]
 struct Credentials {
-    token: MetadataValue<Ascii>,
+    token: Token,
     roots: RootCertStore,
 }
 
 /// A connection to a controller.
 pub struct Controller {
-    client: ServiceMeshServiceClient<Channel>,
-    token: MetadataValue<Ascii>,
+    client: ServiceMeshServiceClient<InterceptedService<Channel, Token>>,
 }
+
+/// The token of each call.
+#[derive(Clone)]
+struct Token(MetadataValue<Ascii>);
 
 /// The responses of the replicas to GetIdentity.
 #[derive(Clone, Debug, Default)]
@@ -195,7 +175,7 @@ fn https_url(text: &str) -> Result<Uri, String> {
 
 impl Controllers {
     /// The controllers at the given URLs, or those of the cluster.
-    pub async fn new(Arguments { cluster, access }: &Arguments) -> Result<Self, Error> {
+    pub async fn new(Arguments { cluster, access }: &Arguments) -> Result<Self> {
         match (&access.token_file, &access.roots_file) {
             (Some(token), Some(roots)) => Ok(Self::of(Replicas::Urls(
                 access.controller.clone(),
@@ -228,92 +208,54 @@ impl Controllers {
     }
 
     /// Connects to the first controller that responds.
-    pub async fn connect(&self) -> Result<Controller, Error> {
+    pub async fn connect(&self) -> Result<Controller> {
         let credentials = self.credentials().await?;
-        let mut errors = Vec::new();
+        let mut errors = BTreeMap::new();
         for name in self.names().await? {
-            match self.connect_to(&name, credentials.clone()).await {
+            match self.connect_to(&name, &credentials).await {
                 Ok(controller) => return Ok(controller),
-                Err(error) => errors.push(format!("{name}: {error}")),
+                Err(error) => drop(errors.insert(name, error)),
             }
         }
-        Err(Error::Unreachable(errors.join("; ")))
+        Err(unreachable(errors))
     }
 
     /// Connects to all replicas concurrently, and gives the errors of those that do not respond. Fails
     /// if none does.
-    pub async fn connect_all(
-        &self,
-    ) -> Result<(BTreeMap<String, Controller>, BTreeMap<String, Error>), Error> {
+    pub async fn connect_all(&self) -> Result<(BTreeMap<String, Controller>, Errors)> {
         let credentials = self.credentials().await?;
-        let connect = async |name: String| {
-            let connected = self.connect_to(&name, credentials.clone()).await;
-            (name, connected)
-        };
-        let (mut connected, mut errors) = (BTreeMap::new(), BTreeMap::new());
-        for (name, one) in join_all(self.names().await?.into_iter().map(connect)).await {
-            match one {
-                Ok(controller) => drop(connected.insert(name, controller)),
-                Err(error) => drop(errors.insert(name, error)),
-            }
-        }
-        if connected.is_empty() {
-            let errors = errors
-                .iter()
-                .map(|(name, error)| format!("{name}: {error}"));
-            return Err(Error::Unreachable(errors.collect::<Vec<_>>().join("; ")));
-        }
-        Ok((connected, errors))
+        let connect = async |name: &str| self.connect_to(name, &credentials).await;
+        of_all(&self.names().await?, connect).await
     }
 
     /// Reads the certificate status of all replicas concurrently. Fails if none responds.
-    pub async fn identity(&self) -> Result<Responses, Error> {
+    pub async fn identity(&self) -> Result<Responses> {
         let credentials = self.credentials().await?;
-        let read = |name: String| {
-            let credentials = credentials.clone();
-            async move {
-                let response = async {
-                    let mut controller = self.connect_to(&name, credentials).await?;
-                    let response = timeout(REQUEST_TIMEOUT, controller.identity()).await;
-                    Ok::<_, Error>(response.map_err(|_| timed_out(REQUEST_TIMEOUT))??)
-                };
-                let response = match response.await {
-                    Err(Error::Connection(error)) => self.explain(&name, error).await,
-                    response => response,
-                };
-                (name, response)
+        let read = async |name: &str| {
+            let response = async {
+                let mut controller = self.connect_to(name, &credentials).await?;
+                timely(REQUEST_TIMEOUT, controller.identity()).await
+            };
+            match response.await {
+                Err(error) if !error.is::<Rejected>() => self.explain(name, error).await,
+                response => response,
             }
         };
-        let (mut responses, mut rejected) = (Responses::default(), None);
-        for (name, response) in join_all(self.names().await?.into_iter().map(read)).await {
-            match response {
-                Ok(status) => drop(responses.replicas.insert(name, status)),
-                Err(error) => {
-                    responses.unreachable.insert(name, error.to_string());
-                    if let Error::Rejected(_) = error {
-                        rejected = Some(error);
-                    }
-                }
-            }
-        }
-        if let Some(rejected) = rejected.filter(|_| responses.replicas.is_empty()) {
-            return Err(rejected);
-        }
-        if responses.replicas.is_empty() {
-            let errors = responses.unreachable.iter();
-            let errors: Vec<_> = errors
-                .map(|(name, error)| format!("{name}: {error}"))
-                .collect();
-            return Err(Error::Unreachable(errors.join("; ")));
-        }
-        Ok(responses)
+        let (replicas, errors) = of_all(&self.names().await?, read).await?;
+        let unreachable = errors
+            .into_iter()
+            .map(|(name, error)| (name, error.to_string()));
+        Ok(Responses {
+            replicas,
+            unreachable: unreachable.collect(),
+        })
     }
 
     /// The status of a replica without a connection, if it is not ready for want of a CA: then it has no
     /// certificate, and cannot serve. Else the error, with the reasons why it is not ready.
-    async fn explain(&self, name: &str, error: String) -> Result<GetIdentityResponse, Error> {
+    async fn explain(&self, name: &str, error: anyhow::Error) -> Result<GetIdentityResponse> {
         let Replicas::Cluster(cluster, _) = &self.replicas else {
-            return Err(Error::Connection(error));
+            return Err(error);
         };
         let path = format!("{name}:{ADMIN_PORT}/proxy/ready");
         let ready = cluster.admin_page(&cluster.mesh_namespace, &path).await;
@@ -329,12 +271,13 @@ impl Controllers {
                 ..GetIdentityResponse::default()
             });
         }
+        let error = error.to_string();
         let texts: Vec<&str> = std::iter::once(&*error).chain(reasons).collect();
-        Err(Error::Connection(texts.join("; ")))
+        bail!(texts.join("; "))
     }
 
     /// The names of the running controller pods, or the authorities of the URLs.
-    async fn names(&self) -> Result<Vec<String>, Error> {
+    async fn names(&self) -> Result<Vec<String>> {
         match &self.replicas {
             Replicas::Cluster(cluster, _) => running_pods(cluster).await,
             Replicas::Urls(urls, _) => {
@@ -344,7 +287,7 @@ impl Controllers {
         }
     }
 
-    async fn credentials(&self) -> Result<Credentials, Error> {
+    async fn credentials(&self) -> Result<Credentials> {
         match &self.replicas {
             Replicas::Cluster(cluster, account) => {
                 let mut cached = self.token.lock().await;
@@ -353,7 +296,7 @@ impl Controllers {
                     Some(fresh) => fresh,
                     None => {
                         let token = request_token(cluster, account).await?;
-                        (metadata(&token)?, Instant::now())
+                        (Token::new(&token)?, Instant::now())
                     }
                 };
                 *cached = Some((token.clone(), at));
@@ -361,12 +304,12 @@ impl Controllers {
                 Ok(Credentials { token, roots })
             }
             Replicas::Urls(_, files) => {
-                let read = |path: &PathBuf| {
-                    std::fs::read_to_string(path).map_err(|error| Error::File(path.clone(), error))
-                };
-                let [token, roots] = files.each_ref().map(read);
+                let [token, roots] = files.each_ref().map(|path| {
+                    let text = std::fs::read_to_string(path);
+                    text.map_err(|error| anyhow!("failed to read {}: {error}", path.display()))
+                });
                 Ok(Credentials {
-                    token: metadata(&token?)?,
+                    token: Token::new(&token?)?,
                     roots: certificates(&roots?)?,
                 })
             }
@@ -374,11 +317,10 @@ impl Controllers {
     }
 
     /// Connects to the controller with one of the `names`.
-    async fn connect_to(&self, name: &str, credentials: Credentials) -> Result<Controller, Error> {
+    async fn connect_to(&self, name: &str, credentials: &Credentials) -> Result<Controller> {
         match &self.replicas {
             Replicas::Cluster(cluster, _) => {
-                let pods: Api<Pod> =
-                    Api::namespaced(cluster.client.clone(), &cluster.mesh_namespace);
+                let pods: Api<Pod> = objects(&cluster.client, Some(&cluster.mesh_namespace));
                 let forward = async || {
                     let forwarder = pods.portforward(name, &[PORT]).await;
                     let mut forwarder = forwarder.map_err(io::Error::other)?;
@@ -389,9 +331,7 @@ impl Controllers {
                 Controller::over(forward, &host, credentials).await
             }
             Replicas::Urls(..) => {
-                let authority: Authority = name
-                    .parse()
-                    .map_err(|_| Error::Connection("invalid URL".to_owned()))?;
+                let authority: Authority = name.parse().context("invalid URL")?;
                 let host = authority.host().trim_matches(['[', ']']);
                 let address = (host, authority.port_u16().unwrap_or(PORT));
                 let connect = async || Ok(Box::new(TcpStream::connect(address).await?) as _);
@@ -406,31 +346,60 @@ impl Controllers {
     }
 }
 
-/// The names of the running controller pods.
-async fn running_pods(cluster: &Cluster) -> Result<Vec<String>, Error> {
-    let namespace = &cluster.mesh_namespace;
-    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
-    let pods = pods
-        .list(&ListParams::default().labels("app=controller"))
-        .await;
-    let pods =
-        pods.map_err(|error| Error::Pods(namespace.clone(), cluster::describe_error(error)))?;
-    let running = pods.items.into_iter().filter(|pod| {
-        let phase = pod
-            .status
-            .as_ref()
-            .and_then(|status| status.phase.as_deref());
-        pod.metadata.deletion_timestamp.is_none() && phase == Some("Running")
-    });
-    let names: Vec<String> = running.filter_map(|pod| pod.metadata.name).collect();
-    if names.is_empty() {
-        return Err(Error::NoPods(namespace.clone()));
+/// The errors of replicas by their names.
+type Errors = BTreeMap<String, anyhow::Error>;
+
+/// What replicas answer, all at the same time, and the errors of the others. Fails if none answers.
+async fn of_all<T>(
+    names: &[String],
+    ask: impl AsyncFn(&str) -> Result<T>,
+) -> Result<(BTreeMap<String, T>, Errors)> {
+    let asked = names.iter().map(|name| ask(name));
+    let (mut answers, mut errors) = (BTreeMap::new(), Errors::new());
+    for (name, answer) in names.iter().zip(join_all(asked).await) {
+        match answer {
+            Ok(answer) => drop(answers.insert(name.clone(), answer)),
+            Err(error) => drop(errors.insert(name.clone(), error)),
+        }
     }
+    if answers.is_empty() {
+        return Err(unreachable(errors));
+    }
+    Ok((answers, errors))
+}
+
+/// A rejection of the call, or that no replica responds.
+fn unreachable(errors: Errors) -> anyhow::Error {
+    let texts = errors
+        .iter()
+        .map(|(name, error)| format!("{name}: {error}"));
+    let texts: Vec<String> = texts.collect();
+    let rejected = errors.into_values().find(|error| error.is::<Rejected>());
+    rejected.unwrap_or_else(|| anyhow!("no controller responds: {}", texts.join("; ")))
+}
+
+/// The names of the running controller pods.
+async fn running_pods(cluster: &Cluster) -> Result<Vec<String>> {
+    let namespace = &cluster.mesh_namespace;
+    let pods: Api<Pod> = objects(&cluster.client, Some(namespace));
+    let running = ListParams::default().labels("app=controller");
+    let running = running.fields("status.phase=Running");
+    let pods = cluster::list(pods, &running).await.map_err(|error| {
+        anyhow!("failed to list the controller pods in namespace {namespace}: {error}")
+    })?;
+    let pods = pods.iter().filter(|pod| pods::is_active(pod));
+    let names: Vec<String> = pods.map(ResourceExt::name_any).collect();
+    ensure!(
+        !names.is_empty(),
+        "no running controller found in namespace {namespace}: if Deployment controller exists there, scale it up or see its pods (kubectl describe -n {namespace} deployment/controller); else install the mesh there, or set its namespace with --mesh-namespace"
+    );
     Ok(names)
 }
 
-fn timed_out(after: Duration) -> Error {
-    Error::Connection(format!("timed out after {} s", after.as_secs()))
+/// The result of a future, unless it takes too long.
+async fn timely<T>(limit: Duration, future: impl Future<Output = Result<T>>) -> Result<T> {
+    let result = timeout(limit, future).await;
+    result.unwrap_or_else(|_| bail!("timed out after {} s", limit.as_secs()))
 }
 
 fn describe_status(status: &Status) -> String {
@@ -447,16 +416,15 @@ impl Controller {
     async fn over(
         connect: impl AsyncFnOnce() -> io::Result<Box<dyn Io>>,
         server_name: &str,
-        Credentials { token, roots }: Credentials,
-    ) -> Result<Self, Error> {
+        Credentials { token, roots }: &Credentials,
+    ) -> Result<Self> {
         let connected = async {
             let config = ClientConfig::builder_with_provider(Arc::new(default_provider()))
-                .with_protocol_versions(&[&TLS13])
-                .map_err(io::Error::other)?;
-            let mut config = config.with_root_certificates(roots).with_no_client_auth();
+                .with_protocol_versions(&[&TLS13])?;
+            let config = config.with_root_certificates(roots.clone());
+            let mut config = config.with_no_client_auth();
             config.alpn_protocols = vec![b"h2".to_vec()];
-            let server_name = ServerName::try_from(server_name.to_owned());
-            let server_name = server_name.map_err(io::Error::other)?;
+            let server_name = ServerName::try_from(server_name.to_owned())?;
             let tls = TlsConnector::from(Arc::new(config));
             let mut stream = Some(tls.connect(server_name, connect().await?).await?);
             // There is one stream: a lost connection ends the command. With an https URL, tonic
@@ -471,65 +439,58 @@ impl Controller {
                 .http2_keep_alive_interval(PING_INTERVAL)
                 .keep_alive_while_idle(true)
                 .connect_with_connector(once)
-                .await;
-            channel.map_err(io::Error::other)
+                .await?;
+            anyhow::Ok(channel)
         };
-        let channel = match timeout(CONNECT_TIMEOUT, connected).await {
-            Ok(channel) => channel.map_err(|error| Error::Connection(error_chain(&error)))?,
-            Err(_) => return Err(timed_out(CONNECT_TIMEOUT)),
+        let described = async {
+            connected
+                .await
+                .map_err(|error| anyhow!(error_chain(&*error)))
         };
-        let client = ServiceMeshServiceClient::new(channel);
-        Ok(Self {
-            client: client.max_decoding_message_size(MAX_MESSAGE_SIZE),
-            token,
-        })
+        let channel = timely(CONNECT_TIMEOUT, described).await?;
+        let client = ServiceMeshServiceClient::with_interceptor(channel, token.clone());
+        let client = client.max_decoding_message_size(MAX_MESSAGE_SIZE);
+        Ok(Self { client })
     }
 
     /// The named Services ("namespace/name"), or all.
-    pub async fn services(&mut self, names: Vec<String>) -> Result<Vec<Service>, Error> {
-        let pages = pages(async |page_token| {
+    pub async fn services(&mut self, names: Vec<String>) -> Result<Vec<Service>> {
+        let page = async |page_token| {
             let services = names.clone();
-            let request = self.authorize(GetServicesRequest {
+            let request = GetServicesRequest {
                 services,
                 page_token,
-            });
+            };
             let page = self.client.get_services(request).await?.into_inner();
             Ok((page.services, page.next_page_token))
-        });
-        Ok(pages.await?.concat())
+        };
+        all_pages(page).await
     }
 
     /// The named Services, or all, then each change.
     pub async fn watch_services(
         &mut self,
         services: Vec<String>,
-    ) -> Result<Streaming<WatchServicesResponse>, Error> {
-        let request = self.authorize(WatchServicesRequest { services });
-        Ok(self.client.watch_services(request).await?.into_inner())
+    ) -> Result<Streaming<WatchServicesResponse>> {
+        let request = WatchServicesRequest { services };
+        let watch = self.client.watch_services(request).await;
+        Ok(watch.map_err(Rejected)?.into_inner())
     }
 
     /// What happens with the requests of the clients of a namespace to a Service.
-    pub async fn routes(
-        &mut self,
-        service: String,
-        clients: String,
-    ) -> Result<GetRoutesResponse, Error> {
-        let pages = pages(async |page_token| {
-            let request = self.authorize(GetRoutesRequest {
-                service: service.clone(),
-                clients: clients.clone(),
+    pub async fn routes(&mut self, service: &str, clients: &str) -> Result<GetRoutesResponse> {
+        let mut last = GetRoutesResponse::default();
+        let page = async |page_token| {
+            let request = GetRoutesRequest {
+                service: service.to_owned(),
+                clients: clients.to_owned(),
                 page_token,
-            });
-            let mut page = self.client.get_routes(request).await?.into_inner();
-            let next = std::mem::take(&mut page.next_page_token);
-            Ok((page, next))
-        });
-        let first_has_all = |mut all: GetRoutesResponse, mut page: GetRoutesResponse| {
-            all.ports.append(&mut page.ports);
-            all
+            };
+            last = self.client.get_routes(request).await?.into_inner();
+            Ok((take(&mut last.ports), take(&mut last.next_page_token)))
         };
-        let all = pages.await?.into_iter().reduce(first_has_all);
-        Ok(all.unwrap_or_default())
+        let ports = all_pages(page).await?;
+        Ok(GetRoutesResponse { ports, ..last })
     }
 
     /// The pods of a target ("namespace/name") with who may call them.
@@ -537,34 +498,32 @@ impl Controller {
         &mut self,
         target: String,
         port: u32,
-    ) -> Result<Vec<get_authorization_response::Pod>, Error> {
-        let pages = pages(async |page_token| {
-            let request = self.authorize(GetAuthorizationRequest {
-                target: target.clone(),
+    ) -> Result<Vec<get_authorization_response::Pod>> {
+        let page = async |page_token| {
+            let target = target.clone();
+            let request = GetAuthorizationRequest {
+                target,
                 port,
                 page_token,
-            });
+            };
             let page = self.client.get_authorization(request).await?.into_inner();
             Ok((page.pods, page.next_page_token))
-        });
-        Ok(pages.await?.concat())
+        };
+        all_pages(page).await
     }
 
     /// What the pods of a namespace were called by, or those of all ("").
-    pub async fn edges(
-        &mut self,
-        namespace: &str,
-    ) -> Result<Vec<get_edges_response::Group>, Error> {
-        let pages = pages(async |page_token| {
+    pub async fn edges(&mut self, namespace: &str) -> Result<Vec<get_edges_response::Group>> {
+        let page = async |page_token| {
             let namespace = namespace.to_owned();
-            let request = self.authorize(GetEdgesRequest {
+            let request = GetEdgesRequest {
                 namespace,
                 page_token,
-            });
+            };
             let page = self.client.get_edges(request).await?.into_inner();
             Ok((page.groups, page.next_page_token))
-        });
-        Ok(pages.await?.concat())
+        };
+        all_pages(page).await
     }
 
     /// What the proxies of a namespace, or of all (""), have reported last to this replica. With `watch`,
@@ -573,84 +532,84 @@ impl Controller {
         &mut self,
         namespace: &str,
         watch: bool,
-    ) -> Result<Vec<get_traffic_response::Pod>, Error> {
-        let pages = pages(async |page_token| {
-            let request = self.authorize(GetTrafficRequest {
-                namespace: namespace.to_owned(),
+    ) -> Result<Vec<get_traffic_response::Pod>> {
+        let page = async |page_token| {
+            let namespace = namespace.to_owned();
+            let request = GetTrafficRequest {
+                namespace,
                 watch,
                 page_token,
-            });
+            };
             let page = self.client.get_traffic(request).await?.into_inner();
             Ok((page.pods, page.next_page_token))
-        });
-        let pages = timeout(REQUEST_TIMEOUT, pages).await;
-        Ok(pages.map_err(|_| timed_out(REQUEST_TIMEOUT))??.concat())
+        };
+        timely(REQUEST_TIMEOUT, all_pages(page)).await
     }
 
     /// The certificate status of the replica with all its workloads.
-    async fn identity(&mut self) -> Result<GetIdentityResponse, Status> {
-        let (mut workloads, mut page_token) = (Vec::new(), String::new());
-        loop {
-            let request = self.authorize(GetIdentityRequest { page_token });
-            let mut page = self.client.get_identity(request).await?.into_inner();
-            workloads.append(&mut page.workloads);
-            page_token = std::mem::take(&mut page.next_page_token);
-            if page_token.is_empty() {
-                return Ok(GetIdentityResponse { workloads, ..page });
-            }
-        }
-    }
-
-    fn authorize<T>(&self, message: T) -> Request<T> {
-        let mut request = Request::new(message);
-        let token = self.token.clone();
-        request.metadata_mut().insert("authorization", token);
-        request
+    async fn identity(&mut self) -> Result<GetIdentityResponse> {
+        let mut last = GetIdentityResponse::default();
+        let page = async |page_token| {
+            let request = GetIdentityRequest { page_token };
+            last = self.client.get_identity(request).await?.into_inner();
+            Ok((take(&mut last.workloads), take(&mut last.next_page_token)))
+        };
+        let workloads = all_pages(page).await?;
+        Ok(GetIdentityResponse { workloads, ..last })
     }
 }
 
-/// The pages of a response, each by the token that `page` gives with the one before. The last one has
-/// none.
-async fn pages<P>(
-    mut page: impl AsyncFnMut(String) -> Result<(P, String), Status>,
-) -> Result<Vec<P>, Status> {
-    let (mut pages, mut token) = (Vec::new(), String::new());
+/// The items of all pages of a response, each page by the token that `page` gives with the one before.
+/// The last one has none.
+async fn all_pages<T>(
+    mut page: impl AsyncFnMut(String) -> Result<(Vec<T>, String), Status>,
+) -> Result<Vec<T>> {
+    let (mut all, mut token) = (Vec::new(), String::new());
     loop {
-        let (page, next) = page(token).await?;
-        pages.push(page);
+        let (items, next) = page(token).await.map_err(Rejected)?;
+        all.extend(items);
         token = next;
         if token.is_empty() {
-            return Ok(pages);
+            return Ok(all);
         }
     }
 }
 
-fn metadata(token: &str) -> Result<MetadataValue<Ascii>, Error> {
-    let value: Result<MetadataValue<Ascii>, _> = format!("Bearer {}", token.trim()).parse();
-    let mut value = value.map_err(|error| Error::Token(error.to_string()))?;
-    value.set_sensitive(true);
-    Ok(value)
+impl Token {
+    fn new(token: &str) -> Result<Self> {
+        let value = format!("Bearer {}", token.trim()).parse();
+        let mut value: MetadataValue<Ascii> =
+            value.map_err(|error| anyhow!("no token for the controller: {error}"))?;
+        value.set_sensitive(true);
+        Ok(Self(value))
+    }
 }
 
-fn certificates(pem: &str) -> Result<RootCertStore, Error> {
+impl Interceptor for Token {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        let metadata = request.metadata_mut();
+        metadata.insert("authorization", self.0.clone());
+        Ok(request)
+    }
+}
+
+fn certificates(pem: &str) -> Result<RootCertStore> {
     let mut store = RootCertStore::empty();
-    for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
-        let certificate = certificate.map_err(|error| Error::Roots(error.to_string()))?;
-        let added = store.add(certificate);
-        added.map_err(|error| Error::Roots(error.to_string()))?;
-    }
-    if store.is_empty() {
-        return Err(Error::Roots("the PEM contains no certificate".into()));
-    }
+    let certificates = CertificateDer::pem_slice_iter(pem.as_bytes());
+    let added = certificates.map(|certificate| anyhow::Ok(store.add(certificate?)?));
+    let added: Result<()> = added.collect();
+    added.map_err(|error| anyhow!("no trust roots of the mesh: {error}"))?;
+    ensure!(
+        !store.is_empty(),
+        "no trust roots of the mesh: the PEM contains no certificate"
+    );
     Ok(store)
 }
 
 /// A token of `account`: NAMESPACE/NAME, or NAME in the namespace of the mesh.
-async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error> {
-    let (namespace, name) = account
-        .split_once('/')
-        .unwrap_or((&cluster.mesh_namespace, account));
-    let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);
+async fn request_token(cluster: &Cluster, account: &str) -> Result<String> {
+    let (namespace, name) = cluster::namespaced(account, &cluster.mesh_namespace);
+    let accounts: Api<ServiceAccount> = objects(&cluster.client, Some(&namespace));
     let request = TokenRequest {
         spec: TokenRequestSpec {
             audiences: vec![TOKEN_AUDIENCE.into()],
@@ -659,28 +618,29 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String, Error
         },
         ..TokenRequest::default()
     };
+    let params = PostParams::default();
     let response = accounts
-        .create_token_request(name, &PostParams::default(), &request)
+        .create_token_request(&name, &params, &request)
         .await;
-    let response = response.map_err(cluster::describe_error);
-    let token = response.and_then(|response| {
-        let status = response.status.map(|status| status.token);
-        status.ok_or_else(|| "the response contains none".to_owned())
-    });
-    token.map_err(|error| {
-        Error::Token(format!(
-            "failed to create a token of the service account {namespace}/{name}: {error}; name one \
-             that you may create tokens for with --account NAMESPACE/NAME"
-        ))
-    })
+    let response = response.map_err(|error| {
+        let error = describe_error(error);
+        anyhow!(
+            "no token for the controller: failed to create a token of the service account \
+             {namespace}/{name}: {error}; name one that you may create tokens for with --account \
+             NAMESPACE/NAME"
+        )
+    })?;
+    let status = response.status;
+    let status = status.context("no token for the controller: the response contains none")?;
+    Ok(status.token)
 }
 
 /// The roots that the controller publishes in the namespace of the mesh.
-async fn roots(cluster: &Cluster) -> Result<RootCertStore, Error> {
-    let namespace = &cluster.mesh_namespace;
-    let config_maps: Api<ConfigMap> = Api::namespaced(cluster.client.clone(), namespace);
+async fn roots(cluster: &Cluster) -> Result<RootCertStore> {
+    let config_maps: Api<ConfigMap> = objects(&cluster.client, Some(&cluster.mesh_namespace));
     let config_map = config_maps.get(ROOTS_CONFIG_MAP).await;
-    let config_map = config_map.map_err(|error| Error::Roots(cluster::describe_error(error)))?;
+    let config_map = config_map
+        .map_err(|error| anyhow!("no trust roots of the mesh: {}", describe_error(error)))?;
     let pem = config_map.data.and_then(|mut data| data.remove(ROOTS));
     certificates(&pem.unwrap_or_default())
 }
@@ -710,9 +670,10 @@ mod tests {
             version: crate::check::facts::testing::unknown_facts().version,
         });
         // A problem of the authority, as its status would have it.
-        let status = controllers.explain("lost", "refused".into()).await.unwrap();
+        let refused = || anyhow!("refused");
+        let status = controllers.explain("lost", refused()).await.unwrap();
         assert_eq!(status.problem, "the Secret contains no CA");
-        let error = controllers.explain("new", "refused".into()).await;
+        let error = controllers.explain("new", refused()).await;
         let error = error.unwrap_err().to_string();
         assert_eq!(error, "refused; catalog: not synced");
     }
@@ -720,7 +681,7 @@ mod tests {
     #[test]
     fn rejects_invalid_files_and_urls() {
         assert!(certificates("no PEM").is_err());
-        assert!(metadata("two\nlines").is_err());
+        assert!(Token::new("two\nlines").is_err());
         assert!(https_url("http://controller:8080").is_err());
         assert!(https_url("https://controller:8080").is_ok());
     }

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::{Result, anyhow, ensure};
 use clap::Args;
 use diy_mesh_model::exchange::{Direction, Exchange, ExchangeId, Recent};
 use diy_mesh_model::state::State;
@@ -17,7 +18,7 @@ use serde::de::DeserializeOwned;
 
 use crate::{
     check::pods,
-    cluster::{self, Cluster, ConnectError, describe_error},
+    cluster::{self, Cluster, FORBIDDEN, describe_error},
     why::{Record, Story},
 };
 
@@ -61,30 +62,10 @@ pub struct Pod {
     is_meshed: bool,
 }
 
-/// What keeps a proxy from being asked.
+/// There is no such pod.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// There is no cluster.
-    #[error(transparent)]
-    Cluster(#[from] ConnectError),
-    /// There is no demo.
-    #[error(transparent)]
-    Demo(#[from] socket::Error),
-    /// The pods cannot be listed.
-    #[error("failed to list pods: {0}")]
-    Pods(String),
-    /// There is no such pod.
-    #[error("no pod with a proxy of the mesh is {0}")]
-    NoPod(String),
-    /// The proxy does not respond.
-    #[error("the proxy of {pod} cannot be asked: {reason}")]
-    Proxy {
-        /// Namespace and name of the pod.
-        pod: String,
-        /// The cause.
-        reason: String,
-    },
-}
+#[error("no pod with a proxy of the mesh is {0}")]
+pub struct NoPod(String);
 
 impl Pod {
     /// `namespace/name`.
@@ -125,7 +106,7 @@ impl From<&v1::Pod> for Pod {
 
 impl Arguments {
     /// Connects to the cluster or to the demo.
-    pub async fn connect(&self) -> Result<Proxies, Error> {
+    pub async fn connect(&self) -> Result<Proxies> {
         if self.demo {
             return Proxies::of_demo(self.cluster.namespace.as_deref()).await;
         }
@@ -136,7 +117,7 @@ impl Arguments {
 
 impl Proxies {
     /// Those of the demo that runs on this machine. Names are in this namespace.
-    pub async fn of_demo(namespace: Option<&str>) -> Result<Self, Error> {
+    pub async fn of_demo(namespace: Option<&str>) -> Result<Self> {
         let path = socket::demo_socket();
         socket::connect(&path).await?;
         let namespace = namespace.unwrap_or("default").to_owned();
@@ -144,9 +125,13 @@ impl Proxies {
     }
 
     /// The pods with a proxy in a namespace, or in all ("").
-    pub async fn all(&self, namespace: &str) -> Result<Vec<Pod>, Error> {
+    pub async fn all(&self, namespace: &str) -> Result<Vec<Pod>> {
         let mut all = match self {
-            Self::Cluster(cluster) => in_namespace(cluster, namespace).await?,
+            Self::Cluster(cluster) => {
+                let only = Some(namespace).filter(|namespace| !namespace.is_empty());
+                let pods = cluster::objects(&cluster.client, only);
+                active(cluster::list(pods, &ListParams::default()).await)?
+            }
             Self::Demo(socket, _) => of_demo(socket).await?,
         };
         let is_asked = |pod: &Pod| namespace.is_empty() || pod.namespace == namespace;
@@ -165,23 +150,21 @@ impl Proxies {
 
     /// The pods with a proxy that are named `NAME` or belong to a workload of that name, else those
     /// whose names begin with it, at most 16.
-    pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>, Error> {
+    pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>> {
         let mut found = named(self.all(namespace).await?, name);
         found.truncate(MAX_PODS);
-        if found.is_empty() {
-            return Err(Error::NoPod(format!("{namespace}/{name}")));
-        }
+        ensure!(!found.is_empty(), NoPod(format!("{namespace}/{name}")));
         Ok(found)
     }
 
     /// The pod with a proxy and this address.
-    async fn at(&self, address: IpAddr) -> Result<Pod, Error> {
+    async fn at(&self, address: IpAddr) -> Result<Pod> {
         let found = self.holder(address).await?.filter(|pod| pod.is_meshed);
-        found.ok_or_else(|| Error::NoPod(format!("at {address}")))
+        Ok(found.ok_or_else(|| NoPod(format!("at {address}")))?)
     }
 
     /// The pod with this address.
-    async fn holder(&self, address: IpAddr) -> Result<Option<Pod>, Error> {
+    async fn holder(&self, address: IpAddr) -> Result<Option<Pod>> {
         let found = match self {
             Self::Cluster(cluster) => with_address(cluster, address).await?,
             Self::Demo(socket, _) => of_demo(socket).await?,
@@ -191,21 +174,21 @@ impl Proxies {
     }
 
     /// The recent exchanges of a pod that a query asks for.
-    pub async fn recent(&self, pod: &Pod, query: &str) -> Result<Recent, Error> {
+    pub async fn recent(&self, pod: &Pod, query: &str) -> Result<Recent> {
         self.ask(pod, &format!("/exchanges?{query}")).await
     }
 
     /// What is in force in the proxy of a pod that a query asks for.
-    pub async fn state(&self, pod: &Pod, query: &str) -> Result<State, Error> {
+    pub async fn state(&self, pod: &Pod, query: &str) -> Result<State> {
         self.ask(pod, &format!("/state?{query}")).await
     }
 
     /// The totals of the requests that the proxy of a pod has forwarded.
-    pub async fn traffic(&self, pod: &Pod) -> Result<Traffic, Error> {
+    pub async fn traffic(&self, pod: &Pod) -> Result<Traffic> {
         self.ask(pod, "/traffic").await
     }
 
-    async fn ask<T: DeserializeOwned>(&self, pod: &Pod, path: &str) -> Result<T, Error> {
+    async fn ask<T: DeserializeOwned>(&self, pod: &Pod, path: &str) -> Result<T> {
         let value = match self {
             Self::Cluster(cluster) => parsed(page_by_port_forward(cluster, pod, path)).await,
             Self::Demo(socket, _) => {
@@ -213,15 +196,13 @@ impl Proxies {
                 parsed(page_of_demo(socket, &path)).await
             }
         };
-        value.map_err(|reason| Error::Proxy {
-            pod: pod.full_name(),
-            reason,
-        })
+        let pod = pod.full_name();
+        value.map_err(|reason| anyhow!("the proxy of {pod} cannot be asked: {reason}"))
     }
 
     /// What is known of an exchange: the proxy of the pod that it names is asked, then that of the
     /// endpoint.
-    pub async fn story(&self, id: ExchangeId) -> Result<Story, Error> {
+    pub async fn story(&self, id: ExchangeId) -> Result<Story> {
         let pod = self.at(id.pod).await?;
         let known = self.recent(&pod, &format!("id={id}")).await?;
         let Some(exchange) = known.exchanges.into_iter().next_back() else {
@@ -267,7 +248,7 @@ impl Proxies {
         &self,
         (namespace, name): (&str, &str),
         is_selected: impl Fn(&Exchange) -> bool,
-    ) -> Result<Option<Story>, Error> {
+    ) -> Result<Option<Story>> {
         let mut found: Option<(Pod, Exchange)> = None;
         for pod in self.named(namespace, name).await? {
             for exchange in self.recent(&pod, "").await?.exchanges {
@@ -289,13 +270,11 @@ impl Proxies {
 
     /// The story of the latest failure from a workload to a Service; or from a service account, or
     /// callers without an identity (a name without a slash), to a workload.
-    pub async fn latest_between(&self, from: &str, to: &str) -> Result<Option<Story>, Error> {
-        let outbound = self.latest(names(from), |one| one.is_to(to)).await;
-        match outbound {
-            Ok(None) | Err(Error::NoPod(_)) => {
-                self.latest(names(to), |one| is_from(one, from)).await
-            }
-            known => known,
+    pub async fn latest_between(&self, from: &str, to: &str) -> Result<Option<Story>> {
+        match self.latest(names(from), |one| one.is_to(to)).await {
+            Ok(Some(known)) => Ok(Some(known)),
+            Err(error) if !error.is::<NoPod>() => Err(error),
+            _ => self.latest(names(to), |one| is_from(one, from)).await,
         }
     }
 
@@ -312,7 +291,7 @@ impl Proxies {
 
     /// The record of the callee's proxy: of the same identifier, or of the opaque connection between
     /// the same addresses. None if nothing was sent to a proxy.
-    async fn callee(&self, exchange: &Exchange) -> Result<Option<Record>, Error> {
+    async fn callee(&self, exchange: &Exchange) -> Result<Option<Record>> {
         let course = exchange.course.as_ref();
         let last = course.and_then(|course| course.attempts.last());
         let Some(last) = last.filter(|last| last.identity.is_some()) else {
@@ -391,38 +370,31 @@ async fn page_of_demo(socket: &Path, path: &str) -> Result<Page, String> {
     page.map_err(|error| error.to_string())
 }
 
-/// The pods in a namespace of a cluster, or in all.
-async fn in_namespace(cluster: &Cluster, namespace: &str) -> Result<Vec<Pod>, Error> {
-    let client = cluster.client.clone();
-    let api = match namespace {
-        "" => Api::all(client),
-        namespace => Api::namespaced(client, namespace),
-    };
-    active(cluster::list(api, &ListParams::default()).await)
-}
-
 /// The pods with this address: among those of all namespaces, or of the own one, if not
 /// all may be listed.
-async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>, Error> {
+async fn with_address(cluster: &Cluster, address: IpAddr) -> Result<Vec<Pod>> {
     let client = &cluster.client;
     let params = ListParams::default().fields(&format!("status.podIP={address}"));
     let mut listed = cluster::list(Api::all(client.clone()), &params).await;
-    if matches!(&listed, Err(kube::Error::Api(status)) if status.code == 403) {
+    if listed
+        .as_ref()
+        .is_err_and(|error| error.starts_with(FORBIDDEN))
+    {
         listed = cluster::list(Api::default_namespaced(client.clone()), &params).await;
     }
     active(listed)
 }
 
-fn active(listed: kube::Result<Vec<v1::Pod>>) -> Result<Vec<Pod>, Error> {
-    let listed = listed.map_err(|error| Error::Pods(describe_error(error)))?;
+fn active(listed: Result<Vec<v1::Pod>, String>) -> Result<Vec<Pod>> {
+    let listed = listed.map_err(|error| anyhow!("failed to list pods: {error}"))?;
     let active = listed.iter().filter(|pod| pods::is_active(pod));
     Ok(active.map(Pod::from).collect())
 }
 
 /// The pods of a demo.
-async fn of_demo(socket: &Path) -> Result<Vec<Pod>, Error> {
+async fn of_demo(socket: &Path) -> Result<Vec<Pod>> {
     let listed: Result<Vec<socket::Pod>, String> = parsed(page_of_demo(socket, "/pods")).await;
-    let listed = listed.map_err(Error::Pods)?;
+    let listed = listed.map_err(|error| anyhow!("failed to list pods: {error}"))?;
     let pods = listed.into_iter().map(|pod| Pod {
         namespace: pod.namespace,
         name: pod.name,

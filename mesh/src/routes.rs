@@ -220,36 +220,26 @@ pub async fn fetch(
 ) -> Result<Vec<Value>, String> {
     let mut all = Vec::new();
     for kind in kinds {
-        let listed = list_kind(client, namespace, kind).await;
-        all.extend(listed.map_err(describe_error)?);
+        for resource in resources(kind) {
+            let api: Api<DynamicObject> = match namespace {
+                Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+                None => Api::all_with(client.clone(), &resource),
+            };
+            let items = cluster::list(api, &ListParams::default()).await?;
+            let is_served = !items.is_empty();
+            all.extend(items.into_iter().map(|item| {
+                // Items of a list have no kind.
+                let mut object = json!(item);
+                object["kind"] = kind.name().into();
+                object["apiVersion"] = resource.api_version.clone().into();
+                object
+            }));
+            if is_served {
+                break;
+            }
+        }
     }
     Ok(all)
-}
-
-async fn list_kind(
-    client: &Client,
-    namespace: Option<&str>,
-    kind: Kind,
-) -> kube::Result<Vec<Value>> {
-    for resource in resources(kind) {
-        let api: Api<DynamicObject> = match namespace {
-            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-            None => Api::all_with(client.clone(), &resource),
-        };
-        let items = match cluster::list(api, &ListParams::default()).await {
-            Err(kube::Error::Api(status)) if status.code == 404 => continue,
-            items => items?,
-        };
-        let objects = items.into_iter().map(|item| {
-            // Items of a list have no kind.
-            let mut object = json!(item);
-            object["kind"] = kind.name().into();
-            object["apiVersion"] = resource.api_version.clone().into();
-            object
-        });
-        return Ok(objects.collect());
-    }
-    Ok(Vec::new())
 }
 
 /// Reads the definitions of the Gateway API that the mesh uses, of those that are installed.

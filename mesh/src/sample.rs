@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::{Result, anyhow};
 use clap::Args;
 use diy_mesh_proto::{
     MAX_FLOWS,
@@ -18,8 +19,8 @@ use tonic::Code;
 use crate::{
     check::traffic::in_turns,
     cluster,
-    controller::{self, Controller, Controllers},
-    proxies::{self, Pod, Proxies},
+    controller::{self, Controller, Controllers, Rejected},
+    proxies::{Pod, Proxies},
     traffic::{PodTraffic, Sample},
 };
 
@@ -40,20 +41,6 @@ pub struct Arguments {
     /// Ask the demo that runs on this machine, not a cluster
     #[arg(long, conflicts_with_all = ["context", "mesh_namespace", "account", "controller"])]
     pub demo: bool,
-}
-
-/// What keeps samples from being taken.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// No controller responds.
-    #[error(transparent)]
-    Controller(#[from] controller::Error),
-    /// No proxy can be asked.
-    #[error(transparent)]
-    Proxies(#[from] proxies::Error),
-    /// Neither.
-    #[error("{1}; {0}")]
-    Both(controller::Error, proxies::Error),
 }
 
 /// The source of samples.
@@ -93,7 +80,7 @@ impl Arguments {
 
     /// Samples of a namespace, or of all (""). With `watch`, proxies report more often while samples
     /// are taken.
-    pub async fn sampler(&self, namespace: &str, watch: bool) -> Result<Sampler, Error> {
+    pub async fn sampler(&self, namespace: &str, watch: bool) -> Result<Sampler> {
         let (controllers, proxies) = if self.demo {
             (None, Some(Proxies::of_demo(None).await?))
         } else {
@@ -121,24 +108,23 @@ impl Sampler {
     }
 
     /// What the proxies saw in their latest interval.
-    pub async fn sample(&mut self) -> Result<Sample, Error> {
+    pub async fn sample(&mut self) -> Result<Sample> {
         let proxies = self.proxies.clone();
         if let (None, Some(proxies)) = (&self.controllers, &proxies) {
-            return Ok(self.asked(proxies, "").await?);
+            return self.asked(proxies, "").await;
         }
         match (self.reported().await, proxies) {
-            (Ok(sample), _) => Ok(sample),
             (Err(error), Some(proxies)) if is_unavailable(&error) => {
                 let why = format!(" by port-forward, because no controller responds: {error}");
                 let asked = self.asked(&proxies, &why).await;
-                asked.map_err(|other| Error::Both(error, other))
+                asked.map_err(|other| anyhow!("{other}; {error}"))
             }
-            (Err(error), _) => Err(error.into()),
+            (reported, _) => reported,
         }
     }
 
     /// The reports to all replicas.
-    async fn reported(&mut self) -> Result<Sample, controller::Error> {
+    async fn reported(&mut self) -> Result<Sample> {
         let mut missing = BTreeMap::new();
         if self.connected.is_empty() || self.connected_since.elapsed() > MAX_CONNECTION_AGE {
             self.connected_since = Instant::now();
@@ -170,7 +156,7 @@ impl Sampler {
     }
 
     /// What some proxies say, twice: now and before.
-    async fn asked(&mut self, proxies: &Proxies, why: &str) -> Result<Sample, proxies::Error> {
+    async fn asked(&mut self, proxies: &Proxies, why: &str) -> Result<Sample> {
         let all = proxies.all(&self.namespace).await?;
         let mut chosen = in_turns(all.iter().map(|pod| (pod.namespace.clone(), pod)));
         chosen.truncate(MAX_PROXIES);
@@ -192,20 +178,16 @@ impl Sampler {
 }
 
 /// Whether a sample without controllers can help.
-fn is_unavailable(error: &controller::Error) -> bool {
-    match error {
-        controller::Error::Rejected(status) => {
-            let unavailable = [
-                Code::Unimplemented,
-                Code::Unavailable,
-                Code::Cancelled,
-                Code::Unknown,
-                Code::Internal,
-            ];
-            unavailable.contains(&status.code())
-        }
-        _ => true,
-    }
+fn is_unavailable(error: &anyhow::Error) -> bool {
+    let unavailable = [
+        Code::Unimplemented,
+        Code::Unavailable,
+        Code::Cancelled,
+        Code::Unknown,
+        Code::Internal,
+    ];
+    let rejected = error.downcast_ref();
+    rejected.is_none_or(|Rejected(status)| unavailable.contains(&status.code()))
 }
 
 /// A pod whose proxy replaces its stream is in several reports: one of them counts.
@@ -330,16 +312,14 @@ mod tests {
 
     #[test]
     fn proxies_are_asked_only_if_no_controller_responds() {
-        assert!(is_unavailable(&controller::Error::NoPods(
-            "service-mesh".into()
-        )));
+        assert!(is_unavailable(&anyhow!("no running controller found")));
         for (status, expected) in [
             (Status::unimplemented(""), true),
             (Status::unavailable(""), true),
             (Status::permission_denied(""), false),
             (Status::unauthenticated(""), false),
         ] {
-            let error = controller::Error::Rejected(status);
+            let error = Rejected(status).into();
             assert_eq!(is_unavailable(&error), expected);
         }
     }

@@ -19,7 +19,6 @@ use kube::{
     Api, Client, ResourceExt,
     api::{ListParams, PostParams},
 };
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::join;
 
@@ -33,7 +32,7 @@ use super::{
     workloads::{self, Workload},
 };
 use crate::{
-    cluster::{self, Cluster},
+    cluster::{self, Cluster, describe_error, list},
     controller::Controllers,
     identity::status::Mesh,
     routes::{self, Route},
@@ -159,7 +158,7 @@ impl Facts {
             controllers.identity(),
             permissions::review(cluster),
             dry_run(cluster, only),
-            workloads::list(client, only),
+            workloads::read(client, only),
             routes::definitions(client),
             policy_definitions(client),
             routes::fetch(client, only, Kind::routes()),
@@ -223,7 +222,7 @@ async fn namespaces(client: &Client, only: Option<&str>) -> Fact<Vec<Namespace>>
     let Some(name) = only else {
         return list(api, &ListParams::default()).await;
     };
-    let found = api.get_opt(name).await.map_err(cluster::describe_error)?;
+    let found = api.get_opt(name).await.map_err(describe_error)?;
     found.map_or_else(
         || Err(format!("there is no namespace {name}")),
         |found| Ok(vec![found]),
@@ -277,27 +276,15 @@ pub(super) async fn admin_page(cluster: &Cluster, pod: &Pod, page: &str) -> Fact
     cluster.admin_page(&namespace, &path).await
 }
 
-/// Lists all objects.
-pub(super) async fn list<K>(api: Api<K>, params: &ListParams) -> Fact<Vec<K>>
-where
-    K: Clone + DeserializeOwned + std::fmt::Debug,
-{
-    let items = cluster::list(api, params);
-    items.await.map_err(cluster::describe_error)
-}
-
 async fn webhook(cluster: &Cluster) -> Fact<Option<MutatingWebhookConfiguration>> {
     let api = Api::all(cluster.client.clone());
-    api.get_opt(WEBHOOK).await.map_err(cluster::describe_error)
+    api.get_opt(WEBHOOK).await.map_err(describe_error)
 }
 
 /// Reads the certificate only. The private key in the Secret is discarded.
 async fn serving(cluster: &Cluster) -> Fact<Option<String>> {
     let api: Api<Secret> = Api::namespaced(cluster.client.clone(), &cluster.mesh_namespace);
-    let secret = api
-        .get_opt(SERVING_SECRET)
-        .await
-        .map_err(cluster::describe_error)?;
+    let secret = api.get_opt(SERVING_SECRET).await.map_err(describe_error)?;
     let certificate = secret.and_then(|secret| secret.data?.remove("tls.crt"));
     Ok(certificate.map(|certificate| String::from_utf8_lossy(&certificate.0).into_owned()))
 }

@@ -7,11 +7,11 @@ use futures::future::join_all;
 use kube::{ResourceExt, api::ListParams};
 use serde_json::{Value, json};
 
-use super::facts::{Fact, Facts, list};
+use super::facts::{Fact, Facts};
 use super::policies::{DEFINITIONS, fields, paths};
 use super::{Finding, Findings, count, or_ok, platform, policies, report, upgrade};
 use crate::{
-    cluster::Cluster,
+    cluster::{Cluster, FORBIDDEN, list},
     identity::status::{Workload, workload_name},
     install::{self, live},
 };
@@ -40,8 +40,7 @@ impl Target {
         };
         let errors = join_all(all.iter().map(ask)).await;
         let errors = errors.into_iter().filter_map(Result::err);
-        let (unknown, rejected) =
-            errors.partition(|error| error.contains(crate::cluster::FORBIDDEN));
+        let (unknown, rejected) = errors.partition(|error| error.contains(FORBIDDEN));
         Self {
             rejected,
             unknown,

@@ -16,10 +16,10 @@ use kube::{Client, api::ListParams};
 
 use super::{
     Finding, Findings, count,
-    facts::{self, Fact, Facts},
+    facts::{Fact, Facts},
     or_ok, pods,
 };
-use crate::cluster::objects;
+use crate::cluster::{list, objects};
 
 /// A controller of pods.
 #[derive(Clone, Debug)]
@@ -38,15 +38,15 @@ pub struct Workload {
 }
 
 /// Lists the workloads of a namespace, or of all.
-pub(super) async fn list(client: &Client, only: Option<&str>) -> Fact<Vec<Workload>> {
+pub(super) async fn read(client: &Client, only: Option<&str>) -> Fact<Vec<Workload>> {
     let all = ListParams::default();
     let failures = ListParams::default().fields("reason=FailedCreate");
     let (deployments, stateful_sets, daemon_sets, jobs, events) = tokio::try_join!(
-        facts::list::<Deployment>(objects(client, only), &all),
-        facts::list::<StatefulSet>(objects(client, only), &all),
-        facts::list::<DaemonSet>(objects(client, only), &all),
-        facts::list::<Job>(objects(client, only), &all),
-        facts::list::<Event>(objects(client, only), &failures),
+        list::<Deployment>(objects(client, only), &all),
+        list::<StatefulSet>(objects(client, only), &all),
+        list::<DaemonSet>(objects(client, only), &all),
+        list::<Job>(objects(client, only), &all),
+        list::<Event>(objects(client, only), &failures),
     )?;
     let deployments = deployments.iter().map(deployment);
     let stateful_sets = stateful_sets.iter().map(|set| stateful_set(set, &events));

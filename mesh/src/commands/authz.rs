@@ -132,7 +132,7 @@ impl Source {
             let controllers = Controllers::new(&self.controller).await?;
             let mut controller = controllers.connect().await?;
             let pods = controller.authorization(target.key.to_string(), target.port);
-            return Ok(pods.await?);
+            return pods.await;
         }
         let index = files::index(&self.filename, &self.controller.cluster.mesh_namespace)?;
         let pods = authorization::pods(&index, target);

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     authorization::Outcome,
-    cluster::{self, Cluster, describe_error},
+    cluster::{self, Cluster},
     controller,
     edges::Observed,
     egress::{self, Report, boundary::boundary},
@@ -101,7 +101,6 @@ async fn read(arguments: &Arguments, of: &str) -> Result<(Observed, BTreeSet<Str
     let pods = match cluster::list(pods, &ListParams::default()).await {
         Ok(pods) => pods,
         Err(error) => {
-            let error = describe_error(error);
             files::print(&[format!(
                 "failed to list pods, so those without a proxy are not known: {error}"
             )]);

@@ -168,7 +168,7 @@ async fn wait_for_answer(
             Ok(current) if differs(&current, before) || Instant::now() > deadline => {
                 return Ok(current.answer);
             }
-            Err(error) if Instant::now() > deadline => return Err(error.into()),
+            Err(error) if Instant::now() > deadline => return Err(error),
             _ => sleep(POLL_INTERVAL / 2).await,
         }
     }

@@ -121,8 +121,8 @@ async fn ask(arguments: &Arguments, services: &[Key]) -> Result<Vec<Explanation>
     let mut controller = controllers.connect().await?;
     let mut explained = Vec::new();
     for service in services {
-        let clients = arguments.clients.clone().unwrap_or_default();
-        explained.push(controller.routes(service.to_string(), clients).await?);
+        let clients = arguments.clients.as_deref().unwrap_or_default();
+        explained.push(controller.routes(&service.to_string(), clients).await?);
     }
     Ok(explained)
 }

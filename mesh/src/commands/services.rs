@@ -10,7 +10,7 @@ use futures::future::join_all;
 use serde_json::{Value, json};
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
-use crate::controller::{self, Controller, Controllers};
+use crate::controller::{self, Controller, Controllers, Rejected};
 
 /// The arguments of `mesh services`.
 #[derive(Args, Debug)]
@@ -70,11 +70,7 @@ async fn watch(
 ) -> Result<ExitCode> {
     let mut stream = controller.watch_services(names).await?;
     let mut initial = Some(Vec::new());
-    while let Some(response) = stream
-        .message()
-        .await
-        .map_err(controller::Error::Rejected)?
-    {
+    while let Some(response) = stream.message().await.map_err(Rejected)? {
         let mut changed: Vec<Service> = response.service.into_iter().filter(&is_listed).collect();
         match (output, &mut initial) {
             (Output::Json, _) => {

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     proxies::{self, Proxies},
-    sample::{self, Sampler},
+    sample::Sampler,
     traffic::Sample,
 };
 
@@ -53,7 +53,7 @@ enum Event {
     Key(KeyEvent),
     /// The terminal has another size.
     Resize,
-    Sample(Result<Sample, sample::Error>),
+    Sample(Result<Sample>),
     Page(String),
 }
 
@@ -118,7 +118,7 @@ async fn show(
     }
 }
 
-fn take(screen: &mut Screen, of: &Filter, by: By, sample: Result<Sample, sample::Error>) {
+fn take(screen: &mut Screen, of: &Filter, by: By, sample: Result<Sample>) {
     match sample {
         Ok(sample) => {
             let rows = of.rows(by, &sample);

@@ -53,7 +53,6 @@ pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let namespace = &arguments.cluster.mesh_namespace;
     let pods: Vec<Pod> = cluster::list(Api::all(cluster.client.clone()), &ListParams::default())
         .await
-        .map_err(describe_error)
         .map_err(|error| anyhow!("cannot list the pods of all namespaces: {error}"))?;
     if let Some(reason) = obstacle(&pods, namespace, arguments.purge) {
         eprintln!("mesh: {reason}");

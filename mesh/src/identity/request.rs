@@ -3,18 +3,19 @@
 //! answer.
 
 use std::{
-    fs, io,
+    fs,
     path::{Path, PathBuf},
 };
 
+use anyhow::{Context, Result, anyhow, ensure};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{
-    Api,
+    Api, ResourceExt,
     api::{Patch, PatchParams},
 };
 use serde_json::json;
 
-use crate::cluster::{self, Cluster};
+use crate::cluster::{Cluster, describe_error};
 
 /// The Secret of the CA.
 pub const SECRET: &str = "diy-service-mesh-ca";
@@ -52,51 +53,32 @@ pub enum RequestTarget {
     Directory(PathBuf),
 }
 
-/// The request failed.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The Secret cannot be read or changed.
-    #[error("failed to access Secret {SECRET} in namespace {0}: {1}")]
-    Secret(String, String),
-    /// The directory contains no CA.
-    #[error(
-        "{0} contains no CA: set it to the directory in the controller's option --ca files:FOLDER"
-    )]
-    NoCa(PathBuf),
-    /// The file cannot be written.
-    #[error("failed to write {0}: {1}")]
-    File(PathBuf, io::Error),
-}
-
 impl RequestTarget {
     /// Submits a request.
-    pub async fn submit(&self, request: Request) -> Result<(), Error> {
+    pub async fn submit(&self, request: Request) -> Result<()> {
         match self {
             Self::Directory(directory) => write(directory, request),
             Self::Cluster(cluster) => {
                 let patch = json!({"metadata": {"annotations": {ANNOTATION: request.as_str()}}});
                 // The response contains metadata only, not the key of the CA.
-                let patched = secrets(cluster)
-                    .patch_metadata(SECRET, &PatchParams::default(), &Patch::Merge(patch))
-                    .await;
+                let secrets = secrets(cluster);
+                let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+                let patched = secrets.patch_metadata(SECRET, &params, &patch).await;
                 patched
                     .map(drop)
-                    .map_err(|error| secret_error(cluster, error))
+                    .map_err(|error| inaccessible(cluster, error))
             }
         }
     }
 
     /// Whether no controller has accepted the request yet.
-    pub async fn pending(&self) -> Result<bool, Error> {
+    pub async fn pending(&self) -> Result<bool> {
         match self {
             Self::Directory(directory) => Ok(directory.join(FILE).exists()),
             Self::Cluster(cluster) => {
                 let secret = secrets(cluster).get_metadata(SECRET).await;
-                let secret = secret.map_err(|error| secret_error(cluster, error))?;
-                Ok(secret
-                    .metadata
-                    .annotations
-                    .is_some_and(|annotations| annotations.contains_key(ANNOTATION)))
+                let secret = secret.map_err(|error| inaccessible(cluster, error))?;
+                Ok(secret.annotations().contains_key(ANNOTATION))
             }
         }
     }
@@ -106,22 +88,22 @@ fn secrets(cluster: &Cluster) -> Api<Secret> {
     Api::namespaced(cluster.client.clone(), &cluster.mesh_namespace)
 }
 
-fn secret_error(cluster: &Cluster, error: kube::Error) -> Error {
-    Error::Secret(
-        cluster.mesh_namespace.clone(),
-        cluster::describe_error(error),
-    )
+fn inaccessible(cluster: &Cluster, error: kube::Error) -> anyhow::Error {
+    let (namespace, error) = (&cluster.mesh_namespace, describe_error(error));
+    anyhow!("failed to access Secret {SECRET} in namespace {namespace}: {error}")
 }
 
 /// Creates the request file atomically.
-fn write(directory: &Path, request: Request) -> Result<(), Error> {
-    if !directory.join("tls.crt").is_file() {
-        return Err(Error::NoCa(directory.to_owned()));
-    }
+fn write(directory: &Path, request: Request) -> Result<()> {
+    ensure!(
+        directory.join("tls.crt").is_file(),
+        "{} contains no CA: set it to the directory in the controller's option --ca files:FOLDER",
+        directory.display()
+    );
     let (new, file) = (directory.join(format!("{FILE}.new")), directory.join(FILE));
     let written =
         fs::write(&new, format!("{}\n", request.as_str())).and_then(|()| fs::rename(&new, &file));
-    written.map_err(|error| Error::File(file, error))
+    written.with_context(|| format!("failed to write {}", file.display()))
 }
 
 #[cfg(test)]

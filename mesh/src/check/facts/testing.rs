@@ -1,5 +1,7 @@
 //! Facts for tests.
 
+use serde::de::DeserializeOwned;
+
 use super::*;
 
 pub(crate) const NOW: u64 = 1_800_000_000;
