@@ -65,7 +65,7 @@ fn chart_gives_the_objects_of_mesh_install() -> Result<()> {
         let objects = install::objects(&values);
         assert_same(&objects, &manifest::parse(&rendered?)?);
         // Helm creates the namespace of the release, and the chart does not.
-        let rendered = template(&values.namespace, text)?.context("helm ran before")??;
+        let rendered = template(values.namespace(), text)?.context("helm ran before")??;
         assert_same(&objects[1..], &manifest::parse(&rendered)?);
     }
     Ok(())

@@ -54,7 +54,7 @@ impl ValuesArguments {
             Ok((name, text))
         };
         let files = self.values.iter().map(read).collect::<Result<Vec<_>>>()?;
-        Ok(Values::load(&files, &self.set)?)
+        Values::load(&files, &self.set)
     }
 }
 

@@ -40,10 +40,10 @@ pub struct Arguments {
 pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mut values = arguments.values.load()?;
     let mut cluster = arguments.cluster.clone();
-    if values.namespace == NAMESPACE {
-        values.namespace.clone_from(&cluster.mesh_namespace);
+    if values.namespace() == NAMESPACE {
+        values.set_namespace(&cluster.mesh_namespace);
     } else {
-        cluster.mesh_namespace.clone_from(&values.namespace);
+        values.namespace().clone_into(&mut cluster.mesh_namespace);
     }
     let objects = install::objects(&values);
     let cluster = Cluster::connect(&cluster).await?;

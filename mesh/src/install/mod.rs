@@ -10,7 +10,7 @@ pub mod values;
 use diy_mesh_sandbox::manifest;
 use serde_json::Value;
 
-pub use values::{Error, Values};
+pub use values::Values;
 
 /// The JSON schema of the values.
 pub const SCHEMA: &str = include_str!(concat!(
@@ -31,15 +31,17 @@ pub struct Place {
     pub is_text: bool,
 }
 
-/// The values that are the complete text of fields, wherever it stands.
-const TEXTS: [(&str, &str); 6] = [
-    ("namespace", values::NAMESPACE),
-    ("image.pullPolicy", "IfNotPresent"),
-    ("image.controller", "diy-sm-controller:dev"),
-    ("image.injector", "diy-sm-injector:dev"),
-    ("image.proxy", "diy-sm-proxy:dev"),
-    ("image.proxyInit", "diy-sm-proxy-init:dev"),
+/// The values that are the complete text of fields, wherever it stands, and a variable of the injector
+/// with their type.
+const TEXTS: [(&str, &str, &str); 6] = [
+    ("namespace", values::NAMESPACE, "POD_NAMESPACE"),
+    ("image.pullPolicy", "IfNotPresent", "IMAGE_PULL_POLICY"),
+    ("image.controller", "diy-sm-controller:dev", IMAGE),
+    ("image.injector", "diy-sm-injector:dev", IMAGE),
+    ("image.proxy", "diy-sm-proxy:dev", IMAGE),
+    ("image.proxyInit", "diy-sm-proxy-init:dev", IMAGE),
 ];
+const IMAGE: &str = "IMAGE_TO_DEPLOY_PROXY";
 
 /// The values of a Deployment: in a field of its pods, or in a variable of its first container.
 const FIELDS: [(&str, &str, &str); 21] = [
@@ -137,7 +139,7 @@ pub fn places(objects: &[Value]) -> Vec<Place> {
 fn collect_texts(field: &Value, pointer: String, found: &mut impl FnMut(&'static str, String)) {
     match field {
         Value::String(text) => {
-            if let Some((value, _)) = TEXTS.iter().find(|(_, default)| text == default) {
+            if let Some((value, ..)) = TEXTS.iter().find(|(_, default, _)| text == default) {
                 found(value, pointer);
             }
         }

@@ -2,224 +2,60 @@
 //!
 //! The defaults are what stands at the places of the values in `manifests/`.
 
-use std::fmt;
-
+use anyhow::{Context, Error, Result, anyhow, bail};
 use clap::CommandFactory;
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{FIELDS, manifests, places, value_at};
+use super::{FIELDS, SCHEMA, TEXTS, manifests, places, value_at};
 
 /// The namespace in `manifests/`.
 pub const NAMESPACE: &str = "service-mesh";
 
-/// The values of an installation of DIY Service Mesh.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Values {
-    /// The namespace of the mesh, which the installation creates.
-    #[cfg_attr(
-        test,
-        schemars(regex(pattern = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"))
-    )]
-    pub namespace: String,
-    /// The trust domain of all identities. A change needs new certificates for all workloads.
-    #[cfg_attr(test, schemars(regex(pattern = "^[a-z0-9._-]{1,255}$")))]
-    pub trust_domain: String,
-    /// How proxy-init redirects connections. Iptables is for kernels without nf_tables: another
-    /// image of proxy-init, with the suffix -iptables of its tag.
-    pub redirect: Redirect,
-    /// The images.
-    pub image: Image,
-    /// The controller.
-    pub controller: Controller,
-    /// The injector.
-    pub injector: Injector,
-    /// The defaults of the proxies in pods. Annotations of pods take precedence.
-    pub proxy: Proxy,
-}
-
-/// The tables of the kernel that redirect connections.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub enum Redirect {
-    /// nftables.
-    Nftables,
-    /// iptables.
-    Iptables,
-}
-
-/// The images: `REGISTRY/NAME:TAG`, or a complete reference for a component.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Image {
-    /// The registry and path of all images, such as registry.example.com/mesh. Empty: none.
-    #[cfg_attr(test, schemars(regex(pattern = "^([A-Za-z0-9._:/-]*[A-Za-z0-9])?$")))]
-    pub registry: String,
-    /// The tag of all images.
-    #[cfg_attr(test, schemars(regex(pattern = "^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")))]
-    pub tag: String,
-    /// The pull policy of all images, in pods too.
-    #[cfg_attr(test, schemars(extend("enum" = ["Always", "IfNotPresent", "Never"])))]
-    pub pull_policy: String,
-    /// The complete reference of the controller's image, such as one with a digest. Empty: by
-    /// registry and tag.
-    pub controller: String,
-    /// The complete reference of the injector's image.
-    pub injector: String,
-    /// The complete reference of the proxy's image.
-    pub proxy: String,
-    /// The complete reference of proxy-init's image, whatever the value of redirect is.
-    pub proxy_init: String,
-}
-
-/// The controller.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Controller {
-    /// The number of replicas.
-    pub replicas: u32,
-    /// The resources of the container.
-    pub resources: Resources,
-    /// The lifetime of the certificates of workloads, in seconds.
-    #[cfg_attr(test, schemars(range(min = 10, max = 3153600000_u64)))]
-    pub certificate_life: u64,
-    /// The lifetime of a CA that the controller generates, in seconds.
-    #[cfg_attr(test, schemars(range(min = 10, max = 3153600000_u64)))]
-    pub ca_life: u64,
-    /// The log filter.
-    pub log: String,
-    /// The format of the log.
-    #[cfg_attr(test, schemars(extend("enum" = ["text", "json"])))]
-    pub log_format: String,
-}
-
-/// The injector.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Injector {
-    /// The number of replicas.
-    pub replicas: u32,
-    /// The resources of the container.
-    pub resources: Resources,
-    /// The log filter.
-    pub log: String,
-    /// The format of the log.
-    #[cfg_attr(test, schemars(extend("enum" = ["text", "json"])))]
-    pub log_format: String,
-}
-
-/// The resources of a container.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Resources {
-    /// What it requests.
-    pub requests: Quantities,
-    /// Its limits. A limit of CPU time delays the answers of the control plane.
-    pub limits: Quantities,
-}
-
-/// Quantities of Kubernetes, such as 100m or 64Mi. Null: none.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Quantities {
-    /// CPU time.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(test, schemars(regex(pattern = "^[0-9]")))]
-    pub cpu: Option<String>,
-    /// Memory.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(test, schemars(regex(pattern = "^[0-9]")))]
-    pub memory: Option<String>,
-}
-
-/// The defaults of the proxies in pods.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Proxy {
-    /// Whether proxies report what their pods are called by.
-    pub observe_edges: bool,
-    /// What proxies print of requests and responses.
-    #[cfg_attr(test, schemars(extend("enum" = ["full", "headers", "off"])))]
-    pub dump: String,
-    /// The log filter.
-    pub log: String,
-    /// The format of the log.
-    #[cfg_attr(test, schemars(extend("enum" = ["text", "json"])))]
-    pub log_format: String,
-    /// The drain period after SIGTERM, from 1s to 1h.
-    #[cfg_attr(test, schemars(regex(pattern = "^[0-9]+[smh]$")))]
-    pub drain: String,
-    /// The requested CPU time.
-    #[cfg_attr(test, schemars(regex(pattern = "^[0-9]")))]
-    pub cpu_request: String,
-    /// The limit of CPU time, or none.
-    #[cfg_attr(test, schemars(regex(pattern = "^([0-9]|none$)")))]
-    pub cpu_limit: String,
-    /// The requested memory.
-    #[cfg_attr(test, schemars(regex(pattern = "^[0-9]")))]
-    pub memory_request: String,
-    /// The limit of memory, at least 32Mi, or none.
-    #[cfg_attr(test, schemars(regex(pattern = "^([0-9]|none$)")))]
-    pub memory_limit: String,
-}
-
-/// The values are not valid.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{place}: {problem}; `mesh install --schema` describes the values")]
-pub struct Error {
-    /// The file, or the path of the value.
-    place: String,
-    problem: String,
-}
-
-impl Error {
-    fn new(place: impl Into<String>, problem: impl fmt::Display) -> Self {
-        let (place, problem) = (place.into(), problem.to_string());
-        Self { place, problem }
-    }
-}
+/// The values of an installation of DIY Service Mesh, as their schema describes them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Values(Value);
 
 impl Values {
     /// The defaults, changed by the YAML of files, given as pairs of name and content, then by
     /// assignments such as `controller.replicas=3`. Later ones win, and `null` removes an optional
     /// value.
-    pub fn load(files: &[(String, String)], assignments: &[String]) -> Result<Self, Error> {
+    pub fn load(files: &[(String, String)], assignments: &[String]) -> Result<Self> {
         let defaults = defaults();
         let mut merged = defaults.clone();
         for (name, text) in files {
-            let changes: Value = serde_yaml_ng::from_str(text)
-                .map_err(|error| Error::new(name, format!("invalid YAML: {error}")))?;
-            match changes {
-                Value::Object(_) => json_patch::merge(&mut merged, &changes),
+            let changes = serde_yaml_ng::from_str(text);
+            let changes = changes.map_err(|error| invalid(name, format!("invalid YAML: {error}")));
+            match changes? {
+                changes @ Value::Object(_) => json_patch::merge(&mut merged, &changes),
                 Value::Null => {}
-                other => return Err(Error::new(name, format!("{other} is not a map of values"))),
+                other => bail!(invalid(name, format!("{other} is not a map of values"))),
             }
         }
         for text in assignments {
             json_patch::merge(&mut merged, &assignment(text, &defaults)?);
         }
-        let values: Self =
-            serde_path_to_error::deserialize(merged).map_err(|error| {
-                match &*error.path().to_string() {
-                    "." => Error::new("the values", error.inner()),
-                    path => Error::new(path, error.inner()),
-                }
-            })?;
-        values.check()?;
+        check(&merged, &schema(), "")?;
+        let values = Self(merged);
+        values.check_with_programs()?;
         Ok(values)
     }
 
+    /// The namespace of the mesh.
+    pub fn namespace(&self) -> &str {
+        self.text("namespace")
+    }
+
+    /// Changes the namespace of the mesh.
+    pub fn set_namespace(&mut self, namespace: &str) {
+        self.0["namespace"] = namespace.into();
+    }
+
+    fn text(&self, path: &str) -> &str {
+        value_at(&self.0, path).as_str().unwrap_or_default()
+    }
+
     /// Has the programs parse what they will get.
-    fn check(&self) -> Result<(), Error> {
+    fn check_with_programs(&self) -> Result<()> {
         let values = self.resolved();
         let parsed_by = |path: &str, program, variable| {
             let text = match value_at(&values, path) {
@@ -228,7 +64,7 @@ impl Values {
                 other => other.to_string(),
             };
             accepts(program, variable, &text)
-                .map_err(|expected| Error::new(path, format!("invalid value {text:?}: {expected}")))
+                .map_err(|expected| invalid(path, format!("invalid value {text:?}: {expected}")))
         };
         for (path, program, field) in FIELDS {
             if !field.starts_with('/') {
@@ -241,35 +77,33 @@ impl Values {
                 "limits.cpu",
                 "limits.memory",
             ] {
-                parsed_by(
-                    &format!("{path}.{quantity}"),
-                    "injector",
-                    "PROXY_CPU_REQUEST",
-                )?;
+                let path = format!("{path}.{quantity}");
+                parsed_by(&path, "injector", "PROXY_CPU_REQUEST")?;
             }
         }
-        for (path, variable) in OTHER_FIELDS {
+        for (path, _, variable) in TEXTS {
             parsed_by(path, "injector", variable)?;
         }
-        if self.controller.ca_life < self.controller.certificate_life {
-            let life = self.controller.certificate_life;
-            let problem = format!("expected at least controller.certificateLife, {life}");
-            return Err(Error::new("controller.caLife", problem));
+        let [certificate, ca] =
+            ["certificateLife", "caLife"].map(|life| &values["controller"][life]);
+        if ca.as_u64() < certificate.as_u64() {
+            let problem = format!("expected at least controller.certificateLife, {certificate}");
+            bail!(invalid("controller.caLife", problem));
         }
         Ok(())
     }
 
     /// The values with complete references of images.
     pub fn resolved(&self) -> Value {
-        let mut values = json!(self);
-        let Image { registry, tag, .. } = &self.image;
-        let registry = match &**registry {
+        let mut values = self.0.clone();
+        let registry = match self.text("image.registry") {
             "" => String::new(),
             registry => format!("{registry}/"),
         };
-        let suffix = match self.redirect {
-            Redirect::Nftables => "",
-            Redirect::Iptables => "-iptables",
+        let tag = self.text("image.tag");
+        let suffix = match self.text("redirect") {
+            "iptables" => "-iptables",
+            _ => "",
         };
         for (component, name, suffix) in [
             ("controller", "controller", ""),
@@ -286,15 +120,54 @@ impl Values {
     }
 }
 
-/// Values outside of variables of the Deployments, and which variable of the injector has their type.
-const OTHER_FIELDS: [(&str, &str); 6] = [
-    ("namespace", "POD_NAMESPACE"),
-    ("image.pullPolicy", "IMAGE_PULL_POLICY"),
-    ("image.controller", "IMAGE_TO_DEPLOY_PROXY"),
-    ("image.injector", "IMAGE_TO_DEPLOY_PROXY"),
-    ("image.proxy", "IMAGE_TO_DEPLOY_PROXY"),
-    ("image.proxyInit", "IMAGE_TO_DEPLOY_PROXY"),
-];
+/// An error about a file, or about the value at a path.
+fn invalid(place: &str, problem: impl std::fmt::Display) -> Error {
+    anyhow!("{place}: {problem}; `mesh install --schema` describes the values")
+}
+
+/// The schema of the values.
+pub(super) fn schema() -> Value {
+    serde_json::from_str(SCHEMA).expect("a test reads the schema")
+}
+
+/// Checks the types and names of values by their schema. Programs check what they contain.
+fn check(value: &Value, schema: &Value, path: &str) -> Result<()> {
+    let (is_type, expected) = match (&schema["enum"], schema["type"].as_str()) {
+        (Value::Array(known), _) => {
+            let texts: Vec<&str> = known.iter().filter_map(Value::as_str).collect();
+            (
+                known.contains(value),
+                format!("one of {}", texts.join(", ")),
+            )
+        }
+        (_, Some("object")) => (value.is_object(), "a map of values".into()),
+        (_, Some("boolean")) => (value.is_boolean(), "true or false".into()),
+        (_, Some("integer")) => {
+            let least = &schema["minimum"];
+            (value.is_u64(), format!("a whole number, at least {least}"))
+        }
+        (_, Some(_)) => (value.is_string(), "text".into()),
+        (_, None) => (value.is_string() || value.is_null(), "text or null".into()),
+    };
+    if !is_type {
+        let problem = format!("invalid value {value}, expected {expected}");
+        bail!(invalid(path, problem));
+    }
+    let Some(properties) = schema["properties"].as_object() else {
+        return Ok(());
+    };
+    let at = |name: &str| format!("{path}.{name}").trim_start_matches('.').to_owned();
+    for name in value.as_object().into_iter().flat_map(Map::keys) {
+        if !properties.contains_key(name) {
+            let known: Vec<&str> = properties.keys().map(String::as_str).collect();
+            let problem = format!("unknown value, expected one of {}", known.join(", "));
+            bail!(invalid(&at(name), problem));
+        }
+    }
+    properties
+        .iter()
+        .try_for_each(|(name, schema)| check(&value[name], schema, &at(name)))
+}
 
 /// Whether a program accepts the value of a variable, or what it expects.
 fn accepts(program: &'static str, variable: &str, text: &str) -> Result<(), String> {
@@ -358,12 +231,10 @@ pub(super) fn defaults() -> Value {
 }
 
 /// The change of `PATH=VALUE`. Where the default is text, so is the value: `image.tag=1.0`.
-fn assignment(text: &str, defaults: &Value) -> Result<Value, Error> {
-    let (path, text) = text.split_once('=').ok_or_else(|| {
-        Error::new(
-            format!("--set {text}"),
-            "expected PATH=VALUE, such as controller.replicas=3",
-        )
+fn assignment(text: &str, defaults: &Value) -> Result<Value> {
+    let (path, text) = text.split_once('=').with_context(|| {
+        let place = format!("--set {text}");
+        invalid(&place, "expected PATH=VALUE, such as controller.replicas=3")
     })?;
     let value = match value_at(defaults, path) {
         _ if text == "null" => Value::Null,

@@ -1,14 +1,13 @@
-//! The Helm chart in `manifests/chart`: generated from the manifests and the types of the values,
+//! The Helm chart in `manifests/chart`: generated from the manifests and the schema of the values,
 //! but `templates/_helpers.tpl`.
 //!
 //! `UPDATE_CHART=1 cargo test -p diy-mesh --lib chart` writes the files.
 
 use std::{fs, path::Path};
 
-use schemars::generate::SchemaSettings;
 use serde_json::json;
 
-use super::super::values::defaults;
+use super::super::values::{defaults, schema};
 use super::*;
 
 const HINT: &str = "UPDATE_CHART=1 cargo test -p diy-mesh --lib chart";
@@ -19,7 +18,6 @@ fn chart_is_up_to_date() {
     let mut files = vec![
         ("Chart.yaml".to_owned(), description()),
         ("values.yaml".to_owned(), values_file()),
-        ("values.schema.json".to_owned(), format!("{:#}\n", schema())),
         ("templates/mesh.yaml".to_owned(), templates()),
     ];
     for definition in definitions() {
@@ -53,26 +51,6 @@ fn description() -> String {
         "version": version, "appVersion": version, "kubeVersion": ">=1.29.0-0",
     });
     generated() + &yaml::write(&[chart])
-}
-
-/// The schema of the values. None of them is required: the defaults are in `values.yaml`.
-pub(super) fn schema() -> Value {
-    let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
-    let mut schema = json!(settings.into_generator().into_root_schema_for::<Values>());
-    // Helm passes it to subcharts.
-    schema["properties"]["global"] = json!({"description": "Without effect."});
-    without_required(&mut schema);
-    schema
-}
-
-fn without_required(schema: &mut Value) {
-    let Some(fields) = schema.as_object_mut() else {
-        return;
-    };
-    fields.remove("required");
-    if let Some(properties) = fields.get_mut("properties").and_then(Value::as_object_mut) {
-        properties.values_mut().for_each(without_required);
-    }
 }
 
 /// The defaults, with the descriptions of the schema as comments.
