@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use clap::ValueEnum;
 use diy_mesh_proto::mesh::v1::{Traffic, traffic::Flow};
 use diy_mesh_proto::traffic::{DURATION_BOUNDS, quantile};
 use serde::Serialize;
@@ -46,23 +47,24 @@ pub struct Rates {
     pub p99_ms: f64,
 }
 
-/// The requests to a workload, or those of a route.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Row {
-    /// "shop/web", or the name of the route.
-    pub name: String,
-    /// Its requests.
-    #[serde(flatten)]
-    pub rates: Rates,
+/// Whose requests a row has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum By {
+    /// The requests to each workload
+    Workload,
+    /// The requests of each route
+    Route,
+    /// The requests from each workload to each Service
+    Edge,
 }
 
-/// The requests from a workload to a Service, or from a service account to a workload.
+/// The requests to a workload, or of a route, or from a workload to a Service or from a service account
+/// to a workload.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Edge {
-    /// "shop/web".
-    pub from: String,
-    /// "shop/cart".
-    pub to: String,
+pub struct Row {
+    /// The `name`, or `from` and `to`, such as "shop/web".
+    #[serde(flatten)]
+    pub names: BTreeMap<&'static str, String>,
     /// Its requests.
     #[serde(flatten)]
     pub rates: Rates,
@@ -72,71 +74,46 @@ pub struct Edge {
 const UNNAMED: [&str; 2] = ["(no identity)", "(no Service)"];
 
 impl Sample {
-    /// The requests to each workload.
-    pub fn workloads(&self) -> Vec<Row> {
-        self.rows(|pod, flow| flow.inbound.then(|| pod.name()))
-    }
-
-    /// The requests of each route, as its clients see them.
-    pub fn routes(&self) -> Vec<Row> {
-        self.rows(|_, flow| (!flow.inbound && !flow.route.is_empty()).then(|| flow.route.clone()))
-    }
-
-    /// The requests of workloads to Services, and those to workloads by callers whose own proxies are
-    /// not in the sample.
-    pub fn edges(&self) -> Vec<Edge> {
+    /// The requests with the same names. Those of a route are as its clients see them. Edges are the
+    /// requests of workloads to Services, and those to workloads by callers whose own proxies are not in
+    /// the sample.
+    pub fn rows(&self, by: By) -> Vec<Row> {
         let explained = self.explained();
-        let sums = self.sums(|pod, flow| {
-            let explained_by = (&*flow.peer_namespace, &*pod.namespace);
-            match flow.inbound {
-                false => Some((pod.name(), peer(flow))),
-                true if explained.contains(&explained_by) => None,
-                true => Some((peer(flow), pod.name())),
+        let mut sums = BTreeMap::<_, Sum>::new();
+        for pod in &self.pods {
+            for flow in pod.traffic.flows.iter().filter(|flow| flow.requests > 0) {
+                let explained_by = (&*flow.peer_namespace, &*pod.namespace);
+                let names = match (by, flow.inbound) {
+                    (By::Workload, true) => [("name", pod.name())].into(),
+                    (By::Route, false) if !flow.route.is_empty() => {
+                        [("name", flow.route.clone())].into()
+                    }
+                    (By::Edge, false) => [("from", pod.name()), ("to", peer(flow))].into(),
+                    (By::Edge, true) if !explained.contains(&explained_by) => {
+                        [("from", peer(flow)), ("to", pod.name())].into()
+                    }
+                    _ => continue,
+                };
+                let sum: &mut Sum = sums.entry(names).or_default();
+                sum.add(flow, pod.traffic.milliseconds);
             }
-        });
-        let edge = |((from, to), sum): ((String, String), Sum)| Edge {
-            from,
-            to,
-            rates: sum.rates(),
-        };
-        sums.into_iter().map(edge).collect()
-    }
-
-    /// The namespaces of pods, with those of the Services that they call: inbound requests between
-    /// them are known from their callers.
-    fn explained(&self) -> BTreeSet<(&str, &str)> {
-        let outbound = |pod: &PodTraffic, flow: &&Flow| !flow.inbound && !pod.namespace.is_empty();
-        let pods = self.pods.iter().flat_map(|pod| {
-            let flows = pod
-                .traffic
-                .flows
-                .iter()
-                .filter(move |flow| outbound(pod, flow));
-            flows.map(|flow| (&*pod.namespace, &*flow.peer_namespace))
-        });
-        pods.collect()
-    }
-
-    fn rows(&self, name: impl Fn(&PodTraffic, &Flow) -> Option<String>) -> Vec<Row> {
-        let rows = self.sums(name).into_iter().map(|(name, sum)| Row {
-            name,
+        }
+        let rows = sums.into_iter().map(|(names, sum)| Row {
+            names,
             rates: sum.rates(),
         });
         rows.collect()
     }
 
-    /// The flows with the same key, added up.
-    fn sums<K: Ord>(&self, key: impl Fn(&PodTraffic, &Flow) -> Option<K>) -> BTreeMap<K, Sum> {
-        let mut sums = BTreeMap::<K, Sum>::new();
-        for pod in &self.pods {
-            for flow in pod.traffic.flows.iter().filter(|flow| flow.requests > 0) {
-                if let Some(key) = key(pod, flow) {
-                    let sum = sums.entry(key).or_default();
-                    sum.add(flow, pod.traffic.milliseconds);
-                }
-            }
-        }
-        sums
+    /// The namespaces of pods, with those of the Services that they call: inbound requests between
+    /// them are known from their callers.
+    fn explained(&self) -> BTreeSet<(&str, &str)> {
+        let pods = self.pods.iter().filter(|pod| !pod.namespace.is_empty());
+        let pairs = pods.flat_map(|pod| {
+            let outbound = pod.traffic.flows.iter().filter(|flow| !flow.inbound);
+            outbound.map(|flow| (&*pod.namespace, &*flow.peer_namespace))
+        });
+        pairs.collect()
     }
 }
 
@@ -238,17 +215,17 @@ mod tests {
     }
 
     fn edges(sample: &Sample) -> Vec<String> {
-        let edges = sample.edges().into_iter();
+        let edges = sample.rows(By::Edge).into_iter();
         edges
-            .map(|edge| format!("{} {}", edge.from, edge.to))
+            .map(|edge| format!("{} {}", edge.names["from"], edge.names["to"]))
             .collect()
     }
 
     #[test]
     fn workload_has_the_inbound_requests_of_its_pods() {
         let cart = |requests| pod("shop/cart", vec![flow(true, "shop/web", requests)]);
-        let rows = sample(vec![cart(4), cart(16), pod("shop/web", vec![])]).workloads();
-        assert_eq!((rows.len(), &*rows[0].name), (1, "shop/cart"));
+        let rows = sample(vec![cart(4), cart(16), pod("shop/web", vec![])]).rows(By::Workload);
+        assert_eq!((rows.len(), &*rows[0].names["name"]), (1, "shop/cart"));
         let rates = Rates {
             requests_per_second: 10.0,
             success: 0.9,
@@ -270,8 +247,8 @@ mod tests {
             "shop/web",
             vec![of_route(false), flow(false, "shop/cart", 1)],
         );
-        let rows = sample(vec![web, pod("shop/cart", vec![of_route(true)])]).routes();
-        assert_eq!((rows.len(), &*rows[0].name), (1, "shop/canary"));
+        let rows = sample(vec![web, pod("shop/cart", vec![of_route(true)])]).rows(By::Route);
+        assert_eq!((rows.len(), &*rows[0].names["name"]), (1, "shop/canary"));
         assert_eq!(rows[0].rates.requests_per_second, 1.0);
     }
 
@@ -312,12 +289,12 @@ mod tests {
         hostile.durations = vec![u64::MAX; 100];
         let mut cart = pod("shop/cart", vec![hostile.clone(), hostile]);
         cart.traffic.milliseconds = 0;
-        let rates = &sample(vec![cart]).workloads()[0].rates;
+        let rates = &sample(vec![cart]).rows(By::Workload)[0].rates;
         assert_eq!((rates.success, rates.mutual_tls), (0.0, 1.0));
         assert!(rates.requests_per_second.is_finite() && rates.p99_ms.is_finite());
         // Requests that it did not count.
         let mut cart = pod("shop/cart", vec![flow(true, "shop/web", 1)]);
         cart.traffic.flows[0].failures = 9;
-        assert_eq!(sample(vec![cart]).workloads()[0].rates.success, 0.0);
+        assert_eq!(sample(vec![cart]).rows(By::Workload)[0].rates.success, 0.0);
     }
 }

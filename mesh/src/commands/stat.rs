@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
     sample,
-    traffic::{Edge, Rates, Row, Sample},
+    traffic::{By, Rates, Row, Sample},
 };
 
 /// The arguments of `mesh stat`.
@@ -50,20 +50,7 @@ pub struct Filter {
     name: Option<String>,
 }
 
-/// Whose requests a row has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum By {
-    /// The requests to each workload
-    Workload,
-    /// The requests of each route
-    Route,
-    /// The requests from each workload to each Service
-    Edge,
-}
-
 impl By {
-    const ALL: [Self; 3] = [Self::Workload, Self::Route, Self::Edge];
-
     /// The key of the rows in JSON.
     fn key(self) -> &'static str {
         ["workloads", "routes", "edges"][self as usize]
@@ -103,44 +90,15 @@ impl Filter {
         self.name.as_ref().is_none_or(|of| of == name)
     }
 
-    /// The requests to workloads.
-    fn workloads(&self, sample: &Sample) -> Vec<Row> {
-        let mut rows = sample.workloads();
-        rows.retain(|row| self.includes(&row.name));
+    /// The requests to these workloads, those of routes by them, or the edges from and to them.
+    pub(super) fn rows(&self, by: By, sample: &Sample) -> Vec<Row> {
+        let mut sample = sample.clone();
+        if by == By::Route {
+            sample.pods.retain(|pod| self.includes(&pod.name()));
+        }
+        let mut rows = sample.rows(by);
+        rows.retain(|row| by == By::Route || row.names.values().any(|name| self.includes(name)));
         rows
-    }
-
-    /// The requests of routes, by these workloads.
-    fn routes(&self, sample: &Sample) -> Vec<Row> {
-        let mut callers = sample.clone();
-        callers.pods.retain(|pod| self.includes(&pod.name()));
-        callers.routes()
-    }
-
-    /// The edges from and to these.
-    fn edges(&self, sample: &Sample) -> Vec<Edge> {
-        let mut edges = sample.edges();
-        edges.retain(|edge| self.includes(&edge.from) || self.includes(&edge.to));
-        edges
-    }
-
-    /// The rows with their names in columns.
-    pub(super) fn rows(&self, by: By, sample: &Sample) -> Vec<(Vec<String>, Rates)> {
-        let named = |row: Row| (vec![row.name], row.rates);
-        let between = |edge: Edge| (vec![edge.from, edge.to], edge.rates);
-        match by {
-            By::Workload => self.workloads(sample).into_iter().map(named).collect(),
-            By::Route => self.routes(sample).into_iter().map(named).collect(),
-            By::Edge => self.edges(sample).into_iter().map(between).collect(),
-        }
-    }
-
-    fn json(&self, by: By, sample: &Sample) -> Value {
-        match by {
-            By::Workload => json!(self.workloads(sample)),
-            By::Route => json!(self.routes(sample)),
-            By::Edge => json!(self.edges(sample)),
-        }
     }
 }
 
@@ -158,11 +116,11 @@ impl Arguments {
     fn selected(&self) -> impl Iterator<Item = By> {
         let by = self.by;
         let is_selected = move |one: &By| by.is_none_or(|by| by == *one);
-        By::ALL.into_iter().filter(is_selected)
+        By::value_variants().iter().copied().filter(is_selected)
     }
 
     fn json(&self, of: &Filter, sample: &Sample) -> Value {
-        let entry = |by: By| (by.key().to_owned(), of.json(by, sample));
+        let entry = |by: By| (by.key().to_owned(), json!(of.rows(by, sample)));
         let mut all: Map<String, Value> = self.selected().map(entry).collect();
         all.insert("notes".to_owned(), json!(sample.notes));
         Value::Object(all)
@@ -186,17 +144,17 @@ impl Arguments {
     }
 }
 
-fn table(by: By, rows: &[(Vec<String>, Rates)], colors: Colors) -> String {
+fn table(by: By, rows: &[Row], colors: Colors) -> String {
     let headings = by.headings().iter().copied().chain(RATES);
     let headings = headings.map(|text| TextStyle::Bold.cell(text)).collect();
-    let cells = rows.iter().map(|(names, rates)| {
+    let cells = rows.iter().map(|Row { names, rates }| {
         let [rps, success, rest @ ..] = texts(rates);
         let style = match rates.success {
             1.0.. => TextStyle::Ok,
             0.99.. => TextStyle::Warning,
             _ => TextStyle::Error,
         };
-        let names = names.iter().map(|name| TextStyle::Bold.cell(name));
+        let names = names.values().map(|name| TextStyle::Bold.cell(name));
         let cells: Vec<Cell> = names
             .chain([plain(rps), style.cell(success)])
             .chain(rest.map(plain))
@@ -306,10 +264,10 @@ mod tests {
         ] {
             let of = filter(line).await;
             assert_eq!(of.namespace(), namespace, "{line}");
-            let counts = (of.workloads(&sample()).len(), of.edges(&sample()).len());
-            assert_eq!(counts, (workloads, edges), "{line}");
+            let counts = [By::Workload, By::Edge].map(|by| of.rows(by, &sample()).len());
+            assert_eq!(counts, [workloads, edges], "{line}");
         }
-        let of = async |line| filter(line).await.routes(&sample()).len();
+        let of = async |line| filter(line).await.rows(By::Route, &sample()).len();
         assert_eq!(
             (of("mesh shop/web").await, of("mesh shop/cart").await),
             (1, 0)

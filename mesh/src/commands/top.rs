@@ -18,13 +18,13 @@ use tokio::sync::mpsc;
 
 use self::screen::{Asked, Screen};
 use super::{
-    stat::{By, Filter, Selection},
+    stat::{Filter, Selection},
     why::printable_lines,
 };
 use crate::{
     proxies::{self, Proxies},
     sample::Sampler,
-    traffic::Sample,
+    traffic::{By, Sample},
 };
 
 /// Time between two samples.
@@ -121,8 +121,9 @@ async fn show(
 fn take(screen: &mut Screen, of: &Filter, by: By, sample: Result<Sample>) {
     match sample {
         Ok(sample) => {
-            let rows = of.rows(by, &sample);
-            screen.model.update(rows);
+            let rows = of.rows(by, &sample).into_iter();
+            let rows = rows.map(|row| (row.names.into_values().collect(), row.rates));
+            screen.model.update(rows.collect());
             screen.notes = sample.notes;
         }
         Err(error) => screen.notes = vec![error.to_string()],

@@ -22,7 +22,7 @@ use serde::Serialize;
 use serde_json::json;
 use tokio::{net::TcpListener, net::TcpStream, sync::Mutex, time::Instant};
 
-use crate::traffic::{Edge, Row, Sample};
+use crate::traffic::{By, Row, Sample};
 use guard::Guard;
 use source::Source;
 
@@ -80,7 +80,7 @@ struct Traffic {
     error: Option<String>,
     notes: Vec<String>,
     workloads: Vec<Row>,
-    edges: Vec<Edge>,
+    edges: Vec<Row>,
     routes: Vec<Row>,
 }
 
@@ -190,9 +190,9 @@ impl Latest {
             age_ms: at.elapsed().as_millis(),
             error: self.error.clone(),
             notes: sample.notes.clone(),
-            workloads: sample.workloads(),
-            edges: sample.edges(),
-            routes: sample.routes(),
+            workloads: sample.rows(By::Workload),
+            edges: sample.rows(By::Edge),
+            routes: sample.rows(By::Route),
         }
     }
 }

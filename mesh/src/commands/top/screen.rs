@@ -10,10 +10,11 @@ use ratatui::{
 };
 
 use super::super::{
-    stat::{By, RATES, texts},
+    stat::{RATES, texts},
     terminal::printable,
 };
 use super::model::{Line, Model};
+use crate::traffic::By;
 
 /// The width of a value, and of the bars.
 const VALUE_WIDTH: u16 = 9;
