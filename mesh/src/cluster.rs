@@ -55,13 +55,10 @@ impl Arguments {
     /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, or in that of the
     /// context.
     pub async fn full_name(&self, name: &str) -> String {
-        if name.contains('/') {
-            return name.to_owned();
-        }
         let config = self.config().await.ok();
         let namespace = config.map(|config| config.default_namespace);
         let namespace = namespace.or_else(|| self.namespace.clone());
-        format!("{}/{name}", namespace.as_deref().unwrap_or("default"))
+        full_name(name, namespace.as_deref().unwrap_or("default"))
     }
 
     /// The configuration of the context, with the given namespace.
@@ -115,11 +112,6 @@ impl Cluster {
         })
     }
 
-    /// The namespace and the name of `[NAMESPACE/]NAME`, as [`Arguments::full_name`].
-    pub fn namespaced(&self, name: &str) -> (String, String) {
-        namespaced(name, self.client.default_namespace())
-    }
-
     /// Reads a page of the admin server of a pod through the API server: that takes the right to get
     /// `pods/proxy`, where a port-forward (`proxies`) takes one to create, which those who only look
     /// rarely have. `path` is `POD:PORT/proxy/PAGE`. The text of an error is the page: one that is not ready has the status
@@ -149,10 +141,10 @@ fn invalid_kubeconfig(error: &(dyn std::error::Error + 'static)) -> anyhow::Erro
     )
 }
 
-/// The namespace and the name of `[NAMESPACE/]NAME`.
-pub(crate) fn namespaced(name: &str, default: &str) -> (String, String) {
+/// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`.
+pub(crate) fn full_name(name: &str, default: &str) -> String {
     let (namespace, name) = name.split_once('/').unwrap_or((default, name));
-    (namespace.to_owned(), name.to_owned())
+    format!("{namespace}/{name}")
 }
 
 /// The objects of a namespace, or of all.

@@ -63,6 +63,7 @@ use tower::service_fn;
 use crate::{
     check::pods,
     cluster::{self, Cluster, describe_error, objects},
+    proxies,
 };
 
 /// How to reach the controllers.
@@ -608,8 +609,9 @@ fn certificates(pem: &str) -> Result<RootCertStore> {
 
 /// A token of `account`: NAMESPACE/NAME, or NAME in the namespace of the mesh.
 async fn request_token(cluster: &Cluster, account: &str) -> Result<String> {
-    let (namespace, name) = cluster::namespaced(account, &cluster.mesh_namespace);
-    let accounts: Api<ServiceAccount> = objects(&cluster.client, Some(&namespace));
+    let account = cluster::full_name(account, &cluster.mesh_namespace);
+    let (namespace, name) = proxies::names(&account);
+    let accounts: Api<ServiceAccount> = objects(&cluster.client, Some(namespace));
     let request = TokenRequest {
         spec: TokenRequestSpec {
             audiences: vec![TOKEN_AUDIENCE.into()],
@@ -619,14 +621,12 @@ async fn request_token(cluster: &Cluster, account: &str) -> Result<String> {
         ..TokenRequest::default()
     };
     let params = PostParams::default();
-    let response = accounts
-        .create_token_request(&name, &params, &request)
-        .await;
+    let response = accounts.create_token_request(name, &params, &request).await;
     let response = response.map_err(|error| {
         let error = describe_error(error);
         anyhow!(
             "no token for the controller: failed to create a token of the service account \
-             {namespace}/{name}: {error}; name one that you may create tokens for with --account \
+             {account}: {error}; name one that you may create tokens for with --account \
              NAMESPACE/NAME"
         )
     })?;

@@ -139,21 +139,23 @@ impl Proxies {
         Ok(all)
     }
 
-    /// The namespace and the name of `[NAMESPACE/]NAME`, by default in the given namespace, in that of
-    /// the context, or in `default`.
-    pub fn namespaced(&self, name: &str) -> (String, String) {
-        match self {
-            Self::Cluster(cluster) => cluster.namespaced(name),
-            Self::Demo(_, namespace) => cluster::namespaced(name, namespace),
-        }
+    /// `NAMESPACE/NAME` of `[NAMESPACE/]NAME`, by default in the given namespace, in that of the
+    /// context, or in `default`.
+    pub fn full_name(&self, name: &str) -> String {
+        let default = match self {
+            Self::Cluster(cluster) => cluster.client.default_namespace(),
+            Self::Demo(_, namespace) => namespace,
+        };
+        cluster::full_name(name, default)
     }
 
-    /// The pods with a proxy that are named `NAME` or belong to a workload of that name, else those
-    /// whose names begin with it, at most 16.
-    pub async fn named(&self, namespace: &str, name: &str) -> Result<Vec<Pod>> {
+    /// The pods with a proxy that are named `NAMESPACE/NAME` or belong to a workload of that name, else
+    /// those whose names begin with it, at most 16.
+    pub async fn named(&self, full_name: &str) -> Result<Vec<Pod>> {
+        let (namespace, name) = names(full_name);
         let mut found = named(self.all(namespace).await?, name);
         found.truncate(MAX_PODS);
-        ensure!(!found.is_empty(), NoPod(format!("{namespace}/{name}")));
+        ensure!(!found.is_empty(), NoPod(full_name.to_owned()));
         Ok(found)
     }
 
@@ -246,11 +248,11 @@ impl Proxies {
     /// with a retry, or of the latest one. None if no proxy knows one.
     pub async fn latest(
         &self,
-        (namespace, name): (&str, &str),
+        name: &str,
         is_selected: impl Fn(&Exchange) -> bool,
     ) -> Result<Option<Story>> {
         let mut found: Option<(Pod, Exchange)> = None;
-        for pod in self.named(namespace, name).await? {
+        for pod in self.named(name).await? {
             for exchange in self.recent(&pod, "").await?.exchanges {
                 let order = |one: &Exchange| {
                     let is_retried = one.failed_attempt().is_some();
@@ -271,10 +273,10 @@ impl Proxies {
     /// The story of the latest failure from a workload to a Service; or from a service account, or
     /// callers without an identity (a name without a slash), to a workload.
     pub async fn latest_between(&self, from: &str, to: &str) -> Result<Option<Story>> {
-        match self.latest(names(from), |one| one.is_to(to)).await {
+        match self.latest(from, |one| one.is_to(to)).await {
             Ok(Some(known)) => Ok(Some(known)),
             Err(error) if !error.is::<NoPod>() => Err(error),
-            _ => self.latest(names(to), |one| is_from(one, from)).await,
+            _ => self.latest(to, |one| is_from(one, from)).await,
         }
     }
 
@@ -326,7 +328,7 @@ fn named(mut pods: Vec<Pod>, name: &str) -> Vec<Pod> {
 }
 
 /// Namespace and name of `NAMESPACE/NAME`.
-pub fn names(name: &str) -> (&str, &str) {
+pub(crate) fn names(name: &str) -> (&str, &str) {
     name.split_once('/').unwrap_or(("", name))
 }
 

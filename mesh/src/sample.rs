@@ -72,8 +72,7 @@ impl Arguments {
         let cluster = &self.controller.cluster;
         if self.demo {
             let default = cluster.namespace.as_deref().unwrap_or("default");
-            let (namespace, name) = cluster::namespaced(name, default);
-            return format!("{namespace}/{name}");
+            return cluster::full_name(name, default);
         }
         cluster.full_name(name).await
     }

@@ -36,16 +36,14 @@ pub struct Arguments {
 /// Runs the command.
 pub async fn run(arguments: &Arguments) -> Result<()> {
     let proxies = arguments.of.connect().await?;
-    let (namespace, name) = proxies.namespaced(&arguments.pod);
-    let mut pods = proxies.named(&namespace, &name).await?;
+    let name = proxies.full_name(&arguments.pod);
+    let mut pods = proxies.named(&name).await?;
     // That of this name before the pods of a workload.
-    pods.sort_by_key(|pod| pod.name != name);
+    pods.sort_by_key(|pod| pod.full_name() != name);
     let query = arguments.destination.as_ref().map(|name| {
-        if name.parse::<SocketAddr>().is_ok() {
-            return format!("destination={name}");
-        }
-        let (namespace, name) = proxies.namespaced(name);
-        format!("destination={namespace}/{name}")
+        let is_address = name.parse::<SocketAddr>().is_ok();
+        let full_name = (!is_address).then(|| proxies.full_name(name));
+        format!("destination={}", full_name.as_ref().unwrap_or(name))
     });
     let query = query.unwrap_or_default();
     let state = proxies.state(&pods[0], &query).await?;

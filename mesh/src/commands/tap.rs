@@ -56,8 +56,7 @@ pub struct Arguments {
 /// Runs the command until it is interrupted, or until the reader of standard output exits.
 pub async fn run(arguments: &Arguments) -> Result<()> {
     let proxies = arguments.of.connect().await?;
-    let (namespace, name) = proxies.namespaced(&arguments.pod);
-    let pods = proxies.named(&namespace, &name).await?;
+    let pods = proxies.named(&proxies.full_name(&arguments.pod)).await?;
     let mut tapped: Vec<_> = pods.into_iter().map(|pod| (pod, u64::MAX)).collect();
     eprintln!("exchanges of {} pods; Ctrl-C ends", tapped.len());
     while !tapped.is_empty() {

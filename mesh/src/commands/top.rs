@@ -22,7 +22,7 @@ use super::{
     why::printable_lines,
 };
 use crate::{
-    proxies::{self, Proxies},
+    proxies::Proxies,
     sample::Sampler,
     traffic::{By, Sample},
 };
@@ -165,7 +165,7 @@ async fn page(proxies: Option<Proxies>, by: By, names: &[String]) -> String {
     let found = match (by, names) {
         (By::Workload, [name]) => {
             let is_inbound = |one: &Exchange| one.direction == Direction::Inbound;
-            proxies.latest(proxies::names(name), is_inbound).await
+            proxies.latest(name, is_inbound).await
         }
         (By::Edge, [from, to]) => proxies.latest_between(from, to).await,
         _ => return "a route has no proxy of its own: use mesh top --by edge".to_owned(),

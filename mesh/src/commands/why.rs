@@ -73,13 +73,11 @@ async fn story(arguments: &Arguments) -> Result<Story> {
 
 /// The story of the latest failure from a pod or workload to a Service, or of the latest exchange.
 async fn latest(proxies: &Proxies, from: &str, to: &str) -> Result<Story> {
-    let (namespace, name) = proxies.namespaced(from);
-    let (to_namespace, to_name) = proxies.namespaced(to);
-    let service = format!("{to_namespace}/{to_name}");
-    let is_to = |exchange: &Exchange| exchange.is_to(&service);
-    let found = proxies.latest((&namespace, &name), is_to).await?;
-    let missing =
-        || format!("No proxy of {namespace}/{name} knows a recent exchange to {service}.");
+    let [from, to] = [from, to].map(|name| proxies.full_name(name));
+    let found = proxies
+        .latest(&from, |one: &Exchange| one.is_to(&to))
+        .await?;
+    let missing = || format!("No proxy of {from} knows a recent exchange to {to}.");
     Ok(found.unwrap_or_else(|| Story {
         missing: vec![missing()],
         ..Story::default()

@@ -5,12 +5,7 @@ use futures::future::join_all;
 use tokio::sync::Mutex;
 
 use super::source::{PodState, Source, Workload};
-use crate::{
-    proxies::{self, Proxies},
-    sample::Sampler,
-    traffic::Sample,
-    why::Story,
-};
+use crate::{proxies::Proxies, sample::Sampler, traffic::Sample, why::Story};
 
 /// The pods of a workload that are asked.
 const MAX_PODS: usize = 4;
@@ -30,8 +25,7 @@ impl Source for Live {
     }
 
     async fn workload(&self, name: &str) -> Result<Workload, String> {
-        let (namespace, name) = proxies::names(name);
-        let pods = self.proxies.named(namespace, name).await;
+        let pods = self.proxies.named(name).await;
         let mut pods = pods.map_err(|error| error.to_string())?;
         let omitted = pods.len().saturating_sub(MAX_PODS);
         pods.truncate(MAX_PODS);
