@@ -250,12 +250,7 @@ fn pods_with_policies(pods: &Fact<Vec<Pod>>, policies: &Fact<Vec<Value>>) -> Vec
     let namespaces: BTreeSet<&str> = namespaces.collect();
     let pods = pods.iter().flatten();
     let pods = pods.filter(|pod| namespaces.contains(&*pod.namespace().unwrap_or_default()));
-    let typed = |pod: &Pod| {
-        let mut pod = json!(pod);
-        (pod["kind"], pod["apiVersion"]) = ("Pod".into(), "v1".into());
-        pod
-    };
-    pods.map(typed).collect()
+    pods.map(|pod| json!(pod)).collect()
 }
 
 /// Reads `/ready` of the proxies that are not ready. The text of an error is the page: a proxy that is

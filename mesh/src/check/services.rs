@@ -324,13 +324,12 @@ mod tests {
         let mut facts = facts(services);
         assert_eq!(services_of(&facts)[0].level, Level::Problem);
         let web = json!({
-            "metadata": {"namespace": "shop", "name": "web"},
+            "kind": "Deployment", "metadata": {"namespace": "shop", "name": "web"},
             "spec": {"replicas": 0, "selector": {}, "template": {
                 "metadata": {"labels": {"app": "web"}}, "spec": {"containers": []}}},
         });
-        facts.workloads = Ok(vec![
-            super::super::workloads::deployment(&object(web)).expect("complete"),
-        ]);
+        let web = super::super::workloads::workload(&web, &[]);
+        facts.workloads = Ok(vec![web.expect("complete")]);
         assert_eq!(services_of(&facts)[0].level, Level::Ok);
     }
 

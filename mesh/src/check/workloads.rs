@@ -2,17 +2,18 @@
 //! create pods, and settings of the mesh in the wrong place.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
 
 use diy_mesh_injector::annotations::{INJECT, PREFIX};
-use k8s_openapi::{
-    api::{
-        apps::v1::{DaemonSet, Deployment, StatefulSet},
-        batch::v1::Job,
-        core::v1::{Event, PodTemplateSpec},
-    },
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::{
+    apps::v1::{DaemonSet, Deployment, StatefulSet},
+    batch::v1::Job,
+    core::v1::Event,
 };
-use kube::{Client, api::ListParams};
+use kube::{Client, Resource, api::ListParams};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Value, json};
 
 use super::{
     Finding, Findings, count,
@@ -20,11 +21,12 @@ use super::{
     or_ok, pods,
 };
 use crate::cluster::{list, objects};
+use crate::routes::{list as list_of, text};
 
 /// A controller of pods.
 #[derive(Clone, Debug)]
 pub struct Workload {
-    kind: &'static str,
+    kind: String,
     pub(super) namespace: String,
     name: String,
     /// The annotations and labels of the workload itself.
@@ -37,121 +39,90 @@ pub struct Workload {
     failure: Option<String>,
 }
 
-/// Lists the workloads of a namespace, or of all.
+/// Reads the workloads of a namespace, or of all.
 pub(super) async fn read(client: &Client, only: Option<&str>) -> Fact<Vec<Workload>> {
-    let all = ListParams::default();
     let failures = ListParams::default().fields("reason=FailedCreate");
     let (deployments, stateful_sets, daemon_sets, jobs, events) = tokio::try_join!(
-        list::<Deployment>(objects(client, only), &all),
-        list::<StatefulSet>(objects(client, only), &all),
-        list::<DaemonSet>(objects(client, only), &all),
-        list::<Job>(objects(client, only), &all),
+        values::<Deployment>(client, only),
+        values::<StatefulSet>(client, only),
+        values::<DaemonSet>(client, only),
+        values::<Job>(client, only),
         list::<Event>(objects(client, only), &failures),
     )?;
-    let deployments = deployments.iter().map(deployment);
-    let stateful_sets = stateful_sets.iter().map(|set| stateful_set(set, &events));
-    let daemon_sets = daemon_sets.iter().map(|set| daemon_set(set, &events));
-    let jobs = jobs.iter().map(|item| job(item, &events));
-    let workloads = deployments.chain(stateful_sets).chain(daemon_sets);
-    Ok(workloads.chain(jobs).flatten().collect())
+    let all = [deployments, stateful_sets, daemon_sets, jobs].concat();
+    let read = all.iter().filter_map(|object| workload(object, &events));
+    Ok(read.collect())
 }
 
-pub(super) fn deployment(deployment: &Deployment) -> Option<Workload> {
-    let conditions = deployment
-        .status
-        .iter()
-        .flat_map(|status| &status.conditions);
-    let failure = conditions
-        .flatten()
-        .find(|condition| condition.type_ == "ReplicaFailure" && condition.status == "True")
-        .map(|condition| {
-            let reason = condition.reason.as_deref().unwrap_or("ReplicaFailure");
-            format!(
-                "{reason}: {}",
-                condition.message.as_deref().unwrap_or_default()
-            )
-        });
-    let template = &deployment.spec.as_ref()?.template;
-    let workload = workload("Deployment", &deployment.metadata, template)?;
-    Some(Workload {
-        failure,
-        ..workload
-    })
-}
-
-fn stateful_set(set: &StatefulSet, events: &[Event]) -> Option<Workload> {
-    let spec = set.spec.as_ref()?;
-    let current = set.status.as_ref().map_or(0, |status| status.replicas);
-    let is_incomplete = current < spec.replicas.unwrap_or(1);
-    let workload = workload("StatefulSet", &set.metadata, &spec.template)?;
-    Some(workload.with_failure(is_incomplete, events))
-}
-
-fn daemon_set(set: &DaemonSet, events: &[Event]) -> Option<Workload> {
-    let is_incomplete = set
-        .status
-        .as_ref()
-        .is_some_and(|status| status.current_number_scheduled < status.desired_number_scheduled);
-    let workload = workload("DaemonSet", &set.metadata, &set.spec.as_ref()?.template)?;
-    Some(workload.with_failure(is_incomplete, events))
+async fn values<K>(client: &Client, only: Option<&str>) -> Fact<Vec<Value>>
+where
+    K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
+    K: Clone + Debug + DeserializeOwned + Serialize,
+{
+    let items: Vec<K> = list(objects(client, only), &ListParams::default()).await?;
+    Ok(items.iter().map(|item| json!(item)).collect())
 }
 
 /// `None` for a Job that has finished.
-fn job(job: &Job, events: &[Event]) -> Option<Workload> {
-    let (spec, status) = (job.spec.as_ref()?, job.status.clone().unwrap_or_default());
-    let mut conditions = status.conditions.iter().flatten();
-    if conditions.any(|condition| {
-        matches!(condition.type_.as_str(), "Complete" | "Failed") && condition.status == "True"
-    }) {
-        return None;
-    }
-    let parallelism = spec.parallelism.unwrap_or(1);
-    let left = spec.completions.unwrap_or(parallelism) - status.succeeded.unwrap_or(0);
-    let is_incomplete =
-        spec.suspend != Some(true) && status.active.unwrap_or(0) < parallelism.min(left);
-    let workload = workload("Job", &job.metadata, &spec.template)?;
-    Some(workload.with_failure(is_incomplete, events))
-}
-
-fn workload(
-    kind: &'static str,
-    metadata: &ObjectMeta,
-    template: &PodTemplateSpec,
-) -> Option<Workload> {
-    let own = metadata.annotations.iter().chain(&metadata.labels);
-    let own = own
-        .flatten()
-        .map(|(name, value)| (name.clone(), value.clone()));
-    let template = template.metadata.clone().unwrap_or_default();
+pub(super) fn workload(object: &Value, events: &[Event]) -> Option<Workload> {
+    let (spec, status) = (&object["spec"], &object["status"]);
+    let [kind, namespace, name] = [
+        &object["kind"],
+        &object["metadata"]["namespace"],
+        &object["metadata"]["name"],
+    ]
+    .map(text);
+    let condition = |kinds: &[&str]| {
+        let mut conditions = list_of(&status["conditions"]);
+        conditions.find(|one| one["status"] == "True" && kinds.contains(&&*text(&one["type"])))
+    };
+    let number = |value: &Value, default: i64| value.as_i64().unwrap_or(default);
+    let is_incomplete = match &*kind {
+        "StatefulSet" => number(&status["replicas"], 0) < number(&spec["replicas"], 1),
+        "DaemonSet" => {
+            let (current, desired) = ("currentNumberScheduled", "desiredNumberScheduled");
+            number(&status[current], 0) < number(&status[desired], 0)
+        }
+        "Job" if condition(&["Complete", "Failed"]).is_some() => return None,
+        "Job" => {
+            let parallelism = number(&spec["parallelism"], 1);
+            let left = number(&spec["completions"], parallelism) - number(&status["succeeded"], 0);
+            spec["suspend"] != true && number(&status["active"], 0) < parallelism.min(left)
+        }
+        _ => false,
+    };
+    // Only Deployments have a condition for it.
+    let failure = condition(&["ReplicaFailure"]).map(|condition| {
+        let reason = condition["reason"].as_str().unwrap_or("ReplicaFailure");
+        format!("{reason}: {}", text(&condition["message"]))
+    });
+    let own = events.iter().filter(|event| {
+        let object = &event.involved_object;
+        let own = [&kind, &namespace, &name].map(Some);
+        [&object.kind, &object.namespace, &object.name].map(Option::as_ref) == own
+    });
+    let last = own.max_by_key(|event| event.last_timestamp.clone());
+    let event = last.filter(|_| is_incomplete).map(|event| {
+        let message = event.message.as_deref().unwrap_or_default();
+        format!("FailedCreate: {message}")
+    });
+    let metadata = |of: &Value| -> [BTreeMap<String, String>; 2] {
+        let fields = ["annotations", "labels"].map(|field| of["metadata"][field].clone());
+        fields.map(|field| serde_json::from_value(field).unwrap_or_default())
+    };
+    let [template, labels] = metadata(&spec["template"]);
     Some(Workload {
         kind,
-        namespace: metadata.namespace.clone()?,
-        name: metadata.name.clone()?,
-        own: own.collect(),
-        template: template.annotations.unwrap_or_default(),
-        labels: template.labels.unwrap_or_default(),
-        failure: None,
+        namespace,
+        name,
+        own: metadata(object).into_iter().flatten().collect(),
+        template,
+        labels,
+        failure: failure.or(event),
     })
 }
 
 impl Workload {
-    /// Adds the last `FailedCreate` event if pods are missing. Only Deployments have a condition
-    /// for it.
-    fn with_failure(mut self, is_incomplete: bool, events: &[Event]) -> Self {
-        let own = events.iter().filter(|event| {
-            let object = &event.involved_object;
-            object.kind.as_deref() == Some(self.kind)
-                && object.namespace.as_ref() == Some(&self.namespace)
-                && object.name.as_ref() == Some(&self.name)
-        });
-        let last = own.max_by_key(|event| event.last_timestamp.clone());
-        self.failure = last.filter(|_| is_incomplete).map(|event| {
-            let message = event.message.as_deref().unwrap_or_default();
-            format!("FailedCreate: {message}")
-        });
-        self
-    }
-
     fn requests_injection(&self, enabled_namespaces: &BTreeSet<String>) -> bool {
         match self.template.get(INJECT) {
             Some(value) => value.eq_ignore_ascii_case("true"),
@@ -200,8 +171,6 @@ pub(super) fn workloads(facts: &Facts) -> Findings<'_> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
-
     use super::super::{
         Level,
         facts::testing::{object, unknown_facts},
@@ -225,14 +194,15 @@ mod tests {
     #[test]
     fn reports_deployments_that_cannot_create_pods() {
         let web = |inject: &str, status: &str| {
-            findings(deployment(&object(json!({
-                "metadata": {"namespace": "shop", "name": "web"},
+            let deployment = json!({
+                "kind": "Deployment", "metadata": {"namespace": "shop", "name": "web"},
                 "spec": {"selector": {}, "template": template(inject)},
                 "status": {"conditions": [
                     {"type": "Available", "status": "True"},
                     {"type": "ReplicaFailure", "status": status, "reason": "FailedCreate", "message": QUOTA},
                 ]},
-            }))))
+            });
+            findings(workload(&deployment, &[]))
         };
         let finding = &web("true", "True")[0];
         assert_eq!(finding.level, Level::Problem);
@@ -259,11 +229,11 @@ mod tests {
         ];
         let db = |replicas: i32| {
             let set = json!({
-                "metadata": {"namespace": "shop", "name": "db"},
+                "kind": "StatefulSet", "metadata": {"namespace": "shop", "name": "db"},
                 "spec": {"replicas": 2, "selector": {}, "serviceName": "db", "template": template("true")},
                 "status": {"replicas": replicas},
             });
-            findings(stateful_set(&object(set), &events))
+            findings(workload(&set, &events))
         };
         assert_eq!(
             db(1)[0].details,
@@ -271,11 +241,11 @@ mod tests {
         );
         assert_eq!(db(2)[0].level, Level::Ok, "the event is old");
         let set = json!({
-            "metadata": {"namespace": "shop", "name": "db"},
+            "kind": "DaemonSet", "metadata": {"namespace": "shop", "name": "db"},
             "spec": {"selector": {}, "template": template("true")},
             "status": {"currentNumberScheduled": 0, "desiredNumberScheduled": 1, "numberMisscheduled": 0, "numberReady": 0},
         });
-        let findings = findings(daemon_set(&object(set), &events));
+        let findings = findings(workload(&set, &events));
         assert_eq!(
             findings[0].details,
             ["DaemonSet shop/db: FailedCreate: denied"]
@@ -290,11 +260,11 @@ mod tests {
         }));
         let db = |status: Value| {
             let job = json!({
-                "metadata": {"namespace": "shop", "name": "db"},
+                "kind": "Job", "metadata": {"namespace": "shop", "name": "db"},
                 "spec": {"parallelism": 2, "completions": 3, "template": template("true")},
                 "status": status,
             });
-            job_findings(&object(job), &event)
+            job_findings(&job, &event)
         };
         let expected = [format!("Job shop/db: FailedCreate: {QUOTA}")];
         assert_eq!(db(json!({}))[0].details, expected);
@@ -308,9 +278,11 @@ mod tests {
         assert_eq!(db(finished)[0].level, Level::Ok);
     }
 
-    fn job_findings(item: &Job, event: &Event) -> Vec<Finding> {
+    fn job_findings(job: &Value, event: &Event) -> Vec<Finding> {
         workloads(&Facts {
-            workloads: Ok(job(item, std::slice::from_ref(event)).into_iter().collect()),
+            workloads: Ok(workload(job, std::slice::from_ref(event))
+                .into_iter()
+                .collect()),
             ..unknown_facts()
         })
         .unwrap()
@@ -319,10 +291,11 @@ mod tests {
     #[test]
     fn warns_of_settings_in_the_metadata_of_the_workload() {
         let web = json!({
+            "kind": "Deployment",
             "metadata": {"namespace": "shop", "name": "web", "annotations": {INJECT: "true"}},
             "spec": {"selector": {}, "template": {"spec": {"containers": []}}},
         });
-        let finding = &findings(deployment(&object(web)))[0];
+        let finding = &findings(workload(&web, &[]))[0];
         assert_eq!(finding.level, Level::Warning);
         assert_eq!(finding.details, [format!("Deployment shop/web: {INJECT}")]);
     }
