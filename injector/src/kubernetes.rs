@@ -27,6 +27,7 @@ use tokio::time::{sleep, timeout};
 use crate::certificate::{FIELDS, KeyMaterial, Names};
 use crate::config::Settings;
 use crate::publish::{Error, Publisher};
+use crate::version::{MIN_VERSION, is_below};
 
 /// The Secret with the certificates of the webhook.
 pub const SECRET: &str = "diy-service-mesh-injector-tls";
@@ -37,9 +38,6 @@ const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
 const API_TIMEOUT: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
-/// The first version whose nodes enable native sidecars by default.
-const MIN_VERSION: (u32, u32) = (1, 29);
-
 /// A client of the cluster.
 pub async fn client() -> Result<Client, Error> {
     Client::try_default()
@@ -162,11 +160,10 @@ impl Reconciler<'_> {
     async fn check_version(&self) -> Result<(), Error> {
         let version = self.client.apiserver_version();
         let version = api("read the Kubernetes version", version).await?;
-        if is_supported(&version.major, &version.minor) {
-            Ok(())
-        } else {
-            Err(Error::UnsupportedVersion(version.git_version))
+        if is_below(&format!("{}.{}", version.major, version.minor), MIN_VERSION) {
+            return Err(Error::UnsupportedVersion(version.git_version));
         }
+        Ok(())
     }
 
     /// Creates the Secret, or replaces it if it is invalid or a renewal is due. Returns its
@@ -282,19 +279,6 @@ fn secret_with(mut secret: Secret, material: &KeyMaterial) -> Secret {
     data.retain(|name, _| !FIELDS.contains(&name.as_str()));
     data.extend(fields.map(|(name, value)| (name.to_owned(), ByteString(value))));
     secret
-}
-
-/// Compares a version with [`MIN_VERSION`]. Cloud providers append a suffix to minor versions, such
-/// as "29+". A version that is not a number counts as supported.
-fn is_supported(major: &str, minor: &str) -> bool {
-    let number = |text: &str| {
-        text.trim_end_matches(|c: char| !c.is_ascii_digit())
-            .parse::<u32>()
-            .ok()
-    };
-    number(major)
-        .zip(number(minor))
-        .is_none_or(|version| version >= MIN_VERSION)
 }
 
 /// Sends a request with a timeout. `action` completes the sentence "cannot ...".

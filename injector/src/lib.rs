@@ -27,6 +27,7 @@ pub mod review;
 mod server;
 pub mod settings;
 mod tls;
+pub mod version;
 pub mod webhook;
 
 use std::future::Future;

@@ -4,6 +4,7 @@
 //! Flags of the injector replace the defaults of some of them for the mesh. `docs/reference.md` has
 //! the rows of the list.
 
+use std::fmt::Display;
 use std::str::FromStr;
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
@@ -107,57 +108,42 @@ pub static SETTINGS: [Setting; 18] = [
         values: PORTS,
         description: "inbound connections to these ports of the pod bypass the proxy",
         flag: None,
-        read: |settings, value| set(&mut settings.skip_inbound_ports, ports(value)),
+        read: |settings, value| set(&mut settings.skip_inbound_ports, parsed(value)),
     },
     Setting {
         annotation: "diy-service-mesh/skip-outbound-ports",
         values: PORTS,
         description: "outbound connections to these destination ports bypass the proxy",
         flag: None,
-        read: |settings, value| set(&mut settings.skip_outbound_ports, ports(value)),
+        read: |settings, value| set(&mut settings.skip_outbound_ports, parsed(value)),
     },
     Setting {
         annotation: OUTBOUND_UDP,
         values: "`all` (default), `dns`",
         description: "`dns`: UDP of the containers reaches port 53 of the pod's resolvers and the clients of its own UDP servers; [all else is refused](#outbound-udp)",
         flag: None,
-        read: |settings, value| {
-            let value = OutboundUdp::from_str(value).map_err(|error| error.to_string());
-            set(&mut settings.outbound_udp, value)
-        },
+        read: |settings, value| set(&mut settings.outbound_udp, parsed(value)),
     },
     Setting {
         annotation: "diy-service-mesh/opaque-ports",
         values: PORTS,
         description: "connections to these ports of the pod are opaque: the proxy forwards bytes, without detection and without `X-Called-By`",
         flag: None,
-        read: |settings, value| set(&mut settings.proxy.opaque_ports, ports(value)),
+        read: |settings, value| set(&mut settings.proxy.opaque_ports, parsed(value)),
     },
     Setting {
         annotation: "diy-service-mesh/allow-connect",
         values: "`\"true\"`, `\"false\"` (default)",
         description: "whether the proxy forwards CONNECT requests to the pod's containers",
         flag: None,
-        read: |settings, value| {
-            let value = one_of(&["true", "false"], value);
-            set(
-                &mut settings.proxy.allow_connect,
-                value.map(|value| value == "true"),
-            )
-        },
+        read: |settings, value| set(&mut settings.proxy.allow_connect, boolean(value)),
     },
     Setting {
         annotation: "diy-service-mesh/plain-paths",
         values: "`\"true\"`, `\"false\"` (default)",
         description: "whether [rules about paths](#authorization-policies) match plain paths only",
         flag: None,
-        read: |settings, value| {
-            let value = one_of(&["true", "false"], value);
-            set(
-                &mut settings.proxy.plain_paths,
-                value.map(|value| value == "true"),
-            )
-        },
+        read: |settings, value| set(&mut settings.proxy.plain_paths, boolean(value)),
     },
     Setting {
         annotation: "diy-service-mesh/observe-edges",
@@ -165,11 +151,8 @@ pub static SETTINGS: [Setting; 18] = [
         description: "whether the proxy reports [what the pod is called by](#observed-calls)",
         flag: flag("proxy-observe-edges", "PROXY_OBSERVE_EDGES", "true"),
         read: |settings, value| {
-            let value = one_of(&["true", "false"], value);
-            set(
-                &mut settings.proxy.hide_edges,
-                value.map(|value| value == "false"),
-            )
+            let observed = boolean(value);
+            set(&mut settings.proxy.hide_edges, observed.map(|yes| !yes))
         },
     },
     Setting {
@@ -178,13 +161,9 @@ pub static SETTINGS: [Setting; 18] = [
         description: "the [maximum age](#connection-age) of connections between proxies; HTTP connections end gracefully before it, others are reset",
         flag: None,
         read: |settings, value| {
-            let age = seconds(value, MAX_AGE_SECONDS).map(Some);
-            let expected =
-                "expected a duration from 1s to 8760h in one unit (s, m or h), such as 30m";
-            set(
-                &mut settings.proxy.max_connection_age,
-                age.ok_or(expected.into()),
-            )
+            let expected = "from 1s to 8760h in one unit (s, m or h), such as 30m";
+            let age = seconds(value, MAX_AGE_SECONDS, expected);
+            set(&mut settings.proxy.max_connection_age, age.map(Some))
         },
     },
     Setting {
@@ -214,8 +193,8 @@ pub static SETTINGS: [Setting; 18] = [
         description: "limit of the CPU time of the proxy; a limit adds latency to the traffic of the pod",
         flag: flag("proxy-cpu-limit", "PROXY_CPU_LIMIT", "none"),
         read: |settings, value| {
-            let expected = "expected a Kubernetes quantity above 0, such as 500m, or none";
-            set(&mut settings.cpu.limit, limit(value, 1, expected))
+            let limit = limit(value, 1, "above 0, such as 500m");
+            set(&mut settings.cpu.limit, limit)
         },
     },
     Setting {
@@ -231,12 +210,8 @@ pub static SETTINGS: [Setting; 18] = [
         description: "limit of the [memory](#memory) of the proxy",
         flag: flag("proxy-memory-limit", "PROXY_MEMORY_LIMIT", "256Mi"),
         read: |settings, value| {
-            let expected =
-                "expected a Kubernetes quantity of at least 32Mi, such as 256Mi, or none";
-            set(
-                &mut settings.memory.limit,
-                limit(value, MIN_MEMORY_LIMIT, expected),
-            )
+            let limit = limit(value, MIN_MEMORY_LIMIT, "of at least 32Mi, such as 256Mi");
+            set(&mut settings.memory.limit, limit)
         },
     },
     Setting {
@@ -259,11 +234,9 @@ pub static SETTINGS: [Setting; 18] = [
         description: "drain period of the proxy after SIGTERM; the pod's `terminationGracePeriodSeconds` must be longer",
         flag: flag("proxy-drain", "PROXY_DRAIN", "20s"),
         read: |settings, value| {
-            let expected = "expected a duration from 1s to 1h in one unit (s, m or h), such as 30s";
-            set(
-                &mut settings.proxy.drain,
-                seconds(value, MAX_DRAIN_SECONDS).ok_or(expected.into()),
-            )
+            let expected = "from 1s to 1h in one unit (s, m or h), such as 30s";
+            let drain = seconds(value, MAX_DRAIN_SECONDS, expected);
+            set(&mut settings.proxy.drain, drain)
         },
     },
 ];
@@ -370,8 +343,12 @@ fn set<T>(setting: &mut T, value: Result<T, String>) -> Result<(), String> {
     Ok(())
 }
 
-fn ports(text: &str) -> Result<PortSet, String> {
-    PortSet::from_str(text).map_err(|error| error.to_string())
+fn parsed<T: FromStr<Err: Display>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|error: T::Err| error.to_string())
+}
+
+fn boolean(text: &str) -> Result<bool, String> {
+    one_of(&["true", "false"], text).map(|value| value == "true")
 }
 
 fn one_of(known: &[&'static str], text: &str) -> Result<&'static str, String> {
@@ -384,20 +361,22 @@ fn owned(known: &[&'static str], text: &str) -> Result<String, String> {
     one_of(known, text).map(str::to_owned)
 }
 
-/// A duration in seconds, from 1 to `max`, in one unit.
-fn seconds(text: &str, max: u64) -> Option<u64> {
-    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-    let unit = match unit {
-        "s" => 1,
-        "m" => 60,
-        "h" => 3600,
-        _ => return None,
-    };
-    // `FromStr` of integers also accepts a plus sign.
-    let is_number = number.bytes().all(|byte| byte.is_ascii_digit());
-    let number = is_number.then(|| number.parse::<u64>().ok()).flatten()?;
-    let seconds = number.checked_mul(unit)?;
-    (1..=max).contains(&seconds).then_some(seconds)
+/// A duration in seconds, from 1 to `max`.
+fn seconds(text: &str, max: u64, expected: &str) -> Result<u64, String> {
+    let seconds = duration(text).filter(|seconds| (1..=max).contains(seconds));
+    seconds.ok_or_else(|| format!("expected a duration {expected}"))
+}
+
+/// A duration in one unit, `30s`, `5m` or `1h`, in seconds.
+pub fn duration(text: &str) -> Option<u64> {
+    let units = [('s', 1), ('m', 60), ('h', 3600)];
+    units.iter().find_map(|(unit, seconds)| {
+        // `FromStr` of integers also accepts a plus sign.
+        let number = text
+            .strip_suffix(*unit)
+            .filter(|text| !text.starts_with('+'))?;
+        number.parse::<u64>().ok()?.checked_mul(*seconds)
+    })
 }
 
 fn quantity(text: &str) -> Result<Quantity, String> {
@@ -431,13 +410,13 @@ fn quantity(text: &str) -> Result<Quantity, String> {
 
 /// A limit of at least `min` thousandths, or none.
 fn limit(text: &str, min: u128, expected: &str) -> Result<Option<Quantity>, String> {
-    if text.eq_ignore_ascii_case("none") {
-        return Ok(None);
+    match quantity(text) {
+        _ if text.eq_ignore_ascii_case("none") => Ok(None),
+        Ok(quantity) if quantity.thousandths >= min => Ok(Some(quantity)),
+        _ => Err(format!(
+            "expected a Kubernetes quantity {expected}, or none"
+        )),
     }
-    let quantity = quantity(text)
-        .ok()
-        .filter(|quantity| quantity.thousandths >= min);
-    quantity.map(Some).ok_or_else(|| expected.to_owned())
 }
 
 /// A level, or modules with levels. Stricter than the parser of the proxy, which takes an unknown
@@ -561,7 +540,8 @@ mod tests {
             ("12h", 43_200),
             ("8760h", MAX_AGE_SECONDS),
         ] {
-            assert_eq!(seconds(value, MAX_AGE_SECONDS), Some(expected), "{value}");
+            let seconds = seconds(value, MAX_AGE_SECONDS, "");
+            assert_eq!(seconds, Ok(expected), "{value}");
         }
     }
 

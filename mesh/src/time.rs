@@ -2,7 +2,11 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use diy_mesh_injector::settings::duration;
 use k8s_openapi::jiff::Timestamp;
+
+/// One year.
+const MAX_SECONDS: u64 = 365 * 24 * 3600;
 
 /// The current time, in seconds since 1970.
 pub fn now() -> u64 {
@@ -13,19 +17,9 @@ pub fn now() -> u64 {
 
 /// Parses a duration such as `90s`, `5m` or `1h`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let parsed = text.split_at_checked(text.len().saturating_sub(1));
-    let parsed = parsed.and_then(|(number, unit)| {
-        let unit = match unit {
-            "s" => 1,
-            "m" => 60,
-            "h" => 3600,
-            _ => return None,
-        };
-        Some(Duration::from_secs(
-            u64::from(number.parse::<u16>().ok()?) * unit,
-        ))
-    });
-    parsed.ok_or_else(|| "expected a number with a unit, such as 90s, 5m or 1h".to_owned())
+    let seconds = duration(text).filter(|seconds| *seconds <= MAX_SECONDS);
+    let seconds = seconds.ok_or("expected a number with a unit, such as 90s, 5m or 1h")?;
+    Ok(Duration::from_secs(seconds))
 }
 
 /// Formats a duration in its two largest units.

@@ -212,13 +212,3 @@ fn secret_keeps_foreign_fields_and_drops_outdated_ones() {
     );
     assert_ne!(data["tls.crt"].0, b"x");
 }
-
-#[test]
-fn requires_a_version_with_native_sidecars() {
-    assert!(!is_supported("1", "28"));
-    assert!(!is_supported("1", "28+"));
-    assert!(is_supported("1", "29"));
-    assert!(is_supported("1", "34+"));
-    assert!(is_supported("2", "0"));
-    assert!(is_supported("", ""));
-}

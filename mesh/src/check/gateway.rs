@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 use diy_mesh_controller::catalog::definitions::{lacking_fields, unsupported};
 use diy_mesh_controller::index::object::Kind;
+use diy_mesh_injector::version::is_below;
 use serde_json::Value;
 
-use super::{Finding, Findings, count, facts::Facts, or_ok, platform::is_below};
+use super::{Finding, Findings, count, facts::Facts, or_ok};
 use crate::routes::{Condition, GROUP, Route};
 
 /// The first version with the resources that the mesh reads.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use diy_mesh_injector::version::{MIN_VERSION, is_below};
 use k8s_openapi::api::{
     apps::v1::Deployment,
     core::v1::{Container, Pod, PodSpec},
@@ -10,8 +11,6 @@ use kube::ResourceExt;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok, pods};
 
-/// The first version that enables native sidecars by default.
-const MIN_VERSION: (u32, u32) = (1, 29);
 const UPGRADE_ADVICE: &str = "upgrade to Kubernetes 1.29 or newer: the proxies are native sidecars, which older versions do not support";
 
 /// The API server and the kubelets support native sidecars.
@@ -49,16 +48,6 @@ pub(super) fn kubernetes(facts: &Facts) -> Findings<'_> {
         }
     }
     Ok(findings)
-}
-
-/// Whether a version such as `v1.28.3+k3s1` or `1.29+` is below `minimum`. An invalid version is
-/// not.
-pub(super) fn is_below(version: &str, minimum: (u32, u32)) -> bool {
-    let mut numbers = version.trim_start_matches('v').split('.').map(|part| {
-        let digits: String = part.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse::<u32>().ok()
-    });
-    matches!((numbers.next().flatten(), numbers.next().flatten()), (Some(major), Some(minor)) if (major, minor) < minimum)
 }
 
 /// The controller is available.
@@ -219,17 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn parses_versions_and_image_tags() {
-        assert!(
-            ["v1.28.15", "1.28+", "v1.9.0", "0.5"]
-                .into_iter()
-                .all(|version| is_below(version, MIN_VERSION))
-        );
-        assert!(
-            !["v1.29.0", "1.34", "v2.0.0", "v1.30.1+k3s1", "", "dev"]
-                .into_iter()
-                .any(|version| is_below(version, MIN_VERSION))
-        );
+    fn parses_image_tags() {
         assert_eq!(
             ["a:1.0", "host:5000/a", "x/a:1@sha256:00"].map(tag),
             ["1.0", "latest", "sha256:00"]

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use diy_mesh_injector::version::numbers;
 use futures::future::join_all;
 use kube::{ResourceExt, api::ListParams};
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ use crate::{
 };
 
 /// The releases before this one whose components work with those of this release.
-const SUPPORTED_RELEASES: u64 = 2;
+const SUPPORTED_RELEASES: u32 = 2;
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// What the API server says about the objects of an upgrade.
@@ -96,22 +97,14 @@ enum Skew {
 }
 
 fn skew(version: &str) -> Skew {
-    match (numbers(VERSION), numbers(version)) {
-        (Some(own), Some(other)) => relation(own, other),
+    match [VERSION, version].map(|version| numbers(version).try_into()) {
+        [Ok(own), Ok(other)] => relation(own, other),
         _ => Skew::Unknown,
     }
 }
 
-/// Major, minor and patch version of `v1.2.3`.
-fn numbers(version: &str) -> Option<[u64; 3]> {
-    let version = version.trim_start_matches('v');
-    let mut numbers = version.split(['.', '-', '+']).map(str::parse);
-    let mut next = || numbers.next()?.ok();
-    Some([next()?, next()?, next()?])
-}
-
 /// How another release is related to an upgrade to this one.
-fn relation(own: [u64; 3], other: [u64; 3]) -> Skew {
+fn relation(own: [u32; 3], other: [u32; 3]) -> Skew {
     if other > own {
         Skew::Newer
     } else if other[0] != own[0] || other[1] + SUPPORTED_RELEASES < own[1] {
