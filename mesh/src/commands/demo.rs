@@ -12,6 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use futures::future::select_all;
 use tokio::signal::unix::{SignalKind, signal};
 
 use serde_json::Value;
@@ -367,29 +368,24 @@ fn watch_signals(sender: SyncSender<DemoEvent>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let (mut interrupt, mut terminate, mut hangup) = {
-        let _guard = runtime.enter();
-        (
-            signal(SignalKind::interrupt())?,
-            signal(SignalKind::terminate())?,
-            signal(SignalKind::hangup())?,
-        )
-    };
-    thread::Builder::new()
-        .name("signals".into())
-        .spawn(move || {
-            loop {
-                runtime.block_on(async {
-                    tokio::select! {
-                        _ = interrupt.recv() => {}
-                        _ = terminate.recv() => {}
-                        _ = hangup.recv() => {}
-                    }
-                });
-                if sender.send(DemoEvent::Signal).is_err() {
-                    return;
-                }
+    let guard = runtime.enter();
+    let kinds = [
+        SignalKind::interrupt(),
+        SignalKind::terminate(),
+        SignalKind::hangup(),
+    ];
+    let signals = kinds.into_iter().map(signal);
+    let mut signals = signals.collect::<std::io::Result<Vec<_>>>()?;
+    drop(guard);
+    let wait = move || {
+        loop {
+            let next = signals.iter_mut().map(|signal| Box::pin(signal.recv()));
+            runtime.block_on(select_all(next));
+            if sender.send(DemoEvent::Signal).is_err() {
+                return;
             }
-        })?;
+        }
+    };
+    thread::Builder::new().name("signals".into()).spawn(wait)?;
     Ok(())
 }
