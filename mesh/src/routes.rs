@@ -20,7 +20,7 @@ use crate::cluster::{self, describe_error};
 /// The API group of routes.
 pub const GROUP: &str = kinds::GATEWAY;
 /// The `controllerName` of the entries of the mesh in `status.parents`.
-pub(crate) const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
+const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
 
 /// A route with its parents and backends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -153,14 +153,11 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
         };
         is_service(other, "Gateway", GROUP) && of(other) == of(reference)
     };
-    let mut entries = list(&object["status"]["parents"]);
-    let entry = entries
-        .find(|entry| entry["controllerName"] == CONTROLLER_NAME && is_same(&entry["parentRef"]));
     let generation = object["metadata"]["generation"].as_i64();
     let is_current = |condition: &Value| condition["observedGeneration"].as_i64() >= generation;
-    let conditions = list(entry.map_or(&Value::Null, |entry| &entry["conditions"]));
-    let conditions = conditions.filter(|one| is_current(one));
-    let condition = |condition: &Value| Condition {
+    let conditions = conditions(&object["status"]);
+    let conditions = conditions.filter(|(parent, one)| is_same(parent) && is_current(one));
+    let condition = |(_, condition): (&Value, &Value)| Condition {
         kind: text(&condition["type"]),
         holds: condition["status"] == "True",
         reason: text(&condition["reason"]),
@@ -171,6 +168,16 @@ fn parent(object: &Value, reference: &Value, namespace: &str) -> Parent {
         port: reference["port"].as_u64(),
         conditions: conditions.map(condition).collect(),
     }
+}
+
+/// The conditions of the mesh in a status, each with the reference to its parent or target.
+pub(crate) fn conditions(status: &Value) -> impl Iterator<Item = (&Value, &Value)> {
+    let entries = list(&status["parents"]).chain(list(&status["ancestors"]));
+    let own = entries.filter(|entry| entry["controllerName"] == CONTROLLER_NAME);
+    own.flat_map(|entry| {
+        let target = entry.get("parentRef").unwrap_or(&entry["ancestorRef"]);
+        list(&entry["conditions"]).map(move |condition| (target, condition))
+    })
 }
 
 fn backend(reference: &Value, namespace: &str) -> Backend {

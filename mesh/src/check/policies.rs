@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::facts::Facts;
 use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, Findings, count, or_ok};
-use crate::routes::{CONTROLLER_NAME, list, text};
+use crate::routes::{conditions, list, text};
 
 /// The definitions of this version.
 pub(super) const DEFINITIONS: [(&str, &str); 2] = [
@@ -144,13 +144,8 @@ fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
     let metadata = &policy["metadata"];
     let [namespace, name] = ["namespace", "name"].map(|field| text(&metadata[field]));
     let title = format!("{} {namespace}/{name}", text(&policy["kind"]));
-    let entries = list(&policy["status"]["ancestors"]);
-    let own = entries.filter(|entry| entry["controllerName"] == CONTROLLER_NAME);
-    let conditions = own.flat_map(|entry| {
-        list(&entry["conditions"]).map(move |condition| (&entry["ancestorRef"], condition))
-    });
     let is_current = |condition: &Value| condition["observedGeneration"] == metadata["generation"];
-    let current: Vec<_> = conditions
+    let current: Vec<_> = conditions(&policy["status"])
         .filter(|(_, condition)| is_current(condition))
         .collect();
     let problems_of = |is_type: fn(&str) -> bool| {

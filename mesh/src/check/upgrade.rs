@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::facts::Facts;
 use super::{Finding, Findings, or_ok};
-use crate::routes::{CONTROLLER_NAME, list, text};
+use crate::routes::{conditions, text};
 
 /// The conditions that the objects of the cluster alone decide.
 const JUDGEMENTS: [&str; 3] = ["Accepted", "ResolvedRefs", PARTIALLY_INVALID];
@@ -105,20 +105,13 @@ fn difference(object: &Value, desired: &RouteStatus) -> Option<String> {
 
 /// The conditions of the mesh in a status, with their parents.
 fn judgements(status: &Value) -> Vec<(&Value, &Value)> {
-    let entries = list(&status["parents"]).chain(list(&status["ancestors"]));
-    let own = entries.filter(|entry| entry["controllerName"] == CONTROLLER_NAME);
-    let conditions = own.flat_map(|entry| list(&entry["conditions"]).map(move |one| (entry, one)));
     let is_judgement = |one: &Value| JUDGEMENTS.iter().any(|kind| one["type"] == *kind);
+    let conditions = conditions(status);
     conditions.filter(|(_, one)| is_judgement(one)).collect()
 }
 
 fn described(judgements: &[(&Value, &Value)]) -> BTreeSet<String> {
-    let describe = |(entry, one): &(&Value, &Value)| {
-        let parent = if entry["parentRef"].is_null() {
-            &entry["ancestorRef"]
-        } else {
-            &entry["parentRef"]
-        };
+    let describe = |(parent, one): &(&Value, &Value)| {
         let [kind, holds, reason] = ["type", "status", "reason"].map(|field| text(&one[field]));
         format!("{kind} {holds} ({reason}) at {}", text(&parent["name"]))
     };
@@ -131,6 +124,7 @@ mod tests {
 
     use super::super::{Level, facts::testing::unknown_facts};
     use super::*;
+    use crate::routes::CONTROLLER_NAME;
 
     /// Service shop/web, and HTTPRoute shop/r with a rule and the conditions of a controller.
     fn objects(rule: Value, conditions: Value) -> Vec<Value> {
