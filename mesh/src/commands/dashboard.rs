@@ -1,13 +1,13 @@
 //! `mesh dashboard`: serves the page of the mesh on loopback until it is interrupted. Changes nothing.
 
 use std::{
-    fs::File,
-    io::{Read, Write},
+    io::Write,
     net::{Ipv4Addr, Ipv6Addr},
     process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result};
+use aws_lc_rs::rand;
 use clap::Args;
 use diy_mesh_runtime::listen;
 use futures::future::{OptionFuture, join};
@@ -15,11 +15,7 @@ use tempfile::NamedTempFile;
 
 use super::terminal;
 use crate::{
-    dashboard::{
-        Server,
-        guard::{Guard, Token},
-        live::Live,
-    },
+    dashboard::{Server, guard::Guard, live::Live},
     sample,
 };
 
@@ -60,7 +56,7 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
     // Hosts without IPv6 have no such address. The URL is that of IPv4.
     let second = listen::bind((Ipv6Addr::LOCALHOST, port).into()).await.ok();
     let token = token()?;
-    let url = format!("http://127.0.0.1:{port}/#token={}", token.text());
+    let url = format!("http://127.0.0.1:{port}/#token={token}");
     terminal::print(&format!("{url}\n"))?;
     let opened = (!arguments.no_open).then(|| open(&url)).transpose();
     if let Err(error) = &opened {
@@ -78,11 +74,10 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
     }
 }
 
-fn token() -> Result<Token> {
+fn token() -> Result<String> {
     let mut random = [0; 16];
-    let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut random));
-    read.context("failed to read random bytes")?;
-    Ok(Token::new(random))
+    rand::fill(&mut random).context("failed to generate random bytes")?;
+    Ok(format!("{:032x}", u128::from_be_bytes(random)))
 }
 
 /// Opens a page in the browser that leads to the URL. All users of the machine see the arguments of

@@ -7,14 +7,13 @@ mod page;
 use hyper::{HeaderMap, Method};
 use serde_json::Value;
 
-use super::guard::Token;
 use super::*;
 use fixture::Fake;
 
 pub(super) const PORT: u16 = 4100;
 
-fn token() -> Token {
-    Token::new([7; 16])
+fn token() -> String {
+    "07".repeat(16)
 }
 
 fn server(source: Fake, port: u16) -> Server<Fake> {
@@ -24,7 +23,7 @@ fn server(source: Fake, port: u16) -> Server<Fake> {
 
 /// The response to a request of the page.
 async fn get(server: &Server<Fake>, path: &str) -> (StatusCode, HeaderMap, String) {
-    let bearer = format!("Bearer {}", token().text());
+    let bearer = format!("Bearer {}", token());
     let request = Request::get(path).header("host", format!("127.0.0.1:{PORT}"));
     let request = request.header("authorization", bearer).body(());
     respond(server, request.expect("a request")).await

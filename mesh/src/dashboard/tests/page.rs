@@ -30,7 +30,7 @@ async fn with_page(source: Fake, test: impl AsyncFnOnce(&mut Browser, &str, &Ser
     let listener = listener.expect("a port is free");
     let port = listener.local_addr().expect("it is bound").port();
     let server = server(source, port);
-    let url = format!("http://127.0.0.1:{port}/#token={}", token().text());
+    let url = format!("http://127.0.0.1:{port}/#token={}", token());
     let run = async {
         let mut browser = Browser::start().await;
         test(&mut browser, &url, &server).await;
