@@ -20,7 +20,7 @@ use crate::cluster::{self, describe_error};
 /// The API group of routes.
 pub const GROUP: &str = kinds::GATEWAY;
 /// The `controllerName` of the entries of the mesh in `status.parents`.
-const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
+pub(crate) const CONTROLLER_NAME: &str = "diy-service-mesh.dev/controller";
 
 /// A route with its parents and backends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -249,26 +249,21 @@ pub async fn fetch(
     Ok(all)
 }
 
-/// Reads the definitions of the Gateway API that the mesh uses, of those that are installed.
+/// Reads the definitions of the Gateway API and of policies that the mesh uses, of those that are
+/// installed.
 pub async fn definitions(client: &Client) -> Result<Vec<Value>, String> {
-    let mut definitions = Vec::new();
-    for plural in ["httproutes", "grpcroutes", "referencegrants", "tcproutes"] {
-        definitions.extend(definition(client, plural, GROUP).await?);
-    }
-    Ok(definitions)
-}
-
-/// Reads the definition of a custom resource, if it is installed.
-pub async fn definition(
-    client: &Client,
-    plural: &str,
-    group: &str,
-) -> Result<Option<Value>, String> {
+    let gateway = ["httproutes", "grpcroutes", "referencegrants", "tcproutes"];
+    let gateway = gateway.map(|plural| format!("{plural}.{GROUP}"));
+    let policies = ["trafficpolicies", "authorizationpolicies"];
+    let policies = policies.map(|plural| format!("{plural}.{}", policy::GROUP));
     let resource = ApiResource::erase::<CustomResourceDefinition>(&());
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &resource);
-    let found = api.get_opt(&format!("{plural}.{group}")).await;
-    let found = found.map_err(describe_error)?;
-    Ok(found.map(|found| json!(found)))
+    let mut definitions = Vec::new();
+    for name in gateway.iter().chain(&policies) {
+        let found = api.get_opt(name).await.map_err(describe_error)?;
+        definitions.extend(found.map(|found| json!(found)));
+    }
+    Ok(definitions)
 }
 
 #[cfg(test)]

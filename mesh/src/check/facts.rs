@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use diy_mesh_controller::{kinds::Kind, policy};
+use diy_mesh_controller::kinds::Kind;
 use diy_mesh_injector::containers::ROOTS_CONFIG_MAP;
 use futures::future::join_all;
 use k8s_openapi::{
@@ -77,12 +77,11 @@ pub struct Facts {
     pub identity: Fact<Mesh>,
     /// The permissions that the service accounts of the mesh need, and whether they are granted.
     pub permissions: Fact<Vec<(Permission, bool)>>,
-    /// The definitions of the Gateway API that are installed, of those that the mesh uses.
-    pub gateway_api: Fact<Vec<Value>>,
+    /// The definitions of the Gateway API and of policies that are installed, of those that the mesh
+    /// uses.
+    pub definitions: Fact<Vec<Value>>,
     /// The routes with Services as parents.
     pub routes: Fact<Vec<Route>>,
-    /// The definitions of TrafficPolicies and AuthorizationPolicies, if they are installed.
-    pub policy_definitions: Fact<[Option<Value>; 2]>,
     /// The TrafficPolicies and AuthorizationPolicies of all namespaces.
     pub policies: Fact<Vec<Value>>,
     /// What this release says about routes and policies.
@@ -141,8 +140,7 @@ impl Facts {
             permissions,
             dry_run,
             workloads,
-            gateway_api,
-            policy_definitions,
+            definitions,
             routes,
             policies,
             others,
@@ -160,7 +158,6 @@ impl Facts {
             dry_run(cluster, only),
             workloads::read(client, only),
             routes::definitions(client),
-            policy_definitions(client),
             routes::fetch(client, only, Kind::routes()),
             routes::fetch(client, only, [Kind::TrafficPolicy, Kind::Authorization]),
             others(client, only),
@@ -204,9 +201,8 @@ impl Facts {
             serving,
             roots,
             permissions,
-            gateway_api,
+            definitions,
             routes,
-            policy_definitions,
             policies,
             judgement,
             traffic,
@@ -235,12 +231,6 @@ async fn others(client: &Client, only: Option<&str>) -> Fact<Vec<Value>> {
         Some(_) => Err(ALL_NAMESPACES.to_owned()),
         None => routes::fetch(client, None, OTHER_KINDS).await,
     }
-}
-
-async fn policy_definitions(client: &Client) -> Fact<[Option<Value>; 2]> {
-    let read = |plural| routes::definition(client, plural, policy::GROUP);
-    let (traffic, authorization) = join!(read("trafficpolicies"), read("authorizationpolicies"));
-    Ok([traffic?, authorization?])
 }
 
 /// The pods of the namespaces with policies.

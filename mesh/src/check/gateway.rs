@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use diy_mesh_controller::catalog::definitions::{lacking_fields, unsupported};
 use diy_mesh_controller::index::object::Kind;
+use diy_mesh_controller::policy;
 use diy_mesh_injector::version::is_below;
 use serde_json::Value;
 
@@ -19,9 +20,10 @@ const REQUIRED: [&str; 3] = ["HTTPRoute", "GRPCRoute", "ReferenceGrant"];
 
 /// The definitions of the Gateway API are complete and current, or not installed at all.
 pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
-    let definitions = facts.gateway_api.as_ref()?;
+    let definitions = facts.definitions.as_ref()?.iter();
+    let definitions = definitions.filter(|one| one["spec"]["group"] != policy::GROUP);
     let kind = |definition: &Value| definition["spec"]["names"]["kind"].clone();
-    let find = |name: &str| definitions.iter().find(|one| kind(one) == name);
+    let find = |name: &str| definitions.clone().find(|one| kind(one) == name);
     let missing: Vec<&str> = REQUIRED
         .into_iter()
         .filter(|name| find(name).is_none())
@@ -54,7 +56,7 @@ pub(super) fn definitions(facts: &Facts) -> Findings<'_> {
             let value = &one["metadata"]["annotations"][format!("{GROUP}/{name}")];
             value.as_str().unwrap_or("unknown").to_owned()
         };
-        definitions.iter().map(read).collect()
+        definitions.clone().map(read).collect()
     };
     let (versions, channels) = (annotations("bundle-version"), annotations("channel"));
     let joined = |set: &BTreeSet<String>| Vec::from_iter(set.iter().cloned()).join(", ");
@@ -172,7 +174,7 @@ mod tests {
 
     fn finding(definitions: Vec<Value>) -> Finding {
         let facts = Facts {
-            gateway_api: Ok(definitions),
+            definitions: Ok(definitions),
             ..unknown_facts()
         };
         super::definitions(&facts).unwrap().remove(0)

@@ -244,7 +244,7 @@ mod tests {
     fn what_rights_do_not_allow_is_one_note() {
         let forbidden = format!("{FORBIDDEN}nodes is forbidden: user alice cannot list it");
         let facts = Facts {
-            gateway_api: Err(forbidden.clone()),
+            permissions: Err(forbidden.clone()),
             webhook: Err(format!("no token: {forbidden}")),
             judgement: Err(ALL_NAMESPACES.into()),
             ..facts::testing::facts(vec![], serde_json::json!({}))
@@ -254,7 +254,7 @@ mod tests {
         let notes: Vec<_> = notes.map(|one| (one.check, &*one.text)).collect();
         assert_eq!(notes, [("unchecked", "3 checks were not made")]);
         let details = &findings.last().expect("the note").details;
-        assert!(details[0].starts_with(&format!("gateway-api: {FORBIDDEN}")));
+        assert!(details[0].starts_with(&format!("rights: {FORBIDDEN}")));
         assert!(
             details.iter().any(|one| one.starts_with("webhook: ")),
             "{details:?}"

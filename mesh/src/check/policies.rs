@@ -8,59 +8,44 @@ use serde_json::Value;
 use super::facts::Facts;
 use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, Findings, count, or_ok};
+use crate::install;
 use crate::routes::{conditions, list, text};
 
-/// The definitions of this version.
-pub(super) const DEFINITIONS: [(&str, &str); 2] = [
-    (
-        "TrafficPolicies",
-        include_str!(concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../manifests/crds/trafficpolicies.yaml"
-        )),
-    ),
-    (
-        "AuthorizationPolicies",
-        include_str!(concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../manifests/crds/authorizationpolicies.yaml"
-        )),
-    ),
-];
 const ADVICE: &str = "mesh install --crds | kubectl apply -f -";
 
 /// The definitions are installed, and have the fields of this version.
 pub(super) fn definition(facts: &Facts) -> Findings<'_> {
-    let installed = facts.policy_definitions.as_ref()?;
-    let all = DEFINITIONS.iter().zip(installed);
-    Ok(all
-        .map(|(own, installed)| compared(own, installed))
-        .collect())
+    let installed = facts.definitions.as_ref()?;
+    let own = install::definitions();
+    let findings = own.iter().map(|own| compared(own, installed));
+    Ok(findings.collect())
 }
 
-fn compared((name, own): &(&str, &str), installed: &Option<Value>) -> Finding {
-    let Some(installed) = installed else {
-        let text = format!("not installed: the cluster has no {name}");
+fn compared(own: &Value, installed: &[Value]) -> Finding {
+    let kind = text(&own["spec"]["names"]["kind"]);
+    let Some(installed) = of_same_kind(own, installed) else {
+        let text = format!("not installed: the cluster has no kind {kind}");
         return Finding::warning(text, ADVICE);
     };
-    let own = parsed(own);
-    let missing: Vec<String> = fields(&own)
+    let missing: Vec<String> = fields(own)
         .difference(&fields(installed))
         .cloned()
         .collect();
     if missing.is_empty() {
-        let text = format!("{name} are installed, with all fields of this version");
+        let text = format!("{kind} is installed, with all fields of this version");
         return Finding::ok(text);
     }
     let text = format!(
-        "the installed definition of {name} lacks fields of this version, which the API server drops"
+        "the installed definition of {kind} lacks fields of this version, which the API server drops"
     );
     Finding::warning(text, ADVICE).with_details(missing)
 }
 
-/// A definition of this version.
-pub(super) fn parsed(definition: &str) -> Value {
-    serde_yaml_ng::from_str(definition).expect("a test compares the embedded definition")
+/// The installed definition of the kind of another one.
+pub(super) fn of_same_kind<'a>(own: &Value, installed: &'a [Value]) -> Option<&'a Value> {
+    let kind = &own["spec"]["names"]["kind"];
+    let mut installed = installed.iter();
+    installed.find(|one| one["spec"]["names"]["kind"] == *kind)
 }
 
 /// The paths of all fields of this version.
@@ -178,17 +163,18 @@ mod tests {
 
     use super::super::{Level, facts::testing::unknown_facts};
     use super::*;
+    use crate::routes::CONTROLLER_NAME;
 
     fn own_definition() -> Value {
-        serde_yaml_ng::from_str(DEFINITIONS[0].1).unwrap()
+        install::definitions().remove(1)
     }
 
     fn check(installed: Option<Value>) -> Finding {
         let facts = Facts {
-            policy_definitions: Ok([installed, None]),
+            definitions: Ok(installed.into_iter().collect()),
             ..unknown_facts()
         };
-        definition(&facts).unwrap().remove(0)
+        definition(&facts).unwrap().remove(1)
     }
 
     #[test]

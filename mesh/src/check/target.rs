@@ -9,12 +9,13 @@ use kube::{ResourceExt, api::ListParams};
 use serde_json::{Value, json};
 
 use super::facts::{Fact, Facts};
-use super::policies::{DEFINITIONS, fields, paths};
+use super::policies::{fields, of_same_kind, paths};
 use super::{Finding, Findings, count, or_ok, platform, policies, report, upgrade};
 use crate::{
     cluster::{Cluster, FORBIDDEN, list},
     identity::status::{Workload, workload_name},
     install::{self, live},
+    routes::text,
 };
 
 /// The releases before this one whose components work with those of this release.
@@ -166,26 +167,24 @@ fn proxies(facts: &Facts) -> Findings<'_> {
 
 /// Stored versions and fields that the definitions of this release no longer have.
 fn removed_fields(facts: &Facts) -> Findings<'_> {
-    let installed = facts.policy_definitions.as_ref()?;
+    let installed = facts.definitions.as_ref()?;
     let policies = facts.policies.as_ref()?;
     let (mut versions, mut used, mut unused) = (Vec::new(), Vec::new(), Vec::new());
-    for ((name, own), installed) in DEFINITIONS.iter().zip(installed) {
-        let (own, Some(installed)) = (policies::parsed(own), installed) else {
+    for own in install::definitions() {
+        let Some(installed) = of_same_kind(&own, installed) else {
             continue;
         };
+        let name = text(&own["spec"]["names"]["kind"]);
         let served = |version: &Value| {
             let mut all = own["spec"]["versions"].as_array().into_iter().flatten();
             all.any(|one| one["name"] == *version)
         };
         let stored = installed["status"]["storedVersions"].as_array();
-        let stored = stored
-            .into_iter()
-            .flatten()
-            .filter(|version| !served(version));
+        let stored = stored.into_iter().flatten();
+        let stored = stored.filter(|version| !served(version));
         versions.extend(stored.map(|version| format!("{name}: {version}")));
-        let kind = &own["spec"]["names"]["kind"];
         for field in fields(installed).difference(&fields(&own)) {
-            let users = policies.iter().filter(|one| one["kind"] == *kind);
+            let users = policies.iter().filter(|one| one["kind"] == *name);
             let users: Vec<String> = users
                 .filter(|one| paths(one).contains(field))
                 .map(live::title)
@@ -309,17 +308,17 @@ mod tests {
 
     #[test]
     fn fields_that_policies_lose_are_problems() {
-        let mut installed = DEFINITIONS.map(|(_, own)| Some(policies::parsed(own)));
-        let check = |installed: &[Option<Value>; 2], policies: Vec<Value>| {
+        let mut installed = install::definitions();
+        let check = |installed: &[Value], policies: Vec<Value>| {
             let facts = Facts {
-                policy_definitions: Ok(installed.clone()),
+                definitions: Ok(installed.to_vec()),
                 policies: Ok(policies),
                 ..unknown_facts()
             };
             removed_fields(&facts).unwrap()
         };
         assert_eq!(levels(&check(&installed, vec![])), [Level::Ok]);
-        let traffic = installed[0].as_mut().unwrap();
+        let traffic = &mut installed[1];
         traffic["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
             ["former"] = json!({"type": "array", "items": {"properties": {"x": {}}}});
         assert_eq!(levels(&check(&installed, vec![])), [Level::Note]);
@@ -327,7 +326,7 @@ mod tests {
             "spec": {"former": [{"x": 1}]}});
         let found = check(&installed, vec![policy]);
         assert_eq!(levels(&found), [Level::Problem]);
-        let detail = "TrafficPolicies: spec.former[].x: TrafficPolicy shop/web";
+        let detail = "TrafficPolicy: spec.former[].x: TrafficPolicy shop/web";
         assert!(found[0].details.contains(&detail.to_owned()), "{found:?}");
         installed[1].as_mut().unwrap()["status"] = json!({"storedVersions": ["v1alpha0"]});
         assert_eq!(check(&installed, vec![])[0].level, Level::Problem);
