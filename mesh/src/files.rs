@@ -2,8 +2,8 @@
 
 use std::{fs, path::PathBuf};
 
-use anyhow::{Context, Result};
-use diy_mesh_controller::{explain, index::Index};
+use anyhow::{Context, Result, anyhow, ensure};
+use diy_mesh_controller::{explain, index::Index, kinds::Kind};
 use diy_mesh_injector::{
     config::{ImagePullPolicy, Settings},
     patch::{Candidate, NamespaceLabels, Verdict, decide},
@@ -13,7 +13,7 @@ use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_sandbox::manifest::{self, Files};
 use serde_json::{Value, json};
 
-use crate::commands::terminal::printable;
+use crate::{cluster::Cluster, commands::terminal::printable, controller, routes};
 
 /// The objects of files with any number of them, and of folders, with their kustomizations.
 pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
@@ -27,6 +27,34 @@ pub fn read(files: &[PathBuf]) -> Result<Vec<Value>> {
         let text = text.with_context(|| format!("failed to read {}", path.display()))?;
         let objects = manifest::parse(&text);
         all.extend(objects.with_context(|| format!("failed to parse {}", path.display()))?);
+    }
+    Ok(all)
+}
+
+/// The objects of files or, without any, those of these kinds in the cluster, in a namespace or in all.
+/// `flag` names files, which `--controller` requires.
+pub async fn read_or_list(
+    files: &[PathBuf],
+    flag: &str,
+    controller: &controller::Arguments,
+    namespaces: impl IntoIterator<Item = Option<&str>>,
+    kinds: &[Kind],
+) -> Result<Vec<Value>> {
+    if !files.is_empty() {
+        return read(files);
+    }
+    ensure!(
+        controller.access.controller.is_empty(),
+        "--controller requires {flag}: objects are read from a cluster or from files"
+    );
+    let cluster = Cluster::connect(&controller.cluster).await?;
+    let mut all = Vec::new();
+    for namespace in namespaces {
+        let objects = routes::fetch(&cluster.client, namespace, kinds.iter().copied()).await;
+        all.extend(objects.map_err(|error| {
+            let place = namespace.map_or_else(String::new, |name| format!(" of namespace {name}"));
+            anyhow!("failed to list objects{place}: {error}")
+        })?);
     }
     Ok(all)
 }

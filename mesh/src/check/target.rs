@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(levels(&found), [Level::Problem]);
         let detail = "TrafficPolicy: spec.former[].x: TrafficPolicy shop/web";
         assert!(found[0].details.contains(&detail.to_owned()), "{found:?}");
-        installed[1].as_mut().unwrap()["status"] = json!({"storedVersions": ["v1alpha0"]});
+        installed[0]["status"] = json!({"storedVersions": ["v1alpha0"]});
         assert_eq!(check(&installed, vec![])[0].level, Level::Problem);
     }
 

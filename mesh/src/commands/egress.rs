@@ -5,7 +5,7 @@ mod policy;
 
 use std::{collections::BTreeSet, path::PathBuf};
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::Result;
 use clap::Args;
 use diy_mesh_controller::kinds::Kind;
 use k8s_openapi::api::core::v1::Pod;
@@ -22,7 +22,7 @@ use crate::{
     controller,
     edges::Observed,
     egress::{self, Report, boundary::boundary},
-    files, routes, yaml,
+    files, yaml,
 };
 
 /// The arguments of `mesh egress`.
@@ -172,23 +172,11 @@ async fn bound(arguments: &Arguments, of: &str) -> Result<Outcome> {
 
 /// The policies.
 async fn objects(arguments: &Arguments, of: &str) -> Result<Vec<Value>> {
-    if !arguments.filename.is_empty() {
-        return files::read(&arguments.filename);
-    }
-    let controller = &arguments.controller;
-    if !controller.access.controller.is_empty() {
-        bail!("--controller requires --filename: policies are read from a cluster or from files");
-    }
-    let cluster = Cluster::connect(&controller.cluster).await?;
-    let mut all = Vec::new();
-    for namespace in BTreeSet::from([of, &cluster.mesh_namespace]) {
-        let kinds = [Kind::Authorization];
-        let objects = routes::fetch(&cluster.client, Some(namespace), kinds).await;
-        all.extend(objects.map_err(|error| {
-            anyhow!("failed to list policies of the namespace {namespace}: {error}")
-        })?);
-    }
-    Ok(all)
+    let (files, controller) = (&arguments.filename, &arguments.controller);
+    let namespaces = [of, &controller.cluster.mesh_namespace].map(Some);
+    let namespaces = BTreeSet::from(namespaces);
+    let kinds = [Kind::Authorization];
+    files::read_or_list(files, "--filename", controller, namespaces, &kinds).await
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::Result;
 use clap::Args;
 use diy_mesh_controller::{explain, kinds::Kind};
 use diy_mesh_proto::mesh::v1::get_edges_response::Group;
@@ -15,12 +15,10 @@ use super::{
 };
 use crate::{
     authorization::Outcome,
-    cluster::Cluster,
     controller,
     edges::Observed,
     files,
     plan::{self, Plan},
-    routes,
     time::{format_duration, now},
 };
 
@@ -97,17 +95,10 @@ fn namespaces<'a>(arguments: &'a Arguments, changed: &'a [Value]) -> Vec<&'a str
 async fn read(arguments: &Arguments) -> Result<(Observed, Vec<Value>)> {
     let controller = &arguments.controller;
     let observed = Observed::read(controller, arguments.edges.as_ref(), "").await?;
-    if !arguments.current.is_empty() {
-        return Ok((observed, files::read(&arguments.current)?));
-    }
-    if !controller.access.controller.is_empty() {
-        bail!("--controller requires --current: policies are read from a cluster or from files");
-    }
-    let cluster = Cluster::connect(&controller.cluster).await?;
     let kinds = [Kind::Service, Kind::Authorization];
-    let objects = routes::fetch(&cluster.client, None, kinds).await;
-    let objects = objects.map_err(|error| anyhow!("failed to list policies: {error}"))?;
-    Ok((observed, objects))
+    let files = &arguments.current;
+    let objects = files::read_or_list(files, "--current", controller, [None], &kinds);
+    Ok((observed, objects.await?))
 }
 
 /// The objects of the files, with policies that are enforced.

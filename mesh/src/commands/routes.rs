@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use diy_mesh_controller::explain::explain;
 use diy_mesh_controller::index::object::Key;
@@ -14,10 +14,9 @@ use futures::future::join_all;
 
 use super::terminal::{self, Cell, Colors, Output, TextStyle, plain};
 use crate::{
-    cluster::Cluster,
     controller::{self, Controllers},
     files,
-    routes::{self, Condition, Route},
+    routes::{Condition, Route},
 };
 
 /// The arguments of `mesh routes`.
@@ -60,11 +59,6 @@ fn service(text: &str) -> Result<Key> {
 pub async fn run(arguments: &Arguments) -> Result<()> {
     let output = arguments.output;
     if arguments.services.is_empty() {
-        if !arguments.controller.access.controller.is_empty() {
-            bail!(
-                "--controller requires names of Services: a list is read from a cluster or from files"
-            );
-        }
         let routes = routes(arguments).await?;
         output.print(&routes, |colors| table(&routes, colors))
     } else {
@@ -77,17 +71,12 @@ pub async fn run(arguments: &Arguments) -> Result<()> {
 }
 
 async fn routes(arguments: &Arguments) -> Result<Vec<Route>> {
-    let objects = if arguments.filename.is_empty() {
-        let cluster = Cluster::connect(&arguments.controller.cluster).await?;
-        let namespace = arguments.controller.cluster.namespace.as_deref();
-        let objects = routes::fetch(&cluster.client, namespace, Kind::routes()).await;
-        objects.map_err(|error| anyhow!("failed to list routes: {error}"))?
-    } else {
-        files::read(&arguments.filename)?
-    };
+    let (files, controller) = (&arguments.filename, &arguments.controller);
+    let only = controller.cluster.namespace.as_deref();
+    let (flag, kinds) = ("names of Services", Vec::from_iter(Kind::routes()));
+    let objects = files::read_or_list(files, flag, controller, [only], &kinds).await?;
     let mut routes: Vec<Route> = objects.iter().filter_map(Route::read).collect();
-    let namespace = arguments.controller.cluster.namespace.as_ref();
-    routes.retain(|route| namespace.is_none_or(|namespace| *namespace == route.namespace));
+    routes.retain(|route| only.is_none_or(|only| *only == route.namespace));
     let key = |route: &Route| [&route.namespace, &route.name, &route.kind].map(String::clone);
     routes.sort_by_key(key);
     Ok(routes)
