@@ -230,7 +230,7 @@ impl Reconciler<'_> {
         let patched = self.configurations.patch(name, &params, &patch);
         let action = format!("patch the caBundle of MutatingWebhookConfiguration {name}");
         api(&action, patched).await?;
-        self.publisher.metrics.repair();
+        self.publisher.metrics.repairs.inc();
         tracing::info!("caBundle of MutatingWebhookConfiguration {name} corrected");
         Ok(true)
     }

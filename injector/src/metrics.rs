@@ -1,6 +1,6 @@
 //! The metrics of the injector.
 
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use diy_mesh_runtime::metrics::{register, register_family, register_process, render};
 use prometheus_client::metrics::counter::Counter;
@@ -20,9 +20,12 @@ pub struct Metrics {
     injected: Counter,
     denied: Counter,
     left_alone: Counter,
-    errors: Counter,
-    duration: Histogram,
-    repairs: Counter,
+    /// Reviews without an answer.
+    pub errors: Counter,
+    /// The durations of reviews in seconds, answered or not.
+    pub duration: Histogram,
+    /// Corrections of the caBundle.
+    pub repairs: Counter,
     serving_not_after: Gauge,
     ca_not_after: Gauge,
 }
@@ -85,21 +88,6 @@ impl Metrics {
         counter.inc();
     }
 
-    /// Counts a review without an answer.
-    pub fn error(&self) {
-        self.errors.inc();
-    }
-
-    /// Records the duration of a review, answered or not.
-    pub fn duration(&self, duration: Duration) {
-        self.duration.observe(duration.as_secs_f64());
-    }
-
-    /// Counts a correction of the caBundle.
-    pub fn repair(&self) {
-        self.repairs.inc();
-    }
-
     /// Records the expiry of the certificates in use.
     pub fn certificates(&self, serving_not_after: SystemTime, ca_not_after: SystemTime) {
         let seconds = |time: SystemTime| {
@@ -126,9 +114,9 @@ mod tests {
         metrics.outcome(Outcome::Injected);
         metrics.outcome(Outcome::Injected);
         metrics.outcome(Outcome::Denied);
-        metrics.error();
-        metrics.duration(Duration::from_micros(200));
-        metrics.duration(Duration::from_secs(60));
+        metrics.errors.inc();
+        metrics.duration.observe(0.0002);
+        metrics.duration.observe(60.0);
         let text = metrics.render();
         for line in [
             "# TYPE diy_mesh_injector_reviews counter",

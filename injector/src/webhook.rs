@@ -100,9 +100,10 @@ impl Webhook {
         let reviewed = timeout(REVIEW_TIMEOUT, self.review(request.into_body(), client))
             .await
             .unwrap_or(Err(Error::Timeout));
-        self.metrics.duration(started.elapsed());
+        let elapsed = started.elapsed().as_secs_f64();
+        self.metrics.duration.observe(elapsed);
         reviewed.unwrap_or_else(|error| {
-            self.metrics.error();
+            self.metrics.errors.inc();
             tracing::warn!(%error, "review failed");
             error_response(error.status(), format!("{error}\n"))
         })
