@@ -162,43 +162,43 @@ fn batch(chains: &[Chain]) -> Batch {
 fn write_rule(to: &mut Attributes, rule: &Rule) {
     for condition in &rule.conditions {
         match condition {
-            Condition::FromLoopback => meta(to, META_INPUT_INTERFACE, LOOPBACK),
-            Condition::ToLoopback => meta(to, META_OUTPUT_INTERFACE, LOOPBACK),
+            Condition::FromLoopback => meta(to, NFT_META_IIFNAME, LOOPBACK),
+            Condition::ToLoopback => meta(to, NFT_META_OIFNAME, LOOPBACK),
             Condition::To(address, prefix) => destination(to, *address, *prefix),
-            Condition::Protocol(protocol) => meta(to, META_PROTOCOL, &[number(*protocol)]),
+            Condition::Protocol(protocol) => meta(to, NFT_META_L4PROTO, &[number(*protocol)]),
             Condition::Ports(protocol, ports) => {
-                meta(to, META_PROTOCOL, &[number(*protocol)]);
-                payload(to, TRANSPORT_HEADER, 2, 2);
+                meta(to, NFT_META_L4PROTO, &[number(*protocol)]);
+                payload(to, NFT_PAYLOAD_TRANSPORT_HEADER, 2, 2);
                 if ports.start() == ports.end() {
-                    compare(to, EQUAL, &ports.start().to_be_bytes());
+                    compare(to, NFT_CMP_EQ, &ports.start().to_be_bytes());
                 } else {
-                    compare(to, AT_LEAST, &ports.start().to_be_bytes());
-                    compare(to, AT_MOST, &ports.end().to_be_bytes());
+                    compare(to, NFT_CMP_GTE, &ports.start().to_be_bytes());
+                    compare(to, NFT_CMP_LTE, &ports.end().to_be_bytes());
                 }
             }
-            Condition::User(uid) => meta(to, META_USER, &uid.to_ne_bytes()),
+            Condition::User(uid) => meta(to, NFT_META_SKUID, &uid.to_ne_bytes()),
             Condition::Reply => {
                 expression(to, "ct", |ct| {
-                    ct.number(CT_REGISTER, REGISTER);
-                    ct.number(CT_KEY, CT_DIRECTION);
+                    ct.number(CT_REGISTER, NFT_REG_1);
+                    ct.number(CT_KEY, NFT_CT_DIRECTION);
                 });
-                compare(to, EQUAL, &[DIRECTION_REPLY]);
+                compare(to, NFT_CMP_EQ, &[DIRECTION_REPLY]);
             }
         }
     }
     match rule.verdict {
         Verdict::Return => expression(to, "immediate", |immediate| {
-            immediate.number(IMMEDIATE_REGISTER, VERDICT_REGISTER);
+            immediate.number(IMMEDIATE_REGISTER, NFT_REG_VERDICT);
             immediate.nest(IMMEDIATE_DATA, |data| {
                 data.nest(DATA_VERDICT, |verdict| {
-                    verdict.number(VERDICT_CODE, RETURN.cast_unsigned());
+                    verdict.number(VERDICT_CODE, NFT_RETURN);
                 });
             });
         }),
         Verdict::Redirect(port) => {
-            load(to, REGISTER, &port.to_be_bytes());
+            load(to, NFT_REG_1, &port.to_be_bytes());
             expression(to, "redir", |redirect| {
-                redirect.number(REDIRECT_PORT_REGISTER, REGISTER);
+                redirect.number(REDIRECT_PORT_REGISTER, NFT_REG_1);
             });
         }
         Verdict::Refuse => reject(to),

@@ -3,6 +3,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 
+pub(super) use nix::libc::{
+    NFT_CMP_EQ, NFT_CMP_GTE, NFT_CMP_LTE, NFT_CT_DIRECTION, NFT_META_IIFNAME, NFT_META_L4PROTO,
+    NFT_META_NFPROTO, NFT_META_OIFNAME, NFT_META_SKUID, NFT_NAT_DNAT, NFT_NG_RANDOM,
+    NFT_PAYLOAD_NETWORK_HEADER, NFT_PAYLOAD_TRANSPORT_HEADER, NFT_REG_1, NFT_REG_2,
+    NFT_REG_VERDICT, NFT_REJECT_ICMPX_UNREACH, NFT_RETURN,
+};
+
 use super::netlink::{Attributes, Batch};
 
 /// Where the kernel evaluates a chain.
@@ -17,7 +24,7 @@ pub struct Hook {
 }
 
 impl Hook {
-    fn number(&self) -> u32 {
+    fn number(&self) -> i32 {
         let names = ["prerouting", "input", "forward", "output", "postrouting"];
         let position = names.iter().zip(0..).find(|(name, _)| **name == self.name);
         position.expect("the kernel has the hook").1
@@ -40,7 +47,7 @@ pub fn add_chain(batch: &mut Batch, table: &str, name: &str, hook: Hook) {
         attributes.text(CHAIN_NAME, name);
         attributes.nest(CHAIN_HOOK, |attributes| {
             attributes.number(HOOK_NUMBER, hook.number());
-            attributes.number(HOOK_PRIORITY, hook.priority.cast_unsigned());
+            attributes.number(HOOK_PRIORITY, hook.priority);
         });
         attributes.text(CHAIN_TYPE, hook.kind);
     });
@@ -72,9 +79,9 @@ pub fn source(to: &mut Attributes, address: IpAddr) {
 }
 
 /// Compares an address at the offset of its family.
-fn address_at(to: &mut Attributes, address: IpAddr, prefix: u8, [v4, v6]: [u32; 2]) {
+fn address_at(to: &mut Attributes, address: IpAddr, prefix: u8, [v4, v6]: [i32; 2]) {
     let length = usize::from(prefix / 8);
-    meta(to, META_FAMILY, &[family(address)]);
+    meta(to, NFT_META_NFPROTO, &[family(address)]);
     match address {
         IpAddr::V4(address) => network(to, v4, &address.octets()[..length.min(4)]),
         IpAddr::V6(address) => network(to, v6, &address.octets()[..length]),
@@ -83,46 +90,46 @@ fn address_at(to: &mut Attributes, address: IpAddr, prefix: u8, [v4, v6]: [u32; 
 
 /// Has the protocol and the destination port.
 pub fn port(to: &mut Attributes, protocol: u8, port: u16) {
-    meta(to, META_PROTOCOL, &[protocol]);
-    payload(to, TRANSPORT_HEADER, 2, 2);
-    compare(to, EQUAL, &port.to_be_bytes());
+    meta(to, NFT_META_L4PROTO, &[protocol]);
+    payload(to, NFT_PAYLOAD_TRANSPORT_HEADER, 2, 2);
+    compare(to, NFT_CMP_EQ, &port.to_be_bytes());
 }
 
 /// Has a random number that one of `count` packets has.
 pub fn one_of(to: &mut Attributes, count: usize) {
     expression(to, "numgen", |generator| {
-        generator.number(RANDOM_REGISTER, REGISTER);
-        generator.number(RANDOM_MODULUS, u32::try_from(count).unwrap_or(u32::MAX));
-        generator.number(RANDOM_TYPE, RANDOM);
+        generator.number(RANDOM_REGISTER, NFT_REG_1);
+        generator.number(RANDOM_MODULUS, i32::try_from(count).unwrap_or(i32::MAX));
+        generator.number(RANDOM_TYPE, NFT_NG_RANDOM);
     });
-    compare(to, EQUAL, &0_u32.to_ne_bytes());
+    compare(to, NFT_CMP_EQ, &0_u32.to_ne_bytes());
 }
 
 /// Changes the destination.
 pub fn translate(to: &mut Attributes, target: SocketAddr) {
     match target.ip() {
-        IpAddr::V4(address) => load(to, REGISTER, &address.octets()),
-        IpAddr::V6(address) => load(to, REGISTER, &address.octets()),
+        IpAddr::V4(address) => load(to, NFT_REG_1, &address.octets()),
+        IpAddr::V6(address) => load(to, NFT_REG_1, &address.octets()),
     }
-    load(to, SECOND_REGISTER, &target.port().to_be_bytes());
+    load(to, NFT_REG_2, &target.port().to_be_bytes());
     expression(to, "nat", |nat| {
-        nat.number(NAT_TYPE, NAT_DESTINATION);
-        nat.number(NAT_FAMILY, u32::from(family(target.ip())));
-        nat.number(NAT_ADDRESS, REGISTER);
-        nat.number(NAT_PORT, SECOND_REGISTER);
+        nat.number(NAT_TYPE, NFT_NAT_DNAT);
+        nat.number(NAT_FAMILY, i32::from(family(target.ip())));
+        nat.number(NAT_ADDRESS, NFT_REG_1);
+        nat.number(NAT_PORT, NFT_REG_2);
     });
 }
 
 /// Refuses the packet.
 pub fn reject(to: &mut Attributes) {
     expression(to, "reject", |reject| {
-        reject.number(REJECT_TYPE, REJECT_ICMPX);
+        reject.number(REJECT_TYPE, NFT_REJECT_ICMPX_UNREACH);
         reject.bytes(REJECT_CODE, &[ICMPX_PORT_UNREACHABLE]);
     });
 }
 
 /// Loads a value.
-pub fn load(to: &mut Attributes, register: u32, value: &[u8]) {
+pub fn load(to: &mut Attributes, register: i32, value: &[u8]) {
     expression(to, "immediate", |immediate| {
         immediate.number(IMMEDIATE_REGISTER, register);
         immediate.nest(IMMEDIATE_DATA, |data| data.bytes(DATA_VALUE, value));
@@ -138,25 +145,25 @@ fn family(address: IpAddr) -> u8 {
 }
 
 /// Compares a property of the packet.
-pub fn meta(to: &mut Attributes, key: u32, value: &[u8]) {
+pub fn meta(to: &mut Attributes, key: i32, value: &[u8]) {
     expression(to, "meta", |meta| {
-        meta.number(META_REGISTER, REGISTER);
+        meta.number(META_REGISTER, NFT_REG_1);
         meta.number(META_KEY, key);
     });
-    compare(to, EQUAL, value);
+    compare(to, NFT_CMP_EQ, value);
 }
 
 /// Compares the first bytes of an address in the header of IP.
-fn network(to: &mut Attributes, offset: u32, bytes: &[u8]) {
-    let length = u32::try_from(bytes.len()).expect("an address has at most 16 bytes");
-    payload(to, NETWORK_HEADER, offset, length);
-    compare(to, EQUAL, bytes);
+fn network(to: &mut Attributes, offset: i32, bytes: &[u8]) {
+    let length = i32::try_from(bytes.len()).expect("an address has at most 16 bytes");
+    payload(to, NFT_PAYLOAD_NETWORK_HEADER, offset, length);
+    compare(to, NFT_CMP_EQ, bytes);
 }
 
 /// Loads bytes of a header.
-pub fn payload(to: &mut Attributes, header: u32, offset: u32, length: u32) {
+pub fn payload(to: &mut Attributes, header: i32, offset: i32, length: i32) {
     expression(to, "payload", |payload| {
-        payload.number(PAYLOAD_REGISTER, REGISTER);
+        payload.number(PAYLOAD_REGISTER, NFT_REG_1);
         payload.number(PAYLOAD_BASE, header);
         payload.number(PAYLOAD_OFFSET, offset);
         payload.number(PAYLOAD_LENGTH, length);
@@ -164,9 +171,9 @@ pub fn payload(to: &mut Attributes, header: u32, offset: u32, length: u32) {
 }
 
 /// Compares what was loaded.
-pub fn compare(to: &mut Attributes, operator: u32, value: &[u8]) {
+pub fn compare(to: &mut Attributes, operator: i32, value: &[u8]) {
     expression(to, "cmp", |compare| {
-        compare.number(COMPARE_REGISTER, REGISTER);
+        compare.number(COMPARE_REGISTER, NFT_REG_1);
         compare.number(COMPARE_OPERATOR, operator);
         compare.nest(COMPARE_DATA, |data| data.bytes(DATA_VALUE, value));
     });
@@ -227,26 +234,6 @@ const NAT_TYPE: u16 = 1;
 const NAT_FAMILY: u16 = 2;
 const NAT_ADDRESS: u16 = 3;
 const NAT_PORT: u16 = 5;
-
-// Values of attributes.
-const SECOND_REGISTER: u32 = 2;
-const RANDOM: u32 = 1;
-const NAT_DESTINATION: u32 = 1;
-pub(super) const VERDICT_REGISTER: u32 = 0;
-pub(super) const REGISTER: u32 = 1;
-pub(super) const META_INPUT_INTERFACE: u32 = 6;
-pub(super) const META_OUTPUT_INTERFACE: u32 = 7;
-pub(super) const META_USER: u32 = 10;
-pub(super) const META_FAMILY: u32 = 15;
-pub(super) const META_PROTOCOL: u32 = 16;
-pub(super) const NETWORK_HEADER: u32 = 1;
-pub(super) const TRANSPORT_HEADER: u32 = 2;
-pub(super) const EQUAL: u32 = 0;
-pub(super) const AT_MOST: u32 = 3;
-pub(super) const AT_LEAST: u32 = 5;
-pub(super) const CT_DIRECTION: u32 = 1;
-pub(super) const RETURN: i32 = -5;
-pub(super) const REJECT_ICMPX: u32 = 2;
 
 // Values of packets. The name of an interface has 16 bytes.
 pub(super) const LOOPBACK: &[u8] = b"lo\0\0\0\0\0\0\0\0\0\0\0\0\0\0";

@@ -183,7 +183,7 @@ impl Attributes {
     }
 
     /// Adds a number in network byte order.
-    pub fn number(&mut self, kind: u16, value: u32) {
+    pub fn number(&mut self, kind: u16, value: i32) {
         self.bytes(kind, &value.to_be_bytes());
     }
 
