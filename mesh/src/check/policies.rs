@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::facts::Facts;
 use super::gateway::PARTIAL_ADVICE;
 use super::{Finding, Findings, count, or_ok};
-use crate::install;
+use crate::install::{self, live};
 use crate::routes::{conditions, list, text};
 
 const ADVICE: &str = "mesh install --crds | kubectl apply -f -";
@@ -126,10 +126,8 @@ pub(super) fn policies(facts: &Facts) -> Findings<'_> {
 /// What the mesh says about the targets of a policy that it does not accept, and about those where
 /// it does not apply everywhere.
 fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
-    let metadata = &policy["metadata"];
-    let [namespace, name] = ["namespace", "name"].map(|field| text(&metadata[field]));
-    let title = format!("{} {namespace}/{name}", text(&policy["kind"]));
-    let is_current = |condition: &Value| condition["observedGeneration"] == metadata["generation"];
+    let (title, generation) = (live::title(policy), &policy["metadata"]["generation"]);
+    let is_current = |condition: &Value| condition["observedGeneration"] == *generation;
     let current: Vec<_> = conditions(&policy["status"])
         .filter(|(_, condition)| is_current(condition))
         .collect();

@@ -7,6 +7,7 @@ use kube::{Api, Client, ResourceExt};
 use serde_json::Value;
 
 use crate::cluster::describe_error;
+use crate::routes::text;
 
 /// The label of all objects of the mesh, and its value.
 pub const LABEL: (&str, &str) = ("app.kubernetes.io/part-of", "diy-service-mesh");
@@ -19,7 +20,6 @@ pub fn is_of_mesh<K: ResourceExt>(object: &K) -> bool {
 
 /// `Kind namespace/name`, or `Kind name`.
 pub fn title(object: &Value) -> String {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let [kind, namespace, name] = [
         &object["kind"],
         &object["metadata"]["namespace"],
@@ -35,7 +35,6 @@ pub fn title(object: &Value) -> String {
 
 /// The API of the kind of an object, in its namespace.
 pub async fn api(client: &Client, object: &Value) -> Result<Api<DynamicObject>, String> {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let (version, kind) = (text(&object["apiVersion"]), text(&object["kind"]));
     let (group, version) = version.split_once('/').unwrap_or(("", &version));
     let kind = GroupVersionKind::gvk(group, version, &kind);
