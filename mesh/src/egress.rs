@@ -124,25 +124,14 @@ fn group(pod: &Pod) -> Group {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use diy_mesh_model::identity::TRUST_DOMAIN;
-    use diy_mesh_proto::mesh::v1::Edge;
+pub(crate) mod testing;
+
+#[cfg(test)]
+mod tests {
     use serde_json::json;
 
+    use super::testing::observed;
     use super::*;
-    use crate::plan::tests;
-
-    /// The pods of `shop/cart`, with calls to these destinations on a day in 1970.
-    pub(crate) fn observed(destinations: &[&str]) -> Observed {
-        let edge = |destination: &&str| Edge {
-            destination: (*destination).to_owned(),
-            ..Edge::default()
-        };
-        Observed {
-            groups: vec![tests::group(destinations.iter().map(edge).collect())],
-            trust_domain: TRUST_DOMAIN.to_owned(),
-        }
-    }
 
     #[test]
     fn destinations_are_names_and_addresses_in_order() {

@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
     use crate::commands::{block_on, code};
-    use crate::egress::tests::observed;
+    use crate::egress::testing::observed;
 
     fn parsed(line: &str) -> Result<Arguments, clap::Error> {
         crate::commands::parsed(line)

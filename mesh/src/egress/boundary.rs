@@ -175,7 +175,7 @@ mod tests {
     use k8s_openapi::api::networking::v1::NetworkPolicy;
 
     use super::*;
-    use crate::egress::outbound::tests::policy;
+    use crate::egress::testing::policy;
 
     /// The boundary of the namespace `shop`. Its NetworkPolicies are those of Kubernetes.
     fn bounded(objects: &[Value]) -> Boundary {

@@ -65,19 +65,11 @@ pub fn read(object: &Value) -> Result<Option<Outbound>> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use serde_json::json;
 
     use super::*;
-
-    pub(crate) fn policy(namespace: &str, name: &str, spec: Value) -> Value {
-        let mut policy = json!({"apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "AuthorizationPolicy",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {"direction": "Outbound", "targetRefs": [{"kind": "Pod", "selector": {}}]}});
-        let fields = spec.as_object().unwrap().clone();
-        policy["spec"].as_object_mut().unwrap().extend(fields);
-        policy
-    }
+    use crate::egress::testing::policy;
 
     #[test]
     fn policies_that_refuse_nothing_outside_are_skipped() {

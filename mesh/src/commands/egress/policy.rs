@@ -70,7 +70,7 @@ fn destination(one: &Destination) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::egress::{outbound, tests::observed};
+    use crate::egress::{outbound, testing::observed};
 
     /// The policies and the notes. The policies are valid.
     fn generated(observed: &Observed) -> (Vec<Value>, Vec<String>) {
