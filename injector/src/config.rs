@@ -150,6 +150,22 @@ pub struct Settings {
     pub proxy: SidecarSettings,
 }
 
+impl Settings {
+    /// Settings that decide about pods as those of the mesh in this namespace, without images and
+    /// addresses.
+    pub fn of_mesh(mesh_namespace: &str) -> Self {
+        Self {
+            proxy_image: String::new(),
+            proxy_init_image: String::new(),
+            image_pull_policy: ImagePullPolicy::IfNotPresent,
+            controller_address: String::new(),
+            controller_identity: String::new(),
+            mesh_namespace: mesh_namespace.to_owned(),
+            proxy: SidecarSettings::default(),
+        }
+    }
+}
+
 /// A checked configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {

@@ -70,15 +70,7 @@ impl Namespaces {
         let metadata = read.unwrap_or_else(|_| Err(timed_out())).map_err(|reason| {
             format!("cannot read the labels of namespace {name:?}, which decide about injection and strictness: {reason}; create the pod again, as its controller does, and run `mesh check` if it fails again")
         })?;
-        let ObjectMeta {
-            labels,
-            annotations,
-            ..
-        } = metadata;
-        Ok(NamespaceLabels::of(
-            |name| labels.as_ref()?.get(name).map(String::as_str),
-            |name| annotations.as_ref()?.get(name).map(String::as_str),
-        ))
+        Ok(NamespaceLabels::of_metadata(&metadata))
     }
 
     async fn read(&self, name: &str) -> Result<ObjectMeta, String> {

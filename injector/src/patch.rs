@@ -4,6 +4,7 @@
 //! containers, a volume and annotations, rewrites probes, and changes nothing else.
 
 use json_patch::Patch;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Map, Value};
 
 use crate::annotations::{self, InjectAnnotation, quoted};
@@ -50,6 +51,15 @@ impl NamespaceLabels {
             strict: label(annotations::INBOUND) == Some(STRICT),
             other_mesh: OtherMesh::of_namespace(|name| label(name).or_else(|| annotation(name))),
         }
+    }
+
+    /// Those of a namespace with this metadata.
+    pub fn of_metadata(metadata: &ObjectMeta) -> Self {
+        let [labels, annotations] = [&metadata.labels, &metadata.annotations];
+        Self::of(
+            |name| labels.as_ref()?.get(name).map(String::as_str),
+            |name| annotations.as_ref()?.get(name).map(String::as_str),
+        )
     }
 }
 

@@ -5,9 +5,8 @@ use std::{fs, path::PathBuf};
 use anyhow::{Context, Result, anyhow, ensure};
 use diy_mesh_controller::{explain, index::Index, kinds::Kind};
 use diy_mesh_injector::{
-    config::{ImagePullPolicy, Settings},
+    config::Settings,
     patch::{Candidate, NamespaceLabels, Verdict, decide},
-    settings::SidecarSettings,
 };
 use diy_mesh_model::identity::TRUST_DOMAIN;
 use diy_mesh_sandbox::manifest::{self, Files};
@@ -80,15 +79,7 @@ pub(crate) fn print(problems: &[String]) {
 /// Adds a pod for each workload, with the name of it, and the proxies of pods as the injector would.
 /// Returns what it would reject.
 pub fn inject(objects: &mut Vec<Value>, mesh: &str) -> Vec<String> {
-    let settings = Settings {
-        proxy_image: String::new(),
-        proxy_init_image: String::new(),
-        image_pull_policy: ImagePullPolicy::IfNotPresent,
-        controller_address: String::new(),
-        controller_identity: String::new(),
-        mesh_namespace: mesh.to_owned(),
-        proxy: SidecarSettings::default(),
-    };
+    let settings = Settings::of_mesh(mesh);
     let (mut pods, mut problems) = (Vec::new(), Vec::new());
     for pod in objects.iter().filter_map(pod) {
         let namespace = namespace(&pod).to_owned();

@@ -4,10 +4,12 @@ use std::collections::BTreeSet;
 
 use diy_mesh_controller::index::workload as index;
 use diy_mesh_injector::annotations::{INJECT, STATUS, STATUS_INJECTED};
+use diy_mesh_injector::config::Settings;
 use diy_mesh_injector::containers::ADMIN_PORT_FLAG;
-use diy_mesh_injector::other_mesh::OtherMesh;
+use diy_mesh_injector::patch::{Candidate, NamespaceLabels, Verdict, decide};
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Namespace, Pod};
 use kube::ResourceExt;
+use serde_json::json;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok};
 use crate::time::{format_duration, format_relative};
@@ -105,30 +107,32 @@ pub(super) fn enabled(namespaces: &[Namespace]) -> BTreeSet<String> {
 /// Pods that request injection have a proxy.
 pub(super) fn injected(facts: &Facts) -> Findings<'_> {
     let (pods, namespaces) = (facts.pods.as_ref()?, facts.namespaces.as_ref()?);
-    let enabled = enabled(namespaces);
+    let settings = Settings::of_mesh(&facts.namespace);
     let (mut missing, mut unsupported) = (Vec::new(), Vec::new());
     for pod in pods
         .iter()
         .filter(|pod| is_active(pod) && !is_injected(pod))
     {
         let namespace = pod.namespace().unwrap_or_default();
-        let requested = match annotation(pod, INJECT) {
-            Some(value) => value.eq_ignore_ascii_case("true"),
-            None => enabled.contains(&namespace),
-        };
-        if !requested
-            || EXCLUDED_NAMESPACES.contains(&namespace.as_str())
-            || namespace == facts.namespace
-        {
+        if EXCLUDED_NAMESPACES.contains(&&*namespace) || namespace == facts.namespace {
             continue;
         }
-        match injection_obstacle(pod) {
-            None => missing.push(name(pod)),
+        let own = namespaces.iter().find(|one| one.name_any() == namespace);
+        let labels = own.map(|own| NamespaceLabels::of_metadata(&own.metadata));
+        let candidate = Candidate {
+            pod: &json!(pod),
+            namespace: &namespace,
+            labels: Ok(labels.unwrap_or_default()),
+        };
+        let is_annotated =
+            || annotation(pod, INJECT).is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        match decide(&settings, candidate) {
+            Verdict::Injected(_) | Verdict::Denied(_) => missing.push(name(pod)),
             // Such pods are expected in an enabled namespace, but not with the annotation.
-            Some(reason) if annotation(pod, INJECT).is_some() => {
-                unsupported.push(format!("{}: {reason}", name(pod)))
+            Verdict::Skipped(reason) if is_annotated() => {
+                unsupported.push(format!("{}: {reason}", name(pod)));
             }
-            Some(_) => {}
+            _ => {}
         }
     }
     let text = "injection: the request or the webhook is newer than the pod";
@@ -144,23 +148,6 @@ pub(super) fn injected(facts: &Facts) -> Findings<'_> {
     let have = count(meshed(pods).count(), "pod has", "pods have");
     let text = format!("{have} a proxy, and no other pod requests one");
     Ok(or_ok([missing, unsupported], text))
-}
-
-fn injection_obstacle(pod: &Pod) -> Option<&'static str> {
-    let spec = pod.spec.as_ref()?;
-    if spec.host_network == Some(true) {
-        return Some("it uses the host network");
-    }
-    if annotation(pod, "kubernetes.io/config.mirror").is_some() {
-        return Some("it is a static pod");
-    }
-    if spec.os.as_ref().is_some_and(|os| os.name == "windows") {
-        return Some("it runs on Windows");
-    }
-    let mut init_containers = spec.init_containers.iter().flatten();
-    init_containers
-        .any(|container| OtherMesh::of_init_container(&container.name).is_some())
-        .then_some("it is in another mesh")
 }
 
 /// Proxies are ready, and have not restarted.
@@ -264,7 +251,7 @@ fn not_ready_reason(pod: &Pod, now: u64) -> Option<String> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use serde_json::{Value, json};
+    use serde_json::Value;
 
     use super::super::{
         Level,
@@ -311,10 +298,13 @@ mod tests {
         let findings = injected(&facts(vec![host, done, other], json!({}))).unwrap();
         assert_eq!((findings.len(), findings[0].level), (1, Level::Warning));
         let reasons = [
-            "shop/host: it uses the host network",
-            "shop/other: it is in another mesh",
+            "shop/host: not injected: the pod uses the network of its node (hostNetwork)",
+            "shop/other: not injected: the pod has init container \"linkerd-init\" of Linkerd",
         ];
-        assert_eq!(findings[0].details, reasons);
+        for (detail, reason) in findings[0].details.iter().zip(reasons) {
+            assert!(detail.starts_with(reason), "{detail}");
+        }
+        assert_eq!(findings[0].details.len(), reasons.len());
         assert_eq!(
             injected(&facts(vec![], json!({}))).unwrap()[0].level,
             Level::Ok
