@@ -1,7 +1,7 @@
 //! The calls that proxies saw: the calls to pods that policies judge, with their callees as pods, and
 //! the calls by pods to outside of the cluster. Pure.
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context, Result};
 use diy_mesh_controller::index::object::{ContainerPort, Inbound, Key, Pod, Transport};
@@ -128,16 +128,18 @@ fn path(edge: &Edge) -> Path {
 
 /// The pods of a group, for people.
 pub fn title(group: &Group) -> String {
-    let labels = group.labels.iter();
-    let labels: Vec<String> = labels
-        .map(|(name, value)| format!("{name}={value}"))
-        .collect();
     let (namespace, account) = (&group.namespace, &group.service_account);
-    match &*labels.join(",") {
+    match &*labels(&group.labels) {
         _ if account.is_empty() => format!("{namespace}, other pods"),
         "" => format!("{namespace}/{account}"),
         labels => format!("{namespace}/{account} {labels}"),
     }
+}
+
+/// Labels, for people: `app=web,tier=front`.
+pub fn labels(labels: &BTreeMap<String, String>) -> String {
+    let labels = labels.iter().map(|(name, value)| format!("{name}={value}"));
+    labels.collect::<Vec<_>>().join(",")
 }
 
 /// An edge, for people: `GET /shop/... from shop/web`.

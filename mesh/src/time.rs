@@ -10,9 +10,13 @@ const MAX_SECONDS: u64 = 365 * 24 * 3600;
 
 /// The current time, in seconds since 1970.
 pub fn now() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |since| since.as_secs())
+    seconds(SystemTime::now())
+}
+
+/// A time in seconds since 1970.
+pub fn seconds(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH);
+    since_epoch.unwrap_or_default().as_secs()
 }
 
 /// Parses a duration such as `90s`, `5m` or `1h`.

@@ -1,8 +1,8 @@
 //! Certificates for the checks. Pure.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use diy_mesh_issuer::Certificate;
+
+use crate::time::seconds;
 
 /// The certificates in a PEM text. None if one of them is invalid.
 pub(super) fn read(pem: &[u8]) -> Vec<Certificate> {
@@ -19,9 +19,5 @@ pub(super) fn signed_by(chain: &[u8], authorities: &[u8]) -> bool {
 /// The validity (notBefore, notAfter) of the certificate that expires first, in seconds since 1970.
 pub(super) fn validity(pem: &[u8]) -> Option<(u64, u64)> {
     let first = read(pem).into_iter().min_by_key(|one| one.not_after)?;
-    let seconds = |time: SystemTime| {
-        let since_epoch = time.duration_since(UNIX_EPOCH);
-        since_epoch.unwrap_or_default().as_secs()
-    };
     Some((seconds(first.not_before), seconds(first.not_after)))
 }

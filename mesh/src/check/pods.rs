@@ -31,9 +31,10 @@ pub(crate) fn meshed(pods: &[Pod]) -> impl Iterator<Item = &Pod> {
     pods.iter().filter(|pod| is_injected(pod) && is_active(pod))
 }
 
-/// `namespace/name`.
-pub(crate) fn name(pod: &Pod) -> String {
-    format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any())
+/// `namespace/name` of a pod or of another object.
+pub(crate) fn name(object: &impl ResourceExt) -> String {
+    let namespace = object.namespace().unwrap_or_default();
+    format!("{namespace}/{}", object.name_any())
 }
 
 /// The proxy container of a pod.

@@ -8,6 +8,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 
 use super::{Finding, Findings, count, facts::Facts, or_ok, pods, workloads::Workload};
+use crate::edges;
 
 type Labels = BTreeMap<String, String>;
 
@@ -36,7 +37,7 @@ pub(super) fn services(facts: &Facts) -> Findings<'_> {
             unmatched.push(describe(service, selector));
         }
         let ports = unknown_ports(service, pods).into_iter();
-        unknown.extend(ports.map(|(_, text)| format!("{}: {text}", full_name(service))));
+        unknown.extend(ports.map(|(_, text)| format!("{}: {text}", pods::name(service))));
     }
     let text = "no pod and no workload: requests fail with no-endpoint";
     let advice = "correct spec.selector of the Service, or the labels of the pods";
@@ -60,7 +61,9 @@ pub(super) fn target_port_hint(
 ) -> Option<String> {
     let (name, port) = destination.rsplit_once(':')?;
     let port: i32 = port.parse().ok()?;
-    let service = services.iter().find(|service| full_name(service) == name)?;
+    let service = services
+        .iter()
+        .find(|service| pods::name(*service) == name)?;
     let mut unknown = unknown_ports(service, pods).into_iter();
     unknown.find_map(|(number, text)| (number == port).then_some(text))
 }
@@ -186,18 +189,9 @@ fn matches(selector: &Labels, labels: &Labels) -> bool {
         .all(|(name, value)| labels.get(name) == Some(value))
 }
 
-fn full_name(service: &Service) -> String {
-    let namespace = service.namespace().unwrap_or_default();
-    format!("{namespace}/{}", service.name_any())
-}
-
 fn describe(service: &Service, selector: &Labels) -> String {
-    let selector = selector
-        .iter()
-        .map(|(name, value)| format!("{name}={value}"))
-        .collect::<Vec<_>>()
-        .join(",");
-    format!("{}: selector {selector:?}", full_name(service))
+    let selector = edges::labels(selector);
+    format!("{}: selector {selector:?}", pods::name(service))
 }
 
 #[cfg(test)]

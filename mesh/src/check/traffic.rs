@@ -353,7 +353,7 @@ impl Subject<'_> {
 }
 
 fn is_young(name: &str, pods: &[Pod], now: u64) -> bool {
-    let pod = pods.iter().find(|pod| pods::name(pod) == name);
+    let pod = pods.iter().find(|pod| pods::name(*pod) == name);
     pod.is_some_and(|pod| pods::age(pod, now) <= pods::READY_TIMEOUT)
 }
 

@@ -77,7 +77,7 @@ pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
 fn obstacle(pods: &[Pod], namespace: &str, purge: bool) -> Option<String> {
     let list = |pods: Vec<&Pod>| -> String {
         pods.iter()
-            .map(|pod| format!("\n  {}", pods::name(pod)))
+            .map(|pod| format!("\n  {}", pods::name(*pod)))
             .collect()
     };
     let meshed: Vec<&Pod> = pods::meshed(pods).collect();
