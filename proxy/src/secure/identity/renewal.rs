@@ -78,6 +78,7 @@ pub(super) struct Renewal<E> {
 /// The current certificate.
 struct Certificate {
     validity: Validity,
+    not_before: SystemTime,
     issuer: String,
 }
 
@@ -119,8 +120,8 @@ impl<E: Environment + Clone> Renewal<E> {
         }
     }
 
-    /// Waits until the next attempt, which events and a clock that is set forward can bring forward.
-    /// A clock that is set back does not delay it.
+    /// Waits until the next attempt, which events and a change of the clock can bring forward. A clock
+    /// that is set back does not delay it.
     async fn wait(&mut self) {
         let latest = Instant::now() + self.until_attempt();
         loop {
@@ -133,10 +134,15 @@ impl<E: Environment + Clone> Renewal<E> {
         }
     }
 
-    /// The time until the next attempt, by the wall clock.
+    /// The time until the next attempt, by the wall clock. None if that was set back, to before the
+    /// certificate is valid, which peers then reject.
     fn until_attempt(&self) -> Duration {
-        let left = self.next_attempt.duration_since(self.environment.now());
-        left.unwrap_or_default()
+        let now = self.environment.now();
+        let current = self.certificate.as_ref().filter(|_| self.failures == 0);
+        if current.is_some_and(|current| now < current.not_before) {
+            return Duration::ZERO;
+        }
+        self.next_attempt.duration_since(now).unwrap_or_default()
     }
 
     /// Handles events until `work` completes.
@@ -193,6 +199,7 @@ impl<E: Environment + Clone> Renewal<E> {
             .max(validity.earliest_renewal());
         self.certificate = Some(Certificate {
             validity,
+            not_before: leaf.not_before,
             issuer: leaf.issuer,
         });
         self.follow_issuer();

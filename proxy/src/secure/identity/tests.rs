@@ -294,6 +294,19 @@ async fn clock_that_is_set_back_delays_no_attempt() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn clock_that_is_set_back_renews_the_certificate_that_is_not_valid_yet() {
+    let mut proxy = Running::start(DAY);
+    proxy.changed().await.expect("a certificate");
+    proxy.fake.set(|behaviour| behaviour.clock -= 2 * DAY);
+    let renewed = timeout(Duration::from_secs(120), proxy.changed()).await;
+    let renewed = renewed.expect("the clock is read every minute");
+    let renewed = renewed.expect("a certificate");
+    assert!(renewed.not_after < proxy.fake.now() + 2 * DAY);
+    sleep(DAY / 2).await;
+    assert_eq!(proxy.request_times().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn clock_that_is_set_forward_renews_the_expired_certificate() {
     let mut proxy = Running::start(DAY);
     let first = proxy.changed().await.expect("a certificate");
