@@ -68,6 +68,7 @@ pub struct Serving {
 struct Current {
     certified: Arc<CertifiedKey>,
     issuer: Arc<Issuer>,
+    signed: SystemTime,
     renew: SystemTime,
 }
 
@@ -87,7 +88,8 @@ impl Serving {
         }))
     }
 
-    /// Renews the certificate after two thirds of its validity, and when the issuer changes.
+    /// Renews the certificate after two thirds of its validity, and when the issuer changes or the
+    /// clock is set back.
     /// Returns when the authority ends.
     pub async fn renew(&self) {
         let mut trust = self.trust.clone();
@@ -114,7 +116,8 @@ impl Serving {
         let issuer = self.trust.borrow().issuer.clone();
         {
             let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-            if Arc::ptr_eq(&current.issuer, &issuer) && SystemTime::now() < current.renew {
+            let used = current.signed..current.renew;
+            if Arc::ptr_eq(&current.issuer, &issuer) && used.contains(&SystemTime::now()) {
                 return Ok(current.renew);
             }
         }
@@ -170,6 +173,7 @@ fn sign(issuer: Arc<Issuer>, names: &Names, life: Duration) -> Result<Current, S
     Ok(Current {
         certified: Arc::new(CertifiedKey::new(signed.chain, key)),
         issuer,
+        signed: now,
         renew: now + left * 2 / 3,
     })
 }
@@ -272,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn renews_certificate_when_it_is_due_or_the_issuer_changes() {
+    fn renews_certificate_when_it_is_due_or_the_issuer_or_the_clock_changes() {
         let (serving, authority) = serving(3000);
         let first = leaf(&serving);
         let due = serving.renew_if_due().unwrap();
@@ -286,9 +290,14 @@ mod tests {
         serving.renew_if_due().unwrap();
         let second = leaf(&serving);
         assert_ne!(second, first);
+        // The clock is an hour behind the time of the signature.
+        serving.current.write().unwrap().signed += Duration::from_secs(3600);
+        serving.renew_if_due().unwrap();
+        let back = leaf(&serving);
+        assert_ne!(back, second);
         authority.send_replace(Arc::new(trust()));
         serving.renew_if_due().unwrap();
-        assert_ne!(leaf(&serving), second);
+        assert_ne!(leaf(&serving), back);
         assert!(Arc::ptr_eq(
             &serving.current.read().unwrap().issuer,
             &authority.borrow().issuer
