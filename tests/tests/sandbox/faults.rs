@@ -1,6 +1,8 @@
 //! Faults of networks and processes under load in one sandbox, one after the other, in half of the
 //! pods of a Service. No request fails, and afterwards all pods serve again.
 
+use std::env;
+
 use diy_mesh_sandbox::protocol::PodView;
 use diy_mesh_sandbox::{Sandbox, View};
 use diy_mesh_tests::sandbox::{
@@ -21,7 +23,14 @@ struct Case {
     end: &'static str,
 }
 
-const CASES: [Case; 5] = [
+const CASES: [Case; 6] = [
+    Case {
+        fault: "packets are delayed and overtake each other, in both directions",
+        container: "faults",
+        begin: "delay",
+        effect: "(($(wc -l < /tmp/overtaken) >= 20))",
+        end: "iptables -F && kill $(< /tmp/delay)",
+    },
     Case {
         fault: "one packet of ten is lost, in both directions",
         container: "faults",
@@ -44,9 +53,9 @@ const CASES: [Case; 5] = [
         end: "nft delete table inet fault",
     },
     Case {
-        fault: "the proxy is killed",
+        fault: "the proxy is killed at random moments, also while it starts",
         container: "faults",
-        begin: "find_proxy && echo $pid > /tmp/killed && kill -9 $pid",
+        begin: "kill_often",
         effect: "find_proxy && [[ $pid != $(< /tmp/killed) ]]",
         end: "find_proxy",
     },
@@ -69,6 +78,12 @@ drop() {
         chain out { type filter hook output priority 0; oifname != \"lo\" meta l4proto tcp ct original proto-dst 8080 ${1/reject with tcp reset/accept}; }
     }"
 }
+delay() {
+    setsid sandbox-delay 1 50 > /tmp/overtaken 2>&1 &
+    echo $! > /tmp/delay
+    iptables -A INPUT ! -i lo -p tcp -j NFQUEUE --queue-num 1 --queue-bypass &&
+    iptables -A OUTPUT ! -o lo -p tcp -j NFQUEUE --queue-num 1 --queue-bypass
+}
 counted() {
     [[ $(nft list chain inet fault in) =~ packets\ ([0-9]+) ]] && ((BASH_REMATCH[1] >= $1))
 }
@@ -81,10 +96,18 @@ find_proxy() {
     done 2> /dev/null
     return 1
 }
+kill_often() {
+    for kills in 1 2 3 4 5; do
+        until find_proxy && [[ $pid != $killed ]]; do sleep 0.01; done
+        sleep 0.$((100 + RANDOM % 900))
+        kill -9 $pid && killed=$pid || return 1
+    done
+    echo $killed > /tmp/killed
+}
 "#;
 
 /// Limits for one attempt of a request, and three more.
-const ROUTE: &str = "
+pub const ROUTE: &str = "
 apiVersion: gateway.networking.k8s.io/v1
 kind: HTTPRoute
 metadata: {name: http-server, namespace: servers}
@@ -105,7 +128,8 @@ const CONTAINER: &str = "      containers:
 ";
 
 fn run(sandbox: &Sandbox, pod: &PodView, case: &Case, script: &str) {
-    let whole = format!("{FUNCTIONS}{script}");
+    let random = fastrand::u16(..);
+    let whole = format!("RANDOM={random}{FUNCTIONS}{script}");
     let output = sandbox.exec(
         pod,
         case.container,
@@ -124,12 +148,28 @@ fn served(view: &View, pods: &[PodView]) -> Vec<usize> {
     pods.iter().map(requests).collect()
 }
 
+/// Waits until all pods of the Service have served more requests.
+pub fn assert_all_serve(sandbox: &Sandbox, after: &str) {
+    let pods = sandbox.view().pods_of("servers", "http-server");
+    let before = served(&sandbox.view(), &pods);
+    let all_serve = |view: &View| {
+        let now = served(view, &pods);
+        let serve = now.iter().zip(&before).all(|(now, before)| now > before);
+        serve.then_some(())
+    };
+    let healed = format!("all pods serve after: {after}");
+    sandbox.wait(&healed, READY_TIMEOUT, all_serve).unwrap();
+}
+
 #[test]
 fn faults_of_half_of_the_endpoints_fail_no_request_and_heal() {
     let server = http_server(PODS, "1.0", MESHED).replace("      containers:\n", CONTAINER);
     let Some(sandbox) = with_mesh(&format!("{ROUTE}{server}---{}", shell(MESHED))) else {
         return;
     };
+    let seed = env::var("FAULTS_SEED").map_or(fastrand::u64(..), |seed| seed.parse().unwrap());
+    println!("FAULTS_SEED={seed}");
+    fastrand::seed(seed);
     let client = single_pod(&sandbox, "clients", "shell");
     let pods = sandbox.view().pods_of("servers", "http-server");
     let half = &pods[..pods.len() / 2];
@@ -147,14 +187,7 @@ fn faults_of_half_of_the_endpoints_fail_no_request_and_heal() {
                 run(&sandbox, pod, case, case.end);
             }
             sandbox.wait_settled(READY_TIMEOUT).unwrap();
-            let before = served(&sandbox.view(), &pods);
-            let all_serve = |view: &View| {
-                let now = served(view, &pods);
-                let serve = now.iter().zip(&before).all(|(now, before)| now > before);
-                serve.then_some(())
-            };
-            let healed = format!("all pods serve after: {}", case.fault);
-            sandbox.wait(&healed, READY_TIMEOUT, all_serve).unwrap();
+            assert_all_serve(&sandbox, case.fault);
         }
     });
 }
