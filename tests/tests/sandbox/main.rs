@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod api_server;
 mod authorization;
 mod basics;
 mod cleanup;
