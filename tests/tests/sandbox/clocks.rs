@@ -1,0 +1,150 @@
+//! Clocks that jump under load in a sandbox. A library for the dynamic linker replaces the clock of
+//! the real programs, so they contain nothing for this test.
+
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use diy_mesh_sandbox::protocol::PodView;
+use diy_mesh_sandbox::{Sandbox, View};
+use diy_mesh_tests::sandbox::{
+    MESHED, READY_TIMEOUT, empty_with, failures_under_load, http_server, install, set_env, shell,
+    single_pod, under_load,
+};
+
+use crate::faults::assert_all_serve;
+use crate::wrapped::wrapped;
+
+/// Adds the seconds in `/tmp/clock`, which each container has for itself, to the wall clock.
+const CLOCK: &str = r#"
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int result = syscall(SYS_clock_gettime, clock, now), before = errno;
+    int file = clock == CLOCK_REALTIME ? open("/tmp/clock", O_RDONLY | O_CLOEXEC) : -1;
+    if (file >= 0) {
+        char text[32] = "";
+        if (read(file, text, sizeof text - 1) > 0) now->tv_sec += atol(text);
+        close(file);
+    }
+    errno = before;
+    return result;
+}
+"#;
+
+/// Lifetime of certificates in seconds.
+const CERTIFICATE_LIFE: &str = "600";
+/// Certificates begin five minutes before they are issued, and last ten minutes.
+const SMALL_JUMP: i64 = 240;
+const LARGE_JUMP: i64 = 1800;
+/// Time until a jump is noticed, with the renewal.
+const RENEWAL_TIMEOUT: Duration = Duration::from_secs(120);
+/// Connections of 50 requests.
+const LOAD: [[&str; 2]; 1] = [["2", "50"]];
+/// Why requests fail until certificates are renewed.
+const DOCUMENTED: [&str; 2] = ["no-certificate", "handshake-failed"];
+
+fn compile(path: &Path) {
+    let mut compiler = Command::new("cc")
+        .args(["-shared", "-fPIC", "-x", "c", "-", "-o"])
+        .arg(path)
+        .stdin(Stdio::piped())
+        .spawn()
+        .expect("the compiler runs");
+    let mut source = compiler.stdin.take().unwrap();
+    source.write_all(CLOCK.as_bytes()).unwrap();
+    drop(source);
+    assert!(compiler.wait().unwrap().success());
+}
+
+/// Sets the clocks of these pods.
+fn set_clocks(sandbox: &Sandbox, pods: &[PodView], seconds: i64) {
+    let script = format!("echo {seconds} > /tmp/new && mv /tmp/new /tmp/clock");
+    for pod in pods {
+        let container = if pod.injected { "proxy" } else { "controller" };
+        let output = sandbox.exec(pod, container, &["sh", "-c", &script]);
+        assert_eq!(output.unwrap().code, 0);
+    }
+}
+
+/// The number of certificates that a proxy has received.
+fn certificates(view: &View, pod: &PodView) -> usize {
+    let lines = view.lines(pod, "proxy").iter();
+    lines
+        .filter(|line| line.contains("certificate issued"))
+        .count()
+}
+
+/// Waits until each of these pods has received another certificate.
+fn wait_for_certificates(sandbox: &Sandbox, pods: &[PodView], before: &[usize]) {
+    let renewed = |view: &View| {
+        let mut pods = pods.iter().zip(before);
+        pods.all(|(pod, before)| certificates(view, pod) > *before)
+            .then_some(())
+    };
+    let renewed = sandbox.wait("new certificates", RENEWAL_TIMEOUT, renewed);
+    renewed.unwrap();
+}
+
+#[test]
+fn jumps_of_clocks_fail_no_request_or_until_certificates_are_renewed() {
+    let command = "exec env LD_PRELOAD=/usr/local/bin/clock.so";
+    let programs = wrapped(&["controller", "proxy"], command);
+    compile(&programs.path().join("clock.so"));
+    let Some(sandbox) = empty_with(programs.path()) else {
+        return;
+    };
+    let objects = format!("{}---{}", http_server(3, "1.0", MESHED), shell(MESHED));
+    let life = [("CERTIFICATE_LIFE", CERTIFICATE_LIFE)];
+    install(&sandbox, |controller| set_env(controller, &life), &objects);
+    let client = single_pod(&sandbox, "clients", "shell");
+    let mut proxies = sandbox.view().pods_of("servers", "http-server");
+    proxies.push(client.clone());
+
+    // Pods that start meanwhile have the right time.
+    under_load(&sandbox, &client, &LOAD, || {
+        for seconds in [SMALL_JUMP, -SMALL_JUMP, 0] {
+            set_clocks(&sandbox, &proxies, seconds);
+            for replicas in [4, 3] {
+                sandbox.scale("servers", "http-server", replicas).unwrap();
+                sandbox.wait_settled(READY_TIMEOUT).unwrap();
+                assert_all_serve(&sandbox, &format!("a jump to {seconds} s"));
+            }
+        }
+    });
+
+    let mut all = sandbox.view().pods_of("service-mesh", "controller");
+    let mut proxies = sandbox.view().pods_of("servers", "http-server");
+    proxies.push(client.clone());
+    all.extend(proxies.iter().cloned());
+    for seconds in [LARGE_JUMP, 0] {
+        let before: Vec<_> = {
+            let view = sandbox.view();
+            proxies.iter().map(|pod| certificates(&view, pod)).collect()
+        };
+        let failures = failures_under_load(&sandbox, &client, &LOAD, || {
+            set_clocks(&sandbox, &all, seconds);
+            wait_for_certificates(&sandbox, &proxies, &before);
+        });
+        println!(
+            "{} requests fail after a jump to {seconds} s",
+            failures.len()
+        );
+        for failure in failures {
+            let is_documented = DOCUMENTED.iter().any(|code| failure.contains(code));
+            assert!(is_documented, "{failure}");
+        }
+        under_load(&sandbox, &client, &LOAD, || {
+            assert_all_serve(&sandbox, "certificates were renewed");
+        });
+    }
+    sandbox.scale("servers", "http-server", 4).unwrap();
+    sandbox.wait_settled(READY_TIMEOUT).unwrap();
+}
