@@ -11,8 +11,8 @@ APPS := controller injector proxy proxy-init http-client http-server grpc-client
 TAG ?= dev
 IMAGES := $(APPS:%=diy-sm-%:$(TAG))
 
-# make e2e-all: tag of the images of the previous release.
-PREVIOUS_TAG ?=
+# make previous-images: the commits of previous releases. The tags of their images are the first twelve digits.
+PREVIOUS := $(shell cat tests/previous-releases)
 # make conformance: version of the Gateway API. Empty: that of tests/conformance/go.mod; X: that of tests/conformance/go-X.mod.
 GATEWAY_API ?=
 
@@ -82,7 +82,7 @@ e2e: ## run the cluster tests on the cluster of KUBECONFIG, which needs the imag
 	@cargo build --workspace --bins # the command line tests run these programs
 	@.ci/totals cargo test --workspace --test kubernetes --test kubernetes_authority -- --ignored
 	@E2E=1 .ci/totals cargo test --workspace --test cluster -- --test-threads=4
-	@E2E=1 E2E_PREVIOUS_TAG=$(PREVIOUS_TAG) .ci/totals cargo test --workspace --test cluster_serial -- --test-threads=1
+	@E2E=1 .ci/totals cargo test --workspace --test cluster_serial -- --test-threads=1
 
 e2e-all: ## build the images, run all tests on the cluster of KUBECONFIG, record the result in docs/reliability.md (DOCKER_BUILD=, LOAD=)
 	@.ci/e2e-all
@@ -136,16 +136,19 @@ dev-images: tools ## build all images from the programs of make test, faster tha
 	@cargo build --workspace --bins # a smaller selection has other features and compiles most crates again
 	@for app in $(APPS); do $(IMAGE) "diy-sm-$$app:$(TAG)" "$(TARGET_DIR)/debug/$$app"; done
 
-previous-images: ## build the mesh's images of the commit in tests/previous-release, with the tag "previous"
-	@rm -rf $(TARGET_DIR)/previous && mkdir -p $(TARGET_DIR)/previous
-	@git archive "$$(<tests/previous-release)" | tar -xm -C $(TARGET_DIR)/previous
-	@CARGO_TARGET_DIR=$(abspath $(TARGET_DIR))/previous-target $(MAKE) -C $(TARGET_DIR)/previous $(if $(IMAGE),dev-images IMAGE=$(IMAGE),images) TAG=previous APPS='$(MESH)'
+previous-images: ## build the mesh's images of the commits in tests/previous-releases
+	@rm -rf $(TARGET_DIR)/previous
+	@for commit in $(PREVIOUS); do \
+		folder=$(TARGET_DIR)/previous/$$commit; mkdir -p $$folder; \
+		git archive $$commit | tar -xm -C $$folder; \
+		CARGO_TARGET_DIR=$(abspath $(TARGET_DIR))/previous-target $(MAKE) -C $$folder $(if $(IMAGE),dev-images IMAGE=$(IMAGE),images) TAG=$${commit:0:12} APPS='$(MESH)'; \
+	done
 
 load: ## load the images into the cluster (LOAD='kind load docker-image')
 	@$(LOAD) $(IMAGES)
 
-load-previous: ## load the images of the previous release into the cluster (LOAD='kind load docker-image')
-	@$(LOAD) $(MESH:%=diy-sm-%:previous)
+load-previous: ## load the images of the previous releases into the cluster (LOAD='kind load docker-image')
+	@for commit in $(PREVIOUS); do $(LOAD) $(MESH:%=diy-sm-%:$${commit:0:12}); done
 
 release: tools ## build the files of a release (OUT=, TARGET=, SIGNING_KEY=, DOCKER_BUILD=; without Docker: IMAGES=), see docs/versions.md
 	@.ci/release "$(VERSION)" "$(OUT)"

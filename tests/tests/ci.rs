@@ -86,7 +86,7 @@ fn record_of_a_passed_run_names_the_commit_and_precedes_older_ones() {
         "images\n",
         "load-previous\n",
         "conformance GATEWAY_API=1.2.3 ARGS=\n",
-        "e2e PREVIOUS_TAG=previous\n",
+        "e2e\n",
         "conformance GATEWAY_API= ARGS=\n",
     ] {
         let found = rest.split_once(target);
@@ -104,17 +104,14 @@ fn record_of_a_failed_run_names_step_and_tests() {
     assert_eq!(output.status.code(), Some(3), "{output:?}");
     let [result, _] = checkout.rows();
     assert!(
-        result.ends_with(" | failed in make e2e PREVIOUS_TAG=previous: cluster: smi::splits |"),
+        result.ends_with(" | failed in make e2e: cluster: smi::splits |"),
         "{result}"
     );
     let made = checkout.read("made");
     assert!(made.contains("conformance GATEWAY_API=1.2.3 "), "{made}");
     assert!(!made.contains("conformance GATEWAY_API= "), "{made}");
     let durations = String::from_utf8_lossy(&output.stdout);
-    for line in [
-        "0:00  make images\n",
-        "make e2e PREVIOUS_TAG=previous (not completed)\n",
-    ] {
+    for line in ["0:00  make images\n", "make e2e (not completed)\n"] {
         assert!(durations.contains(line), "{durations}");
     }
 }
@@ -122,14 +119,8 @@ fn record_of_a_failed_run_names_step_and_tests() {
 #[test]
 fn record_of_an_interrupted_or_killed_run_is_not_completed() {
     for (signal, expected) in [
-        (
-            "TERM",
-            "not completed: interrupted in make e2e PREVIOUS_TAG=previous",
-        ),
-        (
-            "INT",
-            "not completed: interrupted in make e2e PREVIOUS_TAG=previous",
-        ),
+        ("TERM", "not completed: interrupted in make e2e"),
+        ("INT", "not completed: interrupted in make e2e"),
         ("KILL", "not completed"),
     ] {
         let checkout = Checkout::new(signal, &format!("kill -{signal} $PPID"));

@@ -1,6 +1,6 @@
-//! Components of two releases together, as during an upgrade: the commit in
-//! `tests/previous-release` and this one. Requires the images of both; E2E_PREVIOUS_TAG is the tag
-//! of the previous ones.
+//! Components of two releases together, as during an upgrade: each commit in
+//! `tests/previous-releases`, and this one. Requires their images (`make previous-images
+//! load-previous`).
 
 use std::process::Command;
 
@@ -19,19 +19,23 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
     if !runs_long_tests()? {
         return Ok(());
     }
-    let tag = std::env::var("E2E_PREVIOUS_TAG").context("E2E_PREVIOUS_TAG")?;
-    ensure!(
-        !tag.is_empty(),
-        "E2E_PREVIOUS_TAG is not set (make previous-images)"
-    );
-    in_namespace("releases", |namespace| {
+    let commits = std::fs::read_to_string(format!("{ROOT}/tests/previous-releases"))?;
+    for commit in commits.lines() {
+        works_with(&Release { commit }).with_context(|| format!("with commit {commit}"))?;
+    }
+    Ok(())
+}
+
+fn works_with(previous: &Release<'_>) -> Result<()> {
+    let tag = previous.tag();
+    in_namespace(&format!("releases-{tag}"), |namespace| {
         let _restore = Restore;
         // Proxies and injector of the previous release, with the controller of this one.
-        install_previous("injector", &tag)?;
-        inject_proxies(&tag)?;
-        install_previous("webhook", &tag)?;
+        previous.install("injector")?;
+        inject_proxies(tag)?;
+        previous.install("webhook")?;
         let old = Pair::start(namespace, "old", "old-server")?;
-        old.run_proxies(namespace, &tag)?;
+        old.run_proxies(namespace, tag)?;
         kubectl(&["apply", "-k", &format!("{ROOT}/manifests")])?;
         wait_for_mesh()?;
         policy_names_proxies_that_do_not_enforce_it(namespace)?;
@@ -41,7 +45,7 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         new.run_proxies(namespace, "dev")?;
         let mixed = Pair::start(namespace, "mixed", "new-server")?;
         // The controller of the previous release, for running proxies and for new ones.
-        install_previous("controller", &tag)?;
+        previous.install("controller")?;
         replaced("controller")?;
         for pair in [&old, &new, &mixed] {
             pair.expect_responses(namespace)?;
@@ -50,10 +54,10 @@ fn releases_work_together_without_failed_requests() -> Result<()> {
         late.run_proxies(namespace, "dev")?;
         // The injector of the previous release creates pods with proxies of this one, which its
         // manifest names.
-        install_previous("injector", &tag)?;
+        previous.install("injector")?;
         replaced("injector")?;
-        expect_no_pods_without_labels(namespace)?;
-        install_previous("webhook", &tag)?;
+        expect_no_pods_without_labels(namespace, previous)?;
+        previous.install("webhook")?;
         let injected = Pair::start(namespace, "injected", "old-server")?;
         injected.run_proxies(namespace, "dev")?;
         // The controller of this release, with proxies of all kinds.
@@ -190,8 +194,8 @@ fn replaced(component: &str) -> Result<()> {
 
 /// Fails if an injector that takes the labels of namespaces from the path accepts the pods of this
 /// release's webhook configuration, and so makes pods of strict namespaces permissive.
-fn expect_no_pods_without_labels(namespace: &Namespace) -> Result<()> {
-    if previous_manifest("webhook")?.contains("path: /pods") {
+fn expect_no_pods_without_labels(namespace: &Namespace, previous: &Release<'_>) -> Result<()> {
+    if previous.manifest("webhook")?.contains("path: /pods") {
         return Ok(());
     }
     let inject = "--annotations=diy-service-mesh/inject=true";
@@ -204,27 +208,37 @@ fn expect_no_pods_without_labels(namespace: &Namespace) -> Result<()> {
     Ok(())
 }
 
-/// A manifest of the previous release.
-fn previous_manifest(name: &str) -> Result<String> {
-    let commit = std::fs::read_to_string(format!("{ROOT}/tests/previous-release"))?;
-    let file = format!("{}:manifests/{name}.yaml", commit.trim());
-    let shown = Command::new("git")
-        .args(["-C", ROOT, "show", &file])
-        .output()?;
-    ensure!(
-        shown.status.success(),
-        "git show {file}: {}; the checkout must contain the history",
-        String::from_utf8_lossy(&shown.stderr)
-    );
-    Ok(String::from_utf8(shown.stdout)?)
+/// A previous release.
+struct Release<'a> {
+    commit: &'a str,
 }
 
-/// Installs a component with the manifests of the previous release.
-fn install_previous(component: &str, tag: &str) -> Result<()> {
-    let image = format!("image: diy-sm-{component}:");
-    let manifests = previous_manifest(component)?;
-    let manifests = manifests.replace(&format!("{image}dev"), &format!("{image}{tag}"));
-    kubectl_with_input(&["apply", "-f", "-"], &manifests).map(drop)
+impl Release<'_> {
+    /// The tag of its images.
+    fn tag(&self) -> &str {
+        &self.commit[..12]
+    }
+
+    fn manifest(&self, name: &str) -> Result<String> {
+        let file = format!("{}:manifests/{name}.yaml", self.commit);
+        let shown = Command::new("git")
+            .args(["-C", ROOT, "show", &file])
+            .output()?;
+        ensure!(
+            shown.status.success(),
+            "git show {file}: {}; the checkout must contain the history",
+            String::from_utf8_lossy(&shown.stderr)
+        );
+        Ok(String::from_utf8(shown.stdout)?)
+    }
+
+    /// Installs a component with the manifest of the release.
+    fn install(&self, component: &str) -> Result<()> {
+        let image = format!("image: diy-sm-{component}:");
+        let manifest = self.manifest(component)?;
+        let manifest = manifest.replace(&format!("{image}dev"), &format!("{image}{}", self.tag()));
+        kubectl_with_input(&["apply", "-f", "-"], &manifest).map(drop)
+    }
 }
 
 /// Installs this release again on drop.
