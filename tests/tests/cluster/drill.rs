@@ -161,7 +161,9 @@ fn traced_pods() -> Value {
     let mut relay = pod("relay", "true", json!({}));
     relay["metadata"]["labels"] = json!({"app": "relay"});
     let containers = relay["spec"]["containers"].as_array_mut();
-    containers.unwrap().push(client("http://server/hello"));
+    containers
+        .expect("the list of a pod")
+        .push(client("http://server/hello"));
     let mut caller = pod("caller", "true", json!({}));
     caller["spec"]["containers"] = json!([client("http://relay/hello")]);
     let policy = json!({
