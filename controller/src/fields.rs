@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
-use crate::routes::parse::shortened;
+use crate::routes::parse::{shortened, unsupported};
 
 /// Reads the field `at`. A field in it that its type does not have could change what it means.
 pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result<T, Rejection> {
@@ -18,6 +18,22 @@ pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result
         None => read.map_err(|error| format!("{at}: {error}")),
     };
     read.map_err(|message| Rejection::new(UNSUPPORTED_VALUE, shortened(&message)))
+}
+
+/// The value of a text of an enumeration. Without a text, the first one.
+pub(crate) fn one_of<T: Copy>(
+    field: &str,
+    text: Option<&str>,
+    values: &[(&str, T)],
+) -> Result<T, Rejection> {
+    let is_named = |(name, _): &&(&str, T)| text.is_none_or(|text| text == *name);
+    let value = values.iter().find(is_named);
+    value.map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<&str> = values.iter().map(|(name, _)| *name).collect();
+        let (last, others) = names.split_last().expect("an enumeration has values");
+        let expected = format!("{} or {last}", others.join(", "));
+        unsupported(field, text.unwrap_or_default(), &expected)
+    })
 }
 
 /// Reads a value, and the paths of the fields that its type does not have.

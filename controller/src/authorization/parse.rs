@@ -29,7 +29,7 @@ use super::{
     AuthorizationPolicy, Direction, Effect, INVALID, MAX_BYTES, Mode, Rules, TOO_LARGE, Target,
     name,
 };
-use crate::fields::read_known;
+use crate::fields::{one_of, read_known};
 use crate::index::object::Key;
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
@@ -168,11 +168,8 @@ impl Reader<'_> {
             return self::default(default, &spec, targets);
         }
         let action = action(spec.action.as_deref())?;
-        let audit = match spec.mode.as_deref() {
-            None | Some("Enforce") => false,
-            Some("Audit") => true,
-            Some(other) => return refuse("spec", "mode", other, "Enforce or Audit"),
-        };
+        let modes = [("Enforce", false), ("Audit", true)];
+        let audit = one_of("spec.mode", spec.mode.as_deref(), &modes)?;
         let specs = spec.rules.unwrap_or_default();
         bounded("spec.rules", &specs, MAX_RULES)?;
         let parse = |spec, field: &str| issuer(spec, field, &self.key.namespace, &self.known);
@@ -422,11 +419,9 @@ fn default(
         let message = "spec.defaultAction: requires the targetRefs [{kind: Pod, selector: {}}]";
         return Err(invalid(message.to_owned()));
     }
-    match text {
-        "ALLOW" => Ok(Effect::Default { deny: false }),
-        "DENY" => Ok(Effect::Default { deny: true }),
-        other => Err(unsupported("spec.defaultAction", other, "ALLOW or DENY")),
-    }
+    let actions = [("ALLOW", false), ("DENY", true)];
+    let deny = one_of("spec.defaultAction", Some(text), &actions)?;
+    Ok(Effect::Default { deny })
 }
 
 /// The ports that a policy covers at most. Empty: all.

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
-use crate::fields::with_unknown_fields;
+use crate::fields::{one_of, with_unknown_fields};
 use crate::index::object::Key;
 use crate::routes::filters::{is_hostname, share};
 use crate::routes::matches::{self, MatchSpec};
@@ -195,25 +195,21 @@ fn milliseconds(field: &str, text: Option<&String>) -> Result<Option<u64>, Rejec
 }
 
 fn balancing(spec: spec::LoadBalancing) -> Result<proto::Balancing, Rejection> {
-    let algorithm = match spec.algorithm.as_deref() {
+    let algorithms = [
+        ("PeakEwma", Algorithm::PeakEwma),
+        ("LeastRequest", Algorithm::LeastRequest),
+        ("RoundRobin", Algorithm::RoundRobin),
+        ("ConsistentHash", Algorithm::ConsistentHash),
+    ];
+    let algorithm = match spec.algorithm {
         None => Algorithm::Unspecified,
-        Some("PeakEwma") => Algorithm::PeakEwma,
-        Some("LeastRequest") => Algorithm::LeastRequest,
-        Some("RoundRobin") => Algorithm::RoundRobin,
-        Some("ConsistentHash") => Algorithm::ConsistentHash,
-        Some(other) => {
-            let expected = "PeakEwma, LeastRequest, RoundRobin or ConsistentHash";
-            return Err(unsupported("spec.loadBalancing.algorithm", other, expected));
-        }
+        some => one_of("spec.loadBalancing.algorithm", some.as_deref(), &algorithms)?,
     };
-    let prefer_zone = match spec.zone_preference.as_deref() {
-        None | Some("None") => false,
-        Some("Prefer") => true,
-        Some(other) => {
-            let field = "spec.loadBalancing.zonePreference";
-            return Err(unsupported(field, other, "None or Prefer"));
-        }
-    };
+    let (field, zone_preference) = (
+        "spec.loadBalancing.zonePreference",
+        spec.zone_preference.as_deref(),
+    );
+    let prefer_zone = one_of(field, zone_preference, &[("None", false), ("Prefer", true)])?;
     Ok(proto::Balancing {
         algorithm: algorithm.into(),
         hash_key: spec.hash.map(hash_key).transpose()?,
@@ -305,17 +301,8 @@ fn rate_limits(
             let expected = "a name in lower case, which no other limit of the policy has";
             return Err(unsupported(&format!("{at}.name"), &spec.name, expected));
         }
-        let scope = match spec.per.as_deref() {
-            None | Some("Service") => Scope::Service,
-            Some("Caller") => Scope::Caller,
-            Some(other) => {
-                return Err(unsupported(
-                    &format!("{at}.per"),
-                    other,
-                    "Service or Caller",
-                ));
-            }
-        };
+        let scopes = [("Service", Scope::Service), ("Caller", Scope::Caller)];
+        let scope = one_of(&format!("{at}.per"), spec.per.as_deref(), &scopes)?;
         let window = spec.window.as_deref().unwrap_or(DEFAULT_WINDOW);
         let limit = proto::RateLimit {
             name: format!("{policy}/{}", spec.name),

@@ -12,6 +12,7 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
+use crate::fields::one_of;
 use crate::routes::filters::{is_hostname, share};
 use crate::routes::model::Rejection;
 use crate::routes::parse::{duration, unsupported, violates};
@@ -165,12 +166,12 @@ pub(super) fn parse(spec: Telemetry, policy: &str) -> Result<Arc<proto::Telemetr
 
 fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
     let at = |field: &str| format!("spec.telemetry.dump.{field}");
-    let mode = match &*spec.mode {
-        "Full" => Mode::Full,
-        "Headers" => Mode::Headers,
-        "Off" => Mode::Off,
-        other => return Err(unsupported(&at("mode"), other, "Full, Headers or Off")),
-    };
+    let modes = [
+        ("Full", Mode::Full),
+        ("Headers", Mode::Headers),
+        ("Off", Mode::Off),
+    ];
+    let mode = one_of(&at("mode"), Some(&spec.mode), &modes)?;
     let status = spec.status.as_deref().map(|text| {
         let expected = "a status such as 500, or a class such as 5xx";
         statuses(text).ok_or_else(|| unsupported(&at("status"), text, expected))
@@ -209,14 +210,9 @@ fn statuses(text: &str) -> Option<(u32, u32)> {
 }
 
 fn access_logs(spec: AccessLogs) -> Result<proto::AccessLogs, Rejection> {
-    let failures = match spec.matches.as_deref() {
-        None | Some("All") => false,
-        Some("Failures") => true,
-        Some(other) => {
-            let field = "spec.telemetry.accessLogs.matches";
-            return Err(unsupported(field, other, "All or Failures"));
-        }
-    };
+    let field = "spec.telemetry.accessLogs.matches";
+    let matches = [("All", false), ("Failures", true)];
+    let failures = one_of(field, spec.matches.as_deref(), &matches)?;
     Ok(proto::AccessLogs {
         failures,
         format: spec.format.unwrap_or_default(),
@@ -250,14 +246,8 @@ fn tracing(spec: Tracing) -> Result<proto::Tracing, Rejection> {
 }
 
 fn is_off(field: &str, mode: Option<&str>) -> Result<bool, Rejection> {
-    match mode {
-        None | Some("On") => Ok(false),
-        Some("Off") => Ok(true),
-        Some(other) => {
-            let field = format!("spec.telemetry.{field}");
-            Err(unsupported(&field, other, "On or Off"))
-        }
-    }
+    let field = format!("spec.telemetry.{field}");
+    one_of(&field, mode, &[("On", false), ("Off", true)])
 }
 
 fn rate(field: &str, fraction: Option<&Fraction>) -> Result<proto::Share, Rejection> {

@@ -11,6 +11,7 @@ use super::filters::is_token;
 use super::model::{Match, Rejection};
 use super::parse::{MAX_ITEMS, bounded, header_name, refuse, unsupported};
 use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
+use crate::fields::one_of;
 
 const MAX_PATH_BYTES: usize = 1024;
 const MAX_VALUE_BYTES: usize = 4096;
@@ -243,11 +244,8 @@ fn values(
 }
 
 fn is_regex(kind: Option<&str>, at: &str) -> Result<bool, Rejection> {
-    match kind {
-        None | Some("Exact") => Ok(false),
-        Some("RegularExpression") => Ok(true),
-        Some(kind) => refuse(at, "type", kind, "a type of match"),
-    }
+    let kinds = [("Exact", false), ("RegularExpression", true)];
+    one_of(&format!("{at}.type"), kind, &kinds)
 }
 
 /// Rejects a regular expression that proxies cannot compile.

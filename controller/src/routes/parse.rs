@@ -24,6 +24,7 @@ use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
 use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
+use crate::fields::one_of;
 use crate::index::object::{Key, Kind};
 
 /// The limits of the objects in Kubernetes, which hold for files too.
@@ -527,19 +528,16 @@ pub(crate) fn session_persistence(
         Some(value) => duration(&format!("{at}.{name}"), value),
     };
     let lifetime = spec.cookie_config.and_then(|config| config.lifetime_type);
-    let permanent = match lifetime.as_deref() {
-        None | Some("Session") => false,
-        Some("Permanent") => true,
-        Some(other) => {
-            let field = "cookieConfig.lifetimeType";
-            return refuse(&at, field, other, "Session or Permanent");
-        }
-    };
+    let field = format!("{at}.cookieConfig.lifetimeType");
+    let lifetimes = [("Session", false), ("Permanent", true)];
+    let permanent = one_of(&field, lifetime.as_deref(), &lifetimes)?;
+    let kinds = [("Cookie", false), ("Header", true)];
+    let is_header = one_of(&format!("{at}.type"), spec.kind.as_deref(), &kinds)?;
     let name = |default: &str| spec.session_name.clone().unwrap_or(default.to_owned());
-    let (cookie, header) = match spec.kind.as_deref() {
-        None | Some("Cookie") => (name(DEFAULT_SESSION_COOKIE), String::new()),
-        Some("Header") => (String::new(), name(DEFAULT_SESSION_HEADER)),
-        Some(other) => return refuse(&at, "type", other, "Cookie or Header"),
+    let (cookie, header) = if is_header {
+        (String::new(), name(DEFAULT_SESSION_HEADER))
+    } else {
+        (name(DEFAULT_SESSION_COOKIE), String::new())
     };
     let session = SessionPersistence {
         absolute_timeout: timeout("absoluteTimeout", &spec.absolute_timeout)?,

@@ -7,6 +7,7 @@ use proto::authorizer::Protocol;
 use super::each;
 use crate::authorization::server::Server;
 use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
+use crate::fields::one_of;
 use crate::index::object::Key;
 use crate::routes::filters::is_label;
 use crate::routes::model::Rejection;
@@ -28,11 +29,9 @@ pub(super) fn authorizer(
         None => DEFAULT_TIMEOUT,
         Some(text) => duration(&format!("{FIELD}.timeout"), &text)?,
     };
-    let fail_open = match spec.failure_mode.as_deref() {
-        None | Some("Deny") => false,
-        Some("Allow") => true,
-        Some(other) => return refuse(FIELD, "failureMode", other, "Deny or Allow"),
-    };
+    let field = format!("{FIELD}.failureMode");
+    let modes = [("Deny", false), ("Allow", true)];
+    let fail_open = one_of(&field, spec.failure_mode.as_deref(), &modes)?;
     let authorizer = proto::Authorizer {
         backend: server.to_string(),
         timeout,

@@ -6,6 +6,7 @@ use proto::authorized_path::Kind as PathKind;
 
 use super::{each, invalid};
 use crate::authorization::spec::{ClaimMatch, GrpcMatch, HeaderMatch, PathMatch, RequestMatch};
+use crate::fields::one_of;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{refuse, unsupported};
 
@@ -39,22 +40,16 @@ fn same(text: String, _: &str) -> Result<String, Rejection> {
 }
 
 fn path(spec: PathMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {
-    let value = spec.value;
-    let kind = match &*spec.kind {
-        "Exact" => PathKind::Exact(value),
-        "PathPrefix" => PathKind::Prefix(value),
-        "Suffix" => PathKind::Suffix(value),
-        "Template" => PathKind::Template(value),
-        other => {
-            return refuse(
-                field,
-                "type",
-                other,
-                "Exact, PathPrefix, Suffix or Template",
-            );
-        }
-    };
-    Ok(proto::AuthorizedPath { kind: Some(kind) })
+    type OfText = fn(String) -> PathKind;
+    let kinds: [(&str, OfText); 4] = [
+        ("Exact", PathKind::Exact),
+        ("PathPrefix", PathKind::Prefix),
+        ("Suffix", PathKind::Suffix),
+        ("Template", PathKind::Template),
+    ];
+    let kind = one_of(&format!("{field}.type"), Some(&spec.kind), &kinds)?;
+    let kind = Some(kind(spec.value));
+    Ok(proto::AuthorizedPath { kind })
 }
 
 fn grpc(spec: GrpcMatch, field: &str) -> Result<proto::AuthorizedPath, Rejection> {

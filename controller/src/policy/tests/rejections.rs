@@ -431,7 +431,7 @@ fn refused() -> Vec<(Value, &'static str)> {
         ),
         (
             fault(json!({"headers": [{"type": "Glob", "name": "a", "value": "b"}]})),
-            "spec.faults[0].matches[0].headers[0].type: \"Glob\" is not a type of match",
+            "spec.faults[0].matches[0].headers[0].type: \"Glob\" is not Exact or RegularExpression",
         ),
         (
             fault(json!({"headers": [{"name": "a", "value": ""}]})),
