@@ -15,7 +15,6 @@ use tokio::time::Instant;
 
 use crate::authenticate::{Caller, PodRef};
 use crate::index::Index;
-use crate::index::object::Key;
 use watches::Watches;
 
 /// The time for which a report of traffic counts: proxies send one every 10 seconds.
@@ -74,10 +73,8 @@ impl ConnectedProxy {
     /// Whether it is the proxy of a meshed pod in the catalog. Every service account can open a
     /// stream; only these proxies have certificates that a rotation concerns.
     pub fn is_meshed(&self, index: &Index) -> bool {
-        self.pod.as_ref().is_some_and(|pod| {
-            let known = index.pod(&Key::new(&pod.namespace, &pod.name));
-            known.is_some_and(|known| known.uid == pod.uid && known.identity.is_some())
-        })
+        let pod = self.pod.as_ref();
+        pod.is_some_and(|pod| index.meshed_pod(pod).is_some())
     }
 }
 

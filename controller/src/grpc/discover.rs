@@ -30,6 +30,7 @@ use crate::authenticate::PodRef;
 use crate::authority::{Trust, TrustReceiver};
 use crate::edges::group;
 use crate::hub::{Hub, Notifications, Resources};
+use crate::index::Index;
 use crate::index::position::Position;
 use crate::metrics::{Metrics, Sent};
 use crate::proxies::{ConnectedGuard, Watched};
@@ -236,10 +237,8 @@ fn add_edges(
         };
     }
     let group = proxy.pod().and_then(|pod| {
-        context.hub.read(|index| {
-            let known = index.pod(&pod.key()).filter(|known| known.uid == pod.uid);
-            known.filter(|known| known.identity.is_some()).map(group)
-        })
+        let read = |index: &Index| index.meshed_pod(&pod).map(group);
+        context.hub.read(read)
     });
     if let Some(group) = group {
         context.edges.report(group, edges, SystemTime::now());

@@ -352,9 +352,7 @@ fn traffic(
     now: Instant,
 ) -> Option<proto::get_traffic_response::Pod> {
     let (reported, traffic) = proxy.traffic(now)?;
-    let pod = index
-        .pod(&reported.key())
-        .filter(|_| proxy.is_meshed(index))?;
+    let pod = index.meshed_pod(reported)?;
     let label = |name: &str| pod.labels.get(name).map(String::as_str);
     Some(proto::get_traffic_response::Pod {
         namespace: reported.namespace.to_string(),

@@ -164,8 +164,8 @@ fn stream_age() -> Duration {
 /// proxy, or is not in the catalog yet.
 fn capabilities(caller: &Caller, index: &Index) -> HeaderValue {
     let is_injected = |pod: &&PodRef| {
-        let known = index.pod(&pod.key());
-        known.is_none_or(|known| known.uid != pod.uid || known.identity.is_some())
+        let known = index.pod_by_uid(pod);
+        known.is_none_or(|known| known.identity.is_some())
     };
     let of_pod = caller.pod.as_ref().filter(is_injected);
     let of_pod = of_pod.map(|_| {

@@ -231,7 +231,7 @@ enum PodCheck {
 impl PodCheck {
     fn new(index: &Index, pod: &PodRef, identity: &Identity, peer: Option<IpAddr>) -> PodCheck {
         let key = pod.key();
-        let Some(known) = index.pod(&key).filter(|known| known.uid == pod.uid) else {
+        let Some(known) = index.pod_by_uid(pod) else {
             return PodCheck::Unknown;
         };
         let expected = known.identity.as_deref();

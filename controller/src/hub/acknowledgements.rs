@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep};
 use super::Lacking;
 use super::watched::Subscriber;
 use super::{Hub, Resources};
+use crate::authenticate::PodRef;
 use crate::authorization::{Direction, smi};
 use crate::index::authorization::Covering;
 use crate::index::object::{Key, Kind, Resource};
@@ -246,7 +247,12 @@ impl Hub {
         let (index, subscribers) = (self.index(), self.subscribers());
         for key in pods {
             let latest = subscribers.latest_in(key);
-            let latest = latest.filter(|(_, pod, _)| index.has_proxy(pod));
+            let has_proxy = |pod: &PodRef| {
+                index
+                    .meshed_pod(pod)
+                    .is_some_and(|known| !known.terminating)
+            };
+            let latest = latest.filter(|(_, pod, _)| has_proxy(pod));
             let Some((id, _, lacking)) = latest else {
                 continue;
             };

@@ -334,11 +334,8 @@ impl Index {
 
     /// The URLs of the keys of these issuers in the policies of a meshed pod.
     pub fn key_urls(&self, pod: &PodRef, issuers: &[String]) -> BTreeSet<Source> {
-        let known = self.pods.get(&pod.key());
-        let known = known.filter(|known| known.uid == pod.uid && known.identity.is_some());
-        let policies = known
-            .into_iter()
-            .flat_map(|pod| self.authorizing(pod, Direction::Inbound));
+        let known = self.meshed_pod(pod).into_iter();
+        let policies = known.flat_map(|pod| self.authorizing(pod, Direction::Inbound));
         let fetched = policies.flat_map(|(policy, _)| policy.fetched());
         let urls = fetched
             .filter(|one| matches!(one.source, Source::Url(_)) && issuers.contains(&one.issuer));

@@ -375,12 +375,16 @@ impl Index {
         }
     }
 
-    /// Whether a pod has a proxy, and does not terminate. Not another pod with its name.
-    pub fn has_proxy(&self, pod: &PodRef) -> bool {
+    /// A pod, not another one with its name.
+    pub fn pod_by_uid(&self, pod: &PodRef) -> Option<&Pod> {
         let known = self.pods.get(&pod.key());
-        known.is_some_and(|known| {
-            known.uid == pod.uid && known.identity.is_some() && !known.terminating
-        })
+        known.filter(|known| known.uid == pod.uid)
+    }
+
+    /// A pod with a proxy, not another one with its name.
+    pub fn meshed_pod(&self, pod: &PodRef) -> Option<&Pod> {
+        let known = self.pod_by_uid(pod);
+        known.filter(|known| known.identity.is_some())
     }
 
     /// A pod by its key.
