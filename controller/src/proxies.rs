@@ -162,30 +162,24 @@ impl fmt::Display for ConnectedGuard {
 }
 
 impl ConnectedGuard {
-    /// Replaces the status of the proxy.
-    pub fn update(&self, status: ProxyStatus, clock_skew: i64) {
-        if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
-            (proxy.status, proxy.clock_skew) = (Some(status), clock_skew);
+    /// Changes what is known of the proxy.
+    pub fn change(&self, change: impl FnOnce(&mut ConnectedProxy)) {
+        if let Some(known) = self.proxies.lock().connected.get_mut(&self.id) {
+            change(known);
         }
+    }
+
+    /// Records the latest status of the proxy, and how far its clock is ahead, in milliseconds.
+    pub fn update(&self, status: ProxyStatus, clock_skew: i64) {
+        self.change(|known| {
+            known.status = Some(status);
+            known.clock_skew = clock_skew;
+        });
     }
 
     /// The pod, if the token is bound to one.
     pub fn pod(&self) -> Option<PodRef> {
         self.proxies.lock().connected.get(&self.id)?.pod.clone()
-    }
-
-    /// Replaces the exceptions of the proxy, whose length the caller has checked.
-    pub fn set_exceptions(&self, exceptions: Bytes) {
-        if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
-            proxy.exceptions = exceptions;
-        }
-    }
-
-    /// Replaces the traffic of the proxy, whose length the caller has checked.
-    pub fn set_traffic(&self, traffic: Option<Bytes>, now: Instant) {
-        if let Some(proxy) = self.proxies.lock().connected.get_mut(&self.id) {
-            proxy.traffic = traffic.map(|traffic| (traffic, now));
-        }
     }
 
     /// For a stream whose proxy reports traffic as often as it is told.
@@ -300,12 +294,12 @@ mod tests {
             let proxy = proxies.connect(&caller, SystemTime::UNIX_EPOCH);
             let has_traffic = |now| proxies.snapshot()[0].traffic(now).is_some();
             assert!(!has_traffic(start));
-            proxy.set_traffic(Some(Bytes::from_static(b"1")), start);
+            proxy.change(|known| known.traffic = Some((Bytes::from_static(b"1"), start)));
             assert_eq!(
                 (has_traffic(after(25)), has_traffic(after(26))),
                 (is_known, false)
             );
-            proxy.set_traffic(None, after(1));
+            proxy.change(|known| known.traffic = None);
             assert!(!has_traffic(after(1)));
         }
     }

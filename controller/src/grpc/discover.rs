@@ -202,18 +202,17 @@ impl SharedSubscriptions {
 fn set_exceptions(exceptions: &proto::Exceptions, has_exceeded: &mut bool, proxy: &ConnectedGuard) {
     let size = (exceptions.exceptions.len(), exceptions.encoded_len());
     let max = (MAX_EXCEPTIONS, MAX_EXCEPTIONS_BYTES);
-    proxy.set_exceptions(if is_within("exceptions", size, max, has_exceeded, proxy) {
-        exceptions.encode_to_vec().into()
-    } else {
-        Bytes::new()
-    });
+    let is_within = is_within("exceptions", size, max, has_exceeded, proxy);
+    let stored = is_within.then(|| exceptions.encode_to_vec().into());
+    proxy.change(|known| known.exceptions = stored.unwrap_or_default());
 }
 
 /// Stores the traffic of a proxy while it is connected. Too large messages count as none.
 fn set_traffic(traffic: Vec<u8>, has_exceeded: &mut bool, proxy: &ConnectedGuard) {
     let (size, max) = ((1, traffic.len()), (1, MAX_TRAFFIC_BYTES));
     let is_within = is_within("reports of traffic", size, max, has_exceeded, proxy);
-    proxy.set_traffic(is_within.then(|| traffic.into()), Instant::now());
+    let traffic = is_within.then(|| (traffic.into(), Instant::now()));
+    proxy.change(|known| known.traffic = traffic);
 }
 
 /// Adds what a proxy reports about its own pod, which the token of the stream is bound to.
