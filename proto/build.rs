@@ -35,8 +35,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .type_attribute(".mesh.v1.Edge.path", ONE_OF)
         .type_attribute(".mesh.v1.AuthorizedPath.kind", ONE_OF)
         .message_attribute(".mesh.v1.Traffic", PAGE)
-        // In a certain order: equal groups are equal bytes.
+        // In a certain order: equal messages are equal bytes.
         .btree_map("GetEdgesResponse.Group.labels")
+        .btree_map("Service.Endpoint.ports")
         .compile_fds(descriptors)?;
     for file in files {
         println!("cargo:rerun-if-changed={file}");

@@ -17,7 +17,6 @@ mod history;
 mod keys;
 mod queue;
 mod resources;
-mod services;
 mod subscribers;
 mod timed;
 mod turns;
@@ -28,13 +27,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
+use diy_mesh_proto::mesh::v1::Service;
 use prometheus_client::metrics::histogram::Histogram;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use crate::authenticate::{Namespaces, PodRef};
+use crate::authenticate::PodRef;
 use crate::authorization;
 use crate::authorization::keys::Results;
 use crate::authorization::keys::schedule::Schedule;
@@ -42,7 +42,6 @@ use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
 use crate::index::object::{Event, Key, Kind, Resource};
 use crate::index::position::Requests;
-use crate::index::view::ServiceView;
 use crate::index::{Index, Touched};
 use crate::routes::RouteStatus;
 use crate::routes::attach::RouteId;
@@ -52,7 +51,6 @@ use crate::routes::statuses::{Statuses, Withheld};
 pub use acknowledgements::Rejection;
 use history::History;
 pub use resources::{Notifications, Resources};
-pub use services::Services;
 pub use subscribers::Lacking;
 use subscribers::Subscribers;
 use timed::{Holds, Timed};
@@ -70,6 +68,8 @@ const PUBLICATION_INTERVAL: Duration = Duration::from_millis(100);
 const PUBLICATION_BUCKETS: [f64; 8] = [0.001, 0.005, 0.02, 0.1, 0.2, 0.5, 2.0, 10.0];
 /// Minimum time between two publications of the replicas that share rate limits.
 const REPLICAS_INTERVAL: Duration = Duration::from_secs(5);
+/// Changes of Services that a slow client has not read. Beyond them, all may have changed for it.
+const MAX_UNREAD_CHANGES: usize = 16;
 /// Time that a call waits for a synced catalog.
 const SYNC_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -114,6 +114,7 @@ pub struct Hub {
     reports: Arc<Mutex<Reports>>,
     /// The endpoints of former states.
     history: Arc<Mutex<History>>,
+    changed_services: broadcast::Sender<Arc<BTreeSet<Key>>>,
     requests: watch::Sender<Requests>,
     holds: Arc<[Holds; 3]>,
     /// The times from the receipt of changes to the notification of subscribers.
@@ -158,6 +159,7 @@ impl Default for Hub {
             fetches: Arc::default(),
             reports: Arc::default(),
             history: Arc::default(),
+            changed_services: broadcast::Sender::new(MAX_UNREAD_CHANGES),
             requests: watch::Sender::default(),
             holds: Arc::default(),
             publications: Histogram::new(PUBLICATION_BUCKETS),
@@ -400,7 +402,7 @@ impl Hub {
     }
 
     /// The current state of a Service.
-    pub fn service(&self, key: &Key) -> Option<ServiceView> {
+    pub fn service(&self, key: &Key) -> Option<Service> {
         self.index().service(key)
     }
 
@@ -430,26 +432,9 @@ impl Hub {
         self.requests.subscribe()
     }
 
-    /// A subscriber to these Services, or to all in these namespaces if `names` is empty, with a pending
-    /// notification for each.
-    pub fn watch_services(&self, names: &BTreeSet<Key>, namespaces: Namespaces) -> Services {
-        let index = self.index();
-        let (id, queue) = self.subscribers().watch_services(names, &namespaces);
-        if names.is_empty() {
-            index
-                .service_keys()
-                .into_iter()
-                .filter(|key| namespaces.contains(&key.namespace))
-                .for_each(|key| queue.push(key, ()))
-        } else {
-            names.iter().for_each(|name| queue.push(name.clone(), ()))
-        }
-        Services {
-            hub: self.clone(),
-            id,
-            names: names.clone(),
-            queue,
-        }
+    /// The Services that may have changed, at each publication.
+    pub fn changed_services(&self) -> broadcast::Receiver<Arc<BTreeSet<Key>>> {
+        self.changed_services.subscribe()
     }
 
     /// Wakes all subscribers to resources, to look for changes that are not in the catalog.
@@ -491,7 +476,12 @@ impl Hub {
             is_changed
         });
         subscribers.relocate(&index, touched);
-        subscribers.notify_services(&touched.services);
+        if !touched.services.is_empty() && self.changed_services.receiver_count() > 0 {
+            // An error means that there are no receivers any more.
+            let _ = self
+                .changed_services
+                .send(Arc::new(touched.services.clone()));
+        }
     }
 
     /// Resolves a part of what is affected, and notifies its subscribers. Returns whether something

@@ -15,7 +15,8 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::name::parse_key;
-use super::{Call, Mesh, ResponseStream, message, stream_age, watch};
+use super::watch::{self, Account, Watch};
+use super::{Call, Mesh, ResponseStream, message, stream_age};
 use crate::authenticate::Namespaces;
 use crate::authority::status;
 use crate::explain::{self, authorization};
@@ -115,7 +116,7 @@ impl ServiceMeshService for Mesh {
         let mut page = proto::GetServicesResponse::default();
         let mut keys = keys.range((after, Bound::Unbounded)).peekable();
         while let Some(key) = keys.next() {
-            let service = message::service(key, hub.service(key).as_ref());
+            let service = message::service(key, hub.service(key));
             // Before another page is made in the meantime.
             viewer.add(service.encoded_len())?;
             page.services.push(service);
@@ -143,15 +144,15 @@ impl ServiceMeshService for Mesh {
         } = self.viewer(&request).await?;
         let keys = service_keys(&request.get_ref().services, &namespaces)?;
         let open = Active::new(&self.context.metrics.watch_streams);
-        let subscriber = self.context.hub.watch_services(&keys, namespaces);
+        let watch = Watch::new(&self.context.hub, keys, namespaces);
         // Names are as long as the client wants.
         let names = request.get_ref().encoded_len();
-        charge.add(names + subscriber.pending() * SUBSCRIPTION_BYTES)?;
-        let account = watch::Account {
+        charge.add(names + watch.pending() * SUBSCRIPTION_BYTES)?;
+        let account = Account {
             charge: charge.beside(),
             unsent: call.unsent.clone(),
         };
-        let responses = watch::responses(subscriber, account, self.context.stopping.clone());
+        let responses = watch::responses(watch, account, self.context.stopping.clone());
         let responses = responses.inspect(move |_| {
             let _until_the_end = (&open, &charge);
         });

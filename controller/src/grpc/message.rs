@@ -5,35 +5,18 @@ use diy_mesh_proto::mesh::v1 as proto;
 
 use super::frames;
 use crate::index::endpoints::{Delta, Endpoint, Endpoints};
-use crate::index::object::{Key, ServicePort, TargetPort};
+use crate::index::object::Key;
 use crate::index::state::{Target, TargetKind, Workload};
-use crate::index::view::{EndpointView, ServiceView};
 use crate::routes::attach::Table;
 
 /// A Service. One that does not exist has a name only and is marked as deleted.
-pub(super) fn service(key: &Key, view: Option<&ServiceView>) -> proto::Service {
-    let mut message = proto::Service {
+pub(super) fn service(key: &Key, known: Option<proto::Service>) -> proto::Service {
+    known.unwrap_or_else(|| proto::Service {
         name: key.name.to_string(),
         namespace: key.namespace.to_string(),
+        deleted: true,
         ..proto::Service::default()
-    };
-    let Some(view) = view else {
-        return proto::Service {
-            deleted: true,
-            ..message
-        };
-    };
-    message.ports = view.service.ports.iter().map(port).collect();
-    message.cluster_ips = view
-        .service
-        .cluster_ips
-        .iter()
-        .map(ToString::to_string)
-        .collect();
-    message.endpoints = view.endpoints.iter().map(service_endpoint).collect();
-    message.canaries = view.canaries.iter().map(canary).collect();
-    message.external_name = view.service.external_name.to_string();
-    message
+    })
 }
 
 /// The fields of a [`proto::Snapshot`] that have encodings of their own.
@@ -162,44 +145,5 @@ fn endpoint(endpoint: &Endpoint) -> proto::Endpoint {
         identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
         opaque: endpoint.opaque,
         outside: endpoint.outside,
-    }
-}
-
-fn canary((key, percent): &(Key, u32)) -> proto::service::Canary {
-    proto::service::Canary {
-        name: key.name.to_string(),
-        weight: i32::try_from(*percent).expect("100 at most"),
-        ..proto::service::Canary::default()
-    }
-}
-
-fn port(port: &ServicePort) -> proto::service::Port {
-    let (target_port, target_port_name) = match &port.target {
-        TargetPort::Number(number) => ((*number).into(), String::new()),
-        TargetPort::Name(name) => (0, name.clone()),
-    };
-    proto::service::Port {
-        name: port.name.clone(),
-        port: port.port.into(),
-        target_port,
-        protocol: port.protocol.name().to_owned(),
-        target_port_name,
-        app_protocol: port.app_protocol.clone(),
-    }
-}
-
-fn service_endpoint(endpoint: &EndpointView) -> proto::service::Endpoint {
-    proto::service::Endpoint {
-        addresses: endpoint.addresses.iter().map(ToString::to_string).collect(),
-        ready: endpoint.ready,
-        pod_name: endpoint.pod_name.to_string(),
-        terminating: endpoint.terminating,
-        zone: endpoint.zone.to_string(),
-        ports: endpoint
-            .ports
-            .iter()
-            .map(|(name, number)| (name.clone(), (*number).into()))
-            .collect(),
-        identity: endpoint.identity.as_deref().unwrap_or_default().to_owned(),
     }
 }

@@ -1,18 +1,22 @@
 //! One WatchServices stream: the existing Services, then each change. A response is made when the
 //! one before it can be sent, from the latest state of a Service.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use futures::{Stream, stream};
-use prost::Message as _;
+use prost::Message;
+use tokio::sync::broadcast::Receiver;
+use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::message;
-use crate::hub::{CatalogError, Services};
+use crate::authenticate::Namespaces;
+use crate::hub::{CatalogError, Hub};
 use crate::index::object::Key;
-use crate::index::version::Version;
+use crate::index::version::{self, Version};
 use crate::quota::{Charge, Unsent};
 
 /// What responses are charged to until they have been sent.
@@ -36,57 +40,96 @@ impl Account {
 
 /// The responses of a stream until `stopping`.
 pub(super) fn responses(
-    subscriber: Services,
+    watch: Watch,
     account: Account,
     stopping: CancellationToken,
 ) -> impl Stream<Item = Result<proto::WatchServicesResponse, Status>> + Send + 'static {
-    let watch = Watch {
-        // Notifications keep their order, so these are the Services at the time of the call.
-        unsynced: Some(subscriber.pending()),
-        subscriber,
-        sent: HashMap::new(),
-        account,
-    };
-    stream::unfold((watch, stopping), |(mut watch, stopping)| async move {
+    let state = (watch, account, stopping);
+    stream::unfold(state, |(mut watch, account, stopping)| async move {
         let response = tokio::select! {
-            response = watch.next() => watch.account.charge(response),
+            response = watch.next() => account.charge(response),
             () = stopping.cancelled() => Err(CatalogError::Stopping.into()),
         };
-        Some((response, (watch, stopping)))
+        Some((response, (watch, account, stopping)))
     })
 }
 
-struct Watch {
-    subscriber: Services,
-    /// The number of initial Services that are not sent yet.
-    unsynced: Option<usize>,
+/// The Services that a client watches.
+pub(super) struct Watch {
+    hub: Hub,
+    /// Empty: all in these namespaces.
+    names: BTreeSet<Key>,
+    namespaces: Namespaces,
+    changes: Receiver<Arc<BTreeSet<Key>>>,
+    /// Those at the time of the call that are to be sent. `None`: the client knows that it has all.
+    initial: Option<BTreeSet<Key>>,
+    changed: BTreeSet<Key>,
     sent: HashMap<Key, Option<Version>>,
-    account: Account,
 }
 
 impl Watch {
+    /// These Services, or all in these namespaces if `names` is empty.
+    pub(super) fn new(hub: &Hub, names: BTreeSet<Key>, namespaces: Namespaces) -> Watch {
+        let changes = hub.changed_services();
+        let mut watch = Watch {
+            hub: hub.clone(),
+            names,
+            namespaces,
+            changes,
+            initial: None,
+            changed: BTreeSet::new(),
+            sent: HashMap::new(),
+        };
+        watch.initial = Some(watch.all());
+        watch
+    }
+
+    /// The number of initial Services that are not sent yet.
+    pub(super) fn pending(&self) -> usize {
+        self.initial.as_ref().map_or(0, BTreeSet::len)
+    }
+
+    fn all(&self) -> BTreeSet<Key> {
+        if !self.names.is_empty() {
+            return self.names.clone();
+        }
+        let mut all = self.hub.service_keys();
+        all.retain(|key| self.namespaces.contains(&key.namespace));
+        all
+    }
+
+    fn concerns(&self, key: &Key) -> bool {
+        if self.names.is_empty() {
+            self.namespaces.contains(&key.namespace)
+        } else {
+            self.names.contains(key)
+        }
+    }
+
+    /// The next response. Cancel-safe.
     async fn next(&mut self) -> proto::WatchServicesResponse {
         loop {
-            if self.unsynced == Some(0) {
-                self.unsynced = None;
+            if self.initial.take_if(|initial| initial.is_empty()).is_some() {
                 return proto::WatchServicesResponse {
                     service: None,
                     synced: true,
                 };
             }
-            self.subscriber.wait().await;
-            let Some((key, view)) = self.subscriber.next() else {
+            let initial = self.initial.as_mut().and_then(BTreeSet::pop_first);
+            let Some(key) = initial.or_else(|| self.changed.pop_first()) else {
+                self.receive().await;
                 continue;
             };
-            self.unsynced = self.unsynced.map(|left| left - 1);
-            let version = view.as_ref().map(|view| view.version());
+            let known = self.hub.service(&key);
+            let encoded = known.as_ref().map(Message::encode_to_vec);
+            let version = encoded.map(|encoded| version::of("service", &encoded));
             if self.sent.get(&key) == Some(&version) {
                 continue;
             }
-            let service = message::service(&key, view.as_ref());
+            let service = message::service(&key, known);
             // Deleted Services are remembered only if the client named them, which bounds the
             // memory.
-            if version.is_none() && self.subscriber.watches_all() {
+            if version.is_none() && self.names.is_empty() {
                 self.sent.remove(&key);
             } else {
                 self.sent.insert(key, version);
@@ -97,19 +140,33 @@ impl Watch {
             };
         }
     }
+
+    /// Waits for changes. Of a client that has missed some, all Services may have changed.
+    async fn receive(&mut self) {
+        let changed = match self.changes.recv().await {
+            Ok(keys) => {
+                let keys = keys.iter().filter(|key| self.concerns(key));
+                keys.cloned().collect()
+            }
+            Err(RecvError::Lagged(_)) => {
+                let sent = self.sent.keys().cloned();
+                self.all().into_iter().chain(sent).collect()
+            }
+            // The hub holds the sender.
+            Err(RecvError::Closed) => std::future::pending().await,
+        };
+        self.changed = changed;
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    use std::collections::BTreeSet;
     use std::pin::pin;
 
     use futures::StreamExt as _;
 
-    use crate::authenticate::Namespaces;
-    use crate::hub::Hub;
     use crate::index::object::Change;
     use crate::index::tests::service_with_pods;
     use crate::quota::Quotas;
@@ -124,7 +181,7 @@ mod tests {
         apply("a", "10.0.0.1");
         apply("b", "10.0.0.2");
         let stopping = CancellationToken::new();
-        let services = hub.watch_services(&BTreeSet::new(), Namespaces::All);
+        let services = Watch::new(&hub, BTreeSet::new(), Namespaces::All);
         let account = Account {
             charge: Quotas::default().connect("", ""),
             unsent: Unsent::default(),
@@ -159,7 +216,7 @@ mod tests {
         let quotas = Quotas::with_subscriptions(8);
         let unsent = Unsent::default();
         let stream = || {
-            let services = hub.watch_services(&BTreeSet::new(), Namespaces::All);
+            let services = Watch::new(&hub, BTreeSet::new(), Namespaces::All);
             let account = Account {
                 charge: quotas.connect("", ""),
                 unsent: unsent.clone(),

@@ -1,58 +1,49 @@
 //! The pending notifications of one subscriber.
 
 use std::collections::{HashMap, VecDeque};
-use std::hash::Hash;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-/// The pending notifications of a subscriber: each topic once, in order, with its latest state.
-pub(super) struct Queue<T, S> {
-    pending: Mutex<Pending<T, S>>,
+use crate::index::object::Resource;
+use crate::index::state::State;
+
+/// The pending notifications of a subscriber: each resource once, in order, with its latest state.
+#[derive(Default)]
+pub(super) struct Queue {
+    pending: Mutex<Pending>,
     added: Notify,
 }
 
-struct Pending<T, S> {
-    order: VecDeque<T>,
-    states: HashMap<T, S>,
+#[derive(Default)]
+struct Pending {
+    order: VecDeque<Arc<Resource>>,
+    states: HashMap<Arc<Resource>, Arc<State>>,
     is_woken: bool,
 }
 
-impl<T, S> Default for Queue<T, S> {
-    fn default() -> Self {
-        Queue {
-            pending: Mutex::new(Pending {
-                order: VecDeque::new(),
-                states: HashMap::new(),
-                is_woken: false,
-            }),
-            added: Notify::new(),
-        }
-    }
-}
-
-impl<T: Clone + Eq + Hash, S> Queue<T, S> {
-    pub(super) fn push(&self, topic: T, state: S) {
+impl Queue {
+    pub(super) fn push(&self, resource: Arc<Resource>, state: Arc<State>) {
         let mut pending = self.pending();
-        if pending.states.insert(topic.clone(), state).is_none() {
-            pending.order.push_back(topic);
+        if pending.states.insert(resource.clone(), state).is_none() {
+            pending.order.push_back(resource);
             drop(pending);
             self.added.notify_one();
         }
     }
 
-    pub(super) fn pop(&self) -> Option<(T, S)> {
+    pub(super) fn pop(&self) -> Option<(Arc<Resource>, Arc<State>)> {
         let mut pending = self.pending();
-        let topic = pending.order.pop_front()?;
-        let state = pending.states.remove(&topic)?;
-        Some((topic, state))
+        let resource = pending.order.pop_front()?;
+        let state = pending.states.remove(&resource)?;
+        Some((resource, state))
     }
 
-    /// Removes a notification, so that topics without subscription do not accumulate.
-    pub(super) fn remove(&self, topic: &T) {
+    /// Removes a notification, so that resources without subscription do not accumulate.
+    pub(super) fn remove(&self, resource: &Resource) {
         let mut pending = self.pending();
-        if pending.states.remove(topic).is_some() {
-            pending.order.retain(|other| other != topic);
+        if pending.states.remove(resource).is_some() {
+            pending.order.retain(|other| **other != *resource);
         }
     }
 
@@ -78,7 +69,7 @@ impl<T: Clone + Eq + Hash, S> Queue<T, S> {
         std::mem::take(&mut pending.is_woken) || !pending.order.is_empty()
     }
 
-    fn pending(&self) -> MutexGuard<'_, Pending<T, S>> {
+    fn pending(&self) -> MutexGuard<'_, Pending> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use super::Hub;
-use super::subscribers::ResourceQueue;
+use super::queue::Queue;
 use super::watched::Resolved;
 use crate::index::endpoints::{Delta, Endpoints};
 use crate::index::object::Resource;
@@ -18,7 +18,7 @@ use crate::index::version::Version;
 pub struct Resources {
     pub(super) hub: Hub,
     pub(super) id: u64,
-    pub(super) queue: Arc<ResourceQueue>,
+    pub(super) queue: Arc<Queue>,
     pub(super) published: watch::Receiver<Option<Arc<Position>>>,
 }
 
@@ -104,7 +104,7 @@ impl Drop for Resources {
 
 /// Waits for the notifications of a subscriber.
 #[derive(Clone)]
-pub struct Notifications(Arc<ResourceQueue>);
+pub struct Notifications(Arc<Queue>);
 
 impl Notifications {
     /// Waits for a notification. Cancel-safe.

@@ -13,17 +13,11 @@ use super::acknowledgements::{Review, is_reviewed};
 use super::history::History;
 use super::queue::Queue;
 use super::watched::{Resolved, Subscriber, Watched};
-use crate::authenticate::{Namespaces, PodRef};
+use crate::authenticate::PodRef;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::{Key, Resource};
 use crate::index::position::Position;
-use crate::index::state::State;
 use crate::index::{Index, Touched, link, unlink};
-
-/// The notifications of a subscriber to resources.
-pub(super) type ResourceQueue = Queue<Arc<Resource>, Arc<State>>;
-/// The notifications of a subscriber to Services, which reads their states from the index.
-pub(super) type ServiceQueue = Queue<Key, ()>;
 
 #[derive(Default)]
 pub(super) struct Subscribers {
@@ -31,8 +25,6 @@ pub(super) struct Subscribers {
     resources: BTreeMap<Arc<Resource>, Watched>,
     /// The destinations with subscribers by their port.
     destinations_on: HashMap<u16, BTreeSet<SocketAddr>>,
-    named: HashMap<Key, HashMap<u64, Arc<ServiceQueue>>>,
-    all: HashMap<u64, (Namespaces, Arc<ServiceQueue>)>,
     clients: HashMap<u64, Client>,
     clients_of_pod: HashMap<Key, BTreeSet<u64>>,
     /// The latest position whose changes are published, except those of pending resources.
@@ -42,7 +34,7 @@ pub(super) struct Subscribers {
 
 /// A subscriber to resources.
 pub(super) struct Client {
-    queue: Arc<ResourceQueue>,
+    queue: Arc<Queue>,
     /// Its pod, if its token is bound to one.
     pod: Option<PodRef>,
     /// The location of its pod. Unknown until the pod is in the catalog.
@@ -76,9 +68,10 @@ impl Subscribers {
         &mut self,
         pod: Option<PodRef>,
         location: Location,
-    ) -> (u64, Arc<ResourceQueue>) {
-        let id = self.next_id();
-        let queue: Arc<ResourceQueue> = Arc::default();
+    ) -> (u64, Arc<Queue>) {
+        self.next_id += 1;
+        let id = self.next_id;
+        let queue: Arc<Queue> = Arc::default();
         if let Some(pod) = &pod {
             link(&mut self.clients_of_pod, &pod.key(), &id);
         }
@@ -180,45 +173,6 @@ impl Subscribers {
 
     pub(super) fn wake_clients(&self) {
         self.clients.values().for_each(|client| client.queue.wake());
-    }
-
-    pub(super) fn watch_services(
-        &mut self,
-        names: &BTreeSet<Key>,
-        namespaces: &Namespaces,
-    ) -> (u64, Arc<ServiceQueue>) {
-        let id = self.next_id();
-        let queue: Arc<ServiceQueue> = Arc::default();
-        if names.is_empty() {
-            self.all.insert(id, (namespaces.clone(), queue.clone()));
-        }
-        for name in names {
-            let named = self.named.entry(name.clone()).or_default();
-            named.insert(id, queue.clone());
-        }
-        (id, queue)
-    }
-
-    pub(super) fn unwatch_services(&mut self, id: u64, names: &BTreeSet<Key>) {
-        self.all.remove(&id);
-        for name in names {
-            if let Some(subscribers) = self.named.get_mut(name) {
-                subscribers.remove(&id);
-                if subscribers.is_empty() {
-                    self.named.remove(name);
-                }
-            }
-        }
-    }
-
-    pub(super) fn notify_services(&self, keys: &BTreeSet<Key>) {
-        for key in keys {
-            let named = self.named.get(key).into_iter().flat_map(HashMap::values);
-            let all = self.all.values();
-            let all = all.filter(|(namespaces, _)| namespaces.contains(&key.namespace));
-            let queues = named.chain(all.map(|(_, queue)| queue));
-            queues.for_each(|queue| queue.push(key.clone(), ()));
-        }
     }
 
     /// The location of a client, and whether the state of a resource there is known, and pending.
@@ -416,11 +370,6 @@ impl Subscribers {
     fn client(&self, id: u64) -> &Client {
         &self.clients[&id]
     }
-
-    fn next_id(&mut self) -> u64 {
-        self.next_id += 1;
-        self.next_id
-    }
 }
 
 #[cfg(test)]
@@ -439,8 +388,6 @@ impl Subscribers {
     pub(super) fn is_empty(&self) -> bool {
         self.resources.is_empty()
             && self.destinations_on.is_empty()
-            && self.named.is_empty()
-            && self.all.is_empty()
             && self.clients.is_empty()
             && self.clients_of_pod.is_empty()
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::acknowledgements::Acknowledged;
 use super::history::History;
-use super::subscribers::ResourceQueue;
+use super::queue::Queue;
 use crate::index::Index;
 use crate::index::locality::{Location, Scope};
 use crate::index::object::Resource;
@@ -59,7 +59,7 @@ pub(super) struct Watched {
 
 /// A subscriber to a resource.
 pub(super) struct Subscriber {
-    pub(super) queue: Arc<ResourceQueue>,
+    pub(super) queue: Arc<Queue>,
     pub(super) acknowledged: Option<Acknowledged>,
 }
 

@@ -20,7 +20,7 @@ mod routes;
 pub mod state;
 mod store;
 pub mod version;
-pub mod view;
+mod view;
 pub mod workload;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -34,12 +34,11 @@ use excess::ExcessServices;
 use headless::Headless;
 use limits::Limits;
 use links::{Dirty, Link, Links};
-use object::{Change, Event, Key, Kind, Node, Object, Pod, PodReference, Service, Slice};
+use object::{Change, Event, Key, Kind, Node, Object, Pod, Service, Slice};
 use policies::Policies;
 use position::{History, Position, Progress};
 use routes::Routes;
 use store::{Replaced, Store};
-use view::ServiceView;
 
 use crate::authenticate::PodRef;
 use crate::authorization::smi::{self, policy_key};
@@ -352,17 +351,6 @@ impl Index {
     /// A Service.
     pub fn service_object(&self, key: &Key) -> Option<&Service> {
         self.services.get(key)
-    }
-
-    /// A Service with all endpoints.
-    pub fn service(&self, key: &Key) -> Option<ServiceView> {
-        let service = self.services.get(key)?;
-        let slices: Vec<&Slice> = self.slices_of(key).collect();
-        let pod_of = |reference: &PodReference| self.pod_of(reference);
-        Some(ServiceView {
-            canaries: self.routes.canaries(key).to_vec(),
-            ..view::of(service, &slices, pod_of, |ip| self.holder(ip))
-        })
     }
 
     /// The generation of a route or of a policy.

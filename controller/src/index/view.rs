@@ -2,65 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::sync::Arc;
 
-use super::object::{Key, Pod, PodReference, Service, Slice, SliceEndpoint};
-use super::version::{self, Version};
+use diy_mesh_proto::mesh::v1 as proto;
+use proto::service::{Canary, Endpoint, Port};
 
-/// Ports of one endpoint. A slice has up to 1,000 endpoints that share its ports, a view and its
-/// message do not.
+use super::Index;
+use super::object::{Key, Service, ServicePort, Slice, SliceEndpoint, TargetPort};
+
+/// Ports of one endpoint. A slice has up to 1,000 endpoints that share its ports, a message does
+/// not.
 const MAX_ENDPOINT_PORTS: usize = 32;
-
-/// A Service with its endpoints.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ServiceView {
-    /// The Service.
-    pub service: Service,
-    /// All endpoints, one per pod.
-    pub endpoints: Vec<EndpointView>,
-    /// Other Services with their shares of the requests, in percent.
-    pub canaries: Vec<(Key, u32)>,
-}
-
-/// One endpoint of a Service.
-#[derive(Clone, Debug, Default, PartialEq, Hash)]
-pub struct EndpointView {
-    /// The addresses of both families.
-    pub addresses: BTreeSet<IpAddr>,
-    /// Whether the endpoint accepts new connections.
-    pub ready: bool,
-    /// Whether the endpoint terminates.
-    pub terminating: bool,
-    /// The name of the pod, or empty.
-    pub pod_name: Arc<str>,
-    /// The zone, or empty.
-    pub zone: Arc<str>,
-    /// The ports by name, 32 at most.
-    pub ports: BTreeMap<String, u16>,
-    /// The SPIFFE ID of a meshed pod, unless all of these ports bypass the proxy.
-    pub identity: Option<Arc<str>>,
-}
-
-impl ServiceView {
-    /// A digest of what a message contains of the view.
-    pub fn version(&self) -> Version {
-        let service = &self.service;
-        let ports = service.ports.iter().map(|port| {
-            let protocols = (port.protocol, &port.app_protocol);
-            (&port.name, port.port, &port.target, protocols)
-        });
-        let ports = Vec::from_iter(ports);
-        let addresses = (&service.cluster_ips, &service.external_name);
-        let fields = (
-            &service.key,
-            addresses,
-            ports,
-            &self.endpoints,
-            &self.canaries,
-        );
-        version::of("view", &fields)
-    }
-}
 
 /// The key of an endpoint: its pod, or its address without a pod.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
@@ -69,56 +20,91 @@ enum EndpointKey<'a> {
     Address(IpAddr),
 }
 
-/// Combines a Service with its slices. `pod_of` resolves references to pods, `holder` is the pod
-/// with an address.
-pub(super) fn of<'a>(
-    service: &Service,
-    slices: &[&Slice],
-    pod_of: impl Fn(&PodReference) -> Option<&'a Pod>,
-    holder: impl Fn(IpAddr) -> Option<&'a Pod>,
-) -> ServiceView {
-    let mut all: BTreeMap<EndpointKey, EndpointView> = BTreeMap::new();
-    for slice in slices {
-        for endpoint in &slice.endpoints {
-            let who = endpoint
-                .pod
-                .as_ref()
-                .map_or(EndpointKey::Address(endpoint.address), |pod| {
-                    EndpointKey::Pod(&pod.key)
-                });
-            let view = all.entry(who).or_default();
-            let pod = endpoint.pod.as_ref().map(&pod_of);
-            // As for proxies, endpoints of unknown pods are not usable.
-            let known = pod != Some(None);
-            let leaving = endpoint.terminating || pod.flatten().is_some_and(|pod| pod.terminating);
-            add(view, endpoint, endpoint.ready && known, leaving);
-            view.ready |= service.publish_not_ready && known;
-            let holder = pod.unwrap_or_else(|| holder(endpoint.address));
-            let identity_at = |port| holder.and_then(|pod| pod.identity_at(port));
-            let mut ports = slice.ports.iter().take(MAX_ENDPOINT_PORTS);
-            let identity = ports.find_map(|port| identity_at(port.port));
-            view.identity = view.identity.take().or(identity);
-            let free = MAX_ENDPOINT_PORTS.saturating_sub(view.ports.len());
-            let ports = slice.ports.iter().take(free);
-            view.ports
-                .extend(ports.map(|port| (port.name.clone(), port.port)));
+impl Index {
+    /// The message about a Service, with all endpoints, one per pod.
+    pub fn service(&self, key: &Key) -> Option<proto::Service> {
+        let service = self.services.get(key)?;
+        let mut all: BTreeMap<EndpointKey<'_>, (BTreeSet<IpAddr>, Endpoint)> = BTreeMap::new();
+        for slice in self.slices_of(key) {
+            for endpoint in &slice.endpoints {
+                let pod = endpoint.pod.as_ref().map(|pod| &pod.key);
+                let who = pod.map_or(EndpointKey::Address(endpoint.address), EndpointKey::Pod);
+                let (addresses, message) = all.entry(who).or_default();
+                addresses.insert(endpoint.address);
+                self.describe(service, slice, endpoint, message);
+            }
         }
+        let endpoints = all.into_values().map(|(addresses, message)| Endpoint {
+            addresses: addresses.iter().map(IpAddr::to_string).collect(),
+            ..message
+        });
+        let cluster_ips = service.cluster_ips.iter();
+        Some(proto::Service {
+            name: key.name.to_string(),
+            namespace: key.namespace.to_string(),
+            ports: service.ports.iter().map(port).collect(),
+            cluster_ips: cluster_ips.map(IpAddr::to_string).collect(),
+            endpoints: endpoints.collect(),
+            canaries: self.routes.canaries(key).iter().map(canary).collect(),
+            external_name: service.external_name.to_string(),
+            deleted: false,
+        })
     }
-    ServiceView {
-        service: service.clone(),
-        endpoints: all.into_values().collect(),
-        canaries: Vec::new(),
+
+    /// Adds what a slice says about an endpoint.
+    fn describe(
+        &self,
+        service: &Service,
+        slice: &Slice,
+        endpoint: &SliceEndpoint,
+        message: &mut Endpoint,
+    ) {
+        let pod = endpoint.pod.as_ref().map(|pod| self.pod_of(pod));
+        // As for proxies, endpoints of unknown pods are not usable.
+        let is_known = pod != Some(None);
+        let is_leaving = pod.flatten().is_some_and(|pod| pod.terminating);
+        message.terminating |= endpoint.terminating || is_leaving;
+        message.ready |= endpoint.ready && is_known;
+        message.ready &= !message.terminating;
+        message.ready |= service.publish_not_ready && is_known;
+        if message.zone.is_empty() {
+            message.zone = endpoint.zone.to_string();
+        }
+        if let Some(pod) = &endpoint.pod {
+            message.pod_name = pod.key.name.to_string();
+        }
+        let holder = pod.unwrap_or_else(|| self.holder(endpoint.address));
+        let mut ports = slice.ports.iter().take(MAX_ENDPOINT_PORTS);
+        let identity = ports.find_map(|port| holder?.identity_at(port.port));
+        if message.identity.is_empty() {
+            message.identity = identity.as_deref().unwrap_or_default().to_owned();
+        }
+        let free = MAX_ENDPOINT_PORTS.saturating_sub(message.ports.len());
+        let ports = slice.ports.iter().take(free);
+        let ports = ports.map(|port| (port.name.clone(), port.port.into()));
+        message.ports.extend(ports);
     }
 }
 
-fn add(view: &mut EndpointView, endpoint: &SliceEndpoint, ready: bool, leaving: bool) {
-    view.addresses.insert(endpoint.address);
-    view.terminating |= leaving;
-    view.ready = (view.ready || ready) && !view.terminating;
-    if view.zone.is_empty() {
-        view.zone = endpoint.zone.clone();
+fn canary((key, percent): &(Key, u32)) -> Canary {
+    Canary {
+        name: key.name.to_string(),
+        weight: i32::try_from(*percent).expect("100 at most"),
+        ..Canary::default()
     }
-    if let Some(pod) = &endpoint.pod {
-        view.pod_name = pod.key.name.clone();
+}
+
+fn port(port: &ServicePort) -> Port {
+    let (target_port, target_port_name) = match &port.target {
+        TargetPort::Number(number) => ((*number).into(), String::new()),
+        TargetPort::Name(name) => (0, name.clone()),
+    };
+    Port {
+        name: port.name.clone(),
+        port: port.port.into(),
+        target_port,
+        protocol: port.protocol.name().to_owned(),
+        target_port_name,
+        app_protocol: port.app_protocol.clone(),
     }
 }

@@ -128,6 +128,7 @@ mod tests {
     use std::net::SocketAddr;
 
     use diy_mesh_proto::mesh::v1::RouteBackend;
+    use diy_mesh_proto::mesh::v1::service::Canary;
     use serde_json::json;
 
     use super::*;
@@ -175,7 +176,9 @@ mod tests {
     }
 
     fn canaries(index: &Index) -> Vec<(Key, u32)> {
-        index.service(&key("web")).unwrap().canaries
+        let canaries = index.service(&key("web")).unwrap().canaries.into_iter();
+        let canary = |one: Canary| (key(&one.name), u32::try_from(one.weight).unwrap());
+        canaries.map(canary).collect()
     }
 
     #[test]
