@@ -13,10 +13,9 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 
 use super::Lacking;
-use super::watched::Subscriber;
 use super::{Hub, Resources};
 use crate::authenticate::PodRef;
-use crate::authorization::{Direction, smi};
+use crate::authorization::smi;
 use crate::index::authorization::Covering;
 use crate::index::object::{Key, Kind, Resource};
 use crate::index::state::{State, TargetKind};
@@ -28,7 +27,7 @@ use crate::routes::programmed::{Coverage, Outcome, Progress, REVIEW_INTERVAL, Su
 /// The time between two reviews is this multiple of the time that a review takes, at least.
 const PAUSE: u32 = 20;
 /// Pods that are looked up under a lock.
-const MAX_PODS: usize = 512;
+const MAX_PODS: usize = 128;
 
 /// The rejection of a state.
 #[derive(Clone, Debug)]
@@ -57,22 +56,24 @@ impl Resources {
     }
 }
 
-impl Subscriber {
-    /// What the proxy does with the current state, which has this digest: with a part of it, or with
-    /// its authorization.
-    fn outcome(&self, side: Option<Side>, current: Version, is_incapable: bool) -> Outcome {
-        match &self.acknowledged {
-            _ if is_incapable => Outcome::Incapable,
-            Some((rest, rejection)) if *rest == current => {
-                let rejection = rejection.as_deref();
-                let rejection =
-                    rejection.filter(|one| one.part.is_none_or(|part| Some(part) == side));
-                rejection.map_or(Outcome::Applied, |one| {
-                    Outcome::Rejected(one.reason.to_string())
-                })
-            }
-            _ => Outcome::Waiting,
+/// What a proxy does with the current state, which has this digest: with a part of it, or with its
+/// authorization.
+fn outcome_of(
+    acknowledged: Option<&Acknowledged>,
+    side: Option<Side>,
+    current: Version,
+    is_incapable: bool,
+) -> Outcome {
+    match acknowledged {
+        _ if is_incapable => Outcome::Incapable,
+        Some((rest, rejection)) if *rest == current => {
+            let rejection = rejection.as_deref();
+            let rejection = rejection.filter(|one| one.part.is_none_or(|part| Some(part) == side));
+            rejection.map_or(Outcome::Applied, |one| {
+                Outcome::Rejected(one.reason.to_string())
+            })
         }
+        _ => Outcome::Waiting,
     }
 }
 
@@ -103,42 +104,36 @@ struct Part {
 }
 
 impl Review {
-    /// Adds what a subscriber does with its state.
-    pub(super) fn add(&mut self, id: u64, subscriber: &Subscriber, state: &State) {
+    /// Adds what a client does with a state, of which it has acknowledged this one.
+    pub(super) fn add(&mut self, id: u64, acknowledged: Option<&Acknowledged>, state: &State) {
         let (Some((pod, lacking)), Some(target)) = (self.proxies.get(&id), &state.target) else {
             return;
         };
         let (pod, lacking) = (*pod, *lacking);
-        let outcome = |side| subscriber.outcome(Some(side), state.rest, lacking.policies);
+        let outcome = |side, is_incapable| outcome_of(acknowledged, side, state.rest, is_incapable);
         if let TargetKind::Workload(workload) = &target.kind {
+            let limits = outcome(Some(Side::Pods), lacking.policies);
+            let telemetry = outcome(Some(Side::Telemetry), lacking.telemetry);
             for (service, is_surplus) in &workload.limiting {
-                let outcome = if *is_surplus {
-                    outcome(Side::Pods).min(Outcome::Surplus)
-                } else {
-                    outcome(Side::Pods)
-                };
-                self.add_part(service, Side::Pods, None, (pod, outcome));
-                let side = Side::Telemetry;
-                let outcome = subscriber.outcome(Some(side), state.rest, lacking.telemetry);
-                let outcome = if workload.replaced.contains(service) {
-                    outcome.min(Outcome::Replaced)
-                } else {
-                    outcome
-                };
-                self.add_part(service, side, None, (pod, outcome));
+                let limits = limits.clone().or_worse(*is_surplus, Outcome::Surplus);
+                self.add_part(service, Side::Pods, None, (pod, limits));
+                let is_replaced = workload.replaced.contains(service);
+                let telemetry = telemetry.clone().or_worse(is_replaced, Outcome::Replaced);
+                self.add_part(service, Side::Telemetry, None, (pod, telemetry));
             }
             for (policies, is_incapable) in [
                 (&workload.authorization, lacking.authorization),
                 (&workload.egress, lacking.egress),
             ] {
-                let outcome = subscriber.outcome(None, state.rest, is_incapable);
+                let outcome = outcome(None, is_incapable);
                 for (policy, is_too_large) in policies.keys() {
-                    let outcome = if is_too_large {
-                        outcome.clone().min(Outcome::TooLarge)
-                    } else {
-                        outcome.clone()
-                    };
-                    self.add_authorization(policy, (pod, outcome));
+                    let id = PartId::Authorization(policy.clone());
+                    let outcome = outcome.clone().or_worse(is_too_large, Outcome::TooLarge);
+                    self.parts
+                        .entry(id)
+                        .or_default()
+                        .outcomes
+                        .push((pod, outcome));
                 }
             }
         }
@@ -146,11 +141,11 @@ impl Review {
             return;
         };
         if let Some(table) = &target.routes {
-            let outcome = outcome(Side::Requests);
+            let outcome = outcome(Some(Side::Requests), lacking.policies);
             self.add_part(service, Side::Requests, Some(table), (pod, outcome));
         }
         if target.policy.is_some() {
-            let outcome = outcome(Side::Endpoints);
+            let outcome = outcome(Some(Side::Endpoints), lacking.policies);
             self.add_part(service, Side::Endpoints, None, (pod, outcome));
         }
     }
@@ -168,11 +163,6 @@ impl Review {
         // It keeps the address.
         part.table = table.cloned();
         part.outcomes.push(outcome);
-    }
-
-    fn add_authorization(&mut self, policy: &Key, outcome: (usize, Outcome)) {
-        let id = PartId::Authorization(policy.clone());
-        self.parts.entry(id).or_default().outcomes.push(outcome);
     }
 
     /// What the proxies do with an object, which has these parts.
@@ -253,42 +243,17 @@ impl Hub {
                     .is_some_and(|known| !known.terminating)
             };
             let latest = latest.filter(|(_, pod, _)| has_proxy(pod));
-            let Some((id, _, lacking)) = latest else {
+            let Some((id, reference, lacking)) = latest else {
                 continue;
             };
             let pod = review.pods.len();
             review.pods.push(key.clone());
             review.proxies.insert(id, (pod, lacking));
             // Of a proxy that does not ask for its own state, or whose subscription is refused.
-            let has_own_state = subscribers.has_own_state(id);
-            let outcome = |is_incapable| {
-                if is_incapable {
-                    Some(Outcome::Incapable)
-                } else {
-                    (!has_own_state).then_some(Outcome::Waiting)
-                }
-            };
-            for (side, is_incapable) in [
-                (Side::Pods, lacking.policies),
-                (Side::Telemetry, lacking.telemetry),
-            ] {
-                let Some(outcome) = outcome(is_incapable) else {
-                    continue;
-                };
-                for service in index.limiting_services(key) {
-                    review.add_part(service, side, None, (pod, outcome.clone()));
-                }
-            }
-            for (direction, is_incapable) in [
-                (Direction::Inbound, lacking.authorization),
-                (Direction::Outbound, lacking.egress),
-            ] {
-                let Some(outcome) = outcome(is_incapable) else {
-                    continue;
-                };
-                for policy in index.authorizations_of(key, direction) {
-                    review.add_authorization(policy, (pod, outcome.clone()));
-                }
+            if !subscribers.has_own_state(id) {
+                let own = Resource::Workload(key.clone(), reference.uid.clone());
+                let location = index.location(key, &reference.uid);
+                review.add(id, None, &index.resolve(&own, &location).1);
             }
         }
     }

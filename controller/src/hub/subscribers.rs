@@ -159,9 +159,10 @@ impl Subscribers {
             if watched.states.values().any(|state| is_reviewed(state)) {
                 for (id, subscriber) in &watched.subscribers {
                     let state = watched.state(&self.client(*id).location);
+                    let acknowledged = subscriber.acknowledged.as_ref();
                     state
                         .iter()
-                        .for_each(|state| review.add(*id, subscriber, state));
+                        .for_each(|state| review.add(*id, acknowledged, state));
                 }
             }
             if Instant::now() >= end {

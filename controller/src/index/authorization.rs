@@ -543,13 +543,6 @@ impl Index {
             routes.ports.clear();
         }
     }
-
-    /// The policies of a direction that select a pod.
-    pub fn authorizations_of(&self, pod: &Key, direction: Direction) -> impl Iterator<Item = &Key> {
-        let pod = self.pods.get(pod).into_iter();
-        let policies = pod.flat_map(move |pod| self.authorizing(pod, direction));
-        policies.map(|(policy, _)| &policy.key)
-    }
 }
 
 #[cfg(test)]

@@ -185,13 +185,6 @@ impl Index {
         (Some(telemetry.clone()), replaced.collect())
     }
 
-    /// The Services with limits that select a pod.
-    pub fn limiting_services(&self, pod: &Key) -> impl Iterator<Item = &Key> {
-        let pod = self.pods.get(pod).into_iter();
-        let services = pod.flat_map(|pod| self.limiting(pod));
-        services.map(|(service, _)| &service.key)
-    }
-
     /// The policies in force for a Service, which one side applies, with their targets.
     pub fn policies_of(&self, service: &Key, side: Side) -> Vec<(Key, Target)> {
         self.policies.sources(service, side)

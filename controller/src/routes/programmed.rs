@@ -94,6 +94,11 @@ impl Outcome {
         }
     }
 
+    /// The worse one of two, if the other one holds.
+    pub(crate) fn or_worse(self, holds: bool, other: Outcome) -> Outcome {
+        if holds { self.min(other) } else { self }
+    }
+
     /// Without what a proxy says, and without ports.
     fn without_text(&self) -> Outcome {
         match self {
