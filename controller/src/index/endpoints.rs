@@ -328,7 +328,7 @@ impl Index {
         port: &str,
         ipv6: bool,
     ) -> Result<Arc<Endpoints>, NoRoom> {
-        let room = self.excess.room(&service.key);
+        let room = self.rooms.get(&service.key);
         let room = room.map_or(Ok(MAX_BYTES), |room| room.of(port))?;
         // The index does not change meanwhile, so that others compute the same.
         let port = (port.to_owned(), ipv6);

@@ -4,7 +4,7 @@
 //! A Service keeps its first ports. Of the others, it keeps only the numbers: clients that use them
 //! get an error, and never a connection in plaintext. Its author gets a condition.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use super::endpoints::{MAX_BYTES, Room};
 use super::object::{Key, Service, ServicePort, Transport};
@@ -43,43 +43,14 @@ pub fn split(mut ports: Vec<ServicePort>) -> (Vec<ServicePort>, Option<Box<Exces
     (ports, excess)
 }
 
-/// The Services with endpoints over the limit.
-#[derive(Debug, Default)]
-pub(super) struct ExcessServices {
-    rooms: BTreeMap<Key, Room>,
-}
-
-impl ExcessServices {
-    /// Replaces the room of the ports of a Service. Returns whether it differs from before.
-    pub(super) fn set_room(&mut self, key: &Key, room: Option<Room>) -> bool {
-        let before = match room {
-            Some(room) => self.rooms.insert(key.clone(), room),
-            None => self.rooms.remove(key),
-        };
-        before.as_ref() != self.rooms.get(key)
-    }
-
-    /// The room of the ports of a Service, unless all have enough.
-    pub(super) fn room(&self, key: &Key) -> Option<&Room> {
-        self.rooms.get(key)
-    }
-
-    /// The conditions of a Service over a limit.
-    pub(super) fn status(&self, service: &Service) -> Option<ParentStatus> {
-        let room = self.rooms.get(&service.key);
-        let room = room.map(|room| without_room(&service.key, room));
-        let conditions: Vec<Condition> = condition(service).into_iter().chain(room).collect();
-        (!conditions.is_empty()).then(|| ParentStatus {
-            parent: ParentReference::service(&service.key.name),
-            conditions,
-        })
-    }
-
-    /// The number of results.
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.rooms.len()
-    }
+/// The conditions of a Service over a limit, with the room of its ports if they have too little.
+pub(super) fn status(service: &Service, room: Option<&Room>) -> Option<ParentStatus> {
+    let room = room.map(|room| without_room(&service.key, room));
+    let conditions: Vec<Condition> = condition(service).into_iter().chain(room).collect();
+    (!conditions.is_empty()).then(|| ParentStatus {
+        parent: ParentReference::service(&service.key.name),
+        conditions,
+    })
 }
 
 /// The condition of a Service with endpoints over the limit.

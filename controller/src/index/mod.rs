@@ -30,7 +30,7 @@ use std::ops::Bound;
 use std::sync::Arc;
 
 use authorization::Authorizations;
-use excess::ExcessServices;
+use endpoints::Room;
 use headless::Headless;
 use limits::Limits;
 use links::{Dirty, Link, Links};
@@ -38,7 +38,7 @@ use object::{Change, Event, Key, Kind, Node, Object, Pod, Service, Slice};
 use policies::Policies;
 use position::{History, Position, Progress};
 use routes::Routes;
-use store::{Replaced, Store};
+use store::{Replaced, Store, put};
 
 use crate::authenticate::PodRef;
 use crate::authorization::smi::{self, policy_key};
@@ -62,7 +62,8 @@ pub struct Index {
     meshes: Store<Mesh>,
     limits: Limits,
     headless: Headless,
-    excess: ExcessServices,
+    /// The room of the ports of Services with endpoints over the limit.
+    rooms: HashMap<Key, Room>,
     endpoints: endpoints::Cache,
     links: Links,
     history: History,
@@ -303,7 +304,9 @@ impl Index {
     fn service_status(&self, key: &Key) -> Option<RouteStatus> {
         let service = self.services.get(key)?;
         let canary = self.routes.canary_status(service);
-        let parents = canary.into_iter().chain(self.excess.status(service));
+        let parents = canary
+            .into_iter()
+            .chain(excess::status(service, self.rooms.get(key)));
         let status = RouteStatus {
             uid: service.uid.clone(),
             ..RouteStatus::new(Kind::Service, key.clone(), 0, parents.collect())
@@ -319,7 +322,7 @@ impl Index {
         let authorizations = authorizations.map(smi::id);
         let policies = policies.chain(authorizations);
         let services = self.services.values().filter(|service| {
-            let has_excess = service.excess.is_some() || self.excess.room(&service.key).is_some();
+            let has_excess = service.excess.is_some() || self.rooms.contains_key(&service.key);
             has_excess || service.canary.is_some()
         });
         let services = services.map(|service| (Kind::Service, service.key.clone()));
@@ -544,7 +547,8 @@ impl Index {
     fn settle_room(&mut self, key: &Key, touched: &mut Touched) {
         let service = self.services.get(key);
         let room = service.and_then(|service| self.compute_room(service));
-        if self.excess.set_room(key, room) {
+        let before = put(&mut self.rooms, key, room);
+        if before.as_ref() != self.rooms.get(key) {
             self.endpoints.invalidate(key);
             self.touch_clients(key, touched);
             touched.services.insert(key.clone());

@@ -11,7 +11,7 @@ use diy_mesh_proto::mesh::v1 as proto;
 
 use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Service};
-use super::store::{Replaced, Store};
+use super::store::{Replaced, Store, put};
 use crate::policy::{Effective, Policy, Requests, Settings, Side, Target};
 use crate::routes::attach::{RouteId, Table};
 use crate::routes::{ParentStatus, RouteStatus};
@@ -83,10 +83,8 @@ impl Policies {
     /// Computes the policy that applies to a target, and marks the Services that it concerns.
     pub(super) fn settle(&mut self, links: &mut Links, target: Target) {
         mark_target(links, &target);
-        match self.oldest(links, &target) {
-            Some(key) => drop(self.applied.insert(target.clone(), key)),
-            None => drop(self.applied.remove(&target)),
-        }
+        let oldest = self.oldest(links, &target);
+        put(&mut self.applied, &target, oldest);
         match target {
             Target::Service(key) => drop(links.dirty.insert(Dirty::Policy(key))),
             Target::Namespace(name) => {
@@ -125,10 +123,7 @@ impl Policies {
         if self.of_service.get(key) == next.as_ref() {
             return false;
         }
-        match next {
-            Some(next) => drop(self.of_service.insert(key.clone(), next)),
-            None => drop(self.of_service.remove(key)),
-        }
+        put(&mut self.of_service, key, next);
         true
     }
 

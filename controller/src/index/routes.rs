@@ -15,7 +15,7 @@ use diy_mesh_proto::mesh::v1::ExternalBackend;
 use super::links::{Dirty, Link, Links};
 use super::object::{Key, Kind, Service};
 use super::policies::Policies;
-use super::store::{Replaced, Store};
+use super::store::{Replaced, Store, put};
 use crate::authorization::Rules;
 use crate::routes::attach::{Attachment, RouteId, Table, attach};
 use crate::routes::backend::{Backend, External};
@@ -41,7 +41,7 @@ pub(super) struct Routes {
     pub(super) backends: Store<Backend>,
     canaries: HashMap<Key, Canaries>,
     /// The routes of each Service by their namespace.
-    attachments: HashMap<Key, BTreeMap<Arc<str>, Attachment>>,
+    attachments: HashMap<Key, HashMap<Arc<str>, Attachment>>,
     /// The Services with the filter ExternalAuth in routes of their namespace.
     protected: BTreeSet<Key>,
 }
@@ -67,7 +67,7 @@ impl Routes {
     /// The routes with a Service as parent.
     pub(super) fn of_service(&self, links: &Links, service: &Key) -> impl Iterator<Item = &Route> {
         let namespaces = self.attachments.get(service).into_iter();
-        let groups = namespaces.flat_map(BTreeMap::keys);
+        let groups = namespaces.flat_map(HashMap::keys);
         let ids = groups
             .flat_map(|namespace| links.ids(&Link::RouteOf(service.clone(), namespace.clone())));
         ids.filter_map(|id| self.get(id))
@@ -222,11 +222,8 @@ impl Routes {
         let annotated = annotated.filter_map(|key| services.get(key)).collect();
         let canaries = Canaries::new(primary, services.get(primary), annotated);
         self.set_route(links, Kind::Service, primary, canaries.route(primary));
-        let before = if canaries == Canaries::default() {
-            self.canaries.remove(primary)
-        } else {
-            self.canaries.insert(primary.clone(), canaries)
-        };
+        let canaries = Some(canaries).filter(|one| *one != Canaries::default());
+        let before = put(&mut self.canaries, primary, canaries);
         let after = self.canaries.get(primary);
         let is_changed = before.as_ref() != after;
         if is_changed {
@@ -262,7 +259,7 @@ impl Routes {
     /// The policy of a Service has changed, which completes its rules.
     pub(super) fn mark_service(&self, links: &mut Links, key: &Key) {
         let attachments = self.attachments.get(key).into_iter();
-        let namespaces = attachments.flat_map(BTreeMap::keys);
+        let namespaces = attachments.flat_map(HashMap::keys);
         let groups = namespaces.map(|namespace| Dirty::Routes(key.clone(), namespace.clone()));
         links.dirty.extend(groups);
     }
@@ -294,10 +291,7 @@ impl Routes {
             self.protected.remove(&parent);
         }
         let of_parent = self.attachments.entry(parent.clone()).or_default();
-        let before = match next {
-            Some(next) => of_parent.insert(namespace.clone(), next),
-            None => of_parent.remove(&namespace),
-        };
+        let before = put(of_parent, &namespace, next);
         let none = HashMap::new();
         let old = before.as_ref().map_or(&none, |one| &one.conditions);
         let new = of_parent
@@ -436,7 +430,7 @@ impl Routes {
     /// Marks the routes of a Service.
     pub(super) fn mark(&self, service: &Key, statuses: &mut BTreeSet<RouteId>) {
         let attachments = self.attachments.get(service).into_iter();
-        let attachments = attachments.flat_map(BTreeMap::values);
+        let attachments = attachments.flat_map(HashMap::values);
         let ids = attachments.flat_map(|one| one.conditions.keys());
         statuses.extend(ids.filter(|id| id.0 != Kind::Service).cloned());
     }

@@ -1,6 +1,7 @@
 //! The objects of one kind by key. Pure.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::ops;
 
 use super::links::{Linked, Links};
@@ -46,10 +47,19 @@ impl<T: Linked> Store<T> {
         }
         let of = |object: Option<&T>| object.map_or_else(Vec::new, T::links);
         links.replace(&(kind, key.clone()), of(old), of(new.as_ref()));
-        Some(Replaced(match new {
-            Some(new) => self.0.insert(key.clone(), new),
-            None => self.0.remove(key),
-        }))
+        Some(Replaced(put(&mut self.0, key, new)))
+    }
+}
+
+/// Replaces or removes the value of a key. Returns the one before.
+pub(super) fn put<K: Clone + Eq + Hash, V>(
+    map: &mut HashMap<K, V>,
+    key: &K,
+    new: Option<V>,
+) -> Option<V> {
+    match new {
+        Some(new) => map.insert(key.clone(), new),
+        None => map.remove(key),
     }
 }
 

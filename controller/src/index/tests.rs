@@ -1266,7 +1266,7 @@ fn states_and_versions_are_independent_of_the_history() {
             lived.policies.len(),
             lived.limits.len(),
             lived.headless.len(),
-            lived.excess.len(),
+            lived.rooms.len(),
         ];
         assert_eq!(left, [0; 6], "seed {seed}: nothing is left of what is gone");
     }
