@@ -8,7 +8,9 @@ use std::sync::Arc;
 use crate::index::object::{Key, Kind};
 use crate::routes::model::Rejection;
 use crate::routes::parse::Meta;
-use crate::routes::{Condition, PARTIALLY_INVALID, ParentReference, UNSUPPORTED_VALUE};
+use crate::routes::{
+    Condition, PARTIALLY_INVALID, ParentReference, ParentStatus, RouteStatus, UNSUPPORTED_VALUE,
+};
 
 /// A route, a split, a policy, or the annotations of a canary.
 #[derive(Clone, Debug, PartialEq)]
@@ -66,6 +68,14 @@ impl<T> Checked<T> {
             invalid: self.invalid.clone(),
             ignored: self.ignored,
             bytes: self.bytes,
+        }
+    }
+
+    /// The status of the object.
+    pub fn status(&self, parents: Vec<ParentStatus>) -> RouteStatus {
+        RouteStatus {
+            uid: self.uid.clone(),
+            ..RouteStatus::new(self.kind, self.key.clone(), self.generation, parents)
         }
     }
 

@@ -221,11 +221,11 @@ impl Authorizations {
             }
         });
         let (kind, key) = smi::id(key);
-        let parents = parents.collect();
         Some(RouteStatus {
-            uid: policy.uid.clone(),
+            kind,
+            key,
             issuers: policy.issuers(),
-            ..RouteStatus::new(kind, key, policy.generation, parents)
+            ..policy.status(parents.collect())
         })
     }
 }

@@ -41,7 +41,7 @@ use routes::Routes;
 use store::{Replaced, Store, put};
 
 use crate::authenticate::PodRef;
-use crate::authorization::smi::{self, policy_key};
+use crate::authorization::smi::policy_key;
 use crate::kinds::Report;
 use crate::policy::Target;
 use crate::routes::RouteStatus;
@@ -316,22 +316,16 @@ impl Index {
 
     /// The objects that may have a status.
     pub fn with_status(&self) -> BTreeSet<RouteId> {
-        let policies = self.policies.objects.keys();
-        let policies = policies.map(|key| (Kind::TrafficPolicy, key.clone()));
-        let authorizations = self.authorizations.objects.keys();
-        let authorizations = authorizations.map(smi::id);
-        let policies = policies.chain(authorizations);
+        let reporting = |kind: &Kind| kind.row().report != Report::Silent;
+        let reporting = Kind::ALL.into_iter().filter(reporting);
+        let objects = reporting.flat_map(|kind| self.keys(kind).map(move |key| (kind, key)));
         let services = self.services.values().filter(|service| {
             let has_excess = service.excess.is_some() || self.rooms.contains_key(&service.key);
             has_excess || service.canary.is_some()
         });
-        let services = services.map(|service| (Kind::Service, service.key.clone()));
-        let meshes = self.meshes.keys().map(|key| (Kind::Mesh, key.clone()));
-        let backends = self.routes.backends.keys();
-        let backends = backends.map(|key| (Kind::Backend, key.clone()));
-        let others = services.chain(meshes).chain(backends);
-        let others = others.chain(self.routes.ids());
-        policies.chain(others).collect()
+        let services = services.map(|service| (Kind::Service, &service.key));
+        let all = objects.chain(services);
+        all.map(|(kind, key)| (kind, key.clone())).collect()
     }
 
     /// The statuses of all objects that have one.

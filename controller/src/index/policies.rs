@@ -153,9 +153,7 @@ impl Policies {
     /// The status of a policy.
     pub(super) fn status(&self, key: &Key, services: &Store<Service>) -> Option<RouteStatus> {
         let policy = self.objects.get(key)?;
-        let (generation, parents) = (policy.generation, self.conditions(policy, services));
-        let kind = Kind::TrafficPolicy;
-        Some(RouteStatus::new(kind, key.clone(), generation, parents))
+        Some(policy.status(self.conditions(policy, services)))
     }
 
     fn conditions(&self, policy: &Policy, services: &Store<Service>) -> Vec<ParentStatus> {

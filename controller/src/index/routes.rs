@@ -413,18 +413,7 @@ impl Routes {
                 },
                 conditions: conditions.clone(),
             });
-        let parents = parents.collect();
-        let status = RouteStatus::new(backend.kind, key.clone(), backend.generation, parents);
-        Some(RouteStatus {
-            uid: backend.uid.clone(),
-            ..status
-        })
-    }
-
-    /// The routes that may have a status.
-    pub(super) fn ids(&self) -> impl Iterator<Item = RouteId> {
-        let kinds = self.all.iter().filter(|(kind, _)| **kind != Kind::Service);
-        kinds.flat_map(|(kind, routes)| routes.keys().map(|key| (*kind, key.clone())))
+        Some(backend.status(parents.collect()))
     }
 
     /// Marks the routes of a Service.
@@ -452,11 +441,7 @@ impl Routes {
                 conditions: attachment.conditions.get(&id)?.get(&position)?.clone(),
             })
         });
-        let (key, parents) = (route.key.clone(), parents.collect());
-        RouteStatus {
-            uid: route.uid.clone(),
-            ..RouteStatus::new(route.kind, key, route.generation, parents)
-        }
+        route.status(parents.collect())
     }
 
     /// The status of a Service with the annotation.

@@ -15,46 +15,93 @@ use crate::events;
 /// Lines about one change of a cluster. The Service of many TrafficSplits may come and go.
 const MAX_LINES: usize = 100;
 
+/// The statuses that are known from the log.
+type Known = BTreeMap<RouteId, RouteStatus>;
+
 /// Logs each change of the conditions of a route, until it is dropped.
 pub async fn log_changes(statuses: &impl Statuses) -> Infallible {
-    let mut logged = BTreeMap::new();
-    let mut changed = statuses.with_status();
+    let (mut known, mut changed) = (Known::new(), statuses.with_status());
     loop {
         changed.append(&mut take_changed(statuses));
-        log(&mut logged, current(statuses, &changed), usize::MAX);
-        changed.clear();
+        let current = current(statuses, std::mem::take(&mut changed));
+        log(&changes(&mut known, current), usize::MAX);
         wait_changed(statuses).await;
     }
 }
 
-/// The current statuses of these objects, except those that are withheld.
-pub(super) fn current(
+/// Logs each change, and queues Events about conditions that do not hold.
+pub(super) fn announce(
+    known: &mut Known,
     statuses: &impl Statuses,
-    changed: &BTreeSet<RouteId>,
-) -> BTreeMap<RouteId, Option<RouteStatus>> {
-    let current = |id: &RouteId| Some((id.clone(), statuses.get(id).ok()?));
-    changed.iter().filter_map(current).collect()
+    changed: BTreeSet<RouteId>,
+    events: &Events,
+) {
+    let changes = changes(known, current(statuses, changed));
+    for status in &changes {
+        let conditions = status.parents.iter().flat_map(|parent| &parent.conditions);
+        for condition in conditions.filter(|condition| condition.is_problem()) {
+            events::route_not_accepted(events, status, condition);
+        }
+    }
+    log(&changes, MAX_LINES);
 }
 
-/// Logs what has changed, with a maximum of lines.
-fn log(
-    logged: &mut BTreeMap<RouteId, RouteStatus>,
-    current: BTreeMap<RouteId, Option<RouteStatus>>,
-    max_lines: usize,
-) {
-    for (line, is_error) in bounded(changes(logged, &current), max_lines) {
+/// The current statuses of these objects, except those that are withheld.
+fn current(
+    statuses: &impl Statuses,
+    changed: BTreeSet<RouteId>,
+) -> impl Iterator<Item = (RouteId, Option<RouteStatus>)> {
+    changed.into_iter().filter_map(|id| {
+        let status = statuses.get(&id).ok()?;
+        Some((id, status))
+    })
+}
+
+/// Makes statuses known. Returns those of before with only the parents whose conditions have
+/// changed, by more than a message that is not logged.
+fn changes(
+    known: &mut Known,
+    current: impl IntoIterator<Item = (RouteId, Option<RouteStatus>)>,
+) -> Vec<RouteStatus> {
+    let mut changes = Vec::new();
+    for (id, status) in current {
+        let before = known
+            .remove(&id)
+            .map_or_else(Vec::new, |before| before.parents);
+        let before: Vec<String> = before.iter().map(described).collect();
+        if let Some(mut status) = status {
+            known.insert(id, status.clone());
+            status
+                .parents
+                .retain(|parent| !before.contains(&described(parent)));
+            changes.push(status);
+        }
+    }
+    changes
+}
+
+/// Logs a line per parent, with a maximum of lines.
+fn log(changes: &[RouteStatus], max_lines: usize) {
+    for (line, is_error) in bounded(lines(changes), max_lines) {
         if is_error {
             tracing::warn!("{line}")
         } else {
             tracing::info!("{line}")
         }
     }
-    for (route, status) in current {
-        match status {
-            Some(status) => drop(logged.insert(route, status)),
-            None => drop(logged.remove(&route)),
+}
+
+/// A line per parent, and whether it contains an error.
+fn lines(changes: &[RouteStatus]) -> Vec<(String, bool)> {
+    let mut lines = Vec::new();
+    for status in changes {
+        let (kind, key) = (status.kind, &status.key);
+        for parent in &status.parents {
+            let line = format!("{kind} {key}, parent {}", described(parent));
+            lines.push((line, parent.conditions.iter().any(Condition::is_problem)));
         }
     }
+    lines
 }
 
 /// The first lines, and one with the number of the others.
@@ -68,60 +115,6 @@ fn bounded(mut lines: Vec<(String, bool)>, max: usize) -> Vec<(String, bool)> {
         ));
     }
     lines
-}
-
-/// Logs each change, and queues Events about conditions that do not hold.
-pub(super) fn announce(
-    known: &mut BTreeMap<RouteId, RouteStatus>,
-    current: BTreeMap<RouteId, Option<RouteStatus>>,
-    events: &Events,
-) {
-    for (route, status) in with_status(&current) {
-        let conditions = changed(known, route, status).flat_map(|parent| &parent.conditions);
-        for condition in conditions.filter(|condition| condition.is_problem()) {
-            events::route_not_accepted(events, status, condition);
-        }
-    }
-    log(known, current, MAX_LINES);
-}
-
-/// A line per parent whose conditions have changed, and whether it contains an error.
-fn changes(
-    before: &BTreeMap<RouteId, RouteStatus>,
-    current: &BTreeMap<RouteId, Option<RouteStatus>>,
-) -> Vec<(String, bool)> {
-    let mut lines = Vec::new();
-    for (route, status) in with_status(current) {
-        let (kind, key) = route;
-        for parent in changed(before, route, status) {
-            let is_error = parent.conditions.iter().any(Condition::is_problem);
-            let line = format!("{kind} {key}, parent {}", described(parent));
-            lines.push((line, is_error));
-        }
-    }
-    lines
-}
-
-fn with_status(
-    all: &BTreeMap<RouteId, Option<RouteStatus>>,
-) -> impl Iterator<Item = (&RouteId, &RouteStatus)> {
-    let all = all.iter();
-    all.filter_map(|(route, status)| Some((route, status.as_ref()?)))
-}
-
-/// The parents whose conditions have changed, by more than a message that is not logged.
-fn changed<'a>(
-    before: &'a BTreeMap<RouteId, RouteStatus>,
-    route: &RouteId,
-    status: &'a RouteStatus,
-) -> impl Iterator<Item = &'a ParentStatus> + use<'a> {
-    let old = before.get(route).map(|old| old.parents.as_slice());
-    let old = old.unwrap_or_default();
-    let is_new = |parent: &&ParentStatus| {
-        let described = described(parent);
-        !old.iter().any(|old| self::described(old) == described)
-    };
-    status.parents.iter().filter(is_new)
 }
 
 fn described(parent: &ParentStatus) -> String {
@@ -167,7 +160,8 @@ mod tests {
             ];
             BTreeMap::from([(route(), Some(status(1, parents)))])
         };
-        let lines = changes(&BTreeMap::new(), &one(true));
+        let lines = |known: &mut Known, current| lines(&changes(known, current));
+        let mut known = Known::new();
         let expected = [
             (
                 format!("{KIND} shop/web, parent Service web:80: Accepted=True"),
@@ -181,24 +175,16 @@ mod tests {
                 true,
             ),
         ];
-        assert_eq!(lines, expected);
-        let known = |holds| {
-            let known = one(holds).into_iter();
-            known
-                .filter_map(|(route, status)| Some((route, status?)))
-                .collect()
-        };
-        assert_eq!(changes(&known(true), &one(true)), []);
-        let lines = changes(&known(true), &one(false));
-        assert_eq!(lines.len(), 1);
+        assert_eq!(lines(&mut known, one(true)), expected);
+        assert_eq!(lines(&mut known, one(true)), []);
+        let changed = lines(&mut known, one(false));
+        assert_eq!(changed.len(), 1);
         assert!(
-            lines[0].0.contains("web:80: Accepted=False") && lines[0].1,
-            "{lines:?}"
+            changed[0].0.contains("web:80: Accepted=False") && changed[0].1,
+            "{changed:?}"
         );
-        assert_eq!(
-            changes(&known(true), &BTreeMap::from([(route(), None)])),
-            []
-        );
+        assert_eq!(lines(&mut known, BTreeMap::from([(route(), None)])), []);
+        assert_eq!(known, Known::new());
         let many = vec![("line".to_owned(), false); 103];
         let lines = bounded(many, 100);
         let others = ("3 more routes have changed conditions".to_owned(), true);

@@ -135,8 +135,7 @@ impl Writer {
             let has_status = |(kind, _): &RouteId| self.kinds.contains(kind);
             let changed = std::mem::take(&mut changed).into_iter();
             let (written, others): (BTreeSet<_>, BTreeSet<_>) = changed.partition(has_status);
-            let others = report::current(statuses, &others);
-            report::announce(&mut announced, others, &self.events);
+            report::announce(&mut announced, statuses, others, &self.events);
             for id in written {
                 let status = statuses.get(&id);
                 progress.changed(id, status);
