@@ -36,7 +36,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::authenticate::PodRef;
 use crate::authorization;
-use crate::authorization::keys::Results;
 use crate::authorization::keys::schedule::Schedule;
 use crate::index::dependencies::CONFIGURATION;
 use crate::index::locality::Location;
@@ -106,9 +105,7 @@ pub struct Hub {
     changed: watch::Sender<()>,
     /// The objects whose status may have changed since they were last taken.
     changed_statuses: watch::Sender<BTreeSet<RouteId>>,
-    /// The fetched keys of issuers.
-    results: Arc<Mutex<Results>>,
-    /// When to fetch which.
+    /// The keys of issuers: when to fetch which, and what was fetched.
     fetches: Arc<Mutex<Schedule>>,
     /// What connected proxies do with routes and policies.
     reports: Arc<Mutex<Reports>>,
@@ -155,7 +152,6 @@ impl Default for Hub {
             lost: watch::Sender::default(),
             changed: watch::Sender::new(()),
             changed_statuses: watch::Sender::default(),
-            results: Arc::default(),
             fetches: Arc::default(),
             reports: Arc::default(),
             history: Arc::default(),
@@ -576,7 +572,7 @@ impl Statuses for Hub {
         let mut status = self.index().status(id)?;
         if let Some(status) = &mut status {
             self.reports().add_to(status);
-            self.results().add_to(&mut status.issuers);
+            self.fetches().add_to(&mut status.issuers);
         }
         Ok(status)
     }

@@ -6,7 +6,6 @@
 pub mod fetch;
 pub mod schedule;
 
-use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -52,6 +51,21 @@ pub struct Entry {
     /// Why the latest attempt to fetch keys failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
+}
+
+impl Entry {
+    /// Records the result of an attempt. Returns whether it differs from the one before.
+    fn record(&mut self, result: Result<String, String>) -> bool {
+        let before = self.clone();
+        match result {
+            Ok(keys) => {
+                self.keys = Some(keys);
+                self.message = None;
+            }
+            Err(message) => self.message = Some(message.chars().take(MAX_MESSAGE).collect()),
+        }
+        *self != before
+    }
 }
 
 /// Keys that a policy has from its status, or lacks.
@@ -114,38 +128,6 @@ pub fn merge(desired: &[(Source, Entry)], status: &Value) -> Option<Value> {
     });
     let merged: Vec<Entry> = merged.collect();
     (merged != before).then(|| json!(merged))
-}
-
-/// What this replica has fetched.
-#[derive(Debug, Default)]
-pub struct Results(BTreeMap<Source, Entry>);
-
-impl Results {
-    /// Records the result of an attempt. Returns whether it differs from the one before.
-    pub fn record(&mut self, source: Source, result: Result<String, String>) -> bool {
-        let entry = self.0.entry(source).or_default();
-        let before = entry.clone();
-        match result {
-            Ok(keys) => {
-                entry.keys = Some(keys);
-                entry.message = None;
-            }
-            Err(message) => entry.message = Some(message.chars().take(MAX_MESSAGE).collect()),
-        }
-        *entry != before
-    }
-
-    /// Forgets all other sources.
-    pub fn retain<T>(&mut self, sources: &BTreeMap<Source, T>) {
-        self.0.retain(|source, _| sources.contains_key(source));
-    }
-
-    /// Adds the results to the sources of a policy.
-    pub fn add_to(&self, issuers: &mut [(Source, Entry)]) {
-        for (source, entry) in issuers {
-            *entry = self.0.get(source).cloned().unwrap_or_default();
-        }
-    }
 }
 
 #[cfg(test)]

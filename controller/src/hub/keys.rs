@@ -6,22 +6,20 @@ use tokio::time::Instant;
 
 use super::Hub;
 use crate::authenticate::PodRef;
+use crate::authorization::keys::Source;
 use crate::authorization::keys::schedule::Schedule;
-use crate::authorization::keys::{Results, Source};
 
 impl Hub {
     /// Begins the attempts to fetch keys that are due. Forgets what no policy needs.
     pub fn begin_fetches(&self, now: Instant) -> Vec<Source> {
         let sources = self.index().key_sources();
-        self.results().retain(&sources);
         self.fetches().begin(&sources, now)
     }
 
     /// Records the result of an attempt to fetch keys, for the statuses of the policies that need
     /// them.
     pub fn end_fetch(&self, source: Source, result: Result<String, String>, now: Instant) {
-        self.fetches().end(&source, result.is_ok(), now);
-        if self.results().record(source.clone(), result) {
+        if self.fetches().end(&source, result, now) {
             let policies = self.index().key_sources().remove(&source);
             let policies = policies.unwrap_or_default();
             self.changed_statuses
@@ -50,12 +48,8 @@ impl Hub {
         }
     }
 
-    fn fetches(&self) -> MutexGuard<'_, Schedule> {
+    pub(super) fn fetches(&self) -> MutexGuard<'_, Schedule> {
         self.fetches.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn results(&self) -> MutexGuard<'_, Results> {
-        self.results.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

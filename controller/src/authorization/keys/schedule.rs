@@ -1,13 +1,13 @@
 //! When to fetch the keys of which source: every minute, and those of a URL sooner if proxies report
 //! tokens of unknown keys. Each source has limits of its own, whatever the number of reports: clients
-//! choose the key IDs of their tokens. Pure: the caller passes the clock.
+//! choose the key IDs of their tokens. Also what was fetched. Pure: the caller passes the clock.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Source;
+use super::{Entry, Source};
 
 /// Time between two attempts for a source.
 const FETCH_INTERVAL: Duration = Duration::from_secs(60);
@@ -19,7 +19,7 @@ const SHARE_TIME: Duration = Duration::from_secs(20);
 /// URLs in the state of a replica, each of at most 2 KiB.
 const MAX_SHARED: usize = 32;
 
-/// The attempts of this replica for each source.
+/// The attempts of this replica for each source, with their results.
 #[derive(Debug, Default)]
 pub struct Schedule(BTreeMap<Source, Attempts>);
 
@@ -28,8 +28,8 @@ struct Attempts {
     is_running: bool,
     /// The end of the latest one.
     ended: Option<Instant>,
-    /// One was successful. Else the URL may be one that the operator of the mesh does not allow.
-    has_succeeded: bool,
+    /// The results. Without keys, the URL may be one that the operator of the mesh does not allow.
+    entry: Entry,
     /// Proxies have reported an unknown key since the latest attempt began.
     is_requested: bool,
     /// The latest report of a proxy of this replica.
@@ -64,27 +64,36 @@ impl Schedule {
         due
     }
 
-    /// An attempt has ended.
-    pub fn end(&mut self, source: &Source, is_success: bool, now: Instant) {
-        if let Some(attempts) = self.0.get_mut(source) {
-            attempts.is_running = false;
-            attempts.ended = Some(now);
-            attempts.has_succeeded |= is_success;
+    /// An attempt has ended. Returns whether its result differs from the one before.
+    pub fn end(&mut self, source: &Source, result: Result<String, String>, now: Instant) -> bool {
+        let Some(attempts) = self.0.get_mut(source) else {
+            return false;
+        };
+        attempts.is_running = false;
+        attempts.ended = Some(now);
+        attempts.entry.record(result)
+    }
+
+    /// Adds the results to the sources of a policy.
+    pub fn add_to(&self, issuers: &mut [(Source, Entry)]) {
+        for (source, entry) in issuers {
+            let attempts = self.0.get(source);
+            *entry = attempts.map_or_else(Entry::default, |attempts| attempts.entry.clone());
         }
     }
 
     /// A proxy of this replica has reported an unknown key of a source.
     pub fn report(&mut self, source: &Source, now: Instant) {
         if let Some(attempts) = self.0.get_mut(source) {
-            attempts.is_requested |= attempts.has_succeeded;
-            attempts.reported = Some(now).filter(|_| attempts.has_succeeded);
+            attempts.is_requested |= attempts.entry.keys.is_some();
+            attempts.reported = Some(now).filter(|_| attempts.entry.keys.is_some());
         }
     }
 
     /// A proxy of another replica has.
     pub fn request(&mut self, source: &Source) {
         if let Some(attempts) = self.0.get_mut(source) {
-            attempts.is_requested |= attempts.has_succeeded;
+            attempts.is_requested |= attempts.entry.keys.is_some();
         }
     }
 
@@ -110,13 +119,19 @@ mod tests {
         Source::Url(format!("https://id.example.com/{number}"))
     }
 
+    fn fetched(is_success: bool) -> Result<String, String> {
+        let keys = Some(String::new()).filter(|_| is_success);
+        keys.ok_or_else(|| "down".to_owned())
+    }
+
     /// A schedule whose sources have had keys at a time.
     fn schedule(sources: &BTreeMap<Source, ()>, now: Instant) -> Schedule {
         let mut schedule = Schedule::default();
         let due = schedule.begin(sources, now);
         assert_eq!(due.len(), sources.len());
-        due.iter()
-            .for_each(|source| schedule.end(source, true, now));
+        for source in due {
+            schedule.end(&source, fetched(true), now);
+        }
         schedule
     }
 
@@ -133,7 +148,7 @@ mod tests {
             }
             for source in schedule.begin(&sources, after(second)) {
                 // One that fails counts, too.
-                schedule.end(&source, second != 10, after(second));
+                schedule.end(&source, fetched(second != 10), after(second));
                 attempts.push((source, second));
             }
         }
@@ -149,10 +164,10 @@ mod tests {
         assert_eq!(schedule.begin(&sources, after(60)), [url(1)]);
         schedule.report(&url(1), after(61));
         assert_eq!(schedule.begin(&sources, after(75)), []);
-        schedule.end(&url(1), true, after(75));
+        schedule.end(&url(1), fetched(true), after(75));
         assert_eq!(schedule.begin(&sources, after(84)), []);
         assert_eq!(schedule.begin(&sources, after(85)), [url(1)]);
-        schedule.end(&url(1), true, after(85));
+        schedule.end(&url(1), fetched(true), after(85));
         assert_eq!(schedule.begin(&sources, after(144)), []);
     }
 
@@ -162,7 +177,7 @@ mod tests {
         let mut schedule = Schedule::default();
         let sources = [(url(1), ())].into();
         assert_eq!(schedule.begin(&sources, start), [url(1)]);
-        schedule.end(&url(1), false, start);
+        schedule.end(&url(1), fetched(false), start);
         // The first one has failed, and no policy has the second one.
         for source in [url(1), url(2)] {
             schedule.report(&source, start);

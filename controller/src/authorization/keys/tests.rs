@@ -1,5 +1,10 @@
 //! Keys in the status of policies.
 
+use std::collections::BTreeMap;
+
+use tokio::time::Instant;
+
+use super::schedule::Schedule;
 use super::*;
 
 fn url() -> Source {
@@ -10,8 +15,20 @@ fn secret(namespace: &str) -> Source {
     Source::Secret(Key::new(namespace, "idp"), "jwks".to_owned())
 }
 
+/// A replica that has begun to fetch keys.
+fn begun() -> Schedule {
+    let sources = [url(), secret("shop"), secret("bank")];
+    let sources = BTreeMap::from(sources.map(|source| (source, ())));
+    let mut schedule = Schedule::default();
+    assert_eq!(
+        schedule.begin(&sources, Instant::now()).len(),
+        sources.len()
+    );
+    schedule
+}
+
 /// Entries with the results of attempts.
-fn desired(results: &Results, sources: &[Source]) -> Vec<(Source, Entry)> {
+fn desired(results: &Schedule, sources: &[Source]) -> Vec<(Source, Entry)> {
     let entry = |source: &Source| (source.clone(), Entry::default());
     let mut desired: Vec<_> = sources.iter().map(entry).collect();
     results.add_to(&mut desired);
@@ -21,29 +38,28 @@ fn desired(results: &Results, sources: &[Source]) -> Vec<(Source, Entry)> {
 #[test]
 fn status_keeps_good_keys_over_failures_and_restarts() {
     let sources = [url(), secret("shop")];
-    let mut results = Results::default();
+    let (mut results, now) = (begun(), Instant::now());
     // Nothing was tried yet: each source has an entry.
     let status = merge(&desired(&results, &sources), &json!({})).unwrap();
     let names = json!([{"source": "https://id.example.com/keys"}, {"source": "Secret idp/jwks"}]);
     assert_eq!(status, names);
     let mut status = json!({"issuers": status, "ancestors": []});
     assert_eq!(merge(&desired(&results, &sources), &status), None);
-    assert!(results.record(url(), Ok("first".to_owned())));
-    assert!(!results.record(url(), Ok("first".to_owned())));
+    assert!(results.end(&url(), Ok("first".to_owned()), now));
+    assert!(!results.end(&url(), Ok("first".to_owned()), now));
     status["issuers"] = merge(&desired(&results, &sources), &status).unwrap();
     assert_eq!(entries(&status)[0].keys.as_deref(), Some("first"));
     // A replica that has fetched nothing changes nothing.
-    let restarted = Results::default();
+    let mut restarted = begun();
     assert_eq!(merge(&desired(&restarted, &sources), &status), None);
-    let mut restarted = Results::default();
-    assert!(restarted.record(url(), Err("down".to_owned())));
+    assert!(restarted.end(&url(), Err("down".to_owned()), now));
     status["issuers"] = merge(&desired(&restarted, &sources), &status).unwrap();
     let entry = &entries(&status)[0];
     assert_eq!(
         (entry.keys.as_deref(), entry.message.as_deref()),
         (Some("first"), Some("down"))
     );
-    assert!(restarted.record(url(), Ok("second".to_owned())));
+    assert!(restarted.end(&url(), Ok("second".to_owned()), now));
     status["issuers"] = merge(&desired(&restarted, &sources), &status).unwrap();
     let entry = &entries(&status)[0];
     assert_eq!(
@@ -57,8 +73,8 @@ fn status_keeps_good_keys_over_failures_and_restarts() {
 
 #[test]
 fn secrets_of_other_namespaces_are_other_sources() {
-    let mut results = Results::default();
-    results.record(secret("bank"), Ok("theirs".to_owned()));
+    let (mut results, now) = (begun(), Instant::now());
+    results.end(&secret("bank"), Ok("theirs".to_owned()), now);
     let desired = desired(&results, &[secret("shop")]);
     assert_eq!(desired[0].1, Entry::default());
 }
@@ -94,8 +110,8 @@ fn condition_tells_which_keys_are_missing_or_stale() {
 
 #[test]
 fn messages_have_the_length_that_the_api_server_accepts() {
-    let mut results = Results::default();
-    results.record(url(), Err("ä".repeat(5000)));
+    let (mut results, now) = (begun(), Instant::now());
+    results.end(&url(), Err("ä".repeat(5000)), now);
     let merged = merge(&desired(&results, &[url()]), &json!({})).unwrap();
     assert_eq!(
         merged[0]["message"].as_str().unwrap().chars().count(),
