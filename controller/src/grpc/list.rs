@@ -9,7 +9,7 @@ use std::sync::Arc;
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_runtime::metrics::Active;
 use futures::StreamExt as _;
-use prost::Message as _;
+use prost::Message;
 use proto::service_mesh_service_server::ServiceMeshService;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status, Streaming};
@@ -47,6 +47,26 @@ impl Viewer {
     fn add(&mut self, bytes: usize) -> Result<(), Status> {
         self.bytes += bytes;
         self.charge.add(bytes)
+    }
+
+    /// What is made of these keys until the page is full, and the last one if others follow.
+    async fn page<K, T: Message>(
+        &mut self,
+        keys: impl Iterator<Item = K>,
+        mut make: impl FnMut(&K) -> Vec<T>,
+    ) -> Result<(Vec<T>, Option<K>), Status> {
+        let (mut page, mut keys) = (Vec::new(), keys.peekable());
+        while let Some(key) = keys.next() {
+            let items = make(&key);
+            // Before another page is made in the meantime.
+            self.add(items.iter().map(T::encoded_len).sum())?;
+            page.extend(items);
+            if self.is_full() && keys.peek().is_some() {
+                return Ok((page, Some(key)));
+            }
+            tokio::task::yield_now().await;
+        }
+        Ok((page, None))
     }
 
     fn is_full(&self) -> bool {
@@ -113,20 +133,13 @@ impl ServiceMeshService for Mesh {
             "" => Bound::Unbounded,
             token => Bound::Excluded(parse_key(token).ok_or_else(|| invalid_token(token))?),
         };
-        let mut page = proto::GetServicesResponse::default();
-        let mut keys = keys.range((after, Bound::Unbounded)).peekable();
-        while let Some(key) = keys.next() {
-            let service = message::service(key, hub.service(key));
-            // Before another page is made in the meantime.
-            viewer.add(service.encoded_len())?;
-            page.services.push(service);
-            if viewer.is_full() && keys.peek().is_some() {
-                page.next_page_token = key.to_string();
-                break;
-            }
-            tokio::task::yield_now().await;
-        }
-        Ok(viewer.respond(page))
+        let keys = keys.range((after, Bound::Unbounded));
+        let make = |key: &&Key| vec![message::service(key, hub.service(key))];
+        let (services, last) = viewer.page(keys, make).await?;
+        Ok(viewer.respond(proto::GetServicesResponse {
+            services,
+            next_page_token: last.map_or_else(String::new, Key::to_string),
+        }))
     }
 
     type WatchServicesStream = ResponseStream<proto::WatchServicesResponse>;
@@ -229,21 +242,16 @@ impl ServiceMeshService for Mesh {
         let missing = || Status::not_found(format!("there is no Service or pod {target}"));
         let after = Key::new(&target.namespace, &request.page_token);
         let pods = pods.ok_or_else(missing)?;
-        let mut pods = pods
-            .range((Bound::Excluded(after), Bound::Unbounded))
-            .peekable();
-        let mut page = proto::GetAuthorizationResponse::default();
-        while let Some(key) = pods.next() {
+        let make = |key: &&Key| {
             let pod = hub.read(|index| authorization::pod(index, &target, request.port, key));
-            viewer.add(pod.as_ref().map_or(0, prost::Message::encoded_len))?;
-            page.pods.extend(pod);
-            if viewer.is_full() && pods.peek().is_some() {
-                page.next_page_token = key.name.to_string();
-                break;
-            }
-            tokio::task::yield_now().await;
-        }
-        Ok(viewer.respond(page))
+            Vec::from_iter(pod)
+        };
+        let pods = pods.range((Bound::Excluded(after), Bound::Unbounded));
+        let (pods, last) = viewer.page(pods, make).await?;
+        Ok(viewer.respond(proto::GetAuthorizationResponse {
+            pods,
+            next_page_token: last.map_or_else(String::new, |key| key.name.to_string()),
+        }))
     }
 
     /// A page of the workloads that are connected to this replica, with the state of the CA.
@@ -290,23 +298,14 @@ impl ServiceMeshService for Mesh {
         if !namespace.is_empty() && !viewer.namespaces.contains(&namespace) {
             return Err(denied("namespace", &namespace));
         }
-        let mut page = proto::GetEdgesResponse::default();
         let mut names = self.context.edges.namespaces();
         names.retain(|name| is_wanted(name) && *name > page_token);
-        for name in names {
-            if viewer.is_full() {
-                break;
-            }
-            let groups = self.context.edges.groups(&name);
-            viewer.add(groups.iter().map(prost::Message::encoded_len).sum())?;
-            page.groups.extend(groups);
-            page.next_page_token = name;
-            tokio::task::yield_now().await;
-        }
-        if !viewer.is_full() {
-            page.next_page_token.clear();
-        }
-        Ok(viewer.respond(page))
+        let make = |name: &String| self.context.edges.groups(name);
+        let (groups, last) = viewer.page(names.into_iter(), make).await?;
+        Ok(viewer.respond(proto::GetEdgesResponse {
+            groups,
+            next_page_token: last.unwrap_or_default(),
+        }))
     }
 
     /// A page of the latest traffic of the proxies that are connected to this replica.
