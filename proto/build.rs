@@ -2,7 +2,7 @@
 
 /// Messages in the JSON output of the command line, with those inside.
 const SERIALIZE: &str = "#[derive(serde::Serialize)]";
-/// Messages in files that the command line reads.
+/// Messages in files that the command line reads, and with the fields of objects.
 const DESERIALIZE: &str = "#[derive(serde::Deserialize)] #[serde(default)]";
 /// Messages in a page of the proxy that the command line reads.
 const PAGE: &str = "#[derive(serde::Serialize, serde::Deserialize)] #[serde(default)]";
@@ -28,6 +28,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .message_attribute(".mesh.v1.GetRoutesResponse", SERIALIZE)
         .field_attribute("GetRoutesResponse.next_page_token", "#[serde(skip)]")
         .message_attribute(".mesh.v1.Exceptions", SERIALIZE)
+        .message_attribute(".mesh.v1.HeaderModifier", DESERIALIZE)
         .message_attribute(".mesh.v1.GetEdgesResponse", DESERIALIZE)
         .message_attribute(".mesh.v1.Edge", DESERIALIZE)
         .message_attribute(".mesh.v1.Workload.Port", DESERIALIZE)

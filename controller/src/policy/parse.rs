@@ -25,7 +25,7 @@ use crate::routes::model::Rejection;
 use crate::routes::parse::{
     Meta, bounded, duration, retry, session_persistence, shortened, timeouts, unsupported, violates,
 };
-use crate::routes::spec::{Fraction, HttpMatch, Retry};
+use crate::routes::spec::{HttpMatch, Retry};
 use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
 
 const MAX_TARGETS: usize = 16;
@@ -342,7 +342,7 @@ fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<Faults>, Rejectio
                     expected,
                 ));
             }
-            fault.delayed = Some(part(delay.percent, delay.fraction.as_ref(), &at)?);
+            fault.delayed = Some(share(delay.percent, delay.fraction.as_ref(), &at)?);
         }
         if let Some(abort) = spec.abort {
             let at = format!("{at}.abort");
@@ -354,25 +354,13 @@ fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<Faults>, Rejectio
                 ));
             }
             fault.abort_status = abort.status;
-            fault.aborted = Some(part(abort.percent, abort.fraction.as_ref(), &at)?);
+            fault.aborted = Some(share(abort.percent, abort.fraction.as_ref(), &at)?);
         }
         policy::check_fault(&fault).map_err(|violation| violates(&at, &violation))?;
         total.add(field, &fault)?;
         faults.push(fault);
     }
     Ok(Arc::new(Faults::new(faults)))
-}
-
-fn part(
-    percent: Option<u32>,
-    fraction: Option<&Fraction>,
-    at: &str,
-) -> Result<proto::Share, Rejection> {
-    let (numerator, denominator) = share(percent, fraction, at)?;
-    Ok(proto::Share {
-        numerator,
-        denominator,
-    })
 }
 
 /// What the faults or the rate limits of a policy have so far.

@@ -251,11 +251,7 @@ fn is_off(field: &str, mode: Option<&str>) -> Result<bool, Rejection> {
 }
 
 fn rate(field: &str, fraction: Option<&Fraction>) -> Result<proto::Share, Rejection> {
-    let (numerator, denominator) = share(None, fraction, &format!("spec.telemetry.{field}"))?;
-    Ok(proto::Share {
-        numerator,
-        denominator,
-    })
+    share(None, fraction, &format!("spec.telemetry.{field}"))
 }
 
 /// The collector as a backend: "NAMESPACE/SERVICE:PORT". Only Services of the cluster are: no policy

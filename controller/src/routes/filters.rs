@@ -10,8 +10,8 @@ use diy_mesh_proto::field::is_reserved;
 use diy_mesh_proto::mesh::v1::header_modifier::Field;
 use diy_mesh_proto::mesh::v1::route_filter::Kind as FilterKind;
 use diy_mesh_proto::mesh::v1::{
-    Cors, HeaderModifier, Mirror, PathModifier, Redirect, RouteFilter, UrlRewrite, path_match,
-    path_modifier,
+    Cors, HeaderModifier, Mirror, PathModifier, Redirect, RouteFilter, Share, UrlRewrite,
+    path_match, path_modifier,
 };
 
 use super::model::{ExternalAuth, Match, Reference, Rejection};
@@ -120,15 +120,15 @@ fn filter(
         }
         "RequestMirror" => {
             let (spec, at) = required(at, "requestMirror", spec.request_mirror)?;
-            let (numerator, denominator) = share(spec.percent, spec.fraction.as_ref(), &at)?;
+            let share = share(spec.percent, spec.fraction.as_ref(), &at)?;
             let field = format!("{at}.backendRef");
             let reference = reference(spec.backend_ref, &context.meta.key, field);
             let backend = reference.name();
             found.references.push(reference);
             FilterKind::Mirror(Mirror {
                 backend,
-                numerator,
-                denominator,
+                numerator: share.numerator,
+                denominator: share.denominator,
             })
         }
         "RequestRedirect" if !is_grpc => {
@@ -160,7 +160,7 @@ fn required<T>(at: &str, name: &str, value: Option<T>) -> Result<(T, String), Re
     Ok((value, field))
 }
 
-fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<HeaderModifier, Rejection> {
+fn header_modifier(spec: HeaderModifier, at: &str) -> Result<HeaderModifier, Rejection> {
     let set = headers(spec.set, &format!("{at}.set"))?;
     let add = headers(spec.add, &format!("{at}.add"))?;
     let field = format!("{at}.remove");
@@ -183,7 +183,7 @@ fn header_modifier(spec: spec::HeaderModifier, at: &str) -> Result<HeaderModifie
 }
 
 /// Of several fields with one name, the first one counts.
-fn headers(specs: Vec<spec::Header>, at: &str) -> Result<Vec<Field>, Rejection> {
+fn headers(specs: Vec<Field>, at: &str) -> Result<Vec<Field>, Rejection> {
     bounded(at, &specs, MAX_ITEMS)?;
     let mut headers: Vec<Field> = Vec::new();
     for spec in specs {
@@ -213,12 +213,12 @@ fn modified(field: &str, name: &str) -> Result<String, Rejection> {
     }
 }
 
-/// The numerator and the denominator of a share, which is all by default.
+/// A share, which is all by default.
 pub(crate) fn share(
     percent: Option<u32>,
     fraction: Option<&spec::Fraction>,
     at: &str,
-) -> Result<(u32, u32), Rejection> {
+) -> Result<Share, Rejection> {
     let (numerator, denominator) = match (percent, fraction) {
         (None, None) => (100, 100),
         (Some(percent), None) => (percent, 100),
@@ -229,7 +229,10 @@ pub(crate) fn share(
         let share = format!("{numerator}/{denominator}");
         return Err(unsupported(at, &share, "a share of at most 1"));
     }
-    Ok((numerator, denominator))
+    Ok(Share {
+        numerator,
+        denominator,
+    })
 }
 
 fn redirect(spec: spec::Redirect, at: &str, context: &Context<'_>) -> Result<Redirect, Rejection> {

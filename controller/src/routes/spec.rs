@@ -4,6 +4,7 @@
 //! Values of enumerations are texts, so that a value of a later release does not make the object
 //! unreadable: `parse.rs` rejects it with a reason.
 
+use diy_mesh_proto::mesh::v1::HeaderModifier;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -167,21 +168,6 @@ pub struct ExternalAuth {
 #[serde(default, rename_all = "camelCase")]
 pub struct ForwardBody {
     pub max_size: u32,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
-pub struct HeaderModifier {
-    pub set: Vec<Header>,
-    pub add: Vec<Header>,
-    pub remove: Vec<String>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
-pub struct Header {
-    pub name: String,
-    pub value: String,
 }
 
 #[derive(Debug, Default, Deserialize)]
