@@ -137,6 +137,17 @@ impl Keys {
         Ok(Keys(keys))
     }
 
+    /// The part of a JWK set that everyone may read: the keys that can verify tokens, without the
+    /// members of private keys.
+    pub fn public(set: &[u8]) -> Result<String, KeysError> {
+        let mut set: JwkSet = serde_json::from_slice(set)?;
+        set.keys.retain(|key| Key::of(key).is_some());
+        if set.keys.is_empty() {
+            return Err(KeysError::Empty);
+        }
+        Ok(serde_json::to_string(&set)?)
+    }
+
     /// The number of keys, at least 1.
     pub fn count(&self) -> usize {
         self.0.len()

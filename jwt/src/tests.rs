@@ -164,6 +164,34 @@ fn keys_that_are_not_for_signatures_are_ignored() {
 }
 
 #[test]
+fn public_set_has_no_secrets_and_verifies_the_same_tokens() {
+    let signer = Signer::p256();
+    let private = signer.jwk(&[
+        ("d", json!("secret")),
+        ("kid", json!("a")),
+        ("note", json!("secret")),
+    ]);
+    let rsa = Signer::rsa().jwk(&[
+        ("d", json!("secret")),
+        ("p", json!("secret")),
+        ("dp", json!("secret")),
+    ]);
+    let shared = json!({"kty": "oct", "k": "secret", "kid": "b"});
+    let set = json!({"keys": [private, rsa, shared], "note": "secret"}).to_string();
+    let public = Keys::public(set.as_bytes()).expect("keys");
+    assert!(!public.contains("secret"), "{public}");
+    let keys = Keys::parse(public.as_bytes()).expect("keys");
+    assert_eq!(keys.count(), 2);
+    assert!(keys.contains("a"));
+    let token = signer.sign(&signer.header(), &claims(&[]));
+    assert!(verify(&keys, &token).is_ok());
+    assert!(matches!(
+        Keys::public(b"{\"keys\": []}"),
+        Err(KeysError::Empty)
+    ));
+}
+
+#[test]
 fn attacked_tokens_are_refused() {
     let (signer, other) = (Signer::p256(), Signer::p256());
     let id = |id: &str| ("kid", json!(id));
