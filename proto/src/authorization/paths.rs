@@ -29,6 +29,8 @@ pub(super) enum PathPattern {
 pub(super) struct Paths {
     /// Each with an element that all matches have.
     patterns: Vec<(u64, Option<PathPattern>)>,
+    /// Those with encoded characters, decoded.
+    decoded: Vec<(u64, PathPattern)>,
 }
 
 impl Paths {
@@ -38,8 +40,12 @@ impl Paths {
             let element = pattern.as_ref().map_or(ANY_ELEMENT, PathPattern::element);
             (element, pattern)
         });
+        let patterns: Vec<_> = patterns.collect();
+        let known = patterns.iter().filter_map(|(_, pattern)| pattern.as_ref());
+        let decoded = known.filter_map(PathPattern::decoded);
         Paths {
-            patterns: patterns.collect(),
+            decoded: decoded.map(|one| (one.element(), one)).collect(),
+            patterns,
         }
     }
 
@@ -49,13 +55,16 @@ impl Paths {
 
     /// A set of which each match has an element.
     pub(super) fn elements(&self) -> u64 {
+        let decoded = self.decoded.iter().map(|(element, _)| element);
         let elements = self.patterns.iter().map(|(element, _)| element);
-        let all = elements.fold(0, |all, element| all | element);
+        let all = elements
+            .chain(decoded)
+            .fold(0, |all, element| all | element);
         if self.is_empty() { ANY_ELEMENT } else { all }
     }
 
     /// Whether each reading matches. It is unknown rather than false if a server that ignores ASCII
-    /// case, or slashes at the end, may read a path that matches.
+    /// case, or slashes at the end, or that decodes the pattern, may read a path that matches.
     pub(super) fn truth(&self, readings: &Readings<'_>) -> Truth {
         let Some(known) = readings.known() else {
             return Truth::Unknown;
@@ -69,13 +78,21 @@ impl Paths {
                         .is_some_and(|pattern| pattern.matches(reading, is_exact))
             })
         };
+        let matches_decoded = |reading: &Reading<'_>| {
+            let mut decoded = self.decoded.iter();
+            decoded.any(|(element, pattern)| {
+                readings.may_have(*element) && pattern.matches(reading, false)
+            })
+        };
         let mut tally = Tally::default();
         for reading in known.clone() {
             tally.add(matches(reading, true));
         }
         if !tally.matched {
             let is_unknown = self.patterns.iter().any(|(_, pattern)| pattern.is_none());
-            tally.matched = is_unknown || known.into_iter().any(|reading| matches(reading, false));
+            let may_match =
+                |reading: &Reading<'_>| matches(reading, false) || matches_decoded(reading);
+            tally.matched = is_unknown || known.into_iter().any(may_match);
         }
         tally.truth()
     }
@@ -101,6 +118,27 @@ impl PathPattern {
             None => {
                 let expected = "one of exact, prefix, suffix and template";
                 Err(violation("rules.paths", "", expected))
+            }
+        }
+    }
+
+    /// The pattern of servers that decode it. None: it is the same.
+    fn decoded(&self) -> Option<PathPattern> {
+        let decode = |text: &[u8]| readings::decoded_pattern(text).map(Box::from);
+        match self {
+            PathPattern::Exact(text) => decode(text).map(PathPattern::Exact),
+            PathPattern::Prefix(text) => decode(text).map(PathPattern::Prefix),
+            PathPattern::Suffix(text) => decode(text).map(PathPattern::Suffix),
+            PathPattern::Template { elements, has_rest } => {
+                let decoded = elements.iter().map(|element| {
+                    let element = element.as_ref()?;
+                    Some(decode(element).unwrap_or_else(|| element.clone()))
+                });
+                let decoded: Vec<_> = decoded.collect();
+                (decoded != *elements).then_some(PathPattern::Template {
+                    elements: decoded,
+                    has_rest: *has_rest,
+                })
             }
         }
     }

@@ -137,6 +137,13 @@ pub(super) fn is_readable(path: &[u8]) -> bool {
         && (!path.contains(&b'%') || is_encoded(path) && is_text(&decoded(path, false)))
 }
 
+/// The path of a pattern as servers compare it that decode both: an encoded slash stays. None: it is
+/// the same.
+pub fn decoded_pattern(path: &[u8]) -> Option<Vec<u8>> {
+    let decoded = decode_elements(path).filter(|_| is_encoded(path))?;
+    (decoded != path).then_some(decoded)
+}
+
 /// Whether each percent sign begins an encoded byte.
 pub(super) fn is_encoded(path: &[u8]) -> bool {
     let mut parts = path.split(|byte| *byte == b'%').skip(1);

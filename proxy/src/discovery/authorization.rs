@@ -8,7 +8,7 @@ use proto::authorization_policy::Action;
 use proto::path_match::Kind;
 
 use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_matches};
-use crate::inbound::external::{Authorizer, RouteAuthorizers};
+use crate::inbound::external::{Authorizer, RouteAuthorizers, folded_match};
 use crate::inbound::policy::Policies;
 
 /// Compiles policies for a pod with this setting.
@@ -54,13 +54,11 @@ fn parse(message: &proto::RouteAuthorization) -> Result<RouteAuthorizers, String
     })
 }
 
-/// A match whose path is one without case and slashes at the end. Expressions stay.
+/// A match whose path is folded. Expressions stay.
 fn fold(mut one: proto::RouteMatch) -> proto::RouteMatch {
     let kind = one.path.as_mut().and_then(|path| path.kind.as_mut());
     if let Some(Kind::Exact(path) | Kind::Prefix(path)) = kind {
-        let length = path.trim_end_matches('/').len().max(1);
-        path.truncate(length);
-        path.make_ascii_lowercase();
+        *path = folded_match(path);
     }
     one
 }

@@ -19,7 +19,7 @@ use proto::authorizer::Protocol;
 use crate::error::{ExternalReply, RequestPart};
 use crate::http::edits::Edits;
 use crate::http::view::RequestView;
-pub use routes::RouteAuthorizers;
+pub use routes::{RouteAuthorizers, folded_match};
 
 /// The number of questions that lead to each other: a server may be subject to policies with servers.
 const MAX_QUESTIONS: u32 = 3;

@@ -124,6 +124,25 @@ fn no_spelling_of_a_denied_path_passes() {
         ),
         ("exact:/x;y", &["/x;y", "/x%3By", "/x%3By;z/w"]),
         (
+            "exact:/caf%C3%A9",
+            &[
+                "/caf%C3%A9",
+                "/%63af%c3%a9",
+                "/Caf%C3%A9/",
+                "/x/../c%61f%C3%A9",
+            ],
+        ),
+        ("prefix:/%7Eroot", &["/~root", "/%7eroot/x", "/~ROOT/x"]),
+        (
+            "prefix:/a%20b/c%2Fd",
+            &["/%61%20b/c%2Fd/e", "/a%20%62/c%2fd"],
+        ),
+        ("suffix:%2Eenv", &["/x.env", "/x%2eenv", "/x.%65nv"]),
+        (
+            "template:/my%20files/{*}",
+            &["/my%20files/a", "/m%79%20files/a%2Fb", "/MY%20files/a/"],
+        ),
+        (
             "prefix:/a/b/c",
             &["/a//../b//../a//b/c", "/a/b//c", "/x//../a/b//c"],
         ),

@@ -215,15 +215,34 @@ pub(super) fn is_path(patterns: &[AuthorizedPath], ask: Ask, path: &[u8]) -> boo
     let Some(readings) = readings(path) else {
         return ask.unknown();
     };
-    let any = |path: &[u8], is_loose: bool| {
-        patterns
-            .iter()
-            .any(|pattern| is_pattern(pattern, path, is_loose))
+    let matches = |path: &Vec<u8>| {
+        let mut patterns = patterns.iter();
+        patterns.any(|pattern| is_pattern(pattern, path, false))
     };
-    let strict: Vec<bool> = readings.iter().map(|path| any(path, false)).collect();
-    let is_loose = readings.iter().any(|path| any(path, true))
-        || patterns.iter().any(|pattern| pattern.kind.is_none());
+    let strict: Vec<bool> = readings.iter().map(matches).collect();
+    let decoded: Vec<_> = patterns.iter().map(decoded).collect();
+    let may_match = |path: &Vec<u8>| {
+        let mut all = patterns.iter().chain(&decoded);
+        all.any(|pattern| is_pattern(pattern, path, true))
+    };
+    let is_loose =
+        readings.iter().any(may_match) || patterns.iter().any(|pattern| pattern.kind.is_none());
     ask.of(&strict) || ask == Ask::May && is_loose
+}
+
+/// The pattern, decoded but for slashes.
+fn decoded(pattern: &AuthorizedPath) -> AuthorizedPath {
+    let text = |text: &String| {
+        let bytes = decode(text.as_bytes(), "/");
+        String::from_utf8(bytes).expect("a pattern of characters")
+    };
+    let kind = pattern.kind.as_ref().map(|kind| match kind {
+        PathKind::Exact(path) => PathKind::Exact(text(path)),
+        PathKind::Prefix(path) => PathKind::Prefix(text(path)),
+        PathKind::Suffix(path) => PathKind::Suffix(text(path)),
+        PathKind::Template(path) => PathKind::Template(text(path)),
+    });
+    AuthorizedPath { kind }
 }
 
 fn is_pattern(pattern: &AuthorizedPath, path: &[u8], is_loose: bool) -> bool {

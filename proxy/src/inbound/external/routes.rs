@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use diy_mesh_proto::authorization::other_readings;
+use diy_mesh_proto::authorization::{decoded_pattern, other_readings};
 
 use super::Authorizer;
 use crate::error::RequestPart;
@@ -16,7 +16,7 @@ use crate::route::matching::{MatchInput, Matches, path};
 pub struct RouteAuthorizers {
     /// As the routes have them.
     pub matches: Matches,
-    /// With paths without case and slashes at the end. None: these are the same.
+    /// With folded paths. None: these are the same.
     pub folded: Option<Matches>,
     /// The servers of the rules, to which matches refer by index. None: no server is asked.
     pub rules: Vec<Option<Arc<Authorizer>>>,
@@ -54,8 +54,24 @@ impl RouteAuthorizers {
     }
 }
 
-/// A path without case and slashes at the end.
+/// The path of a match as readings are folded.
+pub fn folded_match(path: &str) -> String {
+    let decoded = decoded_pattern(path.as_bytes());
+    let folded = fold(decoded.as_deref().unwrap_or(path.as_bytes()));
+    String::from_utf8_lossy(&folded).into_owned()
+}
+
+/// A path without case and slashes at the end, of characters that a match may have: others are
+/// encoded.
 fn fold(path: &[u8]) -> Vec<u8> {
     let length = path.iter().rposition(|byte| *byte != b'/').unwrap_or(0) + 1;
-    path[..length.min(path.len())].to_ascii_lowercase()
+    let mut folded = Vec::with_capacity(length);
+    for byte in &path[..length.min(path.len())] {
+        if byte.is_ascii_graphic() && !b"?#".contains(byte) {
+            folded.push(byte.to_ascii_lowercase());
+        } else {
+            folded.extend(format!("%{byte:02x}").bytes());
+        }
+    }
+    folded
 }

@@ -612,7 +612,12 @@ fn no_spelling_of_a_path_avoids_the_server_of_a_route() {
     on_worker(async {
         let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
         let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
-        let rules = [("/orders", true), ("/Admin/", true), ("/", false)];
+        let rules = [
+            ("/orders", true),
+            ("/Admin/", true),
+            ("/%7Eroot/my%20files", true),
+            ("/", false),
+        ];
         let mut exact = routes(app.address, &authorizer(Protocol::Grpc), &rules);
         let of_exact = exact.policies[0].routes.as_mut().unwrap();
         let path = path_match(proto::path_match::Kind::Exact("/exact".to_owned()));
@@ -633,6 +638,9 @@ fn no_spelling_of_a_path_avoids_the_server_of_a_route() {
             "/exact/",
             "/Exact//",
             "/%65xact",
+            "/%7Eroot/my%20files",
+            "/~root/my%20files/a",
+            "/%7eROOT/m%79%20files/",
             "//orders/1",
             "/./orders",
             "/a/../orders",
