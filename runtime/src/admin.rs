@@ -15,7 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::header::{ACCEPT, ALLOW, CONTENT_TYPE};
+use http::header::{ACCEPT, ALLOW, CONTENT_TYPE, HOST};
+use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -131,7 +132,8 @@ impl Admin {
     }
 
     /// Adds a route for GET requests that come from the pod itself, or from a user by `kubectl
-    /// port-forward`. The handler gets the query of the URL, and is otherwise as that of a route.
+    /// port-forward`, but not from websites in the browser of the user. The handler gets the query of
+    /// the URL, and is otherwise as that of a route.
     pub fn local_route<F>(
         mut self,
         path: impl Into<Cow<'static, str>>,
@@ -141,7 +143,7 @@ impl Admin {
         F: Future<Output = Page> + Send + 'static,
     {
         let handler: Handler = Box::new(move |asked| {
-            if !asked.peer.to_canonical().is_loopback() {
+            if !asked.peer.to_canonical().is_loopback() || names_website(asked.headers) {
                 let page = Page::failure(StatusCode::FORBIDDEN, LOCAL_ONLY);
                 return Box::pin(ready(Some(page)));
             }
@@ -258,6 +260,18 @@ impl Admin {
     }
 }
 
+/// Whether the host is the name of a website, which may point it to loopback (DNS rebinding).
+fn names_website(headers: &HeaderMap) -> bool {
+    let authority = |host: &HeaderValue| host.to_str().ok()?.parse::<Authority>().ok();
+    headers.get_all(HOST).iter().any(|host| {
+        authority(host).is_none_or(|authority| {
+            let host = authority.host();
+            let address = host.trim_start_matches('[').trim_end_matches(']');
+            host.contains('.') && address.parse::<IpAddr>().is_err()
+        })
+    })
+}
+
 fn live(stalled: Duration) -> Page {
     if stalled < MAX_STALL {
         return Page::text("live\n");
@@ -323,6 +337,24 @@ mod tests {
             let request = Request::get("/local?a=b").body(()).unwrap();
             let Page(response) = admin.respond(&request, peer).await.unwrap();
             assert_eq!(response.status(), status, "{peer}");
+        }
+        for (host, status) in [
+            ("localhost:4001", 200),
+            ("127.0.0.1:4001", 200),
+            ("[::1]:4001", 200),
+            ("proxy", 200),
+            ("website.example:4001", 403),
+            ("127.0.0.1.website.example", 403),
+            ("localhost.", 403),
+            ("", 403),
+        ] {
+            let request = Request::get("/local").header(HOST, host);
+            let request = request.body(()).unwrap();
+            let Page(response) = admin
+                .respond(&request, [127, 0, 0, 1].into())
+                .await
+                .unwrap();
+            assert_eq!(response.status(), status, "{host}");
         }
     }
 
