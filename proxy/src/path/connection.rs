@@ -2,10 +2,11 @@
 //! request are in `http1/mod.rs` and in `http2/exchange.rs`.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 use diy_mesh_runtime::listen::Acceptor;
 use socket2::SockRef;
@@ -59,7 +60,10 @@ async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::Tc
     };
     loop {
         let (stream, peer) = acceptor.accept().await;
-        start(&worker, direction, stream, peer, original_destination);
+        match direction {
+            Direction::Inbound => start(&worker, direction, stream, peer, inbound_destination),
+            Direction::Outbound => start(&worker, direction, stream, peer, original_destination),
+        }
     }
 }
 
@@ -99,8 +103,11 @@ async fn redirected(
     let original = match original(client.socket(), &worker.own_ports()) {
         Ok(original) => original,
         Err(error) => {
-            let path = direction.name();
-            return tracing::warn!(path, %peer, "connection closed: {error}");
+            if worker.warnings.should_log(Instant::now()) {
+                let path = direction.name();
+                tracing::warn!(path, %peer, "connection closed: {error}");
+            }
+            return;
         }
     };
     let (destination, caller) = match direction {
@@ -212,6 +219,30 @@ pub fn original_destination(
     check(original, local, own_ports)
 }
 
+/// The original destination of an inbound connection: an address of this pod. A host on the link of
+/// the pod can send packets for any other one, or for loopback, and the rules redirect these, too.
+fn inbound_destination(stream: &TcpStream, own_ports: &[u16]) -> Result<SocketAddr, OrigDstError> {
+    let original = original_destination(stream, own_ports)?;
+    let local = stream.local_addr().map_err(OrigDstError::Unknown)?;
+    if is_of_pod(original.ip(), local.ip(), has_address) {
+        Ok(original)
+    } else {
+        Err(OrigDstError::Foreign(original))
+    }
+}
+
+/// Whether others reach this pod by an address: `local`, or one that an interface has.
+fn is_of_pod(original: IpAddr, local: IpAddr, has_address: impl Fn(IpAddr) -> bool) -> bool {
+    let address = original.to_canonical();
+    let is_host = !address.is_loopback() && !address.is_unspecified() && !address.is_multicast();
+    is_host && (same(original, local) || has_address(address))
+}
+
+/// Whether this network namespace has the address.
+fn has_address(address: IpAddr) -> bool {
+    UdpSocket::bind((address, 0)).is_ok()
+}
+
 /// Rejects own ports at addresses of this pod.
 fn check(
     original: SocketAddr,
@@ -238,6 +269,12 @@ pub enum OrigDstError {
     /// The original destination is a port of the proxy itself.
     #[error("original destination {0} is the proxy itself: forwarding would loop")]
     Loop(SocketAddr),
+    /// The original destination of an inbound connection is another host, or loopback.
+    #[error(
+        "original destination {0} is not an address of this pod: the proxy forwards inbound connections to the pod only; \
+         if the pod is a router, set the annotation diy-service-mesh/skip-inbound-ports"
+    )]
+    Foreign(SocketAddr),
     /// The kernel has no original destination.
     #[error(
         "no original destination: {0}; check that the rules of proxy-init redirected the connection"
@@ -275,6 +312,31 @@ mod tests {
             is_accepted("10.0.0.2:5000", "127.0.0.1:5000"),
             "port 5000 of another host"
         );
+    }
+
+    #[test]
+    fn inbound_connections_reach_addresses_of_the_pod_only() {
+        let is_accepted = |original: &str, local: &str| {
+            let secondary: IpAddr = "10.0.0.9".parse().unwrap();
+            let has = |address: IpAddr| address.is_loopback() || address == secondary;
+            is_of_pod(original.parse().unwrap(), local.parse().unwrap(), has)
+        };
+        assert!(is_accepted("10.0.0.1", "10.0.0.1"));
+        assert!(is_accepted("10.0.0.1", "::ffff:10.0.0.1"));
+        assert!(is_accepted("10.0.0.9", "10.0.0.1"), "a secondary address");
+        assert!(is_accepted("fd00::1", "fd00::1"));
+        for other in [
+            "127.0.0.1",
+            "127.9.9.9",
+            "::1",
+            "0.0.0.0",
+            "10.0.0.2",
+            "192.0.2.1",
+            "fd00::2",
+        ] {
+            assert!(!is_accepted(other, "10.0.0.1"), "{other}");
+        }
+        assert!(has_address([127, 0, 0, 1].into()) && !has_address([192, 0, 2, 1].into()));
     }
 
     #[tokio::test]
