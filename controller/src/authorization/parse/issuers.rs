@@ -62,6 +62,13 @@ fn source(
             Ok(Ok(keys))
         }
         ("Secret", None, Some(secret), None) => {
+            // They become a part of a path of the API, of log lines and of the status.
+            let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+            for (name, text) in [("secret.name", &secret.name), ("secret.key", &secret.key)] {
+                if text.is_empty() || !text.bytes().all(is_valid) {
+                    return refuse(field, name, text, "of letters, digits, -, _ and .");
+                }
+            }
             let key = Key::new(namespace, &secret.name);
             Ok(Err(Source::Secret(key, secret.key)))
         }

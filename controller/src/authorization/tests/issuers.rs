@@ -95,6 +95,14 @@ fn invalid_issuer_is_named_and_makes_the_policy_deny() {
             keys(json!({"type": "Inline", "inline": symmetric})),
             "no public key for tokens",
         ),
+        (
+            keys(json!({"type": "Secret", "secret": {"name": "../a", "key": "b"}})),
+            "issuers[0].keys.secret.name",
+        ),
+        (
+            keys(json!({"type": "Secret", "secret": {"name": "a", "key": "b\nc"}})),
+            "issuers[0].keys.secret.key",
+        ),
         (header("sub", "X_Called-By"), "issuers[0].headers.name"),
         (header("sub", "authorization"), "issuers[0].headers.name"),
         (header("", "x-user"), "issuers[0].headers.claim"),
