@@ -2,12 +2,13 @@
 //!
 //! [`crate::webhook`] reads and sends the bytes; [`crate::patch`] decides about the pod.
 
+use diy_mesh_model::escape;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ObjectReference;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::config::Settings;
+use crate::config::{self, Settings};
 use crate::patch::{Candidate, NamespaceLabels, Verdict, decide, decide_ephemeral_containers};
 use crate::pod::list;
 
@@ -31,7 +32,13 @@ pub enum Error {
         "request {0:?} of the AdmissionReview is for a pod, but its object is missing or not a JSON object"
     )]
     NoObject(String),
+    /// The namespace of a pod is no name of a namespace.
+    #[error("request {0:?} of the AdmissionReview is for a pod: {1}")]
+    Namespace(String, &'static str),
 }
+
+/// The length of a name in Kubernetes.
+const MAX_NAME_BYTES: usize = 253;
 
 /// The outcome of a review, for logs and metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,10 +73,16 @@ pub fn decode(body: &[u8]) -> Result<Request, Error> {
         return Err(Error::Version(review.api_version, review.kind));
     }
     let request = review.request.ok_or(Error::NoRequest)?;
-    if !matches!(operation(&request), Operation::Other) && !request.object.is_object() {
+    if matches!(operation(&request), Operation::Other) {
+        return Ok(request);
+    }
+    if !request.object.is_object() {
         return Err(Error::NoObject(request.uid));
     }
-    Ok(request)
+    match config::namespace(&request.namespace) {
+        Ok(_) => Ok(request),
+        Err(reason) => Err(Error::Namespace(request.uid, reason)),
+    }
 }
 
 /// Reviews a request. `labels` are those of the namespace of a new pod, or the reason why they are
@@ -126,7 +139,8 @@ fn operation(request: &Request) -> Operation {
     }
 }
 
-/// Uses `generateName` for pods of controllers, which have no name at admission.
+/// Uses `generateName` for pods of controllers, which have no name at admission. Not only API servers
+/// send requests: names are shortened, and add no lines.
 fn subject(request: &Request) -> String {
     let metadata = |field| {
         request
@@ -139,14 +153,28 @@ fn subject(request: &Request) -> String {
         .filter(|name| !name.is_empty())
         .or(metadata("generateName"))
         .unwrap_or(&request.name);
-    format!("{} {}/{name}", request.kind.kind, request.namespace)
+    let mut subject = String::new();
+    for (part, end) in [
+        (&*request.kind.kind, " "),
+        (&request.namespace, "/"),
+        (name, ""),
+    ] {
+        let part = &part[..part.floor_char_boundary(MAX_NAME_BYTES)];
+        escape::line(part.as_bytes(), &mut subject);
+        subject.push_str(end);
+    }
+    subject
 }
 
 /// The pod if it exists, otherwise its controller, which tries to create it, otherwise the name of
 /// the pod.
 fn concerned(request: &Request) -> ObjectReference {
     let metadata = &request.object["metadata"];
-    let text = |object: &Value, field: &str| object[field].as_str().map(str::to_owned);
+    let text = |object: &Value, field: &str| {
+        let text = object[field].as_str();
+        text.filter(|text| text.len() <= MAX_NAME_BYTES)
+            .map(str::to_owned)
+    };
     let owner = list(metadata, "ownerReferences")
         .iter()
         .find(|owner| owner["controller"] == true);

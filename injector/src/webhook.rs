@@ -361,6 +361,41 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn names_of_any_client_are_bounded_and_add_no_lines_and_no_paths() {
+        let (events, mut queue) = Events::new();
+        let webhook = Webhook {
+            events,
+            ..webhook()
+        };
+        let review = |namespace: &str, name: &str, operation: &str| {
+            json!({
+                "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+                "request": {
+                    "uid": "u", "kind": {"kind": "Pod"}, "namespace": namespace, "operation": operation,
+                    "subResource": "ephemeralcontainers",
+                    "object": {"metadata": {"name": name, "annotations": {"diy-service-mesh/inject": "yes"}}},
+                },
+            })
+        };
+        for namespace in ["", "a/b", "a/../b", "a\nb", "A"] {
+            let review = review(namespace, "web", "UPDATE");
+            let response = webhook.handle(post(Full::from(review.to_string()))).await;
+            assert_eq!(response.status(), StatusCode::BAD_REQUEST, "{namespace}");
+        }
+        let long = format!("web\n{}", "x".repeat(1_000_000));
+        let mut created = review("shop", &long, "CREATE");
+        created["request"]["subResource"] = json!(null);
+        let request = review::decode(created.to_string().as_bytes()).expect("a review");
+        let labels = Ok(NamespaceLabels::default());
+        let reviewed = review::review(&webhook.settings, request, labels).expect("a response");
+        let expected = format!("Pod shop/web\\n{}", "x".repeat(249));
+        assert_eq!(reviewed.subject, expected);
+        webhook.handle(post(Full::from(created.to_string()))).await;
+        let (object, _) = queue.try_recv().expect("an event");
+        assert_eq!(object.name, None);
+    }
+
+    #[tokio::test]
     async fn serves_only_post_requests_to_its_paths() {
         let get = Request::get(PATH).body(Empty::new()).expect("a request");
         let response = webhook().handle(get).await;
