@@ -24,9 +24,9 @@ use crate::http::view::{Fields, RequestView};
 use crate::inbound::edges::NewEdge;
 use crate::labels::{self, ErrorType, OTHER_VALUE, Verdict};
 use crate::observe::dump::{self, ExchangeDump};
-use crate::observe::ended::{Attempt, Cause, Ended, fail_attempt, request_line};
+use crate::observe::ended::{Attempt, Ended, fail_attempt, request_line};
 use crate::protocol::HttpVersion;
-use crate::route::{Answer, Plan, Rule};
+use crate::route::{Answer, Plan};
 use crate::serve::call::CallHead;
 use crate::serve::mirror::Mirror;
 use crate::upstream::balance::{Backend, Endpoint};
@@ -36,40 +36,15 @@ use span::RequestSpan;
 pub struct ExchangeRecord {
     /// The connection that it came on.
     pub flow: Rc<Flow>,
-    /// The rule that it matched, and the name of the backend that this chose.
-    rule: Option<(Arc<Rule>, Option<Arc<str>>)>,
+    /// What is told of it so far.
+    ended: Ended,
     /// The backend. None: the destination itself.
     backend: Option<Rc<Backend>>,
-    /// The number of attempts, and the endpoint and the start of the latest one.
-    attempts: u32,
-    endpoint: Option<Rc<Endpoint>>,
-    attempt_began: Instant,
-    /// The attempts that were followed by others.
-    failed_attempts: Vec<(Attempt, Cause)>,
     /// A copy of the request, until it is complete.
     mirror: Option<Box<Mirror>>,
-    version: HttpVersion,
-    /// The same at both proxies of the exchange.
-    pub id: ExchangeId,
-    /// Method and path.
-    line: Box<[u8]>,
     /// As metrics name it.
     method: &'static str,
     grpc: GrpcCall,
-    started: Instant,
-    status: Option<StatusCode>,
-    /// The start of the response.
-    responded: Option<Instant>,
-    transfer: Transfer,
-    upgraded: Option<Transfer>,
-    failure: Option<Cause>,
-    is_local_reply: bool,
-    /// The code of an error of the callee's proxy.
-    peer_error: Option<Code>,
-    /// The policy of the latest fault, and its delay.
-    fault: Option<(Arc<str>, Option<Duration>)>,
-    /// The policy under audit that would deny the request.
-    would_deny: Option<Box<str>>,
     /// A part of the response is missing, and the client has not left.
     is_broken: bool,
     dump: Option<ExchangeDump>,
@@ -82,37 +57,28 @@ pub struct ExchangeRecord {
 impl ExchangeRecord {
     /// An exchange that begins now.
     pub fn new(flow: &Rc<Flow>, version: HttpVersion) -> Self {
-        let (started, policy) = (Instant::now(), flow.worker.policy());
+        let policy = flow.worker.policy();
         let (telemetry, caller) = (policy.telemetry.as_ref(), flow.caller.identity());
         Self {
             flow: flow.clone(),
-            rule: None,
+            ended: Ended {
+                protocol: version.into(),
+                ..begun(flow)
+            },
             backend: None,
-            attempts: 0,
-            endpoint: None,
-            attempt_began: started,
-            failed_attempts: Vec::new(),
             mirror: None,
-            version,
-            id: flow.new_exchange(),
-            line: Box::default(),
             method: OTHER_VALUE,
             grpc: GrpcCall::default(),
-            started,
-            status: None,
-            responded: None,
-            transfer: Transfer::default(),
-            upgraded: None,
-            failure: None,
-            is_local_reply: false,
-            peer_error: None,
-            fault: None,
-            would_deny: None,
             is_broken: false,
             dump: (flow.worker.dumps).exchange(telemetry, caller),
             edge: None,
             span: None,
         }
+    }
+
+    /// The identifier, the same at both proxies of the exchange.
+    pub fn id(&self) -> ExchangeId {
+        self.ended.id
     }
 
     /// The plan of the request, which goes to `backend`. `id` is that of the caller's proxy.
@@ -123,18 +89,19 @@ impl ExchangeRecord {
         request: &RequestView<'_>,
         id: Option<ExchangeId>,
     ) {
-        self.id = id.unwrap_or(self.id);
+        self.ended.id = id.unwrap_or(self.ended.id);
         plan.trace = self.begin_span(backend, request);
         self.count_trace(request, plan.trace.is_some());
         if let Some(rule) = plan.rule() {
-            self.rule = Some((rule.clone(), plan.backend().map(|to| to.name().clone())));
+            let to = plan.backend().map(|to| to.name().clone());
+            self.ended.rule = Some((rule.clone(), to));
             self.backend = Some(backend.clone());
         }
     }
 
     /// A fault delays or aborts the request.
     pub fn fault(&mut self, name: &Arc<str>, delay: Option<Duration>) {
-        self.fault = Some((name.clone(), delay));
+        self.ended.fault = Some((name.clone(), delay));
     }
 
     /// The policies allow the request.
@@ -144,7 +111,7 @@ impl ExchangeRecord {
 
     /// The policies under audit would deny the request.
     pub fn would_deny(&mut self, denial: &impl Display) {
-        self.would_deny = Some(denial.to_string().into());
+        self.ended.would_deny = Some(denial.to_string().into());
     }
 
     /// The request is allowed although the authorization server of a policy did not answer.
@@ -159,43 +126,40 @@ impl ExchangeRecord {
 
     /// An attempt begins at this time.
     pub fn attempt(&mut self, endpoint: &Rc<Endpoint>, began: Instant) {
-        self.attempts += 1;
-        self.endpoint = Some(endpoint.clone());
-        self.attempt_began = began;
+        self.ended.attempts += 1;
+        self.ended.attempt = Some(Attempt {
+            endpoint: endpoint.info.clone(),
+            began,
+        });
     }
 
     /// Another attempt follows the latest one.
     pub fn retried(&mut self, failure: &Failure) {
-        if let Some(attempt) = self.latest_attempt() {
-            fail_attempt(&mut self.failed_attempts, attempt, failure);
+        if let Some(attempt) = self.ended.attempt.clone() {
+            fail_attempt(&mut self.ended.failed, attempt, failure);
         }
-    }
-
-    fn latest_attempt(&self) -> Option<Attempt> {
-        let endpoint = self.endpoint.as_ref()?.info.clone();
-        let began = self.attempt_began;
-        Some(Attempt { endpoint, began })
     }
 
     /// The code of the failure.
     fn code(&self) -> Option<&'static str> {
-        Some(self.failure.as_ref()?.code)
+        Some(self.ended.failure.as_ref()?.code)
     }
 
     /// There was no complete response, and no failure says why.
     fn is_incomplete(&self) -> bool {
-        self.failure.is_none() && (self.is_broken || self.status.is_none())
+        self.ended.failure.is_none() && (self.is_broken || self.ended.status.is_none())
     }
 
     /// Why it failed: by this proxy, by that of the callee, or by its response.
     fn error_type(&self) -> ErrorType {
-        let code = self.code().or(self.peer_error.map(Code::label));
-        ErrorType::of(code, self.status, self.grpc.status(), !self.is_broken)
+        let code = self.code().or(self.ended.peer_error.map(Code::label));
+        let status = self.ended.status;
+        ErrorType::of(code, status, self.grpc.status(), !self.is_broken)
     }
 
     /// The rule of the request and the backend that it chose, for dumps and logs.
     fn rule(&self) -> Option<(&str, Option<&str>)> {
-        let (rule, backend) = self.rule.as_ref()?;
+        let (rule, backend) = self.ended.rule.as_ref()?;
         Some((&rule.name, backend.as_deref()))
     }
 
@@ -207,7 +171,7 @@ impl ExchangeRecord {
 
     /// The request's head, with the changes that the proxy makes to it.
     pub fn request(&mut self, request: &RequestView<'_>, edits: Edits<'_>) {
-        self.line = request_line(request);
+        self.ended.line = request_line(request);
         self.method = labels::method(request.method);
         self.grpc = GrpcCall::of(request);
         if let Some(dump) = &mut self.dump {
@@ -237,7 +201,7 @@ impl ExchangeRecord {
 
     /// Bytes of the request's body.
     pub fn request_body(&mut self, data: &[u8]) {
-        self.transfer.sent += data.len() as u64;
+        self.ended.transfer.sent += data.len() as u64;
         self.mirror.take_if(|mirror| !mirror.body(data));
         self.dump(|dump| dump.request.body.append(data));
         self.dump_if_long_lived();
@@ -256,12 +220,12 @@ impl ExchangeRecord {
 
     /// A response has begun.
     pub fn has_response(&self) -> bool {
-        self.status.is_some()
+        self.ended.status.is_some()
     }
 
     /// Bytes of the response's body.
     pub fn response_body(&mut self, data: &[u8]) {
-        self.transfer.received += data.len() as u64;
+        self.ended.transfer.received += data.len() as u64;
         self.grpc.body(data);
         self.dump(|dump| dump.response.body.append(data));
         self.dump_if_long_lived();
@@ -276,14 +240,14 @@ impl ExchangeRecord {
         fields: &dyn Fields,
         edits: Edits<'_>,
     ) {
-        self.status = Some(status);
-        self.responded = Some(Instant::now());
+        self.ended.status = Some(status);
+        self.ended.responded = Some(Instant::now());
         self.grpc.response(fields);
         // The edits remove it, unless an authenticated proxy sent it.
         let may_be_error = status.as_u16() >= 400 || self.grpc.is_call();
         let code = may_be_error.then(|| fields.field(MESH_ERROR)).flatten();
         let code = code.and_then(|code| edits.value(MESH_ERROR.as_bytes(), code));
-        self.peer_error = code.and_then(|code| Code::of(str::from_utf8(code).ok()?));
+        self.ended.peer_error = code.and_then(|code| Code::of(str::from_utf8(code).ok()?));
         if let Some(edge) = self.edge.take() {
             self.flow.worker.edges.answered(*edge, status, fields);
         }
@@ -320,9 +284,9 @@ impl ExchangeRecord {
             Answer::Failure(failure) => failure,
         };
         let mut reply = LocalReply::from(&failure);
-        reply.name_exchange(self.id);
-        self.status = Some(reply.status);
-        self.is_local_reply = true;
+        reply.name_exchange(self.ended.id);
+        self.ended.status = Some(reply.status);
+        self.ended.is_local_reply = true;
         self.fail(&failure);
         self.dump(|dump| dump.status = Some(reply.status.as_u16()));
         reply
@@ -330,7 +294,7 @@ impl ExchangeRecord {
 
     /// The proxy could not carry the exchange to its end.
     pub fn fail(&mut self, failure: &Failure) {
-        self.failure = Some(failure.into());
+        self.ended.failure = Some(failure.into());
         self.grpc.fail(failure.grpc_status());
         report(&self.flow, failure, false);
     }
@@ -338,41 +302,21 @@ impl ExchangeRecord {
     /// Dumps an exchange that stays open.
     fn dump_if_long_lived(&mut self) {
         if self.dump.as_ref().is_some_and(ExchangeDump::is_long_lived) {
-            let so_far = Arc::new(self.describe(Instant::now()));
+            self.finish(Instant::now());
+            let so_far = Arc::new(self.ended.clone());
             if let Some(dump) = &mut self.dump {
                 dump.write(&so_far, true);
             }
         }
     }
 
-    /// What is told of the exchange, which ends at this time.
-    fn describe(&self, ended: Instant) -> Ended {
-        Ended {
-            responded: self.responded,
-            protocol: self.version.into(),
-            rule: self.rule.clone(),
-            attempts: self.attempts,
-            attempt: self.latest_attempt(),
-            failed: self.failed_attempts.clone(),
-            line: self.line.clone(),
-            status: self.status,
-            grpc: self.grpc.status(),
-            is_failure: self.error_type().is_failure(self.grpc.status()),
-            is_incomplete: self.is_incomplete(),
-            transfer: self.transfer,
-            upgraded: self.upgraded,
-            failure: self.failure.clone(),
-            is_local_reply: self.is_local_reply,
-            peer_error: self.peer_error,
-            fault: self.fault.clone(),
-            would_deny: self.would_deny.clone(),
-            ..ended_on(
-                &self.flow,
-                self.id,
-                self.endpoint.as_ref(),
-                [self.started, ended],
-            )
-        }
+    /// Completes what is told of the exchange, as if it ended at this time.
+    fn finish(&mut self, now: Instant) {
+        let grpc = self.grpc.status();
+        self.ended.grpc = grpc;
+        self.ended.is_failure = self.error_type().is_failure(grpc);
+        self.ended.is_incomplete = self.is_incomplete();
+        finish(&mut self.ended, &self.flow, now);
     }
 
     /// The client left before the end of the exchange.
@@ -389,45 +333,45 @@ impl ExchangeRecord {
 
     /// The connection became a tunnel, which carried so many bytes.
     pub fn tunnel(&mut self, sent: u64, received: u64) {
-        self.transfer.sent += sent;
-        self.transfer.received += received;
-        self.upgraded = Some(Transfer { sent, received });
+        self.ended.transfer.sent += sent;
+        self.ended.transfer.received += received;
+        self.ended.upgraded = Some(Transfer { sent, received });
     }
 }
 
 impl Drop for ExchangeRecord {
     fn drop(&mut self) {
         let now = Instant::now();
-        let mut ended = self.describe(now);
+        self.finish(now);
         let span = self.span.take();
-        ended.trace_id = span.map(|span| self.end_span(*span));
-        self.count(now.saturating_duration_since(self.started), now);
-        let (flow, worker) = (&self.flow, &self.flow.worker);
-        let destination = &flow.destination;
-        if self.status.is_some() || self.failure.is_some() {
-            let backend = self.backend.as_ref().unwrap_or(destination);
+        self.ended.trace_id = span.map(|span| self.end_span(*span));
+        let took = now.saturating_duration_since(self.ended.started);
+        self.count(took, now);
+        let (flow, worker, ended) = (&self.flow, &self.flow.worker, &self.ended);
+        if ended.status.is_some() || ended.failure.is_some() {
+            let backend = self.backend.as_ref().unwrap_or(&flow.destination);
             worker.ended(flow.direction, backend, self.code());
         }
         tracing::debug!(
             direction = flow.direction.name(),
-            id = %self.id,
-            version = ?self.version,
+            id = %ended.id,
+            version = ?ended.protocol,
             peer = %flow.peer,
             caller = flow.called_by(),
-            destination = %destination.name(),
+            destination = %ended.service,
             route = self.rule().map(|(rule, _)| rule),
             backend = self.rule().and_then(|(_, backend)| backend),
-            endpoint = self.endpoint.as_ref().map(|endpoint| tracing::field::display(endpoint.address)),
-            attempts = self.attempts,
-            status = self.status.map(|status| status.as_u16()),
+            endpoint = ended.attempt.as_ref().map(|attempt| tracing::field::display(attempt.endpoint.address)),
+            attempts = ended.attempts,
+            status = ended.status.map(|status| status.as_u16()),
             failure = self.code(),
-            fault = self.fault.as_ref().map(|(policy, _)| &**policy),
-            sent = self.transfer.sent,
-            received = self.transfer.received,
-            duration = ?now.saturating_duration_since(self.started),
+            fault = ended.fault.as_ref().map(|(policy, _)| &**policy),
+            sent = ended.transfer.sent,
+            received = ended.transfer.received,
+            duration = ?took,
             "exchange",
         );
-        let ended = Arc::new(ended);
+        let ended = Arc::new(ended.clone());
         if let Some(mut dump) = self.dump.take() {
             dump.write(&ended, false);
         }
@@ -438,12 +382,9 @@ impl Drop for ExchangeRecord {
 /// One connection that carries opaque bytes, or that was refused.
 pub struct ConnectionRecord {
     flow: Rc<Flow>,
-    started: Instant,
-    copied: Option<Transfer>,
-    /// The endpoint, and the proxy's own address of the connection to it.
-    endpoint: Option<Rc<Endpoint>>,
-    local: Option<SocketAddr>,
-    failure: Option<Cause>,
+    /// What is told of it so far.
+    ended: Ended,
+    is_copied: bool,
 }
 
 impl ConnectionRecord {
@@ -451,55 +392,48 @@ impl ConnectionRecord {
     pub fn new(flow: &Rc<Flow>) -> Self {
         Self {
             flow: flow.clone(),
-            started: Instant::now(),
-            endpoint: None,
-            copied: None,
-            local: None,
-            failure: None,
+            ended: begun(flow),
+            is_copied: false,
         }
     }
 
     /// There is a connection to this endpoint, from the proxy's `local` address.
     pub fn connected(&mut self, endpoint: &Rc<Endpoint>, local: Option<SocketAddr>) {
-        (self.endpoint, self.local) = (Some(endpoint.clone()), local);
+        self.ended.attempts = 1;
+        self.ended.attempt = Some(Attempt {
+            endpoint: endpoint.info.clone(),
+            began: self.ended.started,
+        });
+        self.ended.local = local;
     }
 
     /// The bytes that the client sent and received.
     pub fn copied(&mut self, sent: u64, received: u64) {
-        self.copied = Some(Transfer { sent, received });
+        self.ended.transfer = Transfer { sent, received };
+        self.is_copied = true;
     }
 
     /// The proxy could not carry the connection. The log is the only place where a failed
     /// authentication shows: the client cannot be told.
     pub fn fail(&mut self, failure: &Failure) {
-        self.failure = Some(failure.into());
+        self.ended.failure = Some(failure.into());
+        self.ended.is_failure = true;
         report(&self.flow, failure, failure.is_identity_failure());
     }
 }
 
 impl Drop for ConnectionRecord {
     fn drop(&mut self) {
-        if self.copied.is_none() && self.failure.is_none() {
+        if !self.is_copied && !self.ended.is_failure {
             return;
         }
         let (flow, worker) = (&self.flow, &self.flow.worker);
-        let code = self.failure.as_ref().map(|cause| cause.code);
+        let code = self.ended.failure.as_ref().map(|cause| cause.code);
         worker.ended(flow.direction, &flow.destination, code);
-        let id = flow.new_exchange();
-        let (began, endpoint) = (self.started, self.endpoint.as_ref());
-        let ended = Arc::new(Ended {
-            attempts: endpoint.is_some().into(),
-            attempt: endpoint.map(|endpoint| Attempt {
-                endpoint: endpoint.info.clone(),
-                began,
-            }),
-            local: self.local,
-            is_failure: self.failure.is_some(),
-            transfer: self.copied.unwrap_or_default(),
-            failure: self.failure.clone(),
-            ..ended_on(flow, id, endpoint, [began, Instant::now()])
-        });
-        if let Some(Transfer { sent, received }) = self.copied {
+        finish(&mut self.ended, flow, Instant::now());
+        let ended = Arc::new(self.ended.clone());
+        if self.is_copied {
+            let Transfer { sent, received } = ended.transfer;
             worker.metrics.opaque(flow.direction, sent, received);
             worker
                 .dumps
@@ -509,19 +443,19 @@ impl Drop for ConnectionRecord {
     }
 }
 
-/// What is told of something without HTTP that began on this connection.
-fn ended_on(
-    flow: &Flow,
-    id: ExchangeId,
-    endpoint: Option<&Rc<Endpoint>>,
-    times: [Instant; 2],
-) -> Ended {
-    Ended {
-        service: flow.destination.name(),
-        caller: flow.caller.shared_identity(),
-        tls: metrics::tls(flow, endpoint),
-        ..Ended::new(id, flow.direction, [flow.peer, flow.original], times)
-    }
+/// Something that begins now on this connection.
+fn begun(flow: &Flow) -> Ended {
+    let (id, now) = (flow.new_exchange(), Instant::now());
+    let ends = [flow.peer, flow.original];
+    Ended::new(id, flow.direction, ends, [now, now])
+}
+
+/// Completes what is told of something that ends now on this connection.
+fn finish(ended: &mut Ended, flow: &Flow, now: Instant) {
+    ended.ended = now;
+    ended.service = flow.destination.name();
+    ended.caller = flow.caller.shared_identity();
+    ended.tls = metrics::tls(flow, ended.attempt.as_ref());
 }
 
 /// Tells the access log, and keeps it among the recent ones.

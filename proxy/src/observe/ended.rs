@@ -33,6 +33,7 @@ const INCOMPLETE: &str = "there was no complete response";
 const MAX_FAILED_ATTEMPTS: usize = 3;
 
 /// One exchange or opaque connection that has ended.
+#[derive(Clone)]
 pub struct Ended {
     /// Its identifier.
     pub id: ExchangeId,

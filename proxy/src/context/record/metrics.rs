@@ -1,6 +1,5 @@
 //! What metrics take from the record of an exchange.
 
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,26 +10,26 @@ use crate::context::flow::Flow;
 use crate::http::trace_context::SpanContext;
 use crate::http::view::RequestView;
 use crate::labels::{Peer, TlsKind};
+use crate::observe::ended::Attempt;
 use crate::observe::metrics::RequestLabels;
 use crate::observe::trace::EXPORT_PATH;
-use crate::upstream::balance::Endpoint;
 
 impl ExchangeRecord {
     /// Counts the exchange, which took so long and has ended now.
     pub(super) fn count(&self, took: Duration, now: Instant) {
         let flow = &*self.flow;
-        let rule = self.rule.as_ref();
+        let rule = self.ended.rule.as_ref();
         let labels = RequestLabels {
             direction: flow.direction,
             route: rule.map_or_else(Arc::default, |(rule, _)| rule.name.clone()),
             peer: self.peer(),
             method: self.method,
-            status: self.status.map_or(0, |status| status.as_u16()),
+            status: self.ended.status.map_or(0, |status| status.as_u16()),
             grpc: self.grpc.status(),
             error: self.error_type(),
-            tls: tls(&self.flow, self.endpoint.as_ref()),
+            tls: self.ended.tls,
         };
-        let bytes = [self.transfer.sent, self.transfer.received];
+        let bytes = [self.ended.transfer.sent, self.ended.transfer.received];
         let metrics = &flow.worker.metrics;
         metrics.request(&flow.counted, labels, bytes, took, now);
     }
@@ -61,11 +60,11 @@ impl ExchangeRecord {
 }
 
 /// How the other side of the proxy has authenticated.
-pub(super) fn tls(flow: &Flow, endpoint: Option<&Rc<Endpoint>>) -> TlsKind {
-    match (flow.direction, endpoint) {
+pub(super) fn tls(flow: &Flow, attempt: Option<&Attempt>) -> TlsKind {
+    match (flow.direction, attempt.map(|attempt| &attempt.endpoint)) {
         (Direction::Inbound, _) if flow.caller.identity().is_some() => TlsKind::Mutual,
-        (Direction::Outbound, Some(to)) if to.info.server_tls().is_some() => TlsKind::Server,
-        (Direction::Outbound, Some(to)) if to.info.identity.is_some() => TlsKind::Mutual,
+        (Direction::Outbound, Some(to)) if to.server_tls().is_some() => TlsKind::Server,
+        (Direction::Outbound, Some(to)) if to.identity.is_some() => TlsKind::Mutual,
         _ => TlsKind::None,
     }
 }

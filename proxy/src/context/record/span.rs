@@ -119,7 +119,7 @@ impl ExchangeRecord {
             mut attributes,
         } = span;
         let (status, grpc) = (
-            self.status.map(|status| status.as_u16()),
+            self.ended.status.map(|status| status.as_u16()),
             self.grpc.status(),
         );
         attributes.extend(status.map(|status| number("http.response.status_code", status)));
@@ -135,7 +135,7 @@ impl ExchangeRecord {
             Direction::Inbound => SpanKind::Server,
             Direction::Outbound => SpanKind::Client,
         };
-        let (worker, duration) = (&self.flow.worker, self.started.elapsed());
+        let (worker, duration) = (&self.flow.worker, self.ended.started.elapsed());
         let trace_id = started.own.trace_id();
         let span = started.finish(name, kind, attributes, !error.is_empty(), duration);
         worker.spans.add(span, &worker.metrics.spans);
@@ -144,7 +144,8 @@ impl ExchangeRecord {
 
     /// The other side of the proxy.
     fn add_ends(&self, attributes: &mut Vec<KeyValue>) {
-        let (flow, endpoint) = (&self.flow, self.endpoint.as_ref());
+        let attempt = self.ended.attempt.as_ref();
+        let (flow, endpoint) = (&self.flow, attempt.map(|attempt| &attempt.endpoint));
         let address = match flow.direction {
             Direction::Inbound => Some(flow.peer),
             Direction::Outbound => endpoint.map(|endpoint| endpoint.address),
@@ -162,17 +163,18 @@ impl ExchangeRecord {
             attributes.push(text("service.peer.name", &*peer.name));
             attributes.push(text("service.peer.namespace", &*peer.namespace));
         }
-        let is_tls = endpoint.is_some_and(|endpoint| endpoint.info.server_tls().is_some());
+        let is_tls = endpoint.is_some_and(|endpoint| endpoint.server_tls().is_some());
         attributes.push(text("url.scheme", if is_tls { "https" } else { "http" }));
-        if self.attempts > 1 {
-            attributes.push(number("http.request.resend_count", self.attempts - 1));
+        let attempts = self.ended.attempts;
+        if attempts > 1 {
+            attributes.push(number("http.request.resend_count", attempts - 1));
         }
     }
 
     /// The class of the error, as in metrics. Of a client, more statuses are errors. Empty: none.
     fn error(&self) -> &str {
         let grpc = self.grpc.status();
-        let status = self.status.as_ref().map_or("", StatusCode::as_str);
+        let status = self.ended.status.as_ref().map_or("", StatusCode::as_str);
         let is_client = self.flow.direction == Direction::Outbound;
         match self.error_type().value(status, grpc) {
             "" if is_client && !matches!(grpc, "" | "OK") => grpc,

@@ -50,7 +50,7 @@ impl Exchange<'_> {
             attempt.in_flight.connected();
         }
         self.judge_again().map_err(AttemptError::last)?;
-        if let Some(announced) = attempt.announced(upstream.io.is_peer(), self.record.id) {
+        if let Some(announced) = attempt.announced(upstream.io.is_peer(), self.record.id()) {
             self.upload.add_fields(announced);
         }
         // 8. Serve.

@@ -297,7 +297,7 @@ impl Exchange {
         attempt.in_flight.connected();
         self.judge_again().map_err(AttemptError::last)?;
         let mut parts = self.parts.clone();
-        if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id) {
+        if let Some(announced) = attempt.announced(lease.is_peer(), self.record.id()) {
             announced.add_to(&mut parts.headers);
         }
         head::set_deadline(&mut parts, attempt.exchange_deadline());
