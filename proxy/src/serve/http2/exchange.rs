@@ -432,12 +432,17 @@ impl Exchange {
                     self.interim_left -= 1;
                 }
                 Poll::Ready(_) => self.interim_left = 0,
-                Poll::Pending => break,
+                // Nothing has arrived: the response would be pending too.
+                Poll::Pending => return self.poll_client_reset(cx),
             }
         }
-        if let Poll::Ready(response) = Pin::new(&mut upstream.response).poll(cx) {
-            return Poll::Ready(response.map_err(Ended::Upstream));
+        match Pin::new(&mut upstream.response).poll(cx) {
+            Poll::Ready(response) => Poll::Ready(response.map_err(Ended::Upstream)),
+            Poll::Pending => self.poll_client_reset(cx),
         }
+    }
+
+    fn poll_client_reset<T>(&mut self, cx: &mut Context<'_>) -> Poll<Result<T, Ended>> {
         let reset = self.respond.poll_reset(cx);
         reset.map(|reset| Err(Ended::Client(reset.unwrap_or(Reason::CANCEL))))
     }
