@@ -120,13 +120,14 @@ impl<'a> Edits<'a> {
             *named = host;
         }
         for MeshField(name, value) in self.own() {
+            let Some(value) = value else { continue };
             // Not copied: each request gets it.
             let name = if name.eq_ignore_ascii_case(CALLED_BY) {
                 Ok(HeaderName::from_static(CALLED_BY))
             } else {
                 HeaderName::from_bytes(name.as_bytes())
             };
-            if let (Ok(name), Some(value)) = (name, value) {
+            if let Ok(name) = name {
                 headers.append(name, value.clone());
             }
         }

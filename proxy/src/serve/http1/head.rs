@@ -8,9 +8,11 @@ mod fields;
 #[cfg(test)]
 mod tests;
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
+use httparse::ParserConfig;
 use memchr::memmem;
 
 pub(super) use self::fields::put_field;
@@ -176,9 +178,10 @@ impl HeadSearch {
 impl RequestHead {
     /// Parses a complete head, as delimited by [`HeadSearch`].
     pub fn parse(raw: Bytes) -> Result<Self, Refused> {
-        let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
-        let mut parsed = httparse::Request::new(&mut storage);
-        whole(parsed.parse(&raw), raw.len())?;
+        let mut storage = [const { MaybeUninit::uninit() }; MAX_FIELDS];
+        let mut parsed = httparse::Request::new(&mut []);
+        let length = parsed.parse_with_uninit_headers(&raw, &mut storage);
+        whole(length, raw.len())?;
         let (Some(method), Some(target), Some(version)) =
             (parsed.method, parsed.path, parsed.version)
         else {
@@ -299,9 +302,11 @@ impl ResponseHead {
     /// Parses a complete head, as delimited by [`HeadSearch`], of a response to a request with this
     /// method.
     pub fn parse(raw: Bytes, method: &[u8]) -> Result<Self, Refused> {
-        let mut storage = [httparse::EMPTY_HEADER; MAX_FIELDS];
-        let mut parsed = httparse::Response::new(&mut storage);
-        whole(parsed.parse(&raw), raw.len())?;
+        let mut storage = [const { MaybeUninit::uninit() }; MAX_FIELDS];
+        let mut parsed = httparse::Response::new(&mut []);
+        let parser = ParserConfig::default();
+        let length = parser.parse_response_with_uninit_headers(&mut parsed, &raw, &mut storage);
+        whole(length, raw.len())?;
         let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
             return Err(Refused::Malformed("the status line is incomplete"));
         };
