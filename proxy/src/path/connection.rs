@@ -1,9 +1,10 @@
 //! The path of a connection, inbound and outbound, one call a step. Read this first. Steps 4 to 8 of a
 //! request are in `http1/mod.rs` and in `http2/exchange.rs`.
 
+use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
@@ -80,16 +81,21 @@ pub fn start(
         return Io::new(stream).reset();
     };
     let (worker, slot) = (worker.clone(), open.slot.clone());
+    let client = Io::in_slot(stream, slot.clone());
+    // Boxed, as all steps are: the task of a connection that waits has only the step that it is in.
+    let redirected = Box::pin(redirected(worker, direction, client, peer, slot, original));
     spawn_local(async move {
-        let client = Io::in_slot(stream, slot.clone());
-        open.run(pin!(redirected(
-            worker, direction, client, peer, slot, original
-        )))
-        .await;
+        let steps = pin!(async {
+            let Some((client, flow)) = redirected.await else {
+                return;
+            };
+            carry(client, flow).await;
+        });
+        open.run(steps).await;
     });
 }
 
-/// Carries a redirected connection until it ends.
+/// The flow of a redirected connection. None if it is closed.
 async fn redirected(
     worker: Rc<Worker>,
     direction: Direction,
@@ -97,7 +103,7 @@ async fn redirected(
     peer: SocketAddr,
     slot: Rc<ConnectionSlot>,
     original: impl FnOnce(&TcpStream, &[u16]) -> Result<SocketAddr, OrigDstError>,
-) {
+) -> Option<(Io, Flow)> {
     // 2. Original destination. Inbound it is the application, at the pod's own address; outbound,
     // discovery knows it, or the connection passes through to it.
     let original = match original(client.socket(), &worker.own_ports()) {
@@ -107,7 +113,7 @@ async fn redirected(
                 let path = direction.name();
                 tracing::warn!(path, %peer, "connection closed: {error}");
             }
-            return;
+            return None;
         }
     };
     let (destination, caller) = match direction {
@@ -117,35 +123,41 @@ async fn redirected(
             Caller::App,
         ),
     };
-    carry(
-        client,
-        Flow {
-            worker,
-            direction,
-            peer,
-            original,
-            destination,
-            caller,
-            slot,
-            called_by: Default::default(),
-            counted: Default::default(),
-        },
-    )
-    .await;
+    let flow = Flow {
+        worker,
+        direction,
+        peer,
+        original,
+        destination,
+        caller,
+        slot,
+        called_by: Default::default(),
+        counted: Default::default(),
+    };
+    Some((client, flow))
 }
 
 /// Carries a connection from step 3 on until it ends.
-pub async fn carry(client: Io, flow: Flow) {
+pub fn carry(client: Io, flow: Flow) -> impl Future<Output = ()> {
     let (worker, direction) = (flow.worker.clone(), flow.direction);
-    let steps = pin!(carry_steps(client, flow));
-    worker.run_under_policy(direction, steps).await;
+    let detected = Box::pin(detected(client, flow));
+    async move {
+        let steps = pin!(async {
+            if let Some(served) = detected.await {
+                served.await;
+            }
+        });
+        worker.run_under_policy(direction, steps).await;
+    }
 }
 
-async fn carry_steps(mut client: Io, mut flow: Flow) {
+/// Steps 3 and 4 of a connection. Returns its further steps, or None if it has ended.
+async fn detected(mut client: Io, mut flow: Flow) -> Option<Pin<Box<dyn Future<Output = ()>>>> {
     // The state of a TLS handshake, until the protocol is known.
     let mut pending = flow.charge();
     if let Err(failure) = pending.begin(PENDING_COST) {
-        return refuse(client, flow, &failure);
+        refuse(client, flow, &failure);
+        return None;
     }
     // A connection that detection dials while the client is silent.
     let mut dialed = None;
@@ -155,14 +167,20 @@ async fn carry_steps(mut client: Io, mut flow: Flow) {
         match detect(&mut client, &flow, declared, &mut dialed).await {
             Ok(Protocol::MeshTls) => {}
             Ok(protocol) => break protocol,
-            Err(failure) => return refuse(client, flow, &failure),
+            Err(failure) => {
+                refuse(client, flow, &failure);
+                return None;
+            }
         }
         // 4. Identity: the peer's certificate. Its ALPN cannot switch detection off: it counts only
         // where it leads to an HTTP parser.
         let accepted = flow.worker.tls.accept(client, flow.peer, flow.charge());
         let (secured, identity, alpn) = match accepted.await {
             Ok(session) => session,
-            Err(failure) => return ConnectionRecord::new(&Rc::new(flow)).fail(&failure),
+            Err(failure) => {
+                ConnectionRecord::new(&Rc::new(flow)).fail(&failure);
+                return None;
+            }
         };
         client = secured;
         flow.caller = Caller::Peer(Arc::new(identity));
@@ -179,20 +197,20 @@ async fn carry_steps(mut client: Io, mut flow: Flow) {
         flow.assign_slot();
     }
     // Steps 4 to 8, per request or for the connection.
-    match protocol {
+    let flow = Rc::new(flow);
+    Some(match protocol {
         Protocol::Http1 => {
             if let Some(dialed) = dialed {
                 opaque::pool(dialed).await;
             }
-            http1::serve(client, &Rc::new(flow)).await;
+            Box::pin(http1::serve(client, flow))
         }
-        // Boxed, as the next one: they would double the size of every connection's task.
-        Protocol::Http2 => Box::pin(http2::serve(client, Rc::new(flow))).await,
+        Protocol::Http2 => Box::pin(http2::serve(client, flow)),
         Protocol::Opaque | Protocol::MeshTls => {
             let detector = declared.is_none().then(RequestDetector::default);
-            Box::pin(opaque::serve(client, Rc::new(flow), dialed, detector)).await;
+            Box::pin(opaque::serve(client, flow, dialed, detector))
         }
-    }
+    })
 }
 
 /// Ends a connection that cannot be carried as the kernel does: with a reset.
@@ -337,6 +355,16 @@ mod tests {
             assert!(!is_accepted(other, "10.0.0.1"), "{other}");
         }
         assert!(has_address([127, 0, 0, 1].into()) && !has_address([192, 0, 2, 1].into()));
+    }
+
+    /// An idle connection owns its task, which contains the first one, and the second one.
+    #[test]
+    fn idle_connections_are_small() {
+        fn size<F, T>(_: impl Fn(Io, F) -> T) -> usize {
+            size_of::<T>()
+        }
+        let sizes = [size(carry), size(http1::serve)];
+        assert!(sizes[0] <= 256 && sizes[1] <= 1024, "{sizes:?}");
     }
 
     #[tokio::test]

@@ -50,7 +50,7 @@ const MAX_LINGER: usize = 256 * 1024;
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Serves a client's connection until either side closes it.
-pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
+pub async fn serve(mut client: Io, flow: Rc<Flow>) {
     let closes_at = client.lifetime().map(Lifetime::closes_idle_at);
     let mut end = pin!(drained_or(&flow.worker.drain, closes_at));
     let mut idle = IdleTimer::new(flow.worker.config.timeouts.http1_idle);
@@ -58,29 +58,32 @@ pub async fn serve(mut client: Io, flow: &Rc<Flow>) {
     flow.slot.set(Class::Idle);
     loop {
         idle.touch();
-        let reading = read_request(&mut client, flow, end.as_mut(), &mut idle, &mut memory);
+        let reading = read_request(&mut client, &flow, end.as_mut(), &mut idle, &mut memory);
         let request = match reading.await {
             Ok(Some(request)) => request,
             Ok(None) => return,
-            Err(failure) => {
-                let mut record = ExchangeRecord::new(flow, HttpVersion::Http1);
-                reply(&mut client, &mut record, failure.into(), false, false).await;
-                drop(memory);
-                return linger(client).await;
-            }
+            Err(failure) => return Box::pin(refuse(client, &flow, memory, failure)).await,
         };
         flow.slot.touch();
-        // Boxed: a connection without a request has a third of the size.
+        // Boxed, as all that does not wait for a request: most connections do.
         let exchange = Box::pin(async {
-            let mut exchange = Exchange::new(&mut client, flow, request, &mut memory);
+            let mut exchange = Exchange::new(&mut client, &flow, request, &mut memory);
             exchange.run().await
         });
         match exchange.await {
             After::KeepAlive => flow.slot.set(Class::BetweenExchanges),
-            After::Close => return linger(client).await,
+            After::Close => return Box::pin(linger(client)).await,
             After::Closed => return,
         }
     }
+}
+
+/// Replies to what is no request, and closes the connection.
+async fn refuse(mut client: Io, flow: &Rc<Flow>, memory: Charge, failure: Failure) {
+    let mut record = ExchangeRecord::new(flow, HttpVersion::Http1);
+    reply(&mut client, &mut record, failure.into(), false, false).await;
+    drop((record, memory));
+    linger(client).await;
 }
 
 /// Reads a request's head. None if the client or the proxy closes the connection between two
