@@ -39,7 +39,8 @@ pub(super) enum Text {
     Suffix(Box<[u8]>),
 }
 
-/// The truth of a list of methods, for the method as it is sent and in upper case.
+/// The truth of a list of methods, for the method as it is sent and in upper case. CONNECT may be read
+/// as GET: it opens a WebSocket over HTTP/2, as GET does over HTTP/1.1 (RFC 8441, section 5).
 pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
     if methods.is_empty() {
         return Truth::True;
@@ -48,6 +49,7 @@ pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
     let mut tally = Tally::default();
     tally.add(methods.iter().any(|one| **one == *method));
     tally.add(methods.iter().any(|one| one.iter().copied().eq(upper())));
+    tally.matched |= upper().eq(*b"CONNECT") && methods.iter().any(|one| **one == *b"GET");
     tally.truth()
 }
 

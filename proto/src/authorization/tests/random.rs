@@ -103,7 +103,9 @@ impl Random {
             header
         };
         RequestMatch {
-            methods: self.some(1, |random| random.one(&["GET", "POST"]).to_owned()),
+            methods: self.some(1, |random| {
+                random.one(&["GET", "POST", "CONNECT"]).to_owned()
+            }),
             paths: self.some(2, Self::pattern),
             hosts: self.some(1, |random| random.one(&["a.b", "*.b", "b"]).to_owned()),
             headers: self.some(1, field),
@@ -229,7 +231,7 @@ impl Random {
     fn head(&mut self) -> Head {
         let bytes = |text: &str| text.as_bytes().to_vec();
         Head {
-            method: bytes(self.one(&["GET", "GET", "POST", "get"])),
+            method: bytes(self.one(&["GET", "GET", "POST", "get", "CONNECT"])),
             path: self.path().into_bytes(),
             hosts: self.some(2, |random| {
                 bytes(random.one(&["a.b", "A.b.:80", "b", "c", "c.a.b", ".b", "b:x", "a.b"]))

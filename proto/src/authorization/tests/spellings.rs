@@ -20,11 +20,14 @@ fn methods_are_read_in_upper_case_too() {
         head,
         ["POST", "post", "Post", "pOST"],
     );
+    // A WebSocket over HTTP/2, of which HTTP/1.1 has a GET.
+    none_passes(Action::Deny, &methods("GET"), head, ["CONNECT", "connect"]);
+    assert!(passes(Action::Allow, &methods("CONNECT"), &head("CONNECT")));
     none_passes(
         Action::Allow,
         &methods("GET"),
         head,
-        ["get", "Get", "GETX", "", "POST"],
+        ["get", "Get", "GETX", "", "POST", "CONNECT"],
     );
     assert!(passes(Action::Allow, &methods("GET"), &head("GET")));
     assert!(passes(Action::Deny, &methods("POST"), &head("GET")));
