@@ -341,7 +341,7 @@ mod tests {
         })
         .unwrap();
         let detail = &findings[0].details[0];
-        assert!(detail.contains("not ready: \\u{1b}[2J\\u{d}no problems"));
+        assert!(detail.contains("not ready: \\x1b[2J\\rno problems"));
         assert!(!detail.contains(char::is_control) && detail.len() < 3000);
     }
 

@@ -285,7 +285,7 @@ mod tests {
         let hostile = format!("\u{1b}[2Jno problems found\n{}", "9".repeat(100_000));
         let hostile = facts(vec![workload("c", &hostile)]);
         let detail = &proxies(&hostile).unwrap()[0].details[0];
-        assert!(detail.starts_with("shop/c: \\u{1b}[2Jno"), "{detail}");
+        assert!(detail.starts_with("shop/c: \\x1b[2Jno"), "{detail}");
         assert!(detail.len() < 3000 && !detail.contains('\n'), "{detail}");
     }
 

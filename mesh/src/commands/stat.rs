@@ -223,7 +223,7 @@ mod tests {
              shop/web  pay/api    1.0   50.00%   0.2 ms  0.5 ms  0.5 ms  50.00%\n\
              shop/web  shop/cart  50.0  99.00%   0.2 ms  0.5 ms  0.5 ms  50.00%\n\
              \n\
-             2 of 9 proxies\\u{1b}\n"
+             2 of 9 proxies\\x1b\n"
         );
         let none = arguments("mesh").text(&Filter::default(), &Sample::default(), Colors::DISABLED);
         assert_eq!(none, "no requests\n");

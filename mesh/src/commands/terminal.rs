@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use diy_mesh_model::escape;
 use serde::Serialize;
 use serde_json::json;
 
@@ -149,13 +150,7 @@ impl Colors {
 /// it.
 pub fn printable(text: &str) -> String {
     let mut printable = String::with_capacity(text.len());
-    for character in text.chars() {
-        if character.is_control() && character != '\t' {
-            printable.extend(character.escape_unicode());
-        } else {
-            printable.push(character);
-        }
-    }
+    escape::line(text.as_bytes(), &mut printable);
     printable
 }
 
@@ -196,6 +191,6 @@ mod tests {
     fn values_add_no_lines_and_control_no_terminal() {
         let cell = (TextStyle::Ok, "a\nproblem: none\x1b[2J\u{9b}1m".to_owned());
         let table = Colors::DISABLED.table(&[vec![cell]]);
-        assert_eq!(table, "a\\u{a}problem: none\\u{1b}[2J\\u{9b}1m\n");
+        assert_eq!(table, "a\\nproblem: none\\x1b[2J\\u{9b}1m\n");
     }
 }

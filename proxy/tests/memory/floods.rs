@@ -228,7 +228,7 @@ pub fn start_controller() -> (Vec<String>, Mounted) {
             Update::Unknown(proto::Unknown::default())
         }
     };
-    let address = SocketAddr::from((APP.0, 8443));
+    let address = SocketAddr::from(([127, 0, 0, 1], 8443));
     let (started, is_started) = std::sync::mpsc::channel();
     thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread()

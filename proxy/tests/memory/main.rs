@@ -40,8 +40,8 @@ const LIMIT: u64 = 64 * MIB;
 const DEADLINE: Duration = Duration::from_secs(60);
 /// The group of the proxy, whose connections are not redirected.
 const PROXY_GROUP: u32 = 1337;
-/// The address of the application, behind the proxy.
-const APP: ([u8; 4], u16) = ([127, 0, 0, 1], 9999);
+/// The address of the application, behind the proxy: that of a pod.
+const APP: ([u8; 4], u16) = ([10, 0, 0, 1], 9999);
 /// The port of a Service, as the application uses it.
 const SERVICE: u16 = 30_000;
 
@@ -73,6 +73,7 @@ fn enter_namespace() -> Result<(), String> {
     unshare(CloneFlags::CLONE_NEWNET)
         .map_err(|error| format!("cannot create a namespace: {error}"))?;
     run("ip link set lo up")?;
+    run("ip address add 10.0.0.1/32 dev lo")?;
     let inbound = format!("{}:20000", APP.1);
     for (ports, to) in [(inbound, 4000), (SERVICE.to_string(), 5000)] {
         run(&format!(

@@ -205,7 +205,7 @@ mod tests {
                 "mesh top",
                 "FROM TO RPS SUCCESS P50 P95 P99 MTLS REQUESTS",
                 "shop/web shop/cart 12.0 50.00% 1.0 ms 2.0 ms 3.0 ms 100.00% █",
-                "shop/web shop/pay\\u{1b} 12.0 100.00% 1.0 ms 2.0 ms 3.0 ms 100.00% █",
+                "shop/web shop/pay\\x1b 12.0 100.00% 1.0 ms 2.0 ms 3.0 ms 100.00% █",
                 "",
                 "2 of 9 proxies were asked",
                 HELP_DRAWN,
