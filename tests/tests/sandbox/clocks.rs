@@ -105,13 +105,16 @@ fn jumps_of_clocks_fail_no_request_or_until_certificates_are_renewed() {
     let life = [("CERTIFICATE_LIFE", CERTIFICATE_LIFE)];
     install(&sandbox, |controller| set_env(controller, &life), &objects);
     let client = single_pod(&sandbox, "clients", "shell");
-    let mut proxies = sandbox.view().pods_of("servers", "http-server");
-    proxies.push(client.clone());
+    let proxies = || {
+        let mut pods = sandbox.view().pods_of("servers", "http-server");
+        pods.push(client.clone());
+        pods
+    };
 
-    // Pods that start meanwhile have the right time.
+    // Pods that start after a jump have the right time.
     under_load(&sandbox, &client, &LOAD, || {
         for seconds in [SMALL_JUMP, -SMALL_JUMP, 0] {
-            set_clocks(&sandbox, &proxies, seconds);
+            set_clocks(&sandbox, &proxies(), seconds);
             for replicas in [4, 3] {
                 sandbox.scale("servers", "http-server", replicas).unwrap();
                 sandbox.wait_settled(READY_TIMEOUT).unwrap();
@@ -121,8 +124,7 @@ fn jumps_of_clocks_fail_no_request_or_until_certificates_are_renewed() {
     });
 
     let mut all = sandbox.view().pods_of("service-mesh", "controller");
-    let mut proxies = sandbox.view().pods_of("servers", "http-server");
-    proxies.push(client.clone());
+    let proxies = proxies();
     all.extend(proxies.iter().cloned());
     for seconds in [LARGE_JUMP, 0] {
         let before: Vec<_> = {
