@@ -38,6 +38,7 @@ const RESYNC_INTERVAL: Duration = Duration::from_secs(60);
 const API_TIMEOUT: Duration = Duration::from_secs(10);
 const MIN_RETRY_INTERVAL: Duration = Duration::from_millis(250);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(30);
+
 /// A client of the cluster.
 pub async fn client() -> Result<Client, Error> {
     Client::try_default()

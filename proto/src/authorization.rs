@@ -25,7 +25,7 @@ use crate::mesh::v1 as proto;
 pub use check::{MAX_ISSUERS, MAX_ITEMS, MAX_RULES, check, check_egress, check_issuer};
 pub use claims::claim;
 use edge::Patterns;
-pub use fields::host_name;
+pub use fields::{host_name, may_be_get};
 use index::Rules;
 pub use index::{authorizers, fields, issuer_ports};
 pub use readings::{decoded_pattern, other_readings};

@@ -39,8 +39,8 @@ pub(super) enum Text {
     Suffix(Box<[u8]>),
 }
 
-/// The truth of a list of methods, for the method as it is sent and in upper case. CONNECT may be read
-/// as GET: it opens a WebSocket over HTTP/2, as GET does over HTTP/1.1 (RFC 8441, section 5).
+/// The truth of a list of methods, for the method as it is sent and in upper case. It is unknown rather
+/// than false if the method may be read as one of the list.
 pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
     if methods.is_empty() {
         return Truth::True;
@@ -49,8 +49,14 @@ pub(super) fn judge_method(methods: &[Box<[u8]>], method: &[u8]) -> Truth {
     let mut tally = Tally::default();
     tally.add(methods.iter().any(|one| **one == *method));
     tally.add(methods.iter().any(|one| one.iter().copied().eq(upper())));
-    tally.matched |= upper().eq(*b"CONNECT") && methods.iter().any(|one| **one == *b"GET");
+    tally.matched |= may_be_get(method) && methods.iter().any(|one| **one == *b"GET");
     tally.truth()
+}
+
+/// Whether a request may be one of GET, too: CONNECT opens a WebSocket over HTTP/2, as GET does over
+/// HTTP/1.1 (RFC 8441, section 5).
+pub fn may_be_get(method: &[u8]) -> bool {
+    method.eq_ignore_ascii_case(b"CONNECT")
 }
 
 /// The truth of a list of hosts, for each host of the request. A host that is not known is None.

@@ -59,12 +59,13 @@ async fn accept(worker: Rc<Worker>, direction: Direction, listener: std::net::Tc
         Ok(listener) => Acceptor::new(listener),
         Err(error) => return tracing::error!("cannot listen: {error}"),
     };
+    let original = match direction {
+        Direction::Inbound => inbound_destination,
+        Direction::Outbound => original_destination,
+    };
     loop {
         let (stream, peer) = acceptor.accept().await;
-        match direction {
-            Direction::Inbound => start(&worker, direction, stream, peer, inbound_destination),
-            Direction::Outbound => start(&worker, direction, stream, peer, original_destination),
-        }
+        start(&worker, direction, stream, peer, original);
     }
 }
 

@@ -152,6 +152,11 @@ impl<'a> MatchInput<'a> {
         self.path = path;
     }
 
+    /// Reads the method as a server may. What expressions have judged so far counts.
+    pub fn set_method(&mut self, method: &'a [u8]) {
+        self.request.method = method;
+    }
+
     /// The bytes that expressions have judged.
     #[cfg(test)]
     pub fn judged(&self) -> usize {

@@ -1,10 +1,10 @@
 //! The authorization servers in the routes of a Service: the rule that a request selects decides which
-//! one is asked about it. The match is that of the client's proxy, for each reading of the path: a
-//! request is asked about if a server may read it as one of the rule. Pure.
+//! one is asked about it. The match is that of the client's proxy, for each reading of the method and
+//! the path: a request is asked about if a server may read it as one of the rule. Pure.
 
 use std::sync::Arc;
 
-use diy_mesh_proto::authorization::{decoded_pattern, other_readings};
+use diy_mesh_proto::authorization::{decoded_pattern, may_be_get, other_readings};
 
 use super::Authorizer;
 use crate::error::RequestPart;
@@ -37,14 +37,21 @@ impl RouteAuthorizers {
         // Servers may ignore case, and slashes at the end.
         let folded: Vec<Vec<u8>> = readings.clone().map(fold).collect();
         let folded_matches = self.folded.as_ref().unwrap_or(&self.matches);
+        let upper = request.method.to_ascii_uppercase();
+        let mut methods = vec![request.method, &upper];
+        methods.extend(may_be_get(request.method).then_some(&b"GET"[..]));
+        methods.dedup();
         let mut input = MatchInput::new(*request);
         let mut selected = vec![];
-        for (reading, folded) in readings.zip(&folded) {
-            input.set_path(reading);
-            selected.extend(self.matches.select(&input)?);
-            if self.folded.is_some() || reading != folded {
-                input.set_path(folded);
-                selected.extend(folded_matches.select(&input)?);
+        for method in methods {
+            input.set_method(method);
+            for (reading, folded) in readings.clone().zip(&folded) {
+                input.set_path(reading);
+                selected.extend(self.matches.select(&input)?);
+                if self.folded.is_some() || reading != folded {
+                    input.set_path(folded);
+                    selected.extend(folded_matches.select(&input)?);
+                }
             }
         }
         selected.sort_unstable();

@@ -134,8 +134,8 @@ impl<E: Environment + Clone> Renewal<E> {
         }
     }
 
-    /// The time until the next attempt, by the wall clock. None if that was set back, to before the
-    /// certificate is valid, which peers then reject.
+    /// The time until the next attempt, by the wall clock. Zero if that was set back to before the
+    /// certificate is valid, so that peers reject it.
     fn until_attempt(&self) -> Duration {
         let now = self.environment.now();
         let current = self.certificate.as_ref().filter(|_| self.failures == 0);

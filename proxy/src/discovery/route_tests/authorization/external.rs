@@ -664,6 +664,27 @@ fn no_spelling_of_a_path_avoids_the_server_of_a_route() {
 }
 
 #[test]
+fn no_spelling_of_a_method_avoids_the_server_of_a_route() {
+    on_worker(async {
+        let (app, envoy) = (App::new("", EMPTY).await, Envoy::default());
+        let (mut pod, _mesh) = pod(app.address, envoy.start().await).await;
+        let rules = [("/orders", true), ("/", false)];
+        let mut of_get = routes(app.address, &authorizer(Protocol::Grpc), &rules);
+        let of_routes = of_get.policies[0].routes.as_mut().unwrap();
+        of_routes.matches[0].method = "GET".to_owned();
+        pod.authorize(of_get).await;
+        let asked = || std::mem::take(&mut *envoy.0.lock().unwrap()).len();
+        for (method, count) in [("GET", 1), ("get", 1), ("Get", 1), ("POST", 0)] {
+            let request = Request::builder()
+                .method(method)
+                .uri("http://web/orders/secret");
+            pod.http2(None, request.body(()).unwrap()).await;
+            assert_eq!(asked(), count, "{method}");
+        }
+    });
+}
+
+#[test]
 fn route_without_a_valid_server_refuses_and_one_that_cannot_be_read_denies_all() {
     on_worker(async {
         let app = App::new("", EMPTY).await;
