@@ -9,6 +9,7 @@ use futures::{Stream, stream};
 use prost::Message;
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::task::consume_budget;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
@@ -124,6 +125,8 @@ impl Watch {
             let encoded = known.as_ref().map(Message::encode_to_vec);
             let version = encoded.map(|encoded| version::of("service", &encoded));
             if self.sent.get(&key) == Some(&version) {
+                // Of a client that lags, all Services are compared: others run in between.
+                consume_budget().await;
                 continue;
             }
             let service = message::service(&key, known);
@@ -203,6 +206,43 @@ mod tests {
         stopping.cancel();
         let status = next().await.unwrap_err();
         assert_eq!(status.code(), tonic::Code::Unavailable);
+    }
+
+    #[tokio::test]
+    async fn client_that_lags_gets_what_it_missed_and_holds_up_nobody() {
+        let hub = Hub::default();
+        let apply = |name: &str, pod: &str| {
+            let objects = service_with_pods(name, "10.96.0.1", &[pod]).into_iter();
+            hub.apply(objects.map(Change::Apply));
+        };
+        for number in 0..500 {
+            apply(&format!("s{number}"), "10.0.0.1");
+        }
+        let mut watch = Watch::new(&hub, BTreeSet::new(), Namespaces::All);
+        while !watch.next().await.synced {}
+        apply("s7", "10.0.0.2");
+        for number in 0..20 {
+            apply("z", &format!("10.0.1.{number}"));
+        }
+        let mut turns_of_others = 0;
+        let mut missed = Vec::new();
+        while missed.len() < 2 {
+            tokio::select! {
+                biased;
+                response = watch.next() => {
+                    let service = response.service.expect("a change");
+                    missed.push((service.name, service.endpoints[0].addresses.clone()));
+                }
+                () = std::future::ready(()) => {
+                    turns_of_others += 1;
+                    tokio::task::yield_now().await;
+                }
+            }
+        }
+        let expected = [("s7", "10.0.0.2"), ("z", "10.0.1.19")];
+        let expected = expected.map(|(name, pod)| (name.to_owned(), vec![pod.to_owned()]));
+        assert_eq!(missed, expected);
+        assert!(turns_of_others > 0);
     }
 
     #[tokio::test]
