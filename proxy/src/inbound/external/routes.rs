@@ -82,3 +82,28 @@ fn fold(path: &[u8]) -> Vec<u8> {
     }
     folded
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::view::testing::request;
+    use crate::route::matching::Match;
+
+    #[test]
+    fn method_is_read_as_servers_may_read_it() {
+        let authorizer = Authorizer::new("HTTPRoute shop/web", &Default::default());
+        let of_get = RouteAuthorizers {
+            matches: Matches::new(vec![Match {
+                method: Some("GET".to_owned()),
+                ..Match::default()
+            }]),
+            folded: None,
+            rules: vec![Some(Arc::new(authorizer))],
+        };
+        let asked = |method, target| of_get.of_request(&request(method, target), false).unwrap();
+        for (method, target) in [("GET", "/"), ("get", "/"), ("CONNECT", "web:80")] {
+            assert_eq!(asked(method, target).len(), 1, "{method}");
+        }
+        assert!(asked("POST", "/").is_empty());
+    }
+}
