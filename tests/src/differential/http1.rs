@@ -237,7 +237,7 @@ fn response(rng: &mut Rng, method: &str, is_old: bool, is_last: bool, upgrades: 
     Message {
         head: head(&start, &fields),
         body,
-        closes: closes || says_so || is_old,
+        closes: closes && !has_no_body || says_so || is_old,
     }
 }
 

@@ -848,7 +848,12 @@ fn pooled_connection_has_completed_its_handshake() {
         opaque::pool(dialed).await;
         // The inbound proxy connects to the application after the handshake.
         app.accept().await.unwrap();
-        assert!(endpoint.pool().checkout_http1(Instant::now()).is_some());
+        assert!(
+            endpoint
+                .pool()
+                .checkout_http1(Instant::now(), true)
+                .is_some()
+        );
     });
 }
 

@@ -43,7 +43,9 @@ impl Exchange<'_> {
         // 7. Connect.
         let endpoint = attempt.endpoint.clone();
         let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
-        let connected = endpoint.pool().http1(dialer, began_at).await;
+        let is_idempotent = self.request.view().is_idempotent();
+        let pool = endpoint.pool();
+        let connected = pool.http1(dialer, began_at, is_idempotent).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             attempt.check_endpoint()?;
@@ -63,7 +65,7 @@ impl Exchange<'_> {
         let verdict = Verdict::of(head.status, &head, is_peer, SystemTime::now);
         let request = Replayable {
             is_kept: self.upload.can_rewind(),
-            is_idempotent: self.request.view().is_idempotent(),
+            is_idempotent,
         };
         let answered_at = match attempt.answered(head.status, verdict, request, flow) {
             Ok(answered_at) => answered_at,

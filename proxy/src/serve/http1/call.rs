@@ -40,7 +40,8 @@ pub async fn attempt(
 ) -> Result<Response<Bytes>, AttemptError> {
     let endpoint = attempt.endpoint.clone();
     let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
-    let connected = endpoint.pool().http1(dialer, began_at).await;
+    let pool = endpoint.pool();
+    let connected = pool.http1(dialer, began_at, call.is_repeatable).await;
     let mut upstream = connected.map_err(AttemptError::connect)?;
     if !upstream.reused {
         attempt.in_flight.connected();

@@ -39,6 +39,9 @@ const IDLE_FRACTION: usize = 8;
 /// How long an idle connection to an endpoint is kept. What a flood of requests leaves is released
 /// within 30 seconds.
 pub(crate) const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a plaintext connection may have been idle before a request that must not be sent twice.
+/// Servers close idle connections after two (Gunicorn) or five seconds (Node.js), without notice.
+const MAX_IDLE_BEFORE_UNREPEATABLE: Duration = Duration::from_secs(1);
 
 /// The open pools of one worker and one direction. Backends share the pool of an endpoint if they
 /// have the same limits: the limits of one Service do not apply to another one.
@@ -217,11 +220,17 @@ impl Pool {
     }
 
     /// An HTTP/1 connection: an idle one if there is one, else a new one. Waits while all
-    /// connections or requests that the endpoint may have are in use.
-    pub async fn http1(&self, dialer: Dialer<'_>, now: Instant) -> Result<Upstream, Failure> {
+    /// connections or requests that the endpoint may have are in use. `is_repeatable`: the request may
+    /// be sent again if the endpoint closes the connection.
+    pub async fn http1(
+        &self,
+        dialer: Dialer<'_>,
+        now: Instant,
+        is_repeatable: bool,
+    ) -> Result<Upstream, Failure> {
         let request = self.acquire(LimitKind::Requests, dialer).await?;
         let connection = self.acquire(LimitKind::Connections, dialer).await?;
-        let (io, reused) = match self.checkout_http1(now) {
+        let (io, reused) = match self.checkout_http1(now, is_repeatable) {
             Some(io) => (io, true),
             None => (self.dial(dialer, Alpn::Http1).await?, false),
         };
@@ -304,10 +313,15 @@ impl Pool {
         connections
     }
 
-    /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones.
-    pub fn checkout_http1(&self, now: Instant) -> Option<Io> {
+    /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones, and
+    /// leaves those that the endpoint may be closing to requests that are repeatable.
+    pub fn checkout_http1(&self, now: Instant, is_repeatable: bool) -> Option<Io> {
         let mut idle = self.http1.borrow_mut();
-        while let Some(Idle { mut io, .. }) = idle.pop() {
+        let may_carry = |idle: &mut Idle| {
+            let idle_for = now.saturating_duration_since(idle.since);
+            is_repeatable || idle.io.is_secured() || idle_for < MAX_IDLE_BEFORE_UNREPEATABLE
+        };
+        while let Some(Idle { mut io, .. }) = idle.pop_if(may_carry) {
             if !io.is_retired(now) && !io.is_stale() {
                 return Some(io);
             }

@@ -91,10 +91,10 @@ async fn reuses_most_recently_used_connection() {
     near.into_iter().for_each(|io| pool.checkin_http1(io, now));
     assert_eq!(pool.idle_http1(), 3);
     for left in [2, 1, 0] {
-        assert!(pool.checkout_http1(Instant::now()).is_some());
+        assert!(pool.checkout_http1(Instant::now(), true).is_some());
         assert_eq!(pool.idle_http1(), left);
     }
-    assert!(pool.checkout_http1(Instant::now()).is_none());
+    assert!(pool.checkout_http1(Instant::now(), true).is_none());
 }
 
 #[tokio::test]
@@ -106,7 +106,7 @@ async fn does_not_reuse_closed_connections() {
     near.drain(..)
         .for_each(|io| pool.checkin_http1(io, Instant::now()));
     let mut open = pool
-        .checkout_http1(Instant::now())
+        .checkout_http1(Instant::now(), true)
         .expect("the other connection is open");
     assert!(!open.is_stale() && pool.idle_http1() == 0);
 }
@@ -125,6 +125,19 @@ async fn evicts_idle_connections_by_age_and_closed_ones_immediately() {
 }
 
 #[tokio::test]
+async fn unrepeatable_request_gets_no_connection_that_was_idle_for_long() {
+    let (near, _far) = connections(1).await;
+    let (pool, start) = (pool(), Instant::now());
+    let after = |milliseconds| start + Duration::from_millis(milliseconds);
+    near.into_iter()
+        .for_each(|io| pool.checkin_http1(io, start));
+    assert!(pool.checkout_http1(after(1000), false).is_none());
+    let io = pool.checkout_http1(after(1000), true);
+    pool.checkin_http1(io.expect("it stays for others"), after(1000));
+    assert!(pool.checkout_http1(after(1999), false).is_some());
+}
+
+#[tokio::test]
 async fn drops_retired_connections() {
     let (near, _far) = connections(3).await;
     let (pool, now) = (pool(), Instant::now());
@@ -139,10 +152,10 @@ async fn drops_retired_connections() {
     }
     assert_eq!(pool.idle_http1(), 2, "the first one is retired");
     let longest = pool
-        .checkout_http1(after(3600))
+        .checkout_http1(after(3600), true)
         .expect("the last one is not retired");
     assert!(
-        pool.checkout_http1(after(3600)).is_none() && pool.idle_http1() == 0,
+        pool.checkout_http1(after(3600), true).is_none() && pool.idle_http1() == 0,
         "the second one is retired"
     );
     pool.checkin_http1(longest, after(7199));
@@ -161,7 +174,7 @@ async fn closed_pool_keeps_no_connections() {
     pool.close();
     assert_eq!(pool.idle_http1(), 0);
     checkin();
-    assert!(pool.is_closed() && pool.checkout_http1(Instant::now()).is_none());
+    assert!(pool.is_closed() && pool.checkout_http1(Instant::now(), true).is_none());
 }
 
 #[tokio::test]
@@ -174,7 +187,7 @@ async fn exchange_waits_for_a_connection_of_a_saturated_endpoint() {
         ..Limits::default()
     };
     let pool = Pool::alone(remote, limits);
-    let connect = |seconds| pool.http1(dialer(&worker, seconds), Instant::now());
+    let connect = |seconds| pool.http1(dialer(&worker, seconds), Instant::now(), true);
     let first = connect(5).await.expect("one of two");
     let _second = connect(5).await.expect("two of two");
     let (third, fourth, ()) = tokio::join!(connect(60), connect(60), async {
@@ -207,7 +220,7 @@ async fn opaque_connections_count_for_the_limit_of_a_policy() {
         };
         let pool = Pool::new(remote.clone(), limits, metrics.clone(), Rc::default());
         let connect = || pool.opaque(dialer, Alpn::Opaque);
-        let exchange = pool.http1(dialer, Instant::now()).await.expect("one");
+        let exchange = pool.http1(dialer, Instant::now(), true).await.expect("one");
         pool.checkin_http1(exchange.io, Instant::now());
         drop((exchange.connection, exchange._request));
         let first = connect().await.expect("an idle connection does not count");
@@ -239,7 +252,7 @@ async fn requests_in_flight_are_limited_in_both_versions_of_http() {
         ..Limits::default()
     };
     let pool = Pool::alone(remote, limits);
-    let http1 = || pool.http1(dialer, Instant::now());
+    let http1 = || pool.http1(dialer, Instant::now(), true);
     let held = http1().await.expect("the first one");
     let rejected = Failure::EndpointLimit {
         address: pool.remote.address,
@@ -288,7 +301,7 @@ async fn oldest_idle_connections_of_all_endpoints_are_closed_beyond_the_maximum(
     assert_eq!((idle(0), idle(20), idle(49), idle(50)), (0, 0, 1, 10));
     // One that ends makes space for another one.
     let before = worker.apps.idle_http1();
-    let used = destinations[50].1.pool().checkout_http1(start);
+    let used = destinations[50].1.pool().checkout_http1(start, true);
     assert_eq!(worker.apps.idle_http1(), before - 1);
     drop(used);
     worker.apps.set_max_idle(0);
@@ -306,7 +319,7 @@ async fn queues_and_connect_share_one_timeout() {
     let (_listener, remote) = listening().await;
     let pool = Pool::alone(remote, limits);
     let worker = Worker::new(WorkerContext::for_a_test(""));
-    let hold = async || pool.http1(dialer(&worker, 3), Instant::now()).await;
+    let hold = async || pool.http1(dialer(&worker, 3), Instant::now(), true).await;
     let _connected = hold().await.expect("a connection");
     let request = pool
         .acquire(LimitKind::Requests, dialer(&worker, 3))
