@@ -1,15 +1,17 @@
 //! `mesh uninstall`: deletes the objects of `mesh install` that are of the mesh, once no pod has a
 //! proxy. What is deleted already is skipped, so an interrupted run can be repeated.
 
-use std::{process::ExitCode, time::Duration};
+use std::{fmt::Debug, process::ExitCode, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Secret};
 use kube::{
     Api, ResourceExt,
     api::{DeleteParams, ListParams, Preconditions},
+    core::NamespaceResourceScope,
 };
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
@@ -54,7 +56,15 @@ pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     let pods: Vec<Pod> = cluster::list(Api::all(cluster.client.clone()), &ListParams::default())
         .await
         .map_err(|error| anyhow!("cannot list the pods of all namespaces: {error}"))?;
-    if let Some(reason) = obstacle(&pods, namespace, arguments.purge) {
+    let others = if arguments.purge {
+        let mut others = others::<Secret>(&cluster, namespace).await?;
+        others.extend(self::others::<PersistentVolumeClaim>(&cluster, namespace).await?);
+        others.extend(self::others::<Pod>(&cluster, namespace).await?);
+        others
+    } else {
+        Vec::new()
+    };
+    if let Some(reason) = obstacle(&pods, &others, namespace) {
         eprintln!("mesh: {reason}");
         return Ok(ExitCode::FAILURE);
     }
@@ -73,27 +83,43 @@ pub async fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The objects of a kind in the namespace of the mesh that are not of the mesh, and not a record of
+/// Helm.
+async fn others<K>(cluster: &Cluster, namespace: &str) -> Result<Vec<String>>
+where
+    K: kube::Resource<Scope = NamespaceResourceScope, DynamicType = ()>
+        + Clone
+        + Debug
+        + DeserializeOwned,
+{
+    let api: Api<K> = Api::namespaced(cluster.client.clone(), namespace);
+    let kind = K::kind(&());
+    let of_no_release = ListParams::default().labels("owner!=helm");
+    let listed = api.list_metadata(&of_no_release).await.map_err(|error| {
+        let error = describe_error(error);
+        anyhow!("cannot list objects of kind {kind} in namespace {namespace}: {error}")
+    })?;
+    let others = listed.iter().filter(|object| !live::is_of_mesh(*object));
+    Ok(others
+        .map(|object| format!("{kind} {}", object.name_any()))
+        .collect())
+}
+
 /// Why the mesh cannot be deleted.
-fn obstacle(pods: &[Pod], namespace: &str, purge: bool) -> Option<String> {
-    let list = |pods: Vec<&Pod>| -> String {
-        pods.iter()
-            .map(|pod| format!("\n  {}", pods::name(*pod)))
-            .collect()
-    };
-    let meshed: Vec<&Pod> = pods::meshed(pods).collect();
+fn obstacle(pods: &[Pod], others: &[String], namespace: &str) -> Option<String> {
+    let list =
+        |names: &[String]| -> String { names.iter().map(|name| format!("\n  {name}")).collect() };
+    let meshed: Vec<String> = pods::meshed(pods).map(pods::name).collect();
     if !meshed.is_empty() {
         let number = count(meshed.len(), "pod has", "pods have");
         return Some(format!(
             "{number} a proxy, which would lose the control plane:{}\nremove the annotation or label \
             diy-service-mesh/inject, restart the workloads (kubectl rollout restart), and try again",
-            list(meshed)
+            list(&meshed)
         ));
     }
-    let foreign =
-        |pod: &&Pod| pod.namespace().is_some_and(|own| own == namespace) && !live::is_of_mesh(*pod);
-    let others: Vec<&Pod> = pods.iter().filter(foreign).filter(|_| purge).collect();
     (!others.is_empty()).then(|| {
-        let number = count(others.len(), "pod", "pods");
+        let number = count(others.len(), "object", "objects");
         format!(
             "namespace {namespace} contains {number} of others, which --purge would delete:{}\n\
             move them to another namespace, or run mesh uninstall without --purge",
@@ -175,7 +201,7 @@ async fn delete(cluster: &Cluster, object: &Value, dry_run: bool) -> Result<bool
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::facts::testing::{meshed, object, ready};
+    use crate::check::facts::testing::{meshed, ready};
 
     fn titles(purge: bool) -> Vec<String> {
         let objects = targets("mesh", purge).unwrap();
@@ -213,9 +239,9 @@ mod tests {
     }
 
     #[test]
-    fn pods_with_a_proxy_and_pods_of_others_are_obstacles() {
+    fn pods_with_a_proxy_and_objects_of_others_are_obstacles() {
         let pods = [meshed("a", ready()), meshed("b", ready())];
-        let reason = obstacle(&pods, "mesh", false).unwrap();
+        let reason = obstacle(&pods, &[], "mesh").unwrap();
         for part in [
             "2 pods have a proxy",
             "\n  shop/a\n  shop/b\n",
@@ -223,19 +249,11 @@ mod tests {
         ] {
             assert!(reason.contains(part), "{reason}");
         }
-        let pod = |labels| {
-            object::<Pod>(json!({"metadata": {"namespace": "mesh", "name": "x", "labels": labels}}))
-        };
-        let own = [pod(
-            json!({"app.kubernetes.io/part-of": "diy-service-mesh"}),
-        )];
-        assert_eq!(obstacle(&own, "mesh", true), None);
-        let foreign = [pod(json!({"app": "controller"}))];
-        assert_eq!(obstacle(&foreign, "mesh", false), None);
+        assert_eq!(obstacle(&[], &[], "mesh"), None);
+        let reason = obstacle(&[], &["Secret registry".into()], "mesh").unwrap();
         assert!(
-            obstacle(&foreign, "mesh", true)
-                .unwrap()
-                .contains("\n  mesh/x\n")
+            reason.contains("1 object of others, which --purge would delete:\n  Secret registry\n"),
+            "{reason}"
         );
     }
 }

@@ -129,6 +129,15 @@ fn mesh_uninstall_waits_for_pods_and_keeps_identities_and_policies_until_purge()
         wait_for_mesh()?;
         ensure!(ca()? == before, "the CA is another one");
 
+        let secret = ["secret", "generic", "of-others", "-n", MESH];
+        kubectl(&[&["create"][..], &secret].concat())?;
+        let refused = run_mesh(&["uninstall", "--purge"])?;
+        let error = String::from_utf8_lossy(&refused.stderr);
+        ensure!(
+            error.contains("1 object of others") && error.contains("\n  Secret of-others\n"),
+            "{error}"
+        );
+        kubectl(&["delete", "secret", "of-others", "-n", MESH])?;
         let purged = mesh(&["uninstall", "--purge"])?;
         for title in [
             "Secret service-mesh/diy-service-mesh-ca",
