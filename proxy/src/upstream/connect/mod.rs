@@ -313,15 +313,16 @@ impl Pool {
         connections
     }
 
-    /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones, and
-    /// leaves those that the endpoint may be closing to requests that are repeatable.
+    /// The most recently used HTTP/1 connection that is still open. Drops closed and retired ones, and,
+    /// for a request that is not repeatable, one that the endpoint may be closing: a new one takes its
+    /// place, also at an endpoint that serves one connection at a time.
     pub fn checkout_http1(&self, now: Instant, is_repeatable: bool) -> Option<Io> {
         let mut idle = self.http1.borrow_mut();
-        let may_carry = |idle: &mut Idle| {
-            let idle_for = now.saturating_duration_since(idle.since);
-            is_repeatable || idle.io.is_secured() || idle_for < MAX_IDLE_BEFORE_UNREPEATABLE
-        };
-        while let Some(Idle { mut io, .. }) = idle.pop_if(may_carry) {
+        while let Some(Idle { mut io, since, .. }) = idle.pop() {
+            let idle_for = now.saturating_duration_since(since);
+            if !is_repeatable && !io.is_secured() && idle_for >= MAX_IDLE_BEFORE_UNREPEATABLE {
+                return None;
+            }
             if !io.is_retired(now) && !io.is_stale() {
                 return Some(io);
             }

@@ -125,15 +125,16 @@ async fn evicts_idle_connections_by_age_and_closed_ones_immediately() {
 }
 
 #[tokio::test]
-async fn unrepeatable_request_gets_no_connection_that_was_idle_for_long() {
-    let (near, _far) = connections(1).await;
+async fn unrepeatable_request_replaces_a_connection_that_was_idle_for_long() {
+    let (near, _far) = connections(3).await;
     let (pool, start) = (pool(), Instant::now());
     let after = |milliseconds| start + Duration::from_millis(milliseconds);
     near.into_iter()
         .for_each(|io| pool.checkin_http1(io, start));
     assert!(pool.checkout_http1(after(1000), false).is_none());
-    let io = pool.checkout_http1(after(1000), true);
-    pool.checkin_http1(io.expect("it stays for others"), after(1000));
+    assert_eq!(pool.idle_http1(), 2);
+    let io = pool.checkout_http1(after(1000), true).expect("an old one");
+    pool.checkin_http1(io, after(1000));
     assert!(pool.checkout_http1(after(1999), false).is_some());
 }
 
