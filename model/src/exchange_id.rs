@@ -59,7 +59,9 @@ impl ExchangeId {
 
 impl fmt::Display for ExchangeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}-{:012x}", self.pod, self.number)
+        let digits = self.digits();
+        let digits = str::from_utf8(&digits).map_err(|_| fmt::Error)?;
+        write!(f, "{}-{digits}", self.pod)
     }
 }
 
