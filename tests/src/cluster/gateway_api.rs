@@ -33,6 +33,18 @@ pub fn install() -> Result<()> {
     Ok(())
 }
 
+/// Held by a test that depends on the channel.
+static CHANNEL: Mutex<()> = Mutex::new(());
+
+fn lock() -> MutexGuard<'static, ()> {
+    CHANNEL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The standard channel: no other test replaces it until the result is dropped.
+pub fn standard() -> impl Drop {
+    lock()
+}
+
 /// The experimental channel, until it is dropped. Tests that need it run one after the other.
 pub struct Experimental(
     #[expect(dead_code, reason = "held until it is dropped")] MutexGuard<'static, ()>,
@@ -41,8 +53,7 @@ pub struct Experimental(
 impl Experimental {
     /// Replaces the standard channel.
     pub fn install() -> Result<Self> {
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let this = Self(ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
+        let this = Self(lock());
         let folder = definitions("experimental")?;
         let names = [SAFE_UPGRADES, "--ignore-not-found"];
         for kind in [

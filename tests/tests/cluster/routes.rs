@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result, ensure};
 use diy_mesh_tests::cluster::gateway_api::{
-    ACCEPTED, Experimental, apply_canary, install, route, wait_for_condition,
+    ACCEPTED, Experimental, apply_canary, install, route, standard, wait_for_condition,
 };
 use diy_mesh_tests::cluster::workloads::App;
 use diy_mesh_tests::cluster::{Namespace, in_namespace, versions, wait_for};
@@ -118,6 +118,7 @@ fn reports_routes(namespace: &Namespace) -> Result<()> {
     ensure!(weights[1]["weight"] == 100, "{routes:#}");
     let conditions = &routes[0]["parents"][0]["conditions"];
     ensure!(conditions[0]["status"] == true, "{routes:#}");
+    let _standard = standard();
     let report = mesh(&["check", "-o", "json"])?;
     let mut findings = report["checks"].as_array().into_iter().flatten();
     let finding = findings.find(|finding| finding["check"] == "gateway-api");
