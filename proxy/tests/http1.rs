@@ -4,11 +4,15 @@
 
 mod support;
 
+use std::time::Duration;
+
 use support::{
-    App, Mesh, closed_address, listen, on_worker, on_worker_without_waiting, read_all, read_until,
-    write,
+    App, Mesh, closed_address, is_reset, listen, on_worker, on_worker_without_waiting, read_all,
+    read_until, write,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::sleep;
 
 const OK: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 
@@ -299,6 +303,46 @@ fn retries_only_idempotent_request_on_closed_pooled_connection() {
             answer.starts_with("HTTP/1.1 502 ") && answer.contains("x-mesh-error: upstream-closed"),
             "{answer}"
         );
+    });
+}
+
+/// An application that serves one connection at a time accepts the new one, because the old one is
+/// gone.
+#[test]
+fn request_that_may_be_lost_gets_no_connection_that_was_idle_for_a_second() {
+    on_worker(async {
+        let (mut server, address) = App::listen().await;
+        let mesh = Mesh::new();
+        let destination = diy_mesh_proxy::upstream::balance::Backend::alone(address);
+        let mut client = mesh.connect(&destination).await;
+        let mut app: Option<TcpStream> = None;
+        for (request, is_on_new) in [
+            ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", true),
+            ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", false),
+            (
+                "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
+                true,
+            ),
+            (
+                "PUT / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\nx",
+                true,
+            ),
+        ] {
+            write(&mut client, request).await;
+            if is_on_new {
+                if let Some(mut old) = app.take() {
+                    assert!(is_reset(&mut old).await, "{request}");
+                }
+                app = Some(server.accept().await);
+            }
+            let app = app.as_mut().unwrap();
+            let (head, body) = request.split_at(request.find("\r\n\r\n").unwrap());
+            assert!(read_until(app, body).await.starts_with(head));
+            write(app, OK).await;
+            read_until(&mut client, "ok").await;
+            // The time itself is the condition.
+            sleep(Duration::from_secs(1)).await;
+        }
     });
 }
 

@@ -250,8 +250,8 @@ impl Shared {
     }
 }
 
-/// A time in UTC with milliseconds. It is a part of each line, and ten times as fast as a description
-/// of the format.
+/// A time in UTC with milliseconds. Each line of the access log has one: a description of its format
+/// takes four times as many instructions.
 pub(crate) fn rfc3339(time: SystemTime) -> String {
     let time = OffsetDateTime::from(time);
     let mut text = *b"0000-00-00T00:00:00.000Z";

@@ -44,8 +44,10 @@ impl Exchange<'_> {
         let endpoint = attempt.endpoint.clone();
         let (dialer, began_at) = (attempt.dialer(flow), attempt.in_flight.started_at());
         let is_idempotent = self.request.view().is_idempotent();
+        // A body may be too long to be kept.
+        let is_repeatable = is_idempotent && self.request.framing == Framing::None;
         let pool = endpoint.pool();
-        let connected = pool.http1(dialer, began_at, is_idempotent).await;
+        let connected = pool.http1(dialer, began_at, is_repeatable).await;
         let mut upstream = connected.map_err(AttemptError::connect)?;
         if !upstream.reused {
             attempt.check_endpoint()?;

@@ -321,6 +321,8 @@ impl Pool {
         while let Some(Idle { mut io, since, .. }) = idle.pop() {
             let idle_for = now.saturating_duration_since(since);
             if !is_repeatable && !io.is_secured() && idle_for >= MAX_IDLE_BEFORE_UNREPEATABLE {
+                // A FIN would occupy the local port for a minute: bursts would use up all.
+                io.reset();
                 return None;
             }
             if !io.is_retired(now) && !io.is_stale() {

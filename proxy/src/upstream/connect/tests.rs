@@ -8,6 +8,7 @@ use crate::limits::lifetime::Lifetime;
 use crate::route::Preference;
 use crate::upstream::balance::Avoided;
 
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 
 impl Pool {
@@ -126,13 +127,19 @@ async fn evicts_idle_connections_by_age_and_closed_ones_immediately() {
 
 #[tokio::test]
 async fn unrepeatable_request_replaces_a_connection_that_was_idle_for_long() {
-    let (near, _far) = connections(3).await;
+    let (near, mut far) = connections(3).await;
     let (pool, start) = (pool(), Instant::now());
     let after = |milliseconds| start + Duration::from_millis(milliseconds);
     near.into_iter()
         .for_each(|io| pool.checkin_http1(io, start));
     assert!(pool.checkout_http1(after(1000), false).is_none());
     assert_eq!(pool.idle_http1(), 2);
+    let ended = far[2].read_u8().await.unwrap_err();
+    assert_eq!(
+        ended.kind(),
+        io::ErrorKind::ConnectionReset,
+        "its port is free"
+    );
     let io = pool.checkout_http1(after(1000), true).expect("an old one");
     pool.checkin_http1(io, after(1000));
     assert!(pool.checkout_http1(after(1999), false).is_some());
