@@ -229,6 +229,20 @@ impl Controllers {
         of_all(&self.names().await?, connect).await
     }
 
+    /// What each replica knows of the calls to and by pods of a namespace, or of all (""), and the errors
+    /// of those that do not respond. Fails if none does.
+    pub async fn edges(
+        &self,
+        namespace: &str,
+    ) -> Result<(BTreeMap<String, Vec<get_edges_response::Group>>, Errors)> {
+        let credentials = self.credentials().await?;
+        let read = async |name: &str| {
+            let mut controller = self.connect_to(name, &credentials).await?;
+            timely(REQUEST_TIMEOUT, controller.edges(namespace)).await
+        };
+        of_all(&self.names().await?, read).await
+    }
+
     /// Reads the certificate status of all replicas concurrently. Fails if none responds.
     pub async fn identity(&self) -> Result<Responses> {
         let credentials = self.credentials().await?;
@@ -514,7 +528,7 @@ impl Controller {
     }
 
     /// What the pods of a namespace were called by, or those of all ("").
-    pub async fn edges(&mut self, namespace: &str) -> Result<Vec<get_edges_response::Group>> {
+    async fn edges(&mut self, namespace: &str) -> Result<Vec<get_edges_response::Group>> {
         let page = async |page_token| {
             let namespace = namespace.to_owned();
             let request = GetEdgesRequest {

@@ -4,7 +4,10 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context, Result};
-use diy_mesh_controller::index::object::{ContainerPort, Inbound, Key, Pod, Transport};
+use diy_mesh_controller::{
+    edges,
+    index::object::{ContainerPort, Inbound, Key, Pod, Transport},
+};
 use diy_mesh_model::{
     identity::{Identity, TRUST_DOMAIN},
     ports::PortSet,
@@ -16,6 +19,7 @@ use diy_mesh_proto::mesh::v1::{
 use crate::{
     authorization::{Call, Caller, Claims, Head, Path},
     controller::{self, Controllers},
+    files,
 };
 
 /// The calls that proxies saw, and the trust domain of the mesh.
@@ -27,8 +31,8 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// The calls to pods and by pods that a controller keeps, of a namespace or of all, or those of a
-    /// file.
+    /// The calls to pods and by pods that the controllers keep, of a namespace or of all, or those of a
+    /// file. A proxy reports to one replica, and replicas unite what they know every five minutes only.
     pub async fn read(
         controllers: &controller::Arguments,
         file: Option<&PathBuf>,
@@ -47,8 +51,13 @@ impl Observed {
         let mut replicas = controllers.identity().await?.replicas.into_values();
         let domain =
             replicas.find_map(|replica| Some(replica.trust_domain).filter(|one| !one.is_empty()));
+        let (groups, missing) = controllers.edges(namespace).await?;
+        let notes = missing.iter().map(|(name, error)| {
+            format!("{name} does not respond, so what its proxies saw last may be missing: {error}")
+        });
+        files::print(&notes.collect::<Vec<_>>());
         Ok(Self {
-            groups: controllers.connect().await?.edges(namespace).await?,
+            groups: edges::united(groups.into_values().flatten()),
             trust_domain: domain.unwrap_or_else(|| TRUST_DOMAIN.to_owned()),
         })
     }

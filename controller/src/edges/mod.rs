@@ -108,6 +108,22 @@ pub fn group(pod: &Pod) -> Message {
     }
 }
 
+/// The groups that several replicas have told, each once.
+pub fn united(groups: impl IntoIterator<Item = Message>) -> Vec<Message> {
+    let groups: Vec<Message> = groups.into_iter().collect();
+    let today = groups.iter().map(|group| group.last_day).max();
+    let mut inner = Inner::default();
+    for mut group in groups {
+        let (edge, last_day) = (None, group.last_day);
+        let cut = group.incomplete.then_some(Seen { edge, last_day });
+        group.edges.extend(cut);
+        inner.merge(group, today.unwrap_or_default());
+    }
+    let edges = Edges(Arc::new(Mutex::new(inner)));
+    let groups = |name: &String| edges.groups(name);
+    edges.namespaces().iter().flat_map(groups).collect()
+}
+
 impl Edges {
     /// Adds the report of a proxy about the group of its pod.
     pub fn report(&self, group: Message, report: proto::Edges, now: SystemTime) {

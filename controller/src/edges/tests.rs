@@ -261,16 +261,20 @@ fn destinations_and_calls_do_not_displace_each_other() {
 fn replicas_unite_what_they_know() {
     let (one, other) = (Edges::default(), Edges::default());
     one.report(named("shop", "web"), report([edge("GET", "/a")]), at(50));
+    one.report(named("mail", "web"), report([]), at(DAY));
     other.report(named("shop", "web"), report([edge("GET", "/b")]), at(DAY));
     let incomplete = proto::Edges {
         incomplete: true,
         ..report([edge("GET", "/a")])
     };
     other.report(named("shop", "web"), incomplete, at(2 * DAY));
+    let told = ["mail", "shop"].map(|name| [&one, &other].map(|edges| edges.groups(name)));
+    let told = united(told.into_iter().flatten().flatten());
     let now = at(2 * DAY);
     let stored = one.unite("shop", other.unite("shop", vec![], now), now);
     assert_eq!(other.unite("shop", stored.clone(), now), stored);
     assert_eq!(one.groups("shop"), other.groups("shop"));
+    assert_eq!(told, [one.groups("mail"), one.groups("shop")].concat());
     let web = &one.groups("shop")[0];
     assert_eq!(lines(web), ["GET /a 2", "GET /b 1"]);
     assert_eq!((web.since, web.last_day, web.incomplete), (50, 2, true));
