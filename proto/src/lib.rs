@@ -34,6 +34,7 @@ pub mod authorization;
 pub mod field;
 pub mod pattern;
 pub mod policy;
+pub mod route;
 pub mod telemetry;
 pub mod traffic;
 

@@ -4,6 +4,7 @@
 //! Fields have the names of the TrafficPolicy. The matches of faults and rate limits are those of
 //! routes, and are checked with them.
 
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
@@ -25,6 +26,8 @@ pub const MAX_ITEMS: usize = 16;
 /// The length of the name of a header field or of a cookie.
 pub const MAX_NAME_BYTES: usize = 128;
 
+/// The length of a value in an error.
+const MAX_SHOWN_CHARS: usize = 64;
 const DURATION: RangeInclusive<u64> = 1..=MAX_DURATION;
 const PERCENT: RangeInclusive<u32> = 0..=100;
 const COUNT: RangeInclusive<u32> = 1..=1_000_000;
@@ -35,17 +38,28 @@ const RATE: RangeInclusive<u64> = 1..=1_000_000_000;
 #[error("{field}: {value:?} is not {expected}")]
 pub struct Violation {
     /// The field, for example "connections.maxRequests".
-    pub field: &'static str,
-    /// Its value.
+    pub field: Cow<'static, str>,
+    /// The start of its value.
     pub value: String,
     /// The permitted values.
     pub expected: String,
 }
 
+impl Violation {
+    /// The violation in a field that contains this one.
+    pub(crate) fn within(self, field: &str) -> Self {
+        let dot = if self.field.is_empty() { "" } else { "." };
+        Self {
+            field: format!("{field}{dot}{}", self.field).into(),
+            ..self
+        }
+    }
+}
+
 pub(crate) fn violation(field: &'static str, value: impl Display, expected: &str) -> Violation {
     Violation {
-        field,
-        value: value.to_string(),
+        field: field.into(),
+        value: value.to_string().chars().take(MAX_SHOWN_CHARS).collect(),
         expected: expected.to_owned(),
     }
 }
@@ -197,7 +211,8 @@ pub fn check_fault(fault: &Fault) -> Result<(), Violation> {
     Ok(())
 }
 
-pub(crate) fn check_share(field: &'static str, share: Option<Share>) -> Result<(), Violation> {
+/// Checks a share, which is at most 1.
+pub fn check_share(field: &'static str, share: Option<Share>) -> Result<(), Violation> {
     let Share {
         numerator,
         denominator,

@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use diy_mesh_tests::repository::{assert_none, files, files_with_extension, read, root};
 
 /// Modules of the proxy that may use generated types.
-const MODULES_WITH_GENERATED_TYPES: [&str; 8] = [
+const MODULES_WITH_GENERATED_TYPES: [&str; 9] = [
     "proxy/src/discovery",
     "proxy/src/inbound/edges",
     "proxy/src/inbound/external",
     "proxy/src/inbound/policy",
     "proxy/src/inbound/token",
+    "proxy/src/route",
     "proxy/src/secure/control",
     "proxy/src/secure/identity",
     "proxy/src/serve/outside/tests",

@@ -194,7 +194,7 @@ impl Reader<'_> {
             let field = format!("spec.rules[{at}]");
             let has_issuers = !policy.issuers.is_empty();
             policy.rules = vec![self.rule(rule, action, has_issuers, &field)?];
-            check(&policy).map_err(|violation| match (direction, violation.field) {
+            check(&policy).map_err(|violation| match (direction, &*violation.field) {
                 (Direction::Outbound, "rules.sources.ipBlock" | "rules.hosts") => {
                     let field = format!("{field}.destinations");
                     unsupported(&field, &violation.value, &violation.expected)

@@ -7,6 +7,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use diy_mesh_proto::route::is_hostname;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -19,7 +20,6 @@ use crate::index::object::{
     SliceEndpoint, SlicePort, TargetPort, Transport,
 };
 use crate::routes::ParentReference;
-use crate::routes::filters::is_hostname;
 use crate::routes::parse::{Meta, shortened, unsupported};
 
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";

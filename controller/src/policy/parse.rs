@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::{self, MAX_ITEMS};
+use diy_mesh_proto::route::{self, is_hostname};
 use prost::Message;
 use proto::balancing::Algorithm;
 use proto::hash_key::Kind as HashKind;
@@ -19,8 +20,8 @@ use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
 use crate::fields::{one_of, with_unknown_fields};
 use crate::index::object::Key;
-use crate::routes::filters::{is_hostname, share};
-use crate::routes::matches::{self, MatchSpec};
+use crate::routes::filters::share;
+use crate::routes::matches::MatchSpec;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{
     Meta, bounded, duration, retry, session_persistence, shortened, timeouts, unsupported, violates,
@@ -383,7 +384,7 @@ impl Total {
         let mut parsed = Vec::with_capacity(specs.len());
         for (position, spec) in specs.iter().enumerate() {
             let one = spec.parse(&format!("{field}[{position}]"))?;
-            self.patterns += matches::patterns(&one);
+            self.patterns += route::patterns(&one.message);
             within(&field, "regular expressions", self.patterns, MAX_PATTERNS)?;
             parsed.push(one.message);
         }

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::route::is_hostname;
 use diy_mesh_proto::telemetry::Telemetry as Compiled;
 use proto::dump_settings::Mode;
 use proto::trace_attribute::Value;
@@ -13,7 +14,7 @@ use serde::Deserialize;
 #[cfg(test)]
 use super::tests::crd;
 use crate::fields::one_of;
-use crate::routes::filters::{is_hostname, share};
+use crate::routes::filters::share;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{duration, unsupported, violates};
 use crate::routes::spec::Fraction;

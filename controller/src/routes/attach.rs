@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use diy_mesh_proto::mesh::v1::{ExternalBackend, Fault, RouteBackend, RouteMatch, Routes};
+use diy_mesh_proto::route;
 
 use super::external::{self, Place};
-use super::matches;
 use super::model::{
     ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route, Rule,
 };
@@ -466,7 +466,7 @@ fn merge(
         let parsed = candidate.route.content.iter().flatten();
         let own = parsed.clone().flat_map(|parsed| &parsed.matches);
         let own_matches = own.clone().count();
-        let own_patterns: usize = own.map(|one| matches::patterns(one)).sum();
+        let own_patterns: usize = own.map(|one| route::patterns(&one.message)).sum();
         let is_tcp = candidate.route.kind == Kind::TcpRoute;
         let verdict = if is_tcp && tcp.is_some() {
             Verdict::Conflicted(Kind::TcpRoute)

@@ -6,9 +6,9 @@
 use std::net::IpAddr;
 
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
+use diy_mesh_proto::route::is_hostname;
 use serde_json::Value;
 
-use super::filters::is_hostname;
 use super::model::Rejection;
 use super::parse::{Meta, unsupported};
 use super::spec::{BackendSpec, BackendTls};

@@ -5,19 +5,14 @@ use std::cmp::Reverse;
 use diy_mesh_proto::mesh::v1::field_match::Kind as ValueMatch;
 use diy_mesh_proto::mesh::v1::path_match::Kind as PathKind;
 use diy_mesh_proto::mesh::v1::{FieldMatch, PathMatch, RouteMatch};
-use diy_mesh_proto::pattern::Pattern;
+use diy_mesh_proto::route::{self, compile_pattern};
 
-use super::filters::is_token;
 use super::model::{Match, Rejection};
-use super::parse::{MAX_ITEMS, bounded, header_name, refuse, unsupported};
+use super::parse::{MAX_ITEMS, bounded, refuse, unsupported, violates};
 use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
 use crate::fields::one_of;
 
-const MAX_PATH_BYTES: usize = 1024;
-const MAX_VALUE_BYTES: usize = 4096;
-const METHODS: [&str; 9] = [
-    "GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH",
-];
+const MAX_NAME_BYTES: usize = 1024;
 
 /// A match in its object. The default matches every request.
 pub(crate) trait MatchSpec: Default {
@@ -34,11 +29,12 @@ impl MatchSpec for HttpMatch {
             Some(path) => path_match(path, &format!("{at}.path"))?,
         };
         let headers = headers(&self.headers, &format!("{at}.headers"))?;
-        let query = query(&self.query_params, &format!("{at}.queryParams"))?;
+        let query = values(
+            &self.query_params,
+            &format!("{at}.queryParams"),
+            str::to_owned,
+        )?;
         let method = self.method.clone().unwrap_or_default();
-        if self.method.is_some() && !METHODS.contains(&&*method) {
-            return refuse(at, "method", &method, "a method");
-        }
         let (kind, length) = match &path {
             PathKind::Exact(path) => (2, path.chars().count()),
             PathKind::Regex(pattern) => (1, pattern.chars().count()),
@@ -46,16 +42,14 @@ impl MatchSpec for HttpMatch {
             PathKind::Prefix(path) => (0, path.trim_end_matches('/').chars().count()),
         };
         let has_method = usize::from(!method.is_empty());
-        Ok(Match {
-            rank: Reverse([kind, length, has_method, headers.len(), query.len()]),
-            message: RouteMatch {
-                rule: 0,
-                path: Some(PathMatch { kind: Some(path) }),
-                headers,
-                query,
-                method,
-            },
-        })
+        let message = RouteMatch {
+            rule: 0,
+            path: Some(PathMatch { kind: Some(path) }),
+            headers,
+            query,
+            method,
+        };
+        ranked([kind, length, has_method], message, at)
     }
 }
 
@@ -67,14 +61,13 @@ impl MatchSpec for GrpcMatch {
             None => (None, [0, 0]),
             Some(method) => grpc_path(method, &format!("{at}.method"))?,
         };
-        Ok(Match {
-            rank: Reverse([service, method, path.is_some().into(), headers.len(), 0]),
-            message: RouteMatch {
-                path: path.map(|path| PathMatch { kind: Some(path) }),
-                headers,
-                ..RouteMatch::default()
-            },
-        })
+        let has_path = path.is_some().into();
+        let message = RouteMatch {
+            path: path.map(|path| PathMatch { kind: Some(path) }),
+            headers,
+            ..RouteMatch::default()
+        };
+        ranked([service, method, has_path], message, at)
     }
 }
 
@@ -82,6 +75,17 @@ impl MatchSpec for TcpMatch {
     fn parse(&self, _: &str) -> Result<Match, Rejection> {
         Ok(Match::default())
     }
+}
+
+/// A match that proxies can compile. Its rank ends with the numbers of its conditions.
+fn ranked(rank: [usize; 3], message: RouteMatch, at: &str) -> Result<Match, Rejection> {
+    route::Match::compile(&message).map_err(|violation| violates(at, &violation))?;
+    let [first, second, third] = rank;
+    let (headers, query) = (message.headers.len(), message.query.len());
+    Ok(Match {
+        message,
+        rank: Reverse([first, second, third, headers, query]),
+    })
 }
 
 /// The path of a gRPC call, "/SERVICE/METHOD", and the lengths of the exact names in it.
@@ -102,7 +106,7 @@ fn grpc_path(
         match is_regex {
             true => pattern(&field, value)?,
             false if value.is_empty() => {}
-            false if is_valid(value) && value.len() <= MAX_PATH_BYTES => {}
+            false if is_valid(value) && value.len() <= MAX_NAME_BYTES => {}
             false => return Err(unsupported(&field, value, "a name of gRPC")),
         }
     }
@@ -138,105 +142,38 @@ fn is_identifier(name: &str) -> bool {
         && bytes.all(|byte| is_letter(byte) || byte.is_ascii_digit())
 }
 
-/// The number of regular expressions in a match.
-pub(crate) fn patterns(one: &Match) -> usize {
-    let values = one.message.headers.iter().chain(&one.message.query);
-    let values = values.filter(|value| matches!(value.kind, Some(ValueMatch::Regex(_))));
-    values.count() + usize::from(matches!(one.path(), Some(PathKind::Regex(_))))
-}
-
 fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathKind, Rejection> {
-    let value = path.value.as_deref().unwrap_or("/");
-    let field = format!("{at}.value");
-    let valid = |value: &str| {
-        if is_path(value) {
-            Ok(value.to_owned())
-        } else {
-            Err(unsupported(
-                &field,
-                value,
-                "a path that begins with \"/\", without empty or dot segments, query and fragment",
-            ))
-        }
-    };
+    let value = path.value.as_deref().unwrap_or("/").to_owned();
     match path.kind.as_deref() {
-        Some("Exact") => Ok(PathKind::Exact(valid(value)?)),
-        None | Some("PathPrefix") => Ok(PathKind::Prefix(valid(value)?)),
-        Some("RegularExpression") => {
-            pattern(&field, value)?;
-            Ok(PathKind::Regex(value.to_owned()))
-        }
+        Some("Exact") => Ok(PathKind::Exact(value)),
+        None | Some("PathPrefix") => Ok(PathKind::Prefix(value)),
+        Some("RegularExpression") => Ok(PathKind::Regex(value)),
         Some(kind) => refuse(at, "type", kind, "a type of path match"),
     }
 }
 
-/// A path of a match, as the CRD permits it.
-fn is_path(path: &str) -> bool {
-    let lower = path.to_ascii_lowercase();
-    let mut segments = path.split('/').skip(1).peekable();
-    let mut has_bad_segment = false;
-    while let Some(segment) = segments.next() {
-        let is_last = segments.peek().is_none();
-        has_bad_segment |= matches!(segment, "." | "..") || (segment.is_empty() && !is_last);
-    }
-    path.starts_with('/')
-        && path.len() <= MAX_PATH_BYTES
-        && !has_bad_segment
-        && !lower.contains("%2f")
-        && is_path_text(path)
-}
-
-/// Whether all characters may be part of a path, RFC 3986.
-pub(super) fn is_path_text(text: &str) -> bool {
-    let is_hex = |byte: Option<&u8>| byte.is_some_and(u8::is_ascii_hexdigit);
-    let bytes = text.as_bytes();
-    bytes.iter().enumerate().all(|(at, byte)| match byte {
-        b'%' => is_hex(bytes.get(at + 1)) && is_hex(bytes.get(at + 2)),
-        byte => byte.is_ascii_alphanumeric() || b"-/._~!$&'()*+,;=:@".contains(byte),
-    })
-}
-
-/// The conditions on headers. Of several with one name, the first one counts.
+/// The conditions on headers, whose names are in lower case.
 fn headers(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Rejection> {
-    values(specs, at, header_name)
+    values(specs, at, str::to_ascii_lowercase)
 }
 
-fn query(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Rejection> {
-    values(specs, at, |field, name| {
-        if is_token(name) {
-            Ok(name.to_owned())
-        } else {
-            Err(unsupported(field, name, "the name of a query parameter"))
-        }
-    })
-}
-
+/// Of several conditions with one name, the first one counts.
 fn values(
     specs: &[spec::ValueMatch],
     at: &str,
-    name: impl Fn(&str, &str) -> Result<String, Rejection>,
+    name: fn(&str) -> String,
 ) -> Result<Vec<FieldMatch>, Rejection> {
     bounded(at, specs, MAX_ITEMS)?;
     let mut values: Vec<FieldMatch> = Vec::new();
     for (position, spec) in specs.iter().enumerate() {
-        let at = format!("{at}[{position}]");
-        let name = name(&format!("{at}.name"), &spec.name)?;
-        let (value, field) = (
-            spec.value.as_deref().unwrap_or_default(),
-            format!("{at}.value"),
-        );
-        let value = match is_regex(spec.kind.as_deref(), &at)? {
-            true => {
-                pattern(&field, value)?;
-                ValueMatch::Regex(value.to_owned())
-            }
-            false if (1..=MAX_VALUE_BYTES).contains(&value.len()) => {
-                ValueMatch::Exact(value.to_owned())
-            }
-            false => return Err(unsupported(&field, value, "a value of 1 to 4096 bytes")),
+        let value = spec.value.clone().unwrap_or_default();
+        let kind = if is_regex(spec.kind.as_deref(), &format!("{at}[{position}]"))? {
+            ValueMatch::Regex(value)
+        } else {
+            ValueMatch::Exact(value)
         };
+        let (name, kind) = (name(&spec.name), Some(kind));
         if values.iter().all(|other| other.name != name) {
-            let kind = Some(value);
             values.push(FieldMatch { name, kind });
         }
     }
@@ -248,10 +185,8 @@ fn is_regex(kind: Option<&str>, at: &str) -> Result<bool, Rejection> {
     one_of(&format!("{at}.type"), kind, &kinds)
 }
 
-/// Rejects a regular expression that proxies cannot compile.
+/// Rejects a regular expression that proxies cannot compile, as the value of `field`.
 fn pattern(field: &str, text: &str) -> Result<(), Rejection> {
-    let parsed = Pattern::parse(text);
-    parsed
-        .map(drop)
-        .map_err(|error| unsupported(field, text, &format!("a regular expression: {error}")))
+    let compiled = compile_pattern("", text).map(drop);
+    compiled.map_err(|violation| violates(field, &violation))
 }

@@ -12,13 +12,14 @@ use diy_mesh_proto::mesh::v1::{
     ExternalBackend, RouteBackend, RouteRetry, RouteRule, SessionPersistence,
 };
 use diy_mesh_proto::policy::{self, Violation};
+use diy_mesh_proto::route::{self, is_hostname, is_token};
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 
 use super::backend::BACKEND_BYTES;
-use super::filters::{self, Found, is_token};
-use super::matches::{self, MatchSpec};
+use super::filters::{self, Found};
+use super::matches::MatchSpec;
 use super::model::{ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
 use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
@@ -35,8 +36,6 @@ pub(super) const MAX_MATCHES_OF_ROUTE: usize = 128;
 /// Regular expressions of a route, which proxies compile.
 const MAX_PATTERNS_OF_ROUTE: usize = 128;
 pub(super) const MAX_WEIGHT: u32 = 1_000_000;
-/// More attempts would amplify an outage.
-const MAX_RETRY_ATTEMPTS: u32 = 10;
 /// The default of Envoy.
 const DEFAULT_RETRY_ATTEMPTS: u32 = 1;
 const DEFAULT_SESSION_COOKIE: &str = "mesh-session";
@@ -328,7 +327,7 @@ pub(super) fn check_matches<'a>(
     let (mut count, mut patterns) = (0, 0);
     for one in all {
         count += 1;
-        patterns += matches::patterns(one);
+        patterns += route::patterns(&one.message);
     }
     if count <= MAX_MATCHES_OF_ROUTE && patterns <= MAX_PATTERNS_OF_ROUTE {
         return Ok(());
@@ -400,7 +399,7 @@ fn name(meta: &Meta, rule: Option<&str>, at: &str) -> Result<String, Rejection> 
     let route = route_name(meta);
     match rule.filter(|rule| !rule.is_empty()) {
         None => Ok(route),
-        Some(rule) if filters::is_hostname(rule) => Ok(format!("{route}/{rule}")),
+        Some(rule) if is_hostname(rule) => Ok(format!("{route}/{rule}")),
         Some(rule) => refuse(at, "name", rule, "a name"),
     }
 }
@@ -499,22 +498,16 @@ pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2]
 
 pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<RouteRetry, Rejection> {
     bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
-    if let Some(code) = retry.codes.iter().find(|code| !(400..600).contains(*code)) {
-        return refuse(at, "retry.codes", code, "a status from 400 to 599");
-    }
-    let attempts = retry.attempts.unwrap_or(DEFAULT_RETRY_ATTEMPTS);
-    if attempts > MAX_RETRY_ATTEMPTS {
-        let expected = format!("at most {MAX_RETRY_ATTEMPTS}");
-        return refuse(at, "retry.attempts", attempts, &expected);
-    }
     let backoff = retry.backoff.as_deref();
-    Ok(RouteRetry {
+    let retry = RouteRetry {
         statuses: retry.codes,
-        attempts,
+        attempts: retry.attempts.unwrap_or(DEFAULT_RETRY_ATTEMPTS),
         backoff: backoff.map_or(Ok(0), |value| {
             duration(&format!("{at}.retry.backoff"), value)
         })?,
-    })
+    };
+    route::check_retry(&retry).map_err(|violation| violates(at, &violation))?;
+    Ok(retry)
 }
 
 /// The session of a rule (GEP-1619).
@@ -554,7 +547,8 @@ pub(crate) fn session_persistence(
 
 /// The rejection of a value that proxies would reject.
 pub(crate) fn violates(at: &str, violation: &Violation) -> Rejection {
-    let field = format!("{at}.{}", violation.field);
+    let dot = if violation.field.is_empty() { "" } else { "." };
+    let field = format!("{at}{dot}{}", violation.field);
     unsupported(&field, &violation.value, &violation.expected)
 }
 

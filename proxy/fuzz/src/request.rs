@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use bytes::{Bytes, BytesMut};
+use diy_mesh_proto::mesh::v1::{PathModifier, Redirect, UrlRewrite, path_modifier};
 use diy_mesh_proto::pattern::Pattern;
 use diy_mesh_proxy::error::RequestPart;
 use diy_mesh_proxy::http::edits::{Edits, MeshField};
@@ -13,12 +14,12 @@ use diy_mesh_proxy::route::Service;
 use diy_mesh_proxy::route::matching::{
     FieldMatch, Index, Match, MatchInput, PathMatch, ValueMatch,
 };
-use diy_mesh_proxy::route::url::{PathChange, Redirect, Rewrite};
+use diy_mesh_proxy::route::url;
 use diy_mesh_proxy::serve::http1::head::RequestHead;
 use diy_mesh_proxy::serve::http2::head;
 use http::request::Parts;
 use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{HeaderName, HeaderValue, Method, Request, StatusCode, Uri};
+use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 const CALLER: &str = "spiffe://cluster.local/ns/shop/sa/web";
 /// Fields that frame a message, or belong to one connection: HTTP/2 has none of them.
@@ -154,15 +155,15 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
             address: ([10, 0, 0, 1], 80).into(),
         };
         let locations = [&http1.view(), &head::view(&http2)]
-            .map(|view| location.location(view, selected, &service));
+            .map(|view| url::location(&location, view, selected, &service));
         assert_eq!(locations[0], locations[1]);
     }
     let path = selected
         .prefix_len()
-        .map(|_| PathChange::Prefix("/z/".to_owned()));
-    let rewrite = Rewrite {
-        host: Some("new.example".to_owned()),
-        path: path.or(Some(PathChange::Full("/z".to_owned()))),
+        .map(|_| path_modifier::Kind::Prefix("/z/".to_owned()));
+    let rewrite = UrlRewrite {
+        hostname: "new.example".to_owned(),
+        path: modifier(path.unwrap_or(path_modifier::Kind::Full("/z".to_owned()))),
     };
     let caller = HeaderValue::from_static(CALLER);
     let own = [MeshField("X-Called-By", Some(&caller))];
@@ -175,14 +176,14 @@ fn compare(http1: &RequestHead, mut http2: Parts) {
         policy: &[],
         trace: None,
         route: [&changes, &[], &[]],
-        host: rewrite.host.as_deref(),
+        host: url::host(&rewrite),
         target,
     };
-    let target = rewrite.target(&http1.view(), selected);
+    let target = url::target(&rewrite, &http1.view(), selected);
     let mut out = BytesMut::new();
     http1.write(&mut out, edits(target.as_deref()));
     let http1 = RequestHead::parse(out.freeze()).expect("what was accepted once");
-    let target = rewrite.target(&head::view(&http2), selected);
+    let target = url::target(&rewrite, &head::view(&http2), selected);
     head::prepare(&mut http2, edits(target.as_deref())).expect("a short path");
     assert_eq!(head::malformed(&http2), None);
     same(&http1.view(), &head::view(&http2));
@@ -252,17 +253,18 @@ fn matches() -> [Match; 6] {
     ]
 }
 
+fn modifier(kind: path_modifier::Kind) -> Option<PathModifier> {
+    Some(PathModifier { kind: Some(kind) })
+}
+
 fn redirects() -> [Redirect; 2] {
     let redirect = Redirect {
-        scheme: None,
-        host: None,
-        path: None,
-        port: None,
-        status: StatusCode::FOUND,
+        status: 302,
+        ..Redirect::default()
     };
     let other = Redirect {
-        scheme: Some("https".to_owned()),
-        port: Some(8443),
+        scheme: "https".to_owned(),
+        port: 8443,
         ..redirect.clone()
     };
     [redirect, other]

@@ -1,11 +1,12 @@
 //! Values of single fields from untrusted peers: deadlines, session tokens and origins.
 
+use diy_mesh_proto::mesh::v1::Cors;
 use diy_mesh_proxy::error::Limit;
 use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::RequestView;
 use diy_mesh_proxy::limits::deadline::{Deadline, parse_grpc_timeout};
+use diy_mesh_proxy::route::cors;
 use diy_mesh_proxy::route::session::{Carrier, Session, SessionPersistence, is_token, tag};
-use diy_mesh_proxy::route::{Cors, Origin};
 use http::request::Parts;
 use http::{HeaderValue, Request, Version};
 
@@ -74,13 +75,13 @@ fn session(value: &HeaderValue) {
 
 /// Only the allowed origins get a permission, with their own name.
 fn origin(value: &HeaderValue) {
-    let parse = |text| Origin::parse(text).expect("valid");
+    let origins = ["https://*.example", "http://a:81"];
     let cors = Cors {
-        origins: vec![parse("https://*.example"), parse("http://a:81")],
-        credentials: true,
+        allow_origins: origins.map(str::to_owned).into(),
+        allow_credentials: true,
         ..Cors::default()
     };
-    let fields = cors.apply(&view(&head("origin", value)));
+    let fields = cors::apply(&cors, &view(&head("origin", value)));
     let fields = fields.ok().into_iter().flatten();
     for field in fields {
         let FieldEdit::Set(name, allowed) = field else {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use diy_mesh_proto::mesh::v1 as proto;
 use proto::authorization_policy::Action;
-use proto::path_match::Kind;
 
-use super::routes::{MAX_MATCHES, MAX_PATTERNS, parse_matches};
+use super::routes::{MAX_MATCHES, MAX_PATTERNS, compile_matches};
 use crate::inbound::external::{Authorizer, RouteAuthorizers, folded_match};
 use crate::inbound::policy::Policies;
+use crate::route::matching::{Match, Matches, PathMatch};
 
 /// Compiles policies for a pod with this setting.
 pub(super) fn compile(message: &proto::Authorization, plain_paths: bool) -> Policies {
@@ -39,26 +39,28 @@ fn parse(message: &proto::RouteAuthorization) -> Result<RouteAuthorizers, String
     if matches.len() > MAX_MATCHES {
         return Err(format!("more than {MAX_MATCHES} matches"));
     }
-    let parse = |matches| parse_matches(matches, rules.len(), &mut { MAX_PATTERNS });
-    let folded: Vec<_> = matches.iter().cloned().map(fold).collect();
-    let folded = (folded != *matches).then(|| parse(folded)).transpose()?;
-    let matches = parse(matches.clone())?;
+    let matches = compile_matches(matches, rules.len(), &mut { MAX_PATTERNS })?;
+    let mut folded = matches.clone();
+    let changed = folded.iter_mut().filter_map(|one| fold(one).then_some(()));
+    let folded = (changed.count() > 0).then(|| Matches::new(folded));
     let rules = rules.iter().map(|rule| {
         let authorizer = rule.authorizer.as_ref();
         authorizer.map(|authorizer| Arc::new(Authorizer::new(&rule.name, authorizer)))
     });
     Ok(RouteAuthorizers {
-        matches,
+        matches: Matches::new(matches),
         folded,
         rules: rules.collect(),
     })
 }
 
-/// A match whose path is folded. Expressions stay.
-fn fold(mut one: proto::RouteMatch) -> proto::RouteMatch {
-    let kind = one.path.as_mut().and_then(|path| path.kind.as_mut());
-    if let Some(Kind::Exact(path) | Kind::Prefix(path)) = kind {
-        *path = folded_match(path);
-    }
-    one
+/// Folds the path of a match. Expressions stay. Returns whether it changes.
+fn fold(one: &mut Match) -> bool {
+    let Some(PathMatch::Exact(path) | PathMatch::Prefix(path)) = &mut one.path else {
+        return false;
+    };
+    let folded = folded_match(path);
+    let is_changed = folded != *path;
+    *path = folded;
+    is_changed
 }

@@ -53,7 +53,7 @@ pub(super) fn parse(
             name: limit.name.as_str().into(),
             scope,
             ports: parse_ports(limit).map_err(in_limit)?,
-            matches: parse_conditions(limit.matches.clone(), &mut patterns).map_err(in_limit)?,
+            matches: parse_conditions(&limit.matches, &mut patterns).map_err(in_limit)?,
             rate: parse_rate(limit).map_err(in_limit)?,
             buckets: earlier.buckets(&limit.name, scope, nth, now),
         }));

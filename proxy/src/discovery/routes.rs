@@ -1,28 +1,25 @@
 //! Conversion of routes from the controller's messages. Rejects what this proxy cannot apply
 //! completely. Pure.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
 use diy_mesh_proto::mesh::v1 as proto;
-use diy_mesh_proto::pattern::Pattern;
 use diy_mesh_proto::policy::{MAX_ITEMS, check_fault, check_session};
-use http::{Method, StatusCode};
-use proto::{field_match, path_match, path_modifier, route_filter::Kind};
+use diy_mesh_proto::route::{check_filter, check_retry, patterns};
+use http::StatusCode;
+use proto::{path_modifier, route_filter::Kind};
 
 use super::resource::Resource;
 use crate::egress::name_of;
 use crate::endpoint::{ExternalHost, ServerTls};
 use crate::http::fields::FieldEdit;
 use crate::route::fault::{Fault, Share};
-use crate::route::matching::{FieldMatch, Match, Matches, PathMatch, ValueMatch};
+use crate::route::matching::{Match, Matches};
 use crate::route::session::{Carrier, SessionPersistence};
-use crate::route::url::{PathChange, Redirect, Rewrite};
-use crate::route::{
-    BackendRef, Changes, Cors, Mirror, Origin, REDIRECTS, RetryPolicy, RouteBackend, Routes, Rule,
-};
+use crate::route::{BackendRef, Changes, RetryPolicy, RouteBackend, Routes, Rule};
 use crate::secure::tls::parse_roots;
 
 /// Maximum number of matches and of rules of a destination.
@@ -30,8 +27,6 @@ pub(super) const MAX_MATCHES: usize = 10_000;
 /// Maximum number of regular expressions of a destination.
 pub(super) const MAX_PATTERNS: usize = 1000;
 
-/// Maximum number of attempts after the first one: more never help.
-const MAX_RETRIES: u32 = 10;
 /// Maximum time between two attempts. The timeout of the request may be longer, or there is none.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Maximum length of the reason of a rejection, in characters.
@@ -61,19 +56,15 @@ fn convert(routes: proto::Routes) -> Result<Routes, String> {
             return Err(format!("{count} {what}: at most {max} are allowed"));
         }
     }
-    let mut patterns = MAX_PATTERNS;
+    let mut budget = MAX_PATTERNS;
     let in_fault = |(index, fault): (usize, proto::Fault)| {
         let name = fault.name.clone();
-        let fault = parse_fault(fault, &mut patterns);
+        let fault = parse_fault(fault, &mut budget);
         fault.map_err(|error| format!("fault {index} ({name}): {error}"))
     };
     let faults: Result<_, _> = faults.into_iter().enumerate().map(in_fault).collect();
     let faults = faults?;
-    let mut parsed = Vec::with_capacity(matches.len());
-    for (index, one) in matches.into_iter().enumerate() {
-        let one = parse_match(one, rules.len(), &mut patterns);
-        parsed.push(one.map_err(|error| format!("match {index}: {error}"))?);
-    }
+    let parsed = compile_matches(&matches, rules.len(), &mut budget)?;
     let mut externals = Externals::new();
     let in_rule = |(index, rule): (usize, proto::RouteRule)| {
         let name = rule.name.clone();
@@ -119,15 +110,13 @@ fn parse_connection_rule(
     }
 }
 
-fn parse_fault(fault: proto::Fault, patterns: &mut usize) -> Result<Fault, String> {
+fn parse_fault(fault: proto::Fault, budget: &mut usize) -> Result<Fault, String> {
     check_fault(&fault).map_err(|violation| violation.to_string())?;
-    let abort = match fault.abort_status {
-        0 => None,
-        status => Some(parse_status(status, "abort with")?),
-    };
+    let abort = u16::try_from(fault.abort_status).ok();
+    let abort = abort.and_then(|status| StatusCode::from_u16(status).ok());
     Ok(Fault {
         name: fault.name.into(),
-        matches: parse_conditions(fault.matches, patterns)?,
+        matches: parse_conditions(&fault.matches, budget)?,
         delay: timeout(fault.delay).zip(parse_share(fault.delayed)),
         abort: abort.zip(parse_share(fault.aborted)),
     })
@@ -148,26 +137,33 @@ fn parse_share(share: Option<proto::Share>) -> Option<Share> {
 
 /// Matches of requests to which a setting applies: they select no rule.
 pub(super) fn parse_conditions(
-    matches: Vec<proto::RouteMatch>,
-    patterns: &mut usize,
+    matches: &[proto::RouteMatch],
+    budget: &mut usize,
 ) -> Result<Matches, String> {
-    let matches = matches.into_iter();
-    let matches = matches.map(|one| proto::RouteMatch { rule: 0, ..one });
-    parse_matches(matches.collect(), 1, patterns)
+    let mut matches = compile_matches(matches, usize::MAX, budget)?;
+    matches.iter_mut().for_each(|one| one.rule = 0);
+    Ok(Matches::new(matches))
 }
 
-/// Matches that select one of several rules.
-pub(super) fn parse_matches(
-    matches: Vec<proto::RouteMatch>,
+/// Matches that select one of several rules. `budget`: so many regular expressions are left.
+pub(super) fn compile_matches(
+    matches: &[proto::RouteMatch],
     rules: usize,
-    patterns: &mut usize,
-) -> Result<Matches, String> {
-    let parse = |(index, one): (usize, proto::RouteMatch)| {
-        let one = parse_match(one, rules, patterns);
-        one.map_err(|error| format!("match {index}: {error}"))
+    budget: &mut usize,
+) -> Result<Vec<Match>, String> {
+    let mut compile = |one: &proto::RouteMatch| {
+        *budget = budget
+            .checked_sub(patterns(one))
+            .ok_or_else(|| format!("more than {MAX_PATTERNS} regular expressions"))?;
+        let compiled = Match::compile(one).map_err(|violation| violation.to_string())?;
+        if compiled.rule < rules {
+            Ok(compiled)
+        } else {
+            Err(format!("rule {} of {rules}", one.rule))
+        }
     };
-    let matches: Result<_, _> = matches.into_iter().enumerate().map(parse).collect();
-    Ok(Matches::new(matches?))
+    let at = |(index, one)| compile(one).map_err(|error| format!("match {index}: {error}"));
+    matches.iter().enumerate().map(at).collect()
 }
 
 fn parse_session(session: proto::SessionPersistence) -> Result<SessionPersistence, String> {
@@ -182,70 +178,6 @@ fn parse_session(session: proto::SessionPersistence) -> Result<SessionPersistenc
         absolute_timeout: seconds(session.absolute_timeout),
         idle_timeout: seconds(session.idle_timeout),
         permanent: session.permanent,
-    })
-}
-
-fn parse_status(status: u32, what: &str) -> Result<StatusCode, String> {
-    let known = u16::try_from(status).ok();
-    let known = known.filter(|known| (400..=599).contains(known));
-    let known = known.and_then(|known| StatusCode::from_u16(known).ok());
-    known.ok_or_else(|| format!("{what} the status {status}, expected 400 to 599"))
-}
-
-fn parse_match(
-    one: proto::RouteMatch,
-    rules: usize,
-    patterns: &mut usize,
-) -> Result<Match, String> {
-    let rule = usize::try_from(one.rule).ok().filter(|at| *at < rules);
-    let rule = rule.ok_or_else(|| format!("rule {} of {rules}", one.rule))?;
-    let mut pattern = |expression: &str| {
-        *patterns = patterns
-            .checked_sub(1)
-            .ok_or_else(|| format!("more than {MAX_PATTERNS} regular expressions"))?;
-        Pattern::parse(expression).map_err(|error| {
-            let shown: String = expression.chars().take(100).collect();
-            format!("regular expression {shown:?}: {error}")
-        })
-    };
-    let path = match one.path {
-        None => None,
-        Some(path) => Some(match path.kind {
-            Some(path_match::Kind::Exact(path)) => PathMatch::Exact(absolute(path)?),
-            Some(path_match::Kind::Prefix(path)) => PathMatch::prefix(&absolute(path)?),
-            Some(path_match::Kind::Regex(expression)) => PathMatch::Regex(pattern(&expression)?),
-            None => return Err("unknown kind of path match".to_owned()),
-        }),
-    };
-    let mut fields = |all: Vec<proto::FieldMatch>, normal: fn(&str) -> String| {
-        let mut names = HashSet::new();
-        let mut fields = Vec::with_capacity(all.len());
-        // Of several with one name, the first one counts.
-        for field in all {
-            let value = match field.kind {
-                Some(field_match::Kind::Exact(value)) => ValueMatch::Exact(value),
-                Some(field_match::Kind::Regex(regex)) => ValueMatch::Regex(pattern(&regex)?),
-                None => return Err(format!("unknown kind of match of {:?}", field.name)),
-            };
-            if names.insert(normal(&field.name)) {
-                let name = field.name;
-                fields.push(FieldMatch { name, value });
-            }
-        }
-        Ok(fields)
-    };
-    let headers = fields(one.headers, str::to_ascii_lowercase)?;
-    let query = fields(one.query, str::to_owned)?;
-    let method = Some(one.method).filter(|method| !method.is_empty());
-    if let Some(method) = method.as_ref() {
-        Method::from_bytes(method.as_bytes()).map_err(|_| format!("method {method:?}"))?;
-    }
-    Ok(Match {
-        rule,
-        path,
-        headers,
-        query,
-        method,
     })
 }
 
@@ -267,9 +199,9 @@ fn parse_rule(
     };
     let mut changes = Changes::default();
     for filter in rule.filters {
-        match filter.kind {
-            Some(Kind::Redirect(redirect)) => parsed.redirect = Some(parse_redirect(redirect)?),
-            Some(Kind::Cors(cors)) => parsed.cors = Some(parse_cors(cors)?),
+        match checked(filter)? {
+            Kind::Redirect(redirect) => parsed.redirect = Some(redirect),
+            Kind::Cors(cors) => parsed.cors = Some(cors),
             kind => change(&mut changes, kind)?,
         }
     }
@@ -278,7 +210,7 @@ fn parse_rule(
         let to = parse_backend(backend.name, backend.external, externals)?;
         let mut changes = parsed.changes.clone();
         for filter in backend.filters {
-            change(Arc::make_mut(&mut changes), filter.kind)?;
+            change(Arc::make_mut(&mut changes), checked(filter)?)?;
         }
         parsed.backends.push(RouteBackend {
             to,
@@ -286,12 +218,14 @@ fn parse_rule(
             changes,
         });
     }
-    let redirect = parsed.redirect.as_ref().map(|redirect| &redirect.path);
-    let rewrites = parsed.backends.iter().map(|one| &one.changes.rewrite.path);
-    let replaces_prefix = rewrites
-        .chain([&parsed.changes.rewrite.path])
-        .chain(redirect)
-        .any(|path| matches!(path, Some(PathChange::Prefix(_))));
+    let changes = parsed.backends.iter().map(|one| &one.changes);
+    let rewrites = changes.chain([&parsed.changes]);
+    let rewrites = rewrites.flat_map(|changes| &changes.rewrite);
+    let redirect = parsed.redirect.iter().map(|redirect| &redirect.path);
+    let paths = rewrites.map(|rewrite| &rewrite.path).chain(redirect);
+    let is_prefix =
+        |path: &proto::PathModifier| matches!(path.kind, Some(path_modifier::Kind::Prefix(_)));
+    let replaces_prefix = paths.flatten().any(is_prefix);
     if replaces_prefix && !selects_by_prefix {
         return Err("a prefix is replaced, and not all matches have a prefix".to_owned());
     }
@@ -371,14 +305,11 @@ fn dns_name(name: String) -> Result<String, String> {
 }
 
 fn parse_retry(retry: proto::RouteRetry) -> Result<Arc<RetryPolicy>, String> {
-    let status = |status| parse_status(status, "retry of").map(|status| status.as_u16());
+    check_retry(&retry).map_err(|violation| violation.to_string())?;
+    let statuses = retry.statuses.iter().map(|status| *status as u16);
     Ok(Arc::new(RetryPolicy {
-        statuses: retry
-            .statuses
-            .into_iter()
-            .map(status)
-            .collect::<Result<_, _>>()?,
-        attempts: retry.attempts.min(MAX_RETRIES),
+        statuses: statuses.collect(),
+        attempts: retry.attempts,
         backoff: Duration::from_millis(retry.backoff).min(MAX_BACKOFF),
     }))
 }
@@ -387,126 +318,46 @@ fn timeout(milliseconds: u64) -> Option<Duration> {
     (milliseconds > 0).then(|| Duration::from_millis(milliseconds))
 }
 
-/// Adds a filter that changes requests or responses.
-fn change(changes: &mut Changes, filter: Option<Kind>) -> Result<(), String> {
-    match filter {
-        Some(Kind::RequestHeaders(modifier)) => modify(&mut changes.request, modifier),
-        Some(Kind::ResponseHeaders(modifier)) => modify(&mut changes.response, modifier),
-        Some(Kind::Rewrite(rewrite)) => {
-            let Rewrite { host, path } = &mut changes.rewrite;
-            if !rewrite.hostname.is_empty() {
-                *host = Some(hostname(rewrite.hostname)?);
-            }
-            if let Some(change) = rewrite.path {
-                *path = Some(path_change(change)?);
-            }
-            Ok(())
-        }
-        Some(Kind::Mirror(mirror)) => {
-            Resource::backend(&mirror.backend)?;
-            if mirror.denominator == 0 {
-                return Err("mirror: a share of 0 parts".to_owned());
-            }
-            changes.mirrors.push(Mirror {
-                backend: mirror.backend.into(),
-                numerator: mirror.numerator,
-                denominator: mirror.denominator,
-            });
-            Ok(())
-        }
-        Some(Kind::Redirect(_)) => Err("a redirect of a backend".to_owned()),
-        Some(Kind::Cors(_)) => Err("CORS of a backend".to_owned()),
-        None => Err("unknown kind of filter".to_owned()),
-    }
+/// The filter, if this proxy knows it and its values.
+fn checked(filter: proto::RouteFilter) -> Result<Kind, String> {
+    let kind = filter.kind.ok_or("unknown kind of filter")?;
+    check_filter(&kind).map_err(|violation| violation.to_string())?;
+    Ok(kind)
 }
 
-/// Set, then add, then remove.
-fn modify(edits: &mut Vec<FieldEdit>, modifier: proto::HeaderModifier) -> Result<(), String> {
-    for field in modifier.set {
-        FieldEdit::set(&field.name, &field.value)?.push(edits);
-    }
-    for field in modifier.add {
-        FieldEdit::add(&field.name, &field.value)?.push(edits);
-    }
-    for name in modifier.remove {
-        FieldEdit::remove(&name)?.push(edits);
+/// Adds a filter that changes requests or responses.
+fn change(changes: &mut Changes, filter: Kind) -> Result<(), String> {
+    match filter {
+        Kind::RequestHeaders(modifier) => modify(&mut changes.request, modifier),
+        Kind::ResponseHeaders(modifier) => modify(&mut changes.response, modifier),
+        Kind::Rewrite(rewrite) => {
+            let known = changes.rewrite.get_or_insert_default();
+            if !rewrite.hostname.is_empty() {
+                known.hostname = rewrite.hostname;
+            }
+            known.path = rewrite.path.or(known.path.take());
+        }
+        Kind::Mirror(mirror) => {
+            Resource::backend(&mirror.backend)?;
+            changes.mirrors.push(mirror);
+        }
+        Kind::Redirect(_) => return Err("a redirect of a backend".to_owned()),
+        Kind::Cors(_) => return Err("CORS of a backend".to_owned()),
     }
     Ok(())
 }
 
-fn path_change(modifier: proto::PathModifier) -> Result<PathChange, String> {
-    match modifier.kind {
-        Some(path_modifier::Kind::Full(path)) => Ok(PathChange::Full(absolute(path)?)),
-        Some(path_modifier::Kind::Prefix(path)) if path.is_empty() => Ok(PathChange::Prefix(path)),
-        Some(path_modifier::Kind::Prefix(path)) => Ok(PathChange::Prefix(absolute(path)?)),
-        None => Err("unknown kind of path modifier".to_owned()),
-    }
-}
-
-/// A path that begins with a slash, of characters that a request line may have.
-fn absolute(path: String) -> Result<String, String> {
-    let is_valid = |byte: u8| byte.is_ascii_graphic() && !b"?#".contains(&byte);
-    if path.starts_with('/') && path.bytes().all(is_valid) {
-        Ok(path)
-    } else {
-        Err(format!(
-            "path {path:?}: expected a path that begins with a slash, without a query"
-        ))
-    }
-}
-
-fn hostname(name: String) -> Result<String, String> {
-    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
-    if !name.is_empty() && name.len() <= 253 && name.bytes().all(is_valid) {
-        Ok(name)
-    } else {
-        Err(format!("host name {name:?}: expected a DNS name"))
-    }
-}
-
-fn parse_redirect(redirect: proto::Redirect) -> Result<Redirect, String> {
-    let text = |text: String| Some(text).filter(|text| !text.is_empty());
-    let scheme = text(redirect.scheme);
-    if let Some(scheme) = scheme
-        .as_ref()
-        .filter(|one| !["http", "https"].contains(&&***one))
-    {
-        return Err(format!("redirect to the scheme {scheme:?}"));
-    }
-    let status = u16::try_from(redirect.status).ok();
-    let status = status.and_then(|status| StatusCode::from_u16(status).ok());
-    let status = status.filter(|status| REDIRECTS.contains(status));
-    let port = u16::try_from(redirect.port);
-    Ok(Redirect {
-        scheme,
-        host: text(redirect.hostname).map(hostname).transpose()?,
-        path: redirect.path.map(path_change).transpose()?,
-        port: Some(port.map_err(|_| format!("redirect to the port {}", redirect.port))?)
-            .filter(|port| *port != 0),
-        status: status.ok_or_else(|| format!("redirect with the status {}", redirect.status))?,
-    })
-}
-
-fn parse_cors(cors: proto::Cors) -> Result<Cors, String> {
-    let origins = cors.allow_origins.iter().map(|one| Origin::parse(one));
-    let origins = origins.collect::<Result<_, _>>()?;
-    let lists = [
-        &cors.allow_methods,
-        &cors.allow_headers,
-        &cors.expose_headers,
-    ];
-    for name in lists.into_iter().flatten() {
-        http::HeaderName::from_bytes(name.as_bytes())
-            .map_err(|_| format!("CORS: {name:?} is no name of a method or field"))?;
-    }
-    Ok(Cors {
-        origins,
-        credentials: cors.allow_credentials,
-        methods: cors.allow_methods,
-        headers: cors.allow_headers,
-        expose: cors.expose_headers,
-        max_age: cors.max_age,
-    })
+/// Set, then add, then remove.
+fn modify(edits: &mut Vec<FieldEdit>, modifier: proto::HeaderModifier) {
+    let proto::HeaderModifier { set, add, remove } = modifier;
+    let set = set.into_iter();
+    let set = set.map(|field| FieldEdit::Set(field.name, field.value));
+    let add = add.into_iter();
+    let add = add.map(|field| FieldEdit::Add(field.name, field.value));
+    let remove = remove.into_iter().map(FieldEdit::Remove);
+    set.chain(add)
+        .chain(remove)
+        .for_each(|edit| edit.push(edits));
 }
 
 #[cfg(test)]

@@ -12,115 +12,9 @@ use std::cmp::Ordering;
 use std::collections::{BTreeSet, HashMap};
 
 use diy_mesh_proto::pattern::Pattern;
+pub use diy_mesh_proto::route::{FieldMatch, Match, PathMatch, ValueMatch};
 
 use crate::http::view::RequestView;
-
-/// Conditions on a request, all of which hold.
-#[derive(Debug, Default)]
-pub struct Match {
-    /// The index of the rule.
-    pub rule: usize,
-    /// None: every path.
-    pub path: Option<PathMatch>,
-    /// Of header fields.
-    pub headers: Vec<FieldMatch>,
-    /// Of query parameters.
-    pub query: Vec<FieldMatch>,
-    /// None: every method.
-    pub method: Option<String>,
-}
-
-/// A condition on the path.
-#[derive(Debug)]
-pub enum PathMatch {
-    /// The whole path.
-    Exact(String),
-    /// The first elements, without a slash at the end.
-    Prefix(String),
-    /// The whole path.
-    Regex(Pattern),
-}
-
-/// A condition on a header field or a query parameter.
-#[derive(Debug)]
-pub struct FieldMatch {
-    /// The name.
-    pub name: String,
-    /// The value.
-    pub value: ValueMatch,
-}
-
-/// A condition on a value.
-#[derive(Debug)]
-pub enum ValueMatch {
-    /// The whole value.
-    Exact(String),
-    /// The whole value.
-    Regex(Pattern),
-}
-
-impl PathMatch {
-    /// A prefix of elements: "/a" and "/a/" are the same.
-    pub fn prefix(prefix: &str) -> Self {
-        Self::Prefix(prefix.strip_suffix('/').unwrap_or(prefix).to_owned())
-    }
-}
-
-impl Match {
-    /// The length of the path's prefix that selected the rule.
-    pub fn prefix_len(&self) -> Option<usize> {
-        match &self.path {
-            None => Some(0),
-            Some(PathMatch::Prefix(prefix)) => Some(prefix.len()),
-            Some(PathMatch::Exact(_) | PathMatch::Regex(_)) => None,
-        }
-    }
-
-    /// Whether the conditions hold, given that an exact path or a prefix does. Expressions judge only
-    /// requests for which all other conditions hold.
-    fn holds(&self, input: &MatchInput<'_>) -> Result<bool, RequestPart> {
-        let has_method = |method: &String| method.as_bytes() == input.request.method;
-        let may_hold = self.method.as_ref().is_none_or(has_method)
-            && (self.headers.iter()).all(|field| field.may_match(input.header(&field.name)))
-            && (self.query.iter()).all(|field| field.may_match(input.parameter(&field.name)));
-        if !may_hold {
-            return Ok(false);
-        }
-        let path = match &self.path {
-            Some(PathMatch::Regex(pattern)) => Some((pattern, input.path, RequestPart::Target)),
-            _ => None,
-        };
-        let headers = (self.headers.iter())
-            .filter_map(|field| Some((field.pattern()?, input.header(&field.name)?)))
-            .map(|(pattern, value)| (pattern, value, RequestPart::Fields));
-        let query = (self.query.iter())
-            .filter_map(|field| Some((field.pattern()?, input.parameter(&field.name)?)))
-            .map(|(pattern, value)| (pattern, value, RequestPart::Target));
-        for (pattern, value, part) in path.into_iter().chain(headers).chain(query) {
-            if !input.judge(pattern, value, part)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-}
-
-impl FieldMatch {
-    /// Whether a value may match: not without a value, nor with another one than the exact one.
-    fn may_match(&self, value: Option<&[u8]>) -> bool {
-        value.is_some_and(|value| match &self.value {
-            ValueMatch::Exact(exact) => exact.as_bytes() == value,
-            ValueMatch::Regex(_) => true,
-        })
-    }
-
-    fn pattern(&self) -> Option<&Pattern> {
-        match &self.value {
-            ValueMatch::Exact(_) => None,
-            ValueMatch::Regex(pattern) => Some(pattern),
-        }
-    }
-}
 
 /// A request in the form in which its conditions are compared, for all stages that match it.
 pub struct MatchInput<'a> {
@@ -163,6 +57,34 @@ impl<'a> MatchInput<'a> {
         self.judged.get()
     }
 
+    /// Whether the conditions of a match hold, given that an exact path or a prefix does. Expressions
+    /// judge only requests for which all other conditions hold.
+    fn satisfies(&self, one: &Match) -> Result<bool, RequestPart> {
+        let has_method = |method: &String| method.as_bytes() == self.request.method;
+        let may_hold = one.method.as_ref().is_none_or(has_method)
+            && (one.headers.iter()).all(|field| may_match(field, self.header(&field.name)))
+            && (one.query.iter()).all(|field| may_match(field, self.parameter(&field.name)));
+        if !may_hold {
+            return Ok(false);
+        }
+        let path = match &one.path {
+            Some(PathMatch::Regex(pattern)) => Some((pattern, self.path, RequestPart::Target)),
+            _ => None,
+        };
+        let headers = (one.headers.iter())
+            .filter_map(|field| Some((pattern(field)?, self.header(&field.name)?)))
+            .map(|(pattern, value)| (pattern, value, RequestPart::Fields));
+        let query = (one.query.iter())
+            .filter_map(|field| Some((pattern(field)?, self.parameter(&field.name)?)))
+            .map(|(pattern, value)| (pattern, value, RequestPart::Target));
+        for (pattern, value, part) in path.into_iter().chain(headers).chain(query) {
+            if !self.judge(pattern, value, part)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Whether an expression matches a whole value, which has to be text. Fails if the expressions
     /// would judge more than [`MAX_JUDGED`] bytes.
     fn judge(
@@ -195,6 +117,21 @@ impl<'a> MatchInput<'a> {
         let parameters = self.parameters.get_or_init(|| parameters(&self.request));
         let found = parameters.binary_search_by_key(&name.as_bytes(), |(name, _)| name);
         found.ok().map(|at| parameters[at].1)
+    }
+}
+
+/// Whether a value may match: not without a value, nor with another one than the exact one.
+fn may_match(field: &FieldMatch, value: Option<&[u8]>) -> bool {
+    value.is_some_and(|value| match &field.value {
+        ValueMatch::Exact(exact) => exact.as_bytes() == value,
+        ValueMatch::Regex(_) => true,
+    })
+}
+
+fn pattern(field: &FieldMatch) -> Option<&Pattern> {
+    match &field.value {
+        ValueMatch::Exact(_) => None,
+        ValueMatch::Regex(pattern) => Some(pattern),
     }
 }
 
@@ -270,6 +207,12 @@ impl Matches {
         Self { matches, index }
     }
 
+    /// The first match of a request. Fails if a part of it is too large for the expressions.
+    pub fn first(&self, input: &MatchInput<'_>) -> Result<Option<&Match>, RequestPart> {
+        let selected = self.index.select(&self.matches, input)?;
+        Ok(selected.map(|at| &self.matches[at]))
+    }
+
     /// Whether they select a request. Fails if a part of it is too large for their expressions.
     pub fn holds(&self, input: &MatchInput<'_>) -> Result<bool, RequestPart> {
         Ok(self.matches.is_empty() || self.select(input)?.is_some())
@@ -277,8 +220,7 @@ impl Matches {
 
     /// The rule of the first match. Fails as [`holds`](Self::holds).
     pub fn select(&self, input: &MatchInput<'_>) -> Result<Option<usize>, RequestPart> {
-        let selected = self.index.select(&self.matches, input)?;
-        Ok(selected.map(|at| self.matches[at].rule))
+        Ok(self.first(input)?.map(|one| one.rule))
     }
 }
 
@@ -373,7 +315,7 @@ impl Index {
                 .copied()
                 .take_while(|at| first.is_none_or(|first| *at < first));
             for at in earlier {
-                if matches[at].holds(input)? {
+                if input.satisfies(&matches[at])? {
                     first = Some(at);
                     break;
                 }

@@ -1,8 +1,10 @@
 //! Step 5: the routes of a destination, as the Gateway API defines them. The first match of a request
 //! selects a rule; the rule responds itself, or selects a backend by weight and says what changes on
 //! the way (`plan.rs`). Pure: `discovery/routes.rs` makes these values, `flow.rs` resolves the backends.
+//!
+//! Messages of the controller in them have been checked (`diy_mesh_proto::route`).
 
-mod cors;
+pub mod cors;
 pub mod fault;
 pub mod matching;
 mod plan;
@@ -16,26 +18,23 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use diy_mesh_proto::mesh::v1::{Cors, Mirror, Redirect, UrlRewrite};
 use get_size2::{GetSize, StandardTracker};
-use http::StatusCode;
 
 use crate::endpoint::ExternalHost;
 use crate::error::Failure;
 use crate::http::fields::FieldEdit;
 use crate::http::reply::LocalReply;
-pub use cors::{Cors, Origin};
 use fault::Fault;
-use matching::{Index, Match, MatchInput};
+use matching::{Match, MatchInput, Matches};
 pub use plan::{AttemptSettings, Plan, Preference};
 use session::{Session, SessionPersistence};
-use url::{Redirect, Rewrite};
 
 /// The routes of a destination.
 #[derive(Debug, Default)]
 pub struct Routes {
     /// In order of precedence.
-    matches: Vec<Match>,
-    index: Index,
+    matches: Matches,
     rules: Vec<Arc<Rule>>,
     /// Of connections that carry no HTTP.
     tcp: Option<Arc<Rule>>,
@@ -130,20 +129,9 @@ pub struct Changes {
     /// Of the response's fields.
     pub response: Vec<FieldEdit>,
     /// Of the request's host and path.
-    pub rewrite: Rewrite,
+    pub rewrite: Option<UrlRewrite>,
     /// Copies.
     pub mirrors: Vec<Mirror>,
-}
-
-/// A copy of a share of the requests.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mirror {
-    /// "NAMESPACE/SERVICE:PORT".
-    pub backend: Arc<str>,
-    /// The share is `numerator` of `denominator`, which is not 0.
-    pub numerator: u32,
-    /// Of so many requests.
-    pub denominator: u32,
 }
 
 /// A response in place of that of a backend.
@@ -165,8 +153,7 @@ impl Routes {
     /// Routes with these rules. `matches` refer to them by index.
     pub fn new(matches: Vec<Match>, rules: Vec<Arc<Rule>>) -> Self {
         Self {
-            index: Index::new(&matches),
-            matches,
+            matches: Matches::new(matches),
             rules,
             ..Self::default()
         }
@@ -259,11 +246,9 @@ impl Routes {
             let reason = reason.clone();
             return Err(Failure::InvalidRoutes { service, reason });
         }
-        let selected = self.index.select(&self.matches, request);
-        match selected.map_err(Failure::TooLargeToMatch)? {
-            Some(at) => Ok(&self.matches[at]),
-            None => Err(Failure::NoRoute(service.name.to_owned())),
-        }
+        let selected = self.matches.first(request);
+        let selected = selected.map_err(Failure::TooLargeToMatch)?;
+        selected.ok_or_else(|| Failure::NoRoute(service.name.to_owned()))
     }
 }
 
@@ -314,12 +299,3 @@ impl Rule {
         backend.map_or(&self.changes, |index| &self.backends[index].changes)
     }
 }
-
-/// The statuses of redirects.
-pub const REDIRECTS: [StatusCode; 5] = [
-    StatusCode::MOVED_PERMANENTLY,
-    StatusCode::FOUND,
-    StatusCode::SEE_OTHER,
-    StatusCode::TEMPORARY_REDIRECT,
-    StatusCode::PERMANENT_REDIRECT,
-];

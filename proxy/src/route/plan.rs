@@ -5,17 +5,17 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use diy_mesh_proto::mesh::v1::Mirror;
 use http::HeaderValue;
 
 use super::fault::Injection;
 use super::matching::Match;
 use super::session::{self, Session, Tag};
-use super::{Answer, BackendRef, Changes, Mirror, RetryPolicy, Rule, Service};
+use super::{Answer, BackendRef, Changes, RetryPolicy, Rule, Service, cors, url};
 use crate::error::{Failure, Limit};
 use crate::http::credentials::Credentials;
 use crate::http::edits::{Edits, MeshField};
 use crate::http::fields::FieldEdit;
-use crate::http::reply::LocalReply;
 use crate::http::view::RequestView;
 use crate::limits::deadline::Deadline;
 
@@ -112,14 +112,12 @@ impl Plan {
             return Err(Failure::InvalidBackend(rule.name.to_string()).into());
         }
         let cors = match &rule.cors {
-            Some(cors) => cors.apply(request).map_err(Answer::Reply)?,
+            Some(cors) => cors::apply(cors, request).map_err(Answer::Reply)?,
             None => Vec::new(),
         };
         if let Some(redirect) = &rule.redirect {
-            let location = redirect.location(request, selected, service);
-            return Err(Answer::Reply(LocalReply::redirect(
-                redirect.status,
-                &location,
+            return Err(Answer::Reply(url::redirect(
+                redirect, request, selected, service,
             )?));
         }
         let session = rule.session.as_ref().map(|session| {
@@ -136,9 +134,12 @@ impl Plan {
         let changes = rule.changes(backend);
         let is_drawn = |mirror: &&Mirror| rng.u32(..mirror.denominator) < mirror.numerator;
         let mirrors = changes.mirrors.iter().filter(is_drawn);
+        let rewrite = changes.rewrite.as_ref();
         Ok(Self {
-            mirrors: mirrors.map(|mirror| mirror.backend.clone()).collect(),
-            target: changes.rewrite.target(request, selected),
+            mirrors: mirrors
+                .map(|mirror| mirror.backend.as_str().into())
+                .collect(),
+            target: rewrite.and_then(|rewrite| url::target(rewrite, request, selected)),
             backend,
             cors,
             session,
@@ -207,7 +208,7 @@ impl Plan {
         };
         self.changes().map_or(edits, |changes| Edits {
             route: [&changes.request, &[], &[]],
-            host: changes.rewrite.host.as_deref(),
+            host: changes.rewrite.as_ref().and_then(url::host),
             target: self.target.as_deref(),
             ..edits
         })

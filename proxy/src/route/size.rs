@@ -2,24 +2,25 @@
 
 use get_size2::{GetSize, GetSizeTracker};
 
-use super::cors::{Cors, Origin};
+use prost::Message;
+
 use super::fault::Fault;
 use super::matching::{FieldMatch, Index, Match, Matches, PathMatch, Positions, ValueMatch};
 use super::session::{Carrier, SessionPersistence};
-use super::url::{PathChange, Redirect, Rewrite};
-use super::{BackendRef, Changes, Mirror, RetryPolicy, RouteBackend, Routes, Rule};
+use super::{BackendRef, Changes, RetryPolicy, RouteBackend, Routes, Rule};
 use crate::endpoint::{ExternalHost, ServerTls};
 use crate::http::fields::FieldEdit;
 
 /// The memory of a configuration of TLS and its sessions, with the public certificate authorities.
 const CLIENT_CONFIG: usize = 32 * 1024;
 
-/// Sums the fields that have memory of their own.
+/// Sums the fields that have memory of their own, and the lists and options of messages.
 macro_rules! sum_of_fields {
-    ($($type:ident { $($field:ident),+ })+) => {
+    ($($type:ident { $($field:ident),+ $(; $($message:ident),+)? })+) => {
         $(impl GetSize for $type {
             fn get_heap_size_with_tracker<T: GetSizeTracker>(&self, tracker: T) -> (usize, T) {
                 let sum = 0;
+                $($(let sum = sum + self.$message.iter().map(message).sum::<usize>();)+)?
                 $(
                     let (size, tracker) = self.$field.get_heap_size_with_tracker(tracker);
                     let sum = sum + size;
@@ -30,22 +31,20 @@ macro_rules! sum_of_fields {
     };
 }
 
+/// The memory of a message, with its texts.
+fn message<M: Message>(message: &M) -> usize {
+    size_of::<M>() + message.encoded_len()
+}
+
 sum_of_fields! {
-    Routes { matches, index, rules, tcp, faults, rejection }
-    Match { path, headers, query, method }
-    FieldMatch { name, value }
-    Matches { matches, index }
+    Routes { matches, rules, tcp, faults, rejection }
     Index { exact, prefixes, lengths, others }
     Positions { by_header, others }
-    Rule { name, backends, changes, redirect, cors, retry, session }
+    Rule { name, backends, changes, retry, session; redirect, cors }
     RouteBackend { to, changes }
     ExternalHost { name, host, tls }
-    Changes { request, response, rewrite, mirrors }
-    Mirror { backend }
-    Rewrite { host, path }
-    Redirect { scheme, host, path }
+    Changes { request, response; rewrite, mirrors }
     RetryPolicy { statuses }
-    Cors { origins, methods, headers, expose }
     Fault { name, matches }
     SessionPersistence { carrier }
 }
@@ -62,6 +61,31 @@ macro_rules! size_of_variants {
             }
         })+
     };
+}
+
+impl GetSize for Matches {
+    fn get_heap_size_with_tracker<T: GetSizeTracker>(&self, tracker: T) -> (usize, T) {
+        let matches: usize = self.matches.iter().map(of_match).sum();
+        let (index, tracker) = self.index.get_heap_size_with_tracker(tracker);
+        (matches + index, tracker)
+    }
+}
+
+fn of_match(one: &Match) -> usize {
+    let path = one.path.as_ref().map_or(0, |path| match path {
+        PathMatch::Exact(path) | PathMatch::Prefix(path) => path.capacity(),
+        PathMatch::Regex(pattern) => pattern.max_size(),
+    });
+    let of_field = |field: &FieldMatch| {
+        let value = match &field.value {
+            ValueMatch::Exact(value) => value.capacity(),
+            ValueMatch::Regex(pattern) => pattern.max_size(),
+        };
+        size_of::<FieldMatch>() + field.name.capacity() + value
+    };
+    let fields: usize = one.headers.iter().chain(&one.query).map(of_field).sum();
+    let method = one.method.as_ref().map_or(0, String::capacity);
+    size_of::<Match>() + path + fields + method
 }
 
 impl GetSize for BackendRef {
@@ -83,22 +107,9 @@ impl GetSize for ServerTls {
 }
 
 size_of_variants! {
-    PathMatch {
-        Self::Exact(path) | Self::Prefix(path) => path.capacity(),
-        Self::Regex(pattern) => pattern.max_size(),
-    }
-    ValueMatch {
-        Self::Exact(value) => value.capacity(),
-        Self::Regex(pattern) => pattern.max_size(),
-    }
     FieldEdit {
         Self::Set(name, value) | Self::Add(name, value) => name.capacity() + value.capacity(),
         Self::Remove(name) => name.capacity(),
-    }
-    PathChange { Self::Full(path) | Self::Prefix(path) => path.capacity() }
-    Origin {
-        Self::Any => 0,
-        Self::Host { scheme, host, .. } => scheme.capacity() + host.capacity(),
     }
     Carrier { Self::Cookie(name) | Self::Header(name) => name.capacity() }
 }

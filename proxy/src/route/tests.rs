@@ -8,7 +8,7 @@ use http::request::Parts;
 
 use diy_mesh_proto::pattern::Pattern;
 
-use super::matching::{FieldMatch, PathMatch, ValueMatch};
+use super::matching::{FieldMatch, Index, PathMatch, ValueMatch};
 use super::*;
 use crate::http::view::RequestView;
 use crate::http::view::testing::request;
@@ -313,7 +313,7 @@ fn backends_get_their_share_of_requests() {
 #[test]
 fn mirrors_are_drawn_by_their_shares() {
     let mirror = |name: &str, numerator, denominator| Mirror {
-        backend: Arc::from(name),
+        backend: name.to_owned(),
         numerator,
         denominator,
     };

@@ -2,6 +2,7 @@
 
 use diy_mesh_proto::authorization::MAX_ITEMS;
 use diy_mesh_proto::mesh::v1 as proto;
+use diy_mesh_proto::route::is_label;
 use proto::authorizer::Protocol;
 
 use super::each;
@@ -9,7 +10,6 @@ use crate::authorization::server::Server;
 use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
 use crate::fields::one_of;
 use crate::index::object::Key;
-use crate::routes::filters::is_label;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{duration, header_name, refuse, unsupported};
 

@@ -122,16 +122,16 @@ fn rejects_what_no_proxy_could_match_and_names_the_field() {
 #[test]
 fn rejects_unknown_actions_and_too_many_rules() {
     let check = |policy| check(&policy).map_err(|violation| violation.field);
-    assert_eq!(check(AuthorizationPolicy::default()), Err("action"));
+    assert_eq!(check(AuthorizationPolicy::default()), Err("action".into()));
     assert_eq!(
         check(policy("p", Action::Allow, vec![rule(); 129])),
-        Err("rules")
+        Err("rules".into())
     );
     let ports = AuthorizationPolicy {
         ports: vec![0],
         ..policy("p", Action::Allow, vec![])
     };
-    assert_eq!(check(ports), Err("ports"));
+    assert_eq!(check(ports), Err("ports".into()));
 }
 
 /// 1.
@@ -169,17 +169,17 @@ fn checks_authorization_servers() {
     };
     let check = |policy: &AuthorizationPolicy| check(policy).map_err(|violation| violation.field);
     assert_eq!(check(&external(Some(valid.clone()))), Ok(()));
-    assert_eq!(check(&external(None)), Err("externalAuth"));
+    assert_eq!(check(&external(None)), Err("externalAuth".into()));
     let deny = AuthorizationPolicy {
         action: Action::Deny.into(),
         ..external(Some(valid.clone()))
     };
-    assert_eq!(check(&deny), Err("externalAuth"));
+    assert_eq!(check(&deny), Err("externalAuth".into()));
     let audited = AuthorizationPolicy {
         audit: true,
         ..external(Some(valid.clone()))
     };
-    assert_eq!(check(&audited), Err("mode"));
+    assert_eq!(check(&audited), Err("mode".into()));
     type Change = fn(&mut Authorizer);
     let changes: [(Change, &str); 9] = [
         (|one| one.backend.clear(), "externalAuth.backendRef"),
@@ -204,6 +204,6 @@ fn checks_authorization_servers() {
     for (change, field) in changes {
         let mut changed = valid.clone();
         change(&mut changed);
-        assert_eq!(check(&external(Some(changed))), Err(field));
+        assert_eq!(check(&external(Some(changed))), Err(field.into()));
     }
 }

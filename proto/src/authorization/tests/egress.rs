@@ -117,7 +117,7 @@ fn what_is_no_condition_on_a_destination_is_refused() {
         ),
     ] {
         let refused = check_egress(&policy).map_err(|violation| violation.field);
-        assert_eq!(refused, Err(field));
+        assert_eq!(refused, Err(field.into()));
     }
     // A name is none of a client.
     let inbound = of(Action::Allow, vec![rule(vec![host("a.test")], &[])]);

@@ -219,7 +219,7 @@ fn faults_that_cannot_be_interpreted_reject_the_routes() {
                 };
                 fault.matches = vec![proto::RouteMatch::default(), unknown];
             }),
-            "match 1: unknown kind of path match",
+            "match 1: path.type: \"\" is not",
         ),
     ] {
         assert!(

@@ -166,7 +166,7 @@ fn limits_that_cannot_be_interpreted_leave_the_previous_ones_in_force() {
                         ..proto::RouteMatch::default()
                     }];
                 }),
-                "match 0: unknown kind of path match",
+                "match 0: path.type: \"\" is not",
             ),
         ] {
             let rejection = pod.apply(limits).await;
