@@ -1,23 +1,79 @@
 //! Fields of objects that their types do not have. Pure.
 
-use serde::de::DeserializeOwned;
+use std::fmt::Display;
+
+use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_ignored::Path;
 use serde_json::Value;
 
 use crate::routes::UNSUPPORTED_VALUE;
 use crate::routes::model::Rejection;
-use crate::routes::parse::{shortened, unsupported};
+use crate::routes::parse::{not, shortened, unsupported};
 
 /// Reads the field `at`. A field in it that its type does not have could change what it means.
 pub(crate) fn read_known<T: DeserializeOwned>(value: &Value, at: &str) -> Result<T, Rejection> {
     let (read, unknown) = with_unknown_fields(value);
-    let read = match unknown.first() {
-        Some(name) if name.starts_with('[') => Err(format!("{at}{name}: unknown field")),
-        Some(name) => Err(format!("{at}.{name}: unknown field")),
-        None => read.map_err(|error| format!("{at}: {error}")),
+    match unknown.first() {
+        Some(name) => Err(invalid(at, name, "unknown field")),
+        None => read.map_err(|(path, error)| invalid(at, &path, error)),
+    }
+}
+
+/// Reads the field `at`, whatever other fields are in it.
+pub(crate) fn read<'a, T: Deserialize<'a>>(value: &'a Value, at: &str) -> Result<T, Rejection> {
+    let read = serde_path_to_error::deserialize(value).map_err(located);
+    read.map_err(|(path, error)| invalid(at, &path, error))
+}
+
+fn invalid(at: &str, path: &str, error: impl Display) -> Rejection {
+    let dot = if path.is_empty() || path.starts_with('[') {
+        ""
+    } else {
+        "."
     };
-    read.map_err(|message| Rejection::new(UNSUPPORTED_VALUE, shortened(&message)))
+    let message = format!("{at}{dot}{path}: {error}");
+    Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
+}
+
+/// The path of a field, and its error.
+pub(crate) type Located<E> = (String, E);
+
+fn located<E>(error: serde_path_to_error::Error<E>) -> Located<E> {
+    let path = error.path().to_string();
+    let path = if path == "." { String::new() } else { path };
+    (path, error.into_inner())
+}
+
+/// A duration in milliseconds, whose text is that of GEP-2257.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Milliseconds(pub u64);
+
+impl<'de> Deserialize<'de> for Milliseconds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        milliseconds(&text).map(Self).ok_or_else(|| {
+            let expected = "a duration, for example \"1m30s\" or \"500ms\"";
+            D::Error::custom(not(&text, expected))
+        })
+    }
+}
+
+fn milliseconds(text: &str) -> Option<u64> {
+    let (mut rest, mut total, mut components) = (text, 0, 0);
+    while !rest.is_empty() || components == 0 {
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let (number, unit) = rest.split_at(digits);
+        let units = [("ms", 1), ("s", 1000), ("m", 60_000), ("h", 3_600_000)];
+        let (name, factor) = units.iter().find(|(name, _)| unit.starts_with(name))?;
+        components += 1;
+        if !(1..=5).contains(&digits) || components > 4 {
+            return None;
+        }
+        total += number.parse::<u64>().ok()? * factor;
+        rest = &rest[digits + name.len()..];
+    }
+    Some(total)
 }
 
 /// The value of a text of an enumeration. Without a text, the first one.
@@ -36,14 +92,19 @@ pub(crate) fn one_of<T: Copy>(
     })
 }
 
-/// Reads a value, and the paths of the fields that its type does not have.
-pub(crate) fn with_unknown_fields<'a, T, D>(document: D) -> (Result<T, D::Error>, Vec<String>)
+/// Reads a value, or tells the path of a field that cannot be read; and the paths of the fields that
+/// its type does not have.
+pub(crate) fn with_unknown_fields<'a, T, D>(
+    document: D,
+) -> (Result<T, Located<D::Error>>, Vec<String>)
 where
     T: Deserialize<'a>,
     D: Deserializer<'a>,
 {
     let mut unknown = Vec::new();
-    let value = serde_ignored::deserialize(document, |path| unknown.push(text(&path)));
+    let mut note = |path: Path<'_>| unknown.push(text(&path));
+    let document = serde_ignored::Deserializer::new(document, &mut note);
+    let value = serde_path_to_error::deserialize(document).map_err(located);
     (value, unknown)
 }
 

@@ -16,6 +16,7 @@ use crate::mesh::v1::{
     BackendPolicy, Balancing, CircuitBreaker, ConnectionLimits, Fault, FieldMatch, HashKey,
     OutlierDetection, RateLimit, RetryBudget, SessionPersistence, Share,
 };
+use crate::route::is_token;
 
 /// The longest duration, in milliseconds: a day.
 pub const MAX_DURATION: u64 = 24 * 60 * 60 * 1000;
@@ -135,8 +136,7 @@ fn check_hash_key(key: &HashKey) -> Result<(), Violation> {
 
 /// The name of a header field or of a cookie: a token of RFC 9110.
 pub(crate) fn check_name(field: &'static str, name: &str) -> Result<(), Violation> {
-    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
-    if (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(is_valid) {
+    if name.len() <= MAX_NAME_BYTES && is_token(name) {
         Ok(())
     } else {
         Err(violation(field, name, "a name of at most 128 characters"))

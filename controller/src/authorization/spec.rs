@@ -11,6 +11,7 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
+use crate::fields::Milliseconds;
 
 /// Who may call pods, or what they may call outside of the cluster. A call that a rule of a DENY
 /// policy matches is denied. Else, where ALLOW policies cover its port, a rule of one of them has to
@@ -213,7 +214,7 @@ pub struct ExternalAuth {
     pub http: Option<HttpAuth>,
     /// The time for the answer, from 1ms to 60s. Default: 1s.
     #[cfg_attr(test, schemars(with = "Option<crd::UpToAMinute>"))]
-    pub timeout: Option<String>,
+    pub timeout: Option<Milliseconds>,
     /// Without an answer, requests are denied (Deny, default) or allowed (Allow).
     #[cfg_attr(test, schemars(extend("enum" = ["Deny", "Allow"])))]
     pub failure_mode: Option<String>,

@@ -168,7 +168,7 @@ where
     D: Deserializer<'a, Error = Error>,
 {
     let (object, mut unknown) = with_unknown_fields::<T, _>(document);
-    let object = object.map_err(Invalid::Parse)?;
+    let object = object.map_err(|(_, error)| Invalid::Parse(error))?;
     unknown.extend(object.unknown_fields(kind));
     // The cluster that an object is from may have a later release, with other fields in the status.
     unknown.retain(|field| {

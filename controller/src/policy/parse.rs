@@ -18,13 +18,13 @@ use serde_json::{Value, json};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
-use crate::fields::{one_of, with_unknown_fields};
+use crate::fields::{Milliseconds, one_of, read_known};
 use crate::index::object::Key;
 use crate::routes::filters::share;
 use crate::routes::matches::MatchSpec;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{
-    Meta, bounded, duration, retry, session_persistence, shortened, timeouts, unsupported, violates,
+    Meta, bounded, refuse, retry, session_persistence, shortened, timeouts, unsupported, violates,
 };
 use crate::routes::spec::{HttpMatch, Retry};
 use crate::routes::{ParentReference, UNSUPPORTED_VALUE};
@@ -35,7 +35,7 @@ pub(super) const MAX_MATCHES: usize = 128;
 const MAX_PATTERNS: usize = 64;
 /// Of the encoded faults or rate limits.
 const MAX_BYTES: usize = 64 * 1024;
-const DEFAULT_WINDOW: &str = "1s";
+const DEFAULT_WINDOW: Milliseconds = Milliseconds(1000);
 
 /// Parses a policy. An error: its targets are unknown, so that it has no status.
 pub fn policy(meta: Meta, spec: &Value) -> Result<Policy, String> {
@@ -101,7 +101,8 @@ fn settings(key: &Key, spec: &Value) -> (Settings, Option<Rejection>) {
     let mut problems = Vec::new();
     for (section, value) in spec.as_object().into_iter().flatten() {
         let only = json!({section: value});
-        if let Err(rejection) = read(section, &only).and_then(|spec| add(&mut settings, spec)) {
+        let section = read_known(&only, "spec").and_then(|spec| add(&mut settings, spec));
+        if let Err(rejection) = section {
             problems.push(rejection.message);
         }
     }
@@ -129,9 +130,9 @@ fn add(settings: &mut Settings, spec: TrafficPolicySpec) -> Result<(), Rejection
     let name = settings.name.clone();
     let backend = proto::BackendPolicy {
         balancing: spec.load_balancing.map(balancing).transpose()?,
-        connections: spec.connections.map(connections).transpose()?,
-        outlier_detection: spec.outlier_detection.map(outlier_detection).transpose()?,
-        circuit_breaker: spec.circuit_breaker.map(circuit_breaker).transpose()?,
+        connections: spec.connections.map(connections),
+        outlier_detection: spec.outlier_detection.map(outlier_detection),
+        circuit_breaker: spec.circuit_breaker.map(circuit_breaker),
         retry_budget: spec
             .retry
             .as_ref()
@@ -178,23 +179,6 @@ fn set<T>(section: &mut Option<T>, new: Option<T>) {
     }
 }
 
-/// Reads a spec with one section.
-fn read(section: &str, spec: &Value) -> Result<TrafficPolicySpec, Rejection> {
-    let (read, unknown) = with_unknown_fields::<TrafficPolicySpec, _>(spec);
-    let message = match (unknown.first(), read) {
-        (None, Ok(read)) => return Ok(read),
-        (Some(field), _) => format!("spec.{field}: unknown field"),
-        (None, Err(error)) => format!("spec.{section}: {error}"),
-    };
-    Err(Rejection::new(UNSUPPORTED_VALUE, shortened(&message)))
-}
-
-/// A duration in milliseconds, if there is one.
-fn milliseconds(field: &str, text: Option<&String>) -> Result<Option<u64>, Rejection> {
-    text.map(|text| duration(&format!("spec.{field}"), text))
-        .transpose()
-}
-
 fn balancing(spec: spec::LoadBalancing) -> Result<proto::Balancing, Rejection> {
     let algorithms = [
         ("PeakEwma", Algorithm::PeakEwma),
@@ -215,7 +199,7 @@ fn balancing(spec: spec::LoadBalancing) -> Result<proto::Balancing, Rejection> {
         algorithm: algorithm.into(),
         hash_key: spec.hash.map(hash_key).transpose()?,
         prefer_zone,
-        slow_start: milliseconds("loadBalancing.slowStart", spec.slow_start.as_ref())?,
+        slow_start: spec.slow_start.map(|time| time.0),
     })
 }
 
@@ -232,40 +216,36 @@ fn hash_key(spec: spec::Hash) -> Result<proto::HashKey, Rejection> {
     Ok(proto::HashKey { kind: Some(kind) })
 }
 
-fn connections(spec: spec::Connections) -> Result<proto::ConnectionLimits, Rejection> {
-    let connect_timeout = spec.connect_timeout.as_ref();
-    Ok(proto::ConnectionLimits {
+fn connections(spec: spec::Connections) -> proto::ConnectionLimits {
+    proto::ConnectionLimits {
         max_connections: spec.max_connections,
         max_http2_connections: spec.max_http2_connections,
         max_requests: spec.max_requests,
         max_waiting: spec.max_waiting,
-        connect_timeout: milliseconds("connections.connectTimeout", connect_timeout)?,
-    })
+        connect_timeout: spec.connect_timeout.map(|time| time.0),
+    }
 }
 
-fn outlier_detection(spec: spec::OutlierDetection) -> Result<proto::OutlierDetection, Rejection> {
-    let time = |name: &str, text: &Option<String>| {
-        milliseconds(&format!("outlierDetection.{name}"), text.as_ref())
-    };
-    Ok(proto::OutlierDetection {
+fn outlier_detection(spec: spec::OutlierDetection) -> proto::OutlierDetection {
+    proto::OutlierDetection {
         consecutive_failures: spec.consecutive_failures,
         failure_percent: spec.failure_percent,
         min_requests: spec.min_requests,
-        interval: time("interval", &spec.interval)?,
+        interval: spec.interval.map(|time| time.0),
         latency_percent: spec.latency_percent,
-        ejection_time: time("ejectionTime", &spec.ejection_time)?,
-        max_ejection_time: time("maxEjectionTime", &spec.max_ejection_time)?,
+        ejection_time: spec.ejection_time.map(|time| time.0),
+        max_ejection_time: spec.max_ejection_time.map(|time| time.0),
         max_ejected_percent: spec.max_ejected_percent,
-    })
+    }
 }
 
-fn circuit_breaker(spec: spec::CircuitBreaker) -> Result<proto::CircuitBreaker, Rejection> {
-    Ok(proto::CircuitBreaker {
+fn circuit_breaker(spec: spec::CircuitBreaker) -> proto::CircuitBreaker {
+    proto::CircuitBreaker {
         failure_percent: spec.failure_percent,
         min_requests: spec.min_requests,
-        interval: milliseconds("circuitBreaker.interval", spec.interval.as_ref())?,
-        open_time: milliseconds("circuitBreaker.openTime", spec.open_time.as_ref())?,
-    })
+        interval: spec.interval.map(|time| time.0),
+        open_time: spec.open_time.map(|time| time.0),
+    }
 }
 
 fn budget(spec: &spec::Budget) -> proto::RetryBudget {
@@ -304,13 +284,12 @@ fn rate_limits(
         }
         let scopes = [("Service", Scope::Service), ("Caller", Scope::Caller)];
         let scope = one_of(&format!("{at}.per"), spec.per.as_deref(), &scopes)?;
-        let window = spec.window.as_deref().unwrap_or(DEFAULT_WINDOW);
         let limit = proto::RateLimit {
             name: format!("{policy}/{}", spec.name),
             matches: total.matches(&spec.matches, &at)?,
             scope: scope.into(),
             requests: spec.requests,
-            window: duration(&format!("{at}.window"), window)?,
+            window: spec.window.unwrap_or(DEFAULT_WINDOW).0,
             burst: spec.burst.unwrap_or_default(),
             ..proto::RateLimit::default()
         };
@@ -334,25 +313,16 @@ fn faults(specs: Vec<spec::Fault>, policy: &str) -> Result<Arc<Faults>, Rejectio
         };
         if let Some(delay) = spec.delay {
             let at = format!("{at}.delay");
-            fault.delay = duration(&format!("{at}.duration"), &delay.duration)?;
+            fault.delay = delay.duration.0;
             if fault.delay == 0 {
-                let expected = "at least 1ms";
-                return Err(unsupported(
-                    &format!("{at}.duration"),
-                    &delay.duration,
-                    expected,
-                ));
+                return refuse(&at, "duration", "0ms", "at least 1ms");
             }
             fault.delayed = Some(share(delay.percent, delay.fraction.as_ref(), &at)?);
         }
         if let Some(abort) = spec.abort {
             let at = format!("{at}.abort");
             if abort.status == 0 {
-                return Err(unsupported(
-                    &format!("{at}.status"),
-                    "0",
-                    "a status from 400 to 599",
-                ));
+                return refuse(&at, "status", 0, "a status from 400 to 599");
             }
             fault.abort_status = abort.status;
             fault.aborted = Some(share(abort.percent, abort.fraction.as_ref(), &at)?);

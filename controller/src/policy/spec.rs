@@ -10,6 +10,7 @@ use serde::Deserialize;
 use super::telemetry::Telemetry;
 #[cfg(test)]
 use super::tests::crd;
+use crate::fields::Milliseconds;
 use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 
 /// The traffic of the requests to Services. A section for a Service replaces that for its
@@ -99,7 +100,7 @@ pub struct LoadBalancing {
     pub zone_preference: Option<String>,
     /// The time in which the share of a new endpoint grows. 0s: none.
     #[cfg_attr(test, schemars(with = "Option<crd::UpToADay>"))]
-    pub slow_start: Option<String>,
+    pub slow_start: Option<Milliseconds>,
 }
 
 /// What a consistent hash is computed from: exactly one of these.
@@ -143,7 +144,7 @@ pub struct Connections {
     pub max_waiting: Option<u32>,
     /// The time to connect, from 1ms to 24h.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub connect_timeout: Option<String>,
+    pub connect_timeout: Option<Milliseconds>,
 }
 
 /// When an endpoint gets no requests for a while, except a probing one then.
@@ -162,7 +163,7 @@ pub struct OutlierDetection {
     pub min_requests: Option<u32>,
     /// The interval, from 1ms to 24h.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub interval: Option<String>,
+    pub interval: Option<Milliseconds>,
     /// The mean latency, in percent of the median of the endpoints: 0 (off, default), or 200 to
     /// 10000.
     #[cfg_attr(test, schemars(range(max = 10_000), extend("x-kubernetes-validations" = [{
@@ -171,10 +172,10 @@ pub struct OutlierDetection {
     pub latency_percent: Option<u32>,
     /// The time of the first ejection. Each further one takes twice as long.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub ejection_time: Option<String>,
+    pub ejection_time: Option<Milliseconds>,
     /// The time of the longest ejection.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub max_ejection_time: Option<String>,
+    pub max_ejection_time: Option<Milliseconds>,
     /// The share of the endpoints that are ejected at most, except for failed connections.
     #[cfg_attr(test, schemars(range(max = 100)))]
     pub max_ejected_percent: Option<u32>,
@@ -194,10 +195,10 @@ pub struct CircuitBreaker {
     pub min_requests: Option<u32>,
     /// The interval, from 1ms to 24h.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub interval: Option<String>,
+    pub interval: Option<Milliseconds>,
     /// The time until one probing request decides, from 1ms to 24h.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub open_time: Option<String>,
+    pub open_time: Option<Milliseconds>,
 }
 
 /// Retries of requests whose route says nothing about them.
@@ -213,7 +214,7 @@ pub struct Retry {
     pub attempts: Option<u32>,
     /// The shortest time between two attempts.
     #[cfg_attr(test, schemars(with = "Option<crd::Duration>"))]
-    pub backoff: Option<String>,
+    pub backoff: Option<Milliseconds>,
     /// The share of retries, which is always limited.
     pub budget: Option<Budget>,
 }
@@ -254,7 +255,7 @@ pub struct RateLimit {
     pub requests: u64,
     /// The window, from 1ms to 24h. Default: 1s.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub window: Option<String>,
+    pub window: Option<Milliseconds>,
     /// Requests at once, for all replicas together. Default: requests.
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
     pub burst: Option<u64>,
@@ -291,7 +292,7 @@ pub struct Fault {
 pub struct Delay {
     /// The duration, from 1ms to 24h.
     #[cfg_attr(test, schemars(with = "crd::Limited"))]
-    pub duration: String,
+    pub duration: Milliseconds,
     /// The share in percent. Excludes fraction.
     #[cfg_attr(test, schemars(range(max = 100)))]
     pub percent: Option<u32>,

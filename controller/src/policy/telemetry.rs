@@ -13,10 +13,10 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::one_of;
+use crate::fields::{Milliseconds, one_of};
 use crate::routes::filters::share;
 use crate::routes::model::Rejection;
-use crate::routes::parse::{duration, unsupported, violates};
+use crate::routes::parse::{unsupported, violates};
 use crate::routes::spec::Fraction;
 
 /// What the proxies of the pods of the Service tell about their traffic.
@@ -55,7 +55,7 @@ pub struct Dump {
     pub caller: Option<String>,
     /// The time that it takes at least.
     #[cfg_attr(test, schemars(with = "Option<crd::Limited>"))]
-    pub slower_than: Option<String>,
+    pub slower_than: Option<Milliseconds>,
 }
 
 /// A line on standard output for each request and each connection that carries no HTTP.
@@ -186,8 +186,6 @@ fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
         let expected = "a namespace, or NAMESPACE/SERVICE-ACCOUNT";
         return Err(unsupported(&at("caller"), &caller, expected));
     }
-    let slower_than = spec.slower_than.as_deref();
-    let slower_than = slower_than.map(|text| duration(&at("slowerThan"), text));
     Ok(proto::DumpSettings {
         mode: mode.into(),
         path: spec.path.unwrap_or_default(),
@@ -195,7 +193,7 @@ fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
         max_status,
         caller_namespace: namespace.to_owned(),
         caller_service_account: account.to_owned(),
-        slower_than: slower_than.transpose()?.unwrap_or_default(),
+        slower_than: spec.slower_than.unwrap_or_default().0,
     })
 }
 

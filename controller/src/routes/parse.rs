@@ -13,7 +13,6 @@ use diy_mesh_proto::mesh::v1::{
 };
 use diy_mesh_proto::policy::{self, Violation};
 use diy_mesh_proto::route::{self, is_hostname, is_token};
-use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 
@@ -25,7 +24,7 @@ use super::spec::{
     self, BackendRef, GrpcMatch, HttpMatch, ObjectRef, RouteSpec, TcpMatch, Timeouts,
 };
 use super::{INCOMPATIBLE_FILTERS, ParentReference, UNSUPPORTED_VALUE};
-use crate::fields::one_of;
+use crate::fields::{Milliseconds, one_of, read};
 use crate::index::object::{Key, Kind};
 
 /// The limits of the objects in Kubernetes, which hold for files too.
@@ -91,9 +90,16 @@ pub(crate) fn shortened(error: &str) -> String {
 
 /// A rejection that names the field, its value and the expected value.
 pub(crate) fn unsupported(field: &str, value: &str, expected: &str) -> Rejection {
+    Rejection::new(
+        UNSUPPORTED_VALUE,
+        format!("{field}: {}", not(value, expected)),
+    )
+}
+
+/// Says that a value is not as expected.
+pub(crate) fn not(value: &str, expected: &str) -> String {
     let shown: String = value.chars().take(MAX_SHOWN_CHARS).collect();
-    let message = format!("{field}: {shown:?} is not {expected}");
-    Rejection::new(UNSUPPORTED_VALUE, message)
+    format!("{shown:?} is not {expected}")
 }
 
 /// Rejects the value of the field `name` in the field `at`.
@@ -259,18 +265,6 @@ fn failing(meta: &Meta, matches: Vec<Arc<Match>>, is_protected: bool) -> ParsedR
         external_auth: is_protected.then(ExternalAuth::default),
         ..ParsedRule::failing(matches, route_name(meta))
     }
-}
-
-/// Reads the fields of a rule in the field `at`.
-fn read<'a, T: Deserialize<'a>>(value: &'a Value, at: &str) -> Result<T, Rejection> {
-    serde_path_to_error::deserialize(value).map_err(|error| {
-        let path = match &*error.path().to_string() {
-            "." => String::new(),
-            path => format!(".{path}"),
-        };
-        let message = format!("{at}{path}: {}", error.inner());
-        Rejection::new(UNSUPPORTED_VALUE, shortened(&message))
-    })
 }
 
 /// The matches of a rule that can be read, and why others cannot. `earlier`: the rules before it,
@@ -482,29 +476,24 @@ pub(super) fn reference(object: ObjectRef, from: &Key, field: String) -> Referen
 
 /// The timeouts of a request and of an attempt, in milliseconds. 0: none.
 pub(crate) fn timeouts(timeouts: &Timeouts, at: &str) -> Result<[Option<u64>; 2], Rejection> {
-    let parse = |name: &str, value: &Option<String>| match value {
-        None => Ok(None),
-        Some(value) => duration(&format!("{at}.timeouts.{name}"), value).map(Some),
-    };
-    let request = parse("request", &timeouts.request)?;
-    let backend_request = parse("backendRequest", &timeouts.backend_request)?;
-    if request > Some(0) && backend_request > request {
-        let value = timeouts.backend_request.as_deref().unwrap_or_default();
+    let Timeouts {
+        request,
+        backend_request,
+    } = *timeouts;
+    if request > Some(Milliseconds(0)) && backend_request > request {
+        let value = format!("{}ms", backend_request.unwrap_or_default().0);
         let expected = "at most the request timeout";
         return refuse(at, "timeouts.backendRequest", value, expected);
     }
-    Ok([request, backend_request])
+    Ok([request, backend_request].map(|timeout| Some(timeout?.0)))
 }
 
 pub(crate) fn retry(retry: spec::Retry, at: &str) -> Result<RouteRetry, Rejection> {
     bounded(&format!("{at}.retry.codes"), &retry.codes, MAX_MATCHES)?;
-    let backoff = retry.backoff.as_deref();
     let retry = RouteRetry {
         statuses: retry.codes,
         attempts: retry.attempts.unwrap_or(DEFAULT_RETRY_ATTEMPTS),
-        backoff: backoff.map_or(Ok(0), |value| {
-            duration(&format!("{at}.retry.backoff"), value)
-        })?,
+        backoff: retry.backoff.unwrap_or_default().0,
     };
     route::check_retry(&retry).map_err(|violation| violates(at, &violation))?;
     Ok(retry)
@@ -516,10 +505,6 @@ pub(crate) fn session_persistence(
     at: &str,
 ) -> Result<SessionPersistence, Rejection> {
     let at = format!("{at}.sessionPersistence");
-    let timeout = |name: &str, value: &Option<String>| match value {
-        None => Ok(0),
-        Some(value) => duration(&format!("{at}.{name}"), value),
-    };
     let lifetime = spec.cookie_config.and_then(|config| config.lifetime_type);
     let field = format!("{at}.cookieConfig.lifetimeType");
     let lifetimes = [("Session", false), ("Permanent", true)];
@@ -533,8 +518,8 @@ pub(crate) fn session_persistence(
         (name(DEFAULT_SESSION_COOKIE), String::new())
     };
     let session = SessionPersistence {
-        absolute_timeout: timeout("absoluteTimeout", &spec.absolute_timeout)?,
-        idle_timeout: timeout("idleTimeout", &spec.idle_timeout)?,
+        absolute_timeout: spec.absolute_timeout.unwrap_or_default().0,
+        idle_timeout: spec.idle_timeout.unwrap_or_default().0,
         cookie,
         header,
         permanent,
@@ -550,27 +535,6 @@ pub(crate) fn violates(at: &str, violation: &Violation) -> Rejection {
     let dot = if violation.field.is_empty() { "" } else { "." };
     let field = format!("{at}{dot}{}", violation.field);
     unsupported(&field, &violation.value, &violation.expected)
-}
-
-/// A duration in milliseconds, as GEP-2257 defines its text.
-pub(crate) fn duration(field: &str, text: &str) -> Result<u64, Rejection> {
-    let expected = "a duration, for example \"1m30s\" or \"500ms\"";
-    let invalid = || unsupported(field, text, expected);
-    let (mut rest, mut total, mut components) = (text, 0, 0);
-    while !rest.is_empty() || components == 0 {
-        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
-        let (number, unit) = rest.split_at(digits);
-        let units = [("ms", 1), ("s", 1000), ("m", 60_000), ("h", 3_600_000)];
-        let unit = units.iter().find(|(name, _)| unit.starts_with(name));
-        let (name, factor) = unit.ok_or_else(invalid)?;
-        components += 1;
-        if !(1..=5).contains(&digits) || components > 4 {
-            return Err(invalid());
-        }
-        total += number.parse::<u64>().map_err(|_| invalid())? * factor;
-        rest = &rest[digits + name.len()..];
-    }
-    Ok(total)
 }
 
 /// The name of a header, in lower case.

@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use super::ParentReference;
 use crate::authorization::spec::{GrpcAuth, HttpAuth};
+use crate::fields::Milliseconds;
 
 /// The parents and the rules of a route. Without `R`, each rule is parsed on its own, for the
 /// position in errors.
@@ -86,8 +87,8 @@ pub struct GrpcMethodMatch {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Timeouts {
-    pub request: Option<String>,
-    pub backend_request: Option<String>,
+    pub request: Option<Milliseconds>,
+    pub backend_request: Option<Milliseconds>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -95,7 +96,7 @@ pub struct Timeouts {
 pub struct Retry {
     pub codes: Vec<u32>,
     pub attempts: Option<u32>,
-    pub backoff: Option<String>,
+    pub backoff: Option<Milliseconds>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -104,8 +105,8 @@ pub struct SessionPersistence {
     #[serde(rename = "type")]
     pub kind: Option<String>,
     pub session_name: Option<String>,
-    pub absolute_timeout: Option<String>,
-    pub idle_timeout: Option<String>,
+    pub absolute_timeout: Option<Milliseconds>,
+    pub idle_timeout: Option<Milliseconds>,
     pub cookie_config: Option<CookieConfig>,
 }
 

@@ -760,7 +760,7 @@ fn invalid_objects_have_a_condition_that_names_the_field_and_disturb_no_others()
         (
             http,
             json!([{"timeouts": {"request": "1s", "backendRequest": "2s"}}]),
-            "timeouts.backendRequest: \"2s\"",
+            "timeouts.backendRequest: \"2000ms\"",
         ),
         (
             http,

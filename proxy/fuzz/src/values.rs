@@ -1,12 +1,12 @@
 //! Values of single fields from untrusted peers: deadlines, session tokens and origins.
 
-use diy_mesh_proto::mesh::v1::Cors;
+use diy_mesh_proto::mesh::v1::{Cors, SessionPersistence};
 use diy_mesh_proxy::error::Limit;
 use diy_mesh_proxy::http::fields::FieldEdit;
 use diy_mesh_proxy::http::view::RequestView;
 use diy_mesh_proxy::limits::deadline::{Deadline, parse_grpc_timeout};
 use diy_mesh_proxy::route::cors;
-use diy_mesh_proxy::route::session::{Carrier, Session, SessionPersistence, is_token, tag};
+use diy_mesh_proxy::route::session::{Session, is_token, tag};
 use http::request::Parts;
 use http::{HeaderValue, Request, Version};
 
@@ -51,10 +51,10 @@ fn view(head: &Parts) -> RequestView<'_> {
 /// A token names what the proxy has written into it, and dumps recognize it.
 fn session(value: &HeaderValue) {
     let persistence = SessionPersistence {
-        carrier: Carrier::Header("x-session".to_owned()),
-        absolute_timeout: Some(3600),
-        idle_timeout: Some(60),
-        permanent: false,
+        header: "x-session".to_owned(),
+        absolute_timeout: 3_600_000,
+        idle_timeout: 60_000,
+        ..SessionPersistence::default()
     };
     let session = |value| Session::new(&persistence, &view(&head("x-session", value)), None, NOW);
     let first = session(value);

@@ -18,7 +18,6 @@ use crate::endpoint::{ExternalHost, ServerTls};
 use crate::http::fields::FieldEdit;
 use crate::route::fault::{Fault, Share};
 use crate::route::matching::{Match, Matches};
-use crate::route::session::{Carrier, SessionPersistence};
 use crate::route::{BackendRef, Changes, RetryPolicy, RouteBackend, Routes, Rule};
 use crate::secure::tls::parse_roots;
 
@@ -166,27 +165,15 @@ pub(super) fn compile_matches(
     matches.iter().enumerate().map(at).collect()
 }
 
-fn parse_session(session: proto::SessionPersistence) -> Result<SessionPersistence, String> {
-    check_session(&session).map_err(|error| format!("sessionPersistence: {error}"))?;
-    let seconds = |milliseconds: u64| (milliseconds > 0).then(|| milliseconds.div_ceil(1000));
-    Ok(SessionPersistence {
-        carrier: if session.header.is_empty() {
-            Carrier::Cookie(session.cookie)
-        } else {
-            Carrier::Header(session.header)
-        },
-        absolute_timeout: seconds(session.absolute_timeout),
-        idle_timeout: seconds(session.idle_timeout),
-        permanent: session.permanent,
-    })
-}
-
 /// `selects_by_prefix`: all matches of the rule have one that can be replaced.
 fn parse_rule(
     rule: proto::RouteRule,
     selects_by_prefix: bool,
     externals: &mut Externals,
 ) -> Result<Rule, String> {
+    if let Some(session) = &rule.session_persistence {
+        check_session(session).map_err(|error| format!("sessionPersistence: {error}"))?;
+    }
     let mut parsed = Rule {
         name: rule.name.into(),
         request_timeout: timeout(rule.request_timeout),
@@ -194,7 +181,7 @@ fn parse_rule(
         retry: rule.retry.map(parse_retry).transpose()?,
         to_destination: rule.to_destination,
         is_invalid: rule.invalid,
-        session: rule.session_persistence.map(parse_session).transpose()?,
+        session: rule.session_persistence,
         ..Rule::default()
     };
     let mut changes = Changes::default();

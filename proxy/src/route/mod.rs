@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use diy_mesh_proto::mesh::v1::{Cors, Mirror, Redirect, UrlRewrite};
+use diy_mesh_proto::mesh::v1::{Cors, Mirror, Redirect, SessionPersistence, UrlRewrite};
 use get_size2::{GetSize, StandardTracker};
 
 use crate::endpoint::ExternalHost;
@@ -28,7 +28,7 @@ use crate::http::reply::LocalReply;
 use fault::Fault;
 use matching::{Match, MatchInput, Matches};
 pub use plan::{AttemptSettings, Plan, Preference};
-use session::{Session, SessionPersistence};
+use session::Session;
 
 /// The routes of a destination.
 #[derive(Debug, Default)]

@@ -11,6 +11,7 @@ use std::num::NonZeroU64;
 use aws_lc_rs::digest::{SHA256, digest};
 use base64::Engine;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
+use diy_mesh_proto::mesh::v1::SessionPersistence;
 
 use super::matching::PathMatch;
 use crate::http::fields::FieldEdit;
@@ -18,28 +19,6 @@ use crate::http::view::RequestView;
 
 /// The hash of an endpoint, or of a backend.
 pub type Tag = NonZeroU64;
-
-/// The session persistence of a rule.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SessionPersistence {
-    /// Where the token is.
-    pub carrier: Carrier,
-    /// The duration of a session in seconds.
-    pub absolute_timeout: Option<u64>,
-    /// The time between two requests of a session in seconds.
-    pub idle_timeout: Option<u64>,
-    /// The cookie has a lifetime.
-    pub permanent: bool,
-}
-
-/// Where the token of a session is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Carrier {
-    /// In the cookie with this name.
-    Cookie(String),
-    /// In the header field with this name.
-    Header(String),
-}
 
 /// The session of one request.
 #[derive(Debug)]
@@ -80,9 +59,9 @@ impl Session {
         path: Option<&PathMatch>,
         now: u64,
     ) -> Self {
-        let value = match &persistence.carrier {
-            Carrier::Cookie(name) => request.cookie(name),
-            Carrier::Header(name) => request.header(name),
+        let value = match (&*persistence.cookie, &*persistence.header) {
+            ("", header) => request.header(header),
+            (cookie, _) => request.cookie(cookie),
         };
         let token = value.and_then(Token::parse);
         let path = match path {
@@ -93,7 +72,7 @@ impl Session {
         Self {
             persistence: persistence.clone(),
             path: if is_valid { path } else { "/" }.to_owned(),
-            token: token.filter(|token| !persistence.is_over(token, now)),
+            token: token.filter(|token| !token.is_over(persistence, now)),
         }
     }
 
@@ -111,7 +90,7 @@ impl Session {
     pub fn edit(&self, backend: Tag, endpoint: Tag, now: u64) -> Option<FieldEdit> {
         let is_same = |token: &Token| (token.backend, token.endpoint) == (backend, endpoint);
         let known = self.token.filter(is_same);
-        if known.is_some() && self.persistence.idle_timeout.is_none() {
+        if known.is_some() && self.persistence.idle_timeout == 0 {
             return None;
         }
         let token = Token {
@@ -121,34 +100,34 @@ impl Session {
             seen: now,
         };
         let text = token.text();
-        match &self.persistence.carrier {
-            Carrier::Header(name) => Some(FieldEdit::Set(name.clone(), text)),
-            Carrier::Cookie(name) => {
-                let mut cookie = format!(
-                    "{name}={text}; Path={}; HttpOnly; SameSite=Strict",
-                    self.path
-                );
-                let lifetime = self.persistence.absolute_timeout;
-                if let Some(lifetime) = lifetime.filter(|_| self.persistence.permanent) {
-                    let left = lifetime.saturating_sub(now.saturating_sub(token.created));
-                    cookie.push_str(&format!("; Max-Age={left}"));
-                }
-                Some(FieldEdit::Add("set-cookie".to_owned(), cookie))
-            }
+        let SessionPersistence { cookie, header, .. } = &self.persistence;
+        if cookie.is_empty() {
+            return Some(FieldEdit::Set(header.clone(), text));
         }
+        let path = &self.path;
+        let mut value = format!("{cookie}={text}; Path={path}; HttpOnly; SameSite=Strict");
+        if self.persistence.permanent {
+            let lifetime = seconds(self.persistence.absolute_timeout);
+            let left = lifetime.saturating_sub(now.saturating_sub(token.created));
+            value.push_str(&format!("; Max-Age={left}"));
+        }
+        Some(FieldEdit::Add("set-cookie".to_owned(), value))
     }
 }
 
-impl SessionPersistence {
-    fn is_over(&self, token: &Token, now: u64) -> bool {
-        let after = |timeout: Option<u64>, since| {
-            timeout.is_some_and(|timeout| now.saturating_sub(since) >= timeout)
-        };
-        after(self.absolute_timeout, token.created) || after(self.idle_timeout, token.seen)
-    }
+/// The seconds of a timeout in milliseconds.
+fn seconds(milliseconds: u64) -> u64 {
+    milliseconds.div_ceil(1000)
 }
 
 impl Token {
+    fn is_over(&self, persistence: &SessionPersistence, now: u64) -> bool {
+        let after =
+            |timeout: u64, since| timeout > 0 && now.saturating_sub(since) >= seconds(timeout);
+        after(persistence.absolute_timeout, self.created)
+            || after(persistence.idle_timeout, self.seen)
+    }
+
     fn parse(text: &[u8]) -> Option<Self> {
         let mut parts = std::str::from_utf8(text).ok()?.split('.');
         let tags = BASE64_URL_SAFE_NO_PAD.decode(parts.next()?).ok()?;
@@ -177,10 +156,10 @@ mod tests {
 
     fn cookie(permanent: bool) -> SessionPersistence {
         SessionPersistence {
-            carrier: Carrier::Cookie("sid".to_owned()),
-            absolute_timeout: Some(3600),
-            idle_timeout: None,
+            cookie: "sid".to_owned(),
+            absolute_timeout: 3_600_000,
             permanent,
+            ..SessionPersistence::default()
         }
     }
 
@@ -231,7 +210,7 @@ mod tests {
         );
 
         let idle = SessionPersistence {
-            idle_timeout: Some(60),
+            idle_timeout: 60_000,
             ..cookie(false)
         };
         let (renewed, attributes) = token(session(&idle, &text, 159).edit(backend, endpoint, 159));

@@ -6,7 +6,6 @@ use prost::Message;
 
 use super::fault::Fault;
 use super::matching::{FieldMatch, Index, Match, Matches, PathMatch, Positions, ValueMatch};
-use super::session::{Carrier, SessionPersistence};
 use super::{BackendRef, Changes, RetryPolicy, RouteBackend, Routes, Rule};
 use crate::endpoint::{ExternalHost, ServerTls};
 use crate::http::fields::FieldEdit;
@@ -40,13 +39,12 @@ sum_of_fields! {
     Routes { matches, rules, tcp, faults, rejection }
     Index { exact, prefixes, lengths, others }
     Positions { by_header, others }
-    Rule { name, backends, changes, retry, session; redirect, cors }
+    Rule { name, backends, changes, retry; redirect, cors, session }
     RouteBackend { to, changes }
     ExternalHost { name, host, tls }
     Changes { request, response; rewrite, mirrors }
     RetryPolicy { statuses }
     Fault { name, matches }
-    SessionPersistence { carrier }
 }
 
 /// Sums what each variant has.
@@ -111,7 +109,6 @@ size_of_variants! {
         Self::Set(name, value) | Self::Add(name, value) => name.capacity() + value.capacity(),
         Self::Remove(name) => name.capacity(),
     }
-    Carrier { Self::Cookie(name) | Self::Header(name) => name.capacity() }
 }
 
 #[cfg(test)]

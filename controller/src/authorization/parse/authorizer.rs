@@ -11,7 +11,7 @@ use crate::authorization::spec::{BackendRef, ExternalAuth, GrpcAuth, HttpAuth};
 use crate::fields::one_of;
 use crate::index::object::Key;
 use crate::routes::model::Rejection;
-use crate::routes::parse::{duration, header_name, refuse, unsupported};
+use crate::routes::parse::{header_name, refuse, unsupported};
 
 const FIELD: &str = "spec.externalAuth";
 /// In milliseconds.
@@ -25,16 +25,12 @@ pub(super) fn authorizer(
     namespace: &str,
 ) -> Result<(proto::Authorizer, Server), Rejection> {
     let server = server(spec.backend_ref, namespace)?;
-    let timeout = match spec.timeout {
-        None => DEFAULT_TIMEOUT,
-        Some(text) => duration(&format!("{FIELD}.timeout"), &text)?,
-    };
     let field = format!("{FIELD}.failureMode");
     let modes = [("Deny", false), ("Allow", true)];
     let fail_open = one_of(&field, spec.failure_mode.as_deref(), &modes)?;
     let authorizer = proto::Authorizer {
         backend: server.to_string(),
-        timeout,
+        timeout: spec.timeout.map_or(DEFAULT_TIMEOUT, |timeout| timeout.0),
         fail_open,
         ..protocol(FIELD, &spec.protocol, spec.grpc, spec.http)?
     };

@@ -104,11 +104,11 @@ fn refused() -> Vec<(Value, &'static str)> {
         ),
         (
             json!({"connections": {"maxRequests": "1"}}),
-            "spec.connections: invalid type",
+            "spec.connections.maxRequests: invalid type",
         ),
         (
             json!({"connections": {"maxRequests": -1}}),
-            "spec.connections: invalid value",
+            "spec.connections.maxRequests: invalid value",
         ),
         // Load balancing.
         (
@@ -246,7 +246,7 @@ fn refused() -> Vec<(Value, &'static str)> {
         ),
         (
             json!({"timeouts": {"request": "1s", "backendRequest": "2s"}}),
-            "spec.timeouts.backendRequest: \"2s\" is not at most the request timeout",
+            "spec.timeouts.backendRequest: \"2000ms\" is not at most the request timeout",
         ),
         // Sessions.
         (
@@ -350,7 +350,7 @@ fn refused() -> Vec<(Value, &'static str)> {
         ),
         (
             delay(json!({"duration": "0s", "percent": 1})),
-            "spec.faults[0].delay.duration: \"0s\" is not at least 1ms",
+            "spec.faults[0].delay.duration: \"0ms\" is not at least 1ms",
         ),
         (
             delay(json!({"duration": "25h", "percent": 1})),

@@ -71,7 +71,7 @@ fn backends_that_cannot_be_used_as_they_say_are_not_accepted() {
     let cases = [
         (json!({"type": "EndpointSelector"}), "spec.type"),
         (json!({"port": {}}), "spec.port.port"),
-        (json!({"port": {"port": 65536}}), "spec: "),
+        (json!({"port": {"port": 65536}}), "spec.port.port: "),
         (json!({"retry": {}}), "spec.retry"),
         (json!({"protocol": "MCP"}), "spec.protocol"),
         (
