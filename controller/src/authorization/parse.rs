@@ -194,12 +194,12 @@ impl Reader<'_> {
             let field = format!("spec.rules[{at}]");
             let has_issuers = !policy.issuers.is_empty();
             policy.rules = vec![self.rule(rule, action, has_issuers, &field)?];
-            check(&policy).map_err(|violation| match (direction, &*violation.field) {
-                (Direction::Outbound, "rules.sources.ipBlock" | "rules.hosts") => {
-                    let field = format!("{field}.destinations");
-                    unsupported(&field, &violation.value, &violation.expected)
+            check(&policy).map_err(|mut violation| {
+                if direction == Direction::Outbound {
+                    let named = violation.field.replacen("sources", "destinations", 1);
+                    violation.field = named.into();
                 }
-                _ => rejected(&field, "rules.", &violation),
+                rejected(&field, "rules.", &violation)
             })?;
             Ok(policy.rules.swap_remove(0))
         });

@@ -278,21 +278,27 @@ fn invalid_field_is_named_and_makes_the_policy_deny() {
         (request(json!({"methods": []})), "requests[0].methods"),
         (
             request(json!({"methods": ["GET POST"]})),
-            "rules[0].methods",
+            "rules[0].requests[0].methods[0]",
         ),
-        (request(json!({"hosts": ["a.*"]})), "rules[0].hosts"),
-        (request(json!({"hosts": ["a:80"]})), "rules[0].hosts"),
+        (
+            request(json!({"hosts": ["a.*"]})),
+            "rules[0].requests[0].hosts[0]",
+        ),
+        (
+            request(json!({"hosts": ["a:80"]})),
+            "rules[0].requests[0].hosts[0]",
+        ),
         (
             request(json!({"query": "a"})),
             "requests[0].query: unknown field",
         ),
         (path("Regex", "/a"), "paths[0].type"),
-        (path("Exact", "a"), "rules[0].paths"),
-        (path("Exact", "/a?b"), "rules[0].paths"),
-        (path("Suffix", ""), "rules[0].paths"),
+        (path("Exact", "a"), "rules[0].requests[0].paths[0].value"),
+        (path("Exact", "/a?b"), "rules[0].requests[0].paths[0].value"),
+        (path("Suffix", ""), "rules[0].requests[0].paths[0].value"),
         (
             request(json!({"headers": [{"name": "a b", "type": "Present"}]})),
-            "headers.name",
+            "headers[0].name",
         ),
         (
             request(json!({"headers": [{"name": "a", "type": "Exact"}]})),

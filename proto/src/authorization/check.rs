@@ -216,22 +216,17 @@ fn check_rule(rule: &proto::AuthorizationRule, has_issuers: bool) -> Result<(), 
     each("rules.notSources", &rule.not_sources, Source::parse)?;
     check_count("rules.ports", &rule.ports, MAX_ITEMS)?;
     check_ports("rules.ports", &rule.ports)?;
-    check_count("rules.requests", &rule.requests, MAX_ITEMS)?;
-    for request in &rule.requests {
-        each("rules.methods", &request.methods, |method| {
-            check_method(method)
-        })?;
-        each("rules.paths", &request.paths, PathPattern::parse)?;
-        each("rules.hosts", &request.hosts, |host| {
-            HostPattern::parse(host)
-        })?;
-        each("rules.headers", &request.headers, FieldCondition::parse)?;
-        each("rules.claims", &request.claims, ClaimCondition::parse)?;
+    each("rules.requests", &rule.requests, |request| {
+        each("methods", &request.methods, |method| check_method(method))?;
+        each("paths", &request.paths, PathPattern::parse)?;
+        each("hosts", &request.hosts, |host| HostPattern::parse(host))?;
+        each("headers", &request.headers, FieldCondition::parse)?;
+        each("claims", &request.claims, ClaimCondition::parse)?;
         if !request.claims.is_empty() && !has_issuers {
-            return Err(violation("rules.claims", "", "issuers in the policy"));
+            return Err(violation("claims", "", "issuers in the policy"));
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 fn check_ports(field: &'static str, ports: &[u32]) -> Result<(), Violation> {
@@ -245,10 +240,9 @@ fn check_ports(field: &'static str, ports: &[u32]) -> Result<(), Violation> {
 
 /// A method is in upper case: servers that ignore case read others so.
 fn check_method(method: &str) -> Result<(), Violation> {
-    let field = "rules.methods";
-    check_name(field, method)?;
+    check_name("", method)?;
     if method.bytes().any(|byte| byte.is_ascii_lowercase()) {
-        return Err(violation(field, method, "in upper case"));
+        return Err(violation("", method, "in upper case"));
     }
     Ok(())
 }
@@ -268,5 +262,7 @@ fn each<M, T>(
     check: impl Fn(&M) -> Result<T, Violation>,
 ) -> Result<(), Violation> {
     check_count(field, items, MAX_ITEMS)?;
-    items.iter().try_for_each(|item| check(item).map(|_| ()))
+    let at = |position: usize| move |one: Violation| one.within(&format!("{field}[{position}]"));
+    let mut items = items.iter().enumerate();
+    items.try_for_each(|(position, item)| check(item).map(drop).map_err(at(position)))
 }

@@ -57,10 +57,10 @@ pub(super) fn check_claim(field: &'static str, name: &str) -> Result<(), Violati
 
 impl ClaimCondition {
     pub(super) fn parse(message: &proto::AuthorizedField) -> Result<ClaimCondition, Violation> {
-        check_claim("rules.claims.name", &message.name)?;
+        check_claim("name", &message.name)?;
         Ok(ClaimCondition {
             name: message.name.as_str().into(),
-            value: Text::parse("rules.claims.value", message)?,
+            value: Text::parse("value", message)?,
         })
     }
 

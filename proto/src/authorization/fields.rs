@@ -114,14 +114,13 @@ pub(super) fn is_name(name: &[u8]) -> bool {
 
 impl HostPattern {
     pub(super) fn parse(text: &str) -> Result<HostPattern, Violation> {
-        let field = "rules.hosts";
         let rest = text.strip_prefix("*.");
         let name = rest.unwrap_or(text);
         if !is_name(name.as_bytes()) {
             let expected = "a name such as api.example.com or *.example.com, without port";
-            return Err(violation(field, text, expected));
+            return Err(violation("", text, expected));
         }
-        check_length(field, text)?;
+        check_length("", text)?;
         Ok(HostPattern {
             name: name.as_bytes().into(),
             is_wildcard: rest.is_some(),
@@ -147,13 +146,13 @@ impl FieldCondition {
         let name = &*message.name;
         if field::is_reserved(name) {
             let expected = "a header that clients set";
-            return Err(violation("rules.headers.name", name, expected));
+            return Err(violation("name", name, expected));
         }
-        check_name("rules.headers.name", name)?;
+        check_name("name", name)?;
         Ok(FieldCondition {
             name: name.into(),
             is_list: LISTS.split(' ').any(|list| list.eq_ignore_ascii_case(name)),
-            value: Text::parse("rules.headers.value", message)?,
+            value: Text::parse("value", message)?,
         })
     }
 

@@ -103,21 +103,21 @@ impl PathPattern {
         let bytes = |text: &str| text.as_bytes().into();
         match &message.kind {
             Some(Kind::Exact(text)) => {
-                check_path("rules.paths.exact", text)?;
+                check_path("value", text)?;
                 Ok(PathPattern::Exact(bytes(text)))
             }
             Some(Kind::Prefix(text)) => {
-                check_path("rules.paths.prefix", text)?;
+                check_path("value", text)?;
                 Ok(PathPattern::Prefix(bytes(text.trim_end_matches('/'))))
             }
             Some(Kind::Suffix(text)) => {
-                check_characters("rules.paths.suffix", text)?;
+                check_characters("value", text)?;
                 Ok(PathPattern::Suffix(bytes(text)))
             }
             Some(Kind::Template(text)) => parse_template(text),
             None => {
                 let expected = "one of exact, prefix, suffix and template";
-                Err(violation("rules.paths", "", expected))
+                Err(violation("type", "", expected))
             }
         }
     }
@@ -216,7 +216,7 @@ fn trimmed(path: &[u8]) -> &[u8] {
 }
 
 fn parse_template(text: &str) -> Result<PathPattern, Violation> {
-    let field = "rules.paths.template";
+    let field = "value";
     check_length(field, text)?;
     let path = text.strip_suffix("/{**}");
     let mut elements = vec![];
@@ -265,7 +265,6 @@ pub(super) fn check_length(field: &'static str, value: &str) -> Result<(), Viola
     if (1..=MAX_VALUE_BYTES).contains(&value.len()) {
         Ok(())
     } else {
-        let value: String = value.chars().take(64).collect();
         Err(violation(field, value, "of 1 to 1024 bytes"))
     }
 }

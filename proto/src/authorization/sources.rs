@@ -37,13 +37,15 @@ impl Source {
             }
             Some(Kind::IpBlock(text)) => Block::parse(text).map(Source::Block).ok_or_else(|| {
                 let expected = "a block of addresses, such as 10.0.0.0/8";
-                violation("rules.sources.ipBlock", text, expected)
+                violation("ipBlock", text, expected)
             }),
             Some(Kind::Unauthenticated(_)) => Ok(Source::Unauthenticated),
-            Some(Kind::Host(text)) => HostPattern::parse(text).map(Source::Host),
+            Some(Kind::Host(text)) => HostPattern::parse(text)
+                .map(Source::Host)
+                .map_err(|violation| violation.within("host")),
             None => {
                 let expected = "one of identity, ipBlock, unauthenticated and host";
-                Err(violation("rules.sources", "", expected))
+                Err(violation("type", "", expected))
             }
         }
     }
@@ -84,7 +86,7 @@ fn check_identity(message: &proto::IdentityMatch) -> Result<(), Violation> {
     identity.map(|_| ()).map_err(|_| {
         let value = format!("{domain}/{namespace}/{account}");
         let expected = "a trust domain, a namespace and a service account";
-        violation("rules.sources.identity", value, expected)
+        violation("identity", value, expected)
     })
 }
 

@@ -64,7 +64,7 @@ fn invalid_issuer_is_named_and_makes_the_policy_deny() {
     let mut without_rules = issuing(&json!({}), &json!({}));
     without_rules["rules"] = json!([]);
     for (spec, expected) in [
-        (with_rule("ALLOW", claims), "rules[0].claims"),
+        (with_rule("ALLOW", claims), "rules[0].requests[0].claims"),
         (without_rules, "spec.issuers: requires rules"),
         (
             all_pods(json!({"action": "ALLOW", "issuers": [], "rules": [{}]})),

@@ -197,7 +197,7 @@ fn policies_with_issuers_are_checked() {
     let changes: [(&str, Change); 15] = [
         ("issuers", |policy| policy.rules.clear()),
         ("issuers", |policy| policy.issuers = vec![issuer(); 9]),
-        ("rules.claims", |policy| {
+        ("rules.requests[0].claims", |policy| {
             policy.issuers.clear();
             policy.rules[0].revision = REVISION;
         }),
@@ -227,10 +227,10 @@ fn policies_with_issuers_are_checked() {
         ("issuers.headers.claim", |policy| {
             set_field(policy, "", "x-user")
         }),
-        ("rules.claims.name", |policy| {
+        ("rules.requests[0].claims[0].name", |policy| {
             policy.rules[0].requests[0].claims[0].name = "/".into();
         }),
-        ("rules.claims.value", |policy| {
+        ("rules.requests[0].claims[0].value", |policy| {
             policy.rules[0].requests[0].claims[0].kind = None;
         }),
     ];

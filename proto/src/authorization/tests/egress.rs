@@ -113,7 +113,7 @@ fn what_is_no_condition_on_a_destination_is_refused() {
         (of(Action::ExternalAuth, vec![]), "action"),
         (
             of(Action::Allow, vec![rule(vec![host("a_b:80")], &[])]),
-            "rules.hosts",
+            "rules.sources[0].host",
         ),
     ] {
         let refused = check_egress(&policy).map_err(|violation| violation.field);
