@@ -12,6 +12,9 @@ pub struct State {
     pub pod: String,
     /// None: the proxy has no certificate.
     pub certificate: Option<Certificate>,
+    /// Why the latest attempt to get one failed, if it did.
+    #[serde(default)]
+    pub certificate_failure: Option<String>,
     /// None: it has not responded in time.
     pub discovery: Option<Discovery>,
     /// None: discovery has not responded in time.

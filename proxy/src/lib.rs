@@ -112,6 +112,7 @@ async fn run_main(config: Arc<Config>) -> anyhow::Result<()> {
     let states = Arc::new(States {
         pod: config.pod(),
         credentials: credentials.clone(),
+        identity: metrics.identity.clone(),
         discovery: discovery.clone(),
         workers: asked,
         exceptions: metrics.exceptions.clone(),

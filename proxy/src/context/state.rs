@@ -13,6 +13,7 @@ use crate::context::worker::Worker;
 use crate::discovery::{Discovery, Known};
 use crate::observe::dump::rfc3339;
 use crate::observe::exceptions::{Exception, Exceptions, Kind};
+use crate::observe::metrics::IdentityMetrics;
 use crate::secure::identity::{Credentials, CurrentCredentials};
 use crate::upstream::balance::Backend;
 
@@ -27,6 +28,8 @@ pub struct States {
     pub pod: String,
     /// The certificate.
     pub credentials: CurrentCredentials,
+    /// Its renewal.
+    pub identity: IdentityMetrics,
     /// The stream.
     pub discovery: Discovery,
     /// The questions of each worker.
@@ -70,6 +73,7 @@ impl States {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pod: self.pod.clone(),
             certificate: credentials.as_deref().map(certificate),
+            certificate_failure: self.identity.failure(),
             discovery: known.as_ref().map(|known| known.stream.clone()),
             inbound: known.as_ref().map(|known| known.inbound.clone()),
             failed_probes: failed_probes(&self.exceptions, Instant::now()),

@@ -304,9 +304,14 @@ impl Control {
                     .await
             }
         };
-        connected.map_err(|error| ControlError::Connect {
-            address: self.address.to_string(),
-            reason: error_chain(&error),
+        connected.map_err(|error| {
+            let (address, mut reason) = (self.address.to_string(), error_chain(&error));
+            // The texts of rustls.
+            let mut of_clocks = ["certificate expired", "certificate not valid yet"].iter();
+            if of_clocks.any(|cause| reason.contains(cause)) {
+                reason.push_str("; check the clocks of this node and of the controller's");
+            }
+            ControlError::Connect { address, reason }
         })
     }
 

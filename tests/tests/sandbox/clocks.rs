@@ -13,6 +13,8 @@ use diy_mesh_tests::sandbox::{
     single_pod, under_load,
 };
 
+use crate::demo_socket::Session;
+use crate::drill::SKEWED;
 use crate::faults::assert_all_serve;
 use crate::wrapped::wrapped;
 
@@ -74,23 +76,23 @@ fn set_clocks(sandbox: &Sandbox, pods: &[PodView], seconds: i64) {
     }
 }
 
-/// The number of certificates that a proxy has received.
-fn certificates(view: &View, pod: &PodView) -> usize {
+/// The number of lines of a proxy's log with this text.
+fn count(view: &View, pod: &PodView, text: &str) -> usize {
     let lines = view.lines(pod, "proxy").iter();
-    lines
-        .filter(|line| line.contains("certificate issued"))
-        .count()
+    lines.filter(|line| line.contains(text)).count()
 }
 
-/// Waits until each of these pods has received another certificate.
-fn wait_for_certificates(sandbox: &Sandbox, pods: &[PodView], before: &[usize]) {
-    let renewed = |view: &View| {
-        let mut pods = pods.iter().zip(before);
-        pods.all(|(pod, before)| certificates(view, pod) > *before)
-            .then_some(())
+/// Sets the clocks of these pods, and waits until each of the proxies has logged another such line.
+fn jump(sandbox: &Sandbox, pods: &[PodView], proxies: &[PodView], seconds: i64, text: &str) {
+    let counts = |view: &View| Vec::from_iter(proxies.iter().map(|pod| count(view, pod, text)));
+    let before = counts(&sandbox.view());
+    set_clocks(sandbox, pods, seconds);
+    let is_logged = |view: &View| {
+        let counts = counts(view);
+        let mut counts = counts.iter().zip(&before);
+        counts.all(|(count, before)| count > before).then_some(())
     };
-    let renewed = sandbox.wait("new certificates", RENEWAL_TIMEOUT, renewed);
-    renewed.unwrap();
+    sandbox.wait(text, RENEWAL_TIMEOUT, is_logged).unwrap();
 }
 
 #[test]
@@ -123,17 +125,20 @@ fn jumps_of_clocks_fail_no_request_or_until_certificates_are_renewed() {
         }
     });
 
+    let session = Session::new("clocks");
+    let _server = sandbox.serve(&session.socket()).unwrap();
     let mut all = sandbox.view().pods_of("service-mesh", "controller");
     let proxies = proxies();
     all.extend(proxies.iter().cloned());
     for seconds in [LARGE_JUMP, 0] {
-        let before: Vec<_> = {
-            let view = sandbox.view();
-            proxies.iter().map(|pod| certificates(&view, pod)).collect()
-        };
         let failures = failures_under_load(&sandbox, &client, &LOAD, || {
-            set_clocks(&sandbox, &all, seconds);
-            wait_for_certificates(&sandbox, &proxies, &before);
+            if seconds == LARGE_JUMP {
+                // Before the clocks of the controllers.
+                let only = std::slice::from_ref(&client);
+                jump(&sandbox, &proxies, only, seconds, "certificate expired");
+                SKEWED.drill(&sandbox, &session, &client);
+            }
+            jump(&sandbox, &all, &proxies, seconds, "certificate issued");
         });
         println!(
             "{} requests fail after a jump to {seconds} s",

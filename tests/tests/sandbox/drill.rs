@@ -15,8 +15,8 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// The requests that are sent at a time.
 const REQUESTS: &str = "1 2 3 4";
 
-/// A fault that the objects make.
-struct Case {
+/// A fault that the objects, or a test, make.
+pub(super) struct Case {
     /// As in docs/troubleshooting.md.
     fault: &'static str,
     /// Host and path of the requests.
@@ -200,6 +200,17 @@ const EXPIRED: Case = Case {
     names: &[
         "Why: the proxy of the caller answered no-certificate: *requires mutual TLS, and this proxy has no valid certificate",
         "of shop/web-",
+    ],
+};
+
+/// Of the test of clocks.
+pub(super) const SKEWED: Case = Case {
+    fault: "the clock of a node is wrong",
+    url: "http-server.servers/hello",
+    command: "mesh proxy clients/shell",
+    names: &[
+        "Certificate*none that is valid",
+        "failed*invalid peer certificate: certificate expired*; check the clocks of this node and of the controller's",
     ],
 };
 
@@ -395,7 +406,7 @@ fn names(page: &str, pattern: &str) -> bool {
 
 impl Case {
     /// Sends requests until the command names the cause.
-    fn drill(&self, sandbox: &Sandbox, session: &Session, client: &PodView) {
+    pub(super) fn drill(&self, sandbox: &Sandbox, session: &Session, client: &PodView) {
         let deadline = Instant::now() + TIMEOUT;
         loop {
             let responses = send(sandbox, client, self.url);

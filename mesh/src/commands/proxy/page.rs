@@ -10,6 +10,8 @@ const MEBIBYTE: f64 = 1024.0 * 1024.0;
 pub fn page(state: &State, colors: Colors) -> String {
     let mut rows = proxy(state);
     rows.extend(certificate(state.certificate.as_ref()));
+    let failure = state.certificate_failure.as_ref();
+    rows.extend(failure.map(|reason| row("failed", reason)));
     match (&state.discovery, &state.inbound) {
         (Some(stream), Some(configuration)) => {
             rows.extend(discovery(stream));
@@ -293,6 +295,7 @@ mod tests {
                 trust_roots: 2,
                 roots_version: "r1".into(),
             }),
+            certificate_failure: None,
             discovery: Some(Discovery {
                 connected: true,
                 message_age_ms: Some(3210.0),
@@ -387,6 +390,7 @@ mod tests {
     fn what_is_missing_is_said() {
         let mut empty = State {
             silent_workers: 1,
+            certificate_failure: Some("the new certificate expired 1200s ago".into()),
             workers: vec![Worker::default(); 2],
             ..State::default()
         };
@@ -402,6 +406,7 @@ mod tests {
             &[
                 "worker 1 more did not respond in time",
                 "Certificate none that is valid",
+                "failed the new certificate expired 1200s ago",
                 "Discovery no response in time",
                 "Destinations of worker 0: 0",
                 "Destinations of worker 1: 1",

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::time::SystemTime;
 
 use diy_mesh_model::exchange::Direction;
 use tokio::task::LocalSet;
@@ -18,6 +19,7 @@ fn proxy(workers: usize) -> (States, Vec<mpsc::Receiver<Question>>) {
     let states = States {
         pod: "shop/web-1".into(),
         credentials: crate::secure::identity::none(),
+        identity: IdentityMetrics::default(),
         discovery: Discovery::off(),
         workers,
         exceptions: Arc::new(Exceptions::new(Instant::now())),
@@ -138,6 +140,16 @@ async fn failed_probes_are_told() {
     let failed = state(&states, "").await.failed_probes;
     let expected = "2 of 2 failed, HTTP GET /hello on port 8080: status-500";
     assert_eq!(failed, [expected]);
+}
+
+#[tokio::test]
+async fn failed_renewal_is_told_until_there_is_a_certificate() {
+    let (states, _questions) = proxy(0);
+    states.identity.failed("no controller".to_owned());
+    let failure = async || state(&states, "").await.certificate_failure;
+    assert_eq!(failure().await.as_deref(), Some("no controller"));
+    states.identity.issued(SystemTime::now());
+    assert_eq!(failure().await, None);
 }
 
 #[tokio::test]

@@ -38,6 +38,8 @@ pub struct IdentityMetrics {
     /// Failed attempts to get a certificate.
     pub failures: Counter,
     not_after: watch::Sender<Option<SystemTime>>,
+    /// Why the latest attempt failed, if it did.
+    failure: watch::Sender<Option<String>>,
 }
 
 impl DiscoveryMetrics {
@@ -106,6 +108,7 @@ impl IdentityMetrics {
                 "Failed attempts to get a certificate",
             ),
             not_after: watch::Sender::default(),
+            failure: watch::Sender::default(),
         };
         let not_after = metrics.not_after.clone();
         register_optional(
@@ -121,6 +124,18 @@ impl IdentityMetrics {
     pub fn issued(&self, not_after: SystemTime) {
         self.certificates.inc();
         self.not_after.send_replace(Some(not_after));
+        self.failure.send_replace(None);
+    }
+
+    /// Records a failed attempt.
+    pub fn failed(&self, reason: String) {
+        self.failures.inc();
+        self.failure.send_replace(Some(reason));
+    }
+
+    /// Why the latest attempt failed, if it did.
+    pub fn failure(&self) -> Option<String> {
+        self.failure.borrow().clone()
     }
 }
 

@@ -207,7 +207,7 @@ impl<E: Environment + Clone> Renewal<E> {
 
     fn attempt_failed(&mut self, error: &IdentityError) {
         self.failures = self.failures.saturating_add(1);
-        self.metrics.failures.inc();
+        self.metrics.failed(error.to_string());
         let now = self.environment.now();
         let delay = self.retry_delay();
         self.next_attempt = now + delay;
