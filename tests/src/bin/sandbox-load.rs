@@ -79,7 +79,7 @@ fn connection(address: &str, path: &str, requests: u64) -> Result<(), Box<dyn Er
 
 /// Reads one response with status 200. Returns whether the server closes the connection.
 fn response(reader: &mut impl BufRead) -> Result<bool, Box<dyn Error>> {
-    let (mut length, mut close) = (0, false);
+    let (mut length, mut close, mut code) = (0, false, String::new());
     let mut status = String::new();
     if reader.read_line(&mut status)? == 0 {
         return Err("connection closed".into());
@@ -91,6 +91,7 @@ fn response(reader: &mut impl BufRead) -> Result<bool, Box<dyn Error>> {
         match line.split_once(':') {
             Some(("content-length", value)) => length = value.trim().parse()?,
             Some(("connection", value)) => close = value.trim() == "close",
+            Some(("x-mesh-error", value)) => code = value.to_owned(),
             None if line.is_empty() => break,
             _ => {}
         }
@@ -98,7 +99,8 @@ fn response(reader: &mut impl BufRead) -> Result<bool, Box<dyn Error>> {
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
     if !status.starts_with("HTTP/1.1 200 ") {
-        return Err(format!("{} {}", status.trim_end(), String::from_utf8_lossy(&body)).into());
+        let (status, body) = (status.trim_end(), String::from_utf8_lossy(&body));
+        return Err(format!("{status}{code} {body}").into());
     }
     Ok(close)
 }

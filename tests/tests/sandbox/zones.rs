@@ -130,9 +130,10 @@ fn requests_stay_in_the_zone_of_the_client_while_it_has_endpoints() {
         let deadline = Instant::now() + READY_TIMEOUT;
         loop {
             let after = metrics();
-            // Each attempt counts: a request that is sent again counts twice.
+            // Each attempt counts: a request that is sent again counts twice. So does one whose
+            // endpoint discovery replaced while the proxy connected, which is no retry.
             let [own, other, retries] = [0, 1, 2].map(|index| after[index] - before[index]);
-            let is_complete = own + other == 500 + retries;
+            let is_complete = own + other >= 500 + retries;
             if is_complete && own >= expected[0] && other >= expected[1] {
                 break;
             }
