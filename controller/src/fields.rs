@@ -1,4 +1,4 @@
-//! Fields of objects that their types do not have. Pure.
+//! Reads fields of objects: which ones are unknown, which one is wrong, and durations. Pure.
 
 use std::fmt::Display;
 

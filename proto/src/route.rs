@@ -5,6 +5,8 @@
 //! change their framing: names and values are checked, and the headers of connections are the proxy's
 //! alone.
 
+use std::collections::BTreeSet;
+
 use crate::field::is_reserved;
 use crate::mesh::v1::route_filter::Kind as FilterKind;
 use crate::mesh::v1::{
@@ -201,8 +203,10 @@ fn check_modifier(modifier: &HeaderModifier) -> Result<(), Violation> {
             if !(value.bytes().all(is_text) && is_trimmed && value.len() <= MAX_VALUE_BYTES) {
                 return Err(violation(list, value, "the value of a header"));
             }
-            names.push(field.name.to_ascii_lowercase());
         }
+        // Of several fields of a list with one name, the first one counts.
+        let own = fields.iter().map(|field| field.name.to_ascii_lowercase());
+        names.extend(own.collect::<BTreeSet<_>>());
     }
     for name in &modifier.remove {
         check_modified("remove", name)?;

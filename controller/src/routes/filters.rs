@@ -1,5 +1,6 @@
 //! Filters of routes. Pure. Their values are checked as proxies check them.
 
+use std::collections::HashSet;
 use std::mem::discriminant;
 use std::sync::Arc;
 
@@ -100,7 +101,7 @@ fn filter(
     found: &mut Found,
 ) -> Result<FilterKind, Rejection> {
     let is_grpc = context.meta.kind == Kind::GrpcRoute;
-    let filter = match &*spec.kind {
+    let mut filter = match &*spec.kind {
         "RequestHeaderModifier" => {
             let modifier = spec.request_header_modifier;
             let (spec, at) = required(at, "requestHeaderModifier", modifier)?;
@@ -152,6 +153,10 @@ fn filter(
         }
     };
     check_filter(&filter).map_err(|violation| violates(at, &violation))?;
+    if let FilterKind::RequestHeaders(one) | FilterKind::ResponseHeaders(one) = &mut filter {
+        keep_first(&mut one.set);
+        keep_first(&mut one.add);
+    }
     Ok(filter)
 }
 
@@ -162,25 +167,17 @@ fn required<T>(at: &str, name: &str, value: Option<T>) -> Result<(T, String), Re
     Ok((value, field))
 }
 
-/// Of several fields with one name, the first one counts.
 fn header_modifier(spec: HeaderModifier, at: &str) -> Result<HeaderModifier, Rejection> {
-    let headers = |name: &str, specs: Vec<Field>| {
-        bounded(&format!("{at}.{name}"), &specs, MAX_ITEMS)?;
-        let mut headers: Vec<Field> = Vec::new();
-        for spec in specs {
-            let is_same = |other: &Field| other.name.eq_ignore_ascii_case(&spec.name);
-            if !headers.iter().any(is_same) {
-                headers.push(spec);
-            }
-        }
-        Ok(headers)
-    };
+    bounded(&format!("{at}.set"), &spec.set, MAX_ITEMS)?;
+    bounded(&format!("{at}.add"), &spec.add, MAX_ITEMS)?;
     bounded(&format!("{at}.remove"), &spec.remove, MAX_ITEMS)?;
-    Ok(HeaderModifier {
-        set: headers("set", spec.set)?,
-        add: headers("add", spec.add)?,
-        remove: spec.remove,
-    })
+    Ok(spec)
+}
+
+/// Of several fields with one name, the first one counts.
+fn keep_first(fields: &mut Vec<Field>) {
+    let mut names = HashSet::new();
+    fields.retain(|field| names.insert(field.name.to_ascii_lowercase()));
 }
 
 /// A share, which is all by default.

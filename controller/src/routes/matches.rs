@@ -1,6 +1,7 @@
 //! Matches of routes and their precedence. Pure.
 
 use std::cmp::Reverse;
+use std::collections::HashSet;
 
 use diy_mesh_proto::mesh::v1::field_match::Kind as ValueMatch;
 use diy_mesh_proto::mesh::v1::path_match::Kind as PathKind;
@@ -12,6 +13,7 @@ use super::parse::{MAX_ITEMS, bounded, refuse, unsupported, violates};
 use super::spec::{self, GrpcMatch, GrpcMethodMatch, HttpMatch, TcpMatch};
 use crate::fields::one_of;
 
+/// The length of a path, and of a name of gRPC.
 const MAX_NAME_BYTES: usize = 1024;
 
 /// A match in its object. The default matches every request.
@@ -35,6 +37,10 @@ impl MatchSpec for HttpMatch {
             str::to_owned,
         )?;
         let method = self.method.clone().unwrap_or_default();
+        // In the message, an empty one is every method.
+        if self.method.is_some() && method.is_empty() {
+            return refuse(at, "method", &method, "a method");
+        }
         let (kind, length) = match &path {
             PathKind::Exact(path) => (2, path.chars().count()),
             PathKind::Regex(pattern) => (1, pattern.chars().count()),
@@ -78,8 +84,13 @@ impl MatchSpec for TcpMatch {
 }
 
 /// A match that proxies can compile. Its rank ends with the numbers of its conditions.
-fn ranked(rank: [usize; 3], message: RouteMatch, at: &str) -> Result<Match, Rejection> {
+/// Of several conditions with one name, the first one counts.
+fn ranked(rank: [usize; 3], mut message: RouteMatch, at: &str) -> Result<Match, Rejection> {
     route::Match::compile(&message).map_err(|violation| violates(at, &violation))?;
+    for list in [&mut message.headers, &mut message.query] {
+        let mut names = HashSet::new();
+        list.retain(|one| names.insert(one.name.clone()));
+    }
     let [first, second, third] = rank;
     let (headers, query) = (message.headers.len(), message.query.len());
     Ok(Match {
@@ -144,6 +155,9 @@ fn is_identifier(name: &str) -> bool {
 
 fn path_match(path: &spec::ValueMatch, at: &str) -> Result<PathKind, Rejection> {
     let value = path.value.as_deref().unwrap_or("/").to_owned();
+    if path.kind.as_deref() != Some("RegularExpression") && value.len() > MAX_NAME_BYTES {
+        return refuse(at, "value", value, "a path of at most 1024 bytes");
+    }
     match path.kind.as_deref() {
         Some("Exact") => Ok(PathKind::Exact(value)),
         None | Some("PathPrefix") => Ok(PathKind::Prefix(value)),
@@ -157,15 +171,13 @@ fn headers(specs: &[spec::ValueMatch], at: &str) -> Result<Vec<FieldMatch>, Reje
     values(specs, at, str::to_ascii_lowercase)
 }
 
-/// Of several conditions with one name, the first one counts.
 fn values(
     specs: &[spec::ValueMatch],
     at: &str,
     name: fn(&str) -> String,
 ) -> Result<Vec<FieldMatch>, Rejection> {
     bounded(at, specs, MAX_ITEMS)?;
-    let mut values: Vec<FieldMatch> = Vec::new();
-    for (position, spec) in specs.iter().enumerate() {
+    let value = |(position, spec): (usize, &spec::ValueMatch)| {
         let value = spec.value.clone().unwrap_or_default();
         let kind = if is_regex(spec.kind.as_deref(), &format!("{at}[{position}]"))? {
             ValueMatch::Regex(value)
@@ -173,11 +185,9 @@ fn values(
             ValueMatch::Exact(value)
         };
         let (name, kind) = (name(&spec.name), Some(kind));
-        if values.iter().all(|other| other.name != name) {
-            values.push(FieldMatch { name, kind });
-        }
-    }
-    Ok(values)
+        Ok(FieldMatch { name, kind })
+    };
+    specs.iter().enumerate().map(value).collect()
 }
 
 fn is_regex(kind: Option<&str>, at: &str) -> Result<bool, Rejection> {

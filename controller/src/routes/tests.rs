@@ -553,8 +553,17 @@ fn rejections_name_the_field_and_its_value() {
             "path.value: \"(\" is not a regular expression",
         ),
         (
+            path("PathPrefix", &format!("/{}", "a".repeat(1024))),
+            "path.value",
+        ),
+        (
             matches(json!({"method": "get"})),
             "matches[0].method: \"get\"",
+        ),
+        (matches(json!({"method": ""})), "matches[0].method: \"\""),
+        (
+            matches(json!({"headers": [{"name": "a", "value": "x"}, {"name": "A", "value": ""}]})),
+            "headers[1].value",
         ),
         (
             matches(json!({"headers": [{"name": "a b", "value": "x"}]})),
@@ -580,6 +589,14 @@ fn rejections_name_the_field_and_its_value() {
         (
             header("X-Called-By", "admin"),
             "not a header that filters may change",
+        ),
+        (
+            filter(
+                json!({"type": "RequestHeaderModifier", "requestHeaderModifier": {"set": [
+                    {"name": "a", "value": "x"}, {"name": "A", "value": "x\r\nX-Called-By: c"},
+                ]}}),
+            ),
+            "requestHeaderModifier.set",
         ),
         (
             filter(json!({"type": "Magic"})),

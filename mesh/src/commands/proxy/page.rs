@@ -436,8 +436,9 @@ mod tests {
     fn hostile_texts_add_no_lines_and_control_no_terminal() {
         let hostile = || "x\n\u{1b}[2Jfake".to_owned();
         let mut state = state();
+        state.certificate_failure = Some("no".into());
         let before = lines(&state).len();
-        state.pod = hostile();
+        (state.pod, state.certificate_failure) = (hostile(), Some(hostile()));
         let inbound = state.inbound.as_mut().expect("a configuration");
         inbound.rate_limits.items[0] = hostile();
         let cart = &mut state.workers[0].destinations.items[0];
