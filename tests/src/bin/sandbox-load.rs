@@ -99,8 +99,9 @@ fn response(reader: &mut impl BufRead) -> Result<bool, Box<dyn Error>> {
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
     if !status.starts_with("HTTP/1.1 200 ") {
+        // A failure is one line.
         let (status, body) = (status.trim_end(), String::from_utf8_lossy(&body));
-        return Err(format!("{status}{code} {body}").into());
+        return Err(format!("{status}{code} {:?}", body.trim_end()).into());
     }
     Ok(close)
 }
