@@ -76,19 +76,40 @@ fn milliseconds(text: &str) -> Option<u64> {
     Some(total)
 }
 
+/// The values of an enumeration, with their texts.
+pub(crate) trait Named: Copy + 'static {
+    const NAMES: &'static [(&'static str, Self)];
+}
+
+/// A value of an enumeration.
+#[derive(Clone, Copy, Debug)]
+pub struct Name<T>(pub T);
+
+impl<'de, T: Named> Deserialize<'de> for Name<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let value = named(&text, T::NAMES).map(Self);
+        value.map_err(|expected| D::Error::custom(not(&text, &expected)))
+    }
+}
+
 /// The value of a text of an enumeration. Without a text, the first one.
 pub(crate) fn one_of<T: Copy>(
     field: &str,
     text: Option<&str>,
     values: &[(&str, T)],
 ) -> Result<T, Rejection> {
-    let is_named = |(name, _): &&(&str, T)| text.is_none_or(|text| text == *name);
-    let value = values.iter().find(is_named);
+    let value = text.map_or(Ok(values[0].1), |text| named(text, values));
+    value.map_err(|expected| unsupported(field, text.unwrap_or_default(), &expected))
+}
+
+/// The value of this name, or what is expected in its place.
+fn named<T: Copy>(text: &str, values: &[(&str, T)]) -> Result<T, String> {
+    let value = values.iter().find(|(name, _)| *name == text);
     value.map(|(_, value)| *value).ok_or_else(|| {
         let names: Vec<&str> = values.iter().map(|(name, _)| *name).collect();
         let (last, others) = names.split_last().expect("an enumeration has values");
-        let expected = format!("{} or {last}", others.join(", "));
-        unsupported(field, text.unwrap_or_default(), &expected)
+        format!("{} or {last}", others.join(", "))
     })
 }
 

@@ -10,7 +10,6 @@ use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::{self, MAX_ITEMS};
 use diy_mesh_proto::route::{self, is_hostname};
 use prost::Message;
-use proto::balancing::Algorithm;
 use proto::hash_key::Kind as HashKind;
 use proto::rate_limit::Scope;
 use serde::Deserialize;
@@ -18,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::spec::{self, TargetRef, TrafficPolicySpec};
 use super::{Faults, INVALID, Policy, RetrySettings, Settings, telemetry};
-use crate::fields::{Milliseconds, one_of, read_known};
+use crate::fields::{Milliseconds, read_known};
 use crate::index::object::Key;
 use crate::routes::filters::share;
 use crate::routes::matches::MatchSpec;
@@ -180,25 +179,11 @@ fn set<T>(section: &mut Option<T>, new: Option<T>) {
 }
 
 fn balancing(spec: spec::LoadBalancing) -> Result<proto::Balancing, Rejection> {
-    let algorithms = [
-        ("PeakEwma", Algorithm::PeakEwma),
-        ("LeastRequest", Algorithm::LeastRequest),
-        ("RoundRobin", Algorithm::RoundRobin),
-        ("ConsistentHash", Algorithm::ConsistentHash),
-    ];
-    let algorithm = match spec.algorithm {
-        None => Algorithm::Unspecified,
-        some => one_of("spec.loadBalancing.algorithm", some.as_deref(), &algorithms)?,
-    };
-    let (field, zone_preference) = (
-        "spec.loadBalancing.zonePreference",
-        spec.zone_preference.as_deref(),
-    );
-    let prefer_zone = one_of(field, zone_preference, &[("None", false), ("Prefer", true)])?;
+    let algorithm = spec.algorithm.map(|name| name.0);
     Ok(proto::Balancing {
-        algorithm: algorithm.into(),
+        algorithm: algorithm.unwrap_or_default().into(),
         hash_key: spec.hash.map(hash_key).transpose()?,
-        prefer_zone,
+        prefer_zone: spec.zone_preference.is_some_and(|name| name.0.0),
         slow_start: spec.slow_start.map(|time| time.0),
     })
 }
@@ -282,8 +267,7 @@ fn rate_limits(
             let expected = "a name in lower case, which no other limit of the policy has";
             return Err(unsupported(&format!("{at}.name"), &spec.name, expected));
         }
-        let scopes = [("Service", Scope::Service), ("Caller", Scope::Caller)];
-        let scope = one_of(&format!("{at}.per"), spec.per.as_deref(), &scopes)?;
+        let scope = spec.per.map_or(Scope::Service, |name| name.0);
         let limit = proto::RateLimit {
             name: format!("{policy}/{}", spec.name),
             matches: total.matches(&spec.matches, &at)?,

@@ -1,16 +1,17 @@
 //! The fields of a TrafficPolicy. Matches are those of HTTPRoutes.
 //!
 //! A field that this release does not know makes the policy invalid: without it, the rest could
-//! mean something else. Values of enumerations are texts, which `parse.rs` checks. `tests/crd.rs`
-//! makes the definition of the custom resource from these types, with these comments as
-//! descriptions.
+//! mean something else. `tests/crd.rs` makes the definition of the custom resource from these types,
+//! with these comments as descriptions.
 
+use diy_mesh_proto::mesh::v1::balancing::Algorithm;
+use diy_mesh_proto::mesh::v1::rate_limit::Scope;
 use serde::Deserialize;
 
 use super::telemetry::Telemetry;
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::Milliseconds;
+use crate::fields::{Milliseconds, Name, Named};
 use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 
 /// The traffic of the requests to Services. A section for a Service replaces that for its
@@ -88,19 +89,32 @@ pub struct TargetRef {
 pub struct LoadBalancing {
     /// PeakEwma (default): the better of two random endpoints, by latency and requests in flight.
     /// LeastRequest: by requests in flight. RoundRobin: in turn. ConsistentHash: by a hash.
-    #[cfg_attr(test, schemars(extend("enum" = [
-        "PeakEwma", "LeastRequest", "RoundRobin", "ConsistentHash",
-    ])))]
-    pub algorithm: Option<String>,
+    pub algorithm: Option<Name<Algorithm>>,
     /// What a consistent hash is computed from. Requests without it are balanced by PeakEwma.
     pub hash: Option<Hash>,
     /// Prefer: endpoints in the zone of the client come first, while they are healthy and less
     /// loaded than the others. Default: None.
-    #[cfg_attr(test, schemars(extend("enum" = ["None", "Prefer"])))]
-    pub zone_preference: Option<String>,
+    pub zone_preference: Option<Name<PreferZone>>,
     /// The time in which the share of a new endpoint grows. 0s: none.
     #[cfg_attr(test, schemars(with = "Option<crd::UpToADay>"))]
     pub slow_start: Option<Milliseconds>,
+}
+
+impl Named for Algorithm {
+    const NAMES: &[(&str, Self)] = &[
+        ("PeakEwma", Self::PeakEwma),
+        ("LeastRequest", Self::LeastRequest),
+        ("RoundRobin", Self::RoundRobin),
+        ("ConsistentHash", Self::ConsistentHash),
+    ];
+}
+
+/// Whether endpoints in the zone of the client come first.
+#[derive(Clone, Copy, Debug)]
+pub struct PreferZone(pub bool);
+
+impl Named for PreferZone {
+    const NAMES: &[(&str, Self)] = &[("None", Self(false)), ("Prefer", Self(true))];
 }
 
 /// What a consistent hash is computed from: exactly one of these.
@@ -260,8 +274,11 @@ pub struct RateLimit {
     #[cfg_attr(test, schemars(range(min = 1, max = 1_000_000_000)))]
     pub burst: Option<u64>,
     /// Service (default): all clients share the limit. Caller: each caller identity has it.
-    #[cfg_attr(test, schemars(extend("enum" = ["Service", "Caller"])))]
-    pub per: Option<String>,
+    pub per: Option<Name<Scope>>,
+}
+
+impl Named for Scope {
+    const NAMES: &[(&str, Self)] = &[("Service", Self::Service), ("Caller", Self::Caller)];
 }
 
 /// A delay, an abort, or one after the other.

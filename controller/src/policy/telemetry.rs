@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::{Milliseconds, one_of};
+use crate::fields::{Milliseconds, Name, Named};
 use crate::routes::filters::share;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{unsupported, violates};
@@ -39,8 +39,7 @@ pub struct Telemetry {
 #[serde(default, rename_all = "camelCase")]
 pub struct Dump {
     /// Full: with bodies, where the annotation permits them. Headers. Off.
-    #[cfg_attr(test, schemars(extend("enum" = ["Full", "Headers", "Off"])))]
-    pub mode: String,
+    pub mode: Option<Name<Mode>>,
     /// A prefix of the path, of whole elements.
     #[cfg_attr(test, schemars(regex(pattern = "^/"), length(max = 256)))]
     pub path: Option<String>,
@@ -58,17 +57,39 @@ pub struct Dump {
     pub slower_than: Option<Milliseconds>,
 }
 
+impl Named for Mode {
+    const NAMES: &[(&str, Self)] = &[
+        ("Full", Self::Full),
+        ("Headers", Self::Headers),
+        ("Off", Self::Off),
+    ];
+}
+
+/// Whether something is off.
+#[derive(Clone, Copy, Debug)]
+pub struct Off(bool);
+
+impl Named for Off {
+    const NAMES: &[(&str, Self)] = &[("On", Self(false)), ("Off", Self(true))];
+}
+
+/// Whether failures only are logged.
+#[derive(Clone, Copy, Debug)]
+pub struct FailuresOnly(bool);
+
+impl Named for FailuresOnly {
+    const NAMES: &[(&str, Self)] = &[("All", Self(false)), ("Failures", Self(true))];
+}
+
 /// A line on standard output for each request and each connection that carries no HTTP.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[serde(default, rename_all = "camelCase")]
 pub struct AccessLogs {
     /// On (default) or Off.
-    #[cfg_attr(test, schemars(extend("enum" = ["On", "Off"])))]
-    pub mode: Option<String>,
+    pub mode: Option<Name<Off>>,
     /// All (default), or Failures only.
-    #[cfg_attr(test, schemars(extend("enum" = ["All", "Failures"])))]
-    pub matches: Option<String>,
+    pub matches: Option<Name<FailuresOnly>>,
     /// JSON (default), or a text with the names of fields in braces.
     #[cfg_attr(test, schemars(length(min = 1, max = 2048)))]
     pub format: Option<String>,
@@ -84,8 +105,7 @@ pub struct AccessLogs {
 #[serde(default, rename_all = "camelCase")]
 pub struct Tracing {
     /// On (default) or Off.
-    #[cfg_attr(test, schemars(extend("enum" = ["On", "Off"])))]
-    pub mode: Option<String>,
+    pub mode: Option<Name<Off>>,
     /// The collector.
     pub provider: Option<Provider>,
     /// The share of traces. Default: 1 of 100.
@@ -121,8 +141,7 @@ pub struct Provider {
 #[serde(default, rename_all = "camelCase")]
 pub struct ParentBasedSampling {
     /// On (default) or Off.
-    #[cfg_attr(test, schemars(extend("enum" = ["On", "Off"])))]
-    pub mode: Option<String>,
+    pub mode: Option<Name<Off>>,
     /// The share of the requests with a sampled parent. Default: all.
     #[cfg_attr(test, schemars(with = "Option<crd::Fraction>"))]
     pub sampling_rate: Option<Fraction>,
@@ -157,7 +176,7 @@ pub(super) fn parse(spec: Telemetry, policy: &str) -> Result<Arc<proto::Telemetr
     let message = proto::Telemetry {
         name: policy.to_owned(),
         dump: spec.dump.map(dump).transpose()?,
-        access_logs: spec.access_logs.map(access_logs).transpose()?,
+        access_logs: spec.access_logs.map(access_logs),
         tracing: spec.tracing.map(tracing).transpose()?,
     };
     let compiled = Compiled::compile(&message);
@@ -167,12 +186,8 @@ pub(super) fn parse(spec: Telemetry, policy: &str) -> Result<Arc<proto::Telemetr
 
 fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
     let at = |field: &str| format!("spec.telemetry.dump.{field}");
-    let modes = [
-        ("Full", Mode::Full),
-        ("Headers", Mode::Headers),
-        ("Off", Mode::Off),
-    ];
-    let mode = one_of(&at("mode"), Some(&spec.mode), &modes)?;
+    let expected = "Full, Headers or Off";
+    let mode = (spec.mode).ok_or_else(|| unsupported(&at("mode"), "", expected))?;
     let status = spec.status.as_deref().map(|text| {
         let expected = "a status such as 500, or a class such as 5xx";
         statuses(text).ok_or_else(|| unsupported(&at("status"), text, expected))
@@ -187,7 +202,7 @@ fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
         return Err(unsupported(&at("caller"), &caller, expected));
     }
     Ok(proto::DumpSettings {
-        mode: mode.into(),
+        mode: mode.0.into(),
         path: spec.path.unwrap_or_default(),
         min_status,
         max_status,
@@ -208,28 +223,22 @@ fn statuses(text: &str) -> Option<(u32, u32)> {
     }
 }
 
-fn access_logs(spec: AccessLogs) -> Result<proto::AccessLogs, Rejection> {
-    let field = "spec.telemetry.accessLogs.matches";
-    let matches = [("All", false), ("Failures", true)];
-    let failures = one_of(field, spec.matches.as_deref(), &matches)?;
-    Ok(proto::AccessLogs {
-        failures,
+fn access_logs(spec: AccessLogs) -> proto::AccessLogs {
+    proto::AccessLogs {
+        failures: spec.matches.is_some_and(|name| name.0.0),
         format: spec.format.unwrap_or_default(),
-        off: is_off("accessLogs.mode", spec.mode.as_deref())?,
-    })
+        off: is_off(spec.mode),
+    }
 }
 
 fn tracing(spec: Tracing) -> Result<proto::Tracing, Rejection> {
-    let off = is_off("tracing.mode", spec.mode.as_deref())?;
     let sampling = spec.sampling_rate.unwrap_or(Fraction {
         numerator: 1,
         denominator: None,
     });
     let parent_based = spec.parent_based_sampling.unwrap_or_default();
-    let field = "tracing.parentBasedSampling";
-    let ignores_parents = is_off(&format!("{field}.mode"), parent_based.mode.as_deref())?;
     let parents = rate(
-        &format!("{field}.samplingRate"),
+        "tracing.parentBasedSampling.samplingRate",
         parent_based.sampling_rate.as_ref(),
     )?;
     let attributes = spec.custom_attributes.into_iter().enumerate();
@@ -238,15 +247,14 @@ fn tracing(spec: Tracing) -> Result<proto::Tracing, Rejection> {
     Ok(proto::Tracing {
         backend: provider.map(backend).transpose()?.unwrap_or_default(),
         sampling: Some(rate("tracing.samplingRate", Some(&sampling))?),
-        parent_sampling: (!ignores_parents).then_some(parents),
+        parent_sampling: (!is_off(parent_based.mode)).then_some(parents),
         attributes: attributes.collect::<Result<_, _>>()?,
-        off,
+        off: is_off(spec.mode),
     })
 }
 
-fn is_off(field: &str, mode: Option<&str>) -> Result<bool, Rejection> {
-    let field = format!("spec.telemetry.{field}");
-    one_of(&field, mode, &[("On", false), ("Off", true)])
+fn is_off(mode: Option<Name<Off>>) -> bool {
+    mode.is_some_and(|name| name.0.0)
 }
 
 fn rate(field: &str, fraction: Option<&Fraction>) -> Result<proto::Share, Rejection> {

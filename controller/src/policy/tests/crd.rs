@@ -6,14 +6,17 @@
 
 #![allow(dead_code)]
 
+use std::any::type_name;
+use std::borrow::Cow;
 use std::path::Path;
 
 use diy_mesh_proto::field;
-use schemars::JsonSchema;
 use schemars::generate::SchemaSettings;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use crate::fields::{Name, Named};
 use crate::policy::parse::MAX_MATCHES;
 use crate::policy::spec::TrafficPolicySpec;
 use crate::policy::{GROUP, VERSION};
@@ -54,6 +57,21 @@ pub(crate) struct Limited(Duration);
     "expected a duration from 1ms to 60s",
 )))]
 pub(crate) struct UpToAMinute(Duration);
+
+impl<T: Named> JsonSchema for Name<T> {
+    fn schema_name() -> Cow<'static, str> {
+        type_name::<T>().into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let names = T::NAMES.iter().map(|(name, _)| *name);
+        json_schema!({"type": "string", "enum": Vec::from_iter(names)})
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+}
 
 /// A duration up to 24h.
 #[derive(JsonSchema)]
@@ -413,6 +431,9 @@ fn simplify(schema: &mut Value) {
                 let mut types = types.iter().filter(|one| *one != "null").cloned();
                 let only = types.next().expect("a type other than null");
                 fields.insert("type".to_owned(), only);
+            }
+            if let Some(Value::Array(values)) = fields.get_mut("enum") {
+                values.retain(|one| !one.is_null());
             }
             if let Some(Value::String(text)) = fields.get_mut("description") {
                 *text = text.replace('\n', " ");
