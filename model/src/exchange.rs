@@ -209,6 +209,13 @@ impl Direction {
     }
 }
 
+impl Protocol {
+    /// The name in JSON dumps and access logs.
+    pub fn name(self) -> &'static str {
+        ["http1", "http2", "tcp"][self as usize]
+    }
+}
+
 impl Dump {
     /// The text form, ending with an empty line, without control characters.
     pub fn text(&self) -> String {

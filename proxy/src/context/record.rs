@@ -462,7 +462,7 @@ fn finish(ended: &mut Ended, flow: &Flow, now: Instant) {
 fn tell(flow: &Flow, ended: Arc<Ended>) {
     let worker = &flow.worker;
     if let Some(telemetry) = &worker.policy().telemetry {
-        worker.dumps.access(&ended, telemetry);
+        worker.access_log.add(&ended, telemetry, &worker.dumps);
     }
     worker.recent.add(ended);
 }

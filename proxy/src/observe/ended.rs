@@ -240,7 +240,7 @@ impl Ended {
         let request = self.target();
         let entry = access::Entry {
             time: self.time(),
-            duration_ms: self.after(self.ended),
+            duration: self.ended.saturating_duration_since(self.started),
             direction: self.direction,
             protocol: self.protocol,
             method: request.as_ref().map(|(method, _)| access::shown(method)),
@@ -262,7 +262,7 @@ impl Ended {
             fault: self.fault.as_ref().map(|(policy, _)| &**policy),
             trace_id: self.trace_id.as_deref(),
             id: Some(self.id),
-            incomplete: self.is_incomplete.then_some(true),
+            incomplete: self.is_incomplete,
         };
         entry.write(format, out);
     }

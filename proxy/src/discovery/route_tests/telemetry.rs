@@ -66,6 +66,8 @@ fn pod(app: SocketAddr) -> (Pod, Output) {
         dumps: output.dumps(Mode::Off, &context),
         ..context
     });
+    let worker = pod.worker.clone();
+    tokio::task::spawn_local(async move { worker.access_log.gather(&worker.dumps).await });
     (pod, output)
 }
 

@@ -15,12 +15,12 @@ mod writer;
 use std::io::{self, Write};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::telemetry::{AccessLogs, DumpFilter, Mode as PolicyMode, Telemetry};
+use diy_mesh_proto::telemetry::{DumpFilter, Mode as PolicyMode, Telemetry};
 use time::OffsetDateTime;
 
 use super::ended::Ended;
@@ -32,8 +32,10 @@ pub(crate) use exchange::Record;
 const MAX_DUMPS_PER_SECOND: u32 = 10;
 /// Maximum number of concurrent dumps, which bounds their memory.
 const MAX_CONCURRENT: u32 = 256;
-/// Capacity of the queue of the writer. Dumps are a few of its messages, lines are small.
+/// Capacity of the queue of the writer. Dumps are a few of its messages.
 const QUEUE_CAPACITY: usize = 512;
+/// The bytes of lines of access logs that wait for the writer.
+const MAX_QUEUED_LINES: usize = 512 * 1024;
 
 /// Content of dumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -79,6 +81,8 @@ struct Shared {
     budget: AtomicU32,
     /// Concurrent dumps.
     concurrent: AtomicU32,
+    /// Bytes of lines that wait for the writer.
+    queued_lines: AtomicUsize,
     queue: SyncSender<Message>,
     metrics: Arc<Metrics>,
 }
@@ -86,8 +90,8 @@ struct Shared {
 enum Message {
     Exchange(Box<Record>, Arc<Ended>),
     Opaque(Arc<Ended>),
-    /// With the telemetry that has the format.
-    Access(Arc<Ended>, Arc<Telemetry>),
+    /// Lines of an access log.
+    Lines(Vec<u8>),
     /// Wakes the writer to reset the budget in a second.
     Wake,
     /// Responds when all earlier messages are written.
@@ -103,6 +107,7 @@ impl Dumps {
             mode: config.mode,
             budget: AtomicU32::new(MAX_DUMPS_PER_SECOND),
             concurrent: AtomicU32::new(0),
+            queued_lines: AtomicUsize::new(0),
             queue,
             metrics,
         });
@@ -157,16 +162,17 @@ impl Dumps {
         }
     }
 
-    /// Writes a line of the access log, if the telemetry has one for it.
-    pub fn access(&self, ended: &Arc<Ended>, telemetry: &Arc<Telemetry>) {
-        let is_logged = |logs: &AccessLogs| !logs.failures || ended.is_failure;
-        let logs = telemetry.access_logs.as_ref();
-        let (Some(shared), true) = (self.shared.as_ref(), logs.is_some_and(is_logged)) else {
+    /// Writes so many lines of an access log.
+    pub fn lines(&self, lines: Vec<u8>, count: u64) {
+        let Some(shared) = self.shared.as_ref().filter(|_| count > 0) else {
             return;
         };
-        let message = Message::Access(ended.clone(), telemetry.clone());
-        if shared.queue.try_send(message).is_err() {
-            shared.metrics.access_logs_dropped.inc();
+        let bytes = lines.len();
+        let queued = shared.queued_lines.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let has_room = queued <= MAX_QUEUED_LINES;
+        if !has_room || shared.queue.try_send(Message::Lines(lines)).is_err() {
+            shared.queued_lines.fetch_sub(bytes, Ordering::Relaxed);
+            shared.metrics.access_logs_dropped.inc_by(count);
         }
     }
 

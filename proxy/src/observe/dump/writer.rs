@@ -1,12 +1,11 @@
 //! Writer thread of dumps: renders each record, writes it with one call, and once a second resets
-//! the budget and reports the number of suppressed exchanges. Lines of the access log that wait are
-//! written together. Only this thread waits for the output.
+//! the budget and reports the number of suppressed exchanges. Writes the lines of access logs, too.
+//! Only this thread waits for the output.
 
 use std::io::Write;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::exchange::Dump;
@@ -15,10 +14,6 @@ use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, rfc3339};
 use crate::observe::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
-/// The time for which messages gather while there are some.
-const GATHERING: Duration = Duration::from_millis(5);
-/// The length of lines that are written together.
-const MAX_LINES: usize = 16 * 1024;
 
 pub(super) struct Writer {
     /// Weak, so that the thread ends when the last handle is dropped.
@@ -28,8 +23,6 @@ pub(super) struct Writer {
     out: Box<dyn Write + Send>,
     /// Suppressed exchanges at the last report.
     reported: u64,
-    /// Lines that are still to be written.
-    lines: Vec<u8>,
 }
 
 /// The output is closed.
@@ -43,7 +36,6 @@ impl Writer {
             format,
             out,
             reported: 0,
-            lines: Vec::with_capacity(MAX_LINES),
         }
     }
 
@@ -66,15 +58,8 @@ impl Writer {
                 if let Some(message) = next {
                     self.write(message)?;
                 }
-                let waiting = messages.try_recv().ok();
-                if waiting.is_none() {
-                    self.flush_lines()?;
-                    // A worker that sends the next message need not wake this thread.
-                    thread::sleep(GATHERING);
-                }
                 let left = second_ends.saturating_duration_since(Instant::now());
-                let message = waiting.map_or_else(|| messages.recv_timeout(left), Ok);
-                next = match message {
+                next = match messages.recv_timeout(left) {
                     Ok(message) => Some(message),
                     Err(RecvTimeoutError::Timeout) => None,
                     Err(RecvTimeoutError::Disconnected) => {
@@ -90,18 +75,6 @@ impl Writer {
             }
         }
         Ok(())
-    }
-
-    fn flush_lines(&mut self) -> Result<(), Closed> {
-        if self.lines.is_empty() {
-            return Ok(());
-        }
-        let written = self
-            .out
-            .write_all(&self.lines)
-            .and_then(|()| self.out.flush());
-        self.lines.clear();
-        written.map_err(|_| Closed)
     }
 
     /// Resets the budget after a second. Returns whether the second had no exchanges.
@@ -135,18 +108,17 @@ impl Writer {
         let exchange = match message {
             Message::Exchange(record, ended) => record.finish(ended.dumped()),
             Message::Opaque(ended) => ended.dumped(),
-            Message::Access(ended, telemetry) => {
-                if let Some(logs) = &telemetry.access_logs {
-                    ended.write_access(&logs.format, &mut self.lines);
+            Message::Lines(lines) => {
+                let written = self.put(&lines);
+                if let Some(shared) = self.shared.upgrade() {
+                    shared
+                        .queued_lines
+                        .fetch_sub(lines.len(), Ordering::Relaxed);
                 }
-                if self.lines.len() < MAX_LINES {
-                    return Ok(());
-                }
-                return self.flush_lines();
+                return written;
             }
             Message::Wake => return Ok(()),
             Message::Flush(done) => {
-                self.flush_lines()?;
                 self.report_suppressed()?;
                 // The receiver may have timed out.
                 let _ = done.send(());
@@ -163,12 +135,12 @@ impl Writer {
                 serde_json::to_string(dump).expect("all keys of a record are strings") + "\n"
             }
         };
-        self.put(&rendered)
+        self.put(rendered.as_bytes())
     }
 
-    fn put(&mut self, text: &str) -> Result<(), Closed> {
+    fn put(&mut self, bytes: &[u8]) -> Result<(), Closed> {
         self.out
-            .write_all(text.as_bytes())
+            .write_all(bytes)
             .and_then(|()| self.out.flush())
             .map_err(|_| Closed)
     }
