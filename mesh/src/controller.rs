@@ -229,16 +229,21 @@ impl Controllers {
         of_all(&self.names().await?, connect).await
     }
 
-    /// What each replica knows of the calls to and by pods of a namespace, or of all (""), and the errors
-    /// of those that do not respond. Fails if none does.
+    /// The trust domain of each replica, with what it knows of the calls to and by pods of a namespace,
+    /// or of all (""); and the errors of those that do not respond. Fails if none does.
     pub async fn edges(
         &self,
         namespace: &str,
-    ) -> Result<(BTreeMap<String, Vec<get_edges_response::Group>>, Errors)> {
+    ) -> Result<(
+        BTreeMap<String, (String, Vec<get_edges_response::Group>)>,
+        Errors,
+    )> {
         let credentials = self.credentials().await?;
         let read = async |name: &str| {
             let mut controller = self.connect_to(name, &credentials).await?;
-            timely(REQUEST_TIMEOUT, controller.edges(namespace)).await
+            let identity = timely(REQUEST_TIMEOUT, controller.identity()).await?;
+            let groups = timely(REQUEST_TIMEOUT, controller.edges(namespace)).await?;
+            Ok((identity.trust_domain, groups))
         };
         of_all(&self.names().await?, read).await
     }

@@ -48,16 +48,15 @@ impl Observed {
             });
         }
         let controllers = Controllers::new(controllers).await?;
-        let mut replicas = controllers.identity().await?.replicas.into_values();
-        let domain =
-            replicas.find_map(|replica| Some(replica.trust_domain).filter(|one| !one.is_empty()));
-        let (groups, missing) = controllers.edges(namespace).await?;
+        let (replicas, missing) = controllers.edges(namespace).await?;
         let notes = missing.iter().map(|(name, error)| {
             format!("{name} does not respond, so what its proxies saw last may be missing: {error}")
         });
         files::print(&notes.collect::<Vec<_>>());
+        let (domains, groups): (Vec<_>, Vec<_>) = replicas.into_values().unzip();
+        let domain = domains.into_iter().find(|domain| !domain.is_empty());
         Ok(Self {
-            groups: edges::united(groups.into_values().flatten()),
+            groups: edges::united(groups.into_iter().flatten()),
             trust_domain: domain.unwrap_or_else(|| TRUST_DOMAIN.to_owned()),
         })
     }
