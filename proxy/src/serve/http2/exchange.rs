@@ -57,7 +57,10 @@ pub(super) fn start(
     }
     let malformed = || head::malformed(&parts).map(Failure::BadRequest);
     let refused = refused.or_else(malformed);
-    tokio::task::spawn_local(carry(parts, body, respond, client, memory, refused));
+    // Boxed where it is made: a task moves its future twice, and this one has several KiB.
+    tokio::task::spawn_local(Box::pin(carry(
+        parts, body, respond, client, memory, refused,
+    )));
     Ok(())
 }
 
