@@ -442,14 +442,21 @@ mod tests {
                 "externalHostname": {"hostname": "api.example.com"}}})
         };
         let to = |name: &str| json!({"group": "gateway.networking.x-k8s.io", "kind": "XBackend", "name": name});
-        let rules = json!([{"backendRefs": [to("api"), to("none")]}]);
+        let policy = json!({"apiVersion": "diy-service-mesh.dev/v1alpha1",
+            "kind": "TrafficPolicy", "metadata": {"name": "api", "namespace": "shop"},
+            "spec": {"backend": {"type": "ExternalHostname", "port": {"port": 80},
+                "externalHostname": {"hostname": "b.example.com"}}}});
+        let to_policy =
+            json!({"group": "diy-service-mesh.dev", "kind": "TrafficPolicy", "name": "api"});
+        let rules = json!([{"backendRefs": [to("api"), to("none"), to_policy]}]);
         let objects = [
             service("web", "10.0.0.1"),
             backend("api"),
+            policy,
             route("r", "shop", rules),
         ];
-        let expected =
-            "all | HTTPRoute shop/r | XBackend shop/api (api.example.com:443) 1, invalid 1 | ";
+        let expected = "all | HTTPRoute shop/r | XBackend shop/api (api.example.com:443) 1, \
+                        invalid 1, TrafficPolicy shop/api (b.example.com:80) 1 | ";
         assert_eq!(text(&objects, "shop")[0], expected);
     }
 

@@ -38,7 +38,7 @@ impl EndpointInfo {
 /// that of the application, unless the route rewrites it.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct ExternalHost {
-    /// "XBackend NAMESPACE/NAME", for logs.
+    /// "KIND NAMESPACE/NAME" of the XBackend or the TrafficPolicy, for logs.
     pub name: Arc<str>,
     /// A DNS name in lower case.
     pub host: Arc<str>,

@@ -20,7 +20,7 @@ use crate::fields::with_unknown_fields;
 use crate::index::object::{Key, Kind, Object};
 use crate::policy;
 use crate::policy::spec::TrafficPolicySpec;
-use crate::routes::backend::backend;
+use crate::routes::backend::{backend, is_backend};
 use crate::routes::mesh::Mesh;
 use crate::routes::model::Grant;
 use crate::routes::parse::{self, Meta};
@@ -52,7 +52,12 @@ impl CatalogObject for DynamicObject {
         let meta = Meta::new(kind, key(metadata)?, created(metadata), state, spec);
         let object = match kind {
             Kind::Grant => grant(meta.key, spec).map(Object::Grant),
-            Kind::TrafficPolicy => policy::parse::policy(meta, spec).map(Object::Policy),
+            Kind::TrafficPolicy if !is_backend(spec) => {
+                policy::parse::policy(meta, spec).map(Object::Policy)
+            }
+            Kind::Backend | Kind::TrafficPolicy => {
+                Ok(Object::Backend(backend(meta, spec, trust_domain)))
+            }
             Kind::Authorization => Ok(Object::Authorization(authorization::parse::policy(
                 meta,
                 spec,
@@ -64,7 +69,6 @@ impl CatalogObject for DynamicObject {
             Kind::TrafficTarget => Ok(Object::TrafficTarget(target(meta, spec, trust_domain))),
             Kind::TcpGroup => Ok(Object::TcpGroup(tcp(meta, spec))),
             Kind::Mesh => Ok(Object::Mesh(Mesh::new(meta, spec))),
-            Kind::Backend => Ok(Object::Backend(backend(meta, spec, trust_domain))),
             _ => parse::route(meta, spec).map(Object::Route),
         };
         object.map_err(ConvertError)

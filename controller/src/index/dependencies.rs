@@ -106,7 +106,9 @@ impl Index {
             let depends = match kind {
                 Kind::TrafficTarget => is_group,
                 // It names the Services of its routes.
-                Kind::Backend => Kind::routes().any(|one| one == *other),
+                _ if self.routes.backends.contains_key(id) => {
+                    Kind::routes().any(|one| one == *other)
+                }
                 _ => false,
             };
             other == kind
@@ -155,7 +157,7 @@ impl Index {
     /// Whether routes of a Service refer to XBackends.
     fn needs_backends(&self, service: &Key) -> bool {
         let mut routes = self.routes.of_service(&self.links, service);
-        routes.any(|route| route.external().next().is_some())
+        routes.any(|route| route.external().any(|(kind, _)| kind == Kind::Backend))
     }
 
     /// Whether TrafficSplits of a Service refer to HTTPRouteGroups.
@@ -210,6 +212,13 @@ mod tests {
  spec: {parentRefs: [{group: "", kind: Service, name: outer}],
   rules: [{backendRefs: [{group: gateway.networking.x-k8s.io, kind: XBackend, name: host}]}]}}
 ---
+{apiVersion: v1, kind: Service, metadata: {name: public, namespace: shop}, spec: {
+  clusterIP: 10.96.0.6, ports: [{port: 80}]}}
+---
+{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, metadata: {name: public, namespace: shop},
+ spec: {parentRefs: [{group: "", kind: Service, name: public}],
+  rules: [{backendRefs: [{group: diy-service-mesh.dev, kind: TrafficPolicy, name: api}]}]}}
+---
 {apiVersion: v1, kind: Pod, metadata: {name: alone, namespace: shop, uid: u}, status: {
   podIP: 10.0.0.1, podIPs: [{ip: 10.0.0.1}]}}
 "#;
@@ -228,6 +237,7 @@ mod tests {
             ("split", "10.96.0.2:80"),
             ("other", "10.96.0.3:80"),
             ("outer", "10.96.0.5:80"),
+            ("public", "10.96.0.6:80"),
             ("no port", "10.96.0.1:81"),
             ("pod", "10.0.0.1:80"),
             ("node port", "10.1.0.1:30080"),
@@ -279,10 +289,14 @@ mod tests {
 {apiVersion: gateway.networking.x-k8s.io/v1alpha1, kind: XBackend,
  metadata: {name: host, namespace: shop}, spec: {type: ExternalHostname, port: {port: 443},
   externalHostname: {hostname: api.example.com}}}
+---
+{apiVersion: diy-service-mesh.dev/v1alpha1, kind: TrafficPolicy,
+ metadata: {name: api, namespace: shop}, spec: {backend: {type: ExternalHostname, port: {port: 443},
+  externalHostname: {hostname: api.example.com}}}}
 "#;
         let objects = parse(&format!("{OBJECTS}{OTHERS}"), "cluster.local").unwrap();
         let all: BTreeSet<&str> = [
-            "canary", "host", "other", "outer", "plain", "policy", "split",
+            "api", "canary", "host", "other", "outer", "plain", "policy", "public", "split",
         ]
         .into();
         for kind in optional() {
@@ -300,7 +314,7 @@ mod tests {
                 Kind::Backend => ["host", "outer"].into(),
                 Kind::RouteGroup => ["split"].into(),
                 Kind::TrafficPolicy => &all - &["host"].into(),
-                Kind::TrafficSplit => &all - &["host", "policy"].into(),
+                Kind::TrafficSplit => &all - &["api", "host", "policy"].into(),
                 _ => &all - &["policy"].into(),
             };
             assert_eq!(withheld, expected, "{kind}");
@@ -319,7 +333,7 @@ mod tests {
 
     #[test]
     fn unreadable_kind_withholds_only_what_depends_on_it() {
-        let services = ["plain", "split", "other", "outer"];
+        let services = ["plain", "split", "other", "outer", "public"];
         // The pod is not meshed: it has no configuration of its own.
         let own = ["self"];
         for kind in optional() {

@@ -122,17 +122,18 @@ impl Index {
     }
 
     /// Not a policy with nothing but rate limits, which every Service of a pod has there, and no
-    /// AuthorizationPolicy or XBackend.
+    /// AuthorizationPolicy or host outside of the cluster.
     fn concerns_clients(&self, kind: Kind, key: &Key) -> bool {
-        if matches!(kind, Kind::Authorization | Kind::Backend) {
-            return false;
+        match kind {
+            Kind::Authorization | Kind::Backend => false,
+            Kind::TrafficPolicy => {
+                let policy = self.policies.objects.get(key);
+                let settings = policy.and_then(|policy| policy.content.as_deref().ok());
+                let effective = Effective::of(settings, None);
+                effective.is_some_and(|one| one.concerns_clients())
+            }
+            _ => true,
         }
-        let policy = self.policies.objects.get(key);
-        let policy = policy.filter(|_| kind == Kind::TrafficPolicy);
-        policy.is_none_or(|policy| {
-            let effective = Effective::of(policy.content.as_deref().ok(), None);
-            effective.is_some_and(|one| one.concerns_clients())
-        })
     }
 
     /// The condition of a route or of a policy at a parent, if there are older Services. Pods are

@@ -11,7 +11,6 @@ use crate::authorization::smi::{TcpGroup, TrafficTarget};
 use crate::authorization::{self, AuthorizationPolicy};
 use crate::policy::{Policy, Target};
 use crate::routes::attach::RouteId;
-use crate::routes::backend::Backend;
 use crate::routes::mesh::Mesh;
 use crate::routes::model::{Grant, Route};
 use crate::routes::smi::{RouteGroup, Split};
@@ -48,8 +47,8 @@ pub(super) enum Link {
     RouteOf(Key, Arc<str>),
     /// A route: the Service that is a backend.
     Backend(Key),
-    /// A route: the XBackend that is a backend.
-    External(Key),
+    /// A route: the XBackend or the TrafficPolicy that is a backend.
+    External(RouteId),
     /// A route: the namespace of a backend, if it is not its own.
     BackendIn(Arc<str>),
     /// A TrafficSplit: its HTTPRouteGroup.
@@ -218,10 +217,10 @@ impl Linked for Route {
         let backends = self.references().flat_map(|reference| {
             let namespace = &reference.key.namespace;
             let other = (namespace != own).then(|| Link::BackendIn(namespace.clone()));
-            let object = if reference.is_external {
-                Link::External(reference.key.clone())
-            } else {
-                Link::Backend(reference.key.clone())
+            let key = reference.key.clone();
+            let object = match reference.external {
+                Some(kind) => Link::External((kind, key)),
+                None => Link::Backend(key),
             };
             [object].into_iter().chain(other)
         });
@@ -285,7 +284,5 @@ impl Linked for TrafficTarget {
 impl Linked for RouteGroup {}
 
 impl Linked for TcpGroup {}
-
-impl Linked for Backend {}
 
 impl Linked for Mesh {}

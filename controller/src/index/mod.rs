@@ -282,13 +282,16 @@ impl Index {
             return Err(Withheld);
         }
         let mut status = match id {
-            (Kind::TrafficPolicy, key) => self.policies.status(key, &self.services),
+            (Kind::TrafficPolicy, key) => {
+                let of_targets = self.policies.status(key, &self.services);
+                of_targets.or_else(|| self.routes.backend_status(&self.links, id))
+            }
             (Kind::Authorization, key) => self.authorizations.status(key, &self.services),
             (Kind::TrafficTarget, key) => {
                 self.authorizations.status(&policy_key(key), &self.services)
             }
             (Kind::Service, key) => self.service_status(key),
-            (Kind::Backend, key) => self.routes.backend_status(&self.links, key),
+            (Kind::Backend, _) => self.routes.backend_status(&self.links, id),
             (Kind::Mesh, key) => self.meshes.get(key).and_then(|mesh| mesh.status.clone()),
             _ => self.routes.route_status(id),
         };
@@ -416,10 +419,13 @@ impl Index {
                 Box::new(self.routes.of_kind(kind))
             }
             Kind::Grant => Box::new(self.routes.grants.keys()),
-            Kind::Backend => Box::new(self.routes.backends.keys()),
+            Kind::Backend => Box::new(self.routes.backends(kind)),
             Kind::TrafficSplit => Box::new(self.routes.traffic_splits.keys()),
             Kind::RouteGroup => Box::new(self.routes.route_groups.keys()),
-            Kind::TrafficPolicy => Box::new(self.policies.objects.keys()),
+            Kind::TrafficPolicy => {
+                let with_targets = self.policies.objects.keys();
+                Box::new(with_targets.chain(self.routes.backends(kind)))
+            }
             Kind::Authorization => Box::new(self.authorizations.authored()),
             Kind::TrafficTarget => Box::new(self.authorizations.targets.keys()),
             Kind::TcpGroup => Box::new(self.authorizations.tcp_groups.keys()),
@@ -451,7 +457,10 @@ impl Index {
                 self.routes.set_route(links, kind, key, typed!(Route))
             }
             Kind::Grant => self.routes.set_grant(links, key, typed!(Grant)),
-            Kind::Backend => self.routes.set_backend(links, key, typed!(Backend)),
+            Kind::Backend => {
+                let id = (kind, key.clone());
+                self.routes.set_backend(links, id, typed!(Backend));
+            }
             Kind::TrafficSplit => self.routes.set_traffic_split(links, key, typed!(Split)),
             Kind::RouteGroup => {
                 self.routes.set_group(links, key, typed!(RouteGroup));
@@ -468,7 +477,15 @@ impl Index {
                 groups.replace(links, kind, key, new);
                 self.update_traffic_targets(kind, key, touched);
             }
-            Kind::TrafficPolicy => self.policies.set(links, key, typed!(Policy)),
+            Kind::TrafficPolicy => {
+                let (backend, policy) = match new {
+                    Some(Object::Backend(backend)) => (Some(backend), None),
+                    Some(Object::Policy(policy)) => (None, Some(policy)),
+                    _ => (None, None),
+                };
+                self.routes.set_backend(links, (kind, key.clone()), backend);
+                self.policies.set(links, key, policy);
+            }
             Kind::Authorization => {
                 self.set_authorization(key, typed!(Authorization), touched);
             }

@@ -112,13 +112,13 @@ pub enum Object {
     Route(Route),
     /// A ReferenceGrant.
     Grant(Grant),
-    /// An XBackend.
+    /// An XBackend, or a TrafficPolicy that is a host.
     Backend(Backend),
     /// A TrafficSplit of SMI.
     Split(Split),
     /// An HTTPRouteGroup of SMI.
     RouteGroup(RouteGroup),
-    /// A TrafficPolicy.
+    /// A TrafficPolicy with targets.
     Policy(Policy),
     /// An AuthorizationPolicy.
     Authorization(AuthorizationPolicy),
@@ -140,7 +140,7 @@ impl Object {
             Object::Node(_) => Kind::Node,
             Object::Route(route) => route.kind,
             Object::Grant(_) => Kind::Grant,
-            Object::Backend(_) => Kind::Backend,
+            Object::Backend(backend) => backend.kind,
             Object::Split(_) => Kind::TrafficSplit,
             Object::RouteGroup(_) => Kind::RouteGroup,
             Object::Policy(_) => Kind::TrafficPolicy,

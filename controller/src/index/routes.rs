@@ -27,7 +27,7 @@ use crate::routes::{
     RouteStatus,
 };
 
-/// The parents in the status of an XBackend. Kubernetes rejects more.
+/// The parents in the status of a host. Kubernetes rejects more.
 const MAX_PARENTS: usize = 32;
 
 /// The routes, what they refer to, and what results from both.
@@ -38,7 +38,8 @@ pub(super) struct Routes {
     pub(super) traffic_splits: Store<Split>,
     pub(super) route_groups: Store<RouteGroup>,
     pub(super) grants: Store<Grant>,
-    pub(super) backends: Store<Backend>,
+    /// The XBackends, and the TrafficPolicies that are hosts.
+    pub(super) backends: HashMap<RouteId, Backend>,
     canaries: HashMap<Key, Canaries>,
     /// The routes of each Service by their namespace.
     attachments: HashMap<Key, HashMap<Arc<str>, Attachment>>,
@@ -58,6 +59,11 @@ pub(super) struct Concerned {
 impl Routes {
     pub(super) fn of_kind(&self, kind: Kind) -> impl Iterator<Item = &Key> {
         self.all.get(&kind).into_iter().flat_map(Store::keys)
+    }
+
+    pub(super) fn backends(&self, kind: Kind) -> impl Iterator<Item = &Key> {
+        let ids = self.backends.keys().filter(move |id| id.0 == kind);
+        ids.map(|(_, key)| key)
     }
 
     pub(super) fn get(&self, id: &RouteId) -> Option<&Route> {
@@ -147,7 +153,10 @@ impl Routes {
             return;
         };
         let both = old.iter().chain(store.get(key));
-        links.statuses.extend(both.clone().flat_map(backends_of));
+        // The statuses of hosts name the parents of their routes.
+        links
+            .statuses
+            .extend(both.clone().flat_map(Route::external));
         links.dirty.extend(both.flat_map(groups_of));
     }
 
@@ -182,10 +191,10 @@ impl Routes {
         }
     }
 
-    pub(super) fn set_backend(&mut self, links: &mut Links, key: &Key, new: Option<Backend>) {
-        let is_changed = self.backends.replace(links, Kind::Backend, key, new);
-        if is_changed.is_some() {
-            self.mark_referring(links, &Link::External(key.clone()));
+    pub(super) fn set_backend(&mut self, links: &mut Links, id: RouteId, new: Option<Backend>) {
+        if self.backends.get(&id) != new.as_ref() {
+            put(&mut self.backends, &id, new);
+            self.mark_referring(links, &Link::External(id));
         }
     }
 
@@ -339,19 +348,18 @@ impl Routes {
         let not_found = |Rejection {
                              reason, message, ..
                          }| invalid(reason, message);
-        let other = reference.other_kind.as_ref();
-        if let Some(kind) = other.filter(|_| !reference.is_external) {
-            return invalid(INVALID_KIND, format!("{kind} is not Service"));
-        }
         let is_near = key.namespace == route.key.namespace;
-        if reference.is_external {
+        if let Some(kind) = reference.external {
             if !is_near {
-                let problem = format!("the XBackend {key} is not of the namespace of the route");
+                let problem = format!("the {kind} {key} is not of the namespace of the route");
                 return invalid(REF_NOT_PERMITTED, problem);
             }
-            let found = self.external(key);
+            let found = self.external(&(kind, key.clone()));
             let found = found.and_then(|one| one.of_route(route.kind, reference.port));
             return found.map(Some).or_else(not_found);
+        }
+        if let Some(kind) = &reference.other_kind {
+            return invalid(INVALID_KIND, format!("{kind} is not Service"));
         }
         // Clients of the parent reach it without any route.
         let is_own = is_near || key == parent;
@@ -369,34 +377,38 @@ impl Routes {
         exists.map(|()| None).or_else(not_found)
     }
 
-    /// An accepted XBackend.
-    fn external(&self, key: &Key) -> Result<&External, Rejection> {
-        let Some(backend) = self.backends.get(key) else {
-            let row = Kind::Backend.row();
+    /// An accepted host.
+    fn external(&self, id: &RouteId) -> Result<&External, Rejection> {
+        let (kind, key) = id;
+        let Some(backend) = self.backends.get(id) else {
+            let row = kind.row();
+            let has_targets = match kind {
+                Kind::TrafficPolicy => " or has targetRefs",
+                _ => "",
+            };
             let message = format!(
-                "the {} {key} does not exist, or the definition {}.{} is not installed",
-                row.name, row.plural, row.group
+                "the {kind} {key} does not exist{has_targets}, or the definition {}.{} is not \
+                 installed",
+                row.plural, row.group
             );
             return Err(Rejection::new(BACKEND_NOT_FOUND, message));
         };
         backend.content.as_deref().map_err(|rejection| {
-            let message = format!("the {} {key} is not accepted: {rejection}", backend.kind);
+            let message = format!("the {kind} {key} is not accepted: {rejection}");
             Rejection::new(rejection.reason, message)
         })
     }
 
-    /// The status of an XBackend: at each Service whose routes may use it.
-    pub(super) fn backend_status(&self, links: &Links, key: &Key) -> Option<RouteStatus> {
-        let backend = self.backends.get(key)?;
+    /// The status of a host: at each Service whose routes may use it.
+    pub(super) fn backend_status(&self, links: &Links, id: &RouteId) -> Option<RouteStatus> {
+        let backend = self.backends.get(id)?;
         let conditions = backend.conditions(match backend.rejection() {
             Some(rejection) => rejection.condition(),
             None => Condition::new("Accepted", true, "Accepted", String::new()),
         });
-        let routes = links.ids(&Link::External(key.clone()));
-        let routes = routes.filter_map(|id| self.get(id)).filter(|route| {
-            let mut references = route.external().filter(|one| one.key == *key);
-            references.any(|one| one.key.namespace == route.key.namespace)
-        });
+        let routes = links.ids(&Link::External(id.clone()));
+        let routes = routes.filter(|(_, route)| route.namespace == backend.key.namespace);
+        let routes = routes.filter_map(|id| self.get(id));
         let parents = |route: &Route| {
             let parents = route.parents.iter();
             Vec::from_iter(parents.map(|parent| parent.key(&route.key)))
@@ -493,12 +505,6 @@ pub(super) fn check_backend(
         return invalid(BACKEND_NOT_FOUND, problem);
     }
     Ok(())
-}
-
-/// The XBackends of a route, whose statuses name its parents.
-fn backends_of(route: &Route) -> impl Iterator<Item = RouteId> {
-    let references = route.external();
-    references.map(|reference| (Kind::Backend, reference.key.clone()))
 }
 
 fn groups_of(route: &Route) -> impl Iterator<Item = Dirty> {

@@ -1015,12 +1015,15 @@ impl Chance {
                 to: vec![self.0.bool().then(|| self.one(&Self::SERVICES).into())],
             }),
             Kind::Backend => {
-                let host = self.one(&["a.example.com", "b.example.com", "invalid"]);
-                let port = json!({"port": 80 + self.0.u8(..2)});
-                let spec = json!({
-                    "type": "ExternalHostname", "externalHostname": {"hostname": host}, "port": port,
-                });
+                let spec = self.host();
                 let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["a", "b"]));
+                let meta = self.meta(kind, &spec);
+                Object::Backend(backend(Meta { key, ..meta }, &spec, "cluster.local"))
+            }
+            // The names are those of policies with targets.
+            Kind::TrafficPolicy if self.0.u8(..4) == 0 => {
+                let spec = json!({"backend": self.host()});
+                let key = Key::new(self.one(&Self::NAMESPACES), self.one(&["a", "p1"]));
                 let meta = self.meta(kind, &spec);
                 Object::Backend(backend(Meta { key, ..meta }, &spec, "cluster.local"))
             }
@@ -1052,6 +1055,13 @@ impl Chance {
                 Object::Mesh(Mesh::new(self.meta(kind, &spec), &spec))
             }
         }
+    }
+
+    /// The fields of a host, some of them invalid.
+    fn host(&mut self) -> Value {
+        let host = self.one(&["a.example.com", "b.example.com", "invalid"]);
+        let port = json!({"port": 80 + self.0.u8(..2)});
+        json!({"type": "ExternalHostname", "externalHostname": {"hostname": host}, "port": port})
     }
 
     /// A policy of either namespace, some of them invalid.
@@ -1117,12 +1127,14 @@ impl Chance {
         });
         let parents: Vec<Value> = parents.collect();
         let backends = (0..2).map(|_| {
-            let (group, kind) = match self.0.u8(..3) {
+            let (group, kind) = match self.0.u8(..4) {
                 0 => ("gateway.networking.x-k8s.io", "XBackend"),
+                1 => ("diy-service-mesh.dev", "TrafficPolicy"),
                 _ => ("", "Service"),
             };
+            let names = ["a", "b", "c", "p1", "missing"];
             json!({
-                "group": group, "kind": kind, "namespace": "shop", "name": self.one(&["a", "b", "c", "missing"]),
+                "group": group, "kind": kind, "namespace": "shop", "name": self.one(&names),
                 "port": 80 + self.0.u8(..2), "weight": self.0.u8(..3),
             })
         });

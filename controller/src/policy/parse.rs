@@ -127,6 +127,14 @@ fn settings(key: &Key, spec: &Value) -> (Settings, Option<Rejection>) {
 /// Adds the section of this spec, which has one only.
 fn add(settings: &mut Settings, spec: TrafficPolicySpec) -> Result<(), Rejection> {
     let name = settings.name.clone();
+    if spec.backend.is_some() {
+        return refuse(
+            "spec",
+            "backend",
+            "set",
+            "absent in a policy with targetRefs",
+        );
+    }
     let backend = proto::BackendPolicy {
         balancing: spec.load_balancing.map(balancing).transpose()?,
         connections: spec.connections.map(connections),

@@ -12,14 +12,13 @@ use super::telemetry::Telemetry;
 #[cfg(test)]
 use super::tests::crd;
 use crate::fields::{Milliseconds, Name, Named};
-use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
+use crate::routes::spec::{BackendSpec, Fraction, HttpMatch, SessionPersistence, Timeouts};
 
 /// The traffic of the requests to Services. A section for a Service replaces that for its
-/// namespace. What is absent has the defaults of the proxies.
+/// namespace. What is absent has the defaults of the proxies. Or a host outside of the cluster.
 #[derive(Debug, Default, Deserialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 #[cfg_attr(test, schemars(extend(
-    "required" = ["targetRefs"],
     "x-kubernetes-validations" = [
         crd::few_matches("rateLimits"), crd::few_matches("faults"),
     ],
@@ -27,7 +26,7 @@ use crate::routes::spec::{Fraction, HttpMatch, SessionPersistence, Timeouts};
 #[serde(default, rename_all = "camelCase")]
 pub struct TrafficPolicySpec {
     /// Services of the namespace of the policy, or this namespace: all of its Services. Of several
-    /// policies for one target, the oldest one applies.
+    /// policies for one target, the oldest one applies. Required, except with backend.
     #[cfg_attr(test, schemars(length(min = 1, max = 16), extend(
         "x-kubernetes-list-type" = "map",
         "x-kubernetes-list-map-keys" = ["group", "kind", "name"],
@@ -59,6 +58,10 @@ pub struct TrafficPolicySpec {
     pub faults: Option<Vec<Fault>>,
     /// What the proxies of the pods of the Service tell about their traffic.
     pub telemetry: Option<Telemetry>,
+    /// A host outside of the cluster, as a backend of routes of the namespace: they refer to the
+    /// policy, which has no targetRefs and no other section.
+    #[cfg_attr(test, schemars(with = "Option<crd::Backend>"))]
+    pub backend: Option<BackendSpec>,
 }
 
 /// A Service of the namespace of the policy, or this namespace.

@@ -370,7 +370,7 @@ fn rule(
             ..reference.clone()
         };
         let found = resolve(route, &reference);
-        if reference.is_external {
+        if reference.external.is_some() {
             external.push(found.as_ref().ok().cloned().flatten());
         }
         match found {

@@ -1,4 +1,5 @@
-//! XBackends (GEP-4894): hosts outside of the cluster as backends of routes. Pure.
+//! XBackends (GEP-4894), and TrafficPolicies with the same fields in `backend`: hosts outside of the
+//! cluster as backends of routes. Pure.
 //!
 //! Nothing relies on the validation of the API server: objects from files have none. Proxies resolve
 //! the host, and refuse addresses of the cluster, whatever its name is.
@@ -7,25 +8,27 @@ use std::net::IpAddr;
 
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
 use diy_mesh_proto::route::is_hostname;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::model::Rejection;
-use super::parse::{Meta, unsupported};
+use super::parse::{Meta, refuse, shortened, unsupported};
 use super::spec::{BackendSpec, BackendTls};
 use super::{BACKEND_NOT_FOUND, UNSUPPORTED_PROTOCOL, UNSUPPORTED_VALUE};
 use crate::checked::Checked;
 use crate::fields::read_known;
 use crate::index::object::Kind;
 
+/// The kinds of objects that can be a host.
+pub(crate) const KINDS: [Kind; 2] = [Kind::Backend, Kind::TrafficPolicy];
 /// The protocols of a backend. Proxies keep the protocol of each request.
 const PROTOCOLS: [&str; 6] = ["HTTP", "HTTP11", "HTTP2", "H2C", "GRPC", "TCP"];
 /// Names of Services end in this domain.
 const CLUSTER_DOMAIN: &str = "cluster.local";
-/// At least the length of an XBackend in a rule: its name, its host and the name of its server, of at
+/// At least the length of a host in a rule: its name, its host and the name of its server, of at
 /// most 253 bytes each, and its namespace.
 pub(super) const BACKEND_BYTES: usize = 1024;
 
-/// An XBackend.
+/// An XBackend, or a TrafficPolicy with `backend`.
 pub type Backend = Checked<Box<External>>;
 
 /// A host outside of the cluster.
@@ -37,21 +40,53 @@ pub struct External {
     pub protocol: Option<&'static str>,
 }
 
-/// Parses an XBackend. Names in `trust_domain` are names of the cluster, too.
+/// Whether the TrafficPolicy with this spec is a host. One with targets is not, whatever else it has.
+pub fn is_backend(spec: &Value) -> bool {
+    spec.get("backend").is_some() && spec.get("targetRefs").is_none()
+}
+
+/// Parses an XBackend, or a TrafficPolicy that is a host. Names in `trust_domain` are names of the
+/// cluster, too.
 pub fn backend(meta: Meta, spec: &Value, trust_domain: &str) -> Backend {
-    let content = external(format!("{} {}", meta.kind, meta.key), spec, trust_domain);
+    let name = format!("{} {}", meta.kind, meta.key);
+    let content = match meta.kind {
+        Kind::TrafficPolicy => {
+            only_backend(spec).and_then(|spec| external(name, spec, "spec.backend", trust_domain))
+        }
+        _ => external(name, spec, "spec", trust_domain),
+    };
     Backend::new(meta, Vec::new(), content.map(Box::new))
 }
 
-fn external(name: String, spec: &Value, trust_domain: &str) -> Result<External, Rejection> {
+/// The section `backend`. Other sections of the policy would have no target.
+fn only_backend(spec: &Value) -> Result<&Value, Rejection> {
+    let mut sections = spec.as_object().into_iter().flat_map(Map::keys);
+    match sections.find(|section| *section != "backend") {
+        Some(other) => refuse(
+            "spec",
+            &shortened(other),
+            "set",
+            "absent in a policy with backend",
+        ),
+        None => Ok(&spec["backend"]),
+    }
+}
+
+/// Reads the host in the field `at`.
+fn external(
+    name: String,
+    spec: &Value,
+    at: &str,
+    trust_domain: &str,
+) -> Result<External, Rejection> {
     // Another type may have other fields.
     let kind = spec["type"].as_str().unwrap_or_default();
     if kind != "ExternalHostname" {
-        return Err(unsupported("spec.type", kind, "ExternalHostname"));
+        return refuse(at, "type", kind, "ExternalHostname");
     }
-    let spec: BackendSpec = read_known(spec, "spec")?;
+    let spec: BackendSpec = read_known(spec, at)?;
     let host = spec.external_hostname.hostname;
-    let host = host_name("spec.externalHostname.hostname", &host)?;
+    let host = host_name(&format!("{at}.externalHostname.hostname"), &host)?;
     let domains = [CLUSTER_DOMAIN, trust_domain];
     let is_in = |domain: &&str| {
         let rest = host.strip_suffix(domain);
@@ -62,19 +97,15 @@ fn external(name: String, spec: &Value, trust_domain: &str) -> Result<External, 
         .find(|domain| !domain.is_empty() && is_in(domain))
     {
         let expected = format!("outside of the cluster, whose names end in .{domain}");
-        return Err(unsupported(
-            "spec.externalHostname.hostname",
-            &host,
-            &expected,
-        ));
+        return refuse(at, "externalHostname.hostname", host, &expected);
     }
     if spec.port.port == 0 {
-        return Err(unsupported("spec.port.port", "0", "a port from 1 to 65535"));
+        return refuse(at, "port.port", 0, "a port from 1 to 65535");
     }
-    let tls = tls(spec.tls, &host)?;
+    let tls = tls(spec.tls, &host, &format!("{at}.tls"))?;
     let protocol = spec.protocol.as_deref();
     let protocol = protocol
-        .map(|one| protocol_of(one, tls.is_some()))
+        .map(|one| protocol_of(one, tls.is_some(), at))
         .transpose()?;
     let port = spec.port.port.into();
     let message = ExternalBackend {
@@ -100,24 +131,24 @@ fn host_name(field: &str, text: &str) -> Result<String, Rejection> {
     Err(unsupported(field, text, expected))
 }
 
-fn protocol_of(text: &str, has_tls: bool) -> Result<&'static str, Rejection> {
+fn protocol_of(text: &str, has_tls: bool, at: &str) -> Result<&'static str, Rejection> {
     let known = PROTOCOLS.into_iter().find(|one| *one == text);
     let known = known.filter(|one| !(has_tls && *one == "H2C"));
     known.ok_or_else(|| {
         let expected = "HTTP, HTTP11, HTTP2, GRPC, TCP or, without TLS, H2C";
-        let Rejection { message, .. } = unsupported("spec.protocol", text, expected);
+        let Rejection { message, .. } = unsupported(&format!("{at}.protocol"), text, expected);
         Rejection::new(UNSUPPORTED_PROTOCOL, message)
     })
 }
 
 /// TLS to the server with this host name.
-fn tls(spec: Option<BackendTls>, host: &str) -> Result<Option<ExternalTls>, Rejection> {
+fn tls(spec: Option<BackendTls>, host: &str, at: &str) -> Result<Option<ExternalTls>, Rejection> {
     let Some(spec) = spec.filter(|spec| spec.mode != "None") else {
         return Ok(None);
     };
     if spec.mode != "ServerOnly" {
         let expected = "None or ServerOnly: proxies have no certificates for other servers";
-        return Err(unsupported("spec.tls.mode", &spec.mode, expected));
+        return refuse(at, "mode", spec.mode, expected);
     }
     let validation = spec.validation;
     let refused = [
@@ -138,16 +169,15 @@ fn tls(spec: Option<BackendTls>, host: &str) -> Result<Option<ExternalTls>, Reje
         ),
     ];
     if let Some((field, _, reason)) = refused.iter().find(|(_, is_set, _)| *is_set) {
-        let message = format!("spec.tls.{field}: not supported: {reason}");
+        let message = format!("{at}.{field}: not supported: {reason}");
         return Err(Rejection::new(UNSUPPORTED_VALUE, message));
     }
     let roots = validation.well_known_ca_certificates;
     if let Some(other) = roots.filter(|roots| roots != "System") {
-        let field = "spec.tls.validation.wellKnownCACertificates";
-        return Err(unsupported(field, &other, "System"));
+        return refuse(at, "validation.wellKnownCACertificates", other, "System");
     }
     let server_name = match validation.hostname {
-        Some(name) => host_name("spec.tls.validation.hostname", &name)?,
+        Some(name) => host_name(&format!("{at}.validation.hostname"), &name)?,
         None => host.to_owned(),
     };
     Ok(Some(ExternalTls {

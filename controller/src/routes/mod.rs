@@ -1,6 +1,7 @@
 //! Routes of the Gateway API: HTTPRoutes, GRPCRoutes, TCPRoutes and ReferenceGrants with Services as
-//! parents, and with Services and XBackends as backends. Pure: `parse.rs` reads objects, `attach.rs` merges the routes of a Service, and
-//! `crate::index::routes` applies both to the catalog.
+//! parents, and with Services and hosts outside of the cluster as backends. Pure: `parse.rs` reads
+//! objects, `attach.rs` merges the routes of a Service, and `crate::index::routes` applies both to the
+//! catalog.
 //!
 //! This file is what the mesh reports about each route to its author. Plain values.
 
@@ -62,7 +63,7 @@ pub struct RouteStatus {
     /// The generation of the route that the conditions describe.
     pub generation: i64,
     /// In the order of `spec.parentRefs`, only those that are Services. Of an XMesh, itself. Of
-    /// an XBackend, the Services of its routes.
+    /// a host outside of the cluster, the Services of its routes.
     pub parents: Vec<ParentStatus>,
     /// Of an AuthorizationPolicy: where keys of its issuers are, and what was fetched.
     pub issuers: Vec<(Source, Entry)>,

@@ -11,6 +11,7 @@ use diy_mesh_proto::mesh::v1::{
 };
 
 use super::Condition;
+use super::attach::RouteId;
 use crate::authorization::server::Server;
 use crate::checked::Checked;
 use crate::index::object::{Key, Kind};
@@ -115,8 +116,9 @@ pub struct Reference {
     pub key: Key,
     /// The port of the Service.
     pub port: Option<u16>,
-    /// An XBackend as a backend of a rule. In its place, the rule has an empty `external`.
-    pub is_external: bool,
+    /// The kind of the object that is a host, as a backend of a rule. In its place, the rule has an
+    /// empty `external`.
+    pub external: Option<Kind>,
     /// The field of the route, for conditions.
     pub field: String,
 }
@@ -158,9 +160,10 @@ impl Route {
         rules.flat_map(|parsed| &parsed.references)
     }
 
-    /// The references to XBackends.
-    pub fn external(&self) -> impl Iterator<Item = &Reference> {
-        self.references().filter(|reference| reference.is_external)
+    /// The hosts that are backends.
+    pub fn external(&self) -> impl Iterator<Item = RouteId> {
+        let references = self.references();
+        references.filter_map(|reference| Some((reference.external?, reference.key.clone())))
     }
 }
 
@@ -203,7 +206,7 @@ impl Reference {
             other_kind: None,
             key,
             port: None,
-            is_external: false,
+            external: None,
             field,
         }
     }

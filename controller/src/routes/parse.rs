@@ -16,7 +16,7 @@ use diy_mesh_proto::route::{self, is_hostname, is_token};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::Value;
 
-use super::backend::BACKEND_BYTES;
+use super::backend::{BACKEND_BYTES, KINDS};
 use super::filters::{self, Found};
 use super::matches::MatchSpec;
 use super::model::{ExternalAuth, Match, ParsedRule, Reference, Rejection, RequestSettings, Route};
@@ -423,9 +423,9 @@ fn backend(
         let message = format!("{filters_at}: ExternalAuth is a filter of rules only");
         return Err(Rejection::new(INCOMPATIBLE_FILTERS, message));
     }
-    let row = Kind::Backend.row();
-    let kind = (backend.group.as_deref(), backend.kind.as_deref());
-    let is_external = kind == (Some(row.group), Some(row.name));
+    let named = (backend.group.as_deref(), backend.kind.as_deref());
+    let is_named = |kind: &Kind| named == (Some(kind.row().group), Some(kind.row().name));
+    let external = KINDS.into_iter().find(is_named);
     let object = ObjectRef {
         group: backend.group,
         kind: backend.kind,
@@ -434,7 +434,7 @@ fn backend(
         port: backend.port,
     };
     let reference = Reference {
-        is_external,
+        external,
         ..reference(object, &context.meta.key, at.to_owned())
     };
     let name = reference.name();
@@ -444,7 +444,7 @@ fn backend(
         weight,
         filters,
         // The catalog has the host, or not.
-        external: is_external.then(ExternalBackend::default),
+        external: external.map(|_| ExternalBackend::default()),
     })
 }
 
@@ -469,7 +469,7 @@ pub(super) fn reference(object: ObjectRef, from: &Key, field: String) -> Referen
             name: object.name.into(),
         },
         port: object.port.filter(|port| *port != 0),
-        is_external: false,
+        external: None,
         field,
     }
 }

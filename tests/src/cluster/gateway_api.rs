@@ -126,7 +126,7 @@ pub fn route(namespace: &Namespace, kind: &str, name: &str) -> Result<Value> {
 }
 
 /// Waits until the mesh has written this status and this reason of a condition, for the current
-/// generation of a route, and returns the route.
+/// generation of a route or of a policy, and returns it.
 pub fn wait_for_condition(
     namespace: &Namespace,
     kind: &str,
@@ -136,9 +136,10 @@ pub fn wait_for_condition(
     let what = format!("{kind} {name} has the condition {condition:?}");
     wait_for(&what, || {
         let route = route(namespace, kind, name)?;
-        let parents = route["status"]["parents"].as_array();
-        let conditions = parents
+        let entries = ["parents", "ancestors"].map(|field| route["status"][field].as_array());
+        let conditions = entries
             .into_iter()
+            .flatten()
             .flatten()
             .filter(|entry| entry["controllerName"] == "diy-service-mesh.dev/controller")
             .flat_map(|entry| entry["conditions"].as_array().into_iter().flatten());

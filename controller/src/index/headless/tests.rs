@@ -7,7 +7,9 @@ use crate::index::object::{Change, Object, Slice};
 use crate::index::tests::{Chance, endpoint, index, key, pod, service, slice};
 use crate::index::{Index, Touched};
 use crate::policy::tests::policy;
+use crate::routes::backend::{KINDS, backend};
 use crate::routes::model::Route;
+use crate::routes::parse::Meta;
 use crate::routes::tests::{route, route_of};
 
 /// Whether the status of a route may have changed.
@@ -216,6 +218,33 @@ fn policies_of_a_younger_headless_service_get_the_condition_unless_they_concern_
     let namespace = json!({"group": "", "kind": "Namespace", "name": "shop"});
     apply(&mut index, of(namespace, timeouts()));
     assert_eq!(older(&index), [], "it is for both Services");
+}
+
+#[test]
+fn hosts_as_backends_of_a_younger_headless_service_do_not_get_the_condition() {
+    for kind in KINDS {
+        let mut index = cluster();
+        let host = json!({"group": kind.row().group, "kind": kind.name(), "name": "host"});
+        let mut next = route("next", 0, json!([{"backendRefs": [host]}]));
+        next.parents[0].name = "next".to_owned();
+        apply(&mut index, Object::Route(next));
+        let host = json!({
+            "type": "ExternalHostname", "externalHostname": {"hostname": "a.example.com"},
+            "port": {"port": 443},
+        });
+        let spec = match kind {
+            Kind::TrafficPolicy => json!({"backend": host}),
+            _ => host,
+        };
+        let meta = Meta::new(kind, key("host"), 0, ("", 0), &spec);
+        apply(
+            &mut index,
+            Object::Backend(backend(meta, &spec, "cluster.local")),
+        );
+        let status = index.status(&(kind, key("host"))).unwrap().unwrap();
+        assert_eq!(status.parents.len(), 1, "{kind}");
+        assert!(message(&index).ends_with("shop/next: shop/web (pods a, b)"));
+    }
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn concerned(object: &Object, all: &[Object]) -> BTreeSet<Key> {
             });
             let routes = routes.filter(|route| {
                 let mut references = route.external();
-                references.any(|one| one.key == backend.key)
+                references.any(|one| one == (backend.kind, backend.key.clone()))
             });
             let parents = routes.flat_map(|route| {
                 let parents = route.parents.iter();

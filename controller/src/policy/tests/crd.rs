@@ -204,6 +204,87 @@ struct CookieConfig {
     lifetime_type: Option<String>,
 }
 
+/// A host outside of the cluster, with the fields of an XBackend (GEP-4894) that the mesh supports.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "!has(self.protocol) || self.protocol != 'H2C' || !has(self.tls) || self.tls.mode == 'None'",
+    "H2C has no TLS: HTTP2 has",
+)))]
+pub(crate) struct Backend {
+    /// ExternalHostname.
+    #[serde(rename = "type")]
+    #[schemars(extend("enum" = ["ExternalHostname"]))]
+    kind: String,
+    /// The port of the host.
+    port: BackendPort,
+    /// The host.
+    external_hostname: ExternalHostname,
+    /// The protocol of the requests, which proxies keep. Default: that of the route.
+    #[schemars(extend("enum" = ["HTTP", "HTTP11", "HTTP2", "H2C", "GRPC", "TCP"]))]
+    protocol: Option<String>,
+    /// TLS to the host. Default: plaintext.
+    tls: Option<BackendTls>,
+}
+
+/// The port of a host.
+#[derive(JsonSchema)]
+struct BackendPort {
+    /// Without effect.
+    #[schemars(length(max = 63))]
+    name: Option<String>,
+    /// The number.
+    #[schemars(range(min = 1, max = 65535))]
+    port: u32,
+}
+
+/// A host.
+#[derive(JsonSchema)]
+struct ExternalHostname {
+    /// A complete name outside of the cluster, and no address.
+    hostname: PublicHostname,
+}
+
+/// A complete name outside of the cluster. The controller alone knows the trust domain.
+#[derive(JsonSchema)]
+#[serde(transparent)]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "self.contains('.') && !self.matches('(^|[.])([0-9]+|0x[^.]*|cluster[.]local)$')",
+    "expected a complete host name outside of the cluster, and no IP address",
+)))]
+struct PublicHostname(#[schemars(regex(pattern = HOSTNAME), length(max = 253))] String);
+
+/// A complete name.
+#[derive(JsonSchema)]
+#[serde(transparent)]
+#[schemars(extend("x-kubernetes-validations" = rule(
+    "self.contains('.') && !self.matches('(^|[.])([0-9]+|0x[^.]*)$')",
+    "expected a complete host name, and no IP address",
+)))]
+struct ServerName(#[schemars(regex(pattern = HOSTNAME), length(max = 253))] String);
+
+/// TLS to a host.
+#[derive(JsonSchema)]
+struct BackendTls {
+    /// None, or ServerOnly: proxies verify the certificate of the host.
+    #[schemars(extend("enum" = ["None", "ServerOnly"]))]
+    mode: String,
+    /// How the certificate is verified.
+    validation: Option<BackendTlsValidation>,
+}
+
+/// How the certificate of a host is verified.
+#[derive(JsonSchema)]
+#[serde(rename_all = "camelCase")]
+struct BackendTlsValidation {
+    /// The name in the certificate. Default: that of the host.
+    hostname: Option<ServerName>,
+    /// System (default): the public certificate authorities.
+    #[serde(rename = "wellKnownCACertificates")]
+    #[schemars(extend("enum" = ["System"]))]
+    well_known_ca_certificates: Option<String>,
+}
+
 /// A share. The denominator is 100 by default.
 #[derive(JsonSchema)]
 #[schemars(extend("x-kubernetes-validations" = [{
@@ -361,7 +442,19 @@ fn definition() -> Value {
         labels: json!({"gateway.networking.k8s.io/policy": "Inherited"}),
         columns: vec![targets],
     };
-    resource.definition::<TrafficPolicySpec>()
+    let mut definition = resource.definition::<TrafficPolicySpec>();
+    let spec =
+        &mut definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"];
+    let sections = spec["properties"].as_object().expect("sections").keys();
+    let others = sections.filter(|section| *section != "backend");
+    let others: Vec<String> = others.map(|other| format!("has(self.{other})")).collect();
+    let only_backend = json!({
+        "rule": format!("has(self.backend) ? !({}) : has(self.targetRefs)", others.join(" || ")),
+        "message": "expected targetRefs, or backend alone",
+    });
+    let rules = &mut spec["x-kubernetes-validations"];
+    rules.as_array_mut().expect("rules").push(only_backend);
+    definition
 }
 
 /// PolicyStatus of GEP-713.

@@ -110,6 +110,11 @@ fn refused() -> Vec<(Value, &'static str)> {
             json!({"connections": {"maxRequests": -1}}),
             "spec.connections.maxRequests: invalid value",
         ),
+        (
+            json!({"backend": {"type": "ExternalHostname", "port": {"port": 443},
+                "externalHostname": {"hostname": "api.example.com"}}}),
+            "spec.backend: \"set\" is not absent in a policy with targetRefs",
+        ),
         // Load balancing.
         (
             json!({"loadBalancing": {"algorithm": "Magic"}}),

@@ -1,20 +1,37 @@
-//! XBackends: what of them is accepted, and what proxies are told.
+//! XBackends and TrafficPolicies with `backend`: what of them is accepted, and what proxies are told.
 
 use diy_mesh_proto::mesh::v1::{ExternalBackend, ExternalTls};
 
 use super::*;
-use crate::routes::backend::{Backend, backend};
+use crate::routes::backend::{Backend, KINDS, backend, is_backend};
+use crate::routes::model::Rejection;
 
-fn parsed(change: Value) -> Backend {
+fn parsed(kind: Kind, change: Value) -> Backend {
     let mut spec = json!({
         "type": "ExternalHostname", "port": {"port": 443},
         "externalHostname": {"hostname": "api.example.com"},
     });
     let change = change.as_object().unwrap().clone();
     spec.as_object_mut().unwrap().extend(change);
+    if kind == Kind::TrafficPolicy {
+        spec = json!({"backend": spec});
+    }
+    of_spec(kind, &spec)
+}
+
+fn of_spec(kind: Kind, spec: &Value) -> Backend {
     let key = Key::new("shop", "api");
-    let meta = Meta::new(Kind::Backend, key, 0, ("", 7), &spec);
-    backend(meta, &spec, "mesh.test")
+    let meta = Meta::new(kind, key, 0, ("", 7), spec);
+    backend(meta, spec, "mesh.test")
+}
+
+/// The message begins with a field of an XBackend, or with that of a TrafficPolicy.
+fn assert_names(rejection: &Rejection, kind: Kind, field: &str) {
+    let field = match kind {
+        Kind::TrafficPolicy => field.replacen("spec.", "spec.backend.", 1),
+        _ => field.to_owned(),
+    };
+    assert!(rejection.message.starts_with(&field), "{kind}: {rejection}");
 }
 
 fn named(hostname: &str) -> Value {
@@ -59,8 +76,11 @@ fn backend_is_a_host_with_a_port_and_optional_tls() {
         (tls(json!({})), to("api.example.com")),
         (tls(json!({"validation": validation})), to("eu.example.com")),
     ];
-    for (change, expected) in cases {
-        assert_eq!(message(&parsed(change.clone())), expected, "{change}");
+    for (change, mut expected) in cases {
+        for kind in KINDS {
+            expected.name = format!("{kind} shop/api");
+            assert_eq!(message(&parsed(kind, change.clone())), expected, "{change}");
+        }
     }
 }
 
@@ -102,13 +122,48 @@ fn backends_that_cannot_be_used_as_they_say_are_not_accepted() {
         ),
         (tls(json!({"skipVerify": true})), "spec.tls.skipVerify"),
     ];
-    for (change, field) in cases {
-        let rejection = parsed(change.clone()).content.unwrap_err();
-        let is_protocol = field == "spec.protocol";
+    let both = cases.iter().flat_map(|case| KINDS.map(|kind| (kind, case)));
+    for (kind, (change, field)) in both {
+        let rejection = parsed(kind, change.clone()).content.unwrap_err();
+        let is_protocol = *field == "spec.protocol";
         let reason = ["UnsupportedValue", "UnsupportedProtocol"][usize::from(is_protocol)];
         assert_eq!(rejection.reason, reason, "{change}");
-        assert!(rejection.message.starts_with(field), "{rejection}");
+        assert_names(&rejection, kind, field);
     }
+}
+
+#[test]
+fn policy_is_a_backend_or_has_targets() {
+    let host = json!({
+        "type": "ExternalHostname", "port": {"port": 443},
+        "externalHostname": {"hostname": "api.example.com"},
+    });
+    let targets = json!([{"kind": "Service", "name": "web"}]);
+    for (spec, expected) in [
+        (json!({"backend": host}), true),
+        (json!({"backend": null}), true),
+        (json!({"backend": host, "timeouts": {}}), true),
+        (json!({"backend": host, "targetRefs": targets}), false),
+        (json!({"backend": host, "targetRefs": []}), false),
+        (json!({"backend": host, "targetRefs": null}), false),
+        (json!({"targetRefs": targets}), false),
+        (json!({}), false),
+        (Value::Null, false),
+    ] {
+        assert_eq!(is_backend(&spec), expected, "{spec}");
+    }
+    let message = |spec| {
+        let parsed = of_spec(Kind::TrafficPolicy, &spec);
+        parsed.content.map_err(|rejection| rejection.message)
+    };
+    assert!(message(json!({"backend": host})).is_ok());
+    for section in ["timeouts", "unknown"] {
+        let expected = format!("spec.{section}: \"set\" is not absent in a policy with backend");
+        let spec = json!({"backend": host, section: {}});
+        assert_eq!(message(spec), Err(expected));
+    }
+    let none = message(json!({"backend": null})).unwrap_err();
+    assert_eq!(none, "spec.backend.type: \"\" is not ExternalHostname");
 }
 
 #[test]
@@ -133,30 +188,28 @@ fn host_is_a_name_outside_of_the_cluster_and_no_address() {
         "web.mesh.test",
         "mesh.test",
     ];
-    for host in refused {
-        let rejection = parsed(named(host)).content.unwrap_err();
-        let field = "spec.externalHostname.hostname: ";
-        assert!(rejection.message.starts_with(field), "{host}: {rejection}");
-    }
-    assert!(
-        parsed(named(&format!("{}.com", "a.".repeat(130))))
-            .content
-            .is_err()
-    );
-    for host in [
+    let long = format!("{}.com", "a.".repeat(130));
+    let accepted = [
         "api.example.com",
         "mycluster.local",
         "xmesh.test",
         "1.2.3.example",
-    ] {
-        assert_eq!(message(&parsed(named(host))).host, host);
+    ];
+    for kind in KINDS {
+        for host in refused.into_iter().chain([&*long]) {
+            let rejection = parsed(kind, named(host)).content.unwrap_err();
+            assert_names(&rejection, kind, "spec.externalHostname.hostname: ");
+        }
+        for host in accepted {
+            assert_eq!(message(&parsed(kind, named(host))).host, host);
+        }
     }
 }
 
 #[test]
 fn routes_use_backends_whose_protocol_they_keep() {
     let uses = |protocol: Option<&str>, kind| {
-        let backend = parsed(json!({"protocol": protocol}));
+        let backend = parsed(Kind::Backend, json!({"protocol": protocol}));
         let used = backend.content.unwrap().of_route(kind, Some(443));
         used.map(|_| ()).map_err(|rejection| rejection.reason)
     };
@@ -186,8 +239,10 @@ fn bytes_of_a_route_include_the_hosts_of_its_backends() {
         let rules = json!([{"backendRefs": vec![reference; 16]}]);
         route("r", 0, rules).bytes
     };
-    let external = json!({"group": "gateway.networking.x-k8s.io", "kind": "XBackend"});
     // 253 bytes each, the namespace, and the lengths.
     let longest = 3 * 253 + 63;
-    assert!(bytes(external) > bytes(json!({})) + 16 * longest);
+    for kind in KINDS {
+        let external = json!({"group": kind.row().group, "kind": kind.name()});
+        assert!(bytes(external) > bytes(json!({})) + 16 * longest);
+    }
 }

@@ -1,32 +1,51 @@
-//! XBackends as backends of routes, with their changes and their statuses.
+//! XBackends, and TrafficPolicies with `backend`, as backends of routes, with their changes and their
+//! statuses.
 
 use super::*;
 use crate::catalog::parse;
+use crate::routes::backend::KINDS;
 
 const WEB: &str = "10.96.0.7:80";
 
-/// An object of group `gateway.networking.x-k8s.io` or `gateway.networking.k8s.io`.
+/// An object without unknown fields.
 fn object(value: serde_json::Value) -> Object {
     let parsed = parse(&value.to_string(), "cluster.local").unwrap();
     assert_eq!(parsed.unknown_fields, [""; 0]);
     parsed.objects.into_iter().next().unwrap()
 }
 
-fn backend(namespace: &str, host: &str) -> Object {
+/// `api` of either kind.
+fn backend(kind: Kind, namespace: &str, host: &str) -> Object {
+    let mut spec = json!({
+        "type": "ExternalHostname", "externalHostname": {"hostname": host},
+        "port": {"port": 443}, "tls": {"mode": "ServerOnly"},
+    });
+    if kind == Kind::TrafficPolicy {
+        spec = json!({"backend": spec});
+    }
     object(json!({
-        "apiVersion": "gateway.networking.x-k8s.io/v1alpha1", "kind": "XBackend",
+        "apiVersion": format!("{}/v1alpha1", kind.row().group), "kind": kind.name(),
         "metadata": {"name": "api", "namespace": namespace, "generation": 3},
+        "spec": spec,
+    }))
+}
+
+/// A policy `api` for Service `web`, in place of a host.
+fn with_targets() -> Object {
+    object(json!({
+        "apiVersion": "diy-service-mesh.dev/v1alpha1", "kind": "TrafficPolicy",
+        "metadata": {"name": "api", "namespace": "shop", "generation": 4},
         "spec": {
-            "type": "ExternalHostname", "externalHostname": {"hostname": host},
-            "port": {"port": 443}, "tls": {"mode": "ServerOnly"},
+            "targetRefs": [{"group": "", "kind": "Service", "name": "web"}],
+            "connections": {"maxRequests": 1},
         },
     }))
 }
 
-/// A route of `shop` with backends: an XBackend with this change, and `b`.
-fn to_api(kind: Kind, change: serde_json::Value) -> Object {
+/// A route of `shop` with backends: `api` of a kind with this change, and `b`.
+fn to_api(kind: Kind, of_kind: Kind, change: serde_json::Value) -> Object {
     let mut api = json!({
-        "group": "gateway.networking.x-k8s.io", "kind": "XBackend", "name": "api", "weight": 9,
+        "group": of_kind.row().group, "kind": of_kind.name(), "name": "api", "weight": 9,
     });
     let change = change.as_object().unwrap().clone();
     api.as_object_mut().unwrap().extend(change);
@@ -58,116 +77,167 @@ fn backends(index: &Index) -> (Vec<String>, &'static str) {
 
 #[test]
 fn host_is_a_backend_of_all_kinds_of_routes() {
-    for kind in Kind::routes() {
-        let mut index = with_services([to_api(kind, json!({})), backend("shop", "a.example.com")]);
+    let all = Kind::routes().flat_map(|kind| KINDS.map(|of_kind| (kind, of_kind)));
+    for (kind, of_kind) in all {
+        let to_api = |change| to_api(kind, of_kind, change);
+        let backend = |host| backend(of_kind, "shop", host);
+        let mut index = with_services([to_api(json!({})), backend("a.example.com")]);
         let expected = |host: &str| vec![format!("{host} 9"), "shop/b:80 1".to_owned()];
         let valid = (expected("a.example.com:443"), "ResolvedRefs");
-        assert_eq!(backends(&index), valid, "{kind}");
-        apply(&mut index, to_api(kind, json!({"port": 443})));
-        assert_eq!(backends(&index), valid, "{kind}");
+        assert_eq!(backends(&index), valid, "{kind} {of_kind}");
+        apply(&mut index, to_api(json!({"port": 443})));
+        assert_eq!(backends(&index), valid, "{kind} {of_kind}");
         // The others keep their share.
-        apply(&mut index, to_api(kind, json!({"port": 80})));
+        apply(&mut index, to_api(json!({"port": 80})));
         assert_eq!(backends(&index), (expected(""), "BackendNotFound"));
-        apply(&mut index, to_api(kind, json!({"name": "none"})));
+        apply(&mut index, to_api(json!({"name": "none"})));
         assert_eq!(backends(&index), (expected(""), "BackendNotFound"));
-        apply(&mut index, to_api(kind, json!({"group": "example.net"})));
+        apply(&mut index, to_api(json!({"group": "example.net"})));
         assert_eq!(backends(&index), (expected(""), "InvalidKind"));
-        apply(&mut index, to_api(kind, json!({})));
-        apply(&mut index, backend("shop", "b.cluster.local"));
+        apply(&mut index, to_api(json!({})));
+        apply(&mut index, backend("b.cluster.local"));
         assert_eq!(backends(&index), (expected(""), "UnsupportedValue"));
     }
 }
 
 #[test]
 fn mirrors_and_authorization_servers_are_services() {
-    let api = json!({"group": "gateway.networking.x-k8s.io", "kind": "XBackend", "name": "api"});
-    let auth = json!({"protocol": "GRPC", "backendRef": api.clone()});
-    for filter in [
-        json!({"type": "RequestMirror", "requestMirror": {"backendRef": api}}),
-        json!({"type": "ExternalAuth", "externalAuth": auth}),
-    ] {
-        let own = json!([{"name": "web", "port": 80}]);
-        let rules = json!([{"filters": [filter], "backendRefs": own}]);
-        let index = with_services([
-            backend("shop", "a.example.com"),
-            Object::Route(route("r", 0, rules)),
-        ]);
-        assert_eq!(backends(&index).1, "InvalidKind");
+    for kind in KINDS {
+        let api = json!({"group": kind.row().group, "kind": kind.name(), "name": "api"});
+        let auth = json!({"protocol": "GRPC", "backendRef": api.clone()});
+        for filter in [
+            json!({"type": "RequestMirror", "requestMirror": {"backendRef": api}}),
+            json!({"type": "ExternalAuth", "externalAuth": auth}),
+        ] {
+            let own = json!([{"name": "web", "port": 80}]);
+            let rules = json!([{"filters": [filter], "backendRefs": own}]);
+            let index = with_services([
+                backend(kind, "shop", "a.example.com"),
+                Object::Route(route("r", 0, rules)),
+            ]);
+            assert_eq!(backends(&index).1, "InvalidKind");
+        }
     }
 }
 
 #[test]
 fn change_of_a_backend_touches_only_the_services_whose_routes_use_it() {
-    let other = route("other", 1, json!([{"matches": [{"method": "PUT"}]}]));
-    let mut other = Object::Route(other);
-    if let Object::Route(route) = &mut other {
-        route.parents[0].name = "b".to_owned();
+    for (kind, other_kind) in KINDS.into_iter().zip(KINDS.into_iter().rev()) {
+        let other = route("other", 1, json!([{"matches": [{"method": "PUT"}]}]));
+        let mut other = Object::Route(other);
+        if let Object::Route(route) = &mut other {
+            route.parents[0].name = "b".to_owned();
+        }
+        let mut index = with_services([to_api(Kind::HttpRoute, kind, json!({})), other]);
+        let web = Touched {
+            addresses: [ip("10.96.0.7")].into(),
+            ..Touched::default()
+        };
+        let host = |host| backend(kind, "shop", host);
+        assert_eq!(apply(&mut index, host("a.example.com")), web);
+        let same = apply(&mut index, host("a.example.com"));
+        assert_eq!(same, Touched::default());
+        assert_eq!(apply(&mut index, host("b.example.com")), web);
+        let of_others = apply(&mut index, backend(kind, "bank", "a.example.com"));
+        assert_eq!(of_others, Touched::default());
+        // Objects of other kinds with the same name have no part in it.
+        let of_other_kind = apply(&mut index, backend(other_kind, "shop", "c.example.com"));
+        assert_eq!(of_other_kind, Touched::default());
+        assert_eq!(backends(&index).0[0], "b.example.com:443 9");
+        let service = apply(&mut index, Object::Service(service("api", &["10.96.0.9"])));
+        assert_eq!(service.addresses, [ip("10.96.0.9")].into());
+        let mut touched = Touched::default();
+        index.apply(Change::Delete(kind, key("api")), &mut touched);
+        assert_eq!(touched, web);
+        assert_eq!(backends(&index).1, "BackendNotFound");
     }
-    let mut index = with_services([to_api(Kind::HttpRoute, json!({})), other]);
-    let web = Touched {
-        addresses: [ip("10.96.0.7")].into(),
-        ..Touched::default()
-    };
-    assert_eq!(apply(&mut index, backend("shop", "a.example.com")), web);
-    let same = apply(&mut index, backend("shop", "a.example.com"));
-    assert_eq!(same, Touched::default());
-    assert_eq!(apply(&mut index, backend("shop", "b.example.com")), web);
-    let of_others = apply(&mut index, backend("bank", "a.example.com"));
-    assert_eq!(of_others, Touched::default());
-    // A Service with the name of the XBackend has no part in it.
-    let service = apply(&mut index, Object::Service(service("api", &["10.96.0.9"])));
-    assert_eq!(service.addresses, [ip("10.96.0.9")].into());
-    let mut touched = Touched::default();
-    index.apply(Change::Delete(Kind::Backend, key("api")), &mut touched);
-    assert_eq!(touched, web);
-    assert_eq!(backends(&index).1, "BackendNotFound");
 }
 
 #[test]
 fn backend_is_of_the_namespace_of_the_route() {
-    let grant = json!({
-        "apiVersion": "gateway.networking.k8s.io/v1", "kind": "ReferenceGrant",
-        "metadata": {"name": "g", "namespace": "bank"},
-        "spec": {
-            "from": [{"group": "gateway.networking.k8s.io", "kind": "HTTPRoute", "namespace": "shop"}],
-            "to": [{"group": "gateway.networking.x-k8s.io", "kind": "XBackend"}, {"group": "", "kind": "Service"}],
-        },
+    for kind in KINDS {
+        let from = json!({
+            "group": "gateway.networking.k8s.io", "kind": "HTTPRoute", "namespace": "shop",
+        });
+        let to = json!([
+            {"group": kind.row().group, "kind": kind.name()}, {"group": "", "kind": "Service"},
+        ]);
+        let grant = json!({
+            "apiVersion": "gateway.networking.k8s.io/v1", "kind": "ReferenceGrant",
+            "metadata": {"name": "g", "namespace": "bank"}, "spec": {"from": [from], "to": to},
+        });
+        let index = with_services([
+            to_api(Kind::HttpRoute, kind, json!({"namespace": "bank"})),
+            backend(kind, "bank", "a.example.com"),
+            object(grant),
+        ]);
+        assert_eq!(backends(&index).1, "RefNotPermitted");
+        let status = index.status(&(kind, Key::new("bank", "api")));
+        assert_eq!(status.unwrap().unwrap().parents.len(), 0);
+    }
+}
+
+/// The parents of a status, each with its only condition.
+fn status(index: &Index, id: &(Kind, Key), generation: i64) -> Vec<(String, bool, &'static str)> {
+    let status = index.status(id).unwrap().unwrap();
+    assert_eq!((status.kind, status.generation), (id.0, generation));
+    let parents = status.parents.into_iter().map(|one| {
+        assert_eq!(one.conditions.len(), 1);
+        let condition = &one.conditions[0];
+        (one.parent.to_string(), condition.holds, condition.reason)
     });
-    let index = with_services([
-        to_api(Kind::HttpRoute, json!({"namespace": "bank"})),
-        backend("bank", "a.example.com"),
-        object(grant),
-    ]);
-    assert_eq!(backends(&index).1, "RefNotPermitted");
-    let status = index.status(&(Kind::Backend, Key::new("bank", "api")));
-    assert_eq!(status.unwrap().unwrap().parents.len(), 0);
+    parents.collect()
 }
 
 #[test]
 fn status_of_a_backend_names_the_services_of_its_routes() {
-    let id = (Kind::Backend, key("api"));
-    let mut index = with_services([backend("shop", "a.example.com")]);
-    let status = |index: &Index| {
-        let status = index.status(&id).unwrap().unwrap();
-        assert_eq!(status.generation, 3);
-        let parents = status.parents.into_iter().map(|one| {
-            assert_eq!(one.conditions.len(), 1);
-            let condition = &one.conditions[0];
-            (one.parent.to_string(), condition.holds, condition.reason)
-        });
-        parents.collect::<Vec<_>>()
+    for kind in KINDS {
+        let id = (kind, key("api"));
+        let mut index = with_services([backend(kind, "shop", "a.example.com")]);
+        assert_eq!(status(&index, &id, 3), []);
+        assert!(index.with_status().contains(&id));
+        index.take_changed_statuses();
+        apply(&mut index, to_api(Kind::HttpRoute, kind, json!({})));
+        let web = "Service shop/web".to_owned();
+        assert!(index.take_changed_statuses().contains(&id));
+        assert_eq!(status(&index, &id, 3), [(web.clone(), true, "Accepted")]);
+        apply(&mut index, backend(kind, "shop", "127.0.0.1"));
+        assert_eq!(status(&index, &id, 3), [(web, false, "UnsupportedValue")]);
+        index.take_changed_statuses();
+        let mut touched = Touched::default();
+        index.apply(Change::Delete(Kind::HttpRoute, key("r")), &mut touched);
+        assert!(index.take_changed_statuses().contains(&id));
+        assert_eq!(status(&index, &id, 3), []);
+    }
+}
+
+#[test]
+fn policy_becomes_a_backend_and_has_targets_again() {
+    let kind = Kind::TrafficPolicy;
+    let id = (kind, key("api"));
+    let route = to_api(Kind::HttpRoute, kind, json!({}));
+    let mut index = with_services([route, with_targets()]);
+    let max_requests = |index: &Index| {
+        let policy = index.policies.of_service(&key("web"));
+        let backend = policy.and_then(|policy| policy.backend.as_ref());
+        backend.and_then(|backend| backend.connections?.max_requests)
     };
-    assert_eq!(status(&index), []);
-    index.take_changed_statuses();
-    apply(&mut index, to_api(Kind::HttpRoute, json!({})));
-    let web = "Service shop/web".to_owned();
-    assert!(index.take_changed_statuses().contains(&id));
-    assert_eq!(status(&index), [(web.clone(), true, "Accepted")]);
-    apply(&mut index, backend("shop", "127.0.0.1"));
-    assert_eq!(status(&index), [(web, false, "UnsupportedValue")]);
-    index.take_changed_statuses();
-    let mut touched = Touched::default();
-    index.apply(Change::Delete(Kind::HttpRoute, key("r")), &mut touched);
-    assert!(index.take_changed_statuses().contains(&id));
-    assert_eq!(status(&index), []);
+    let accepted = |parent: &str| (parent.to_owned(), true, "Accepted");
+    for _ in 0..2 {
+        assert_eq!(backends(&index).1, "BackendNotFound");
+        assert_eq!(max_requests(&index), Some(1));
+        assert_eq!(status(&index, &id, 4), [accepted("Service web")]);
+        apply(&mut index, backend(kind, "shop", "a.example.com"));
+        assert_eq!(backends(&index).1, "ResolvedRefs");
+        assert_eq!(max_requests(&index), None);
+        assert_eq!(status(&index, &id, 3), [accepted("Service shop/web")]);
+        assert_eq!(index.count(kind), 1);
+        apply(&mut index, with_targets());
+    }
+    apply(&mut index, backend(kind, "shop", "a.example.com"));
+    index.apply(Change::Reset(kind, Vec::new()), &mut Touched::default());
+    assert_eq!(
+        (index.count(kind), backends(&index).1),
+        (0, "BackendNotFound")
+    );
 }
