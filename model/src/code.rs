@@ -138,8 +138,8 @@ codes! {
         "the regular expressions of routes, faults or rate limits would judge more than 1 MiB of the request; a byte counts for each expression; 414 for path and query",
         "the client; the number of expressions";
     RequestTimeout: "request-timeout", &[408], Some(Grpc::DeadlineExceeded),
-        "the request header did not arrive within 30 seconds",
-        "the client";
+        "the request header, or the part of the body that an authorization server gets, did not arrive within 30 seconds",
+        "the client; `forwardBody` of streams";
     Overloaded: "overloaded", &[503], Some(Grpc::ResourceExhausted),
         "the proxy has reached a limit",
         "the number of open connections, and of destinations in use";

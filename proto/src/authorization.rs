@@ -27,7 +27,7 @@ pub use claims::claim;
 use edge::Patterns;
 pub use fields::{host_name, may_be_get};
 use index::Rules;
-pub use index::{authorizers, fields, issuer_ports};
+pub use index::{asking_action, authorizers, fields, issuer_ports};
 pub use readings::{decoded_pattern, other_readings};
 pub use rule::{Condition, ISSUERS_REVISION, REVISION};
 

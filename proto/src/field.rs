@@ -22,6 +22,10 @@ pub const QUESTIONS: &str = "x-mesh-questions";
 /// The field of a question in HTTP with the identity of the client that it is about.
 pub const CALLER: &str = "x-mesh-caller";
 
+/// The field of a question about a request with a body: whether the body is longer than what the server
+/// gets of it. The name is that of Envoy.
+pub const PARTIAL_BODY: &str = "x-envoy-auth-partial-body";
+
 /// Fields that frame a message, belong to one connection, or name the host.
 pub const OF_CONNECTIONS: [&str; 13] = [
     "connection",

@@ -113,8 +113,9 @@ pub enum Failure {
         part_name(*.0)
     )]
     TooLargeToMatch(RequestPart),
-    /// The client did not send the complete request head within the timeout.
-    #[error("timed out before the complete request head arrived")]
+    /// The client did not send the complete request head, or what an authorization server gets of the
+    /// body, within the timeout.
+    #[error("timed out before the complete request head, or the body to authorize, arrived")]
     RequestTimeout,
     /// The proxy has reached a limit.
     #[error("the proxy is overloaded: {0}")]

@@ -2,7 +2,7 @@
 // publishes, and HTTP. The last element of the path says what it does.
 //
 //	authorizer [--grpc=9000] [--http=8000]     serves until it is killed
-//	authorizer get URL                         prints the status, the fields and the body of a response
+//	authorizer get URL [BODY]                  prints the status, the fields and the body of a response
 //	authorizer tls ADDRESS NAME                prints the address and the names of a TLS server, asked for a name
 package main
 
@@ -42,7 +42,11 @@ const (
 func main() {
 	log.SetFlags(0)
 	if len(os.Args) == 3 && os.Args[1] == "get" {
-		get(os.Args[2])
+		get(os.Args[2], nil)
+		return
+	}
+	if len(os.Args) == 4 && os.Args[1] == "get" {
+		get(os.Args[2], strings.NewReader(os.Args[3]))
 		return
 	}
 	if len(os.Args) == 4 && os.Args[1] == "tls" {
@@ -132,7 +136,7 @@ func (e *envoy) Check(ctx context.Context, request *auth.CheckRequest) (*auth.Ch
 			HttpResponse: &auth.CheckResponse_DeniedResponse{DeniedResponse: &auth.DeniedHttpResponse{
 				Status:  &types.HttpStatus{Code: types.StatusCode_Unauthorized},
 				Headers: []*core.HeaderValueOption{option("www-authenticate", "Basic realm=\"test\"")},
-				Body:    "denied by gRPC",
+				Body:    "denied by gRPC" + asked.Body + asked.Headers["x-envoy-auth-partial-body"],
 			}},
 		}, nil
 	case "error":
@@ -166,6 +170,8 @@ func (p plain) ServeHTTP(response http.ResponseWriter, request *http.Request) {
 	case "deny":
 		response.WriteHeader(http.StatusForbidden)
 		io.WriteString(response, "denied by HTTP")
+		io.Copy(response, request.Body)
+		io.WriteString(response, request.Header.Get("X-Envoy-Auth-Partial-Body"))
 	case "error":
 		response.WriteHeader(http.StatusInternalServerError)
 	case "empty":
@@ -194,12 +200,12 @@ func wait(ctx context.Context) {
 }
 
 // get prints a response, or why there is none.
-func get(url string) {
+func get(url string, sent io.Reader) {
 	client := http.Client{
 		Timeout:       requestTimeout,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-	request, err := http.NewRequest(http.MethodGet, url, nil)
+	request, err := http.NewRequest(http.MethodGet, url, sent)
 	if err != nil {
 		log.Fatal(err)
 	}

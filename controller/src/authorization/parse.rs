@@ -15,7 +15,8 @@ use std::sync::Arc;
 
 use diy_mesh_model::identity::{Identity, TRUST_DOMAIN};
 use diy_mesh_proto::authorization::{
-    ISSUERS_REVISION, MAX_ISSUERS, MAX_ITEMS, MAX_RULES, REVISION, check, check_egress,
+    ISSUERS_REVISION, MAX_ISSUERS, MAX_ITEMS, MAX_RULES, REVISION, asking_action, check,
+    check_egress,
 };
 use diy_mesh_proto::mesh::v1 as proto;
 use diy_mesh_proto::policy::Violation;
@@ -177,6 +178,10 @@ impl Reader<'_> {
         let (issuers, fetched): (Vec<_>, Vec<_>) = issuers.into_iter().unzip();
         let parse = |spec| authorizer::authorizer(spec, &self.key.namespace);
         let (authorizer, server) = spec.external_auth.map(parse).transpose()?.unzip();
+        let action = match action {
+            Action::ExternalAuth => asking_action(&authorizer),
+            other => other,
+        };
         let mut policy = proto::AuthorizationPolicy {
             name: name(self.key),
             action: action.into(),

@@ -202,8 +202,8 @@ pub struct ClaimHeader {
 )))]
 #[serde(default, rename_all = "camelCase")]
 pub struct ExternalAuth {
-    /// GRPC: envoy.service.auth.v3.Authorization. HTTP: a request without a body, which a response
-    /// with 200 to 299 allows.
+    /// GRPC: envoy.service.auth.v3.Authorization. HTTP: a request, which a response with 200 to 299
+    /// allows.
     #[cfg_attr(test, schemars(extend("enum" = ["GRPC", "HTTP"])))]
     pub protocol: String,
     /// The server.
@@ -212,12 +212,24 @@ pub struct ExternalAuth {
     pub grpc: Option<GrpcAuth>,
     /// Settings of HTTP.
     pub http: Option<HttpAuth>,
+    /// What the server gets of the body of the request. Omitted: nothing.
+    pub forward_body: Option<ForwardBody>,
     /// The time for the answer, from 1ms to 60s. Default: 1s.
     #[cfg_attr(test, schemars(with = "Option<crd::UpToAMinute>"))]
     pub timeout: Option<Milliseconds>,
     /// Without an answer, requests are denied (Deny, default) or allowed (Allow).
     #[cfg_attr(test, schemars(extend("enum" = ["Deny", "Allow"])))]
     pub failure_mode: Option<String>,
+}
+
+/// The start of the body of a request.
+#[derive(Debug, Default, Deserialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+#[serde(default, rename_all = "camelCase")]
+pub struct ForwardBody {
+    /// The most bytes that the server gets. 0 (default): none.
+    #[cfg_attr(test, schemars(range(max = 65_535)))]
+    pub max_size: u32,
 }
 
 /// A port of a Service. The policy does not apply to the pods that the Service selects.

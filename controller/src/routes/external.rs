@@ -7,16 +7,15 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use diy_mesh_proto::authorization::{REVISION, check};
+use diy_mesh_proto::authorization::{REVISION, asking_action, check};
 use diy_mesh_proto::mesh::v1 as proto;
-use proto::authorization_policy::Action;
 use proto::route_authorization;
 use proto::route_filter::Kind as FilterKind;
 use serde_json::Value;
 
 use super::filters::{Context, Found};
 use super::model::{ExternalAuth, Match, Reference, Rejection, Route, Rule};
-use super::parse::{reference, refuse, unsupported};
+use super::parse::{reference, unsupported};
 use super::{INCOMPATIBLE_FILTERS, spec};
 use crate::authorization::Rules;
 use crate::authorization::parse::authorizer::{DEFAULT_TIMEOUT, protocol};
@@ -43,10 +42,6 @@ pub(super) fn parse(
         mut http,
         forward_body,
     } = read_known(spec, &field)?;
-    if let Some(body) = forward_body.filter(|body| body.max_size > 0) {
-        let expected = "0: authorization servers get no body";
-        return refuse(&field, "forwardBody.maxSize", body.max_size, expected);
-    }
     // Unlike those of policies, lists may be empty.
     let of_grpc = grpc.iter_mut();
     let of_grpc =
@@ -59,6 +54,7 @@ pub(super) fn parse(
     }
     let authorizer = proto::Authorizer {
         timeout: DEFAULT_TIMEOUT,
+        max_body: forward_body.unwrap_or_default().max_size,
         ..protocol(&field, &name, grpc, http)?
     };
     check_settings(&authorizer, &field)?;
@@ -79,7 +75,7 @@ pub(super) fn parse(
 /// Checks the settings of a server as those of a policy.
 fn check_settings(authorizer: &proto::Authorizer, field: &str) -> Result<(), Rejection> {
     let policy = proto::AuthorizationPolicy {
-        action: Action::ExternalAuth.into(),
+        action: asking_action([authorizer]).into(),
         authorizer: Some(proto::Authorizer {
             // The catalog has it, or not.
             backend: field.to_owned(),
@@ -252,10 +248,14 @@ pub(super) fn rules(
         matches: matches.collect(),
         rules: of_rules.collect(),
     };
+    let servers = routes
+        .rules
+        .iter()
+        .filter_map(|rule| rule.authorizer.as_ref());
     let mut named = routes.rules.iter().filter(|rule| rule.authorizer.is_some());
     let message = proto::AuthorizationPolicy {
         name: named.next().map(|rule| rule.name.clone())?,
-        action: Action::ExternalAuth.into(),
+        action: asking_action(servers).into(),
         rules: vec![proto::AuthorizationRule {
             revision: REVISION,
             ..proto::AuthorizationRule::default()

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::ParentReference;
-use crate::authorization::spec::{GrpcAuth, HttpAuth};
+use crate::authorization::spec::{ForwardBody, GrpcAuth, HttpAuth};
 use crate::fields::Milliseconds;
 
 /// The parents and the rules of a route. Without `R`, each rule is parsed on its own, for the
@@ -163,12 +163,6 @@ pub struct ExternalAuth {
     pub grpc: Option<GrpcAuth>,
     pub http: Option<HttpAuth>,
     pub forward_body: Option<ForwardBody>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(default, rename_all = "camelCase")]
-pub struct ForwardBody {
-    pub max_size: u32,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -3,6 +3,7 @@
 
 use super::claims::{ClaimCondition, check_claim};
 use super::fields::{FieldCondition, HostPattern};
+use super::index::asking_action;
 use super::paths::{PathPattern, check_length};
 use super::rule::{ISSUERS_REVISION, REVISION};
 use super::sources::Source;
@@ -27,6 +28,8 @@ const MAX_KEY_BYTES: usize = 64 * 1024;
 /// The path of an authorization server, in bytes, and the time for its answer, in milliseconds.
 const MAX_PATH_BYTES: usize = 1024;
 const MAX_AUTHORIZER_TIMEOUT: u64 = 60_000;
+/// The most bytes of a body that an authorization server gets.
+const MAX_BODY: u32 = 65_535;
 
 /// Checks a policy of egress. Fields have the names of the AuthorizationPolicy.
 pub fn check_egress(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
@@ -99,7 +102,8 @@ fn check_policy(policy: &proto::AuthorizationPolicy) -> Result<(), Violation> {
 
 /// Checks the external authorization server. Fields have the names below `externalAuth`.
 fn check_authorizer(policy: &proto::AuthorizationPolicy, action: Action) -> Result<(), Violation> {
-    let authorizer = match (&policy.authorizer, action == Action::ExternalAuth) {
+    let asks = [Action::ExternalAuth, Action::ExternalAuthWithBody].contains(&action);
+    let authorizer = match (&policy.authorizer, asks) {
         (Some(authorizer), true) => authorizer,
         (None, false) => return Ok(()),
         (_, is_required) => {
@@ -131,6 +135,11 @@ fn check_authorizer(policy: &proto::AuthorizationPolicy, action: Action) -> Resu
             "",
             "a Service and a port",
         ));
+    }
+    let size = authorizer.max_body;
+    if size > MAX_BODY || action != asking_action([authorizer]) {
+        let (field, expected) = ("externalAuth.forwardBody.maxSize", "at most 65535");
+        return Err(violation(field, size, expected));
     }
     let path = &authorizer.path;
     if !is_http && !path.is_empty() {

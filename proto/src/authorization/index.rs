@@ -90,7 +90,9 @@ impl Rules {
                 self.allow.add(&name, &ports, &policy.rules, set);
             }
             Ok(Action::Deny) => self.deny.add(&name, &ports, &policy.rules, set),
-            Ok(Action::ExternalAuth) if policy.authorizer.is_some() || policy.routes.is_some() => {
+            Ok(Action::ExternalAuth | Action::ExternalAuthWithBody)
+                if policy.authorizer.is_some() || policy.routes.is_some() =>
+            {
                 self.external.add(&name, &ports, &policy.rules, set);
             }
             // One of a later release may deny everything.
@@ -287,6 +289,15 @@ pub fn authorizers(
     let rules = policy.routes.iter().flat_map(|routes| &routes.rules);
     let of_rules = rules.filter_map(|rule| rule.authorizer.as_ref());
     policy.authorizer.iter().chain(of_rules)
+}
+
+/// The action of a policy with these servers.
+pub fn asking_action<'a>(servers: impl IntoIterator<Item = &'a proto::Authorizer>) -> Action {
+    if servers.into_iter().any(|server| server.max_body > 0) {
+        Action::ExternalAuthWithBody
+    } else {
+        Action::ExternalAuth
+    }
 }
 
 /// The names of the fields that the application gets from a policy.

@@ -125,6 +125,13 @@ impl<'a> RequestView<'a> {
         )
     }
 
+    /// The client may wait for 100 (Continue) before it sends the body (RFC 9110, section 10.1.1).
+    pub fn expects_continue(&self) -> bool {
+        let expected = self.header("expect");
+        self.version != Version::HTTP_10
+            && expected.is_some_and(|value| value.eq_ignore_ascii_case(b"100-continue"))
+    }
+
     /// It is a gRPC call.
     pub fn is_grpc(&self) -> bool {
         self.version == Version::HTTP_2

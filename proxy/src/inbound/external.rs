@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use diy_mesh_model::identity::Identity;
-use diy_mesh_proto::field::{CALLER, QUESTIONS, is_reserved, is_same_name};
+use diy_mesh_proto::field::{CALLER, PARTIAL_BODY, QUESTIONS, is_reserved, is_same_name};
 use diy_mesh_proto::mesh::v1 as proto;
 use http::{HeaderName, HeaderValue, Response, StatusCode};
 use proto::authorizer::Protocol;
@@ -35,6 +35,8 @@ pub struct Authorizer {
     pub timeout: Duration,
     /// Without an answer, the request is allowed.
     pub fails_open: bool,
+    /// The most bytes of the body that it gets.
+    pub max_body: usize,
     is_grpc: bool,
     /// Stands before the path of a request.
     path: String,
@@ -49,6 +51,8 @@ pub struct Authorizer {
 pub struct Subject<'a> {
     /// The request of the client.
     pub request: &'a RequestView<'a>,
+    /// What the server gets of its body.
+    pub body: &'a Body,
     /// The changes that the proxy makes.
     pub edits: Edits<'a>,
     /// The address of the client.
@@ -63,15 +67,25 @@ pub struct Subject<'a> {
     pub time: SystemTime,
 }
 
+/// The start of a request's body. The default is that of a server that gets none.
+#[derive(Debug, Default)]
+pub struct Body {
+    start: Bytes,
+    /// The value of [`PARTIAL_BODY`].
+    is_partial: Option<&'static str>,
+}
+
 /// What is sent to an authorization server.
 #[derive(Debug)]
 pub enum Question {
     /// In HTTP/1.1.
     Http {
-        /// The head of a request without a body.
+        /// The head of the request.
         head: Bytes,
         /// GET, POST, ...
         method: Bytes,
+        /// Its body.
+        body: Bytes,
     },
     /// A call of gRPC.
     Grpc(http::Request<Bytes>),
@@ -128,6 +142,7 @@ impl Authorizer {
             backend: message.backend.as_str().into(),
             timeout: Duration::from_millis(message.timeout),
             fails_open: message.fail_open,
+            max_body: message.max_body.min(u16::MAX.into()) as usize,
             is_grpc: message.protocol() != Protocol::Http,
             path: message.path.clone(),
             request_fields: message.request_fields.clone(),
@@ -166,6 +181,18 @@ impl Authorizer {
     }
 }
 
+impl Body {
+    /// At most `max` bytes of what was read.
+    pub fn new(mut read: Bytes, max: usize) -> Self {
+        let is_partial = if read.len() > max { "true" } else { "false" };
+        read.truncate(max);
+        Self {
+            start: read,
+            is_partial: Some(is_partial),
+        }
+    }
+}
+
 impl Subject<'_> {
     /// The number of this question, if the request is one too.
     fn number(&self) -> Result<u32, &'static str> {
@@ -183,7 +210,7 @@ impl Subject<'_> {
     /// only a question has.
     fn visit(&self, mut each: impl FnMut(&[u8], &[u8])) {
         self.request.head.visit_forwarded(&mut |name, value| {
-            let mut own = [CALLER, QUESTIONS].iter();
+            let mut own = [CALLER, PARTIAL_BODY, QUESTIONS].iter();
             let is_own = own.any(|own| is_same_name(name, own.as_bytes()));
             if let Some(value) = self.edits.value(name, value).filter(|_| !is_own) {
                 each(name, value);

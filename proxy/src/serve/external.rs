@@ -1,27 +1,30 @@
 //! External authorization: asks the authorization servers of policies and routes about a request that the policies
 //! of the pod allow, one after the other. The first one that denies it decides.
 
-use std::future::{Future, poll_fn};
+use std::future::{Future as _, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::SystemTime;
 
 use bytes::Bytes;
 use diy_mesh_model::exchange::Direction;
 use http::Response;
+use tokio::time::timeout;
 
 use crate::context::flow::Flow;
 use crate::context::record::ExchangeRecord;
 use crate::error::{Failure, Limit};
 use crate::http::view::RequestView;
-use crate::inbound::external::{Authorizer, Decision, Question, Subject};
+use crate::inbound::external::{Authorizer, Body, Decision, Question, Subject};
 use crate::inbound::policy::Caller;
 use crate::labels::ExternalResult;
 use crate::limits::deadline::Deadline;
+use crate::limits::timeouts::TimeoutKind;
 use crate::route::Plan;
 use crate::secure::io::MAX_FILL;
 use crate::serve::call::{Call, CallHead};
+use crate::serve::filters::Client;
 
 /// The length of the body of an answer.
 const MAX_ANSWER: usize = 16 * 1024;
@@ -34,14 +37,25 @@ pub async fn ask(
     request: &RequestView<'_>,
     deadline: Deadline,
     record: &mut ExchangeRecord,
-    poll_gone: &mut impl FnMut(&mut Context<'_>) -> Poll<()>,
-) -> Option<Result<(), Failure>> {
+    client: &mut impl Client,
+) -> Result<Option<()>, Failure> {
     let flow = record.flow.clone();
     let identity = flow.worker.tls.identity();
     for authorizer in authorizers {
+        let body = match authorizer.max_body {
+            // The bytes after CONNECT are of a tunnel.
+            max if max > 0 && request.method != b"CONNECT" => {
+                read_body(client, max, deadline, record).await?
+            }
+            _ => Some(Body::default()),
+        };
+        let Some(body) = body else {
+            return Ok(None);
+        };
         let own = flow.request_edits();
         let subject = Subject {
             request,
+            body: &body,
             edits: plan.request_edits(&own),
             client: flow.peer,
             caller: flow.caller.identity(),
@@ -49,30 +63,46 @@ pub async fn ask(
             own: identity.as_ref(),
             time: SystemTime::now(),
         };
-        let question = match authorizer.question(&subject) {
-            Ok(question) => question,
-            Err(reason) => return Some(Err(Failure::BadRequest(reason))),
-        };
+        let question = authorizer.question(&subject);
+        let question = question.map_err(Failure::BadRequest)?;
         let timeout = Deadline::after(Some(authorizer.timeout), Limit::Attempt);
         let deadline = deadline.earlier(timeout);
         let mut answer = pin!(send(question, authorizer, deadline, &flow));
         let answer = poll_fn(|cx| match answer.as_mut().poll(cx) {
             Poll::Ready(answer) => Poll::Ready(Some(answer)),
-            Poll::Pending => poll_gone(cx).map(|()| None),
+            Poll::Pending => client.poll_gone(cx).map(|()| None),
         });
         let Some(answer) = answer.await else {
-            record.cut_off("the client closed");
-            return None;
+            return Ok(None);
         };
         let decision = answer.and_then(|answer| {
             let decision = authorizer.decision(&answer);
             decision.map_err(|reason| failed(authorizer, reason))
         });
-        if let Err(failure) = apply(decision, authorizer, plan, record) {
-            return Some(Err(failure));
-        }
+        apply(decision, authorizer, plan, record)?;
     }
-    Some(Ok(()))
+    Ok(Some(()))
+}
+
+/// Reads what a server gets of the body. A client that does not send it in time is refused: neither
+/// the failure mode nor a part of the body may let its request pass. None if it leaves.
+async fn read_body(
+    client: &mut impl Client,
+    max: usize,
+    deadline: Deadline,
+    record: &mut ExchangeRecord,
+) -> Result<Option<Body>, Failure> {
+    let flow = record.flow.clone();
+    let time = flow.worker.config.timeouts.request_head;
+    let reading = pin!(async {
+        let read = timeout(time, client.read_body(max, record)).await;
+        read.unwrap_or_else(|_| {
+            flow.count_timeout(TimeoutKind::RequestHead);
+            Err(Failure::RequestTimeout)
+        })
+    });
+    let read = deadline.limit(reading).await?;
+    Ok(read.map(|read| Body::new(read, max)))
 }
 
 /// Sends a question for the pod.
@@ -87,14 +117,14 @@ async fn send(
         return Err(failed(authorizer, reason.to_owned()));
     }
     let (head, body) = match question {
-        Question::Http { head, method } => {
+        Question::Http { head, method, body } => {
             let chunked = false;
             let head = CallHead::Http1 {
                 head,
                 method,
                 chunked,
             };
-            (head, Bytes::new())
+            (head, body)
         }
         Question::Grpc(request) => {
             let (parts, body) = request.into_parts();

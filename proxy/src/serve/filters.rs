@@ -9,6 +9,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use bytes::Bytes;
+
 use crate::context::flow::Allowed;
 use crate::context::record::ExchangeRecord;
 use crate::egress::name_of;
@@ -24,8 +26,21 @@ use crate::serve::{external, outside};
 use crate::upstream::balance::Backend;
 use diy_mesh_model::exchange::Direction;
 
-/// Whether the request may be forwarded. None if the client leaves in the meantime: `poll_gone` is
-/// ready then.
+/// The client of a request that is not forwarded yet.
+pub trait Client {
+    /// Ready when it leaves.
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()>;
+
+    /// Reads until the body ends or is longer than `max` bytes. Returns all that was read, which is
+    /// kept for the application, or None if the client leaves.
+    async fn read_body(
+        &mut self,
+        max: usize,
+        record: &mut ExchangeRecord,
+    ) -> Result<Option<Bytes>, Failure>;
+}
+
+/// Whether the request may be forwarded. None if the client leaves in the meantime.
 pub async fn apply(
     plan: &mut Plan,
     request: &RequestView<'_>,
@@ -33,7 +48,7 @@ pub async fn apply(
     deadline: Deadline,
     record: &mut ExchangeRecord,
     allowed: &mut Allowed,
-    mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+    client: &mut impl Client,
 ) -> Option<Result<Permit, Answer>> {
     let credentials = plan.credentials.as_deref();
     let mut permit = match record.flow.authorize_request(request, credentials) {
@@ -64,10 +79,15 @@ pub async fn apply(
             request,
             deadline,
             record,
-            &mut poll_gone,
+            client,
         ));
-        if let Err(failure) = asked.await? {
-            return Some(Err(failure.into()));
+        match asked.await {
+            Ok(Some(())) => {}
+            Ok(None) => {
+                record.cut_off("the client closed");
+                return None;
+            }
+            Err(failure) => return Some(Err(failure.into())),
         }
     }
     if let Err(failure) = count(record, request, plan.credentials.as_deref()) {
@@ -76,7 +96,7 @@ pub async fn apply(
     if !plan.faults.is_empty() {
         let faults = std::mem::take(&mut plan.faults);
         // Boxed: faults are for tests.
-        let injected = Box::pin(inject(faults, deadline, record, poll_gone)).await?;
+        let injected = Box::pin(inject(faults, deadline, record, client)).await?;
         if let Err(failure) = injected {
             return Some(Err(failure.into()));
         }
@@ -116,7 +136,7 @@ async fn inject(
     faults: Vec<Injection>,
     deadline: Deadline,
     record: &mut ExchangeRecord,
-    mut poll_gone: impl FnMut(&mut Context<'_>) -> Poll<()>,
+    client: &mut impl Client,
 ) -> Option<Result<(), Failure>> {
     let flow = record.flow.clone();
     for Injection { name, delay, abort } in faults {
@@ -128,7 +148,7 @@ async fn inject(
                 let mut sleep = pin!(tokio::time::sleep(delay));
                 Ok(poll_fn(|cx| match sleep.as_mut().poll(cx) {
                     Poll::Ready(()) => Poll::Ready(true),
-                    Poll::Pending => poll_gone(cx).map(|()| false),
+                    Poll::Pending => client.poll_gone(cx).map(|()| false),
                 })
                 .await)
             });

@@ -64,6 +64,13 @@ fn authorization_servers_decide_and_the_failure_mode_without_them() -> Result<()
                 })?;
                 expect(namespace, &format!("/{name}/{mode}/allow"), ALLOWED, "")?;
             }
+            for (sent, told) in [("four", "fourfalse"), ("fours", "fourtrue")] {
+                let url = format!("http://server/{name}/Deny/deny");
+                let program = ["authorizer", "get", &url, sent];
+                let pod = ["exec", "deploy/authorizer", "-c", "authorizer", "--"];
+                let response = namespace.kubectl(&[&pod[..], &program].concat())?;
+                ensure!(response.ends_with(told), "{response}, expected {told}");
+            }
         }
         for name in ["grpc", "http", "refused"] {
             for action in ["error", "empty", "slow", "reset"] {
@@ -193,6 +200,7 @@ fn policy(name: &str, port: u16, mode: &str) -> Value {
                 "protocol": protocol,
                 "backendRef": {"name": "authorizer", "port": port},
                 protocol.to_lowercase(): {"allowedResponseHeaders": ["x-user"]},
+                "forwardBody": {"maxSize": 4},
                 "timeout": "1s",
                 "failureMode": mode,
             },

@@ -32,6 +32,7 @@ pub(super) fn authorizer(
         backend: server.to_string(),
         timeout: spec.timeout.map_or(DEFAULT_TIMEOUT, |timeout| timeout.0),
         fail_open,
+        max_body: spec.forward_body.unwrap_or_default().max_size,
         ..protocol(FIELD, &spec.protocol, spec.grpc, spec.http)?
     };
     Ok((authorizer, server))

@@ -35,6 +35,7 @@ fn server_is_that_of_the_policy() {
         response_fields: vec!["x-user".into(), "x-groups".into()],
         timeout: 250,
         fail_open: true,
+        max_body: 0,
     };
     assert_eq!(policy.action(), Action::ExternalAuth);
     assert_eq!(policy.authorizer, Some(expected));
@@ -57,6 +58,21 @@ fn defaults_are_the_own_namespace_one_second_and_to_deny() {
         ..proto::Authorizer::default()
     };
     assert_eq!(policy.authorizer, Some(expected));
+}
+
+/// Proxies that do not know bodies deny, as with every action that they do not know.
+#[test]
+fn server_of_bodies_has_an_action_of_its_own() {
+    let policy = |body: Value| {
+        let policy = message(asking(&json!({"forwardBody": body})));
+        let max = policy.authorizer.as_ref().map(|server| server.max_body);
+        (policy.action(), max, policy.rules.len())
+    };
+    let without = (Action::ExternalAuth, Some(0), 1);
+    assert_eq!(policy(json!({})), without);
+    assert_eq!(policy(json!({"maxSize": 0})), without);
+    let with = (Action::ExternalAuthWithBody, Some(65_535), 1);
+    assert_eq!(policy(json!({"maxSize": 65_535})), with);
 }
 
 #[test]
@@ -118,8 +134,12 @@ fn invalid_server_is_named_and_makes_the_policy_deny() {
         ),
         (with("failureMode", json!("Open")), "failureMode: \"Open\""),
         (
-            with("forwardBody", json!({"maxSize": 1})),
-            "forwardBody: unknown field",
+            with("forwardBody", json!({"maxSize": 65_536})),
+            "forwardBody.maxSize: \"65536\" is not at most 65535",
+        ),
+        (
+            with("forwardBody", json!({"maxSize": 1, "allowPartial": false})),
+            "forwardBody.allowPartial: unknown field",
         ),
         (http("path", json!("check")), "http.path: \"check\""),
         (

@@ -165,6 +165,32 @@ fn fields_of_the_filter_are_those_of_the_server() {
     assert_eq!(check(&policy), Ok(()));
 }
 
+/// Proxies that do not know bodies deny, as with every action that they do not know.
+#[test]
+fn pods_get_an_action_of_its_own_if_a_server_of_a_route_gets_bodies() {
+    let body = filter(json!({"forwardBody": {"maxSize": 7}}));
+    for (rules, expected) in [
+        (json!([asking("/a", json!({}))]), Action::ExternalAuth),
+        (
+            json!([
+                asking("/a", json!({})),
+                asking("/b", json!({"filters": [body]})),
+            ]),
+            Action::ExternalAuthWithBody,
+        ),
+    ] {
+        let policy = told(&attached(&[route("r", 0, rules)]), 80).unwrap();
+        assert_eq!(policy.action(), expected);
+        let routes = policy.routes.unwrap();
+        let last = routes
+            .rules
+            .last()
+            .and_then(|rule| rule.authorizer.as_ref());
+        let is_asked = expected == Action::ExternalAuthWithBody;
+        assert_eq!(last.unwrap().max_body, if is_asked { 7 } else { 0 });
+    }
+}
+
 #[test]
 fn filter_that_cannot_be_read_refuses_the_requests_of_its_rule() {
     let invalid = "UnsupportedValue: spec.rules[0].filters[0].externalAuth";
@@ -178,8 +204,12 @@ fn filter_that_cannot_be_read_refuses_the_requests_of_its_rule() {
             ".protocol: \"GRPC\" is not GRPC or HTTP, without",
         ),
         (
-            json!({"forwardBody": {"maxSize": 7}}),
-            ".forwardBody.maxSize: \"7\" is not 0: ",
+            json!({"forwardBody": {"maxSize": 65_536}}),
+            ".forwardBody.maxSize: \"65536\" is not at most 65535",
+        ),
+        (
+            json!({"forwardBody": {"packAsBytes": true}}),
+            ".forwardBody.packAsBytes: unknown field",
         ),
         (
             json!({"failureMode": "Allow"}),

@@ -234,6 +234,7 @@ fn checks_authorization_servers() {
         response_fields: vec!["x-user".into()],
         timeout: 1000,
         fail_open: false,
+        max_body: 0,
     };
     let external = |authorizer| AuthorizationPolicy {
         authorizer,
@@ -253,7 +254,24 @@ fn checks_authorization_servers() {
     };
     assert_eq!(check(&audited), Err("mode".into()));
     type Change = fn(&mut Authorizer);
-    let changes: [(Change, &str); 9] = [
+    let with_body = AuthorizationPolicy {
+        action: Action::ExternalAuthWithBody.into(),
+        ..external(Some(Authorizer {
+            max_body: 65_535,
+            ..valid.clone()
+        }))
+    };
+    assert_eq!(check(&with_body), Ok(()));
+    let without_size = AuthorizationPolicy {
+        authorizer: Some(valid.clone()),
+        ..with_body.clone()
+    };
+    let size = "externalAuth.forwardBody.maxSize";
+    assert_eq!(check(&without_size), Err(size.into()));
+    let mut too_large = with_body;
+    too_large.authorizer.as_mut().unwrap().max_body = 65_536;
+    assert_eq!(check(&too_large), Err(size.into()));
+    let changes: [(Change, &str); 10] = [
         (|one| one.backend.clear(), "externalAuth.backendRef"),
         (|one| one.protocol = 0, "externalAuth.protocol"),
         (
@@ -270,6 +288,8 @@ fn checks_authorization_servers() {
             |one| one.request_fields = vec!["a b".into()],
             "externalAuth.allowedHeaders",
         ),
+        // Proxies that do not know the field would ask without it.
+        (|one| one.max_body = 1, size),
         (|one| one.timeout = 0, "externalAuth.timeout"),
         (|one| one.timeout = 60_001, "externalAuth.timeout"),
     ];

@@ -97,6 +97,11 @@ fn authorization_servers_are_asked_where_a_rule_may_match() {
         policy("e", Action::Allow, vec![rule()]),
     ]);
     assert_eq!(all.external(&request), [0, 3]);
+    let with_body = AuthorizationPolicy {
+        action: Action::ExternalAuthWithBody.into(),
+        ..external("f", rule())
+    };
+    assert_eq!(compile(vec![with_body]).external(&request), [0]);
     assert_eq!(
         all.external(&unauthenticated),
         [0, 1, 3],
@@ -144,8 +149,10 @@ fn policies_with_routes_ask_and_count_by_their_position() {
 #[test]
 fn policy_without_its_authorization_server_denies() {
     let caller = identity("shop/web");
-    let incomplete = policy("p", Action::ExternalAuth, vec![rule()]);
-    assert!(!judge(&[incomplete], &call(Some(&caller), Some(&get("/")))));
+    for action in [Action::ExternalAuth, Action::ExternalAuthWithBody] {
+        let incomplete = policy("p", action, vec![rule()]);
+        assert!(!judge(&[incomplete], &call(Some(&caller), Some(&get("/")))));
+    }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use diy_mesh_proto::envoy::auth::{
     Address, AttributeContext, CheckRequest, CheckResponse, DeniedHttpResponse, HeaderValueOption,
     OkHttpResponse, SocketAddress, Timestamp,
 };
-use diy_mesh_proto::field::QUESTIONS;
+use diy_mesh_proto::field::{PARTIAL_BODY, QUESTIONS};
 use http::{HeaderValue, Response, StatusCode, Version};
 use prost::Message;
 
@@ -46,6 +46,8 @@ pub(super) fn question(
         scheme: "http".to_owned(),
         size: size.unwrap_or(-1),
         protocol: protocol(request.version).to_owned(),
+        body: in_text(&subject.body.start),
+        raw_body: subject.body.start.to_vec(),
     };
     let message = CheckRequest {
         attributes: Some(AttributeContext {
@@ -83,7 +85,20 @@ fn headers(authorizer: &Authorizer, subject: &Subject<'_>) -> HashMap<String, St
             }
         }
     });
+    if let Some(is_partial) = subject.body.is_partial {
+        headers.insert(PARTIAL_BODY.to_owned(), is_partial.to_owned());
+    }
     headers
+}
+
+/// A body as Envoy sends it by default. Its length stays, by which servers know that it is cut off.
+fn in_text(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    for chunk in bytes.utf8_chunks() {
+        text += chunk.valid();
+        text.extend(chunk.invalid().iter().map(|_| '!'));
+    }
+    text
 }
 
 fn lossy(bytes: &[u8]) -> String {

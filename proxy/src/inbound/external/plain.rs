@@ -1,8 +1,8 @@
 //! Authorization servers that speak HTTP, as those of nginx's `auth_request` and of GEP-1494: they get
-//! the head of the request, and their status decides.
+//! the head of the request and the start of its body, and their status decides.
 
 use bytes::{Bytes, BytesMut};
-use diy_mesh_proto::field::{CALLER, QUESTIONS, is_reserved};
+use diy_mesh_proto::field::{CALLER, PARTIAL_BODY, QUESTIONS, is_reserved};
 use http::Response;
 
 use super::{Authorizer, Decision, Question, Subject, denies, reply_fields};
@@ -36,7 +36,11 @@ pub(super) fn question(
         head.extend_from_slice(part);
     }
     put(&mut head, b"Host", request.authority().unwrap_or_default());
-    put(&mut head, b"Content-Length", b"0");
+    let length = subject.body.start.len().to_string();
+    put(&mut head, b"Content-Length", length.as_bytes());
+    if let Some(is_partial) = subject.body.is_partial {
+        put(&mut head, PARTIAL_BODY.as_bytes(), is_partial.as_bytes());
+    }
     let number = subject.number()?.to_string();
     put(&mut head, QUESTIONS.as_bytes(), number.as_bytes());
     // X-Called-By is the identity of the pod that asks: the proxy of the server sets it.
@@ -54,6 +58,7 @@ pub(super) fn question(
     Ok(Question::Http {
         head: head.freeze(),
         method: Bytes::copy_from_slice(method),
+        body: subject.body.start.clone(),
     })
 }
 

@@ -130,6 +130,9 @@ impl Exchange<'_> {
             if !head.is_interim() {
                 return Ok(Some(head));
             }
+            if head.status == 100 && self.is_continued {
+                continue;
+            }
             let mut out = BytesMut::new();
             head.write(
                 &mut out,

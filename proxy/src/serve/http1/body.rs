@@ -127,6 +127,20 @@ impl Relay {
         &self.pending
     }
 
+    /// The body so far, decoded again. Nothing has been written.
+    pub fn body(&self) -> Bytes {
+        let framing = if self.chunked {
+            Framing::Chunked
+        } else {
+            Framing::UntilClose
+        };
+        let mut plain = Self::new(framing, BytesMut::new(), true);
+        let mut encoded = BytesMut::from(&self.pending[self.head..]);
+        // This relay has encoded it.
+        let _ = plain.decode_buffered(&mut encoded, &mut |_| {});
+        plain.pending.freeze()
+    }
+
     /// The size of the buffers of the relay.
     pub fn buffered(&self) -> usize {
         let unchanged = self.unchanged.as_ref().map_or(0, Bytes::len);

@@ -11,6 +11,7 @@ mod discard;
 pub mod head;
 
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -36,7 +37,7 @@ use crate::secure::io::Io;
 use crate::serve::attempts::{Attempts, Step, pause};
 use crate::serve::call::CallHead;
 use crate::serve::copy::{self, End};
-use crate::serve::filters;
+use crate::serve::filters::{self, Client};
 
 /// An unfinished head above this size gets a buffer of [`LARGE_HEAD`] bytes: buffers that grow step by
 /// step would leave gaps in the heap.
@@ -48,6 +49,7 @@ const MAX_PIPELINED: usize = 16 * 1024;
 const MAX_LINGER: usize = 256 * 1024;
 /// How long they are read.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+const CONTINUE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
 /// Serves a client's connection until either side closes it.
 pub async fn serve(mut client: Io, flow: Rc<Flow>) {
@@ -177,6 +179,8 @@ struct Exchange<'a> {
     upload: Relay,
     /// A part of an interim response may have been written to the client.
     in_interim: bool,
+    /// The proxy has sent 100 (Continue): the client gets none of the application.
+    is_continued: bool,
     /// The client has half-closed its connection.
     client_ended: bool,
     /// Its half-close was passed on.
@@ -202,6 +206,7 @@ impl<'a> Exchange<'a> {
             record,
             upload,
             in_interim: false,
+            is_continued: false,
             client_ended: false,
             end_passed_on: false,
             allowed: flow.allowed(),
@@ -230,8 +235,14 @@ impl<'a> Exchange<'a> {
         // 4. Authorization, limits, and faults.
         let request = self.request.view();
         let deadline = settings.deadline;
-        let held = self.head_size + self.upload.buffered();
-        let gone = |cx: &mut Context<'_>| poll_gone(self.client, self.memory, held, cx);
+        let mut client = Waiting {
+            client: self.client,
+            memory: self.memory,
+            head_size: self.head_size,
+            upload: &mut self.upload,
+            expects_continue: request.expects_continue(),
+            is_continued: &mut self.is_continued,
+        };
         let record = &mut self.record;
         let applied = filters::apply(
             &mut plan,
@@ -240,7 +251,7 @@ impl<'a> Exchange<'a> {
             deadline,
             record,
             &mut self.allowed,
-            gone,
+            &mut client,
         );
         let permit = match applied.await {
             Some(Ok(permit)) => permit,
@@ -383,20 +394,67 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// Ready when the client leaves, before its request is forwarded. A half-close counts: no
-/// application can decide yet what it means. The exchange holds `held` bytes besides.
-fn poll_gone(client: &mut Io, memory: &mut Charge, held: usize, cx: &mut Context<'_>) -> Poll<()> {
-    while client.unread().len() < MAX_PIPELINED {
-        match client.poll_fill(cx) {
-            Poll::Ready(Ok(read)) if read > 0 => {}
-            Poll::Ready(_) => return Poll::Ready(()),
-            Poll::Pending => break,
-        }
+/// The client of a request that is not forwarded yet. A half-close counts as its end: no application
+/// can decide yet what it means.
+struct Waiting<'a> {
+    client: &'a mut Io,
+    memory: &'a mut Charge,
+    head_size: usize,
+    upload: &'a mut Relay,
+    expects_continue: bool,
+    is_continued: &'a mut bool,
+}
+
+impl Waiting<'_> {
+    /// Charges what the exchange holds.
+    fn charge(&mut self) -> Result<(), Failure> {
+        let held = self.head_size + self.upload.buffered();
+        self.memory.hold(held + self.client.buffered())
     }
-    // Reset, as if it had left, if no memory is left for what it has sent.
-    memory
-        .hold(held + client.buffered())
-        .map_or(Poll::Ready(()), |()| Poll::Pending)
+}
+
+impl Client for Waiting<'_> {
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        while self.client.unread().len() < MAX_PIPELINED {
+            match self.client.poll_fill(cx) {
+                Poll::Ready(Ok(read)) if read > 0 => {}
+                Poll::Ready(_) => return Poll::Ready(()),
+                Poll::Pending => break,
+            }
+        }
+        // Reset, as if it had left, if no memory is left for what it has sent.
+        self.charge().map_or(Poll::Ready(()), |()| Poll::Pending)
+    }
+
+    async fn read_body(
+        &mut self,
+        max: usize,
+        record: &mut ExchangeRecord,
+    ) -> Result<Option<Bytes>, Failure> {
+        let mut length = self.upload.body().len();
+        while length <= max && !self.upload.is_read() {
+            if self.client.unread().is_empty()
+                && self.expects_continue
+                && !mem::replace(self.is_continued, true)
+                && self.client.write_all(CONTINUE).await.is_err()
+            {
+                return Ok(None);
+            }
+            self.client.acknowledge();
+            match poll_fn(|cx| self.client.poll_fill(cx)).await {
+                Ok(read) if read > 0 => {}
+                _ => return Ok(None),
+            }
+            let seen = &mut |data: &[u8]| {
+                length += data.len();
+                record.request_body(data);
+            };
+            let taken = self.upload.decode_buffered(self.client.unread(), seen);
+            taken.map_err(|broken| request_failure(&broken))?;
+            self.charge()?;
+        }
+        Ok(Some(self.upload.body()))
+    }
 }
 
 /// Sends the proxy's own response.

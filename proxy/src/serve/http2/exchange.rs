@@ -3,16 +3,18 @@
 //! on it.
 
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::{Instant, SystemTime};
 
+use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::request::Parts;
-use http::{Method, Request, Response};
+use http::{Method, Request, Response, StatusCode};
 use tokio::time::timeout_at;
 
 use super::relay::{Message, Relay, RelayError, reset_code};
@@ -31,7 +33,7 @@ use crate::route::{Answer, AttemptSettings, Plan};
 use crate::secure::io::Io;
 use crate::serve::attempts::{Attempt, AttemptError, Attempts, Replayable, Step, pause};
 use crate::serve::call::CallHead;
-use crate::serve::filters;
+use crate::serve::filters::{self, Client};
 use crate::upstream::balance::Endpoint;
 use crate::upstream::batched::Queued;
 use crate::upstream::connect::http2::Lease;
@@ -84,6 +86,7 @@ async fn carry(
         is_grpc: head::is_grpc(&parts.headers),
         to_client: None,
         interim_left: MAX_INTERIM,
+        is_continued: false,
         allowed: client.flow.allowed(),
         client,
         _place: place,
@@ -112,6 +115,8 @@ struct Exchange {
     to_client: Option<SendStream<Queued>>,
     /// The number of interim responses that the client still gets.
     interim_left: u32,
+    /// The proxy has sent 100 (Continue): the client gets none of the application.
+    is_continued: bool,
     client: Stream,
     /// Held until the exchange ends.
     _place: Place,
@@ -183,7 +188,15 @@ impl Exchange {
         // 4. Authorization, limits, and faults.
         let request = head::view(&self.parts);
         let deadline = settings.deadline;
-        let gone = |cx: &mut Context<'_>| self.respond.poll_reset(cx).map(drop);
+        let mut client = Waiting {
+            respond: &mut self.respond,
+            upload: &mut self.upload,
+            stream: &self.client,
+            memory: &mut self.memory,
+            cost: self.cost,
+            expects_continue: request.expects_continue(),
+            is_continued: &mut self.is_continued,
+        };
         let record = &mut self.record;
         let applied = filters::apply(
             &mut plan,
@@ -192,7 +205,7 @@ impl Exchange {
             deadline,
             record,
             &mut self.allowed,
-            gone,
+            &mut client,
         );
         let Some(permit) = applied.await else {
             return Ok(Outcome::Cancelled);
@@ -361,7 +374,7 @@ impl Exchange {
         }
         self.upload.discard_replay();
         self.cost += head::fields_size(&parts.headers);
-        if self.memory.hold(self.cost).is_err() {
+        if self.memory.hold(self.cost + self.upload.kept()).is_err() {
             return Err(AttemptError::last(Failure::MemoryExhausted));
         }
         let is_tunnel = self.parts.method == Method::CONNECT && parts.status.is_success();
@@ -430,8 +443,10 @@ impl Exchange {
                 Poll::Ready(Some(Ok(mut interim))) => {
                     let edits = response_edits(upstream.lease.is_peer());
                     Edits::of(edits).apply(interim.headers_mut());
-                    // An error means that the client has closed, which is detected below.
-                    drop(self.respond.send_informational(interim));
+                    if !self.is_continued || interim.status() != StatusCode::CONTINUE {
+                        // An error means that the client has closed, which is detected below.
+                        drop(self.respond.send_informational(interim));
+                    }
                     self.interim_left -= 1;
                 }
                 Poll::Ready(_) => self.interim_left = 0,
@@ -559,6 +574,7 @@ impl Exchange {
                         Direction::Inbound => 0,
                         Direction::Outbound => download.read_ahead(cx, &mut self.record),
                     };
+                    let held = held + self.upload.kept();
                     if self.memory.hold(self.cost + held).is_err() {
                         return Poll::Ready(Err(Ended::Overloaded));
                     }
@@ -657,6 +673,46 @@ impl Exchange {
 
     fn cut_off(&mut self, what: &str, code: Reason) {
         self.record.cut_off(&format!("{what}: {code:?}"));
+    }
+}
+
+/// The client of a request that is not forwarded yet.
+struct Waiting<'a> {
+    respond: &'a mut SendResponse<Queued>,
+    upload: &'a mut Relay,
+    stream: &'a Stream,
+    memory: &'a mut Charge,
+    cost: usize,
+    expects_continue: bool,
+    is_continued: &'a mut bool,
+}
+
+impl Client for Waiting<'_> {
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.respond.poll_reset(cx).map(drop)
+    }
+
+    async fn read_body(
+        &mut self,
+        max: usize,
+        record: &mut ExchangeRecord,
+    ) -> Result<Option<Bytes>, Failure> {
+        poll_fn(|cx| {
+            self.stream.record_progress();
+            let read = self.upload.poll_start(cx, max, record);
+            self.memory.hold(self.cost + self.upload.kept())?;
+            if let Poll::Ready(read) = read {
+                return Poll::Ready(Ok(read.ok()));
+            }
+            if self.expects_continue && !mem::replace(self.is_continued, true) {
+                let mut interim = Response::new(());
+                *interim.status_mut() = StatusCode::CONTINUE;
+                // An error means that the client has closed, which is detected below.
+                drop(self.respond.send_informational(interim));
+            }
+            self.poll_gone(cx).map(|()| Ok(None))
+        })
+        .await
     }
 }
 

@@ -94,9 +94,33 @@ impl Relay {
         !self.pending.is_empty()
     }
 
-    /// The size of the bytes that are kept for another attempt.
+    /// The size of the bytes that the relay holds and the sender may replace: those that are kept for
+    /// another attempt, and those of [`Relay::poll_start`].
     pub fn kept(&self) -> usize {
-        self.replay.buffered()
+        let pending = self.pending.len().saturating_sub(self.unreleased);
+        self.replay.buffered() + self.ahead.len() + pending
+    }
+
+    /// Reads until the body ends or is longer than `max` bytes, while there is no receiver. Returns what
+    /// was read.
+    pub fn poll_start(
+        &mut self,
+        cx: &mut Context<'_>,
+        max: usize,
+        record: &mut ExchangeRecord,
+    ) -> Poll<Result<Bytes, h2::Error>> {
+        // At the end of the body, trailers may follow.
+        while !self.ended
+            && self.ahead.len() <= max
+            && let Some(data) = ready!(self.from.poll_data(cx)).transpose()?
+        {
+            self.take(&data, record);
+            self.ahead.push(&data);
+            // Fails only if the sender's stream is closed.
+            let released = std::mem::take(&mut self.unreleased);
+            let _ = self.from.flow_control().release_capacity(released);
+        }
+        Poll::Ready(Ok(self.ahead.0.make_contiguous().concat().into()))
     }
 
     /// Takes what arrives while bytes wait for the receiver, because `h2` does not tell how much it
@@ -161,6 +185,7 @@ impl Relay {
                 continue;
             }
             if let Some(next) = self.ahead.pop() {
+                self.replay.keep(&next);
                 self.pending = next;
                 continue;
             }
@@ -170,6 +195,7 @@ impl Relay {
             match ready!(self.from.poll_data(cx)) {
                 Some(Ok(data)) => {
                     self.take(&data, record);
+                    self.replay.keep(&data);
                     self.pending = data;
                 }
                 Some(Err(error)) => return Poll::Ready(Err(RelayError::Sender(error))),
@@ -192,7 +218,6 @@ impl Relay {
             Message::Request => record.request_body(data),
             Message::Response { .. } => record.response_body(data),
         }
-        self.replay.keep(data);
     }
 
     /// Sends pending bytes within the receiver's flow-control capacity, and the room of its connection.
@@ -291,6 +316,10 @@ impl Ahead {
             }
             _ => self.0.push_back(data.into()),
         }
+    }
+
+    fn len(&self) -> usize {
+        self.0.iter().map(BytesMut::len).sum()
     }
 
     fn pop(&mut self) -> Option<Bytes> {

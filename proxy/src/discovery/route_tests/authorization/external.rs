@@ -1,5 +1,7 @@
 //! Authorization servers: what they are asked, what their answers do, and what happens without one.
 
+mod bodies;
+
 use std::sync::Mutex;
 
 use diy_mesh_proto::envoy::auth::authorization_server::{self, AuthorizationServer};
