@@ -19,6 +19,7 @@ fn rejects_inbound_connect() {
             "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n",
             "connect a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
             "CONNECT a:80 HTTP/1.0\r\n\r\n",
+            "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
         ] {
             let mut client = mesh.connect_inbound(address).await;
             write(&mut client, &format!("{connect}{FORGED}")).await;

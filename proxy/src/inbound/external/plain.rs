@@ -17,7 +17,7 @@ pub(super) fn question(
         return Err("an authorization server cannot be asked about CONNECT");
     }
     // In HTTP/2, WebSockets begin with CONNECT.
-    let method = if request.upgrade {
+    let method = if request.method == b"CONNECT" {
         b"GET"
     } else {
         request.method

@@ -263,7 +263,8 @@ impl RequestHead {
                 Version::Http10 => http::Version::HTTP_10,
                 Version::Http11 => http::Version::HTTP_11,
             },
-            upgrade: self.connection.upgrade,
+            // CONNECT opens a tunnel, whatever else it asks for.
+            upgrade: self.connection.upgrade && !self.method().eq_ignore_ascii_case(b"CONNECT"),
         }
     }
 

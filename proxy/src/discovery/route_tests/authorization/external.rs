@@ -276,6 +276,12 @@ fn http_server_gets_the_head_and_its_status_decides() {
              Cookie: a=1\r\nAuthorization: Basic YQ==\r\n\r\n"
         );
         assert!(text(&app).contains("\r\nx-user: ada\r\n") && !text(&app).contains("forged"));
+        // A protocol that the client asks for does not change the method.
+        let mut client = pod.connect(None).await;
+        let head = "DELETE /orders/3 HTTP/1.1\r\nHost: web\r\nConnection: upgrade\r\n\
+             Upgrade: websocket\r\n\r\n";
+        exchange(&mut client, head.as_bytes(), OK.as_bytes()).await;
+        assert!(text(&server).contains("DELETE /check/orders/3 HTTP/1.1\r\n"));
         // In HTTP/2 too.
         let get = Request::get("http://web/orders/2").header("x.user", "forged");
         pod.http2(None, get.body(()).unwrap()).await;
