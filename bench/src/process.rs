@@ -3,7 +3,7 @@
 
 use std::{
     fs::{self, File},
-    io::{ErrorKind, Read, Write},
+    io::{self, ErrorKind, Read, Write},
     net::{SocketAddr, TcpStream},
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
@@ -46,34 +46,33 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `program` in `namespace`; writes its output to files in `logs`.
+    /// Starts `program` in `namespace`; reads its standard output, and writes its errors to a file in `logs`.
     pub fn start(program: Program, namespace: &Namespace, logs: &Path) -> Result<Self> {
         Process::start_with(program, logs, |command| namespace.spawn(command))
     }
 
-    /// Starts `program` with `spawn`; writes its output to files in `logs`.
+    /// Starts `program` with `spawn`; reads its standard output, and writes its errors to a file in `logs`.
     pub fn start_with(
         program: Program,
         logs: &Path,
         spawn: impl FnOnce(&mut Command) -> Result<Child>,
     ) -> Result<Self> {
-        let create = |stream: &str| {
-            let path = logs.join(format!("{}.{stream}", program.name));
-            let file = File::create(&path).with_context(|| format!("create {}", path.display()))?;
-            anyhow::Ok((path, file))
-        };
-        // Standard output has dumps, standard error has logs.
-        let ((_, output), (log, errors)) = (create("out")?, create("err")?);
+        let log = logs.join(format!("{}.log", program.name));
+        let errors = File::create(&log).with_context(|| format!("create {}", log.display()))?;
         let mut command = Command::new(&program.path);
         command
             .args(&program.arguments)
             .env_clear()
             .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
             .envs(program.environment);
+        let output = Stdio::piped();
         command.stdin(Stdio::null()).stdout(output).stderr(errors);
         command.uid(program.uid).gid(program.uid).current_dir("/");
         let started = Instant::now();
-        let child = spawn(&mut command)?;
+        let mut child = spawn(&mut command)?;
+        // Dumps and access logs, which a container runtime would read.
+        let mut output = child.stdout.take().context("standard output is a pipe")?;
+        thread::spawn(move || io::copy(&mut output, &mut io::sink()));
         Ok(Process {
             name: program.name,
             child,

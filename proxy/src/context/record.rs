@@ -91,7 +91,6 @@ impl ExchangeRecord {
     ) {
         self.ended.id = id.unwrap_or(self.ended.id);
         plan.trace = self.begin_span(backend, request);
-        self.count_trace(request, plan.trace.is_some());
         if let Some(rule) = plan.rule() {
             let to = plan.backend().map(|to| to.name().clone());
             self.ended.rule = Some((rule.clone(), to));
@@ -462,7 +461,7 @@ fn finish(ended: &mut Ended, flow: &Flow, now: Instant) {
 fn tell(flow: &Flow, ended: Arc<Ended>) {
     let worker = &flow.worker;
     if let Some(telemetry) = &worker.policy().telemetry {
-        worker.access_log.add(&ended, telemetry, &worker.dumps);
+        worker.dumps.access(&ended, telemetry);
     }
     worker.recent.add(ended);
 }

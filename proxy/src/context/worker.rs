@@ -26,7 +26,6 @@ use crate::inbound::edges::SeenEdges;
 use crate::inbound::policy::Policy;
 use crate::limits::lifetime::{Expiry, Lifetimes};
 use crate::limits::memory::{ConnectionSlot, Holder, Memory};
-use crate::observe::access::AccessLog;
 use crate::observe::dump::Dumps;
 use crate::observe::exceptions::{Event, Kind};
 use crate::observe::metrics::Metrics;
@@ -154,8 +153,6 @@ pub struct Worker {
     pub recent: Arc<Recent>,
     /// Spans for the collector.
     pub spans: SpanQueue,
-    /// Lines for the access log.
-    pub access_log: AccessLog,
     /// The addresses of destinations outside of the cluster.
     pub resolver: Resolver,
     /// The random numbers of the balancers.
@@ -205,7 +202,6 @@ impl Worker {
             edges: SeenEdges::new(context.metrics.edges.clone()),
             recent: context.recent,
             spans: SpanQueue::default(),
-            access_log: AccessLog::default(),
             resolver: Resolver::new(&context.config.resolv_conf),
             config: context.config,
             dumps: context.dumps,

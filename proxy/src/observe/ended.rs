@@ -202,7 +202,7 @@ impl Ended {
     pub fn exchange(&self) -> Exchange {
         let is_opaque = self.protocol == Protocol::Tcp;
         Exchange {
-            time: self.time(),
+            time: self.time(Instant::now()),
             direction: self.direction,
             peer: self.peer,
             destination: self.destination,
@@ -235,11 +235,11 @@ impl Ended {
         }
     }
 
-    /// Adds its line of an access log.
+    /// Adds its line of an access log, when it ends.
     pub fn write_access(&self, format: &access::Format, out: &mut Vec<u8>) {
         let request = self.target();
         let entry = access::Entry {
-            time: self.time(),
+            time: self.time(self.ended),
             duration: self.ended.saturating_duration_since(self.started),
             direction: self.direction,
             protocol: self.protocol,
@@ -288,8 +288,9 @@ impl Ended {
     }
 
     /// The start, in RFC 3339.
-    fn time(&self) -> String {
-        let started = SystemTime::now().checked_sub(self.started.elapsed());
+    fn time(&self, now: Instant) -> String {
+        let age = now.saturating_duration_since(self.started);
+        let started = SystemTime::now().checked_sub(age);
         rfc3339(started.unwrap_or(SystemTime::UNIX_EPOCH))
     }
 

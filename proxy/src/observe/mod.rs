@@ -1,7 +1,6 @@
 //! What people and the controller see of the traffic: metrics, dumps, exceptions. And the probes of the
 //! kubelet.
 
-pub mod access;
 pub mod dump;
 pub mod ended;
 pub mod exceptions;

@@ -48,12 +48,9 @@ pub async fn serve(worker: Rc<Worker>, listeners: Listeners) {
         }
     }
     let exporting = spawn_local(trace::export(worker.clone()));
-    let logging = worker.clone();
-    spawn_local(async move { logging.access_log.gather(&logging.dumps).await });
     worker.maintain_until_drained().await;
     exporting.abort();
     trace::export_last(&worker).await;
-    worker.access_log.hand_over(&worker.dumps);
 }
 
 /// 1. Accept. Never ends: after an error of accept(2), it logs the error and waits.

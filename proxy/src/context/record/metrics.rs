@@ -7,12 +7,9 @@ use diy_mesh_model::exchange::Direction;
 
 use super::ExchangeRecord;
 use crate::context::flow::Flow;
-use crate::http::trace_context::SpanContext;
-use crate::http::view::RequestView;
 use crate::labels::{Peer, TlsKind};
 use crate::observe::ended::Attempt;
 use crate::observe::metrics::RequestLabels;
-use crate::observe::trace::EXPORT_PATH;
 
 impl ExchangeRecord {
     /// Counts the exchange, which took so long and has ended now.
@@ -32,20 +29,6 @@ impl ExchangeRecord {
         let bytes = [self.ended.transfer.sent, self.ended.transfer.received];
         let metrics = &flow.worker.metrics;
         metrics.request(&flow.counted, labels, bytes, took, now);
-    }
-
-    /// Counts whether the application gets the request with a trace, which the proxy may have added, or
-    /// makes it with one, while tracing is on. Exports of spans do not count.
-    pub(super) fn count_trace(&self, request: &RequestView<'_>, is_added: bool) {
-        let (direction, worker) = (self.flow.direction, &self.flow.worker);
-        let policy = worker.policy();
-        let telemetry = policy.telemetry.as_ref();
-        let is_on = telemetry.is_some_and(|telemetry| telemetry.tracing.is_some());
-        if is_on && request.path() != EXPORT_PATH.as_bytes() {
-            let is_added = is_added && direction == Direction::Inbound;
-            let is_traced = is_added || SpanContext::of(request).is_some();
-            worker.metrics.trace(direction, is_traced);
-        }
     }
 
     /// The verified caller, or the backend. Nothing that a request says.

@@ -1,10 +1,12 @@
 //! The span of an exchange: of a server inbound, of a client outbound, with the attributes of the
 //! semantic conventions.
 
+use std::time::Instant;
+
 use diy_mesh_model::exchange::Direction;
 use diy_mesh_proto::otlp::KeyValue;
 use diy_mesh_proto::otlp::span::SpanKind;
-use diy_mesh_proto::telemetry::{AttributeValue, Telemetry, Tracing};
+use diy_mesh_proto::telemetry::{AttributeValue, Tracing};
 use http::{HeaderValue, StatusCode, Version};
 
 use super::ExchangeRecord;
@@ -27,21 +29,23 @@ pub(super) struct RequestSpan {
 }
 
 impl RequestSpan {
-    /// The span of a request, if it is sampled. Exports of spans have none.
-    pub fn new(telemetry: &Telemetry, flow: &Flow, request: &RequestView<'_>) -> Option<Self> {
-        let tracing = telemetry.tracing.as_ref()?;
-        if request.path() == EXPORT_PATH.as_bytes() {
-            return None;
-        }
+    /// The span of a request that begins now, if it is sampled.
+    fn new(
+        tracing: &Tracing,
+        parent: Option<SpanContext>,
+        flow: &Flow,
+        request: &RequestView<'_>,
+        now: Instant,
+    ) -> Option<Self> {
         let is_trusted = flow.caller != Caller::Unauthenticated;
         let worker = &flow.worker;
         let started = Started::new(
             tracing,
-            SpanContext::of(request),
+            parent,
             is_trusted,
             &mut worker.rng.borrow_mut(),
             &worker.metrics.spans,
-            tokio::time::Instant::now().into_std(),
+            now,
         )?;
         let mut span = Self {
             started,
@@ -95,8 +99,9 @@ impl RequestSpan {
 }
 
 impl ExchangeRecord {
-    /// Begins the span of a request, before its head is written for the next hop. Returns its
-    /// `traceparent`, which never leaves the cluster.
+    /// Begins the span of a request, before its head is written for the next hop, and counts whether
+    /// the application has a trace for it, or has passed one on. Returns its `traceparent`, which never
+    /// leaves the cluster. Exports of spans have none.
     pub(super) fn begin_span(
         &mut self,
         backend: &Backend,
@@ -104,7 +109,16 @@ impl ExchangeRecord {
     ) -> Option<Box<HeaderValue>> {
         let flow = &self.flow;
         let policy = flow.worker.policy();
-        let span = RequestSpan::new(policy.telemetry.as_ref()?, flow, request)?;
+        let tracing = policy.telemetry.as_ref()?.tracing.as_ref()?;
+        if request.path() == EXPORT_PATH.as_bytes() {
+            return None;
+        }
+        let parent = SpanContext::of(request);
+        let span = RequestSpan::new(tracing, parent, flow, request, self.ended.started);
+        let is_added = flow.direction == Direction::Inbound && span.is_some();
+        let metrics = &flow.worker.metrics;
+        metrics.trace(flow.direction, is_added || parent.is_some());
+        let span = span?;
         let leaves = flow.direction == Direction::Outbound && backend.leaves_cluster();
         let traceparent = (!leaves).then(|| Box::new(span.started.own.traceparent()));
         self.span = Some(Box::new(span));

@@ -66,8 +66,6 @@ fn pod(app: SocketAddr) -> (Pod, Output) {
         dumps: output.dumps(Mode::Off, &context),
         ..context
     });
-    let worker = pod.worker.clone();
-    tokio::task::spawn_local(async move { worker.access_log.gather(&worker.dumps).await });
     (pod, output)
 }
 

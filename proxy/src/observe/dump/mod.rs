@@ -14,9 +14,9 @@ mod writer;
 
 use std::io::{self, Write};
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use diy_mesh_model::identity::Identity;
@@ -34,8 +34,8 @@ const MAX_DUMPS_PER_SECOND: u32 = 10;
 const MAX_CONCURRENT: u32 = 256;
 /// Capacity of the queue of the writer. Dumps are a few of its messages.
 const QUEUE_CAPACITY: usize = 512;
-/// The bytes of lines of access logs that wait for the writer.
-const MAX_QUEUED_LINES: usize = 512 * 1024;
+/// The bytes of lines of the access log that wait for the writer. One more may have any length.
+const MAX_LINES: usize = 512 * 1024;
 
 /// Content of dumps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -81,8 +81,8 @@ struct Shared {
     budget: AtomicU32,
     /// Concurrent dumps.
     concurrent: AtomicU32,
-    /// Bytes of lines that wait for the writer.
-    queued_lines: AtomicUsize,
+    /// Lines of the access log that wait for the writer.
+    lines: Arc<Mutex<Vec<u8>>>,
     queue: SyncSender<Message>,
     metrics: Arc<Metrics>,
 }
@@ -90,9 +90,7 @@ struct Shared {
 enum Message {
     Exchange(Box<Record>, Arc<Ended>),
     Opaque(Arc<Ended>),
-    /// Lines of an access log.
-    Lines(Vec<u8>),
-    /// Wakes the writer to reset the budget in a second.
+    /// Wakes the writer: to write lines, and to reset the budget in a second.
     Wake,
     /// Responds when all earlier messages are written.
     Flush(SyncSender<()>),
@@ -107,7 +105,7 @@ impl Dumps {
             mode: config.mode,
             budget: AtomicU32::new(MAX_DUMPS_PER_SECOND),
             concurrent: AtomicU32::new(0),
-            queued_lines: AtomicUsize::new(0),
+            lines: Arc::default(),
             queue,
             metrics,
         });
@@ -162,17 +160,26 @@ impl Dumps {
         }
     }
 
-    /// Writes so many lines of an access log.
-    pub fn lines(&self, lines: Vec<u8>, count: u64) {
-        let Some(shared) = self.shared.as_ref().filter(|_| count > 0) else {
+    /// Adds a line to the access log, if the telemetry has one for it. The first one that waits wakes
+    /// the writer, which lets others gather.
+    pub fn access(&self, ended: &Ended, telemetry: &Telemetry) {
+        let logs = telemetry.access_logs.as_ref();
+        let logs = logs.filter(|logs| !logs.failures || ended.is_failure);
+        let (Some(shared), Some(logs)) = (self.shared.as_ref(), logs) else {
             return;
         };
-        let bytes = lines.len();
-        let queued = shared.queued_lines.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        let has_room = queued <= MAX_QUEUED_LINES;
-        if !has_room || shared.queue.try_send(Message::Lines(lines)).is_err() {
-            shared.queued_lines.fetch_sub(bytes, Ordering::Relaxed);
-            shared.metrics.access_logs_dropped.inc_by(count);
+        let mut lines = lock(&shared.lines);
+        let is_first = lines.is_empty();
+        if lines.len() >= MAX_LINES {
+            shared.metrics.access_logs_dropped.inc();
+            return;
+        }
+        ended.write_access(&logs.format, &mut lines);
+        // A writer whose queue is full writes the lines after that.
+        if is_first && let Err(TrySendError::Disconnected(_)) = shared.queue.try_send(Message::Wake)
+        {
+            lines.clear();
+            shared.metrics.access_logs_dropped.inc();
         }
     }
 
@@ -187,6 +194,10 @@ impl Dumps {
             let _ = wait.recv_timeout(timeout);
         }
     }
+}
+
+fn lock(lines: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+    lines.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The conditions of dumps, if there are any.

@@ -1,19 +1,25 @@
 //! Writer thread of dumps: renders each record, writes it with one call, and once a second resets
-//! the budget and reports the number of suppressed exchanges. Writes the lines of access logs, too.
-//! Only this thread waits for the output.
+//! the budget and reports the number of suppressed exchanges. Lines of the access log gather and
+//! are written together. Only this thread waits for the output.
 
 use std::io::Write;
+use std::mem;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use diy_mesh_model::exchange::Dump;
 
-use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, rfc3339};
+use super::{Format, MAX_DUMPS_PER_SECOND, Message, Shared, lock, rfc3339};
 use crate::observe::metrics::Metrics;
 
 const SECOND: Duration = Duration::from_secs(1);
+/// The time for which messages and lines gather: to wake this thread costs as much as many lines.
+const GATHERING: Duration = Duration::from_millis(10);
+/// The capacity for lines that is kept.
+const KEPT_CAPACITY: usize = 64 * 1024;
 
 pub(super) struct Writer {
     /// Weak, so that the thread ends when the last handle is dropped.
@@ -23,6 +29,10 @@ pub(super) struct Writer {
     out: Box<dyn Write + Send>,
     /// Suppressed exchanges at the last report.
     reported: u64,
+    /// Lines of the access log that wait.
+    waiting: Arc<Mutex<Vec<u8>>>,
+    /// Their place while they are written.
+    lines: Vec<u8>,
 }
 
 /// The output is closed.
@@ -36,6 +46,8 @@ impl Writer {
             format,
             out,
             reported: 0,
+            waiting: shared.lines.clone(),
+            lines: Vec::new(),
         }
     }
 
@@ -58,11 +70,18 @@ impl Writer {
                 if let Some(message) = next {
                     self.write(message)?;
                 }
+                let waiting = messages.try_recv().ok();
+                if waiting.is_none() {
+                    thread::sleep(GATHERING);
+                    self.write_lines()?;
+                }
                 let left = second_ends.saturating_duration_since(Instant::now());
-                next = match messages.recv_timeout(left) {
+                let message = waiting.map_or_else(|| messages.recv_timeout(left), Ok);
+                next = match message {
                     Ok(message) => Some(message),
                     Err(RecvTimeoutError::Timeout) => None,
                     Err(RecvTimeoutError::Disconnected) => {
+                        self.write_lines()?;
                         return self.report_suppressed().map(|_| ());
                     }
                 };
@@ -75,6 +94,19 @@ impl Writer {
             }
         }
         Ok(())
+    }
+
+    /// Writes the lines that wait.
+    fn write_lines(&mut self) -> Result<(), Closed> {
+        mem::swap(&mut self.lines, &mut *lock(&self.waiting));
+        if self.lines.is_empty() {
+            return Ok(());
+        }
+        let written = self.out.write_all(&self.lines);
+        let written = written.and_then(|()| self.out.flush());
+        self.lines.clear();
+        self.lines.shrink_to(KEPT_CAPACITY);
+        written.map_err(|_| Closed)
     }
 
     /// Resets the budget after a second. Returns whether the second had no exchanges.
@@ -108,17 +140,9 @@ impl Writer {
         let exchange = match message {
             Message::Exchange(record, ended) => record.finish(ended.dumped()),
             Message::Opaque(ended) => ended.dumped(),
-            Message::Lines(lines) => {
-                let written = self.put(&lines);
-                if let Some(shared) = self.shared.upgrade() {
-                    shared
-                        .queued_lines
-                        .fetch_sub(lines.len(), Ordering::Relaxed);
-                }
-                return written;
-            }
             Message::Wake => return Ok(()),
             Message::Flush(done) => {
+                self.write_lines()?;
                 self.report_suppressed()?;
                 // The receiver may have timed out.
                 let _ = done.send(());
@@ -135,12 +159,12 @@ impl Writer {
                 serde_json::to_string(dump).expect("all keys of a record are strings") + "\n"
             }
         };
-        self.put(rendered.as_bytes())
+        self.put(&rendered)
     }
 
-    fn put(&mut self, bytes: &[u8]) -> Result<(), Closed> {
+    fn put(&mut self, text: &str) -> Result<(), Closed> {
         self.out
-            .write_all(bytes)
+            .write_all(text.as_bytes())
             .and_then(|()| self.out.flush())
             .map_err(|_| Closed)
     }

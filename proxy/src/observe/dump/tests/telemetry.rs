@@ -6,7 +6,6 @@ use diy_mesh_model::access::Format as LineFormat;
 use diy_mesh_proto::telemetry::{AccessLogs, DumpSettings};
 
 use super::*;
-use crate::observe::access::AccessLog;
 use crate::observe::ended::request_line;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -140,8 +139,8 @@ fn opaque_connections_have_no_path_and_no_status() {
     assert_eq!(output.pieces().len(), 1);
 }
 
-/// The access log with requests for these targets.
-fn log<'a>(dumps: &Dumps, targets: impl IntoIterator<Item = &'a str>) -> AccessLog {
+/// Logs a request with this target.
+fn log(dumps: &Dumps, target: &str) {
     let telemetry = Telemetry {
         access_logs: Some(AccessLogs {
             failures: false,
@@ -149,26 +148,21 @@ fn log<'a>(dumps: &Dumps, targets: impl IntoIterator<Item = &'a str>) -> AccessL
         }),
         ..Telemetry::default()
     };
-    let log = AccessLog::default();
-    for target in targets {
-        let ended = Ended {
-            line: request_line(&view::testing::request("GET", target)),
-            status: Some(StatusCode::OK),
-            ..ended(Direction::Inbound)
-        };
-        log.add(&ended, &telemetry, dumps);
-    }
-    log
+    let ended = Ended {
+        line: request_line(&view::testing::request("GET", target)),
+        status: Some(StatusCode::OK),
+        ..ended(Direction::Inbound)
+    };
+    dumps.access(&ended, &telemetry);
 }
 
 #[test]
 fn access_log_has_a_line_for_each_record_without_queries_and_forged_lines() {
     let (dumps, output, _) = start(Mode::Off, Format::Text);
     let targets = ["/a?token=x", "/b\r\nforged", "/c\"d", "*"];
-    let log = log(&dumps, targets);
-    dumps.flush(FLUSH_TIMEOUT);
-    assert_eq!(output.pieces().len(), 0, "they gather");
-    log.hand_over(&dumps);
+    for target in targets {
+        log(&dumps, target);
+    }
     dumps.flush(FLUSH_TIMEOUT);
     assert_eq!(
         output.pieces().concat(),
@@ -200,8 +194,11 @@ fn lines_beyond_the_queue_are_dropped_and_counted() {
         out: Box::new(Blocked(permits, output.clone())),
     };
     let dumps = Dumps::start(config, metrics.clone()).unwrap();
-    let sent = 2 * MAX_QUEUED_LINES / "GET \"/\" 200\n".len();
-    log(&dumps, std::iter::repeat_n("/", sent)).hand_over(&dumps);
+    // At most what waits, and what is being written.
+    let sent = 3 * MAX_LINES / "GET \"/\" 200\n".len();
+    for _ in 0..sent {
+        log(&dumps, "/");
+    }
     drop(permit);
     let dropped = usize::try_from(metrics.access_logs_dropped.get()).unwrap();
     assert!(dropped > 0);
