@@ -18,8 +18,6 @@ use crate::observe::metrics::Metrics;
 const SECOND: Duration = Duration::from_secs(1);
 /// The time for which messages and lines gather: to wake this thread costs as much as many lines.
 const GATHERING: Duration = Duration::from_millis(10);
-/// The capacity for lines that is kept.
-const KEPT_CAPACITY: usize = 64 * 1024;
 
 pub(super) struct Writer {
     /// Weak, so that the thread ends when the last handle is dropped.
@@ -88,6 +86,7 @@ impl Writer {
                 if Instant::now() >= second_ends {
                     second_ends = Instant::now() + SECOND;
                     if self.tick()? && next.is_none() {
+                        self.release_lines();
                         break;
                     }
                 }
@@ -105,8 +104,13 @@ impl Writer {
         let written = self.out.write_all(&self.lines);
         let written = written.and_then(|()| self.out.flush());
         self.lines.clear();
-        self.lines.shrink_to(KEPT_CAPACITY);
         written.map_err(|_| Closed)
+    }
+
+    /// Releases the memory for lines, of which none waits.
+    fn release_lines(&mut self) {
+        self.lines = Vec::new();
+        lock(&self.waiting).shrink_to_fit();
     }
 
     /// Resets the budget after a second. Returns whether the second had no exchanges.
