@@ -57,7 +57,7 @@ impl Process {
         logs: &Path,
         spawn: impl FnOnce(&mut Command) -> Result<Child>,
     ) -> Result<Self> {
-        let log = logs.join(format!("{}.log", program.name));
+        let log = logs.join(format!("{}.err", program.name));
         let errors = File::create(&log).with_context(|| format!("create {}", log.display()))?;
         let mut command = Command::new(&program.path);
         command
