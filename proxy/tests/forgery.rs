@@ -77,6 +77,19 @@ fn accepts_connect_of_own_app_and_for_pods_that_allow_it() {
             client.write_all(b"\x16\x03\x01").await.unwrap();
             assert_eq!(read_until(&mut app, "\x01").await, "\x16\x03\x01");
         }
+        // It asks for a tunnel only, whatever its fields are, and gets no other protocol.
+        let mut client = declared.connect_inbound(address).await;
+        write(&mut client, "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n").await;
+        let mut app = server.accept().await;
+        assert_eq!(
+            read_until(&mut app, "\r\n\r\n").await,
+            "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n"
+        );
+        let switching =
+            "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n";
+        write(&mut app, switching).await;
+        let response = read_until(&mut client, "\r\n\r\n").await;
+        assert!(response.starts_with("HTTP/1.1 502 "), "{response}");
         // The target must be HOST:PORT.
         let mut client = declared.connect_inbound(address).await;
         write(

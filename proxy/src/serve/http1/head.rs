@@ -190,7 +190,11 @@ impl RequestHead {
         let (method, target) = (span(&raw, method.as_bytes()), span(&raw, target.as_bytes()));
         let version = Version::parsed(version);
         let spans = Fields::spans(&raw, parsed.headers, version)?;
-        let fields = Fields { raw, spans };
+        let mut fields = Fields { raw, spans };
+        if fields.slice(&method).eq_ignore_ascii_case(b"CONNECT") {
+            // It opens a tunnel, whatever else it asks for.
+            fields.remove(b"upgrade");
+        }
         let seen = fields.examine()?;
         match (seen.hosts, version) {
             (0, Version::Http11) => return Err(Refused::Malformed("the Host field is missing")),
@@ -263,8 +267,7 @@ impl RequestHead {
                 Version::Http10 => http::Version::HTTP_10,
                 Version::Http11 => http::Version::HTTP_11,
             },
-            // CONNECT opens a tunnel, whatever else it asks for.
-            upgrade: self.connection.upgrade && !self.method().eq_ignore_ascii_case(b"CONNECT"),
+            upgrade: self.connection.upgrade,
         }
     }
 

@@ -35,6 +35,17 @@ fn hop_by_hop_fields_are_not_forwarded() {
     assert!(request(text).unwrap().connection.close);
 }
 
+#[test]
+fn connect_asks_for_no_other_protocol() {
+    for line in ["CONNECT x:80", "connect /"] {
+        let start = format!("{line} HTTP/1.1\r\nHost: x:80\r\n");
+        let text = format!("{start}Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n");
+        let head = request(&text).unwrap();
+        assert!(head.view().is_connect() && !head.connection.upgrade);
+        assert_eq!(forwarded(&text), format!("{start}\r\n"));
+    }
+}
+
 /// A head with these fields beside Host, and its options in `Connection` fields of so many
 /// each.
 fn head_with(names: &[String], options: &[String], each: usize) -> String {

@@ -114,6 +114,14 @@ fn server_gets_at_most_the_size_and_the_application_the_same_bytes() {
                 "true",
             ),
             (length(9), &["abcdefghi"], "abcdefghi", "abcdefgh", "true"),
+            // Another protocol that the client asks for hides no body.
+            (
+                "Connection: upgrade\r\nUpgrade: websocket\r\n".to_owned() + &length(3),
+                &["ab", "c"],
+                "abc",
+                "abc",
+                "false",
+            ),
             (chunked(), &["0\r\n\r\n"], "0\r\n\r\n", "", "false"),
             (
                 chunked(),
