@@ -46,12 +46,14 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `program` in `namespace`; reads its standard output, and writes its errors to a file in `logs`.
+    /// Starts `program` in `namespace`. Discards its standard output, and writes its errors to a file in
+    /// `logs`.
     pub fn start(program: Program, namespace: &Namespace, logs: &Path) -> Result<Self> {
         Process::start_with(program, logs, |command| namespace.spawn(command))
     }
 
-    /// Starts `program` with `spawn`; reads its standard output, and writes its errors to a file in `logs`.
+    /// Starts `program` with `spawn`. Discards its standard output, and writes its errors to a file in
+    /// `logs`.
     pub fn start_with(
         program: Program,
         logs: &Path,

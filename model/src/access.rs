@@ -277,9 +277,10 @@ impl<'a> Value<'a> {
 
 /// Whether JSON has the text as it is. Without a branch for each byte.
 fn is_plain(text: &str) -> bool {
-    let is_plain = |byte| byte >= b' ' && byte != b'"' && byte != b'\\';
-    text.bytes()
-        .fold(true, |plain, byte| plain & is_plain(byte))
+    let needs_escape = |byte| byte < b' ' || byte == b'"' || byte == b'\\';
+    !text
+        .bytes()
+        .fold(false, |found, byte| found | needs_escape(byte))
 }
 
 fn write_number(number: u64, out: &mut Vec<u8>) {

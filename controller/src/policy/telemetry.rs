@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 #[cfg(test)]
 use super::tests::crd;
-use crate::fields::{Milliseconds, Name, Named};
+use crate::fields::{Milliseconds, Name, Named, one_of};
 use crate::routes::filters::share;
 use crate::routes::model::Rejection;
 use crate::routes::parse::{unsupported, violates};
@@ -186,8 +186,8 @@ pub(super) fn parse(spec: Telemetry, policy: &str) -> Result<Arc<proto::Telemetr
 
 fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
     let at = |field: &str| format!("spec.telemetry.dump.{field}");
-    let expected = "Full, Headers or Off";
-    let mode = (spec.mode).ok_or_else(|| unsupported(&at("mode"), "", expected))?;
+    let required = || one_of(&at("mode"), Some(""), Mode::NAMES);
+    let mode = spec.mode.map_or_else(required, |name| Ok(name.0))?;
     let status = spec.status.as_deref().map(|text| {
         let expected = "a status such as 500, or a class such as 5xx";
         statuses(text).ok_or_else(|| unsupported(&at("status"), text, expected))
@@ -202,7 +202,7 @@ fn dump(spec: Dump) -> Result<proto::DumpSettings, Rejection> {
         return Err(unsupported(&at("caller"), &caller, expected));
     }
     Ok(proto::DumpSettings {
-        mode: mode.0.into(),
+        mode: mode.into(),
         path: spec.path.unwrap_or_default(),
         min_status,
         max_status,

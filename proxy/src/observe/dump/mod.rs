@@ -2,8 +2,8 @@
 //! from [`Dumps::exchange`] and fill it; a separate thread renders and writes it. It writes the lines
 //! of the access log, too.
 //!
-//! Dumps never delay traffic: exchanges beyond the budget are counted only, and a dump or a line is
-//! dropped and counted if the writer's queue is full.
+//! Neither delays traffic: exchanges beyond the budget are counted only. A dump is dropped and counted
+//! if the writer's queue is full, and a line if too many wait.
 
 mod body;
 mod exchange;
@@ -32,7 +32,7 @@ pub(crate) use exchange::Record;
 const MAX_DUMPS_PER_SECOND: u32 = 10;
 /// Maximum number of concurrent dumps, which bounds their memory.
 const MAX_CONCURRENT: u32 = 256;
-/// Capacity of the queue of the writer. Dumps are a few of its messages.
+/// Capacity of the queue of the writer, in messages.
 const QUEUE_CAPACITY: usize = 512;
 /// The bytes of lines of the access log that wait for the writer. One more may have any length.
 const MAX_LINES: usize = 512 * 1024;
