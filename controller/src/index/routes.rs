@@ -399,7 +399,7 @@ impl Routes {
         })
     }
 
-    /// The status of a host: at each Service whose routes may use it.
+    /// The status of a host: at each Service whose routes may use it, or at itself if there is none.
     pub(super) fn backend_status(&self, links: &Links, id: &RouteId) -> Option<RouteStatus> {
         let backend = self.backends.get(id)?;
         let conditions = backend.conditions(match backend.rejection() {
@@ -414,17 +414,26 @@ impl Routes {
             Vec::from_iter(parents.map(|parent| parent.key(&route.key)))
         };
         let services: BTreeSet<Key> = routes.flat_map(parents).collect();
-        let parents = services
+        let services = services
             .iter()
             .take(MAX_PARENTS)
-            .map(|service| ParentStatus {
-                parent: ParentReference {
-                    group: Some(String::new()),
-                    namespace: Some(service.namespace.to_string()),
-                    ..ParentReference::service(&service.name)
-                },
-                conditions: conditions.clone(),
+            .map(|service| ParentReference {
+                group: Some(String::new()),
+                namespace: Some(service.namespace.to_string()),
+                ..ParentReference::service(&service.name)
             });
+        let mut parents: Vec<_> = services.collect();
+        if parents.is_empty() {
+            parents.push(ParentReference {
+                group: Some(id.0.row().group.to_owned()),
+                kind: Some(id.0.to_string()),
+                ..ParentReference::service(&backend.key.name)
+            });
+        }
+        let parents = parents.into_iter().map(|parent| ParentStatus {
+            parent,
+            conditions: conditions.clone(),
+        });
         Some(backend.status(parents.collect()))
     }
 

@@ -143,9 +143,7 @@ fn problems(policy: &Value) -> (Vec<String>, Vec<String>) {
         of_type.map(describe).collect()
     };
     let mut accepted = current.iter().map(|(_, condition)| &condition["type"]);
-    // A host outside of the cluster has conditions at the Services of its routes only.
-    let is_host = !policy["spec"]["backend"].is_null();
-    let rejected = if is_host || accepted.any(|kind| kind == "Accepted") {
+    let rejected = if accepted.any(|kind| kind == "Accepted") {
         problems_of(|kind| kind == "Accepted")
     } else {
         vec![format!("{title}: no condition yet")]
@@ -239,15 +237,6 @@ mod tests {
             find(condition(1, "True")).details,
             ["TrafficPolicy shop/web: no condition yet"]
         );
-        let unused = json!({
-            "kind": "TrafficPolicy", "metadata": {"namespace": "shop", "name": "api", "generation": 2},
-            "spec": {"backend": {"type": "ExternalHostname"}},
-        });
-        let facts = Facts {
-            policies: Ok(vec![unused]),
-            ..unknown_facts()
-        };
-        assert_eq!(policies(&facts).unwrap().remove(0).level, Level::Ok);
         // An earlier release writes `Enforced`.
         for kind in ["Programmed", "Enforced"] {
             let programmed = typed(&format!("{GROUP}/{kind}"), 2, "False");

@@ -172,8 +172,8 @@ fn backend_is_of_the_namespace_of_the_route() {
             object(grant),
         ]);
         assert_eq!(backends(&index).1, "RefNotPermitted");
-        let status = index.status(&(kind, Key::new("bank", "api")));
-        assert_eq!(status.unwrap().unwrap().parents.len(), 0);
+        let own = (format!("{kind} api"), true, "Accepted");
+        assert_eq!(status(&index, &(kind, Key::new("bank", "api")), 3), [own]);
     }
 }
 
@@ -190,11 +190,12 @@ fn status(index: &Index, id: &(Kind, Key), generation: i64) -> Vec<(String, bool
 }
 
 #[test]
-fn status_of_a_backend_names_the_services_of_its_routes() {
+fn status_of_a_backend_names_the_services_of_its_routes_or_itself() {
     for kind in KINDS {
         let id = (kind, key("api"));
         let mut index = with_services([backend(kind, "shop", "a.example.com")]);
-        assert_eq!(status(&index, &id, 3), []);
+        let own = format!("{kind} api");
+        assert_eq!(status(&index, &id, 3), [(own.clone(), true, "Accepted")]);
         assert!(index.with_status().contains(&id));
         index.take_changed_statuses();
         apply(&mut index, to_api(Kind::HttpRoute, kind, json!({})));
@@ -207,7 +208,7 @@ fn status_of_a_backend_names_the_services_of_its_routes() {
         let mut touched = Touched::default();
         index.apply(Change::Delete(Kind::HttpRoute, key("r")), &mut touched);
         assert!(index.take_changed_statuses().contains(&id));
-        assert_eq!(status(&index, &id, 3), []);
+        assert_eq!(status(&index, &id, 3), [(own, false, "UnsupportedValue")]);
     }
 }
 
