@@ -19,49 +19,50 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The text of a field without a value.
 const ABSENT: &str = "-";
 
-/// A field: its name and its value.
-type Field = (&'static str, for<'a> fn(&'a Entry<'_>) -> Value<'a>);
+/// A field.
+struct Field {
+    name: &'static str,
+    /// As JSON has the name, with what is around it.
+    key: &'static str,
+    value: for<'a> fn(&'a Entry<'_>) -> Value<'a>,
+}
+
+macro_rules! fields {
+    ($($name:ident: $value:expr,)*) => {
+        &[$(Field {
+            name: stringify!($name),
+            key: concat!(",\"", stringify!($name), "\":"),
+            value: $value,
+        },)*]
+    };
+}
 
 /// The fields of an [`Entry`], in the order of JSON. The first one always has a value.
-const FIELDS: [Field; 23] = [
-    ("time", |entry| Value::Text(&entry.time)),
-    ("duration_ms", |entry| Value::Milliseconds(entry.duration)),
-    ("direction", |entry| Value::Text(entry.direction.name())),
-    ("protocol", |entry| Value::Text(entry.protocol.name())),
-    ("method", |entry| Value::text(entry.method.as_deref())),
-    ("path", |entry| Value::text(entry.path.as_deref())),
-    ("status", |entry| {
-        entry
-            .status
-            .map_or(Value::Absent, |status| Value::Number(status.into()))
-    }),
-    ("grpc_status", |entry| Value::text(entry.grpc_status)),
-    ("failure", |entry| Value::text(entry.failure)),
-    ("bytes_sent", |entry| Value::Number(entry.bytes_sent)),
-    ("bytes_received", |entry| {
-        Value::Number(entry.bytes_received)
-    }),
-    ("peer", |entry| Value::Address(entry.peer)),
-    ("identity", |entry| Value::text(entry.identity)),
-    ("destination", |entry| Value::Address(entry.destination)),
-    ("route", |entry| Value::text(entry.route)),
-    ("backend", |entry| Value::text(entry.backend)),
-    ("endpoint", |entry| {
-        entry.endpoint.map_or(Value::Absent, Value::Address)
-    }),
-    ("attempts", |entry| Value::Number(entry.attempts.into())),
-    ("tls", |entry| Value::Text(entry.tls)),
-    ("fault", |entry| Value::text(entry.fault)),
-    ("trace_id", |entry| Value::text(entry.trace_id)),
-    ("id", |entry| entry.id.map_or(Value::Absent, Value::Id)),
-    ("incomplete", |entry| {
-        if entry.incomplete {
-            Value::True
-        } else {
-            Value::Absent
-        }
-    }),
-];
+const FIELDS: &[Field] = fields! {
+    time: |entry| Value::Text(&entry.time),
+    duration_ms: |entry| Value::Milliseconds(entry.duration),
+    direction: |entry| Value::Text(entry.direction.name()),
+    protocol: |entry| Value::Text(entry.protocol.name()),
+    method: |entry| Value::text(entry.method.as_deref()),
+    path: |entry| Value::text(entry.path.as_deref()),
+    status: |entry| Value::option(entry.status, |status| Value::Number(status.into())),
+    grpc_status: |entry| Value::text(entry.grpc_status),
+    failure: |entry| Value::text(entry.failure),
+    bytes_sent: |entry| Value::Number(entry.bytes_sent),
+    bytes_received: |entry| Value::Number(entry.bytes_received),
+    peer: |entry| Value::Address(entry.peer),
+    identity: |entry| Value::text(entry.identity),
+    destination: |entry| Value::Address(entry.destination),
+    route: |entry| Value::text(entry.route),
+    backend: |entry| Value::text(entry.backend),
+    endpoint: |entry| Value::option(entry.endpoint, Value::Address),
+    attempts: |entry| Value::Number(entry.attempts.into()),
+    tls: |entry| Value::Text(entry.tls),
+    fault: |entry| Value::text(entry.fault),
+    trace_id: |entry| Value::text(entry.trace_id),
+    id: |entry| Value::option(entry.id, Value::Id),
+    incomplete: |entry| Value::option(entry.incomplete.then_some(()), |()| Value::True),
+};
 
 /// An exchange, or an opaque connection. The text of peers is escaped.
 #[derive(Clone, Debug)]
@@ -154,8 +155,14 @@ pub enum FormatError {
     #[error("it contains a control character")]
     Control,
     /// A field that no entry has.
-    #[error("{{{0}}} is not a field; the fields are {fields}, and {{{{ is a brace", fields = FIELDS.map(|(name, _)| name).join(", "))]
+    #[error("{{{0}}} is not a field; the fields are {fields}, and {{{{ is a brace", fields = names())]
     UnknownField(String),
+}
+
+/// The names of all fields.
+fn names() -> String {
+    let names: Vec<&str> = FIELDS.iter().map(|field| field.name).collect();
+    names.join(", ")
 }
 
 impl Format {
@@ -178,7 +185,7 @@ impl Format {
                 continue;
             }
             let (name, after) = after.split_once('}').unwrap_or(("", after));
-            let field = FIELDS.iter().position(|(field, _)| *field == name);
+            let field = FIELDS.iter().position(|field| field.name == name);
             let field = field.ok_or_else(|| FormatError::UnknownField(name.to_owned()))?;
             pieces.extend([Piece::Literal(literal.to_owned()), Piece::Field(field)]);
             rest = after;
@@ -199,18 +206,15 @@ impl Entry<'_> {
     }
 
     fn write_json(&self, out: &mut Vec<u8>) {
-        let mut separator = b'{';
-        for (name, value) in FIELDS {
-            let value = value(self);
-            if matches!(value, Value::Absent) {
-                continue;
+        let start = out.len();
+        for field in FIELDS {
+            let value = (field.value)(self);
+            if !matches!(value, Value::Absent) {
+                out.extend_from_slice(field.key.as_bytes());
+                value.write_json(out);
             }
-            out.extend([separator, b'"']);
-            out.extend_from_slice(name.as_bytes());
-            out.extend(b"\":");
-            value.write_json(out);
-            separator = b',';
         }
+        out[start] = b'{';
         out.push(b'}');
     }
 
@@ -218,7 +222,7 @@ impl Entry<'_> {
         for piece in pieces {
             match piece {
                 Piece::Literal(text) => out.extend_from_slice(text.as_bytes()),
-                Piece::Field(position) => FIELDS[*position].1(self).write(out),
+                Piece::Field(position) => (FIELDS[*position].value)(self).write(out),
             }
         }
     }
@@ -226,7 +230,11 @@ impl Entry<'_> {
 
 impl<'a> Value<'a> {
     fn text(text: Option<&'a str>) -> Self {
-        text.map_or(Self::Absent, Self::Text)
+        Self::option(text, Self::Text)
+    }
+
+    fn option<T>(value: Option<T>, of: impl FnOnce(T) -> Self) -> Self {
+        value.map_or(Self::Absent, of)
     }
 
     fn write_json(&self, out: &mut Vec<u8>) {
@@ -289,12 +297,17 @@ fn write_number(number: u64, out: &mut Vec<u8>) {
 
 /// As its `Display` does, which takes several times as long.
 fn write_ipv4(address: Ipv4Addr, out: &mut Vec<u8>) {
-    for (index, octet) in address.octets().into_iter().enumerate() {
-        if index > 0 {
-            out.push(b'.');
+    let (mut text, mut length) = ([b'.'; 16], 0);
+    for octet in address.octets() {
+        for (least, unit) in [(100, 100), (10, 10), (0, 1)] {
+            if octet >= least {
+                text[length] = digit((octet / unit).into());
+                length += 1;
+            }
         }
-        write_number(octet.into(), out);
+        length += 1;
     }
+    out.extend_from_slice(&text[..length - 1]);
 }
 
 fn write_display(value: impl Display, out: &mut Vec<u8>) {
@@ -360,7 +373,7 @@ mod tests {
     fn every_field_has_a_name() {
         let line = line(&entry(), &Format::Json);
         let mut at = 0;
-        for (name, _) in FIELDS {
+        for Field { name, .. } in FIELDS {
             at = line
                 .find(&format!("\"{name}\":"))
                 .filter(|found| *found > at)

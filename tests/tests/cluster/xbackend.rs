@@ -38,14 +38,14 @@ fn host() -> Value {
     })
 }
 
-fn object(group: &str, kind: &str, spec: &Value) -> String {
+fn object(group: &str, kind: &str, name: &str, spec: &Value) -> String {
     let version = format!("{group}/v1alpha1");
-    json!({"apiVersion": version, "kind": kind, "metadata": {"name": "api"}, "spec": spec})
+    json!({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
         .to_string()
 }
 
 /// The requests to a path of Service `server` fail until the host of this kind exists, and are for
-/// the host then. The others stay with the Service.
+/// the host then. The others stay with the Service. A host that no route uses has a condition, too.
 fn check(namespace: &Namespace, group: &str, kind: &str, spec: &Value) -> Result<()> {
     for app in [App::authorizer("client"), App::http_server()] {
         namespace.apply(&app.deployment())?;
@@ -71,11 +71,14 @@ fn check(namespace: &Namespace, group: &str, kind: &str, spec: &Value) -> Result
     wait_for_condition(namespace, "httproute", "server", missing)?;
     expect(namespace, "/outside", "500", "invalid-backend")?;
     expect(namespace, "/hello", "200", "")?;
-    namespace.apply(&object(group, kind, spec))?;
+    namespace.apply(&object(group, kind, "api", spec))?;
     wait_for_condition(namespace, "httproute", "server", ACCEPTED)?;
     let resolved = ["ResolvedRefs", "True", "ResolvedRefs"];
     wait_for_condition(namespace, "httproute", "server", resolved)?;
-    wait_for_condition(namespace, &kind.to_lowercase(), "api", ACCEPTED)?;
+    namespace.apply(&object(group, kind, "unused", spec))?;
+    for name in ["api", "unused"] {
+        wait_for_condition(namespace, &kind.to_lowercase(), name, ACCEPTED)?;
+    }
     expect(namespace, "/outside", "502", "unresolved")?;
     expect(namespace, "/hello", "200", "")
 }
@@ -121,7 +124,7 @@ fn outside_host_of_a_policy_needs_no_experimental_channel() -> Result<()> {
             (json!({"backend": host(), "timeouts": {}}), "backend alone"),
             (json!({"backend": inside}), "outside of the cluster"),
         ] {
-            let refused = kubectl_with_input(&create, &object(group, kind, &spec));
+            let refused = kubectl_with_input(&create, &object(group, kind, "api", &spec));
             let error = refused.err().with_context(|| format!("{spec} is stored"))?;
             ensure!(format!("{error:#}").contains(part), "{spec}: {error:#}");
         }
