@@ -72,13 +72,14 @@ impl SpanContext {
 
     /// The id of the trace as text.
     pub fn trace_id(&self) -> String {
-        text(&self.trace)
+        format!("{:032x}", u128::from_be_bytes(self.trace))
     }
 
     /// The value of `traceparent`.
     pub fn traceparent(&self) -> HeaderValue {
+        let (trace, span) = (self.trace_id(), u64::from_be_bytes(self.span));
         let flags = u8::from(self.sampled == Some(true));
-        let value = format!("00-{}-{}-{flags:02x}", text(&self.trace), text(&self.span));
+        let value = format!("00-{trace}-{span:016x}-{flags:02x}");
         HeaderValue::try_from(value).expect("hexadecimal digits and hyphens")
     }
 }
@@ -166,10 +167,6 @@ fn hex<const N: usize>(digits: &[u8]) -> Option<[u8; N]> {
         *byte = digit(pair[0])? << 4 | digit(pair[1])?;
     }
     Some(bytes)
-}
-
-fn text(id: &[u8]) -> String {
-    id.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
