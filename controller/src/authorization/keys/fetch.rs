@@ -191,26 +191,30 @@ async fn get(
     }
 }
 
-/// Whether an address is one of the Internet: no private, local, shared or reserved one.
+/// Whether an address is one of the Internet, and has no special purpose (RFC 6890).
 fn is_public(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => {
-            let [first, second, ..] = address.octets();
-            let is_shared = first == 100 && (64..128).contains(&second);
-            let is_reserved = first == 0 || first >= 240 || (first, second) == (198, 18);
-            !(address.is_private()
+            let is_reserved = match address.octets() {
+                // This network; class E and broadcast.
+                [0 | 240.., ..] => true,
+                // Shared (RFC 6598), protocols of the IETF, relays of 6to4, benchmarks (RFC 2544).
+                [100, 64..128, ..] | [192, 0, 0, _] | [192, 88, 99, _] | [198, 18 | 19, ..] => true,
+                _ => false,
+            };
+            !(is_reserved
+                || address.is_private()
                 || address.is_loopback()
                 || address.is_link_local()
                 || address.is_multicast()
-                || address.is_documentation()
-                || is_shared
-                || is_reserved)
+                || address.is_documentation())
         }
-        // Global unicast but for NAT64 and 6to4, which lead to addresses of IPv4 (RFC 4291).
-        IpAddr::V6(address) => {
-            let segments = address.segments();
-            segments[0] & 0xe000 == 0x2000 && segments[0] != 0x2002
-        }
+        // Global unicast (RFC 4291) but for protocols of the IETF, as Teredo, for documentation (RFC
+        // 3849, RFC 9637) and for 6to4. NAT64 is no part of it.
+        IpAddr::V6(address) => match address.segments() {
+            [0x2001, 0..0x200 | 0xdb8, ..] | [0x2002, ..] | [0x3fff, 0..0x1000, ..] => false,
+            [first, ..] => first & 0xe000 == 0x2000,
+        },
     }
 }
 

@@ -193,7 +193,14 @@ fn only_addresses_of_the_internet_are_public() {
         ("0.0.0.0", false),
         ("255.255.255.255", false),
         ("224.0.0.1", false),
+        ("192.0.0.8", false),
+        ("192.0.2.1", false),
+        ("192.88.99.1", false),
+        ("198.17.255.255", true),
         ("198.18.0.1", false),
+        ("198.19.255.255", false),
+        ("100.63.255.255", true),
+        ("100.127.255.255", false),
         ("::1", false),
         ("::", false),
         ("fd00::1", false),
@@ -202,6 +209,12 @@ fn only_addresses_of_the_internet_are_public() {
         ("::ffff:10.0.0.1", false),
         ("64:ff9b::a00:1", false),
         ("2002:a00:1::", false),
+        ("2001::a00:1", false),
+        ("2001:1ff::1", false),
+        ("2001:200::1", true),
+        ("2001:db8::1", false),
+        ("3fff:fff::1", false),
+        ("3ffe::1", true),
     ] {
         assert_eq!(is_public(address.parse().unwrap()), expected, "{address}");
     }
