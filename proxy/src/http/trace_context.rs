@@ -191,7 +191,11 @@ mod tests {
         };
         let context = SpanContext::of(&request)?;
         Some((
-            format!("{}/{}", context.trace_id(), text(&context.span)),
+            format!(
+                "{}/{:016x}",
+                context.trace_id(),
+                u64::from_be_bytes(context.span)
+            ),
             context.sampled,
         ))
     }
