@@ -19,30 +19,33 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The text of a field without a value.
 const ABSENT: &str = "-";
 
-/// A field.
-struct Field {
-    name: &'static str,
-    /// As JSON has the name, with what is around it.
-    key: &'static str,
-    value: for<'a> fn(&'a Entry<'_>) -> Value<'a>,
-}
+/// The value of a field.
+type ValueOf = for<'a> fn(&'a Entry<'_>) -> Value<'a>;
 
 macro_rules! fields {
     ($($name:ident: $value:expr,)*) => {
-        &[$(Field {
-            name: stringify!($name),
-            key: concat!(",\"", stringify!($name), "\":"),
-            value: $value,
-        },)*]
+        /// The names of all fields, and their values.
+        const FIELDS: &[(&str, ValueOf)] = &[$((stringify!($name), $value),)*];
+
+        impl Entry<'_> {
+            /// Adds each field with a value, after a comma. Without a loop, so that the kind of each
+            /// value is known when this is compiled.
+            fn write_fields(&self, out: &mut Vec<u8>) {
+                $(
+                    let value: ValueOf = $value;
+                    value(self).write_field(concat!(",\"", stringify!($name), "\":"), out);
+                )*
+            }
+        }
     };
 }
 
-/// The fields of an [`Entry`], in the order of JSON. The first one always has a value.
-const FIELDS: &[Field] = fields! {
-    time: |entry| Value::Text(&entry.time),
+// The fields of an `Entry`, in the order of JSON. The first one always has a value.
+fields! {
+    time: |entry| Value::Plain(&entry.time),
     duration_ms: |entry| Value::Milliseconds(entry.duration),
-    direction: |entry| Value::Text(entry.direction.name()),
-    protocol: |entry| Value::Text(entry.protocol.name()),
+    direction: |entry| Value::Plain(entry.direction.name()),
+    protocol: |entry| Value::Plain(entry.protocol.name()),
     method: |entry| Value::text(entry.method.as_deref()),
     path: |entry| Value::text(entry.path.as_deref()),
     status: |entry| Value::option(entry.status, |status| Value::Number(status.into())),
@@ -57,12 +60,12 @@ const FIELDS: &[Field] = fields! {
     backend: |entry| Value::text(entry.backend),
     endpoint: |entry| Value::option(entry.endpoint, Value::Address),
     attempts: |entry| Value::Number(entry.attempts.into()),
-    tls: |entry| Value::Text(entry.tls),
+    tls: |entry| Value::Plain(entry.tls),
     fault: |entry| Value::text(entry.fault),
     trace_id: |entry| Value::text(entry.trace_id),
     id: |entry| Value::option(entry.id, Value::Id),
     incomplete: |entry| Value::option(entry.incomplete.then_some(()), |()| Value::True),
-};
+}
 
 /// An exchange, or an opaque connection. The text of peers is escaped.
 #[derive(Clone, Debug)]
@@ -118,6 +121,8 @@ pub struct Entry<'a> {
 /// The value of a field.
 enum Value<'a> {
     Absent,
+    /// Without quotes, backslashes and control characters.
+    Plain(&'a str),
     Text(&'a str),
     Number(u64),
     Milliseconds(Duration),
@@ -161,7 +166,7 @@ pub enum FormatError {
 
 /// The names of all fields.
 fn names() -> String {
-    let names: Vec<&str> = FIELDS.iter().map(|field| field.name).collect();
+    let names: Vec<&str> = FIELDS.iter().map(|(name, _)| *name).collect();
     names.join(", ")
 }
 
@@ -185,7 +190,7 @@ impl Format {
                 continue;
             }
             let (name, after) = after.split_once('}').unwrap_or(("", after));
-            let field = FIELDS.iter().position(|field| field.name == name);
+            let field = FIELDS.iter().position(|(field, _)| *field == name);
             let field = field.ok_or_else(|| FormatError::UnknownField(name.to_owned()))?;
             pieces.extend([Piece::Literal(literal.to_owned()), Piece::Field(field)]);
             rest = after;
@@ -207,13 +212,7 @@ impl Entry<'_> {
 
     fn write_json(&self, out: &mut Vec<u8>) {
         let start = out.len();
-        for field in FIELDS {
-            let value = (field.value)(self);
-            if !matches!(value, Value::Absent) {
-                out.extend_from_slice(field.key.as_bytes());
-                value.write_json(out);
-            }
-        }
+        self.write_fields(out);
         out[start] = b'{';
         out.push(b'}');
     }
@@ -222,7 +221,7 @@ impl Entry<'_> {
         for piece in pieces {
             match piece {
                 Piece::Literal(text) => out.extend_from_slice(text.as_bytes()),
-                Piece::Field(position) => (FIELDS[*position].value)(self).write(out),
+                Piece::Field(position) => FIELDS[*position].1(self).write(out),
             }
         }
     }
@@ -237,12 +236,17 @@ impl<'a> Value<'a> {
         value.map_or(Self::Absent, of)
     }
 
-    fn write_json(&self, out: &mut Vec<u8>) {
+    #[inline(always)]
+    fn write_field(&self, key: &str, out: &mut Vec<u8>) {
+        if matches!(self, Self::Absent) {
+            return;
+        }
+        out.extend_from_slice(key.as_bytes());
         match self {
             Self::Text(text) if !is_plain(text) => {
                 serde_json::to_writer(out, text).expect("a text can be written");
             }
-            Self::Text(_) | Self::Address(_) | Self::Id(_) => {
+            Self::Plain(_) | Self::Text(_) | Self::Address(_) | Self::Id(_) => {
                 out.push(b'"');
                 self.write(out);
                 out.push(b'"');
@@ -254,7 +258,7 @@ impl<'a> Value<'a> {
     fn write(&self, out: &mut Vec<u8>) {
         match self {
             Self::Absent => out.extend(ABSENT.bytes()),
-            Self::Text(text) => out.extend_from_slice(text.as_bytes()),
+            Self::Plain(text) | Self::Text(text) => out.extend_from_slice(text.as_bytes()),
             Self::Number(number) => write_number(*number, out),
             Self::Milliseconds(duration) => {
                 write_number(
@@ -373,7 +377,7 @@ mod tests {
     fn every_field_has_a_name() {
         let line = line(&entry(), &Format::Json);
         let mut at = 0;
-        for Field { name, .. } in FIELDS {
+        for (name, _) in FIELDS {
             at = line
                 .find(&format!("\"{name}\":"))
                 .filter(|found| *found > at)
