@@ -236,6 +236,7 @@ impl<'a> Value<'a> {
         value.map_or(Self::Absent, of)
     }
 
+    /// Inlined, so that of all kinds only that of the field is left.
     #[inline(always)]
     fn write_field(&self, key: &str, out: &mut Vec<u8>) {
         if matches!(self, Self::Absent) {
@@ -410,6 +411,16 @@ mod tests {
     }
 
     #[test]
+    fn addresses_are_written_as_they_are_displayed() {
+        for octet in 0..=u8::MAX {
+            let address = Ipv4Addr::new(octet, !octet, 0, octet);
+            let mut out = Vec::new();
+            write_ipv4(address, &mut out);
+            assert_eq!(String::from_utf8(out).unwrap(), address.to_string());
+        }
+    }
+
+    #[test]
     fn formats_have_values_of_fields_and_nothing_where_there_is_none() {
         let format = Format::parse("{{{method} {path} {status}} {route}|{tls}").unwrap();
         assert_eq!(
@@ -441,17 +452,24 @@ mod tests {
     #[test]
     fn no_value_of_a_peer_adds_a_line_or_ends_a_quoted_one() {
         let hostile = "/a\r\n{\"status\":200}\u{2028}\u{85}\x1b[2J";
-        let entry = Entry {
-            path: Some(shown(hostile.as_bytes())),
-            ..entry()
-        };
-        for format in ["JSON", "\"{path}\""] {
-            let line = line(&entry, &Format::parse(format).unwrap());
-            assert_eq!(line.matches('\n').count(), 1, "{line}");
-            assert!(!line.trim_end().contains(char::is_control), "{line}");
+        let each_byte = |byte| [b"/a", &[byte][..], b"b\\\",\"status\":9"].concat();
+        for target in (0..=u8::MAX).map(each_byte).chain([hostile.into()]) {
+            let entry = Entry {
+                path: Some(shown(&target)),
+                ..entry()
+            };
+            for format in ["JSON", "\"{path}\""] {
+                let line = line(&entry, &Format::parse(format).unwrap());
+                assert_eq!(line.matches('\n').count(), 1, "{line}");
+                assert!(!line.trim_end().contains(char::is_control), "{line}");
+            }
+            let fields = line(&entry, &Format::Json);
+            let fields: serde_json::Value = serde_json::from_str(&fields).unwrap();
+            assert_eq!(fields["path"].as_str(), entry.path.as_deref());
+            assert_eq!(fields["status"], 200);
+            let format = Format::parse("\"{path}\"").unwrap();
+            assert_eq!(line(&entry, &format).matches('"').count(), 2);
         }
-        let format = Format::parse("\"{path}\"").unwrap();
-        assert_eq!(line(&entry, &format).matches('"').count(), 2);
         assert_eq!(shown(&[b'a'; 5000]).len(), 1024);
     }
 }

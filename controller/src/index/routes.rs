@@ -414,21 +414,14 @@ impl Routes {
             Vec::from_iter(parents.map(|parent| parent.key(&route.key)))
         };
         let services: BTreeSet<Key> = routes.flat_map(parents).collect();
-        let services = services
-            .iter()
-            .take(MAX_PARENTS)
-            .map(|service| ParentReference {
-                group: Some(String::new()),
-                namespace: Some(service.namespace.to_string()),
-                ..ParentReference::service(&service.name)
-            });
+        let services = services.iter().take(MAX_PARENTS);
+        let services = services.map(|service| ParentReference {
+            namespace: Some(service.namespace.to_string()),
+            ..ParentReference::object(Kind::Service, &service.name)
+        });
         let mut parents: Vec<_> = services.collect();
         if parents.is_empty() {
-            parents.push(ParentReference {
-                group: Some(id.0.row().group.to_owned()),
-                kind: Some(id.0.to_string()),
-                ..ParentReference::service(&backend.key.name)
-            });
+            parents.push(ParentReference::object(id.0, &id.1.name));
         }
         let parents = parents.into_iter().map(|parent| ParentStatus {
             parent,

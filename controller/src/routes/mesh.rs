@@ -70,10 +70,7 @@ impl Mesh {
             let message = "spec.parametersRef: the mesh has no parameters, remove the reference";
             Condition::new("Accepted", false, "InvalidParameters", message.to_owned())
         };
-        let parent = ParentReference {
-            kind: Some(Kind::Mesh.name().to_owned()),
-            ..ParentReference::service(&key.name)
-        };
+        let parent = ParentReference::object(Kind::Mesh, &key.name);
         let conditions = vec![accepted];
         let parents = vec![ParentStatus { parent, conditions }];
         let status = RouteStatus::new(Kind::Mesh, key.clone(), meta.generation, parents);

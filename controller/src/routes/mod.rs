@@ -128,6 +128,16 @@ impl ParentReference {
         }
     }
 
+    /// A reference to an object of this kind, of the same namespace.
+    pub fn object(kind: Kind, name: &str) -> ParentReference {
+        ParentReference {
+            group: Some(kind.row().group.to_owned()),
+            kind: Some(kind.name().to_owned()),
+            name: name.to_owned(),
+            ..ParentReference::default()
+        }
+    }
+
     /// Namespace and name of the parent of a route.
     pub fn key(&self, route: &Key) -> Key {
         let namespace = self.namespace.as_deref().filter(|name| !name.is_empty());
