@@ -31,7 +31,8 @@ pub struct Config {
     /// Address of /live, /ready and /metrics (HTTP)
     #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8081")]
     pub admin_listen: SocketAddr,
-    /// Source of Services, EndpointSlices and Pods: `kubernetes`, or `files:FOLDER`
+    /// Source of Services, EndpointSlices, Pods, Nodes, routes and policies: `kubernetes`, or
+    /// `files:FOLDER`
     #[arg(long, env, value_name = "SOURCE", default_value = "kubernetes")]
     pub catalog: Storage,
     /// Verification of tokens: `token-review` (the Kubernetes API), or `jwks:FILE` (public keys)
@@ -47,7 +48,7 @@ pub struct Config {
     /// Trust domain of all identities
     #[arg(long, env, value_name = "DOMAIN", value_parser = trust_domain, default_value = TRUST_DOMAIN)]
     pub trust_domain: String,
-    /// Validity of workload certificates in seconds
+    /// Validity of workload certificates in seconds, 10 or more
     #[arg(long, env, value_name = "SECONDS", value_parser = life, default_value = "86400")]
     pub certificate_life: Duration,
     /// Validity of a certificate authority that the controller generates, in seconds
@@ -59,7 +60,7 @@ pub struct Config {
     /// URLs from which keys of issuers in AuthorizationPolicies may be fetched; separated by commas
     #[arg(long, env, value_name = "URL", value_delimiter = ',')]
     pub key_urls: Vec<String>,
-    /// As `--key-urls`, of hosts that may have private addresses
+    /// The same of hosts that may have private addresses
     #[arg(long, env, value_name = "URL", value_delimiter = ',')]
     pub private_key_urls: Vec<String>,
     /// Certificates of the CAs of these hosts, in PEM
@@ -79,7 +80,7 @@ pub struct Config {
         default_value = "info,kube_runtime=error"
     )]
     pub log: Targets,
-    /// Format of the log: text, or json with one object per line
+    /// Format of the log
     #[arg(
         long,
         env = "LOG_FORMAT",

@@ -27,7 +27,7 @@ pub struct Flags {
     /// [default: that of init container proxy-init-image of the injector's pod]
     #[arg(long, env, value_name = "IMAGE", value_parser = image, required_unless_present = "pod_name")]
     pub image_to_deploy_proxy_init: Option<String>,
-    /// Name of the injector's pod
+    /// Name of the injector's pod [required without the images]
     #[arg(long, env, value_name = "NAME")]
     pub pod_name: Option<String>,
     /// Pull policy of both images
@@ -53,7 +53,7 @@ pub struct Flags {
     /// Address of /live, /ready and /metrics (HTTP)
     #[arg(long, env, value_name = "ADDRESS:PORT", default_value = "[::]:8081")]
     pub admin_listen: SocketAddr,
-    /// Namespace of the injector
+    /// Namespace of the injector, whose pods are never injected
     #[arg(long, env, value_name = "NAMESPACE", value_parser = namespace, default_value = "service-mesh")]
     pub pod_namespace: String,
     /// Folder with the Namespaces as NAME.json, in place of the Kubernetes API
@@ -91,7 +91,7 @@ pub struct Flags {
     /// info,diy_mesh_injector=debug [default: info]
     #[arg(long, env, value_name = "FILTER")]
     pub log: Option<String>,
-    /// Format of the log: text, or json with one object per line
+    /// Format of the log
     #[arg(long, env, value_name = "FORMAT", default_value = "text")]
     pub log_format: LogFormat,
 }

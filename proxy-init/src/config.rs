@@ -54,10 +54,12 @@ pub struct Config {
         allow_hyphen_values = true
     )]
     pub skip_outbound_ports: PortSet,
-    /// Outbound UDP: all, or dns: only to port 53 of the nameservers in /etc/resolv.conf
-    #[arg(long, value_name = "WHICH", default_value_t, hide_default_value = true)]
+    /// Outbound UDP: all, or dns: only DNS to the nameservers in /etc/resolv.conf, replies, loopback,
+    /// and the proxy's own
+    #[arg(long, value_name = "WHICH", default_value_t)]
     pub outbound_udp: OutboundUdp,
-    /// Set the rules with the programs of iptables, for kernels without nf_tables
+    /// Set the rules with the programs of iptables, for kernels without nf_tables; the image with the
+    /// tag -iptables passes it
     #[arg(long)]
     pub iptables: bool,
     /// Print the rules of both address families and change nothing; requires no privileges

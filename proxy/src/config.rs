@@ -35,10 +35,11 @@ pub struct Config {
     /// Port of outbound connections, to which proxy-init redirects
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
     pub outbound_port: u16,
-    /// Port of /live, /ready, /metrics and /probes/INDEX
+    /// Port of /live, /ready, /metrics and /probes/INDEX, and for the pod itself of /exchanges, /state
+    /// and /traffic
     #[arg(long, value_name = "PORT", value_parser = value_parser!(u16).range(1..))]
     pub admin_port: u16,
-    /// Content of the dumps on standard output
+    /// What the proxy prints of requests and responses on standard output
     #[arg(long, value_name = "MODE", default_value = "headers")]
     pub dump: Mode,
     /// Format of the dumps
@@ -66,14 +67,15 @@ pub struct Config {
     /// Let rules of AuthorizationPolicies about paths match plain paths only
     #[arg(long)]
     plain_paths: bool,
-    /// Report to the controller nothing about what the pod is called by
+    /// Report to the controller neither what the pod is called by and calls, nor its traffic
     #[arg(long)]
     pub hide_edges: bool,
-    /// Accept connections once a probe shows that proxy-init redirects those of the pod
+    /// Be ready once a connection over loopback shows that the rules of proxy-init are in force;
+    /// requires the proxy-init of the same release
     #[arg(long)]
     pub verify_redirect: bool,
-    /// Maximum age of connections between proxies: HTTP connections end gracefully, others are
-    /// reset [default: none]
+    /// Maximum age of connections between proxies, 1 to 31536000: HTTP connections end gracefully,
+    /// others are reset [default: none]
     #[arg(
         long,
         value_name = "SECONDS",
@@ -86,30 +88,35 @@ pub struct Config {
     /// Timeouts of connections.
     #[command(flatten)]
     pub timeouts: Timeouts,
-    /// Memory of the proxy in MiB, of which connections and their buffers use three quarters
+    /// Memory of the proxy in MiB, 32 or more, of which connections and their buffers use three
+    /// quarters
     /// [default: the limit of the container, or an eighth of the machine's memory]
     #[arg(long, value_name = "MIB", value_parser = memory())]
     pub memory_limit: Option<usize>,
-    /// Worker threads, one per available core
+    /// Worker threads, 1 to 64
     #[arg(long, value_name = "N", default_value = "1", value_parser = workers())]
     pub workers: usize,
-    /// File with the name servers of the pod, which resolve the names that policies of egress allow
+    /// File with the name servers of the pod, which resolve the names that policies of egress allow;
+    /// read once
     #[arg(long, value_name = "FILE", default_value = "/etc/resolv.conf")]
     pub resolv_conf: PathBuf,
-    /// Time for open connections to finish after SIGTERM
+    /// Time for open connections to finish after SIGTERM, 1 to 3600
     #[arg(long = "drain-seconds", value_name = "SECONDS", default_value = "20", value_parser = drain())]
     pub drain: Duration,
     /// URL of the controller: `https://HOST:PORT`. With http:// the proxy has no identity and uses
     /// no mutual TLS
     #[arg(long, env = "SERVICE_MESH_CONTROLLER", value_name = "URL", value_parser = parse_controller)]
     pub controller: Uri,
-    /// SPIFFE ID of the controller's certificate [required with https://]
+    /// SPIFFE ID of the controller's certificate, whose trust domain is also that of the proxy
+    /// [required with https://]
     #[arg(long, env = "SERVICE_MESH_CONTROLLER_IDENTITY", value_name = "ID")]
     controller_identity: Option<Identity>,
-    /// PEM file with the trusted root certificates [required with https://]
+    /// PEM file with the trust roots, read again for each connection to the controller [required
+    /// with https://]
     #[arg(long, env = "SERVICE_MESH_ROOTS_FILE", value_name = "FILE")]
     roots_file: Option<PathBuf>,
-    /// File with the service account token that authenticates this workload to the controller
+    /// File with the service account token that authenticates this workload to the controller, read
+    /// again for each connection
     #[arg(long, env = "SERVICE_MESH_TOKEN_FILE", value_name = "FILE")]
     pub token_file: PathBuf,
     /// Probe or lifecycle hook that the proxy performs for the kubelet, in JSON with the fields of
@@ -133,7 +140,7 @@ pub struct Config {
     /// Filter of the log on standard error, for example info or diy_mesh_proxy=debug
     #[arg(long, env = "LOG", value_name = "FILTER", default_value = "info")]
     pub log: Targets,
-    /// Format of the log: text, or json with one object per line
+    /// Format of the log
     #[arg(
         long,
         env = "LOG_FORMAT",

@@ -17,14 +17,15 @@ pub struct ServerConfig {
     /// Port to listen on, IPv4 and IPv6; 0 selects a free port
     #[arg(long, env = "LISTEN_PORT", value_name = "PORT", default_value_t = 8080)]
     pub listen_port: u16,
-    /// Percentage of requests to fail
+    /// Percentage of requests that fail intentionally
     #[arg(long, env = "FAIL_RATE", value_name = "PERCENT", default_value_t = 0, value_parser = value_parser!(u8).range(..=100))]
     pub fail_rate: u8,
-    /// Milliseconds before each response
+    /// Milliseconds before each response, up to 60000; with http-server, `POST /delay` changes it, with
+    /// the milliseconds as body
     #[arg(long, env = "DELAY_MS", value_name = "MS", default_value_t = 0, value_parser = value_parser!(u64).range(..=MAX_DELAY_MS))]
     pub delay_ms: u64,
-    /// Hostname in responses
-    #[arg(long, env = "HOSTNAME", value_name = "NAME", default_value_t = system_hostname())]
+    /// Hostname in responses [default: that of the machine]
+    #[arg(long, env = "HOSTNAME", value_name = "NAME", default_value_t = system_hostname(), hide_default_value = true)]
     pub hostname: String,
     /// Version in responses
     #[arg(id = "app_version", long = "app-version", env = "VERSION", value_name = "VERSION", default_value = env!("CARGO_PKG_VERSION"))]

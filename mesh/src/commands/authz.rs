@@ -25,8 +25,8 @@ use crate::{
 #[command(
     args_conflicts_with_subcommands = true,
     subcommand_negates_reqs = true,
-    after_help = "Exit codes: 0 allowed, 1 denied, 2 error, 3 it depends on what is not known, or on an \
-    authorization server.\n\n\
+    after_help = "Exit codes: 0 all pods allow the call, 1 a pod denies it, 2 error, 3 it depends on what is not \
+    known, or on an authorization server.\n\n\
     Examples:\n  mesh authz shop/web shop/cart GET /items      a request to the pods of a Service\n  \
     mesh authz shop/web shop/db-0:5432            a connection to a pod that carries no HTTP\n  \
     mesh authz -n shop web cart GET /items        the first one\n  \
@@ -120,7 +120,8 @@ enum Command {
 pub(super) struct Source {
     #[command(flatten)]
     controller: controller::Arguments,
-    /// File or folder with objects to read in place of a cluster; repeatable
+    /// File or folder with objects to read in place of a cluster; a folder counts with its
+    /// kustomizations; repeatable
     #[arg(short, long, value_name = "FILE", conflicts_with_all = ["context", "controller"])]
     filename: Vec<PathBuf>,
 }

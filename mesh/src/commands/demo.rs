@@ -53,11 +53,13 @@ pub struct Arguments {
     /// http-client or proxy; repeatable
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// Run the manifests in this directory instead of the walkthrough's
+    /// Run the manifests in this directory instead of the walkthrough's: every kustomization.yaml in
+    /// it or, if there is none, every YAML file
     #[arg(long, value_name = "DIR")]
     manifests: Option<PathBuf>,
-    /// Add the objects in this YAML file, or change those that exist; `-` is standard input;
-    /// repeatable
+    /// Add the objects in this YAML file, or merge them into those of the same kind and name: fields
+    /// by name, lists of named items by the name of the item, null removes a field; `-` is standard
+    /// input; repeatable
     #[arg(long, value_name = "FILE")]
     set: Vec<PathBuf>,
 }

@@ -28,7 +28,8 @@ use crate::{
 /// The arguments of `mesh egress`.
 #[derive(Args, Debug)]
 #[command(
-    after_help = "Exit codes: 0 success, 2 error, 3 pods of a policy get no NetworkPolicy.\n\n\
+    after_help = "Exit codes: 0 success; 2 error, also if no policy closes pods of the namespace; 3 pods of a policy get \
+    no NetworkPolicy.\n\n\
     Examples:\n  mesh egress -n shop                    what the pods of a namespace called in the last 7 days\n  \
     mesh egress -n shop --policy           policies under audit that allow exactly that\n  \
     mesh egress -n shop --network-policy   NetworkPolicies for what enforced policies close\n  \
@@ -45,7 +46,8 @@ pub struct Arguments {
     /// direction Outbound close
     #[arg(long, requires = "namespace", conflicts_with = "output")]
     network_policy: bool,
-    /// File or folder with AuthorizationPolicies, in place of those of the cluster; repeatable
+    /// File or folder with AuthorizationPolicies and Services, in place of those of the cluster;
+    /// repeatable
     #[arg(short, long, value_name = "FILE", requires = "network_policy")]
     filename: Vec<PathBuf>,
     /// File with the calls, the JSON of GetEdgesResponse, in place of a controller

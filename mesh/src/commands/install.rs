@@ -36,10 +36,11 @@ pub struct Arguments {
 #[derive(Args, Clone, Debug, Default)]
 #[group(skip)]
 pub struct ValuesArguments {
-    /// YAML file with values that differ from the defaults; may be repeated
+    /// YAML file with values that differ from the defaults; repeatable, later files win
     #[arg(long, value_name = "FILE")]
     values: Vec<PathBuf>,
-    /// A value, such as controller.replicas=3; may be repeated
+    /// A value, such as controller.replicas=3, which wins over files; null removes an optional value;
+    /// repeatable
     #[arg(long, value_name = "PATH=VALUE")]
     set: Vec<String>,
 }

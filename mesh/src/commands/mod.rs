@@ -132,9 +132,14 @@ impl Command {
 /// The version, and the commit if the sources are a git checkout.
 pub const VERSION: &str = env!("MESH_VERSION");
 
+/// The definition of the command line.
+pub fn command() -> clap::Command {
+    Mesh::command()
+}
+
 fn completions(shell: Shell) -> Result<()> {
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Mesh::command(), "mesh", &mut script);
+    clap_complete::generate(shell, &mut command(), "mesh", &mut script);
     terminal::print(&String::from_utf8_lossy(&script))
 }
 
@@ -189,7 +194,7 @@ mod tests {
 
     #[test]
     fn command_line_is_valid() {
-        Mesh::command().debug_assert();
+        command().debug_assert();
         Internal::command().debug_assert();
     }
 

@@ -23,7 +23,8 @@ pub struct Arguments {
     /// [NAMESPACE/]NAME of a pod, or of its workload: one of its pods
     #[arg(value_name = "POD")]
     pod: String,
-    /// Only this destination: [NAMESPACE/]NAME[:PORT] or ADDRESS:PORT
+    /// Only this destination: [NAMESPACE/]NAME of its Service or pod, NAMESPACE/NAME:PORT of the
+    /// backend of a route, or ADDRESS:PORT
     #[arg(long, value_name = "NAME")]
     destination: Option<String>,
     #[command(flatten)]

@@ -35,7 +35,9 @@ use crate::{
 pub struct Arguments {
     #[command(flatten)]
     cluster: cluster::Arguments,
-    /// Also delete the CA, all policies with their definitions, and the namespace of the mesh
+    /// Also delete the CA, the certificate of the injector, all policies with their definitions, and
+    /// the namespace of the mesh; refused while it contains pods, Secrets or PersistentVolumeClaims
+    /// of others
     #[arg(long)]
     purge: bool,
     /// Print what would be deleted, and delete nothing

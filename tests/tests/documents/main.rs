@@ -1,5 +1,7 @@
 //! Consistency of documents and code: links, headings, metrics, annotations, error codes, flags.
 
+mod flags;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +9,6 @@ use std::process::Command;
 use diy_mesh_injector::settings::SETTINGS;
 use diy_mesh_model::code::Code;
 use diy_mesh_tests::repository::{assert_none, files_with_extension, read, root};
-use diy_mesh_tests::sandbox::programs;
 
 #[test]
 fn links_resolve() {
@@ -268,19 +269,6 @@ fn reference_has_the_row_of_each_setting() {
         documented, settings,
         "docs/reference.md and injector/src/settings.rs differ"
     );
-    let flags = SETTINGS.iter().filter_map(|one| {
-        let (flag, annotation) = (one.flag.as_ref()?, one.annotation);
-        let (name, variable, default) = (flag.name, flag.variable, flag.default);
-        Some(format!(
-            "| `--{name}` | `{variable}` | `{default}` | default of `{annotation}` |"
-        ))
-    });
-    let documented = rows("| `--proxy-observe-edges`", "| `--listen`");
-    assert_eq!(
-        documented,
-        flags.collect::<Vec<_>>(),
-        "flags of the injector"
-    );
 }
 
 #[test]
@@ -402,88 +390,6 @@ fn tests_named_in(document: &str, from: &str, to: &str, header: &str) -> usize {
     }
     assert_none("tests that the document names do not exist", missing);
     tests
-}
-
-#[test]
-fn reference_lists_all_flags() {
-    let reference = read(Path::new("docs/reference.md"));
-    let mut wrong = Vec::new();
-    for (heading, command) in [
-        ("proxy", &["proxy", "--help"][..]),
-        ("proxy-init", &["proxy-init", "--help"]),
-        ("controller", &["controller", "--help"]),
-        ("injector", &["injector", "--help"]),
-        ("http-server and grpc-server", &["http-server", "--help"]),
-        ("http-server and grpc-server", &["grpc-server", "--help"]),
-        ("http-client and grpc-client", &["http-client", "--help"]),
-        ("http-client and grpc-client", &["grpc-client", "--help"]),
-        ("mesh demo", &["mesh", "demo", "--help"]),
-        ("mesh authz", &["mesh", "authz", "--help"]),
-        (
-            "mesh authz generate",
-            &["mesh", "authz", "generate", "--help"],
-        ),
-        ("mesh check", &["mesh", "check", "--help"]),
-        ("mesh dashboard", &["mesh", "dashboard", "--help"]),
-        ("mesh egress", &["mesh", "egress", "--help"]),
-        ("mesh identity", &["mesh", "identity", "--help"]),
-        ("mesh install", &["mesh", "install", "--help"]),
-        ("mesh plan", &["mesh", "plan", "--help"]),
-        ("mesh proxy", &["mesh", "proxy", "--help"]),
-        ("mesh rotate-root", &["mesh", "rotate-root", "--help"]),
-        ("mesh routes", &["mesh", "routes", "--help"]),
-        ("mesh services", &["mesh", "services", "--help"]),
-        ("mesh tap", &["mesh", "tap", "--help"]),
-        ("mesh test", &["mesh", "test", "--help"]),
-        ("mesh uninstall", &["mesh", "uninstall", "--help"]),
-        ("mesh upgrade", &["mesh", "upgrade", "--help"]),
-        ("mesh why", &["mesh", "why", "--help"]),
-    ] {
-        let section = reference
-            .split(&format!("\n### {heading}\n"))
-            .nth(1)
-            .and_then(|rest| rest.split("\n#").next());
-        let section =
-            section.unwrap_or_else(|| panic!("docs/reference.md has no section {heading}"));
-        let program = programs().join(command[0]);
-        let output = Command::new(&program).args(&command[1..]).output();
-        let output = output.unwrap_or_else(|error| panic!("{}: {error}", program.display()));
-        let help = String::from_utf8_lossy(&output.stdout);
-        let actual: BTreeSet<String> = help
-            .lines()
-            .filter_map(flag)
-            .filter(|flag| flag != "help" && flag != "version")
-            .collect();
-        let documented: BTreeSet<String> = section
-            .lines()
-            .filter(|line| line.starts_with('|'))
-            .flat_map(|row| row.split("`--").skip(1))
-            .map(name)
-            .collect();
-        wrong.extend(
-            actual
-                .symmetric_difference(&documented)
-                .map(|flag| format!("{}: --{flag}", command.join(" "))),
-        );
-    }
-    assert_none("flags that are undocumented or do not exist", wrong);
-}
-
-/// The flag that a line of a help text describes.
-fn flag(line: &str) -> Option<String> {
-    let line = line.trim_start();
-    let long = line.strip_prefix("--").or_else(|| {
-        line.strip_prefix('-')?
-            .split_once(", --")
-            .map(|(_, long)| long)
-    })?;
-    Some(name(long))
-}
-
-fn name(text: &str) -> String {
-    text.chars()
-        .take_while(|c| c.is_ascii_lowercase() || *c == '-')
-        .collect()
 }
 
 /// Anchors of a document's headings in GitHub's format.
