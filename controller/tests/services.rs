@@ -255,7 +255,25 @@ async fn traffic_is_told_to_those_who_may_list_its_pods_and_reported_often_while
         "namespace: shop",
         "namespace: shop, uid: '1', labels: {controller-revision-hash: web-7f9}",
     );
-    let sandbox = Sandbox::start(&[("web.yaml", pod)]).await;
+    let slice = |namespace: &str, name: &str, service: &str| {
+        format!(
+            "---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: {name}, namespace: {namespace}, labels: {{kubernetes.io/service-name: {service}}}}}
+addressType: IPv4
+ports: [{{port: 8080}}]
+endpoints: [{{addresses: [10.0.0.1], targetRef: {{kind: Pod, name: web-1, namespace: shop}}}}]
+"
+        )
+    };
+    let slices = [
+        slice("shop", "front-1", "front"),
+        slice("shop", "front-2", "front"),
+        slice("shop", "all-1", "all"),
+        slice("other", "foreign-1", "foreign"),
+    ];
+    let sandbox = Sandbox::start(&[("web.yaml", pod + &slices.concat())]).await;
     let mut client = sandbox.pod(1).await;
     client.announced = Some("chunks, traffic");
     let mut proxy = client.discover().await;
@@ -289,6 +307,7 @@ async fn traffic_is_told_to_those_who_may_list_its_pods_and_reported_often_while
         name: "web-1".into(),
         workload: "web".into(),
         traffic: b"opaque".to_vec(),
+        services: vec!["all".into(), "front".into()],
     };
     assert_eq!(get(viewer().await, "", true).await.unwrap().len(), 1);
     assert_eq!(get(viewer().await, "other", true).await.unwrap(), []);

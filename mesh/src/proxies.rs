@@ -55,6 +55,8 @@ pub struct Pod {
     pub name: String,
     /// The name of its workload.
     pub workload: String,
+    /// The Services of its namespace that select it. Only the demo knows them.
+    pub services: Vec<String>,
     addresses: Vec<IpAddr>,
     /// The admin port of its proxy. The demo knows it by itself.
     admin_port: u16,
@@ -96,6 +98,7 @@ impl From<&v1::Pod> for Pod {
         Self {
             namespace: pod.namespace().unwrap_or_default(),
             workload: pods::workload(pod).to_owned(),
+            services: vec![],
             name: pod.name_any(),
             addresses: ips.filter_map(|ip| ip.parse().ok()).collect(),
             admin_port: pods::admin_port(pod),
@@ -401,6 +404,7 @@ async fn of_demo(socket: &Path) -> Result<Vec<Pod>> {
         namespace: pod.namespace,
         name: pod.name,
         workload: pod.workload,
+        services: pod.services,
         addresses: pod.ips,
         admin_port: 0,
         is_meshed: pod.injected,

@@ -205,6 +205,7 @@ fn of_reports(reports: Vec<get_traffic_response::Pod>, mut notes: Vec<String>) -
             namespace: report.namespace,
             pod: report.name,
             workload: report.workload,
+            services: report.services,
             traffic,
         };
         pods.insert((pod.namespace.clone(), pod.pod.clone()), pod);
@@ -242,6 +243,7 @@ fn of_totals(
         namespace: pod.namespace.clone(),
         pod: pod.name.clone(),
         workload: pod.workload.clone(),
+        services: pod.services.clone(),
         traffic: after.get(&name)?.since(before.get(&name)?),
     })
 }
@@ -259,6 +261,7 @@ mod tests {
             namespace: "shop".into(),
             name: pod.into(),
             workload: "web".into(),
+            services: vec![],
             traffic,
         }
     }

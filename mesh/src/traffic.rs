@@ -26,6 +26,8 @@ pub struct PodTraffic {
     pub pod: String,
     /// The name of its workload.
     pub workload: String,
+    /// The Services of its namespace that it is an endpoint of, if they are known.
+    pub services: Vec<String>,
     /// In an interval that has just passed.
     pub traffic: Traffic,
 }
@@ -103,6 +105,22 @@ impl Sample {
             rates: sum.rates(),
         });
         rows.collect()
+    }
+
+    /// The workloads of called Services that have other names: `NAMESPACE/NAME` of both.
+    pub fn services(&self) -> BTreeMap<String, BTreeSet<String>> {
+        let flows = self.pods.iter().flat_map(|pod| &pod.traffic.flows);
+        let called: BTreeSet<String> = flows.filter(|flow| !flow.inbound).map(peer).collect();
+        let mut workloads = BTreeMap::<_, BTreeSet<_>>::new();
+        for pod in &self.pods {
+            for service in &pod.services {
+                let (service, workload) = (format!("{}/{service}", pod.namespace), pod.name());
+                if called.contains(&service) && service != workload {
+                    workloads.entry(service).or_default().insert(workload);
+                }
+            }
+        }
+        workloads
     }
 
     /// The namespaces of pods, with those of the Services that they call: inbound requests between
@@ -193,6 +211,7 @@ pub(crate) mod testing {
             namespace: namespace.into(),
             pod: format!("{workload}-1"),
             workload: workload.into(),
+            services: vec![],
             traffic: Traffic {
                 milliseconds: 2000,
                 flows,
@@ -235,6 +254,36 @@ mod tests {
             p99_ms: 0.495,
         };
         assert_eq!(rows[0].rates, rates);
+    }
+
+    #[test]
+    fn called_services_lead_to_workloads_of_other_names() {
+        let called = ["shop/cart", "shop/web", "pay/cart", ""];
+        let flows = called.map(|service| flow(false, service, 1));
+        let endpoint = |workload: &str, services: &[&str], flows: Vec<Flow>| PodTraffic {
+            services: services.iter().map(|&name| name.into()).collect(),
+            ..pod(workload, flows)
+        };
+        let sample = sample(vec![
+            endpoint("shop/web", &["web"], flows.into()),
+            endpoint("shop/web-canary", &["web", "web-canary"], vec![]),
+            endpoint("shop/cart-v1", &["cart", "cart-v1"], vec![]),
+            endpoint(
+                "shop/cart-v2",
+                &["cart"],
+                vec![flow(true, "shop/cart-v1", 1)],
+            ),
+            endpoint("pay/api", &["uncalled"], vec![]),
+        ]);
+        let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        let expected = BTreeMap::from([
+            (
+                "shop/cart".to_owned(),
+                set(&["shop/cart-v1", "shop/cart-v2"]),
+            ),
+            ("shop/web".to_owned(), set(&["shop/web-canary"])),
+        ]);
+        assert_eq!(sample.services(), expected);
     }
 
     #[test]

@@ -152,6 +152,8 @@ pub struct PodView {
     pub name: String,
     /// The name of the workload.
     pub workload: String,
+    /// The Services of its namespace that select it.
+    pub services: Vec<String>,
     /// Pending or Running.
     pub phase: String,
     /// Whether all containers are ready.

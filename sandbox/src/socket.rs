@@ -49,6 +49,8 @@ pub struct Pod {
     pub name: String,
     /// The name of the workload.
     pub workload: String,
+    /// The Services of its namespace that select it.
+    pub services: Vec<String>,
     /// Its addresses.
     pub ips: Vec<IpAddr>,
     /// Whether it has a proxy.
@@ -246,6 +248,7 @@ impl From<&PodView> for Pod {
             namespace: view.namespace.clone(),
             name: view.name.clone(),
             workload: view.workload.clone(),
+            services: view.services.clone(),
             ips: ips.filter_map(|ip| ip.parse().ok()).collect(),
             injected: view.injected,
             ready: view.ready,

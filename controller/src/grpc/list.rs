@@ -32,6 +32,8 @@ const MAX_PAGE_WORKLOADS: usize = 500;
 
 /// The reports of a page, which have at most 8 KiB each.
 const MAX_PAGE_REPORTS: usize = 100;
+/// The Services of a pod in such a page.
+const MAX_SERVICES: usize = 16;
 
 /// The caller of one of these calls.
 struct Viewer {
@@ -359,6 +361,11 @@ fn traffic(
         name: reported.name.to_string(),
         workload: workload(&reported.name, label).to_owned(),
         traffic: traffic.to_vec(),
+        services: index
+            .services_of(&pod.key)
+            .take(MAX_SERVICES)
+            .map(str::to_owned)
+            .collect(),
     })
 }
 

@@ -5,13 +5,14 @@
 //! its endpoints again.
 
 use std::cmp::Ordering;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use bytes::Bytes;
 
 use super::Index;
+use super::links::Link;
 use super::locality::{Area, Location};
 use super::object::{Key, Service, SliceEndpoint, Transport};
 use super::version::{Digest, Version};
@@ -320,6 +321,18 @@ impl Cache {
 }
 
 impl Index {
+    /// The names of the Services of its namespace that a pod is an endpoint of.
+    pub fn services_of<'a>(&'a self, pod: &'a Key) -> impl Iterator<Item = &'a str> {
+        let slices = self.links.keys(&Link::EndpointOf(pod.clone()));
+        let services: BTreeSet<&Key> = slices
+            .filter_map(|key| self.slices[key].service.as_ref())
+            .collect();
+        let own = services
+            .into_iter()
+            .filter(|key| key.namespace == pod.namespace);
+        own.map(|key| &*key.name)
+    }
+
     /// The endpoints of a port that are ready or drain, of one family, as far as the Service has
     /// room for them.
     pub(super) fn endpoints(

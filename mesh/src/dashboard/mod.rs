@@ -6,6 +6,7 @@ pub mod source;
 #[cfg(test)]
 mod tests;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::{convert::Infallible, time::Duration};
 
 use bytes::Bytes;
@@ -82,6 +83,8 @@ struct Traffic {
     workloads: Vec<Row>,
     edges: Vec<Row>,
     routes: Vec<Row>,
+    /// The workloads of Services that have other names.
+    services: BTreeMap<String, BTreeSet<String>>,
 }
 
 /// What the page asks for.
@@ -193,6 +196,7 @@ impl Latest {
             workloads: sample.rows(By::Workload),
             edges: sample.rows(By::Edge),
             routes: sample.rows(By::Route),
+            services: sample.services(),
         }
     }
 }

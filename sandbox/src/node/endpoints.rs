@@ -15,6 +15,17 @@ pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 /// The label of a Node that names its zone.
 const ZONE: &str = "topology.kubernetes.io/zone";
 
+/// Whether a Service selects a pod, if that is of its namespace.
+pub(super) fn selects(service: &Value, pod: &Pod) -> bool {
+    let selector = service["spec"]["selector"].as_object();
+    selector.is_some_and(|selector| {
+        let labels = pod.labels();
+        let mut pairs = selector.iter();
+        let all = pairs.all(|(key, value)| labels.get(key).map(String::as_str) == value.as_str());
+        all && !selector.is_empty()
+    })
+}
+
 /// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are those of its
 /// namespace, `node` finds a Node by name: an endpoint has the zone of its pod's node.
 pub(super) fn slices<'a>(
@@ -23,18 +34,9 @@ pub(super) fn slices<'a>(
     node: impl Fn(&str) -> Option<&'a Value>,
 ) -> Vec<Value> {
     let (metadata, spec) = (&service["metadata"], &service["spec"]);
-    let selector = spec["selector"].as_object();
-    let Some(selector) = selector.filter(|selector| !selector.is_empty()) else {
-        return Vec::new();
-    };
     // Pods that map a named port to different numbers need separate slices.
     let mut groups: BTreeMap<(&str, String), (Value, Vec<Value>)> = BTreeMap::new();
-    for (pod, view) in pods {
-        let labels = pod.labels();
-        let mut pairs = selector.iter();
-        if !pairs.all(|(key, value)| labels.get(key).map(String::as_str) == value.as_str()) {
-            continue;
-        }
+    for (pod, view) in pods.filter(|(pod, _)| selects(service, pod)) {
         let ports = items(&spec["ports"]).filter_map(|port| endpoint_port(port, pod));
         let ports: Value = ports.collect();
         let node_name = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());

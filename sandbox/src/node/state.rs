@@ -171,7 +171,14 @@ impl State {
             }
             Event::PodChanged(key) => {
                 let record = self.pods.get(&key)?;
-                Some(Message::Pod(record.view()))
+                let mut view = record.view();
+                let services = self.objects.of("Service").filter(|service| {
+                    let is_own = service["metadata"]["namespace"] == *key.0;
+                    is_own && endpoints::selects(service, &record.pod)
+                });
+                let names = services.map(|one| services::text(&one["metadata"]["name"]));
+                view.services = names.map(str::to_owned).collect();
+                Some(Message::Pod(view))
             }
             Event::PodRemoved(key) => {
                 self.pods.remove(&key)?;

@@ -1,17 +1,22 @@
 //! Traffic that moves between versions on a cluster: a canary under load.
 
+use std::process::Command;
+
 use anyhow::{Result, ensure};
 use diy_mesh_tests::cluster::gateway_api::{apply_canary, install};
 use diy_mesh_tests::cluster::load::Load;
-use diy_mesh_tests::cluster::{in_namespace, versions};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, versions, wait_for};
+use diy_mesh_tests::dashboard::Dashboard;
+use diy_mesh_tests::sandbox::programs;
+use serde_json::json;
 
 #[test]
 fn canary_is_shifted_under_load_without_a_failed_request() -> Result<()> {
     in_namespace("shift", |namespace| {
         install()?;
         versions::start(namespace)?;
-        apply_canary(namespace, 10)?;
         let load = Load::start(namespace, versions::clients(3))?;
+        leads_from_the_service_to_its_workloads(namespace)?;
         for percentage in [10, 50, 100] {
             apply_canary(namespace, percentage)?;
             versions::wait_for_share(namespace, percentage)?;
@@ -26,5 +31,21 @@ fn canary_is_shifted_under_load_without_a_failed_request() -> Result<()> {
             "{before:?} {after:?}"
         );
         Ok(())
+    })
+}
+
+/// The dashboard has it from the controller, which knows the endpoints.
+fn leads_from_the_service_to_its_workloads(namespace: &Namespace) -> Result<()> {
+    let mut command = Command::new(programs().join("mesh"));
+    command.args(["dashboard", "--namespace", &namespace.name]);
+    let dashboard = Dashboard::start(command)?;
+    let name = |name: &str| format!("{}/{name}", namespace.name);
+    wait_for("the workloads of the Service", || {
+        let traffic = dashboard.traffic()?;
+        ensure!(
+            traffic["services"][name("web")] == json!([name("web-v1")]),
+            "{traffic:#}"
+        );
+        Ok(Some(()))
     })
 }

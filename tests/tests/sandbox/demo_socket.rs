@@ -7,14 +7,16 @@ use std::{
     os::unix::fs::{DirBuilderExt, chown},
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, Output, Stdio},
+    time::{Duration, Instant},
 };
 
-use diy_mesh_tests::sandbox::{empty, programs};
+use diy_mesh_tests::dashboard::Dashboard;
+use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, programs};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// The proxies of http-server deny all calls.
 const DENIAL: &str = "
@@ -117,6 +119,7 @@ fn failures_of_a_demo_name_the_command_that_explains_them() {
         assert_eq!(tapped(&session, pod), "[denied]", "{pod}");
     }
     asks_for_state(&session);
+    shows_the_workloads_of_a_service(&session);
     end(demo);
     assert!(drained.join().unwrap() > 0);
     assert!(!session.socket().exists(), "the socket is removed");
@@ -150,6 +153,23 @@ fn asks_for_state(session: &Session) {
     assert_eq!(unknown.status.code(), Some(2));
     let error = "no pod with a proxy of the mesh is http-client/nobody";
     assert!(text(&unknown).contains(error), "{}", text(&unknown));
+}
+
+/// The Service of the walkthrough has two Deployments, with other names.
+fn shows_the_workloads_of_a_service(session: &Session) {
+    let dashboard = Dashboard::start(session.mesh(&["dashboard", "--demo"])).unwrap();
+    let name = |name: &str| format!("http-server/{name}");
+    let workloads = ["http-server-v1", "http-server-v2"].map(name);
+    let expected = json!({name("http-server"): workloads});
+    let deadline = Instant::now() + READY_TIMEOUT;
+    loop {
+        let traffic = dashboard.traffic().unwrap();
+        if traffic["services"] == expected {
+            break;
+        }
+        assert!(Instant::now() < deadline, "{traffic:#}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 #[test]

@@ -217,24 +217,30 @@ function arrange(names, edges) {
 
 function renderGraph(shown, selected) {
   const rows = new Map(shown.workloads.map((row) => [row.name, row]));
-  const all = [...new Set([...rows.keys(), ...shown.edges.flatMap(({ from, to }) => [from, to])])].sort();
+  const arrows = [...shown.edges, ...shown.leads];
+  const all = [...new Set([...rows.keys(), ...arrows.flatMap(({ from, to }) => [from, to])])].sort();
   const names = all.slice(0, MAX_NODES);
   const key = JSON.stringify(names);
-  if (layout.key !== key) layout = { key, ...arrange(names, shown.edges) };
+  if (layout.key !== key) layout = { key, ...arrange(names, arrows) };
   const { width, height } = layout;
   const scale = Math.min(1, Math.max(MIN_SCALE, byId("canvas").parentElement.clientWidth / width));
   set(byId("canvas"), { width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}` });
-  const edges = shown.edges.filter(({ from, to }) => layout.positions.has(from) && layout.positions.has(to));
-  const neighbours = new Set([selected, ...edges.flatMap(({ from, to }) => (from === selected ? [to] : to === selected ? [from] : []))]);
+  const isShown = ({ from, to }) => layout.positions.has(from) && layout.positions.has(to);
+  const [edges, leads] = [shown.edges.filter(isShown), shown.leads.filter(isShown)];
+  const neighbours = new Set([selected, ...arrows.flatMap(({ from, to }) => (from === selected ? [to] : to === selected ? [from] : []))]);
   const away = (isNear) => (layout.positions.has(selected) && !isNear ? " away" : "");
   patch(byId("groups"), layout.groups, ({ text, x, y }) => `${x} ${y} ${text}`, ({ text, x, y }) => svg("text", { class: "group", x, y }, text), () => {});
   patch(byId("nodes"), names, (name) => name, createNode, (node, name) => {
     const row = rows.get(name);
     const { x, y } = layout.positions.get(name);
     const state = (row && level(row) === "bad" ? " failing" : "") + (name === selected ? " selected" : "") + away(neighbours.has(name));
-    set(node, { class: "node" + state, transform: `translate(${x} ${y})`, href: workloadLink(name), "aria-label": row ? `${name}: ${describe(row)}` : name });
-    setText(node.querySelector(".rate"), row ? `${perSecond(row)}/s · ${health(row)} · ${milliseconds(row.p95_ms)} ms` : "no inbound requests");
+    const workloads = leads.filter(({ from }) => from === name).map(({ to }) => to);
+    const label = row ? describe(row) : workloads.length ? `Service of ${workloads.join(", ")}` : "no inbound requests";
+    set(node, { class: "node" + state, transform: `translate(${x} ${y})`, href: workloadLink(name), "aria-label": `${name}: ${label}` });
+    setText(node.querySelector(".rate"), row ? `${perSecond(row)}/s · ${health(row)} · ${milliseconds(row.p95_ms)} ms` : workloads.length ? "Service" : label);
   });
+  patch(byId("leads"), leads, rowKey, () => svg("path"), (node, lead) =>
+    set(node, { class: `lead${away(lead.from === selected || lead.to === selected)}`, d: curve(lead) }));
   const labels = new Map();
   patch(byId("edges"), edges, rowKey, createEdge, (node, edge) => {
     const isNear = edge.from === selected || edge.to === selected;
@@ -255,16 +261,26 @@ function createNode(name) {
 const createEdge = () => svg("a", {}, svg("title"), svg("path", { class: "flow" }), svg("path", { class: "tip" }),
   svg("g", { class: "note" }, svg("path"), svg("text", { class: "label", x: 12, y: 4 })));
 
+// From the right of a node to the left of another one.
+function ends({ from, to }) {
+  const [one, other] = [layout.positions.get(from), layout.positions.get(to)];
+  return [one.x + NODE.width, one.y + NODE.height / 2, other.x - 8, other.y + NODE.height / 2];
+}
+
+function curve(edge) {
+  const [x1, y1, x2, y2] = ends(edge);
+  const bend = x2 > x1 ? (x2 - x1) / 2 : 90;
+  return `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`;
+}
+
 function renderEdge(node, edge, away, above) {
   const [title, flow, tip, note] = node.children;
-  const [from, to] = [layout.positions.get(edge.from), layout.positions.get(edge.to)];
-  const [x1, y1, x2, y2] = [from.x + NODE.width, from.y + NODE.height / 2, to.x - 8, to.y + NODE.height / 2];
-  const bend = x2 > x1 ? (x2 - x1) / 2 : 90;
+  const [, , x2, y2] = ends(edge);
   const bad = hasFailures(edge);
   const text = `${edge.from} to ${edge.to}: ${describe(edge)}`;
   set(node, { class: `edge${bad ? " failing" : ""}${away}`, href: whyLink(edge), role: bad ? null : "img", "aria-label": text });
   setText(title, text);
-  set(flow, { d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`, "stroke-width": 1.5 + Math.min(5, Math.log10(1 + edge.requests_per_second) * 2) });
+  set(flow, { d: curve(edge), "stroke-width": 1.5 + Math.min(5, Math.log10(1 + edge.requests_per_second) * 2) });
   set(tip, { d: `M${x2 + 6} ${y2}l-10 -6v12z` });
   set(note, { transform: `translate(${x2 - NODE.columnGap + 24} ${y2 - 14 - above * 15})`, visibility: above === null ? "hidden" : null });
   const closed = edge.mutual_tls === 1;
@@ -374,8 +390,9 @@ async function poll() {
 
 function matching(all, text) {
   const has = (name) => name.toLowerCase().includes(text);
-  const edges = all.edges.filter(({ from, to }) => has(from) || has(to));
-  return { edges, workloads: all.workloads.filter(({ name }) => has(name)), routes: all.routes.filter(({ name }) => has(name)) };
+  const hasEnd = ({ from, to }) => has(from) || has(to);
+  const leads = Object.entries(all.services).flatMap(([from, workloads]) => workloads.map((to) => ({ from, to })));
+  return { edges: all.edges.filter(hasEnd), leads: leads.filter(hasEnd), workloads: all.workloads.filter(({ name }) => has(name)), routes: all.routes.filter(({ name }) => has(name)) };
 }
 
 function render() {

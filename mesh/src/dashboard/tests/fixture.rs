@@ -104,6 +104,7 @@ fn pod(name: &str, flows: Vec<Flow>) -> PodTraffic {
         namespace: namespace.into(),
         pod: format!("{workload}-1"),
         workload: workload.into(),
+        services: vec![],
         traffic: Traffic {
             milliseconds: 100_000,
             flows,

@@ -206,6 +206,26 @@ async fn graph_has_callers_on_the_left_and_no_overlaps() {
 }
 
 #[tokio::test]
+async fn service_leads_to_its_workloads() {
+    let fake = Fake::shop();
+    if let Ok(sample) = &mut *fake.sample.borrow_mut() {
+        let pods = sample.pods.iter_mut().filter(|pod| pod.namespace == "data");
+        for (pod, name) in pods.zip(["index-v1", HOSTILE]) {
+            (pod.workload, pod.services) = (name.into(), vec!["index".into()]);
+        }
+    }
+    with_page(fake, async |browser, url, _| {
+        browser.open(url).await;
+        let lead = "document.querySelectorAll('.lead').length === 2";
+        browser.wait(lead).await;
+        let label = "document.querySelector('.node[aria-label^=\"data/index:\"]').ariaLabel";
+        let expected = format!("data/index: Service of data/{HOSTILE}, data/index-v1");
+        assert_eq!(browser.value(label).await, expected);
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn workload_shows_exchanges_certificate_policies_and_ejections() {
     with_page(Fake::shop(), async |browser, url, _| {
         browser.open(&format!("{url}&workload=shop/cart")).await;
