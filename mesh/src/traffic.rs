@@ -107,17 +107,13 @@ impl Sample {
         rows.collect()
     }
 
-    /// The workloads of called Services that have other names: `NAMESPACE/NAME` of both.
+    /// The workloads of Services that have other names: `NAMESPACE/NAME` of both.
     pub fn services(&self) -> BTreeMap<String, BTreeSet<String>> {
-        let flows = self.pods.iter().flat_map(|pod| &pod.traffic.flows);
-        let called: BTreeSet<String> = flows.filter(|flow| !flow.inbound).map(peer).collect();
         let mut workloads = BTreeMap::<_, BTreeSet<_>>::new();
         for pod in &self.pods {
-            for service in &pod.services {
-                let (service, workload) = (format!("{}/{service}", pod.namespace), pod.name());
-                if called.contains(&service) && service != workload {
-                    workloads.entry(service).or_default().insert(workload);
-                }
+            for service in pod.services.iter().filter(|name| **name != pod.workload) {
+                let service = format!("{}/{service}", pod.namespace);
+                workloads.entry(service).or_default().insert(pod.name());
             }
         }
         workloads
@@ -257,23 +253,17 @@ mod tests {
     }
 
     #[test]
-    fn called_services_lead_to_workloads_of_other_names() {
-        let called = ["shop/cart", "shop/web", "pay/cart", ""];
-        let flows = called.map(|service| flow(false, service, 1));
-        let endpoint = |workload: &str, services: &[&str], flows: Vec<Flow>| PodTraffic {
+    fn services_have_workloads_of_other_names() {
+        let endpoint = |workload: &str, services: &[&str]| PodTraffic {
             services: services.iter().map(|&name| name.into()).collect(),
-            ..pod(workload, flows)
+            ..pod(workload, vec![])
         };
         let sample = sample(vec![
-            endpoint("shop/web", &["web"], flows.into()),
-            endpoint("shop/web-canary", &["web", "web-canary"], vec![]),
-            endpoint("shop/cart-v1", &["cart", "cart-v1"], vec![]),
-            endpoint(
-                "shop/cart-v2",
-                &["cart"],
-                vec![flow(true, "shop/cart-v1", 1)],
-            ),
-            endpoint("pay/api", &["uncalled"], vec![]),
+            endpoint("shop/web", &["web"]),
+            endpoint("shop/web-canary", &["web", "web-canary"]),
+            endpoint("shop/cart-v1", &["cart", "cart-v1"]),
+            endpoint("shop/cart-v2", &["cart"]),
+            endpoint("pay/cart", &["cart"]),
         ]);
         let set = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
         let expected = BTreeMap::from([

@@ -86,18 +86,19 @@ impl Filter {
         &self.namespace
     }
 
-    fn includes(&self, name: &str) -> bool {
-        self.name.as_ref().is_none_or(|of| of == name)
-    }
-
     /// The requests to these workloads, those of routes by them, or the edges from and to them.
     pub(super) fn rows(&self, by: By, sample: &Sample) -> Vec<Row> {
+        let Some(name) = &self.name else {
+            return sample.rows(by);
+        };
+        let mut names = sample.services().remove(name).unwrap_or_default();
+        names.insert(name.clone());
         let mut sample = sample.clone();
         if by == By::Route {
-            sample.pods.retain(|pod| self.includes(&pod.name()));
+            sample.pods.retain(|pod| names.contains(&pod.name()));
         }
         let mut rows = sample.rows(by);
-        rows.retain(|row| by == By::Route || row.names.values().any(|name| self.includes(name)));
+        rows.retain(|row| by == By::Route || row.names.values().any(|name| names.contains(name)));
         rows
     }
 }
@@ -250,6 +251,19 @@ mod tests {
 
     async fn filter(line: &str) -> Filter {
         arguments(line).of.filter().await
+    }
+
+    #[tokio::test]
+    async fn service_selects_its_workloads() {
+        let mut sample = sample();
+        sample.pods[1].workload = "cart-v1".into();
+        sample.pods[1].services = vec!["cart".into()];
+        for (name, workloads) in [("shop/cart", 1), ("shop/cart-v1", 1), ("shop/web", 0)] {
+            let rows = filter(&format!("mesh {name}"))
+                .await
+                .rows(By::Workload, &sample);
+            assert_eq!(rows.len(), workloads, "{name}");
+        }
     }
 
     #[tokio::test]

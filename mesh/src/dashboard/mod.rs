@@ -83,7 +83,7 @@ struct Traffic {
     workloads: Vec<Row>,
     edges: Vec<Row>,
     routes: Vec<Row>,
-    /// The workloads of Services that have other names.
+    /// The workloads of called Services that have other names.
     services: BTreeMap<String, BTreeSet<String>>,
 }
 
@@ -189,14 +189,17 @@ impl Latest {
     fn traffic(&self) -> Traffic {
         let nothing = (Instant::now(), Sample::default());
         let (at, sample) = self.sample.as_ref().unwrap_or(&nothing);
+        let edges = sample.rows(By::Edge);
+        let mut services = sample.services();
+        services.retain(|name, _| edges.iter().any(|edge| edge.names.get("to") == Some(name)));
         Traffic {
             age_ms: at.elapsed().as_millis(),
             error: self.error.clone(),
             notes: sample.notes.clone(),
             workloads: sample.rows(By::Workload),
-            edges: sample.rows(By::Edge),
+            edges,
             routes: sample.rows(By::Route),
-            services: sample.services(),
+            services,
         }
     }
 }

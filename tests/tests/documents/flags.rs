@@ -200,9 +200,11 @@ fn row(argument: &Arg) -> Row {
         .iter()
         .filter(|value| takes_value && !value.is_hide_set());
     let values: Vec<_> = values
-        .map(|value| match value.get_help() {
-            Some(help) => format!("`{}` ({help})", value.get_name()),
-            None => format!("`{}`", value.get_name()),
+        .map(|value| match (value.get_name(), value.get_help()) {
+            (name, Some(help)) if help.to_string().to_lowercase() != name => {
+                format!("`{name}` ({help})")
+            }
+            (name, _) => format!("`{name}`"),
         })
         .collect();
     let help = if values.is_empty() {
