@@ -361,8 +361,7 @@ fn traffic(
         name: reported.name.to_string(),
         workload: workload(&reported.name, label).to_owned(),
         traffic: traffic.to_vec(),
-        services: index
-            .services_of(&pod.key)
+        services: (index.services_of(&pod.key).into_iter())
             .take(MAX_SERVICES)
             .map(str::to_owned)
             .collect(),

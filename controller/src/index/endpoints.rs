@@ -21,6 +21,8 @@ use super::version::{Digest, Version};
 pub const MAX_BYTES: usize = 8 * 1024 * 1024;
 /// What an endpoint takes without its texts: its fields, and its encoding.
 const ENDPOINT_BYTES: usize = size_of::<Endpoint>() + size_of::<Place>() + 24;
+/// The slices of a pod that its Services are read from, while the index is locked.
+const MAX_SLICES: usize = 64;
 
 /// One endpoint of a target.
 #[derive(Clone, Debug, PartialEq)]
@@ -321,16 +323,13 @@ impl Cache {
 }
 
 impl Index {
-    /// The names of the Services of its namespace that a pod is an endpoint of.
-    pub fn services_of<'a>(&'a self, pod: &'a Key) -> impl Iterator<Item = &'a str> {
+    /// The names of the Services of its namespace that a pod is an endpoint of, by the first
+    /// `MAX_SLICES` there.
+    pub fn services_of(&self, pod: &Key) -> BTreeSet<&str> {
         let slices = self.links.keys(&Link::EndpointOf(pod.clone()));
-        let services: BTreeSet<&Key> = slices
-            .filter_map(|key| self.slices[key].service.as_ref())
-            .collect();
-        let own = services
-            .into_iter()
-            .filter(|key| key.namespace == pod.namespace);
-        own.map(|key| &*key.name)
+        let own = slices.filter(|key| key.namespace == pod.namespace);
+        let services = own.take(MAX_SLICES).map(|key| &self.slices[key].service);
+        services.flatten().map(|key| &*key.name).collect()
     }
 
     /// The endpoints of a port that are ready or drain, of one family, as far as the Service has
