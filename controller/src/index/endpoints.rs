@@ -14,7 +14,7 @@ use bytes::Bytes;
 use super::Index;
 use super::links::Link;
 use super::locality::{Area, Location};
-use super::object::{Key, Service, SliceEndpoint, Transport};
+use super::object::{Key, Kind, Service, Slice, SliceEndpoint, Transport};
 use super::version::{Digest, Version};
 
 /// The memory for the endpoints of a Service, of all its ports together.
@@ -325,11 +325,17 @@ impl Cache {
 impl Index {
     /// The names of the Services of its namespace that a pod is an endpoint of, by the first
     /// `MAX_SLICES` there.
-    pub fn services_of(&self, pod: &Key) -> BTreeSet<&str> {
-        let slices = self.links.keys(&Link::EndpointOf(pod.clone()));
-        let own = slices.filter(|key| key.namespace == pod.namespace);
-        let services = own.take(MAX_SLICES).map(|key| &self.slices[key].service);
-        services.flatten().map(|key| &*key.name).collect()
+    pub fn services_of<'a>(&'a self, pod: &'a Key) -> BTreeSet<&'a str> {
+        let services = self.slices_with(pod).take(MAX_SLICES);
+        let services = services.filter_map(|slice| slice.service.as_ref());
+        services.map(|key| &*key.name).collect()
+    }
+
+    /// The slices of its namespace that a pod is in.
+    pub(super) fn slices_with<'a>(&'a self, pod: &'a Key) -> impl Iterator<Item = &'a Slice> {
+        let link = Link::EndpointOf(pod.clone());
+        let keys = self.links.keys_in(&link, Kind::Slice, &pod.namespace);
+        keys.map(|key| &self.slices[key])
     }
 
     /// The endpoints of a port that are ready or drain, of one family, as far as the Service has

@@ -7,7 +7,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Index;
-use super::links::Link;
 use super::object::{Key, Kind, Pod, Service, ServicePort};
 use super::policies::mark_target;
 use crate::policy::{Effective, Target};
@@ -66,9 +65,7 @@ impl Index {
         &'a self,
         pod: &'a Pod,
     ) -> impl Iterator<Item = (u16, &'a Service, &'a ServicePort)> {
-        let slices = self.links.keys(&Link::EndpointOf(pod.key.clone()));
-        let slices = slices.map(|key| &self.slices[key]);
-        slices.flat_map(move |slice| {
+        self.slices_with(&pod.key).flat_map(move |slice| {
             let service = slice.service.as_ref();
             let service = service.and_then(|key| self.services.get(key));
             let service = service.filter(|service| service.is_headless && service.selects(pod));

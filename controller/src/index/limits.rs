@@ -46,7 +46,7 @@ impl Limits {
         let is_replica = |pod: Option<&Pod>, service: &Service| {
             pod.is_some_and(|pod| is_ready(pod) && pod.identity.is_some() && service.selects(pod))
         };
-        let of_namespace = self.replicas.range_mut(first(namespace)..);
+        let of_namespace = self.replicas.range_mut(Key::first_in(namespace)..);
         for (key, replicas) in of_namespace.take_while(|(key, _)| key.namespace == *namespace) {
             // Those that have changed are counted again.
             let Some(service) = services.get(key) else {
@@ -72,17 +72,9 @@ impl Limits {
 
     /// The Services of a namespace with limits.
     fn of(&self, namespace: &Arc<str>) -> impl Iterator<Item = (&Key, u32)> {
-        let services = self.replicas.range(first(namespace)..);
+        let services = self.replicas.range(Key::first_in(namespace)..);
         let services = services.take_while(move |(key, _)| key.namespace == *namespace);
         services.map(|(key, replicas)| (key, rounded(*replicas)))
-    }
-}
-
-/// The first key of a namespace.
-fn first(namespace: &Arc<str>) -> Key {
-    Key {
-        namespace: namespace.clone(),
-        name: "".into(),
     }
 }
 

@@ -140,6 +140,20 @@ impl Links {
         self.ids(link).map(|(_, key)| key)
     }
 
+    /// Those in a namespace. It does not matter how many there are in others.
+    pub fn keys_in<'a>(
+        &'a self,
+        link: &Link,
+        kind: Kind,
+        namespace: &'a Arc<str>,
+    ) -> impl Iterator<Item = &'a Key> + use<'a> {
+        let first = (kind, Key::first_in(namespace));
+        let ids = self.objects.of(link).get(link);
+        let keys = ids.map(|ids| ids.range(first..)).into_iter().flatten();
+        let keys = keys.map(|(_, key)| key);
+        keys.take_while(move |key| key.namespace == *namespace)
+    }
+
     /// Whether objects have a link.
     pub fn contains(&self, link: &Link) -> bool {
         self.objects.of(link).contains_key(link)

@@ -36,6 +36,14 @@ impl Key {
             name: name.into(),
         }
     }
+
+    /// Before all keys of a namespace.
+    pub fn first_in(namespace: &Arc<str>) -> Key {
+        Key {
+            namespace: namespace.clone(),
+            name: "".into(),
+        }
+    }
 }
 
 impl fmt::Display for Key {

@@ -895,6 +895,34 @@ fn slice_that_changes_its_service_affects_both() {
     assert_eq!(at(&index, "10.96.0.2:80"), "Service shop/b [10.0.0.1:8080]");
 }
 
+/// Tenants write slices that name pods of others, and as many as they like.
+#[test]
+fn services_of_a_pod_are_those_of_its_namespace_and_bounded() {
+    let of = |namespace: &str, number: usize| {
+        let name = format!("{namespace}-{number:03}");
+        let mut slice = slice(&name, &name, 8080, vec![endpoint("10.0.0.1", "p")]);
+        slice.key = Key::new(namespace, &name);
+        slice.service = Some(slice.key.clone());
+        Object::Slice(slice)
+    };
+    let foreign = ["attacker", "zz"].into_iter();
+    let foreign = foreign.flat_map(|namespace| (0..200).map(move |number| (namespace, number)));
+    let own = (0..200).map(|number| ("shop", number));
+    let slices = foreign
+        .chain(own)
+        .map(|(namespace, number)| of(namespace, number));
+    let index = index(
+        [Object::Pod(pod("p", &["10.0.0.1"]))]
+            .into_iter()
+            .chain(slices),
+    );
+    let pod = key("p");
+    let services = index.services_of(&pod);
+    let expected: Vec<String> = (0..64).map(|number| format!("shop-{number:03}")).collect();
+    assert_eq!(services.into_iter().collect::<Vec<_>>(), expected);
+    assert_eq!(index.slices_with(&pod).count(), 200);
+}
+
 /// A small world in which everything collides: names, addresses, references.
 pub(crate) struct Chance(pub(crate) fastrand::Rng);
 

@@ -122,9 +122,8 @@ impl ParentReference {
     /// A reference to a Service of the route's namespace.
     pub fn service(name: &str) -> ParentReference {
         ParentReference {
-            kind: Some(Kind::Service.name().to_owned()),
-            name: name.to_owned(),
-            ..ParentReference::default()
+            group: None,
+            ..ParentReference::object(Kind::Service, name)
         }
     }
 
