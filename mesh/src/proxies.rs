@@ -55,7 +55,7 @@ pub struct Pod {
     pub name: String,
     /// The name of its workload.
     pub workload: String,
-    /// The Services of its namespace that select it. Only the demo knows them.
+    /// The Services of its namespace that it is an endpoint of. Only the demo knows them.
     pub services: Vec<String>,
     addresses: Vec<IpAddr>,
     /// The admin port of its proxy. The demo knows it by itself.

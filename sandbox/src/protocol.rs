@@ -152,7 +152,7 @@ pub struct PodView {
     pub name: String,
     /// The name of the workload.
     pub workload: String,
-    /// The Services of its namespace that select it.
+    /// The Services of its namespace that it is an endpoint of.
     pub services: Vec<String>,
     /// Pending or Running.
     pub phase: String,

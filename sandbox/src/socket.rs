@@ -49,7 +49,7 @@ pub struct Pod {
     pub name: String,
     /// The name of the workload.
     pub workload: String,
-    /// The Services of its namespace that select it.
+    /// The Services of its namespace that it is an endpoint of.
     pub services: Vec<String>,
     /// Its addresses.
     pub ips: Vec<IpAddr>,

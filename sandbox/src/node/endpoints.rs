@@ -1,6 +1,6 @@
 //! The EndpointSlice controller: computes the EndpointSlices of a Service from its pods. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -15,17 +15,6 @@ pub(super) const SERVICE_NAME: &str = "kubernetes.io/service-name";
 /// The label of a Node that names its zone.
 const ZONE: &str = "topology.kubernetes.io/zone";
 
-/// Whether a Service selects a pod, if that is of its namespace.
-pub(super) fn selects(service: &Value, pod: &Pod) -> bool {
-    let selector = service["spec"]["selector"].as_object();
-    selector.is_some_and(|selector| {
-        let labels = pod.labels();
-        let mut pairs = selector.iter();
-        let all = pairs.all(|(key, value)| labels.get(key).map(String::as_str) == value.as_str());
-        all && !selector.is_empty()
-    })
-}
-
 /// The EndpointSlices of a Service. Empty if the Service has no selector. `pods` are those of its
 /// namespace, `node` finds a Node by name: an endpoint has the zone of its pod's node.
 pub(super) fn slices<'a>(
@@ -34,9 +23,18 @@ pub(super) fn slices<'a>(
     node: impl Fn(&str) -> Option<&'a Value>,
 ) -> Vec<Value> {
     let (metadata, spec) = (&service["metadata"], &service["spec"]);
+    let selector = spec["selector"].as_object();
+    let Some(selector) = selector.filter(|selector| !selector.is_empty()) else {
+        return Vec::new();
+    };
     // Pods that map a named port to different numbers need separate slices.
     let mut groups: BTreeMap<(&str, String), (Value, Vec<Value>)> = BTreeMap::new();
-    for (pod, view) in pods.filter(|(pod, _)| selects(service, pod)) {
+    for (pod, view) in pods {
+        let labels = pod.labels();
+        let mut pairs = selector.iter();
+        if !pairs.all(|(key, value)| labels.get(key).map(String::as_str) == value.as_str()) {
+            continue;
+        }
         let ports = items(&spec["ports"]).filter_map(|port| endpoint_port(port, pod));
         let ports: Value = ports.collect();
         let node_name = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
@@ -81,6 +79,19 @@ pub(super) fn slices<'a>(
     groups.into_iter().enumerate().map(slice).collect()
 }
 
+/// The Services of a namespace that a pod there is an endpoint of.
+pub(super) fn services_of(slices: &[Value], namespace: &str, pod: &str) -> Vec<String> {
+    let has_pod = |slice: &&Value| {
+        let mut endpoints = items(&slice["endpoints"]);
+        let is_own = slice["metadata"]["namespace"] == namespace;
+        is_own && endpoints.any(|one| one["targetRef"]["name"] == pod)
+    };
+    let of_pod = slices.iter().filter(has_pod);
+    let names = of_pod.map(|slice| text(&slice["metadata"]["labels"][SERVICE_NAME]));
+    let names: BTreeSet<&str> = names.filter(|name| !name.is_empty()).collect();
+    names.into_iter().map(str::to_owned).collect()
+}
+
 /// Resolves the target port. Returns `None` if the pod has no port with the requested name.
 fn endpoint_port(port: &Value, pod: &Pod) -> Option<Value> {
     let target = match &port["targetPort"] {
@@ -111,6 +122,7 @@ mod tests {
             "spec": {"nodeName": name, "containers": [{"name": "c", "ports": [{"name": "web", "containerPort": port}]}]},
         });
         let view = PodView {
+            name: name.into(),
             ip: Some(format!("10.0.0.{port}")),
             ipv6: Some(format!("fd00::{port}")),
             ready,
@@ -166,6 +178,9 @@ mod tests {
         let slices = of(&[81, 82].map(|port| pod("one", port, true, false)));
         let ports: Vec<_> = slices.iter().map(|one| &one["ports"][0]["port"]).collect();
         assert_eq!(ports, [81, 82]);
+        let services = |namespace, pod| services_of(&slices, namespace, pod);
+        assert_eq!(services("a", "one"), ["shop"], "once, though of two slices");
+        assert!(services("a", "other").is_empty() && services("b", "one").is_empty());
     }
 
     #[test]

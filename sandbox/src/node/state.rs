@@ -171,14 +171,7 @@ impl State {
             }
             Event::PodChanged(key) => {
                 let record = self.pods.get(&key)?;
-                let mut view = record.view();
-                let services = self.objects.of("Service").filter(|service| {
-                    let is_own = service["metadata"]["namespace"] == *key.0;
-                    is_own && endpoints::selects(service, &record.pod)
-                });
-                let names = services.map(|one| services::text(&one["metadata"]["name"]));
-                view.services = names.map(str::to_owned).collect();
-                Some(Message::Pod(view))
+                Some(Message::Pod(record.view()))
             }
             Event::PodRemoved(key) => {
                 self.pods.remove(&key)?;
@@ -202,6 +195,10 @@ impl State {
         }
         self.write_catalog(&slices)
             .context("failed to write the catalog")?;
+        for ((namespace, name), record) in &self.pods {
+            let services = endpoints::services_of(&slices, namespace, name);
+            record.status.update(|view| view.services = services);
+        }
         let services: Vec<&Value> = self.objects.of("Service").collect();
         let translations = services::translations(&services, &slices);
         publish(&self.translations, translations);
