@@ -7,6 +7,8 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::cluster::wait_for;
+
 /// A running `mesh dashboard`. Dropping it ends the process.
 pub struct Dashboard {
     process: Child,
@@ -17,23 +19,33 @@ pub struct Dashboard {
 impl Dashboard {
     /// Starts `mesh dashboard` by a command without its last arguments.
     pub fn start(mut command: Command) -> Result<Self> {
-        command.args(["--no-open"]).stdout(Stdio::piped());
-        let mut process = command.spawn().context("cannot start mesh dashboard")?;
-        let output = process.stdout.take().context("it is piped")?;
+        command.arg("--no-open").stdout(Stdio::piped());
+        let mut started = Self {
+            process: command.spawn().context("cannot start mesh dashboard")?,
+            host: String::new(),
+            token: String::new(),
+        };
+        let output = started.process.stdout.take().context("it is piped")?;
         let mut url = String::new();
         BufReader::new(output).read_line(&mut url)?;
         let parts = url.trim().strip_prefix("http://");
         let parts = parts.and_then(|rest| rest.split_once("/#token="));
-        let (host, token) = parts.with_context(|| format!("a URL, not {url:?}"))?;
-        Ok(Self {
-            process,
-            host: host.to_owned(),
-            token: token.to_owned(),
+        let (host, token) = parts.with_context(|| format!("no URL: {url:?}"))?;
+        (started.host, started.token) = (host.to_owned(), token.to_owned());
+        Ok(started)
+    }
+
+    /// Waits until the page has exactly these Services with workloads of other names.
+    pub fn expect_services(&self, expected: &Value) -> Result<()> {
+        wait_for("the workloads of Services", || {
+            let traffic = self.traffic()?;
+            ensure!(traffic["services"] == *expected, "{traffic:#}");
+            Ok(Some(()))
         })
     }
 
     /// What the page shows.
-    pub fn traffic(&self) -> Result<Value> {
+    fn traffic(&self) -> Result<Value> {
         let Self { host, token, .. } = self;
         let mut stream = TcpStream::connect(host)?;
         write!(

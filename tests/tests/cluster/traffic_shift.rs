@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 use diy_mesh_tests::cluster::gateway_api::{apply_canary, install};
 use diy_mesh_tests::cluster::load::Load;
-use diy_mesh_tests::cluster::{Namespace, in_namespace, versions, wait_for};
+use diy_mesh_tests::cluster::{Namespace, in_namespace, versions};
 use diy_mesh_tests::dashboard::Dashboard;
 use diy_mesh_tests::sandbox::programs;
 use serde_json::json;
@@ -40,12 +40,5 @@ fn leads_from_the_service_to_its_workloads(namespace: &Namespace) -> Result<()> 
     command.args(["dashboard", "--namespace", &namespace.name]);
     let dashboard = Dashboard::start(command)?;
     let name = |name: &str| format!("{}/{name}", namespace.name);
-    wait_for("the workloads of the Service", || {
-        let traffic = dashboard.traffic()?;
-        ensure!(
-            traffic["services"][name("web")] == json!([name("web-v1")]),
-            "{traffic:#}"
-        );
-        Ok(Some(()))
-    })
+    dashboard.expect_services(&json!({name("web"): [name("web-v1")]}))
 }

@@ -14,19 +14,13 @@ const COLUMNS: usize = 100;
 /// The row of a flag or an argument.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Row {
+    /// With its value.
     name: String,
+    /// None: an argument.
+    flag: Option<String>,
     environment: String,
     default: String,
     description: String,
-}
-
-impl Row {
-    /// The name of a flag without its value.
-    fn flag(&self) -> String {
-        let (_, name) = self.name.rsplit_once("`--").unwrap_or_default();
-        let name = name.split([' ', '`']).next().unwrap_or_default();
-        format!("`--{name}`")
-    }
 }
 
 /// What is between `<!-- flags: COMMAND -->` and `<!-- end -->`. UPDATE_FLAGS=1 writes it.
@@ -136,7 +130,10 @@ fn text(command: &Command, common: &BTreeSet<Row>) -> String {
         text += &line(&row.name, environment, &row.default, &row.description);
     }
     if !same.is_empty() {
-        let names: Vec<_> = same.iter().map(Row::flag).collect();
+        let names: Vec<_> = same
+            .iter()
+            .filter_map(|row| Some(format!("`{}`", row.flag.as_ref()?)))
+            .collect();
         let anchor = COMMON.replace(' ', "-");
         let description = format!("as for [`{COMMON}`](#{anchor})");
         text += &line(&names.join(", "), "", "", &description);
@@ -163,19 +160,11 @@ fn row(argument: &Arg) -> Row {
     let takes_value = argument.get_action().takes_values();
     let value = argument.get_value_names().map(|names| names.join(" "));
     let value = value.filter(|_| takes_value);
-    let name = match (argument.get_short(), argument.get_long(), value) {
-        (None, None, value) => format!(
-            "`{}`",
-            value.unwrap_or_else(|| argument.get_id().to_string())
-        ),
-        (short, long, value) => {
-            let short = short
-                .map(|short| format!("`-{short}`, "))
-                .unwrap_or_default();
-            let value = value.map(|value| format!(" {value}")).unwrap_or_default();
-            format!("{short}`--{}{value}`", long.unwrap_or_default())
-        }
-    };
+    let short = argument.get_short().map(|short| format!("`-{short}`, "));
+    let flag = argument.get_long().map(|long| format!("--{long}"));
+    let words = [flag.clone(), value];
+    let words: Vec<String> = words.into_iter().flatten().collect();
+    let name = format!("{}`{}`", short.unwrap_or_default(), words.join(" "));
     let help = argument.get_long_help().or(argument.get_help());
     let help = help.map(ToString::to_string).unwrap_or_default();
     // A text may end with "[default: TEXT]", where clap knows no value, or with "[required TEXT]".
@@ -217,6 +206,7 @@ fn row(argument: &Arg) -> Row {
         .map(|name| format!("`{}`", name.to_string_lossy()));
     Row {
         name,
+        flag,
         environment: environment.unwrap_or_default(),
         default: cell(&default),
         description: cell(&help),

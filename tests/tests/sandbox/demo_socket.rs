@@ -7,11 +7,10 @@ use std::{
     os::unix::fs::{DirBuilderExt, chown},
     path::{Path, PathBuf},
     process::{Child, ChildStdout, Command, Output, Stdio},
-    time::{Duration, Instant},
 };
 
 use diy_mesh_tests::dashboard::Dashboard;
-use diy_mesh_tests::sandbox::{READY_TIMEOUT, empty, programs};
+use diy_mesh_tests::sandbox::{empty, programs};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -161,15 +160,7 @@ fn shows_the_workloads_of_a_service(session: &Session) {
     let name = |name: &str| format!("http-server/{name}");
     let workloads = ["http-server-v1", "http-server-v2"].map(name);
     let expected = json!({name("http-server"): workloads});
-    let deadline = Instant::now() + READY_TIMEOUT;
-    loop {
-        let traffic = dashboard.traffic().unwrap();
-        if traffic["services"] == expected {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{traffic:#}");
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    dashboard.expect_services(&expected).unwrap();
 }
 
 #[test]

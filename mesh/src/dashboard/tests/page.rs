@@ -24,6 +24,13 @@ const CONTRASTS: &str = "(() => {
   return Math.min(...texts.flatMap((text) => ['--back', '--panel'].map((back) => contrast(light(text), light(back)))));
 })()";
 
+/// The number of nodes that lie over another one.
+const OVERLAPS: &str = "(() => {
+  const boxes = [...document.querySelectorAll('.node rect')].map((node) => node.getBoundingClientRect());
+  return boxes.filter((one, index) => boxes.some((other, second) => second > index && one.left < other.right &&
+    other.left < one.right && one.top < other.bottom && other.top < one.bottom)).length;
+})()";
+
 /// Runs a test with a browser beside a server, which it gets with the URL of the page.
 async fn with_page(source: Fake, test: impl AsyncFnOnce(&mut Browser, &str, &Server<Fake>)) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await;
@@ -156,11 +163,6 @@ async fn names_of_proxies_are_text() {
 
 #[tokio::test]
 async fn graph_has_callers_on_the_left_and_no_overlaps() {
-    const OVERLAPS: &str = "(() => {
-      const boxes = [...document.querySelectorAll('.node rect')].map((node) => node.getBoundingClientRect());
-      return boxes.filter((one, index) => boxes.some((other, second) => second > index && one.left < other.right &&
-        other.left < one.right && one.top < other.bottom && other.top < one.bottom)).length;
-    })()";
     with_page(Fake::large(), async |browser, url, _| {
         browser.open(url).await;
         browser.wait(&format!("{} > 0", rows("workloads"))).await;
@@ -212,6 +214,11 @@ async fn service_leads_to_its_workloads() {
         let pods = sample.pods.iter_mut().filter(|pod| pod.namespace == "data");
         for (pod, name) in pods.zip(["index-v1", HOSTILE]) {
             (pod.workload, pod.services) = (name.into(), vec!["index".into()]);
+            // A workload that calls its own Service.
+            let mut call = pod.traffic.flows[0].clone();
+            (call.inbound, call.peer_namespace) = (false, "data".into());
+            call.peer = "index".into();
+            pod.traffic.flows.push(call);
         }
     }
     with_page(fake, async |browser, url, _| {
@@ -221,6 +228,7 @@ async fn service_leads_to_its_workloads() {
         let label = "document.querySelector('.node[aria-label^=\"data/index:\"]').ariaLabel";
         let expected = format!("data/index: Service of data/{HOSTILE}, data/index-v1");
         assert_eq!(browser.value(label).await, expected);
+        assert_eq!(browser.value(OVERLAPS).await, 0);
     })
     .await;
 }
