@@ -114,7 +114,9 @@ impl Sampler {
         }
         match (self.reported().await, proxies) {
             (Err(error), Some(proxies)) if is_unavailable(&error) => {
-                let why = format!(" by port-forward, because no controller responds: {error}");
+                let why = format!(
+                    " by port-forward, which does not tell the Services of pods, because no controller responds: {error}"
+                );
                 let asked = self.asked(&proxies, &why).await;
                 asked.map_err(|other| anyhow!("{other}; {error}"))
             }
