@@ -136,7 +136,13 @@ impl Arguments {
             }
         }
         if parts.is_empty() {
-            parts.push("no requests\n".to_owned());
+            parts.push(match &of.name {
+                None => "no requests\n".to_owned(),
+                Some(name) => format!(
+                    "no requests from or to {}; `mesh identity` and `mesh services` list the names\n",
+                    terminal::printable(name)
+                ),
+            });
         }
         let note = |note: &String| terminal::printable(note) + "\n";
         let notes: String = sample.notes.iter().map(note).collect();
@@ -247,6 +253,16 @@ mod tests {
         assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
         let json = arguments("mesh").json(&Filter::default(), &sample);
         assert!(!json.to_string().contains("null"), "{json}");
+    }
+
+    #[tokio::test]
+    async fn name_without_requests_is_told() {
+        let of = filter("mesh shop/typo").await;
+        let text = arguments("mesh").text(&of, &sample(), Colors::DISABLED);
+        assert!(
+            text.starts_with("no requests from or to shop/typo; "),
+            "{text}"
+        );
     }
 
     async fn filter(line: &str) -> Filter {
