@@ -121,14 +121,14 @@ impl Metrics {
         let [acknowledged, rejected] = register_family(
             r,
             "acknowledgements",
-            "Updates that proxies have acknowledged, by result",
+            "Updates that proxies have acknowledged: accepted ones are in use, rejected ones are not",
             "result",
             ["accepted", "rejected"],
         );
         let behind = register_family(
             r,
             "behind_subscriptions",
-            "Subscriptions of proxies that knew of later events than this replica, by result",
+            "Subscriptions of proxies that knew of later events than this replica, which caught up, or did not within 10 seconds (timeout)",
             "result",
             ["timeout", "caught-up"],
         );
@@ -142,7 +142,7 @@ impl Metrics {
         let [statuses_written, status_conflicts, statuses_failed] = register_family(
             r,
             "route_status_writes",
-            "Writes of the status of routes by result",
+            "Writes of the status of routes: a conflict, since another client preceded, is repeated, and a failed one is retried later, with a line in the log",
             "result",
             ["written", "conflict", "failed"],
         );
@@ -207,7 +207,7 @@ pub fn encode_charged(quotas: &Quotas, encoder: &mut DescriptorEncoder<'_>) -> f
     encode_gauges(
         encoder,
         "budget_bytes",
-        "Budget for subscriptions and unsent answers of all callers, and what is charged",
+        "Bytes that subscriptions and unsent answers of all callers hold, and their limit",
         "of",
         bytes.map(|(of, bytes)| (of, i64::try_from(bytes).unwrap_or(i64::MAX))),
     )
@@ -243,14 +243,14 @@ pub fn encode_counts(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Res
     encode_gauges(
         encoder,
         "longest_lock_hold_microseconds",
-        "Time for which a lock was held at most since the start",
+        "The longest time for which a lock was held since the start",
         "lock",
         holds.map(|(lock, time)| (lock, i64::try_from(time.as_micros()).unwrap_or(i64::MAX))),
     )?;
     encode_gauges(
         encoder,
         "streams_without_capability",
-        "Discover streams of proxies that do not announce a capability",
+        "Discover streams of proxies of an earlier release, which do not announce a capability",
         "capability",
         [
             (CAPABILITY_ROUTES, earlier as i64),
@@ -268,12 +268,13 @@ const LOCKS: [&str; 3] = ["index", "index, shared", "subscribers"];
 /// Encodes the times for which locks are held, and the delay of publications.
 pub fn encode_times(hub: &Hub, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let (name, kind) = ("lock_hold_seconds", MetricType::Histogram);
-    let mut family = encoder.encode_descriptor(name, "Holds of locks.", None, kind)?;
+    let help = "Times for which a lock is held. The goal is 20 ms.";
+    let mut family = encoder.encode_descriptor(name, help, None, kind)?;
     for (lock, times) in LOCKS.into_iter().zip(hub.holds()) {
         times.encode(family.encode_family(&[("lock", lock)])?)?;
     }
     let name = "publication_duration_seconds";
-    let help = "Time from a change to the notification of subscribers, for each resource.";
+    let help = "Time from the receipt of a change to the notification of the subscribers, once for each resource. Up to 0.1 s is the merging of changes.";
     let times = encoder.encode_descriptor(name, help, None, kind)?;
     hub.publications().encode(times)
 }
@@ -292,7 +293,7 @@ pub fn encode_queues(
         ("events", events.queued()),
         ("subscribers", hub.waiting()),
     ];
-    let help = "Changes for the index, Kubernetes Events, and subscribers with unread states";
+    let help = "What waits: changes for the index (at most 1,024), Kubernetes Events (at most 64), and subscribers with states that their stream has not taken";
     let lengths = lengths.map(|(of, length)| (of, length as i64));
     encode_gauges(encoder, "queued", help, "of", lengths)
 }
@@ -301,7 +302,7 @@ pub fn encode_queues(
 pub fn encode_edges(edges: &Edges, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let (cut, bytes) = edges.counts();
     let values = [("kept bytes", bytes as i64), ("cut", cut as i64)];
-    let help = "Kinds of calls to and by pods: bytes that are kept, and reports without room";
+    let help = "Bytes of the observed calls of pods that are kept, and the number of reports that were cut";
     encode_gauges(encoder, "edges", help, "of", values)
 }
 
@@ -309,7 +310,7 @@ pub fn encode_edges(edges: &Edges, encoder: &mut DescriptorEncoder<'_>) -> fmt::
 pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let ages = freshness.ages().into_iter();
     let ages = ages.map(|(kind, age)| (kind.unique_name(), age.as_secs() as i64));
-    let help = "Seconds since the source of the catalog last confirmed its objects";
+    let help = "Seconds since the source of the catalog last confirmed its objects, by an event, a list, or a watch without changes. The API server confirms a watch that works every three minutes";
     encode_gauges(encoder, "watch_age_seconds", help, "kind", ages)?;
     let ignored = freshness.ignored().into_iter();
     let ignored = ignored.map(|(kind, count)| (kind.unique_name(), count as i64));
@@ -324,7 +325,7 @@ pub fn encode_ages(freshness: &Freshness, encoder: &mut DescriptorEncoder<'_>) -
 
 /// Encodes whether the controller is ready.
 pub fn encode_ready(readiness: &Readiness, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-    let help = "1 while the controller is ready.";
+    let help = "1 while the replica is ready.";
     encoder
         .encode_descriptor("ready", help, None, MetricType::Gauge)?
         .encode_gauge(&i64::from(readiness.unmet().is_empty()))

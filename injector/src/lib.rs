@@ -16,7 +16,7 @@ mod diff;
 mod ephemeral;
 mod health;
 mod kubernetes;
-mod metrics;
+pub mod metrics;
 mod namespaces;
 pub mod other_mesh;
 pub mod patch;

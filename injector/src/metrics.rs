@@ -37,7 +37,7 @@ impl Default for Metrics {
         let [injected, denied, left_alone, errors] = register_family(
             r,
             "reviews",
-            "Admission reviews by outcome",
+            "Pods that were injected, denied or left alone, and admission reviews that failed (error)",
             "outcome",
             ["injected", "denied", "left_alone", "error"],
         );

@@ -21,7 +21,7 @@ pub mod endpoint;
 pub mod error;
 pub mod http;
 pub mod inbound;
-mod labels;
+pub mod labels;
 pub mod limits;
 pub mod observe;
 pub mod path;

@@ -106,21 +106,21 @@ impl Metrics {
         let mirrors = register_family(
             r,
             "mirrored_requests",
-            "Copies of requests that routes mirror, by result",
+            "Copies of requests that routes mirror: answered, failed, or dropped because of a long body or too many at a time",
             "result",
             MirrorResult::NAMES,
         );
         let external = register_family(
             r,
             "external_authorizations",
-            "Questions to authorization servers, by result",
+            "Questions to authorization servers. Without an answer, the request is denied (failed) or allowed (failed-open)",
             "result",
             ExternalResult::NAMES,
         );
         let zones = register_family(
             r,
             "zone_requests",
-            "Outbound requests and opaque connections by the zone of the endpoint, if zones are known",
+            "Outbound requests, retries included, and opaque connections to endpoints in the zone of the pod (own) and in other zones, if both are known",
             "zone",
             ["own", "other"],
         );
@@ -136,19 +136,19 @@ impl Metrics {
             r,
             (
                 "rate_limited",
-                "Requests that exceeded a rate limit, by its scope and policy.",
+                "Requests that exceeded a rate limit, by its scope and policy. The label policy ends with the name of the limit.",
             ),
             "per",
         );
         let edges_cut = register(
             r,
             "edges_cut",
-            "Kinds of calls to the pod that have no room in the reports to the controller",
+            "Kinds of calls to the pod that the proxy does not report to the controller, or reports without their path, because of a limit",
         );
         let dumps_suppressed = register(
             r,
             "dumps_suppressed",
-            "Exchanges not dumped because the budget was used up",
+            "Exchanges not dumped because the rate limit of dumps was reached",
         );
         let dumps_dropped = register(
             r,
@@ -163,22 +163,22 @@ impl Metrics {
         let inbound_traced = register(
             r,
             "inbound_traced_requests",
-            "Requests that the application received with a trace",
+            "Requests that the application received with a trace, while tracing is on",
         );
         let outbound_traced = register(
             r,
             "outbound_traced_requests",
-            "Requests that the application made with a trace",
+            "Requests that the application made with a trace, while tracing is on",
         );
         let untraced = register(
             r,
             "outbound_untraced_requests",
-            "Requests that the application made without a trace",
+            "Requests that the application made without a trace, while tracing is on",
         );
         let spans_dropped = register(
             r,
             "spans_dropped",
-            "Spans that exceeded the bound of a second or of the queue, or were not exported",
+            "Spans that exceeded the bound of a second or of the queue, or that the collector did not take",
         );
         let start_time: Gauge<f64, AtomicU64> = register(
             r,
@@ -369,7 +369,8 @@ fn encode_udp(encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
     let Some(counts) = udp::read() else {
         return Ok(());
     };
-    let help = "UDP datagrams of the pod, which the mesh does not carry.";
+    let help =
+        "UDP datagrams of the pod, which the mesh does not carry, as the kernel counts them.";
     let mut family = encoder.encode_descriptor("udp_datagrams", help, None, MetricType::Counter)?;
     for (way, count) in udp::WAYS.into_iter().zip(counts) {
         let labels = [("way", way)];

@@ -1,12 +1,11 @@
 //! The tables of flags in docs/reference.md are generated from the definitions of the flags.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
 use clap::{Arg, Command, CommandFactory};
-use diy_mesh_tests::repository::{read, root};
 
-const END: &str = "<!-- end -->\n";
+use super::generated::assert_generated;
+
 /// The command with the flags that most commands have. Their tables refer to it.
 const COMMON: &str = "mesh identity";
 const COLUMNS: usize = 100;
@@ -23,36 +22,18 @@ struct Row {
     description: String,
 }
 
-/// What is between `<!-- flags: COMMAND -->` and `<!-- end -->`. UPDATE_FLAGS=1 writes it.
 #[test]
 fn reference_has_the_flags_of_each_command() {
-    let path = Path::new("docs/reference.md");
-    let reference = read(path);
     let commands = commands();
-    let mut parts = reference.split("<!-- flags: ");
-    let mut current = parts.next().unwrap_or_default().to_owned();
-    let mut shown = BTreeSet::new();
-    for part in parts {
-        let (command, rest) = part.split_once(" -->\n").expect("the part has a command");
-        let (_, rest) = rest.split_once(END).expect("the part has an end");
-        let known = commands.get(command);
-        let known = known.unwrap_or_else(|| panic!("there is no command {command}"));
-        let common = match command {
-            COMMON => BTreeSet::new(),
-            _ => rows(&commands[COMMON]).into_iter().collect(),
+    let common = rows(&commands[COMMON]).into_iter().collect();
+    let texts = commands.iter().map(|(name, command)| {
+        let text = match name.as_str() {
+            COMMON => text(command, &BTreeSet::new()),
+            _ => text(command, &common),
         };
-        let text = text(known, &common);
-        current += &format!("<!-- flags: {command} -->\n{text}{END}{rest}");
-        shown.insert(command.to_owned());
-    }
-    let expected: BTreeSet<_> = commands.into_keys().collect();
-    assert_eq!(shown, expected, "the commands of docs/reference.md");
-    if std::env::var_os("UPDATE_FLAGS").is_some() {
-        std::fs::write(root().join(path), &current).expect("the document can be written");
-    } else {
-        let advice = "run UPDATE_FLAGS=1 cargo test -p diy-mesh-tests --test documents";
-        assert!(reference == current, "docs/reference.md differs: {advice}");
-    }
+        (name.clone(), text)
+    });
+    assert_generated("docs/reference.md", "flags", &texts.collect());
 }
 
 /// The programs and commands with flags.

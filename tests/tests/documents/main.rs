@@ -1,6 +1,8 @@
 //! Consistency of documents and code: links, headings, metrics, annotations, error codes, flags.
 
 mod flags;
+mod generated;
+mod metrics;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -176,48 +178,6 @@ fn code_in_documents_is_that_of_the_program() {
         "blocks of code differ from the file that they name",
         outdated,
     );
-}
-
-#[test]
-fn documented_metrics_exist() {
-    let mut unknown = Vec::new();
-    for (prefix, folder) in [
-        ("diy_mesh_proxy_", "proxy/src"),
-        ("http_server_", "proxy/src"),
-        ("http_client_", "proxy/src"),
-        ("rpc_server_", "proxy/src"),
-        ("rpc_client_", "proxy/src"),
-        ("diy_mesh_controller_", "controller/src"),
-        ("diy_mesh_injector_", "injector/src"),
-    ] {
-        let sources: String = [folder, "runtime/src"]
-            .iter()
-            .flat_map(|folder| files_with_extension(folder, "rs"))
-            .map(|path| read(&path))
-            .collect();
-        // A registry adds the prefix, and `_total` to the name of a counter. A histogram has three
-        // kinds of samples.
-        let registered = |name: &str| {
-            let short = &name[prefix.len()..];
-            let counter = short.strip_suffix("_total").unwrap_or(short);
-            let suffixes = ["_bucket", "_count", "_sum"];
-            let histogram = suffixes.iter().find_map(|suffix| name.strip_suffix(suffix));
-            [name, short, counter, histogram.unwrap_or(name)]
-                .iter()
-                .any(|literal| sources.contains(&format!("\"{literal}\"")))
-        };
-        for document in documents() {
-            for name in words(&read(&document))
-                .into_iter()
-                .filter(|word| word.starts_with(prefix))
-            {
-                if !registered(&name) {
-                    unknown.push(format!("{}: {name}", document.display()));
-                }
-            }
-        }
-    }
-    assert_none("unknown metrics", unknown);
 }
 
 #[test]
@@ -419,13 +379,6 @@ fn anchor(heading: &str) -> String {
 /// A document without code blocks, in which `#` starts a comment.
 fn without_code(text: &str) -> String {
     text.split("```").step_by(2).collect()
-}
-
-/// All words in the character set of metric names.
-fn words(text: &str) -> BTreeSet<String> {
-    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-        .map(str::to_owned)
-        .collect()
 }
 
 fn documents() -> Vec<PathBuf> {

@@ -5,13 +5,12 @@
 
 mod dashboards;
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use diy_mesh_sandbox::manifest::parse;
-use diy_mesh_tests::observability::{has_program, objects, recipes};
+use diy_mesh_tests::observability::{has_program, metric_names, objects, recipes};
 use diy_mesh_tests::repository::{assert_none, files_with_extension, read, root};
 use serde_json::{Value, json};
 
@@ -49,30 +48,11 @@ fn queries() -> Vec<String> {
 
 #[test]
 fn queries_name_documented_metrics() {
-    let operations = read(Path::new("docs/operations.md"));
-    let known: BTreeSet<&str> = operations.split('`').collect();
+    let known = metric_names(&read(Path::new("docs/operations.md")));
     let queries = queries();
     assert!(queries.len() > 80, "{} queries", queries.len());
-    let is_known = |word: &str| {
-        let mut ends = ["", "_bucket", "_count", "_sum"].into_iter();
-        ends.any(|end| {
-            word.strip_suffix(end)
-                .is_some_and(|name| known.contains(name))
-        })
-    };
-    let prefixes = [
-        "diy_mesh_",
-        "http_server_",
-        "http_client_",
-        "rpc_server_",
-        "rpc_client_",
-    ];
-    let mut unknown = BTreeSet::new();
-    for query in &queries {
-        let words = query.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-        let metrics = words.filter(|word| prefixes.iter().any(|one| word.starts_with(one)));
-        unknown.extend(metrics.filter(|word| !is_known(word)).map(str::to_owned));
-    }
+    let named = metric_names(&queries.join("\n"));
+    let unknown = named.difference(&known).cloned();
     assert_none("metrics that docs/operations.md does not list", unknown);
 }
 

@@ -47,7 +47,7 @@ impl DiscoveryMetrics {
         let [older_refused, older_accepted] = register_family(
             r,
             "discovery_older_states",
-            "States from the controller that are older than the known ones",
+            "Responses with an older state than the known one, of a controller that lags behind: refused, or accepted after 30 seconds without a newer one",
             "result",
             ["refused", "accepted"],
         );
@@ -57,13 +57,17 @@ impl DiscoveryMetrics {
             connected: register(
                 r,
                 "discovery_connected",
-                "1 while the discovery stream is open",
+                "1 while the discovery stream to the controller is open",
             ),
-            subscriptions: register(r, "discovery_subscriptions", "Subscribed destinations"),
+            subscriptions: register(
+                r,
+                "discovery_subscriptions",
+                "Destinations that the proxy subscribes to",
+            ),
             refused: register(
                 r,
                 "discovery_refused",
-                "Destinations refused because the limit of subscriptions was reached",
+                "Connections rejected because the limit of subscribed destinations was reached",
             ),
             broken: register(
                 r,

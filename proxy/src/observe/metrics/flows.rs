@@ -60,12 +60,12 @@ impl Flows {
             certificate_expired: by_direction(
                 r,
                 "connections_certificate_expired",
-                "Open connections whose peer's certificate has expired",
+                "Open connections whose peer's certificate has expired: opaque, upgraded, or with a response in progress",
             ),
             failures: by_direction_and(
                 r,
                 "failures",
-                "Requests and connections that the proxy failed to forward, by error code",
+                "Requests and connections that the proxy failed to forward, by the code of x-mesh-error",
                 "code",
                 Code::ALL.map(Code::label),
             ),
@@ -84,7 +84,7 @@ impl Flows {
             timeouts: by_direction_and(
                 r,
                 "timeouts",
-                "Timeouts of connections that fired, by kind",
+                "Timeouts of connections that fired, by kind: the name of the flag without -timeout",
                 "kind",
                 TimeoutKind::NAMES,
             ),
@@ -96,7 +96,7 @@ impl Flows {
             opaque_bytes: by_direction_and(
                 r,
                 "opaque_bytes",
-                "Bytes that clients of opaque connections sent and received",
+                "Bytes that clients of closed opaque connections sent and received",
                 "way",
                 ["sent", "received"],
             ),
@@ -110,7 +110,7 @@ impl Flows {
             verdicts: by_direction_and(
                 r,
                 "verdicts",
-                "Requests and opaque connections by the verdict of the policies",
+                "Requests and opaque connections by the verdict of the policies: would-deny are allowed ones that AuthorizationPolicies under audit would deny",
                 "verdict",
                 Verdict::NAMES,
             ),
@@ -131,7 +131,7 @@ impl UpstreamMetrics {
         let connections: [Gauge; 2] = by_direction(
             r,
             "upstream_connections",
-            "Open connections to endpoints and to the application",
+            "Open connections to endpoints (outbound) and to the application (inbound)",
         );
         let waiting: [Gauge; 2] = by_direction(
             r,
@@ -141,15 +141,16 @@ impl UpstreamMetrics {
         let limited = by_direction_and(
             r,
             "requests_limited",
-            "Requests rejected because a limit of their endpoint was reached, by limit",
+            "Requests rejected by a limit of their endpoint, because they did not get a connection in time or found the queue full",
             "limit",
             LimitKind::NAMES,
         );
         let help = "Quarantines of endpoints, by cause";
         let ejections = by_direction_and(r, "ejections", help, "cause", Cause::NAMES);
-        let open: [Gauge; 2] =
-            by_direction(r, "circuits_open", "Circuits that are open or half-open");
-        let opened: [Counter; 2] = by_direction(r, "circuits_opened", "Circuits that were opened");
+        let help = "Circuits that are open or half-open. Each worker has its own circuit for a destination";
+        let open: [Gauge; 2] = by_direction(r, "circuits_open", help);
+        let help = "Circuits that were opened. The log names their destinations";
+        let opened: [Counter; 2] = by_direction(r, "circuits_opened", help);
         [Direction::Inbound, Direction::Outbound].map(|direction| Self {
             connections: connections[direction as usize].clone(),
             waiting: waiting[direction as usize].clone(),

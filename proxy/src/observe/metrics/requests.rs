@@ -141,9 +141,13 @@ impl Requests {
     /// Writes the durations.
     pub fn encode_durations(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let all = self.durations.all();
-        let help = "Durations of inbound (server) and outbound (client) requests or gRPC calls.";
         for (kind, name) in DURATIONS.into_iter().enumerate() {
-            let mut family = encoder.encode_descriptor(name, help, None, MetricType::Histogram)?;
+            let direction = Direction::NAMES[kind % 2];
+            let what = ["HTTP requests", "gRPC and gRPC-Web calls"][kind / 2];
+            let help = format!(
+                "Durations of {direction} {what}, from the first byte of the request to the last one of the response."
+            );
+            let mut family = encoder.encode_descriptor(name, &help, None, MetricType::Histogram)?;
             for (labels, set) in all.iter().filter(|(labels, _)| labels.kind == kind) {
                 let (seconds, count, buckets) = set.value().read();
                 let labels = peer_labels(&labels.route, &labels.peer);
